@@ -1,0 +1,160 @@
+"""The seam between scheduler and engine: plain data and one Protocol.
+
+This is the bottom of the program. It knows sequences, tokens and steps; it does not know torch, tiers, time
+or HTTP. A step goes down as a `StepPlan` and comes back as a `StepResult`; nobody reaches across.
+
+There is no prefill phase and no decode phase: each sequence has `num_computed_tokens` catching up with its
+number of tokens (prompt + output). `Run(seq_id, n)` advances it by n tokens; when it has caught up, one new
+token is sampled. A prefill chunk, a whole prefill and a decode are all a `Run`.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+
+class PreemptionMode(Enum):
+    """What becomes of a victim's KV blocks."""
+
+    PAUSE = "pause"  # stay on the device: the sequence sits steps out and may resume in any later one
+    SWAP = "swap"  # are copied to host memory and freed
+    RECOMPUTE = "recompute"  # are freed; the tokens are computed again after the resume
+
+
+class FinishReason(Enum):
+    STOP = "stop"  # an end-of-sequence or stop token
+    LENGTH = "length"  # max_tokens, or the model's context is full
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. `temperature == 0` is greedy; `seed` is always set (the gateway draws one
+    if the user did not), so that a sequence computed again, on any worker, gives the same tokens."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence ids
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    seq_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Advance `seq_id` by `num_tokens` of its known tokens (≥ 1)."""
+
+    seq_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    seq_id: str
+    mode: PreemptionMode
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, executed in the order of the fields. An engine refuses a plan that breaks the rules
+    (`PlanError`): it is a bug of the scheduler, never a user's fault."""
+
+    step_id: int
+    abort: tuple[str, ...] = ()
+    preempt: tuple[Preempt, ...] = ()
+    resume: tuple[str, ...] = ()
+    start: tuple[NewSequence, ...] = ()
+    run: tuple[Run, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.abort or self.preempt or self.resume or self.start or self.run)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(r.num_tokens for r in self.run)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What one `Run` did. `token_ids` holds the newly sampled tokens: none while a prefill is incomplete.
+    With a `finish_reason` the engine has already freed the sequence."""
+
+    seq_id: str
+    num_computed_tokens: int
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFailure:
+    """One sequence broke (NaN logits, say); the engine has freed it and goes on with the others."""
+
+    seq_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The outcome of one plan. `elapsed_s` is the time the device was busy with it."""
+
+    step_id: int
+    outputs: tuple[SequenceOutput, ...] = ()
+    failures: tuple[SequenceFailure, ...] = ()
+    free_blocks: int = 0
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is and can hold; constant while it lives."""
+
+    model_path: str
+    max_model_len: int  # tokens, prompt and output together
+    vocab_size: int
+    block_size: int  # tokens a KV block
+    num_blocks: int
+    max_step_tokens: int  # most tokens one plan may run
+    eos_token_ids: tuple[int, ...] = ()
+    device: str = "cpu"
+    dtype: str = "float32"
+    attention_backend: str = ""
+    preemption_modes: tuple[str, ...] = field(default=("pause", "recompute"))
+
+
+class PlanError(Exception):
+    """A plan names an unknown sequence, runs a paused one, or needs more blocks than are free."""
+
+
+class EngineDead(Exception):
+    """The engine cannot go on (device lost, thread died): the process must end non-zero."""
+
+
+class Engine(Protocol):
+    """Executes plans one at a time, in order.
+
+    `submit` returns at once; `collect` waits for the oldest submitted step. At most one step is in flight,
+    so that step N+1 can be planned while N runs.
+    """
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    async def collect(self) -> StepResult: ...
+
+    def close(self) -> None: ...
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """KV blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // block_size)
+
