@@ -1,0 +1,217 @@
+"""Batch formation: which sequences run in the next step, and for how many tokens. The heart of the scheduler.
+
+`form_batch` is pure: from the engine's view, the request states and the controller's budgets it makes one `StepPlan`.
+It reads no clock and changes nothing. Tiers are served from the highest priority down; inside a tier, decodes before
+prefills, and prefills by earliest deadline. Lower tiers fill what is left, as long as the predicted step time stays
+inside their budget: a resident bulk sequence that does not fit sits the step out with its KV kept.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan, blocks_for
+from engine.latency_model import StepCost
+from scheduler.config import Tier
+from scheduler.preemption import growth_victims, newcomer_victims
+from scheduler.states import RequestState, Status
+
+MIN_CHUNK = 16  # tokens; a smaller prefill chunk is not worth a step's overhead
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What the engine can take now."""
+
+    free_blocks: int
+    block_size: int
+    max_step_tokens: int
+    watermark_blocks: int = 0  # kept free when a new sequence starts, so that running ones can grow
+
+
+@dataclass(frozen=True, slots=True)
+class TierBudget:
+    """The controller's word on one tier for this step."""
+
+    max_num_seqs: int
+    max_wait_s: float = 0.0
+    step_time_s: float = float("inf")  # the step may be predicted to last this long with work of this tier
+    paused: bool = False  # its sequences leave the batch, KV resident
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    tiers: Mapping[str, TierBudget]
+    cost: StepCost
+
+
+def form_batch(
+    step_id: int,
+    view: EngineView,
+    tiers: Sequence[Tier],
+    states: Iterable[RequestState],
+    budgets: Budgets,
+    now: float,
+) -> StepPlan:
+    """The next step's plan. `tiers` from the highest priority down; `states` all that have not ended."""
+    by_tier: dict[str, list[RequestState]] = {tier.name: [] for tier in tiers}
+    for state in states:
+        by_tier[state.tier.name].append(state)
+    draft = _Draft(view, budgets, by_tier)
+    for tier in tiers:
+        budget = budgets.tiers[tier.name]
+        if budget.paused:
+            draft.pause(by_tier[tier.name])
+            continue
+        draft.add_decodes(by_tier[tier.name], budget)
+        draft.add_prefills(by_tier[tier.name], budget, now)
+    return draft.plan(step_id)
+
+
+class _Draft:
+    """A plan being made: what it holds so far, and what is left of blocks, tokens and time."""
+
+    def __init__(self, view: EngineView, budgets: Budgets, by_tier: Mapping[str, Sequence[RequestState]]) -> None:
+        self._view = view
+        self._cost = budgets.cost
+        self._by_tier = by_tier
+        self._free_blocks = view.free_blocks
+        anyone = any(s.is_resident for states in by_tier.values() for s in states)
+        self._watermark = view.watermark_blocks if anyone else 0
+        self._tokens_left = view.max_step_tokens
+        self._time_s = budgets.cost.step_s
+        self._preempt: dict[str, PreemptionMode] = {}
+        self._resume: list[str] = []
+        self._start: list[NewSequence] = []
+        self._run: dict[str, int] = {}
+
+    def plan(self, step_id: int) -> StepPlan:
+        return StepPlan(
+            step_id=step_id,
+            preempt=tuple(Preempt(seq_id, mode) for seq_id, mode in self._preempt.items()),
+            resume=tuple(self._resume),
+            start=tuple(self._start),
+            run=tuple(Run(seq_id, n) for seq_id, n in self._run.items()),
+        )
+
+    def pause(self, states: Iterable[RequestState]) -> None:
+        for state in states:
+            if state.status is Status.RUNNING and state.id not in self._preempt:
+                self._preempt[state.id] = PreemptionMode.PAUSE
+
+    def add_decodes(self, states: Sequence[RequestState], budget: TierBudget) -> None:
+        """One token for each sequence that decodes; who sat out longest goes first."""
+        decodes = [s for s in states if s.is_decode and s.id not in self._preempt]
+        if len(decodes) > 1:
+            decodes.sort(key=lambda s: (s.last_step, s.edf_key))
+        room = budget.max_num_seqs
+        for state in decodes:
+            if room <= 0 or self._tokens_left < 1:
+                return
+            if state.id in self._preempt:  # became a victim of an older one just now
+                continue
+            seconds = self._cost.decode(state.num_computed_tokens)
+            if not self._fits_time(seconds, budget):
+                return
+            if self._get_blocks(state, 1, growing=True):
+                self._take(state, 1, seconds)
+                room -= 1
+
+    def add_prefills(self, states: Sequence[RequestState], budget: TierBudget, now: float) -> None:
+        """Chunks of what has tokens to catch up with: sequences under way first, then by deadline."""
+        resident = sum(s.is_resident and s.id not in self._preempt for s in states)
+        pending = [s for s in states if not s.is_decode and s.id not in self._preempt]
+        pending.sort(key=lambda s: (not s.is_resident, s.status is Status.WAITING, s.edf_key))
+        slots = budget.max_num_seqs - resident
+        if self._worth_waiting(pending, slots, budget, now):
+            pending = [s for s in pending if s.status is not Status.WAITING]
+        for state in pending:
+            if state.id in self._preempt:
+                continue
+            if not state.is_resident:
+                if slots <= 0:
+                    return
+                slots -= 1
+            if not self._add_chunk(state, budget):
+                return
+
+    def _worth_waiting(self, pending: Sequence[RequestState], slots: int, budget: TierBudget, now: float) -> bool:
+        """Wait-or-full: newcomers wait for company while the step has other work, the batch is not full, and the
+        oldest has waited less than max-wait. An idle engine never waits."""
+        waiting = [s.claimed_s for s in pending if s.status is Status.WAITING]
+        if not waiting or not self._run or len(waiting) >= slots:
+            return False
+        return now - min(waiting) < budget.max_wait_s
+
+    def _add_chunk(self, state: RequestState, budget: TierBudget) -> bool:
+        """Run as much of the prefill as fits; False when nothing more of this tier will."""
+        wanted = min(state.num_uncomputed, self._tokens_left)
+        num_tokens = self._chunk_in_time(wanted, state.num_computed_tokens, budget)
+        if num_tokens < 1:
+            return False
+        if not self._get_blocks(state, num_tokens, growing=state.is_resident):
+            return False
+        if state.status is Status.WAITING:
+            request = state.request
+            self._start.append(NewSequence(request.id, request.prompt_token_ids, request.sampling))
+        self._take(state, num_tokens, self._cost.run(num_tokens, state.num_computed_tokens))
+        return True
+
+    def _chunk_in_time(self, wanted: int, context: int, budget: TierBudget) -> int:
+        """The largest prefill of at most `wanted` tokens inside the time budget."""
+        if wanted < 1 or self._fits_time(self._cost.run(wanted, context), budget):
+            return wanted
+        left_s = budget.step_time_s - self._time_s
+        if left_s > 0 and self._cost.prefill(MIN_CHUNK, context) <= left_s:
+            low, high = MIN_CHUNK, wanted
+            while low < high:  # prefill() grows with its tokens
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if self._cost.prefill(middle, context) <= left_s else (low, middle - 1)
+            return min(low, wanted)
+        # Something always runs: a step that would be empty takes one small chunk, whatever it costs.
+        return min(wanted, MIN_CHUNK) if not self._run else 0
+
+    def _fits_time(self, seconds: float, budget: TierBudget) -> bool:
+        return not self._run or self._time_s + seconds <= budget.step_time_s
+
+    def _take(self, state: RequestState, num_tokens: int, seconds: float) -> None:
+        if state.status in (Status.PAUSED, Status.PREEMPTED):
+            self._resume.append(state.id)
+        self._run[state.id] = num_tokens
+        self._tokens_left -= num_tokens
+        self._time_s += seconds
+
+    def _get_blocks(self, state: RequestState, num_tokens: int, *, growing: bool) -> bool:
+        """Reserve the blocks of a run, evicting if that is allowed and enough; else change nothing."""
+        size = self._view.block_size
+        need = blocks_for(state.num_computed_tokens + num_tokens, size) - state.blocks_held(size)
+        if need <= 0:
+            return True
+        spare = self._free_blocks - (0 if growing else self._watermark)
+        victims = self._victims(state, need - spare, growing) if need > spare else []
+        if victims is None:
+            return False
+        for victim in victims:
+            self._preempt[victim.id] = PreemptionMode.RECOMPUTE
+            self._free_blocks += victim.blocks_held(size)
+        self._free_blocks -= need
+        return True
+
+    def _victims(self, state: RequestState, missing: int, growing: bool) -> list[RequestState] | None:
+        """Enough victims for `missing` blocks, or None: nobody is evicted for one that cannot start now."""
+        resident = [
+            s
+            for tier in self._by_tier.values()
+            for s in tier
+            if s.is_resident and s.id not in self._run and self._keeps_blocks(s)
+        ]
+        chosen: list[RequestState] = []
+        choose = growth_victims if growing else newcomer_victims
+        for victim in choose(state, resident):
+            chosen.append(victim)
+            missing -= victim.blocks_held(self._view.block_size)
+            if missing <= 0:
+                return chosen
+        return None
+
+    def _keeps_blocks(self, state: RequestState) -> bool:
+        return self._preempt.get(state.id) in (None, PreemptionMode.PAUSE)

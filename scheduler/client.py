@@ -1,0 +1,213 @@
+"""The gateway's side of the scheduler: submit requests, receive their token events, cancel.
+
+Knows the queue, the event channel and which workers live. Does not know HTTP or text. A gateway has exactly
+one client; its id names the event stream that workers reply to.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from scheduler import admission
+from scheduler.admission import Rejected
+from scheduler.clock import Clock
+from scheduler.config import TierSet
+from scheduler.events.base import EventChannel
+from scheduler.queue.base import Queue
+from scheduler.registry.base import WorkerRegistry
+from scheduler.request import EventKind, Request, TokenEvent, WorkerStatus
+
+log = structlog.get_logger()
+
+REFRESH_S = 1.0  # how often the list of live workers is read
+WORKER_GRACE_S = 20.0  # a worker may be restarting this long before new requests are refused
+
+
+class SchedulerClient:
+    """Owner of the gateway's event stream and of the table of requests awaiting events."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        events: EventChannel,
+        registry: WorkerRegistry,
+        tiers: TierSet,
+        clock: Clock,
+        gateway_id: str,
+    ) -> None:
+        self._queue = queue
+        self._events = events
+        self._registry = registry
+        self._tiers = tiers
+        self._clock = clock
+        self.gateway_id = gateway_id
+        self._waiting: dict[str, Generation] = {}
+        self._workers: list[WorkerStatus] = []
+        self._worker_seen_s: float | None = None
+        self._draining = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        await self._events.open(self.gateway_id)
+        await self._refresh()
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._keep_fresh())]
+
+    async def close(self) -> None:
+        """Stop listening. Whatever still waits is cancelled."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._waiting:
+            await self._queue.cancel(list(self._waiting))
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those under way go on."""
+        self._draining = True
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def workers(self) -> list[WorkerStatus]:
+        """Workers alive at the last refresh."""
+        return self._workers
+
+    async def worker_metrics(self) -> dict[str, str]:
+        """The workers' own metrics, as Prometheus text, by worker id."""
+        return await self._registry.metrics()
+
+    async def depths(self) -> dict[str, int]:
+        return await self._queue.depths(list(self._tiers.tiers))
+
+    async def submit(self, requests: Sequence[Request]) -> "Generation | Rejected":
+        """Enqueue `requests` (of one tier), all or none."""
+        if self._draining:
+            return admission.draining()
+        if not self._has_engine():
+            return admission.no_engine()
+        generation = Generation(self, requests)
+        for request in requests:
+            self._waiting[request.id] = generation
+        tier = self._tiers[requests[0].tier]
+        try:
+            full = await self._queue.put(requests, limit=tier.queue_limit)
+        except BaseException:
+            self._forget(requests)
+            raise
+        if full is not None:
+            self._forget(requests)
+            return admission.queue_full(tier, full.depth, self._workers)
+        return generation
+
+    async def cancel(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+        await self._queue.cancel(request_ids)
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._waiting.pop(request.id, None)
+
+    def _has_engine(self) -> bool:
+        if self._workers:
+            return True
+        seen = self._worker_seen_s
+        return seen is not None and self._clock.now() - seen < WORKER_GRACE_S
+
+    async def _receive(self) -> None:
+        async for message in self._events.listen(self.gateway_id):
+            for event in message:
+                generation = self._waiting.get(event.request_id)
+                if generation is None:
+                    continue
+                if event.is_last:
+                    del self._waiting[event.request_id]
+                generation.deliver(event)
+
+    async def _keep_fresh(self) -> None:
+        while True:
+            await self._clock.sleep(REFRESH_S)
+            try:
+                await self._refresh()
+            except Exception as error:  # the store may be restarting: keep the last view, try again
+                log.warning("worker list not refreshed", error=str(error))
+
+    async def _refresh(self) -> None:
+        self._workers = await self._registry.workers()
+        if self._workers:
+            self._worker_seen_s = self._clock.now()
+
+
+class Generation:
+    """The token events of one `submit`, merged. Use as `async with generation as events: async for e in events`.
+
+    Every request gets tokens in order, without gaps or repeats, and exactly one last event; then the iteration
+    ends. Leaving the block earlier cancels what is unfinished.
+    """
+
+    def __init__(self, client: SchedulerClient, requests: Sequence[Request]) -> None:
+        self._client = client
+        self._received: dict[str, list[int]] = {r.id: [] for r in requests}
+        self._unfinished = set(self._received)
+        self._inbox: asyncio.Queue[TokenEvent] = asyncio.Queue()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._unfinished:
+            await asyncio.shield(self._client.cancel(sorted(self._unfinished)))
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        while self._unfinished or not self._inbox.empty():
+            event = await self._inbox.get()
+            fresh = self._fresh(event)
+            if fresh is not None:
+                return fresh
+        raise StopAsyncIteration
+
+    async def cancel(self, request_id: str) -> None:
+        """This one request needs no more tokens (a stop string matched): it gets no further event."""
+        if request_id in self._unfinished:
+            self._unfinished.discard(request_id)
+            await self._client.cancel([request_id])
+
+    def deliver(self, event: TokenEvent) -> None:
+        self._inbox.put_nowait(event)
+
+    def _fresh(self, event: TokenEvent) -> TokenEvent | None:
+        """Drop what was received already. After a requeue the tokens come again from index 0; the same seed
+        gives the same tokens, and where it does not, the answer would be a mixture of two: fail it."""
+        if event.request_id not in self._unfinished:
+            return None
+        have = self._received[event.request_id]
+        known = have[event.index : event.index + len(event.token_ids)]
+        diverged = list(event.token_ids[: len(known)]) != known or event.index > len(have)
+        if diverged:
+            self._unfinished.discard(event.request_id)
+            text = "The generation was interrupted and could not be continued."
+            return TokenEvent(event.request_id, EventKind.FAILED, index=len(have), error=text)
+        new = event.token_ids[len(known) :]
+        have.extend(new)
+        if event.is_last:
+            self._unfinished.discard(event.request_id)
+        elif not new:
+            return None
+        return TokenEvent(
+            request_id=event.request_id,
+            kind=event.kind,
+            index=len(have) - len(new),
+            token_ids=new,
+            finish_reason=event.finish_reason,
+            error=event.error,
+            cached_tokens=event.cached_tokens,
+        )

@@ -1,0 +1,323 @@
+"""The scheduler without I/O: takes requests in, makes plans, takes results in, says what to report.
+
+`SchedulerCore` owns every `RequestState` and is their only writer. It knows tiers and tokens; it does not know queues,
+engines, clocks or metrics: those meet in `loop`. Conservation holds at every instant:
+accepted = finished + failed + cancelled + released + held.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from engine.interface import (
+    EngineInfo,
+    FinishReason,
+    PreemptionMode,
+    SequenceOutput,
+    StepPlan,
+    StepResult,
+    blocks_for,
+)
+from engine.latency_model import StepTimeModel, StepWork
+from scheduler.batch import EngineView, form_batch
+from scheduler.config import TierSet
+from scheduler.queue.base import Lease
+from scheduler.request import Claimed, Delivery, EventKind, TokenEvent
+from scheduler.sla import SLAController
+from scheduler.states import RequestState, Status
+
+WATERMARK = 0.02  # of all blocks
+PREFETCH = 4  # claimed beyond the free slots, so that a slot freed in a step is filled in the next
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One observed latency, for metrics and the controller."""
+
+    kind: str  # "ttft" | "itl" | "e2e" | "queue"
+    tier: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    tier: str
+    reason: str  # "stop" | "length" | "failed" | "cancelled"
+    prompt_tokens: int
+    output_tokens: int
+    met_slo: bool
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What one applied step means for the world outside."""
+
+    events: dict[str, list[TokenEvent]] = field(default_factory=lambda: defaultdict(list))
+    leases: list[Lease] = field(default_factory=list)  # done: to be acknowledged
+    samples: list[Sample] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+
+
+class SchedulerCore:
+    def __init__(self, tiers: TierSet, engine: EngineInfo, controller: SLAController) -> None:
+        self.tiers = tiers.by_priority
+        self._tier_of = tiers.tiers
+        self._engine = engine
+        self.controller = controller
+        self.step_time = StepTimeModel()
+        self._states: dict[str, RequestState] = {}
+        self._aborts: set[str] = set()  # known to the engine, no longer wanted
+        self._refused: list[tuple[RequestState, str]] = []
+        self._free_blocks = engine.num_blocks
+        self._next_step_id = 0
+        self._work: dict[int, StepWork] = {}
+        self.counts: Counter[str] = Counter()
+        self.preemptions: Counter[tuple[str, str]] = Counter()  # (tier, mode)
+
+    # -- what is held ------------------------------------------------------------------------------------------
+
+    @property
+    def states(self) -> Iterable[RequestState]:
+        return self._states.values()
+
+    @property
+    def num_held(self) -> int:
+        return len(self._states)
+
+    @property
+    def kv_usage(self) -> float:
+        return 1.0 - self._free_blocks / self._engine.num_blocks
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._states
+
+    def tier_of(self, request_id: str) -> str:
+        return self._states[request_id].tier.name
+
+    def leases(self) -> list[Lease]:
+        return [Lease(s.id, s.fence) for s in self._states.values()]
+
+    def count(self, tier: str, *statuses: Status) -> int:
+        return sum(s.tier.name == tier and s.status in statuses for s in self._states.values())
+
+    def claim_limits(self, now: float) -> dict[str, int]:
+        """How many more of each tier to take from the queue, highest tier first. The engine's own queue stays
+        shallow: policy can only reorder what still waits in the store."""
+        budgets = self.controller.budgets(list(self.states), self.step_time.cost(), now)
+        limits: dict[str, int] = {}
+        for tier in self.tiers:
+            budget = budgets.tiers[tier.name]
+            held = sum(s.tier is tier for s in self._states.values())
+            room = budget.max_num_seqs + (PREFETCH if tier.is_interactive else 0) - held
+            if room > 0 and not budget.paused:
+                limits[tier.name] = room
+        return limits
+
+    # -- in ----------------------------------------------------------------------------------------------------
+
+    def accept(self, claimed: Sequence[Claimed], now: float, wall_ms: int) -> None:
+        """Take claimed requests in. `now` and `wall_ms` are the same instant on both clocks."""
+        for item in claimed:
+            request = item.request
+            held = self._states.get(request.id)
+            if held is not None:  # our lease lapsed and we claimed it again: go on under the newer one
+                held.fence = item.fence
+                continue
+            age_s = max(0, wall_ms - request.arrival_ms) / 1000
+            state = RequestState(
+                request=request,
+                tier=self._tier_of[request.tier],
+                fence=item.fence,
+                arrived_s=now - age_s,
+                claimed_s=now,
+            )
+            self.counts["accepted"] += 1
+            reason = self._never_fits(state)
+            if reason:
+                self._refused.append((state, reason))
+            else:
+                self._states[request.id] = state
+
+    def cancel(self, request_ids: Iterable[str]) -> list[Lease]:
+        """Drop requests; their sequences leave the batch in the next step. The leases of those held."""
+        return self._drop(request_ids, Status.CANCELLED, "cancelled")
+
+    def release_all(self) -> list[Lease]:
+        """Give everything back unfinished (shutdown)."""
+        return self._drop(list(self._states), Status.CANCELLED, "released")
+
+    def _drop(self, request_ids: Iterable[str], status: Status, counter: str) -> list[Lease]:
+        leases = []
+        for request_id in request_ids:
+            state = self._states.pop(request_id, None)
+            if state is None:
+                continue
+            if state.status is not Status.WAITING:
+                self._aborts.add(request_id)
+            state.move(status)
+            self.counts[counter] += 1
+            leases.append(Lease(request_id, state.fence))
+        return leases
+
+    def _never_fits(self, state: RequestState) -> str:
+        room = min(self._engine.max_model_len, self._engine.num_blocks * self._engine.block_size)
+        prompt = state.request.prompt_token_ids
+        if not prompt or len(prompt) >= room:
+            return f"A prompt of {len(prompt)} tokens does not fit: the engine holds 1 to {room - 1}."
+        if min(prompt) < 0 or max(prompt) >= self._engine.vocab_size:
+            return f"The prompt has token ids outside the vocabulary of {self._engine.vocab_size}."
+        return ""
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan:
+        """The next step, already entered into the states: the caller must execute it."""
+        cost = self.step_time.cost()
+        states = list(self._states.values())
+        view = EngineView(
+            free_blocks=self._free_blocks,
+            block_size=self._engine.block_size,
+            max_step_tokens=self._engine.max_step_tokens,
+            watermark_blocks=int(WATERMARK * self._engine.num_blocks),
+        )
+        if self._aborts:  # their blocks are free once the plan's first field is executed
+            states = [s for s in states if s.id not in self._aborts]
+        budgets = self.controller.budgets(states, cost, now)
+        plan = form_batch(self._next_step_id, view, self.tiers, states, budgets, now)
+        if self._aborts:
+            plan = _with_aborts(plan, tuple(sorted(self._aborts)))
+            self._aborts.clear()
+        if not plan.is_empty:
+            self._next_step_id += 1
+            self._enter(plan, now)
+        return plan
+
+    def _enter(self, plan: StepPlan, now: float) -> None:
+        for preempt in plan.preempt:
+            self._enter_preemption(self._states[preempt.seq_id], preempt.mode)
+        for seq_id in (*plan.resume, *(new.seq_id for new in plan.start)):
+            self._states[seq_id].move(Status.RUNNING)
+        work = StepWork()
+        for run in plan.run:
+            state = self._states[run.seq_id]
+            work.add(run.num_tokens, state.num_computed_tokens)
+            state.last_step = plan.step_id
+            if state.first_scheduled_s is None:
+                state.first_scheduled_s = now
+        self._work[plan.step_id] = work
+
+    def _enter_preemption(self, state: RequestState, mode: PreemptionMode) -> None:
+        self.preemptions[state.tier.name, mode.value] += 1
+        if mode is PreemptionMode.PAUSE:
+            state.move(Status.PAUSED)
+            return
+        state.move(Status.PREEMPTED)
+        state.num_computed_tokens = 0
+        state.num_preemptions += 1
+
+    def apply(self, result: StepResult, now: float) -> StepReport:
+        """Take a step's result in."""
+        report = StepReport()
+        self._free_blocks = result.free_blocks
+        work = self._work.pop(result.step_id, None)
+        if work is not None and (work.decodes or work.prefill_tokens):
+            self.step_time.observe(work, result.elapsed_s)
+        for output in result.outputs:
+            state = self._states.get(output.seq_id)
+            if state is not None:
+                self._take_output(state, output, now, report)
+            elif output.finish_reason is not None:
+                self._aborts.discard(output.seq_id)  # it ended by itself: nothing is left to abort
+        for failure in result.failures:
+            self._aborts.discard(failure.seq_id)
+            if failure.seq_id in self._states:
+                self._fail(self._states.pop(failure.seq_id), failure.reason, now, report)
+        return report
+
+    def refuse(self, now: float) -> StepReport:
+        """Report what was accepted but can never run."""
+        report = StepReport()
+        refused, self._refused = self._refused, []
+        for state, reason in refused:
+            self._fail(state, reason, now, report)
+        return report
+
+    def _take_output(self, state: RequestState, output: SequenceOutput, now: float, report: StepReport) -> None:
+        state.num_computed_tokens = output.num_computed_tokens
+        index = len(state.output_token_ids)
+        state.output_token_ids.extend(output.token_ids)
+        if output.token_ids:
+            self._time_tokens(state, now, report)
+        if output.finish_reason is not None:
+            self._finish(state, output.finish_reason, index, now, report)
+        elif output.token_ids and state.request.delivery is Delivery.EACH_STEP:
+            event = TokenEvent(state.id, EventKind.TOKENS, index, output.token_ids)
+            report.events[state.request.reply_to].append(event)
+
+    def _time_tokens(self, state: RequestState, now: float, report: StepReport) -> None:
+        tier = state.tier.name
+        if state.first_token_s is None:
+            state.first_token_s = now
+            assert state.first_scheduled_s is not None
+            report.samples.append(Sample("queue", tier, state.first_scheduled_s - state.arrived_s))
+            report.samples.append(Sample("ttft", tier, now - state.arrived_s))
+        else:
+            assert state.last_token_s is not None
+            gap_s = now - state.last_token_s
+            target_ms = state.tier.slo.itl_p99_ms
+            state.gaps += 1
+            state.gaps_missed += target_ms is not None and gap_s * 1000 > target_ms
+            report.samples.append(Sample("itl", tier, gap_s))
+        state.last_token_s = now
+
+    def _finish(self, state: RequestState, reason: FinishReason, index: int, now: float, report: StepReport) -> None:
+        start = 0 if state.request.delivery is Delivery.AT_END else index
+        event = TokenEvent(
+            request_id=state.id,
+            kind=EventKind.FINISHED,
+            index=start,
+            token_ids=tuple(state.output_token_ids[start:]),
+            finish_reason=reason,
+        )
+        del self._states[state.id]
+        state.move(Status.FINISHED)
+        self.counts["finished"] += 1
+        report.samples.append(Sample("e2e", state.tier.name, now - state.arrived_s))
+        self._end(state, event, reason.value, now, report)
+
+    def _fail(self, state: RequestState, reason: str, now: float, report: StepReport) -> None:
+        state.move(Status.FAILED)
+        self.counts["failed"] += 1
+        index = len(state.output_token_ids)
+        event = TokenEvent(state.id, EventKind.FAILED, index=index, error=reason)
+        if state.request.delivery is Delivery.AT_END:
+            event = TokenEvent(state.id, EventKind.FAILED, error=reason)
+        self._end(state, event, "failed", now, report)
+
+    def _end(self, state: RequestState, event: TokenEvent, reason: str, now: float, report: StepReport) -> None:
+        state.ended_s = now
+        report.events[state.request.reply_to].append(event)
+        report.leases.append(Lease(state.id, state.fence))
+        prompt, output = len(state.request.prompt_token_ids), len(state.output_token_ids)
+        report.ended.append(Ended(state.tier.name, reason, prompt, output, state.met_slo()))
+
+    def check(self) -> None:
+        """Raise AssertionError where a law is broken. Cheap enough for every step of a test."""
+        ends = sum(self.counts[k] for k in ("finished", "failed", "cancelled", "released"))
+        held = len(self._states) + len(self._refused)
+        assert self.counts["accepted"] == ends + held, "conservation"
+        used = sum(s.blocks_held(self._engine.block_size) for s in self._states.values())
+        assert used <= self._engine.num_blocks, "blocks"
+        need = [blocks_for(s.num_computed_tokens, self._engine.block_size) for s in self.states]
+        assert all(n <= self._engine.num_blocks for n in need)
+
+
+def _with_aborts(plan: StepPlan, aborts: tuple[str, ...]) -> StepPlan:
+    return StepPlan(
+        step_id=plan.step_id,
+        abort=aborts,
+        preempt=plan.preempt,
+        resume=plan.resume,
+        start=plan.start,
+        run=plan.run,
+    )

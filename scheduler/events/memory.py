@@ -1,0 +1,35 @@
+"""Token events within one process: for the simulator and for tests of what uses an event channel."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from scheduler.request import TokenEvent
+
+
+class MemoryEventChannel:
+    """Implements `scheduler.events.base.EventChannel`. Share one object between publishers and listeners."""
+
+    def __init__(self) -> None:
+        self._inboxes: dict[str, asyncio.Queue[list[TokenEvent] | None]] = {}
+
+    async def publish(self, reply_to: str, events: Sequence[TokenEvent]) -> bool:
+        inbox = self._inboxes.get(reply_to)
+        if inbox is None:
+            return False
+        inbox.put_nowait(list(events))
+        return True
+
+    async def open(self, gateway_id: str) -> None:
+        self._inboxes[gateway_id] = asyncio.Queue()
+
+    async def listen(self, gateway_id: str) -> AsyncIterator[list[TokenEvent]]:
+        inbox = self._inboxes.get(gateway_id)
+        if inbox is None:
+            raise RuntimeError(f"listen before open: {gateway_id}")
+        while (message := await inbox.get()) is not None:
+            yield message
+
+    async def close(self) -> None:
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(None)
+        self._inboxes.clear()

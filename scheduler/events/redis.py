@@ -1,0 +1,123 @@
+"""Token events through Redis: one stream per gateway, one entry per message.
+
+The stream exists exactly while its gateway lives: `open` makes it, `listen` keeps refreshing its TTL, and
+publishers never create it, so that work for a gateway that is gone is noticed. A listener reads on from the
+last id it has seen, which is why a dropped connection neither loses nor repeats messages. One listener per
+gateway id.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from scheduler import store
+from scheduler.queue import keys
+from scheduler.request import TokenEvent
+
+log = structlog.get_logger()
+
+FIELD = b"m"  # the one field of an entry: msgpack of the list of events; the opening entry has another
+READ_COUNT = 256  # entries read at once
+
+
+class RedisEventChannel:
+    """Implements `scheduler.events.base.EventChannel`."""
+
+    def __init__(
+        self,
+        client: Redis,
+        ttl_s: float = keys.EVENTS_TTL_S,
+        heartbeat_s: float = keys.EVENTS_HEARTBEAT_S,
+    ) -> None:
+        self._client = client
+        self._ttl_ms = int(ttl_s * 1000)
+        self._heartbeat_s = heartbeat_s
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(list[TokenEvent])
+        self._last_ids: dict[str, bytes] = {}  # of each gateway opened here: the last entry seen
+        self._reads: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    async def publish(self, reply_to: str, events: Sequence[TokenEvent]) -> bool:
+        entry_id = await self._client.xadd(
+            keys.events(reply_to),
+            {FIELD: self._encoder.encode(events)},
+            maxlen=keys.EVENTS_MAXLEN,
+            approximate=True,
+            nomkstream=True,
+        )
+        return entry_id is not None
+
+    async def open(self, gateway_id: str) -> None:
+        await self._open(self._client, gateway_id)
+
+    async def listen(self, gateway_id: str) -> AsyncIterator[list[TokenEvent]]:
+        if gateway_id not in self._last_ids:
+            raise RuntimeError(f"listen before open: {gateway_id}")
+        reader = store.blocking(self._client)
+        loop = asyncio.get_running_loop()
+        next_heartbeat_s = loop.time()
+        try:
+            while not self._closed:
+                if loop.time() >= next_heartbeat_s:
+                    await self._heartbeat(reader, gateway_id)
+                    next_heartbeat_s = loop.time() + self._heartbeat_s
+                for entry_id, fields in await self._read(reader, gateway_id):
+                    self._last_ids[gateway_id] = entry_id
+                    if FIELD in fields:
+                        yield self._decoder.decode(fields[FIELD])
+        finally:
+            await reader.aclose()
+
+    async def close(self) -> None:
+        """End the listeners and remove their streams: publishers learn at once that nobody listens."""
+        self._closed = True
+        for read in self._reads:
+            read.cancel()
+        streams = [keys.events(gateway_id) for gateway_id in self._last_ids]
+        self._last_ids.clear()
+        if streams:
+            with contextlib.suppress(RedisError):  # out of reach: the TTL removes them
+                await self._client.delete(*streams)
+
+    async def _open(self, client: Redis, gateway_id: str) -> None:
+        """An entry makes the stream exist, and what comes after it is what `listen` yields."""
+        pipeline = client.pipeline(transaction=True)
+        pipeline.xadd(keys.events(gateway_id), {b"opened": b""})
+        pipeline.pexpire(keys.events(gateway_id), self._ttl_ms)
+        entry_id, _ = await pipeline.execute()
+        self._last_ids[gateway_id] = entry_id
+
+    async def _heartbeat(self, reader: Redis, gateway_id: str) -> None:
+        """Live on, and drop the entries already seen. If the stream is gone (this process was suspended, the
+        store was emptied), publishing was refused meanwhile; a new one takes its place."""
+        pipeline = reader.pipeline(transaction=False)
+        pipeline.pexpire(keys.events(gateway_id), self._ttl_ms)
+        pipeline.xtrim(keys.events(gateway_id), minid=self._last_ids[gateway_id], approximate=False)
+        alive, _ = await pipeline.execute()
+        if not alive:
+            log.warning("the event stream had expired and is opened again", gateway_id=gateway_id)
+            await self._open(reader, gateway_id)
+
+    async def _read(self, reader: Redis, gateway_id: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """New entries, waiting at most until the next heartbeat is due. Empty when the channel is closed."""
+        stream, block_ms = keys.events(gateway_id), max(1, int(self._heartbeat_s * 1000))
+        waiting = reader.xread({stream: self._last_ids[gateway_id]}, count=READ_COUNT, block=block_ms)
+        read = asyncio.ensure_future(waiting)
+        self._reads.add(read)
+        try:
+            reply: Any = await read
+        except asyncio.CancelledError:
+            if self._closed:
+                return []
+            raise
+        finally:
+            self._reads.discard(read)
+        entries: list[tuple[bytes, dict[bytes, bytes]]] = reply[0][1] if reply else []
+        return entries

@@ -1,0 +1,284 @@
+"""The only driver: claim → accept → plan → engine → apply → publish, on whatever clock, queue and engine it is given.
+
+The simulator runs this very loop. It decides nothing: `SchedulerCore` plans, the engine computes, Lua moves queue
+entries. Four small tasks share the core on one thread: the step loop; intake (claims as soon as something is put, also
+while a step runs, so that an arrival is in the very next step); the publisher (events, then acknowledgements, in
+order); and upkeep (leases, heartbeat, the controller's outer loop).
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from engine.interface import Engine, StepPlan, StepResult
+from scheduler.clock import Clock
+from scheduler.core import SchedulerCore, StepReport
+from scheduler.events.base import EventChannel
+from scheduler.metrics import SchedulerMetrics
+from scheduler.queue.base import Queue
+from scheduler.registry.base import WorkerRegistry
+from scheduler.request import TierStatus, WorkerStatus
+from scheduler.sla import UPDATE_S, Load
+from scheduler.states import Status
+
+log = structlog.get_logger()
+
+LEASE_S = 10.0
+RENEW_EVERY = 6  # upkeep rounds
+HEARTBEAT_EVERY = 2
+IDLE_S = 0.5  # the longest sleep of an idle loop: bounds a lost wake-up
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    worker_id: str
+    model_names: tuple[str, ...]
+    started_ms: int
+
+
+class SchedulerLoop:
+    def __init__(
+        self,
+        core: SchedulerCore,
+        engine: Engine,
+        queue: Queue,
+        events: EventChannel,
+        registry: WorkerRegistry,
+        metrics: SchedulerMetrics,
+        clock: Clock,
+        identity: WorkerIdentity,
+    ) -> None:
+        self._core = core
+        self._engine = engine
+        self._queue = queue
+        self._events = events
+        self._registry = registry
+        self._metrics = metrics
+        self._clock = clock
+        self._identity = identity
+        self._changed = asyncio.Event()  # something for the step loop to look at
+        self._room = asyncio.Event()  # something for the intake to claim for
+        self._reports: asyncio.Queue[StepReport | None] = asyncio.Queue()
+        self._waiting: dict[str, int] = {}
+        self._claimed: Counter[str] = Counter()  # since the last look at the depths
+        self._finished: Counter[str] = Counter()
+        self._rate_per_s: dict[str, float] = {}
+        self._known_empty = False  # the last claim found less than it asked for; nothing was put since
+        self._draining = False
+        self._stopped = False
+
+    async def run(self) -> None:
+        """Serve until `drain` (or `stop`) has been called and what is held has ended. Any error ends all tasks
+        and is raised."""
+        await self._queue.requeue_worker(self._identity.worker_id)
+        await self._beat()
+        publisher = asyncio.create_task(self._publish_reports())
+        background = [
+            asyncio.create_task(self._take_in()),
+            asyncio.create_task(self._upkeep()),
+        ]
+        steps = asyncio.create_task(self._step_loop())
+        try:
+            await _first_error_or(steps, [publisher, *background])
+            await self._reports.put(None)
+            await publisher
+        finally:
+            for task in (steps, publisher, *background):
+                task.cancel()
+            await asyncio.gather(steps, publisher, *background, return_exceptions=True)
+        await self._queue.release(self._core.release_all())
+        await self._registry.withdraw(self._identity.worker_id)
+
+    def drain(self) -> None:
+        """Claim nothing more; `run` returns when what is held has ended."""
+        self._draining = True
+        self._changed.set()
+
+    def stop(self) -> None:
+        """`run` returns after the step in flight; the rest goes back to the queue."""
+        self._draining = self._stopped = True
+        self._changed.set()
+
+    # -- the step loop -----------------------------------------------------------------------------------------
+
+    async def _step_loop(self) -> None:
+        while not (self._stopped or (self._draining and self._core.num_held == 0)):
+            self._changed.clear()
+            plan = self._core.plan(self._clock.now())
+            if plan.is_empty:
+                await self._idle()
+                continue
+            ran = self._count_tiers(plan)
+            self._engine.submit(plan)
+            result = await self._engine.collect()
+            self._take_result(result, ran)
+
+    async def _idle(self) -> None:
+        """Nothing can run: sleep until something changes."""
+        self._room.set()
+        await self._changed.wait()
+
+    def _take_result(self, result: StepResult, ran: Counter[str]) -> None:
+        now = self._clock.now()
+        report = self._core.apply(result, now)
+        if ran:
+            self._metrics.record_step(result.elapsed_s, ran)
+            wanting = [t.name for t in self._core.tiers if ran[t.name] or self._waiting.get(t.name)]
+            self._core.controller.observe_step(result.elapsed_s, ran, wanting)
+        self._send(report, now)
+        self._room.set()
+
+    def _count_tiers(self, plan: StepPlan) -> Counter[str]:
+        return Counter(self._core.tier_of(run.seq_id) for run in plan.run)
+
+    def _send(self, report: StepReport, now: float) -> None:
+        controller = self._core.controller
+        for sample in report.samples:
+            if sample.kind in ("ttft", "itl"):
+                controller.observe_latency(sample.tier, sample.kind, sample.seconds, now)
+        for end in report.ended:
+            controller.observe_end(end.tier, end.met_slo)
+            self._finished[end.tier] += 1
+        if report.events or report.leases:
+            self._reports.put_nowait(report)
+        self._metrics.record_report(report)
+
+    # -- intake ------------------------------------------------------------------------------------------------
+
+    async def _take_in(self) -> None:
+        """Claim when work was put and when room has come up. Runs beside the step in flight."""
+        work = asyncio.create_task(self._queue.wait_for_work(IDLE_S))
+        room = asyncio.create_task(self._room.wait())
+        try:
+            while True:
+                await asyncio.wait((work, room), return_when=asyncio.FIRST_COMPLETED)
+                if room.done():
+                    self._room.clear()
+                    room = asyncio.create_task(self._room.wait())
+                if work.done():
+                    work.result()
+                    work = asyncio.create_task(self._queue.wait_for_work(IDLE_S))
+                    self._known_empty = False
+                self._drop(self._queue.cancelled())
+                if not self._draining:
+                    await self._claim()
+        finally:
+            work.cancel()
+            room.cancel()
+
+    async def _claim(self) -> None:
+        limits = self._core.claim_limits(self._clock.now())
+        if not limits or self._known_empty:
+            return
+        claimed = await self._queue.claim(limits, LEASE_S)
+        got = Counter(c.request.tier for c in claimed)
+        everything_asked = len(limits) == len(self._core.tiers)
+        self._known_empty = everything_asked and all(got[tier] < n for tier, n in limits.items())
+        if not claimed:
+            return
+        self._claimed += got
+        now = self._clock.now()
+        self._core.accept(claimed, now, self._clock.wall_ms())
+        self._send(self._core.refuse(now), now)
+        self._changed.set()
+
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        tiers = [self._core.tier_of(i) for i in request_ids if self._core.holds(i)]
+        if self._core.cancel(request_ids):
+            for tier in tiers:
+                self._metrics.record_cancelled(tier)
+            self._changed.set()
+
+    # -- the way out -------------------------------------------------------------------------------------------
+
+    async def _publish_reports(self) -> None:
+        """Events first, then acknowledgements: a crash in between repeats events, and never loses a result."""
+        while (report := await self._reports.get()) is not None:
+            for reply_to, events in report.events.items():
+                if not await self._events.publish(reply_to, events):
+                    gone = [e.request_id for e in events if not e.is_last]
+                    await self._queue.cancel(gone)  # nobody waits for these any more
+                    self._drop(gone)
+            if report.leases:
+                await self._queue.ack(report.leases)
+
+    # -- upkeep ------------------------------------------------------------------------------------------------
+
+    async def _upkeep(self) -> None:
+        rounds = 0
+        while True:
+            await self._clock.sleep(UPDATE_S)
+            rounds += 1
+            self._count_arrivals(await self._queue.depths([t.name for t in self._core.tiers]))
+            self._control()
+            self._changed.set()  # an idle loop looks again: budgets change with time, too
+            if rounds % HEARTBEAT_EVERY == 0:
+                await self._beat()
+            if rounds % RENEW_EVERY == 0:
+                await self._renew()
+                await self._queue.requeue_expired()
+
+    def _count_arrivals(self, waiting: dict[str, int]) -> None:
+        """Whatever was claimed or made the queue longer has arrived; other workers' claims are not seen."""
+        for tier, depth in waiting.items():
+            arrived = self._claimed[tier] + depth - self._waiting.get(tier, 0)
+            self._core.controller.observe_arrivals(tier, max(0, arrived))
+        self._claimed.clear()
+        self._waiting = waiting
+
+    def _control(self) -> None:
+        now = self._clock.now()
+        held = Counter(s.tier.name for s in self._core.states)
+        load = Load(kv_usage=self._core.kv_usage, held=held, waiting=self._waiting)
+        decisions = self._core.controller.update(load, now)
+        for d in decisions:
+            log.info("knob moved", tier=d.tier, knob=d.knob, old=d.old, new=d.new, signal=d.signal, reason=d.reason)
+        self._metrics.record_decisions(decisions)
+        self._metrics.record_state(self._core, self._waiting, self._core.controller.outputs(now))
+
+    async def _renew(self) -> None:
+        leases = self._core.leases()
+        kept = await self._queue.renew(leases, LEASE_S) if leases else []
+        self._drop([lease.request_id for lease, ok in zip(leases, kept, strict=True) if not ok])
+
+    async def _beat(self) -> None:
+        await self._registry.announce(self._status(), self._metrics.text())
+        self._finished.clear()
+
+    def _status(self) -> WorkerStatus:
+        info = self._engine.info
+        interval_s = HEARTBEAT_EVERY * UPDATE_S
+        tiers = {}
+        for tier, output in self._core.controller.outputs(self._clock.now()).items():
+            rate = self._finished[tier] / interval_s
+            self._rate_per_s[tier] = 0.8 * self._rate_per_s.get(tier, rate) + 0.2 * rate
+            tiers[tier] = TierStatus(
+                queued=self._core.count(tier, Status.WAITING),
+                running=self._core.count(tier, Status.RUNNING, Status.PAUSED),
+                batch_size=output.batch_size,
+                max_wait_ms=output.max_wait_s * 1000,
+                finished_per_s=self._rate_per_s[tier],
+            )
+        return WorkerStatus(
+            worker_id=self._identity.worker_id,
+            model_names=self._identity.model_names,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            started_ms=self._identity.started_ms,
+            eos_token_ids=info.eos_token_ids,
+            device=info.device,
+            tiers=tiers,
+        )
+
+
+async def _first_error_or(main: asyncio.Task[None], others: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for `main`; if another task ends first, its error ends the wait."""
+    while not main.done():
+        done, _ = await asyncio.wait({main, *others}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        others = [t for t in others if not t.done()]
+    main.result()

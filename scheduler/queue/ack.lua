@@ -1,0 +1,13 @@
+-- Forget finished requests.
+-- ARGV: id, fence of each lease. Returns 1 for each that was held, else 0.
+local done = {}
+for i = 1, #ARGV, 2 do
+  local id = ARGV[i]
+  local held = holds(id, ARGV[i + 1])
+  if held then
+    redis.call('ZREM', LEASES, id)
+    redis.call('DEL', REQUEST .. id)
+  end
+  done[#done + 1] = held and 1 or 0
+end
+return done

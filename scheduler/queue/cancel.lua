@@ -1,0 +1,14 @@
+-- Forget requests wherever they are. ARGV: ids. Returns 1 for each that was known, else 0.
+local known = {}
+for i, id in ipairs(ARGV) do
+  local key = REQUEST .. id
+  local fields = redis.call('HMGET', key, 'tier', 'member')
+  if fields[1] then
+    redis.call('DEL', key)
+    redis.call('ZREM', QUEUE .. fields[1], fields[2])
+    local leased = redis.call('ZREM', LEASES, id) == 1
+    redis.call('PUBLISH', WAKE, leased and 'cancel:' .. id or 'wake')
+  end
+  known[i] = fields[1] and 1 or 0
+end
+return known

@@ -1,0 +1,29 @@
+-- Move the earliest deadlines of each tier under lease.
+-- ARGV: worker id, now_ms, lease_ms, then tier, limit (>= 1) of each tier.
+-- Returns {payload, fence, attempt} of each request, in the order of the tiers.
+local worker, now_ms, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+
+local ids = {}
+for i = 4, #ARGV, 2 do
+  local popped = redis.call('ZPOPMIN', QUEUE .. ARGV[i], ARGV[i + 1])
+  for j = 1, #popped, 2 do
+    local id = string.sub(popped[j], 18) -- after 16 digits and a colon
+    if redis.call('EXISTS', REQUEST .. id) == 1 then
+      ids[#ids + 1] = id
+    end
+  end
+end
+if #ids == 0 then
+  return {}
+end
+
+local first = take_numbers(#ids, now_ms)
+local expires_ms = string.format('%.0f', now_ms + lease_ms)
+local claimed = {}
+for n, id in ipairs(ids) do
+  local key, fence = REQUEST .. id, first + n - 1
+  redis.call('HSET', key, 'fence', string.format('%.0f', fence), 'worker', worker)
+  redis.call('ZADD', LEASES, expires_ms, id)
+  claimed[n] = { redis.call('HGET', key, 'payload'), fence, redis.call('HINCRBY', key, 'attempt', 1) }
+end
+return claimed

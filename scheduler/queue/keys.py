@@ -1,0 +1,71 @@
+"""Every key, channel and lifetime that Tidegate's scheduler uses in Redis, in one place.
+
+Knows names; knows no commands. Times in Redis are integer milliseconds of Unix time.
+
+The store is one server, not a cluster: the scripts derive a request's key from its id, so keys of many slots
+meet in one script.
+"""
+
+# Queue ------------------------------------------------------------------------------------------------
+
+# Sorted set per tier: `tidegate:queue:realtime`. Score = deadline in ms. Member = `<16 digits>:<request id>`;
+# the digits number the puts, so that equal deadlines leave in the order in which they came.
+QUEUE_PREFIX = "tidegate:queue:"
+
+# Hash per request, from put until ack or cancel: tier, member, deadline_ms, payload (msgpack `Request`),
+# attempt (number of claims), and, while leased, fence and worker. No TTL: a batch line may wait for a day.
+REQUEST_PREFIX = "tidegate:request:"
+
+# Sorted set of all leased requests. Score = when the lease expires, in ms; member = request id.
+LEASES = "tidegate:leases"
+
+# The last number given to a put or a claim; never goes back. The one key that outlives all requests.
+SEQUENCE = "tidegate:sequence"
+
+# Pub/sub channel: `wake` after a put or a requeue, `cancel:<request id>` when a leased request was cancelled.
+WAKE = "tidegate:wake"
+
+# Events -----------------------------------------------------------------------------------------------
+
+# Stream per gateway; it exists while the gateway listens.
+EVENTS_PREFIX = "tidegate:events:"
+
+# A gateway that has not been heard of for this long is gone, and publishers drop its work. Well above any
+# pause of a busy gateway process, well below what a worker should waste on a dead one.
+EVENTS_TTL_S = 30.0
+
+# How often a listener refreshes that TTL and trims what it has read.
+EVENTS_HEARTBEAT_S = 2.0
+
+# Messages a stream holds at most: minutes of steps, while listeners trim every heartbeat.
+EVENTS_MAXLEN = 10_000
+
+# Workers ----------------------------------------------------------------------------------------------
+
+# Set of worker ids that were announced; ids whose hash has expired are removed by whoever notices.
+WORKERS = "tidegate:workers"
+
+# Hash per live worker: status (msgpack `WorkerStatus`), metrics (Prometheus text).
+WORKER_PREFIX = "tidegate:worker:"
+
+# A worker announces itself every second or so; several missed announcements in a row and it counts as dead.
+WORKER_TTL_S = 6.0
+
+# Durability -------------------------------------------------------------------------------------------
+
+# Written just before WAITAOF, which waits for the writes of its own connection only: this one comes after
+# everything that is to be durable, whichever connection wrote it.
+DURABLE = "tidegate:durable"
+DURABLE_TTL_S = 60.0
+
+
+def tier_queue(tier: str) -> str:
+    return QUEUE_PREFIX + tier
+
+
+def events(gateway_id: str) -> str:
+    return EVENTS_PREFIX + gateway_id
+
+
+def worker(worker_id: str) -> str:
+    return WORKER_PREFIX + worker_id

@@ -1,0 +1,193 @@
+"""The queue in this process's memory: for the simulator and for tests of what uses a queue.
+
+Behaves exactly like the one in Redis (one contract suite runs on both), numbers included; survives nothing.
+Handles made with `for_worker` share one queue, as several workers share one Redis.
+"""
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from scheduler.clock import Clock
+from scheduler.queue.announcements import Announcements
+from scheduler.queue.base import Lease, QueueFull
+from scheduler.request import Claimed, Request
+
+
+@dataclass(slots=True)
+class _Record:
+    """A request and where it is: waiting while `fence` is None, else leased. Owned by `MemoryQueue`."""
+
+    request: Request
+    number: int  # of its put: the order among equal deadlines
+    attempt: int = 0
+    fence: int | None = None
+    worker_id: str = ""
+    expires_ms: int = 0
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What all handles of one queue see. Heap entries whose record has moved on are skipped when popped."""
+
+    records: dict[str, _Record] = field(default_factory=dict)
+    heaps: dict[str, list[tuple[int, int, str]]] = field(default_factory=lambda: defaultdict(list))
+    depths: Counter[str] = field(default_factory=Counter)
+    sequence: int = 0
+    listeners: list[Announcements] = field(default_factory=list)
+
+
+class MemoryQueue:
+    """Implements `scheduler.queue.base.Queue`."""
+
+    def __init__(self, clock: Clock, worker_id: str = "", *, shared: _Shared | None = None) -> None:
+        self._clock = clock
+        self._worker_id = worker_id
+        self._shared = shared if shared is not None else _Shared()
+        self._announcements = Announcements(clock)
+        self._shared.listeners.append(self._announcements)
+
+    def for_worker(self, worker_id: str) -> "MemoryQueue":
+        """Another handle on the same queue."""
+        return MemoryQueue(self._clock, worker_id, shared=self._shared)
+
+    async def put(self, requests: Sequence[Request], limit: int | None = None) -> QueueFull | None:
+        if not requests:
+            return None
+        tier = requests[0].tier
+        if any(r.tier != tier for r in requests):
+            raise ValueError("one put is for one tier")
+        shared = self._shared
+        fresh: dict[str, Request] = {}
+        for request in requests:
+            if request.id not in shared.records:
+                fresh.setdefault(request.id, request)
+        if not fresh:
+            return None
+        depth = shared.depths[tier]
+        if limit is not None and depth + len(fresh) > limit:
+            return QueueFull(tier, depth, limit)
+        first = self._take_numbers(len(fresh))
+        for number, request in enumerate(fresh.values(), first):
+            shared.records[request.id] = record = _Record(request, number)
+            self._enqueue(record)
+        self._wake()
+        return None
+
+    async def claim(self, limits: Mapping[str, int], lease_s: float) -> list[Claimed]:
+        taken = [r for tier, limit in limits.items() for r in self._pop(tier, limit)]
+        if not taken:
+            return []
+        expires_ms = self._clock.wall_ms() + int(lease_s * 1000)
+        for fence, record in enumerate(taken, self._take_numbers(len(taken))):
+            record.fence, record.worker_id, record.expires_ms = fence, self._worker_id, expires_ms
+            record.attempt += 1
+        return [Claimed(r.request, r.fence, r.attempt) for r in taken if r.fence is not None]
+
+    async def ack(self, leases: Sequence[Lease]) -> list[bool]:
+        done = []
+        for lease in leases:
+            held = self._held(lease)
+            if held is not None:
+                del self._shared.records[lease.request_id]
+            done.append(held is not None)
+        return done
+
+    async def renew(self, leases: Sequence[Lease], lease_s: float) -> list[bool]:
+        expires_ms = self._clock.wall_ms() + int(lease_s * 1000)
+        renewed = []
+        for lease in leases:
+            held = self._held(lease)
+            if held is not None:
+                held.expires_ms = expires_ms
+            renewed.append(held is not None)
+        return renewed
+
+    async def release(self, leases: Sequence[Lease]) -> list[bool]:
+        released = []
+        for lease in leases:
+            held = self._held(lease)
+            if held is not None:
+                self._give_back([held])
+            released.append(held is not None)
+        return released
+
+    async def requeue_expired(self) -> list[str]:
+        now_ms = self._clock.wall_ms()
+        return self._give_back([r for r in self._leased() if r.expires_ms <= now_ms])
+
+    async def requeue_worker(self, worker_id: str) -> list[str]:
+        return self._give_back([r for r in self._leased() if r.worker_id == worker_id])
+
+    async def cancel(self, request_ids: Sequence[str]) -> list[bool]:
+        known = []
+        for request_id in request_ids:
+            record = self._shared.records.pop(request_id, None)
+            known.append(record is not None)
+            if record is None:
+                continue
+            if record.fence is None:
+                self._shared.depths[record.request.tier] -= 1
+                self._wake()
+            else:
+                for listener in self._shared.listeners:
+                    listener.cancel(request_id)
+        return known
+
+    async def depths(self, tiers: Sequence[str]) -> dict[str, int]:
+        return {tier: self._shared.depths[tier] for tier in tiers}
+
+    async def wait_for_work(self, timeout_s: float) -> bool:
+        return await self._announcements.wait(timeout_s)
+
+    def cancelled(self) -> list[str]:
+        return self._announcements.take_cancelled()
+
+    async def close(self) -> None:
+        if self._announcements in self._shared.listeners:
+            self._shared.listeners.remove(self._announcements)
+
+    def _take_numbers(self, count: int) -> int:
+        first = max(self._shared.sequence + 1, self._clock.wall_ms())
+        self._shared.sequence = first + count - 1
+        return first
+
+    def _enqueue(self, record: _Record) -> None:
+        request = record.request
+        heapq.heappush(self._shared.heaps[request.tier], (request.deadline_ms, record.number, request.id))
+        self._shared.depths[request.tier] += 1
+
+    def _pop(self, tier: str, limit: int) -> list[_Record]:
+        popped: list[_Record] = []
+        heap = self._shared.heaps[tier]
+        while heap and len(popped) < limit:
+            _, number, request_id = heapq.heappop(heap)
+            record = self._shared.records.get(request_id)
+            if record is not None and record.number == number:
+                popped.append(record)
+        self._shared.depths[tier] -= len(popped)
+        return popped
+
+    def _held(self, lease: Lease) -> _Record | None:
+        record = self._shared.records.get(lease.request_id)
+        return record if record is not None and record.fence == lease.fence else None
+
+    def _leased(self) -> list[_Record]:
+        """By expiry, ties by id: the order of the sorted set in Redis."""
+        leased = [r for r in self._shared.records.values() if r.fence is not None]
+        return sorted(leased, key=lambda r: (r.expires_ms, r.request.id))
+
+    def _give_back(self, records: Iterable[_Record]) -> list[str]:
+        moved = []
+        for record in records:
+            record.fence = None
+            self._enqueue(record)
+            moved.append(record.request.id)
+        if moved:
+            self._wake()
+        return moved
+
+    def _wake(self) -> None:
+        for listener in self._shared.listeners:
+            listener.wake()

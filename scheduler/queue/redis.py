@@ -1,0 +1,121 @@
+"""The queue in Redis or Valkey: the product's. One sorted set per tier, one of leases, a hash per request.
+
+A request is an opaque payload with an id, a tier and a deadline. Every move is one Lua script and one round
+trip; what to move is decided by the caller. Times come from the injected clock and travel as arguments, so
+that order and leases can be tested without waiting.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from redis.asyncio import Redis
+
+from scheduler import store
+from scheduler.clock import Clock
+from scheduler.queue import keys
+from scheduler.queue.announcements import Announcements
+from scheduler.queue.base import Lease, QueueFull
+from scheduler.queue.scripts import Scripts
+from scheduler.request import Claimed, Request
+
+
+class RedisQueue:
+    """Implements `scheduler.queue.base.Queue`. `worker_id` says who holds the leases of this handle's claims.
+
+    A command whose answer was lost in a reconnect is repeated: a repeated `put` changes nothing, what a lost
+    `claim` took comes back when the leases expire, and a repeated `ack` reports False.
+    """
+
+    def __init__(self, client: Redis, clock: Clock, worker_id: str = "") -> None:
+        self._client = client
+        self._clock = clock
+        self._worker_id = worker_id
+        self._scripts = Scripts(client)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Request)
+        self._announcements = Announcements(clock)
+        self._listener: asyncio.Task[None] | None = None
+
+    async def put(self, requests: Sequence[Request], limit: int | None = None) -> QueueFull | None:
+        if not requests:
+            return None
+        tier = requests[0].tier
+        if any(r.tier != tier for r in requests):
+            raise ValueError("one put is for one tier")
+        payloads = [(r.id, r.deadline_ms, self._encoder.encode(r)) for r in requests]
+        bound = -1 if limit is None else limit
+        depth = await self._scripts.put(tier, bound, self._clock.wall_ms(), payloads)
+        return None if depth is None else QueueFull(tier, depth, bound)
+
+    async def claim(self, limits: Mapping[str, int], lease_s: float) -> list[Claimed]:
+        self._start_listening()
+        wanted = {tier: limit for tier, limit in limits.items() if limit > 0}
+        if not wanted:
+            return []
+        now_ms = self._clock.wall_ms()
+        claimed = await self._scripts.claim(self._worker_id, now_ms, int(lease_s * 1000), wanted)
+        return [Claimed(self._decoder.decode(payload), fence, n) for payload, fence, n in claimed]
+
+    async def ack(self, leases: Sequence[Lease]) -> list[bool]:
+        return await self._scripts.ack(leases) if leases else []
+
+    async def renew(self, leases: Sequence[Lease], lease_s: float) -> list[bool]:
+        expires_ms = self._clock.wall_ms() + int(lease_s * 1000)
+        return await self._scripts.renew(expires_ms, leases) if leases else []
+
+    async def release(self, leases: Sequence[Lease]) -> list[bool]:
+        return await self._scripts.release(leases) if leases else []
+
+    async def requeue_expired(self) -> list[str]:
+        return await self._scripts.requeue_expired(self._clock.wall_ms())
+
+    async def requeue_worker(self, worker_id: str) -> list[str]:
+        return await self._scripts.requeue_worker(worker_id)
+
+    async def cancel(self, request_ids: Sequence[str]) -> list[bool]:
+        return await self._scripts.cancel(request_ids) if request_ids else []
+
+    async def depths(self, tiers: Sequence[str]) -> dict[str, int]:
+        pipeline = self._client.pipeline(transaction=False)
+        for tier in tiers:
+            pipeline.zcard(keys.tier_queue(tier))
+        return dict(zip(tiers, await pipeline.execute(), strict=True))
+
+    async def wait_for_work(self, timeout_s: float) -> bool:
+        self._start_listening()
+        return await self._announcements.wait(timeout_s)
+
+    def cancelled(self) -> list[str]:
+        return self._announcements.take_cancelled()
+
+    async def close(self) -> None:
+        """End the listener. The client belongs to whoever made it."""
+        if self._listener is not None:
+            self._listener.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._listener
+            self._listener = None
+
+    def _start_listening(self) -> None:
+        """Only those who claim or wait need to listen: a gateway's handle never opens the connection."""
+        if self._listener is None:
+            self._listener = asyncio.create_task(self._listen(), name="queue-listener")
+
+    async def _listen(self) -> None:
+        """Turn messages into announcements. Whenever the subscription is made (again), something may have
+        been missed: one wake-up makes up for it, and missed cancels show at the next `renew`."""
+        client = store.blocking(self._client)
+        pubsub = client.pubsub()
+        try:
+            await pubsub.subscribe(keys.WAKE)
+            async for message in pubsub.listen():
+                data = message["data"]
+                if message["type"] == "message" and data.startswith(b"cancel:"):
+                    self._announcements.cancel(data.removeprefix(b"cancel:").decode())
+                else:
+                    self._announcements.wake()
+        finally:
+            await pubsub.aclose()  # type: ignore[no-untyped-call]
+            await client.aclose()

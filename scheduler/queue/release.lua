@@ -1,0 +1,13 @@
+-- Give unfinished requests back to their tiers.
+-- ARGV: id, fence of each lease. Returns 1 for each that was held, else 0.
+local released = {}
+local any = false
+for i = 1, #ARGV, 2 do
+  local held = holds(ARGV[i], ARGV[i + 1]) and give_back(ARGV[i])
+  any = any or held
+  released[#released + 1] = held and 1 or 0
+end
+if any then
+  redis.call('PUBLISH', WAKE, 'wake')
+end
+return released

@@ -1,0 +1,11 @@
+-- Move the expiry of leases.
+-- ARGV: expires_ms, then id, fence of each lease. Returns 1 for each that was held, else 0.
+local renewed = {}
+for i = 2, #ARGV, 2 do
+  local held = holds(ARGV[i], ARGV[i + 1])
+  if held then
+    redis.call('ZADD', LEASES, ARGV[1], ARGV[i])
+  end
+  renewed[#renewed + 1] = held and 1 or 0
+end
+return renewed

@@ -1,0 +1,8 @@
+-- Give back what one worker holds. ARGV: worker id. Returns the ids moved, by expiry.
+local ids = {}
+for _, id in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
+  if redis.call('HGET', REQUEST .. id, 'worker') == ARGV[1] then
+    ids[#ids + 1] = id
+  end
+end
+return give_back_all(ids)

@@ -1,0 +1,79 @@
+"""The Lua files of this folder as typed functions.
+
+Knows the order of each script's arguments and the shape of its reply. `shared.lua` and the key names of
+keys.py go in front of every one of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+
+from scheduler.queue import keys
+from scheduler.queue.base import Lease
+
+_KEY_NAMES = f"""\
+local QUEUE, REQUEST = '{keys.QUEUE_PREFIX}', '{keys.REQUEST_PREFIX}'
+local LEASES, SEQUENCE, WAKE = '{keys.LEASES}', '{keys.SEQUENCE}', '{keys.WAKE}'
+"""
+
+
+class Scripts:
+    """Made for one client; sends each script by its hash, and whole when the server does not know it yet."""
+
+    def __init__(self, client: Redis) -> None:
+        self._put = _script(client, "put")
+        self._claim = _script(client, "claim")
+        self._ack = _script(client, "ack")
+        self._renew = _script(client, "renew")
+        self._release = _script(client, "release")
+        self._requeue_expired = _script(client, "requeue_expired")
+        self._requeue_worker = _script(client, "requeue_worker")
+        self._cancel = _script(client, "cancel")
+
+    async def put(self, tier: str, limit: int, now_ms: int, requests: Sequence[tuple[str, int, bytes]]) -> int | None:
+        """None when all are enqueued, else the tier's depth. `requests`: id, deadline_ms, payload."""
+        depth = await self._put(args=[tier, limit, now_ms, *(field for r in requests for field in r)])
+        return None if depth < 0 else int(depth)
+
+    async def claim(
+        self, worker_id: str, now_ms: int, lease_ms: int, limits: Mapping[str, int]
+    ) -> list[tuple[bytes, int, int]]:
+        """Payload, fence and attempt of each."""
+        wanted = [part for tier_and_limit in limits.items() for part in tier_and_limit]
+        claimed: list[tuple[bytes, int, int]] = await self._claim(args=[worker_id, now_ms, lease_ms, *wanted])
+        return claimed
+
+    async def ack(self, leases: Sequence[Lease]) -> list[bool]:
+        return _flags(await self._ack(args=_flat(leases)))
+
+    async def renew(self, expires_ms: int, leases: Sequence[Lease]) -> list[bool]:
+        return _flags(await self._renew(args=[expires_ms, *_flat(leases)]))
+
+    async def release(self, leases: Sequence[Lease]) -> list[bool]:
+        return _flags(await self._release(args=_flat(leases)))
+
+    async def requeue_expired(self, now_ms: int) -> list[str]:
+        return [i.decode() for i in await self._requeue_expired(args=[now_ms])]
+
+    async def requeue_worker(self, worker_id: str) -> list[str]:
+        return [i.decode() for i in await self._requeue_worker(args=[worker_id])]
+
+    async def cancel(self, request_ids: Sequence[str]) -> list[bool]:
+        return _flags(await self._cancel(args=request_ids))
+
+
+def _script(client: Redis, name: str) -> AsyncScript:
+    folder = resources.files("scheduler.queue")
+    shared, own = ((folder / f"{n}.lua").read_text(encoding="utf-8") for n in ("shared", name))
+    return client.register_script("\n".join((_KEY_NAMES, shared, own)))
+
+
+def _flat(leases: Sequence[Lease]) -> list[str | int]:
+    return [part for lease in leases for part in (lease.request_id, lease.fence)]
+
+
+def _flags(replies: Sequence[Any]) -> list[bool]:
+    return [reply == 1 for reply in replies]

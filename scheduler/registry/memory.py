@@ -1,0 +1,41 @@
+"""The worker registry within one process: for the simulator and for tests of what uses a registry."""
+
+from dataclasses import dataclass
+
+from scheduler.clock import Clock
+from scheduler.queue import keys
+from scheduler.request import WorkerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class _Announcement:
+    status: WorkerStatus
+    metrics_text: str
+    expires_s: float
+
+
+class MemoryWorkerRegistry:
+    """Implements `scheduler.registry.base.WorkerRegistry`."""
+
+    def __init__(self, clock: Clock, ttl_s: float = keys.WORKER_TTL_S) -> None:
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._announced: dict[str, _Announcement] = {}
+
+    async def announce(self, status: WorkerStatus, metrics_text: str) -> None:
+        expires_s = self._clock.now() + self._ttl_s
+        self._announced[status.worker_id] = _Announcement(status, metrics_text, expires_s)
+
+    async def withdraw(self, worker_id: str) -> None:
+        self._announced.pop(worker_id, None)
+
+    async def workers(self) -> list[WorkerStatus]:
+        return [a.status for a in self._alive().values()]
+
+    async def metrics(self) -> dict[str, str]:
+        return {worker_id: a.metrics_text for worker_id, a in self._alive().items()}
+
+    def _alive(self) -> dict[str, _Announcement]:
+        now = self._clock.now()
+        self._announced = {i: a for i, a in sorted(self._announced.items()) if a.expires_s > now}
+        return self._announced

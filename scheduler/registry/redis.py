@@ -1,0 +1,56 @@
+"""The worker registry in Redis: a hash with a TTL per worker, and a set of their ids as index.
+
+The server's own clock decides who is alive, so the machines' clocks need not agree.
+"""
+
+import msgspec
+from redis.asyncio import Redis
+
+from scheduler.queue import keys
+from scheduler.request import WorkerStatus
+
+
+class RedisWorkerRegistry:
+    """Implements `scheduler.registry.base.WorkerRegistry`."""
+
+    def __init__(self, client: Redis, ttl_s: float = keys.WORKER_TTL_S) -> None:
+        self._client = client
+        self._ttl_ms = int(ttl_s * 1000)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(WorkerStatus)
+
+    async def announce(self, status: WorkerStatus, metrics_text: str) -> None:
+        key = keys.worker(status.worker_id)
+        pipeline = self._client.pipeline(transaction=True)
+        pipeline.hset(key, mapping={"status": self._encoder.encode(status), "metrics": metrics_text})
+        pipeline.pexpire(key, self._ttl_ms)
+        pipeline.sadd(keys.WORKERS, status.worker_id)
+        await pipeline.execute()
+
+    async def withdraw(self, worker_id: str) -> None:
+        pipeline = self._client.pipeline(transaction=True)
+        pipeline.delete(keys.worker(worker_id))
+        pipeline.srem(keys.WORKERS, worker_id)
+        await pipeline.execute()
+
+    async def workers(self) -> list[WorkerStatus]:
+        return [self._decoder.decode(status) for status in (await self._fields("status")).values()]
+
+    async def metrics(self) -> dict[str, str]:
+        return {worker_id: text.decode() for worker_id, text in (await self._fields("metrics")).items()}
+
+    async def _fields(self, name: str) -> dict[str, bytes]:
+        """One field of every live worker, by worker id. Ids whose hash has expired leave the index; should
+        such a worker come back in this very moment, its next announcement enters it again."""
+        members = await self._client.smembers(keys.WORKERS)
+        ids = sorted(m.decode() if isinstance(m, bytes) else m for m in members)
+        if not ids:
+            return {}
+        pipeline = self._client.pipeline(transaction=False)
+        for worker_id in ids:
+            pipeline.hget(keys.worker(worker_id), name)
+        values = dict(zip(ids, await pipeline.execute(), strict=True))
+        dead = [worker_id for worker_id, value in values.items() if value is None]
+        if dead:
+            await self._client.srem(keys.WORKERS, *dead)
+        return {worker_id: value for worker_id, value in values.items() if value is not None}

@@ -1,0 +1,110 @@
+"""`RequestState`: what the worker knows about one claimed request. Owner: `SchedulerCore`; policy only reads.
+
+Times are monotonic seconds of the worker's clock; `None` means: has not happened.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engine.interface import blocks_for
+from scheduler.config import Tier
+from scheduler.request import Request
+
+
+class Status(Enum):
+    WAITING = "waiting"  # claimed, unknown to the engine
+    RUNNING = "running"  # KV on the device; may be in any step
+    PAUSED = "paused"  # KV on the device; sits steps out
+    PREEMPTED = "preempted"  # the engine knows it, but its KV is gone: must be computed again
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_ENDS = frozenset({Status.FINISHED, Status.FAILED, Status.CANCELLED})
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.WAITING: frozenset({Status.RUNNING, Status.FAILED, Status.CANCELLED}),
+    Status.RUNNING: frozenset({Status.PAUSED, Status.PREEMPTED}) | _ENDS,
+    # A step that was running when the pause or preemption was decided may still end the sequence.
+    Status.PAUSED: frozenset({Status.RUNNING, Status.PREEMPTED}) | _ENDS,
+    Status.PREEMPTED: frozenset({Status.RUNNING}) | _ENDS,
+    Status.FINISHED: frozenset(),
+    Status.FAILED: frozenset(),
+    Status.CANCELLED: frozenset(),
+}
+
+
+class IllegalTransition(Exception):
+    """A bug: the scheduler tried to move a request along an edge that does not exist."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    request: Request
+    tier: Tier
+    fence: int
+    arrived_s: float
+    claimed_s: float
+    num_computed_tokens: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    ended_s: float | None = None
+    last_step: int = -1  # the newest step it ran in
+    num_preemptions: int = 0  # losses of KV; pauses lose nothing and do not count
+    gaps: int = 0  # inter-token gaps, and how many broke the tier's promise
+    gaps_missed: int = 0
+    _status: Status = Status.WAITING
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def status(self) -> Status:
+        return self._status
+
+    def move(self, to: Status) -> None:
+        if to not in TRANSITIONS[self._status]:
+            raise IllegalTransition(f"{self.id}: {self._status.value} → {to.value}")
+        self._status = to
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_resident(self) -> bool:
+        """Holds KV blocks on the device."""
+        return self._status in (Status.RUNNING, Status.PAUSED)
+
+    @property
+    def is_decode(self) -> bool:
+        """Its next run is a single token behind its own output."""
+        return self.is_resident and self.num_uncomputed == 1 and bool(self.output_token_ids)
+
+    @property
+    def awaits_first_token(self) -> bool:
+        return self.first_token_s is None
+
+    @property
+    def edf_key(self) -> tuple[int, int, str]:
+        """Order inside a tier: earliest deadline first, total."""
+        return (self.request.deadline_ms, self.request.arrival_ms, self.request.id)
+
+    def blocks_held(self, block_size: int) -> int:
+        return blocks_for(self.num_computed_tokens, block_size) if self.is_resident else 0
+
+    def met_slo(self) -> bool:
+        """TTFT in time, and at most one gap in a hundred too long."""
+        target = self.tier.slo.ttft_p99_ms
+        if self.first_token_s is None:
+            return False
+        in_time = target is None or (self.first_token_s - self.arrived_s) * 1000 <= target
+        return in_time and self.gaps_missed * 100 <= self.gaps

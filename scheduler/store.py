@@ -1,0 +1,62 @@
+"""Connections to Redis or Valkey: the one module that owns timeouts, retries and reconnects.
+
+Knows servers and sockets; does not know what is stored. URLs are `redis://host:port/db`, `rediss://…` or
+`unix:///path/to/socket`. Any Redis from 6.2 on and any Valkey serves.
+"""
+
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import ResponseError
+
+from scheduler.queue import keys
+
+CONNECT_TIMEOUT_S = 2.0
+REPLY_TIMEOUT_S = 5.0
+HEALTH_CHECK_S = 15  # a connection idle for longer is tried with a PING before it carries a command
+RETRIES = 10  # about two seconds: a restarting server is back by then
+FOREVER = -1
+
+
+def connect(url: str) -> Redis:
+    """A client with a pool of connections; opens none yet. Commands ride through a short outage of the
+    server, then raise `redis.exceptions.ConnectionError` (or `TimeoutError`).
+
+    A command whose answer was lost is sent again: callers send only what may happen twice.
+    """
+    return Redis.from_url(
+        url,
+        protocol=2,
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        socket_timeout=REPLY_TIMEOUT_S,
+        socket_keepalive=None if url.startswith("unix:") else True,
+        health_check_interval=HEALTH_CHECK_S,
+        retry=_retry(RETRIES),
+    )
+
+
+def blocking(client: Redis) -> Redis:
+    """A second client to the same server, for reads that wait: no reply timeout, and it reconnects for as
+    long as it takes. The caller closes it."""
+    pool = client.connection_pool
+    settings = {**pool.connection_kwargs, "socket_timeout": None, "retry": _retry(FOREVER)}
+    own_pool = ConnectionPool(connection_class=pool.connection_class, **settings)
+    return Redis.from_pool(own_pool)
+
+
+async def durable(client: Redis, timeout_s: float = 3.0) -> bool:
+    """Wait until everything written so far, on any connection, is on the server's disk. False where the
+    server cannot tell (before Redis 7.2, or without AOF) or did not manage in time."""
+    pipeline = client.pipeline(transaction=False)
+    pipeline.set(keys.DURABLE, b"", px=int(keys.DURABLE_TTL_S * 1000))
+    pipeline.execute_command("WAITAOF", 1, 0, int(timeout_s * 1000))
+    replies = await pipeline.execute(raise_on_error=False)
+    if isinstance(replies[1], ResponseError):
+        return False
+    if isinstance(replies[1], Exception):
+        raise replies[1]
+    return int(replies[1][0]) >= 1
+
+
+def _retry(retries: int) -> Retry:
+    return Retry(ExponentialWithJitterBackoff(cap=0.5, base=0.01), retries)
