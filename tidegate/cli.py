@@ -1,0 +1,151 @@
+"""The command `tidegate`: picks a part, reads its settings, runs it. Heavy imports wait until a part is chosen."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+from pydantic_settings import CliApp, SettingsError
+
+from tidegate import settings as settings_module
+from tidegate.logs import configure_logging
+from tidegate.settings import (
+    CONFIG_VARIABLE,
+    CommonSettings,
+    DemoSettings,
+    GatewaySettings,
+    ServeSettings,
+    WorkerSettings,
+)
+
+S = TypeVar("S", bound=CommonSettings)
+
+EX_USAGE = 2
+
+USAGE = """\
+usage: tidegate COMMAND [--config FILE] [--flag value …]
+
+Interactive and bulk LLM traffic on one GPU, behind the OpenAI API.
+
+commands:
+  serve      everything on this machine: store, worker and gateway (http://127.0.0.1:8000/v1)
+  gateway    the HTTP side only, on an existing Redis or Valkey (--redis-url)
+  worker     one engine only, on an existing Redis or Valkey (--redis-url)
+  demo       start everything on free ports, ask a question, run bulk beside chat, print one table
+  loadtest   load generators; see `tidegate loadtest --help`
+
+`tidegate COMMAND --help` lists a command's flags. Each can also be set as TIDEGATE_<FLAG> in the environment
+or in a YAML file (--config FILE, or TIDEGATE_CONFIG); a flag wins over the environment, and that over the file.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point; exits with the command's code."""
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        sys.exit(0 if args else EX_USAGE)
+    command = _COMMANDS.get(args[0])
+    if command is None:
+        print(f"tidegate: there is no command {args[0]!r}\n\n{USAGE}", end="", file=sys.stderr)
+        sys.exit(EX_USAGE)
+    sys.exit(command(args[1:]))
+
+
+def _serve(args: list[str]) -> int:
+    settings = _load(ServeSettings, "serve", args)
+    from tidegate.serve import run_serve
+
+    return run_serve(settings)
+
+
+def _gateway(args: list[str]) -> int:
+    settings = _needs_store(_load(GatewaySettings, "gateway", args))
+    from tidegate.gateway import run_gateway
+
+    return run_gateway(settings)
+
+
+def _worker(args: list[str]) -> int:
+    settings = _needs_store(_load(WorkerSettings, "worker", args))
+    from tidegate.worker import run_worker
+
+    return run_worker(settings)
+
+
+def _demo(args: list[str]) -> int:
+    settings = _load(DemoSettings, "demo", args)
+    from tidegate.demo import run_demo
+
+    return run_demo(settings)
+
+
+def _loadtest(args: list[str]) -> int:
+    os.execv(sys.executable, [sys.executable, "-m", "loadtest", *args])
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "serve": _serve,
+    "gateway": _gateway,
+    "worker": _worker,
+    "demo": _demo,
+    "loadtest": _loadtest,
+}
+
+
+def _load(kind: type[S], command: str, args: list[str]) -> S:
+    """Settings from flags, environment and file; a wrong one ends the program with one line for each mistake."""
+    try:
+        args = _take_config(args)
+        named = type(
+            kind.__name__, (kind,), {"model_config": {"cli_prog_name": f"tidegate {command}"}, "__doc__": kind.__doc__}
+        )
+        settings: S = CliApp.run(named, cli_args=_joined_lists(args))
+    except ValidationError as error:
+        for e in error.errors(include_url=False):
+            name = ".".join(str(part) for part in e["loc"]).replace("_", "-")
+            print(f"tidegate {command}: --{name}: {e['msg']}", file=sys.stderr)
+        sys.exit(EX_USAGE)
+    except (SettingsError, settings_module.SettingsError) as error:
+        print(f"tidegate {command}: {error}", file=sys.stderr)
+        sys.exit(EX_USAGE)
+    configure_logging(command, settings.log_level, settings.log_format)
+    return settings
+
+
+def _take_config(args: list[str]) -> list[str]:
+    """Remove `--config FILE`; children find the file through the environment."""
+    rest: list[str] = []
+    items = iter(args)
+    for item in items:
+        if item == "--config":
+            os.environ[CONFIG_VARIABLE] = next(items, "")
+        elif item.startswith("--config="):
+            os.environ[CONFIG_VARIABLE] = item.removeprefix("--config=")
+        else:
+            rest.append(item)
+    if os.environ.get(CONFIG_VARIABLE):
+        settings_module.check_file(Path(os.environ[CONFIG_VARIABLE]))
+    return rest
+
+
+def _joined_lists(args: list[str]) -> list[str]:
+    """`--served-model-name a b` → `--served-model-name a,b`."""
+    joined: list[str] = []
+    in_names = False
+    for item in args:
+        if in_names and not item.startswith("--") and not joined[-1].startswith("--"):
+            joined[-1] += f",{item}"
+            continue
+        in_names = item == "--served-model-name" or (in_names and not item.startswith("--"))
+        joined.append(item)
+    return joined
+
+
+def _needs_store(settings: S) -> S:
+    if not settings.redis_url:
+        print("tidegate: this part needs a store: set --redis-url redis://HOST:PORT (or unix:///PATH)", file=sys.stderr)
+        sys.exit(EX_USAGE)
+    return settings

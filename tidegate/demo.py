@@ -1,0 +1,159 @@
+"""`tidegate demo`: the whole system on free ports, one question, then bulk beside chat, and one table.
+
+Starts `tidegate serve` as a user would and talks to it with the official openai client; it knows nothing of the
+inside. Everything it starts ends with it.
+"""
+
+import asyncio
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+
+import httpx
+from openai import AsyncOpenAI
+
+from tidegate.process import dies_with_parent
+from tidegate.settings import DEMO_MODEL, CommonSettings, DemoSettings
+
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 45.0
+BULK_STREAMS = 32
+QUESTIONS = ("What is Tidegate?", "What does flex mean?", "How much is 17 + 25?", "Repeat: k7Qz-09ab")
+
+
+class DemoError(Exception):
+    """The message is one sentence for the reader."""
+
+
+def run_demo(settings: DemoSettings) -> int:
+    """Run it all; the exit code."""
+    try:
+        with serving(settings) as base_url:
+            asyncio.run(_show(base_url, settings.seconds))
+    except DemoError as error:
+        print(f"tidegate demo: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@contextmanager
+def serving(settings: CommonSettings) -> Iterator[str]:
+    """`tidegate serve` with these settings on a free port and an empty data directory; its base URL."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    flags = settings.model_copy(update={"log_level": "warning"}).flags(CommonSettings)
+    with tempfile.TemporaryDirectory(prefix="tidegate-demo-") as data_dir:
+        argv = [sys.executable, "-m", "tidegate", "serve", *flags, "--port", str(port), "--data-dir", data_dir]
+        server = subprocess.Popen(argv, preexec_fn=dies_with_parent(), stdout=subprocess.DEVNULL, env=os.environ.copy())
+        try:
+            _wait_until_ready(server, f"http://127.0.0.1:{port}/ready")
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            _end(server)
+
+
+def _wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
+    until_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < until_s:
+        if server.poll() is not None:
+            raise DemoError(f"the server ended with exit code {server.returncode} before it was ready")
+        try:
+            if httpx.get(url, timeout=2).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    raise DemoError(f"the server was not ready within {START_TIMEOUT_S:.0f} s")
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.send_signal(signal.SIGTERM)
+    try:
+        server.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+async def _show(base_url: str, seconds: float) -> None:
+    async with AsyncOpenAI(base_url=base_url, api_key="demo", max_retries=0) as client:
+        models = [m.id async for m in await client.models.list()]
+        model = DEMO_MODEL if DEMO_MODEL in models else models[0]
+        for question in QUESTIONS:
+            print(f"> {question}\n{await _ask(client, model, question)}\n")
+        await _first_tokens(client, model, 1.0)  # warm connections
+        alone = await _first_tokens(client, model, max(2.0, seconds / 6))
+        beside, bulk_per_s = await _beside_bulk(client, model, seconds)
+    print(_table(alone, beside, bulk_per_s))
+
+
+async def _ask(client: AsyncOpenAI, model: str, question: str) -> str:
+    answer = await client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=120
+    )
+    return answer.choices[0].message.content or ""
+
+
+async def _first_tokens(client: AsyncOpenAI, model: str, seconds: float) -> list[float]:
+    """Times to first token, in s, of short chats one after another, about five a second."""
+    until_s = time.monotonic() + seconds
+    times = []
+    while time.monotonic() < until_s:
+        sent_s = time.monotonic()
+        stream = await client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": "What is Tidegate?"}],
+            temperature=0,
+            max_tokens=8,
+            stream=True,
+        )
+        async with stream:
+            async for chunk in stream:
+                if chunk.choices and chunk.choices[0].delta.content:
+                    times.append(time.monotonic() - sent_s)
+                    break
+        await asyncio.sleep(0.2)
+    return times
+
+
+async def _beside_bulk(client: AsyncOpenAI, model: str, seconds: float) -> tuple[list[float], float]:
+    """First tokens with `BULK_STREAMS` bulk requests always under way; and bulk tokens per second."""
+    tokens = itertools.count()
+    produced = [0]
+    until_s = time.monotonic() + seconds
+
+    async def bulk_stream() -> None:
+        while time.monotonic() < until_s:
+            text = f"Count from {next(tokens) % 50} to {100}"
+            answer = await client.chat.completions.create(
+                model=model,
+                messages=[{"role": "user", "content": text}],
+                service_tier="flex",
+                max_tokens=128,
+                extra_body={"ignore_eos": True},
+            )
+            assert answer.usage is not None
+            produced[0] += answer.usage.completion_tokens
+
+    started_s = time.monotonic()
+    streams = [asyncio.create_task(bulk_stream()) for _ in range(BULK_STREAMS)]
+    beside = await _first_tokens(client, model, seconds)
+    await asyncio.gather(*streams)
+    return beside, produced[0] / (time.monotonic() - started_s)
+
+
+def _table(alone: list[float], beside: list[float], bulk_per_s: float) -> str:
+    a, b = median(alone) * 1000, median(beside) * 1000
+    return (
+        f"median time to first token, alone             {a:8.1f} ms   ({len(alone)} requests)\n"
+        f"median time to first token, beside bulk       {b:8.1f} ms   ({len(beside)} requests)   {b / a:.2f} times\n"
+        f"bulk, {BULK_STREAMS} streams, meanwhile                   {bulk_per_s:8.0f} tokens/s"
+    )

@@ -1,0 +1,161 @@
+"""The gateway process: uvicorn around the app, until a signal drains it.
+
+Exit codes: 0 after a drain; 78 when it cannot start (a bad tiers or keys file, a port in use); 1 when something broke.
+"""
+
+import asyncio
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import structlog
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from demo_model.location import demo_model_path
+from gateway.app import create_app
+from gateway.batches import BatchService
+from gateway.completion import CompletionService
+from gateway.files import FileStore
+from gateway.identity import Keyring, KeyringError, load_keyring
+from gateway.metrics import GatewayMetrics
+from gateway.state import Gateway
+from gateway.tokenizer import Tokenizer
+from scheduler import store
+from scheduler.client import SchedulerClient
+from scheduler.clock import Clock, SystemClock
+from scheduler.config import TierConfigError, TierSet, load_tiers
+from scheduler.events.redis import RedisEventChannel
+from scheduler.queue.redis import RedisQueue
+from scheduler.registry.redis import RedisWorkerRegistry
+from tidegate.settings import GatewaySettings
+from tidegate.supervisor import EX_CONFIG
+
+log = structlog.get_logger()
+
+BACKLOG = 2048  # connections: a burst of clients must not be refused by the kernel
+
+
+class CannotListen(Exception):
+    """The message is one sentence for the operator."""
+
+
+class NoTokenizer(Exception):
+    """Likewise."""
+
+
+def run_gateway(settings: GatewaySettings) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code."""
+    try:
+        with (
+            listen(settings.host, settings.port) as listener,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as run,
+        ):
+            return run.run(_serve(settings, listener))
+    except (TierConfigError, KeyringError, NoTokenizer, CannotListen) as error:
+        log.error("the gateway cannot start", reason=str(error))
+        return EX_CONFIG
+    except (RedisError, OSError) as error:
+        log.error("the store does not answer", reason=str(error))
+    except Exception:
+        log.exception("the gateway died")
+    return 1
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `CannotListen`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock: Clock) -> FastAPI:
+    """Wire the gateway to Redis."""
+    gateway_id = secrets.token_hex(8)
+    client = SchedulerClient(
+        queue=RedisQueue(redis, clock),
+        events=RedisEventChannel(redis),
+        registry=RedisWorkerRegistry(redis),
+        tiers=tiers,
+        clock=clock,
+        gateway_id=gateway_id,
+    )
+    names = settings.served_model_name
+    metrics = GatewayMetrics()
+    tokenizer = load_tokenizer(settings)
+    completions = CompletionService(client, clock, tokenizer, metrics, names)
+    files = FileStore(redis, settings.data_dir, clock)
+    gateway = Gateway(
+        model_names=names,
+        created=clock.wall_ms() // 1000,
+        client=client,
+        tiers=tiers,
+        clock=clock,
+        tokenizer=tokenizer,
+        keyring=load_keyring(settings.api_keys, tiers) if settings.api_keys else Keyring(),
+        completions=completions,
+        metrics=metrics,
+        files=files,
+        batches=BatchService(redis, files, completions, tiers, names, clock),
+        max_body_bytes=settings.max_body_mb * 2**20,
+    )
+    return create_app(gateway)
+
+
+def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
+    """The model's; for dummy weights without one, the demo model's. Raises `NoTokenizer`."""
+    try:
+        return Tokenizer.load(settings.model)
+    except (OSError, ValueError) as error:
+        if settings.load_format == "dummy":
+            return Tokenizer.load(str(demo_model_path()))
+        reason = str(error).splitlines()[0]
+        raise NoTokenizer(f"no tokenizer can be loaded from {settings.model}: {reason}") from error
+
+
+async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
+    clock = SystemClock()
+    tiers = load_tiers(settings.tiers)
+    redis = store.connect(settings.redis_url)
+    app = build_gateway(settings, redis, tiers, clock)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, int(settings.drain_s)),
+    )
+    server = _Server(config)
+    _drain_on_signals(server, app.state.gateway.client.drain)
+    log.info("the gateway serves", host=settings.host, port=listener.getsockname()[1])
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await redis.aclose()
+    log.info("the gateway has drained")
+    return 0 if server.started else 1
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling, which would end a drained process by the signal instead of exit 0."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _drain_on_signals(server: uvicorn.Server, drain: Callable[[], None]) -> None:
+    def stop() -> None:
+        drain()
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)

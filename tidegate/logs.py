@@ -1,0 +1,49 @@
+"""Logging for all parts: structlog, one JSON object a line on stderr (or a console format for people).
+
+Records of other libraries (uvicorn, transformers) pass through the same pipe. Prompt text is never logged: nobody
+hands it over.
+"""
+
+import logging
+import sys
+
+import structlog
+from structlog.typing import Processor
+
+
+def configure_logging(part: str, level: str, log_format: str) -> None:
+    """Set up the process's logging; every line carries `part`."""
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _add_part(part),
+        structlog.processors.format_exc_info,
+    ]
+    renderer: Processor = (
+        structlog.processors.JSONRenderer() if log_format == "json" else structlog.dev.ConsoleRenderer()
+    )
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level.upper())
+    for noisy in ("httpx", "httpcore", "urllib3", "filelock", "uvicorn"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+
+
+def _add_part(part: str) -> Processor:
+    def add(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event.setdefault("part", part)
+        return event
+
+    return add

