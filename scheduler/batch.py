@@ -3,7 +3,8 @@
 `form_batch` is pure: from the engine's view, the request states and the controller's budgets it makes one `StepPlan`.
 It reads no clock and changes nothing. Tiers are served from the highest priority down; inside a tier, decodes before
 prefills, and prefills by earliest deadline. Lower tiers fill what is left, as long as the predicted step time stays
-inside their budget: a resident bulk sequence that does not fit sits the step out with its KV kept.
+inside their budget: a resident bulk sequence that does not fit sits the step out with its KV kept. Only a tier that is
+owed its floor goes before its betters, with as little.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +36,8 @@ class TierBudget:
     max_num_seqs: int
     max_wait_s: float = 0.0
     step_time_s: float = float("inf")  # the step may be predicted to last this long with work of this tier
-    paused: bool = False  # its sequences leave the batch, KV resident
+    paused: bool = False  # its sequences leave the batch, KV resident, if anything above them runs
+    owed: bool = False  # its floor is due: it goes first in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,9 @@ def form_batch(
     for state in states:
         by_tier[state.tier.name].append(state)
     draft = _Draft(view, budgets, by_tier)
-    for tier in tiers:
+    for tier in sorted(tiers, key=lambda t: not budgets.tiers[t.name].owed):
         budget = budgets.tiers[tier.name]
-        if budget.paused:
+        if budget.paused and draft.has_work:
             draft.pause(by_tier[tier.name])
             continue
         draft.add_decodes(by_tier[tier.name], budget)
@@ -83,6 +85,11 @@ class _Draft:
         self._resume: list[str] = []
         self._start: list[NewSequence] = []
         self._run: dict[str, int] = {}
+        self._short_of_blocks = False  # a newcomer could not start: what gets free is for it, not for those below
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._run)
 
     def plan(self, step_id: int) -> StepPlan:
         return StepPlan(
@@ -101,8 +108,7 @@ class _Draft:
     def add_decodes(self, states: Sequence[RequestState], budget: TierBudget) -> None:
         """One token for each sequence that decodes; who sat out longest goes first."""
         decodes = [s for s in states if s.is_decode and s.id not in self._preempt]
-        if len(decodes) > 1:
-            decodes.sort(key=lambda s: (s.last_step, s.edf_key))
+        decodes.sort(key=lambda s: (s.last_step, s.edf_key))
         room = budget.max_num_seqs
         for state in decodes:
             if room <= 0 or self._tokens_left < 1:
@@ -122,17 +128,21 @@ class _Draft:
         pending = [s for s in states if not s.is_decode and s.id not in self._preempt]
         pending.sort(key=lambda s: (not s.is_resident, s.status is Status.WAITING, s.edf_key))
         slots = budget.max_num_seqs - resident
+        room = budget.max_num_seqs - sum(s.id in self._run for s in states)
         if self._worth_waiting(pending, slots, budget, now):
             pending = [s for s in pending if s.status is not Status.WAITING]
         for state in pending:
             if state.id in self._preempt:
                 continue
-            if not state.is_resident:
-                if slots <= 0:
-                    return
-                slots -= 1
+            if room <= 0 or not (state.is_resident or self._may_start(slots)):
+                return
+            slots -= not state.is_resident
             if not self._add_chunk(state, budget):
                 return
+            room -= 1
+
+    def _may_start(self, slots: int) -> bool:
+        return slots > 0 and not self._short_of_blocks
 
     def _worth_waiting(self, pending: Sequence[RequestState], slots: int, budget: TierBudget, now: float) -> bool:
         """Wait-or-full: newcomers wait for company while the step has other work, the batch is not full, and the
@@ -149,6 +159,7 @@ class _Draft:
         if num_tokens < 1:
             return False
         if not self._get_blocks(state, num_tokens, growing=state.is_resident):
+            self._short_of_blocks = True
             return False
         if state.status is Status.WAITING:
             request = state.request
@@ -158,9 +169,9 @@ class _Draft:
 
     def _chunk_in_time(self, wanted: int, context: int, budget: TierBudget) -> int:
         """The largest prefill of at most `wanted` tokens inside the time budget."""
-        if wanted < 1 or self._fits_time(self._cost.run(wanted, context), budget):
-            return wanted
         left_s = budget.step_time_s - self._time_s
+        if wanted < 1 or self._cost.run(wanted, context) <= left_s:
+            return wanted
         if left_s > 0 and self._cost.prefill(MIN_CHUNK, context) <= left_s:
             low, high = MIN_CHUNK, wanted
             while low < high:  # prefill() grows with its tokens

@@ -153,7 +153,7 @@ class Generation:
         self._client = client
         self._received: dict[str, list[int]] = {r.id: [] for r in requests}
         self._unfinished = set(self._received)
-        self._inbox: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        self._inbox: asyncio.Queue[TokenEvent | None] = asyncio.Queue()  # None: look again whether it has ended
 
     async def __aenter__(self) -> Self:
         return self
@@ -170,6 +170,10 @@ class Generation:
     async def __anext__(self) -> TokenEvent:
         while self._unfinished or not self._inbox.empty():
             event = await self._inbox.get()
+            if event is None or event.request_id not in self._unfinished:
+                continue
+            if self._diverges(event):
+                return await self._give_up(event.request_id)
             fresh = self._fresh(event)
             if fresh is not None:
                 return fresh
@@ -179,23 +183,30 @@ class Generation:
         """This one request needs no more tokens (a stop string matched): it gets no further event."""
         if request_id in self._unfinished:
             self._unfinished.discard(request_id)
+            self._inbox.put_nowait(None)
             await self._client.cancel([request_id])
 
     def deliver(self, event: TokenEvent) -> None:
         self._inbox.put_nowait(event)
 
+    def _known(self, event: TokenEvent) -> list[int]:
+        """What was received already of the event's tokens."""
+        return self._received[event.request_id][event.index : event.index + len(event.token_ids)]
+
+    def _diverges(self, event: TokenEvent) -> bool:
+        """After a requeue the tokens come again from index 0. The same seed gives the same tokens; where it does
+        not, the answer would be a mixture of two."""
+        known = self._known(event)
+        return list(event.token_ids[: len(known)]) != known or event.index > len(self._received[event.request_id])
+
+    async def _give_up(self, request_id: str) -> TokenEvent:
+        await self.cancel(request_id)
+        text = "The generation was interrupted and could not be continued."
+        return TokenEvent(request_id, EventKind.FAILED, index=len(self._received[request_id]), error=text)
+
     def _fresh(self, event: TokenEvent) -> TokenEvent | None:
-        """Drop what was received already. After a requeue the tokens come again from index 0; the same seed
-        gives the same tokens, and where it does not, the answer would be a mixture of two: fail it."""
-        if event.request_id not in self._unfinished:
-            return None
-        have = self._received[event.request_id]
-        known = have[event.index : event.index + len(event.token_ids)]
-        diverged = list(event.token_ids[: len(known)]) != known or event.index > len(have)
-        if diverged:
-            self._unfinished.discard(event.request_id)
-            text = "The generation was interrupted and could not be continued."
-            return TokenEvent(event.request_id, EventKind.FAILED, index=len(have), error=text)
+        """The event without what was received already; None where nothing is left of it."""
+        have, known = self._received[event.request_id], self._known(event)
         new = event.token_ids[len(known) :]
         have.extend(new)
         if event.is_last:

@@ -66,7 +66,7 @@ class SchedulerCore:
         self.controller = controller
         self.step_time = StepTimeModel()
         self._states: dict[str, RequestState] = {}
-        self._aborts: set[str] = set()  # known to the engine, no longer wanted
+        self._aborts: dict[str, int] = {}  # known to the engine, no longer wanted; the blocks they hold at least
         self._refused: list[tuple[RequestState, str]] = []
         self._free_blocks = engine.num_blocks
         self._next_step_id = 0
@@ -152,20 +152,26 @@ class SchedulerCore:
             state = self._states.pop(request_id, None)
             if state is None:
                 continue
+            held = state.blocks_held(self._engine.block_size)
             if state.status is not Status.WAITING:
-                self._aborts.add(request_id)
+                self._aborts[request_id] = held
             state.move(status)
             self.counts[counter] += 1
             leases.append(Lease(request_id, state.fence))
         return leases
 
     def _never_fits(self, state: RequestState) -> str:
-        room = min(self._engine.max_model_len, self._engine.num_blocks * self._engine.block_size)
+        capacity = self._engine.num_blocks * self._engine.block_size
+        room = min(self._engine.max_model_len, capacity)
         prompt = state.request.prompt_token_ids
         if not prompt or len(prompt) >= room:
             return f"A prompt of {len(prompt)} tokens does not fit: the engine holds 1 to {room - 1}."
         if min(prompt) < 0 or max(prompt) >= self._engine.vocab_size:
             return f"The prompt has token ids outside the vocabulary of {self._engine.vocab_size}."
+        if state.request.sampling.max_tokens < 1:
+            return "There is nothing to generate: max_tokens is below 1."
+        if min(state.request.max_total_tokens, self._engine.max_model_len) > capacity:
+            return f"Prompt and output together may outgrow the {capacity} tokens that the engine holds."
         return ""
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -175,12 +181,12 @@ class SchedulerCore:
         cost = self.step_time.cost()
         states = list(self._states.values())
         view = EngineView(
-            free_blocks=self._free_blocks,
+            free_blocks=self._free_blocks + sum(self._aborts.values()),  # aborts come first in a plan
             block_size=self._engine.block_size,
             max_step_tokens=self._engine.max_step_tokens,
             watermark_blocks=int(WATERMARK * self._engine.num_blocks),
         )
-        if self._aborts:  # their blocks are free once the plan's first field is executed
+        if self._aborts:  # one that has come back already starts in the step after its abort
             states = [s for s in states if s.id not in self._aborts]
         budgets = self.controller.budgets(states, cost, now)
         plan = form_batch(self._next_step_id, view, self.tiers, states, budgets, now)
@@ -223,14 +229,12 @@ class SchedulerCore:
         if work is not None and (work.decodes or work.prefill_tokens):
             self.step_time.observe(work, result.elapsed_s)
         for output in result.outputs:
-            state = self._states.get(output.seq_id)
-            if state is not None:
-                self._take_output(state, output, now, report)
+            if output.seq_id not in self._aborts:
+                self._take_output(self._states[output.seq_id], output, now, report)
             elif output.finish_reason is not None:
-                self._aborts.discard(output.seq_id)  # it ended by itself: nothing is left to abort
+                del self._aborts[output.seq_id]  # it ended by itself: nothing is left to abort
         for failure in result.failures:
-            self._aborts.discard(failure.seq_id)
-            if failure.seq_id in self._states:
+            if self._aborts.pop(failure.seq_id, None) is None:
                 self._fail(self._states.pop(failure.seq_id), failure.reason, now, report)
         return report
 
@@ -299,7 +303,8 @@ class SchedulerCore:
         report.events[state.request.reply_to].append(event)
         report.leases.append(Lease(state.id, state.fence))
         prompt, output = len(state.request.prompt_token_ids), len(state.output_token_ids)
-        report.ended.append(Ended(state.tier.name, reason, prompt, output, state.met_slo()))
+        met_slo = state.status is Status.FINISHED and state.met_slo()
+        report.ended.append(Ended(state.tier.name, reason, prompt, output, met_slo))
 
     def check(self) -> None:
         """Raise AssertionError where a law is broken. Cheap enough for every step of a test."""

@@ -126,10 +126,14 @@ class SchedulerLoop:
         report = self._core.apply(result, now)
         if ran:
             self._metrics.record_step(result.elapsed_s, ran)
-            wanting = [t.name for t in self._core.tiers if ran[t.name] or self._waiting.get(t.name)]
-            self._core.controller.observe_step(result.elapsed_s, ran, wanting)
+            self._core.controller.observe_step(result.elapsed_s, ran, self._wanting() | set(ran))
         self._send(report, now)
         self._room.set()
+
+    def _wanting(self) -> set[str]:
+        """Tiers with work, here or in the queue."""
+        held = {state.tier.name for state in self._core.states}
+        return held | {tier for tier, depth in self._waiting.items() if depth}
 
     def _count_tiers(self, plan: StepPlan) -> Counter[str]:
         return Counter(self._core.tier_of(run.seq_id) for run in plan.run)
@@ -242,7 +246,9 @@ class SchedulerLoop:
     async def _renew(self) -> None:
         leases = self._core.leases()
         kept = await self._queue.renew(leases, LEASE_S) if leases else []
-        self._drop([lease.request_id for lease, ok in zip(leases, kept, strict=True) if not ok])
+        held = set(self._core.leases())  # not what came back under a newer lease meanwhile
+        lost = [lease for lease, ok in zip(leases, kept, strict=True) if not ok]
+        self._drop([lease.request_id for lease in lost if lease in held])
 
     async def _beat(self) -> None:
         await self._registry.announce(self._status(), self._metrics.text())

@@ -23,6 +23,7 @@ MARGIN_UP = 0.05  # a miss
 MARGIN_MAX = 0.6
 QUIET_SHARE = 0.1  # of the TTFT target: how long an arrival may find the engine busy with bulk
 AMORTISE = 2.5  # a bulk step may always last this many times the fixed cost of a step: less is mostly overhead
+DEBT_MAX_S = 1.0  # of engine time owed to a floor: no burst after a long flood
 KV_HIGH, KV_LOW = 0.85, 0.70
 
 
@@ -86,13 +87,14 @@ class SLAController:
         slack_s = self._slack(decoding, now)
         budgets = {}
         for name, knobs in self._knobs.items():
-            owed = knobs.tier.floor > 0 and knobs.debt_s > self._bulk_step(cost)
+            owed = knobs.tier.floor > 0 and knobs.debt_s >= min(self._bulk_step(cost), DEBT_MAX_S)
             above = first_token_of is not None and first_token_of > knobs.tier.priority
             budgets[name] = TierBudget(
                 max_num_seqs=knobs.batch_size,
                 max_wait_s=knobs.max_wait_ms / 1000,
                 step_time_s=self._step_time(knobs, cost, slack_s),
                 paused=above and not knobs.tier.is_interactive and not owed,
+                owed=owed,
             )
         return Budgets(tiers=budgets, cost=cost)
 
@@ -147,7 +149,7 @@ class SLAController:
             knobs = self._knobs[name]
             used_s = elapsed_s * ran.get(name, 0) / total if total else 0.0
             owed_s = knobs.debt_s + knobs.tier.floor * elapsed_s - used_s
-            knobs.debt_s = min(max(owed_s, 0.0), 1.0)  # one second at most: no burst after a long flood
+            knobs.debt_s = min(max(owed_s, 0.0), DEBT_MAX_S)
 
     # -- the outer loop ----------------------------------------------------------------------------------------
 
@@ -178,15 +180,15 @@ class SLAController:
 
     def _update_interactive(self, knobs: _Knobs, load: Load, now: float) -> list[Decision | None]:
         name, slo = knobs.tier.name, knobs.tier.slo
-        itl, ttft = knobs.itl.p99(now), knobs.ttft.p99(now)
+        itl, ttft = knobs.itl.p99(now, since_s=knobs.cut_at_s), knobs.ttft.p99(now)
         itl_ratio = itl * 1000 / slo.itl_p99_ms if itl is not None and slo.itl_p99_ms else None
         ttft_ratio = ttft * 1000 / slo.ttft_p99_ms if ttft is not None and slo.ttft_p99_ms else None
         demand = load.waiting.get(name, 0) > 0 or load.held.get(name, 0) >= knobs.batch_size
         moves: list[Decision | None] = []
         if itl_ratio is not None and itl_ratio > 1:
             reason = "tokens come too slowly: fewer sequences a step"
-            moves.append(self._set_batch_size(knobs, knobs.batch_size * 0.8, "itl_p99", reason))
-        elif demand and (itl_ratio is None or itl_ratio < 0.7):
+            moves.append(self._cut(knobs, knobs.batch_size * 0.8, "itl_p99", reason, now))
+        elif demand and (slo.itl_p99_ms is None or _below(itl_ratio, 0.7)):
             reason = "requests wait and tokens come in time: more sequences a step"
             moves.append(self._set_batch_size(knobs, knobs.batch_size + 2, "queue", reason))
         if ttft_ratio is not None and ttft_ratio > 1:

@@ -24,14 +24,15 @@ def connect(url: str) -> Redis:
 
     A command whose answer was lost is sent again: callers send only what may happen twice.
     """
+    tcp_only = {} if url.startswith("unix:") else {"socket_keepalive": True}
     return Redis.from_url(
         url,
         protocol=2,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         socket_timeout=REPLY_TIMEOUT_S,
-        socket_keepalive=None if url.startswith("unix:") else True,
         health_check_interval=HEALTH_CHECK_S,
         retry=_retry(RETRIES),
+        **tcp_only,
     )
 
 

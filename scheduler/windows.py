@@ -18,21 +18,20 @@ class LatencyWindow:
     def add(self, now: float, seconds: float) -> None:
         self._samples.append((now, seconds))
 
-    def p99(self, now: float) -> float | None:
-        """Seconds; None without enough data."""
-        values = self._values(now)
+    def p99(self, now: float, since_s: float = float("-inf")) -> float | None:
+        """Seconds, of what came since `since_s`; None without enough data."""
+        values = self._values(now, since_s)
         return float(np.quantile(values, 0.99)) if len(values) >= MIN_SAMPLES else None
 
     def miss_share(self, now: float, target_s: float, since_s: float) -> float | None:
         """Share of latencies above `target_s` since `since_s`; None without enough data."""
-        self._values(now)
-        values = [seconds for at_s, seconds in self._samples if at_s >= since_s]
+        values = self._values(now, since_s)
         return sum(v > target_s for v in values) / len(values) if len(values) >= MIN_SAMPLES else None
 
-    def _values(self, now: float) -> list[float]:
+    def _values(self, now: float, since_s: float) -> list[float]:
         while self._samples and self._samples[0][0] < now - WINDOW_S:
             self._samples.popleft()
-        return [seconds for _, seconds in self._samples]
+        return [seconds for at_s, seconds in self._samples if at_s >= since_s]
 
 
 class ArrivalRate:

@@ -207,6 +207,9 @@ class _Keeper:
             await asyncio.sleep(SETTLED_S)
         else:
             while not await self.part.ready():
+                # A library under the probe may swallow its cancellation: it must end with the process all the same.
+                if self._process is None or self._process.returncode is not None:
+                    return
                 await asyncio.sleep(PROBE_INTERVAL_S)
         log.info("ready", part=self.part.name)
         self.ready.set()

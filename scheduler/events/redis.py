@@ -8,8 +8,8 @@ gateway id.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -24,6 +24,8 @@ log = structlog.get_logger()
 
 FIELD = b"m"  # the one field of an entry: msgpack of the list of events; the opening entry has another
 READ_COUNT = 256  # entries read at once
+
+T = TypeVar("T")
 
 
 class RedisEventChannel:
@@ -41,7 +43,7 @@ class RedisEventChannel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[TokenEvent])
         self._last_ids: dict[str, bytes] = {}  # of each gateway opened here: the last entry seen
-        self._reads: set[asyncio.Task[Any]] = set()
+        self._pending: set[asyncio.Task[Any]] = set()  # what listeners are waiting for
         self._closed = False
 
     async def publish(self, reply_to: str, events: Sequence[TokenEvent]) -> bool:
@@ -62,13 +64,13 @@ class RedisEventChannel:
             raise RuntimeError(f"listen before open: {gateway_id}")
         reader = store.blocking(self._client)
         loop = asyncio.get_running_loop()
-        next_heartbeat_s = loop.time()
+        heartbeat_due_s = loop.time()
         try:
             while not self._closed:
-                if loop.time() >= next_heartbeat_s:
-                    await self._heartbeat(reader, gateway_id)
-                    next_heartbeat_s = loop.time() + self._heartbeat_s
-                for entry_id, fields in await self._read(reader, gateway_id):
+                if loop.time() >= heartbeat_due_s:
+                    await self._unless_closed(self._heartbeat(reader, gateway_id))
+                    heartbeat_due_s = loop.time() + self._heartbeat_s
+                for entry_id, fields in await self._unless_closed(self._read(reader, gateway_id)) or ():
                     self._last_ids[gateway_id] = entry_id
                     if FIELD in fields:
                         yield self._decoder.decode(fields[FIELD])
@@ -78,8 +80,8 @@ class RedisEventChannel:
     async def close(self) -> None:
         """End the listeners and remove their streams: publishers learn at once that nobody listens."""
         self._closed = True
-        for read in self._reads:
-            read.cancel()
+        for task in self._pending:
+            task.cancel()
         streams = [keys.events(gateway_id) for gateway_id in self._last_ids]
         self._last_ids.clear()
         if streams:
@@ -106,18 +108,24 @@ class RedisEventChannel:
             await self._open(reader, gateway_id)
 
     async def _read(self, reader: Redis, gateway_id: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        """New entries, waiting at most until the next heartbeat is due. Empty when the channel is closed."""
+        """New entries with their ids; waits for them until the next heartbeat is due at most."""
         stream, block_ms = keys.events(gateway_id), max(1, int(self._heartbeat_s * 1000))
-        waiting = reader.xread({stream: self._last_ids[gateway_id]}, count=READ_COUNT, block=block_ms)
-        read = asyncio.ensure_future(waiting)
-        self._reads.add(read)
-        try:
-            reply: Any = await read
-        except asyncio.CancelledError:
-            if self._closed:
-                return []
-            raise
-        finally:
-            self._reads.discard(read)
+        last_id = self._last_ids[gateway_id]
+        reply: Any = await reader.xread({stream: last_id}, count=READ_COUNT, block=block_ms)
         entries: list[tuple[bytes, dict[bytes, bytes]]] = reply[0][1] if reply else []
         return entries
+
+    async def _unless_closed(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`; None if `close` came first. The reader never gives up on a server that does
+        not answer, and `close` must not wait for one."""
+        task = asyncio.create_task(work)
+        self._pending.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            listener = asyncio.current_task()
+            if self._closed and not (listener is not None and listener.cancelling()):
+                return None
+            raise
+        finally:
+            self._pending.discard(task)

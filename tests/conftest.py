@@ -1,0 +1,43 @@
+"""Shared by all tests: one real embedded Valkey, emptied for each test that asks for it."""
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis as sync_redis
+from redis.asyncio import Redis
+
+from scheduler import store
+from scheduler.queue import keys
+from tidegate.valkey import running_valkey
+
+PERMANENT_KEYS = {keys.SEQUENCE, keys.DURABLE}
+
+
+@pytest.fixture(scope="session")
+def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_valkey(tmp_path_factory.mktemp("valkey")) as url:
+        yield url
+
+
+@pytest.fixture
+def valkey_url(valkey_server: str) -> str:
+    """URL of an empty store."""
+    with sync_redis.Redis.from_url(valkey_server) as client:
+        client.flushall()
+    return valkey_server
+
+
+@pytest.fixture
+async def redis_client(valkey_url: str) -> AsyncIterator[Redis]:
+    client = store.connect(valkey_url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def no_leaked_keys(valkey_url: str) -> Iterator[None]:
+    """Fails a test that leaves anything in the store but what keys.py documents as permanent."""
+    yield
+    with sync_redis.Redis.from_url(valkey_url) as client:
+        left = {key.decode() for key in client.keys("*")}
+    assert left <= PERMANENT_KEYS, f"keys left behind: {sorted(left - PERMANENT_KEYS)}"

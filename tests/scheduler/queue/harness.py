@@ -1,0 +1,82 @@
+"""What the queue's tests share: a clock they move themselves, requests, and both queues behind one face."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+
+from engine.interface import SamplingParams
+from scheduler.clock import Clock
+from scheduler.queue.base import Lease, Queue
+from scheduler.queue.memory import MemoryQueue
+from scheduler.queue.redis import RedisQueue
+from scheduler.request import Claimed, Request
+
+START_MS = 1_700_000_000_000
+
+
+class ManualClock:
+    """Stands still until told otherwise; sleeping is real."""
+
+    def __init__(self) -> None:
+        self.ms = START_MS
+
+    def now(self) -> float:
+        return self.ms / 1000
+
+    def wall_ms(self) -> int:
+        return self.ms
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def advance(self, seconds: float) -> None:
+        self.ms += int(seconds * 1000)
+
+
+def make_request(
+    request_id: str = "r1", tier: str = "realtime", deadline_ms: int = START_MS + 1000, tokens: int = 3
+) -> Request:
+    return Request(
+        id=request_id,
+        tier=tier,
+        prompt_token_ids=tuple(range(tokens)),
+        sampling=SamplingParams(max_tokens=8, seed=7, stop_token_ids=(2,)),
+        arrival_ms=START_MS,
+        deadline_ms=deadline_ms,
+        reply_to="gateway-1",
+    )
+
+
+def lease_of(claimed: Claimed) -> Lease:
+    return Lease(claimed.request.id, claimed.fence)
+
+
+def ids(claimed: list[Claimed]) -> list[str]:
+    return [c.request.id for c in claimed]
+
+
+@dataclass(slots=True)
+class Handles:
+    """Makes handles on one and the same queue, in memory or, with a client, in Redis."""
+
+    clock: Clock
+    client: Redis | None = None
+    _made: dict[str, Queue] = field(default_factory=dict)
+    _memory: MemoryQueue | None = None
+
+    def __call__(self, worker_id: str = "") -> Queue:
+        if worker_id not in self._made:
+            self._made[worker_id] = self._make(worker_id)
+        return self._made[worker_id]
+
+    async def close(self) -> None:
+        for queue in self._made.values():
+            await queue.close()
+
+    def _make(self, worker_id: str) -> Queue:
+        if self.client is not None:
+            return RedisQueue(self.client, self.clock, worker_id)
+        if self._memory is None:
+            self._memory = MemoryQueue(self.clock)
+        return self._memory.for_worker(worker_id)

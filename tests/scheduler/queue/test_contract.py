@@ -1,0 +1,242 @@
+"""What every queue promises: one suite, run on the memory queue and on a real server."""
+
+import asyncio
+
+import pytest
+
+from scheduler.queue.base import Lease, Queue, QueueFull
+from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, ids, lease_of, make_request
+from tests.waiting import until
+
+LEASE_S = 10.0
+
+
+async def quiet(queue: Queue) -> None:
+    """Take in every wake-up that is still due."""
+    while await queue.wait_for_work(0.03):
+        pass
+
+
+async def test_a_request_comes_out_as_it_went_in(handles: Handles) -> None:
+    request = make_request("a", tokens=100)
+    assert await handles().put([request]) is None
+    [claimed] = await handles("w").claim({"realtime": 1}, LEASE_S)
+    assert claimed.request == request
+    assert claimed.attempt == 1
+
+
+async def test_claims_go_by_deadline_then_by_put(handles: Handles) -> None:
+    queue = handles()
+    await queue.put([make_request("z", deadline_ms=START_MS + 20), make_request("y", deadline_ms=START_MS + 20)])
+    await queue.put([make_request("x", deadline_ms=START_MS + 20), make_request("late", deadline_ms=START_MS + 99)])
+    await queue.put([make_request("early", deadline_ms=START_MS + 1)])
+    first = await queue.claim({"realtime": 2}, LEASE_S)
+    rest = await queue.claim({"realtime": 10}, LEASE_S)
+    assert ids(first) + ids(rest) == ["early", "z", "y", "x", "late"]
+
+
+async def test_claims_follow_the_order_and_the_limits_of_the_mapping(handles: Handles) -> None:
+    queue = handles()
+    for tier in ("realtime", "bulk", "batch"):
+        await queue.put([make_request(f"{tier}-{n}", tier, START_MS + n) for n in range(3)])
+    claimed = await queue.claim({"bulk": 1, "realtime": 2, "batch": 0, "unknown": 5}, LEASE_S)
+    assert ids(claimed) == ["bulk-0", "realtime-0", "realtime-1"]
+    assert await queue.depths(["realtime", "bulk", "batch", "unknown"]) == {
+        "realtime": 1,
+        "bulk": 2,
+        "batch": 3,
+        "unknown": 0,
+    }
+
+
+async def test_an_empty_queue_gives_nothing(handles: Handles) -> None:
+    assert await handles().claim({"realtime": 5}, LEASE_S) == []
+    assert await handles().claim({}, LEASE_S) == []
+
+
+async def test_put_again_changes_nothing(handles: Handles) -> None:
+    queue = handles()
+    await queue.put([make_request("a", deadline_ms=START_MS + 5), make_request("a", deadline_ms=START_MS + 9)])
+    await queue.put([make_request("a", tier="bulk")])
+    assert await queue.depths(["realtime", "bulk"]) == {"realtime": 1, "bulk": 0}
+    [claimed] = await queue.claim({"realtime": 5}, LEASE_S)
+    assert claimed.request.deadline_ms == START_MS + 5
+    await queue.put([make_request("a")])
+    assert await queue.claim({"realtime": 5}, LEASE_S) == []
+    assert await queue.renew([lease_of(claimed)], LEASE_S) == [True]
+
+
+async def test_put_is_all_or_none_against_the_limit(handles: Handles) -> None:
+    queue = handles()
+    await queue.put([make_request("a"), make_request("b")], limit=3)
+    refused = await queue.put([make_request("c"), make_request("d")], limit=3)
+    assert refused == QueueFull("realtime", depth=2, limit=3)
+    assert await queue.put([make_request("c"), make_request("a")], limit=3) is None
+    assert await queue.depths(["realtime"]) == {"realtime": 3}
+
+
+async def test_put_of_what_is_known_is_never_refused(handles: Handles) -> None:
+    await handles().put([make_request("a")], limit=1)
+    assert await handles().put([make_request("a")], limit=1) is None
+    assert await handles().put([], limit=0) is None
+
+
+async def test_one_put_is_for_one_tier(handles: Handles) -> None:
+    with pytest.raises(ValueError, match="one tier"):
+        await handles().put([make_request("a"), make_request("b", tier="bulk")])
+    assert await handles().depths(["realtime", "bulk"]) == {"realtime": 0, "bulk": 0}
+
+
+async def test_limits_count_waiting_requests_only_and_requeued_work_is_exempt(handles: Handles) -> None:
+    queue = handles()
+    await queue.put([make_request("a")], limit=1)
+    [claimed] = await queue.claim({"realtime": 1}, LEASE_S)
+    assert await queue.put([make_request("b")], limit=1) is None
+    assert await queue.release([lease_of(claimed)]) == [True]
+    assert await queue.depths(["realtime"]) == {"realtime": 2}
+
+
+async def test_ack_forgets_a_request_once(handles: Handles) -> None:
+    queue = handles()
+    await queue.put([make_request("a"), make_request("b")])
+    a, b = await queue.claim({"realtime": 2}, LEASE_S)
+    assert await queue.ack([lease_of(a), Lease("unknown", 1), lease_of(b)]) == [True, False, True]
+    assert await queue.ack([lease_of(a)]) == [False]
+    assert await queue.ack([]) == []
+    assert await queue.put([make_request("a")]) is None, "a forgotten id may come again"
+    assert await queue.depths(["realtime"]) == {"realtime": 1}
+
+
+async def test_release_returns_requests_to_their_old_place(handles: Handles) -> None:
+    queue = handles()
+    await queue.put([make_request(name, deadline_ms=START_MS + 7) for name in ("a", "b", "c")])
+    a, b = await queue.claim({"realtime": 2}, LEASE_S)
+    assert await queue.release([lease_of(b), lease_of(a), lease_of(a)]) == [True, True, False]
+    again = await queue.claim({"realtime": 3}, LEASE_S)
+    assert ids(again) == ["a", "b", "c"]
+    assert [c.attempt for c in again] == [2, 2, 1]
+
+
+async def test_an_expired_lease_brings_the_request_back_and_fences_its_holder(
+    handles: Handles, clock: ManualClock
+) -> None:
+    await handles().put([make_request("a")])
+    [slow] = await handles("slow").claim({"realtime": 1}, LEASE_S)
+    clock.advance(LEASE_S - 0.001)
+    assert await handles().requeue_expired() == []
+    clock.advance(0.001)
+    assert await handles().requeue_expired() == ["a"]
+    [fast] = await handles("fast").claim({"realtime": 1}, LEASE_S)
+    assert fast.attempt == 2
+    assert fast.fence > slow.fence
+    stale = [lease_of(slow)]
+    assert await handles("slow").ack(stale) == [False]
+    assert await handles("slow").renew(stale, LEASE_S) == [False]
+    assert await handles("slow").release(stale) == [False]
+    assert await handles("fast").ack([lease_of(fast)]) == [True]
+
+
+async def test_renew_moves_the_expiry(handles: Handles, clock: ManualClock) -> None:
+    queue = handles()
+    await queue.put([make_request("a"), make_request("b")])
+    a, _ = await queue.claim({"realtime": 2}, LEASE_S)
+    clock.advance(LEASE_S / 2)
+    assert await queue.renew([lease_of(a), Lease("unknown", 3)], LEASE_S) == [True, False]
+    clock.advance(LEASE_S / 2)
+    assert await queue.requeue_expired() == ["b"]
+    clock.advance(LEASE_S / 2)
+    assert await queue.requeue_expired() == ["a"]
+
+
+async def test_fences_of_one_id_grow_even_when_it_was_forgotten_between(handles: Handles) -> None:
+    queue = handles()
+    fences = []
+    for _ in range(3):
+        await queue.put([make_request("a")])
+        [claimed] = await queue.claim({"realtime": 1}, LEASE_S)
+        fences.append(claimed.fence)
+        await queue.ack([lease_of(claimed)])
+    assert fences == sorted(set(fences))
+
+
+async def test_requeue_worker_returns_what_that_worker_holds(handles: Handles) -> None:
+    await handles().put([make_request(name) for name in ("a", "b", "c")])
+    await handles("dead").claim({"realtime": 2}, LEASE_S)
+    [c] = await handles("alive").claim({"realtime": 2}, LEASE_S)
+    assert await handles().requeue_worker("dead") == ["a", "b"]
+    assert await handles().requeue_worker("dead") == []
+    assert await handles("alive").renew([lease_of(c)], LEASE_S) == [True]
+    assert ids(await handles("alive").claim({"realtime": 9}, LEASE_S)) == ["a", "b"]
+
+
+async def test_cancel_of_waiting_leased_and_unknown_requests(handles: Handles) -> None:
+    worker = handles("w")
+    await quiet(worker)
+    await handles().put([make_request("leased")])
+    [leased] = await worker.claim({"realtime": 1}, LEASE_S)
+    await handles().put([make_request("waiting")])
+    assert await handles().cancel(["waiting", "leased", "unknown"]) == [True, True, False]
+    assert await handles().cancel([]) == []
+    assert await worker.claim({"realtime": 5}, LEASE_S) == []
+    assert await worker.renew([lease_of(leased)], LEASE_S) == [False]
+    assert await worker.ack([lease_of(leased)]) == [False]
+    assert await handles().depths(["realtime"]) == {"realtime": 0}
+
+
+async def test_a_worker_hears_what_was_cancelled_under_its_lease_once(handles: Handles) -> None:
+    worker = handles("w")
+    await quiet(worker)
+    await handles().put([make_request("a"), make_request("b")])
+    await worker.claim({"realtime": 2}, LEASE_S)
+    await handles().cancel(["a", "b"])
+    heard: list[str] = []
+
+    def heard_both() -> bool:
+        heard.extend(worker.cancelled())
+        return len(heard) >= 2
+
+    await until(heard_both)
+    assert heard == ["a", "b"]
+    assert worker.cancelled() == []
+
+
+@pytest.mark.parametrize("cause", ["put", "release", "requeue", "cancel waiting", "cancel leased"])
+async def test_wait_for_work_ends_at_once_when_something_happens(
+    handles: Handles, clock: ManualClock, cause: str
+) -> None:
+    other = handles("other")
+    await other.put([make_request("a"), make_request("b")])
+    [claimed] = await other.claim({"realtime": 1}, LEASE_S)
+    waiter = handles("waiter")
+    await quiet(waiter)
+    waiting = asyncio.create_task(waiter.wait_for_work(30.0))
+    await asyncio.sleep(0)
+    match cause:
+        case "put":
+            await other.put([make_request("c")])
+        case "release":
+            await other.release([lease_of(claimed)])
+        case "requeue":
+            clock.advance(LEASE_S)
+            await other.requeue_expired()
+        case "cancel waiting":
+            await other.cancel(["b"])
+        case "cancel leased":
+            await other.cancel(["a"])
+    async with asyncio.timeout(5):
+        assert await waiting is True
+
+
+async def test_work_put_between_two_waits_is_not_missed(handles: Handles) -> None:
+    worker = handles("w")
+    await quiet(worker)
+    await handles().put([make_request("a")])
+    async with asyncio.timeout(5):
+        assert await worker.wait_for_work(30.0) is True
+
+
+async def test_wait_for_work_gives_up_after_its_timeout(handles: Handles) -> None:
+    worker = handles("w")
+    await quiet(worker)
+    assert await worker.wait_for_work(0.01) is False
+    assert await worker.wait_for_work(0.0) is False

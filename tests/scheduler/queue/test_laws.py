@@ -1,0 +1,144 @@
+"""Laws 1 and 10: whatever is done to it, a queue loses and doubles nothing, and both queues agree."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import redis as sync_redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from scheduler import store
+from scheduler.queue import keys
+from scheduler.queue.base import Lease, Queue
+from scheduler.request import Claimed
+from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, make_request
+
+TIERS = ("realtime", "bulk", "batch")
+WORKERS = ("w1", "w2")
+IDS = tuple("abcdefgh")
+
+tier = st.sampled_from(TIERS)
+worker = st.sampled_from(WORKERS)
+request_id = st.sampled_from(IDS)
+deadline = st.integers(0, 3).map(lambda n: START_MS + n)
+# Leases are drawn by their place among all that were ever granted: most are stale sooner or later.
+leases = st.lists(st.integers(0, 30), min_size=1, max_size=4)
+lease_s = st.sampled_from([1.0, 2.0])
+
+operations = st.one_of(
+    st.tuples(
+        st.just("put"),
+        tier,
+        st.lists(st.tuples(request_id, deadline), min_size=1, max_size=4),
+        st.none() | st.integers(0, 4),
+    ),
+    st.tuples(st.just("claim"), worker, st.dictionaries(tier, st.integers(0, 3), min_size=1), lease_s),
+    st.tuples(st.just("ack"), leases),
+    st.tuples(st.just("renew"), leases, lease_s),
+    st.tuples(st.just("release"), leases),
+    st.tuples(st.just("advance"), st.sampled_from([0.5, 1.0, 2.5])),
+    st.tuples(st.just("requeue_expired")),
+    st.tuples(st.just("requeue_worker"), worker),
+    st.tuples(st.just("cancel"), st.lists(request_id, min_size=1, max_size=3)),
+)
+
+
+@dataclass(slots=True)
+class Trial:
+    """One queue under test, with the record of what it accepted and what left it."""
+
+    clock: ManualClock
+    handles: Handles
+    granted: list[Lease] = field(default_factory=list)
+    alive: set[str] = field(default_factory=set)
+
+    async def apply(self, operation: tuple) -> object:  # type: ignore[type-arg]
+        name, *arguments = operation
+        return await getattr(self, name)(*arguments)
+
+    async def put(self, tier: str, requests: list[tuple[str, int]], limit: int | None) -> object:
+        full = await self.queue.put([make_request(i, tier, d) for i, d in requests], limit)
+        if full is None:
+            self.alive.update(i for i, _ in requests)
+        return full
+
+    async def claim(self, worker: str, limits: dict[str, int], lease_s: float) -> list[Claimed]:
+        claimed = await self.handles(worker).claim(limits, lease_s)
+        self.granted.extend(Lease(c.request.id, c.fence) for c in claimed)
+        return claimed
+
+    async def ack(self, picks: list[int]) -> list[bool]:
+        picked = self._pick(picks)
+        done = await self.queue.ack(picked)
+        self.alive.difference_update(lease.request_id for lease, was_held in zip(picked, done, strict=True) if was_held)
+        return done
+
+    async def renew(self, picks: list[int], lease_s: float) -> list[bool]:
+        return await self.queue.renew(self._pick(picks), lease_s)
+
+    async def release(self, picks: list[int]) -> list[bool]:
+        return await self.queue.release(self._pick(picks))
+
+    async def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    async def requeue_expired(self) -> list[str]:
+        return await self.queue.requeue_expired()
+
+    async def requeue_worker(self, worker: str) -> list[str]:
+        return await self.queue.requeue_worker(worker)
+
+    async def cancel(self, request_ids: list[str]) -> list[bool]:
+        self.alive.difference_update(request_ids)
+        return await self.queue.cancel(request_ids)
+
+    async def depths(self) -> dict[str, int]:
+        return await self.queue.depths(TIERS)
+
+    @property
+    def queue(self) -> Queue:
+        return self.handles()
+
+    def _pick(self, picks: list[int]) -> list[Lease]:
+        return [self.granted[n % len(self.granted)] for n in picks] if self.granted else []
+
+
+async def places(client: Redis) -> list[str]:
+    """The ids in every tier's set and in the lease set, repeats included."""
+    found = [member.decode() for member in await client.zrange(keys.LEASES, 0, -1)]
+    for name in TIERS:
+        members = await client.zrange(keys.tier_queue(name), 0, -1)
+        found.extend(member.decode().split(":", 1)[1] for member in members)
+    return found
+
+
+async def hashes(client: Redis) -> list[str]:
+    prefix = keys.REQUEST_PREFIX
+    return [key.decode().removeprefix(prefix) async for key in client.scan_iter(f"{prefix}*", count=1000)]
+
+
+async def scenario(url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
+    client = store.connect(url)
+    memory_clock, redis_clock = ManualClock(), ManualClock()
+    memory = Trial(memory_clock, Handles(memory_clock))
+    redis = Trial(redis_clock, Handles(redis_clock, client))
+    try:
+        for operation in done:
+            assert await memory.apply(operation) == await redis.apply(operation), operation
+            assert await memory.depths() == await redis.depths()
+            assert memory.alive == redis.alive
+            assert sorted(await places(client)) == sorted(redis.alive), "each request in exactly one place"
+            assert sorted(await hashes(client)) == sorted(redis.alive), "and none without its payload"
+    finally:
+        await redis.handles.close()
+        await client.aclose()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(done=st.lists(operations, min_size=5, max_size=30))
+def test_both_queues_agree_and_conserve(valkey_url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
+    with sync_redis.Redis.from_url(valkey_url) as client:
+        client.flushall()
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        runner.run(scenario(valkey_url, done))

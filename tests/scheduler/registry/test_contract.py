@@ -1,0 +1,85 @@
+"""What every worker registry promises: one suite, run in memory and on a real server."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from scheduler import store
+from scheduler.clock import SystemClock
+from scheduler.queue import keys
+from scheduler.registry.base import WorkerRegistry
+from scheduler.registry.memory import MemoryWorkerRegistry
+from scheduler.registry.redis import RedisWorkerRegistry
+from scheduler.request import TierStatus, WorkerStatus
+from tests.waiting import until
+
+TTL_S = 0.25
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def registry(request: pytest.FixtureRequest) -> AsyncIterator[WorkerRegistry]:
+    if request.param == "memory":
+        yield MemoryWorkerRegistry(SystemClock(), ttl_s=TTL_S)
+        return
+    client = store.connect(request.getfixturevalue("valkey_url"))
+    yield RedisWorkerRegistry(client, ttl_s=TTL_S)
+    await client.aclose()
+
+
+def status(worker_id: str, running: int = 0) -> WorkerStatus:
+    return WorkerStatus(
+        worker_id=worker_id,
+        model_names=("demo", "alias"),
+        max_model_len=512,
+        vocab_size=1024,
+        started_ms=1_700_000_000_000,
+        eos_token_ids=(0, 3),
+        device="cpu",
+        tiers={"realtime": TierStatus(queued=1, running=running, finished_per_s=2.5)},
+    )
+
+
+async def test_announced_workers_are_listed_by_id_with_everything_they_said(registry: WorkerRegistry) -> None:
+    await registry.announce(status("w2"), "two 2\n")
+    await registry.announce(status("w1"), "# HELP ünï\none 1\n")
+    assert await registry.workers() == [status("w1"), status("w2")]
+    assert await registry.metrics() == {"w1": "# HELP ünï\none 1\n", "w2": "two 2\n"}
+
+
+async def test_the_latest_announcement_counts(registry: WorkerRegistry) -> None:
+    await registry.announce(status("w1", running=1), "a 1\n")
+    await registry.announce(status("w1", running=2), "a 2\n")
+    assert await registry.workers() == [status("w1", running=2)]
+    assert await registry.metrics() == {"w1": "a 2\n"}
+
+
+async def test_nobody_is_there_at_first(registry: WorkerRegistry) -> None:
+    assert await registry.workers() == []
+    assert await registry.metrics() == {}
+
+
+async def test_a_worker_that_withdraws_is_gone_at_once(registry: WorkerRegistry) -> None:
+    await registry.announce(status("w1"), "")
+    await registry.withdraw("w1")
+    await registry.withdraw("unknown")
+    assert await registry.workers() == []
+
+
+async def test_a_worker_that_falls_silent_is_gone_after_the_ttl(registry: WorkerRegistry) -> None:
+    await registry.announce(status("silent"), "")
+
+    async def only_the_living() -> bool:
+        await registry.announce(status("alive"), "")
+        return await registry.workers() == [status("alive")]
+
+    assert {w.worker_id for w in await registry.workers()} == {"silent"}
+    await until(only_the_living)
+
+
+async def test_the_index_forgets_dead_workers(no_leaked_keys: None, valkey_url: str, redis_client: Redis) -> None:
+    registry = RedisWorkerRegistry(redis_client)
+    await registry.announce(status("w1"), "")
+    await redis_client.delete(keys.worker("w1"))
+    assert await redis_client.scard(keys.WORKERS) == 1
+    assert await registry.workers() == []

@@ -1,0 +1,103 @@
+"""Connections: what they survive, when they give up, and what `durable` means."""
+
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as StoreUnreachable
+
+from scheduler import store
+from tests.waiting import until
+from tidegate.process import dies_with_parent
+from tidegate.valkey import EmbeddedValkey
+
+
+class Server:
+    """An embedded server that a test may end and start again."""
+
+    def __init__(self, valkey: EmbeddedValkey) -> None:
+        self.valkey = valkey
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self, *more: str) -> None:
+        self._process = subprocess.Popen(
+            [*self.valkey.argv, *more], pass_fds=self.valkey.pass_fds, preexec_fn=dies_with_parent()
+        )
+        await until(self.valkey.is_ready)
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(10)
+            self._process = None
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with EmbeddedValkey(tmp_path) as valkey:
+        server = Server(valkey)
+        yield server
+        server.end(signal.SIGKILL)
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[Redis]:
+    client = store.connect(server.valkey.url)
+    yield client
+    await client.aclose()
+
+
+async def test_connections_speak_bytes(redis_client: Redis) -> None:
+    await redis_client.set("key", b"\x00\xff")
+    assert await redis_client.get("key") == b"\x00\xff"
+
+
+async def test_commands_ride_through_a_restart(server: Server, client: Redis) -> None:
+    await server.start()
+    await client.set("key", "value")
+    server.end(signal.SIGKILL)
+    await server.start()
+    assert await client.get("key") == b"value"
+
+
+async def test_commands_fail_in_bounded_time_without_a_server(client: Redis) -> None:
+    with pytest.raises(StoreUnreachable):
+        await client.get("key")
+
+
+async def test_a_blocking_client_waits_longer_than_any_reply_may_take(redis_client: Redis) -> None:
+    reader = store.blocking(redis_client)
+    settings = reader.connection_pool.connection_kwargs
+    assert settings["socket_timeout"] is None
+    assert settings["path"] == redis_client.connection_pool.connection_kwargs["path"]
+    assert redis_client.connection_pool.connection_kwargs["socket_timeout"] == store.REPLY_TIMEOUT_S
+    assert await reader.ping()
+    await reader.aclose()
+
+
+async def test_what_is_durable_survives_a_kill_of_the_server(server: Server, client: Redis) -> None:
+    await server.start()
+    for n in range(500):
+        await client.set(f"key-{n}", n)
+    assert await store.durable(client) is True
+    server.end(signal.SIGKILL)
+    await server.start()
+    assert [await client.get(f"key-{n}") for n in range(500)] == [b"%d" % n for n in range(500)]
+
+
+async def test_durable_speaks_for_the_writes_of_other_connections(server: Server, client: Redis) -> None:
+    """WAITAOF alone would say yes at once on a connection that has written nothing itself."""
+    await server.start("--appendfsync", "no")
+    other = store.connect(server.valkey.url)
+    await other.set("key", "value")
+    assert (await client.execute_command("WAITAOF", 1, 0, 50))[0] == 1
+    assert await store.durable(client, timeout_s=0.05) is False
+    await other.aclose()
+
+
+async def test_a_server_without_a_log_is_not_durable(server: Server, client: Redis) -> None:
+    await server.start("--appendonly", "no")
+    assert await store.durable(client) is False

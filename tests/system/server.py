@@ -1,0 +1,109 @@
+"""A real `tidegate serve` for tests: started on a free port and a data directory of the test's, ended by it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+START_TIMEOUT_S = 90.0  # seconds on an idle machine; CI machines are not idle
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> None:
+    """Poll until `condition()`; fails with `what` after `timeout_s`."""
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, f"not within {timeout_s} s: {what or condition}"
+        time.sleep(0.02)
+
+
+class Server:
+    """One running command, its log and where it listens."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, port: int, data_dir: Path) -> None:
+        self.process = process
+        self.log = log
+        self.root = f"http://127.0.0.1:{port}"
+        self.base_url = f"{self.root}/v1"
+        self.socket_url = f"unix://{data_dir}/valkey.sock"
+
+    def log_lines(self) -> list[dict[str, object]]:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def pid_of(self, part: str) -> int:
+        """The newest process of a part, from the supervisor's report."""
+        starts = [line for line in self.log_lines() if line["event"] == "started" and line["part"] == part]
+        pid = starts[-1]["pid"]
+        assert isinstance(pid, int)
+        return pid
+
+    def kill(self, part: str) -> int:
+        """SIGKILL a part; its pid."""
+        pid = self.pid_of(part)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.root}/ready", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait_until_ready(self) -> None:
+        def ready() -> bool:
+            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.log.read_text()[-2000:]}"
+            return self.is_ready()
+
+        wait_for(ready, START_TIMEOUT_S, "the server to be ready")
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the samples of `name` whose labels include `labels`."""
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        total = 0.0
+        for line in httpx.get(f"{self.root}/metrics", timeout=10).text.splitlines():
+            if line.startswith((name + "{", name + " ")) and all(w in line for w in wanted):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+
+@contextmanager
+def running(data_dir: Path, *flags: str, command: str = "serve") -> Iterator[Server]:
+    """`tidegate <command>` with `flags`; not waited for. SIGTERM at the end, SIGKILL if that is not enough."""
+    port = free_port()
+    data_dir.mkdir(parents=True, exist_ok=True)
+    log = data_dir / f"{command}-{port}.log"
+    argv = [sys.executable, "-m", "tidegate", command, *flags]
+    if command != "worker":
+        argv += ["--port", str(port), "--data-dir", str(data_dir)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True)
+    try:
+        yield Server(process, log, port, data_dir)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def run_to_end(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """`tidegate <arguments>` until it ends by itself."""
+    argv = [sys.executable, "-m", "tidegate", *arguments]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s)

