@@ -1,0 +1,73 @@
+# Three images from one file:
+#   docker build --target gateway    -t tidegate-gateway .       HTTP only, without torch
+#   docker build --target worker     -t tidegate-worker .        the engine, on CUDA
+#   docker build --target worker-cpu -t tidegate-worker-cpu .    the engine, on CPU
+# All run `tidegate` as an unprivileged user; docker-compose.yml puts them together.
+
+ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+# Has torch already; the project must not replace it by another build.
+ARG CUDA_IMAGE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-runtime
+
+# -- the project's wheel, and its dependencies with torch apart --------------------------------------------------------
+FROM ${PYTHON_IMAGE} AS wheel
+WORKDIR /src
+COPY . .
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+    && python docker/requirements.py pyproject.toml > /wheels/requirements.txt \
+    && python docker/requirements.py pyproject.toml --torch > /wheels/torch.txt
+
+# -- what all three have in common besides the base --------------------------------------------------------------------
+FROM ${PYTHON_IMAGE} AS base
+ENV PYTHONUNBUFFERED=1 \
+    PIP_NO_CACHE_DIR=1 \
+    HF_HOME=/var/lib/tidegate/huggingface \
+    TIDEGATE_DATA_DIR=/var/lib/tidegate
+RUN useradd --system --uid 10001 --create-home tidegate \
+    && install --directory --owner tidegate /var/lib/tidegate
+# Dependencies before the project: a change of code leaves their layer alone.
+COPY --from=wheel /wheels/requirements.txt /wheels/
+RUN pip install -r /wheels/requirements.txt
+VOLUME /var/lib/tidegate
+WORKDIR /var/lib/tidegate
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["tidegate"]
+
+# -- gateway: transformers reads tokenizers without torch --------------------------------------------------------------
+FROM base AS gateway
+COPY --from=wheel /wheels /wheels
+RUN pip install --no-deps /wheels/*.whl
+USER tidegate
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=4s --start-period=20s --retries=3 \
+    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health', timeout=3)"]
+CMD ["gateway", "--host", "0.0.0.0", "--port", "8000"]
+
+# -- worker on CPU -----------------------------------------------------------------------------------------------------
+# Workers have no port and no health check: one that cannot go on ends, and is started again; the gateway's /ready
+# counts their heartbeats.
+FROM base AS worker-cpu
+COPY --from=wheel /wheels /wheels
+RUN pip install --index-url https://download.pytorch.org/whl/cpu -r /wheels/torch.txt \
+    && pip install --no-deps /wheels/*.whl
+USER tidegate
+CMD ["worker"]
+
+# -- worker on CUDA ----------------------------------------------------------------------------------------------------
+FROM ${CUDA_IMAGE} AS worker
+ENV PYTHONUNBUFFERED=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_BREAK_SYSTEM_PACKAGES=1 \
+    HF_HOME=/var/lib/tidegate/huggingface \
+    TIDEGATE_DATA_DIR=/var/lib/tidegate
+RUN useradd --system --uid 10001 --create-home tidegate \
+    && install --directory --owner tidegate /var/lib/tidegate
+COPY --from=wheel /wheels/requirements.txt /wheels/
+RUN pip install -r /wheels/requirements.txt
+COPY --from=wheel /wheels /wheels
+RUN pip install --no-deps /wheels/*.whl
+VOLUME /var/lib/tidegate
+WORKDIR /var/lib/tidegate
+STOPSIGNAL SIGTERM
+USER tidegate
+ENTRYPOINT ["tidegate"]
+CMD ["worker"]

@@ -1,0 +1,30 @@
+"""Prints the project's dependencies for `pip install -r`, torch apart from the rest.
+
+    python docker/requirements.py pyproject.toml            # everything but torch: all that a gateway needs
+    python docker/requirements.py pyproject.toml --torch    # torch alone: for a worker whose base image has none
+
+pyproject.toml stays the one list. Standard library only: it runs before anything is installed.
+"""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+
+def split_torch(pyproject: Path) -> tuple[list[str], list[str]]:
+    """(all requirements but torch, torch's own)"""
+    dependencies: list[str] = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["dependencies"]
+    torch = [d for d in dependencies if (name := NAME.match(d)) and name.group().lower() == "torch"]
+    return [d for d in dependencies if d not in torch], torch
+
+
+def main(arguments: list[str]) -> None:
+    rest, torch = split_torch(Path(arguments[0]))
+    print("\n".join(torch if "--torch" in arguments else rest))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

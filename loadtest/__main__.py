@@ -1,0 +1,186 @@
+"""The command line: `python -m loadtest <command>`, also reached as `tidegate loadtest`.
+
+Knows flags, exit codes and where results are written; each command's work is in the module of its name.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import AliasChoices, BaseModel, Field
+from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, CliSubCommand, SettingsConfigDict
+
+from loadtest import report
+from loadtest.dummy_model import write_dummy_model
+from loadtest.http_client import Target, TargetError, discover_model, parse_target
+from loadtest.mixed import Timing, run_mixed
+from loadtest.nonce import run_nonces
+from loadtest.scenario import ScenarioError, load_scenario
+from loadtest.streams import run_streams
+
+
+class _AgainstServer(BaseModel):
+    """The flags that every command against a server has."""
+
+    url: str = Field("http://127.0.0.1:8000", description="Base URL of an OpenAI-compatible server.")
+    model: str = Field("", description="Model to ask for; empty: the first that the server lists.")
+    allow_remote: bool = Field(False, description="Accept a URL that is not this machine.")
+    seed: int = Field(1, ge=0, description="The same seed sends the same requests.")
+    json_file: Path | None = Field(
+        None, validation_alias=AliasChoices("json"), description="Also write the result to this file."
+    )
+
+    async def target(self) -> Target:
+        target = parse_target(self.url, self.allow_remote, os.environ.get("TIDEGATE_API_KEY", ""))
+        return replace(target, model=self.model or await discover_model(target))
+
+    def conclude(self, target: Target, text: str, result: dict[str, Any], *, passed: bool) -> None:
+        print(text)
+        if self.json_file is not None:
+            report.write_json(self.json_file, result, seed=self.seed, model=target.model)
+        if not passed:
+            raise SystemExit(1)
+
+
+class Mixed(_AgainstServer):
+    """Interactive alone, bulk alone and both, interleaved: a table per class and the isolation ratios."""
+
+    scenario: str = Field("chat-and-bulk", description="A shipped scenario, or a YAML file.")
+    duration: float = Field(30.0, gt=0, le=3600, description="Seconds measured of each arm.")
+    rounds: int = Field(2, ge=1, le=100, description="Parts that each arm's duration is cut into.")
+    lead: float = Field(3.0, ge=0, le=60, description="Seconds of bulk before each part is measured.")
+    settle: float = Field(1.0, ge=0, le=60, description="Seconds of rest before each part.")
+
+    def cli_cmd(self) -> None:
+        _run(self._measure())
+
+    async def _measure(self) -> None:
+        scenario = load_scenario(self.scenario)
+        target = await self.target()
+        result = await run_mixed(
+            target,
+            scenario,
+            Timing(self.duration, self.rounds, self.lead, self.settle),
+            self.seed,
+            _progress,
+        )
+        described = {"scenario": scenario.model_dump(mode="json"), **report.mixed_as_dict(result)}
+        self.conclude(target, report.render_mixed(result), described, passed=result.has_answers)
+
+
+class Nonce(_AgainstServer):
+    """Concurrent nonces over the tiers, half streamed; exit 1 unless every answer is its own nonce."""
+
+    requests: int = Field(64, ge=1, le=512, description="Requests, all at once.")
+    service_tiers: str = Field("default,flex", description="Values of `service_tier` to alternate between.")
+    timeout: float = Field(120.0, gt=0, le=3600, description="Seconds for all of them.")
+
+    def cli_cmd(self) -> None:
+        _run(self._verify())
+
+    async def _verify(self) -> None:
+        target = await self.target()
+        tiers = [tier.strip() for tier in self.service_tiers.split(",") if tier.strip()]
+        result = await run_nonces(
+            target,
+            requests=self.requests,
+            service_tiers=tiers or ["default"],
+            seed=self.seed,
+            timeout_s=self.timeout,
+        )
+        self.conclude(target, report.render_nonces(result), report.nonces_as_dict(result), passed=result.passed)
+
+
+class Streams(_AgainstServer):
+    """The same requests all at once and one at a time, interleaved: tokens per second, and their ratio."""
+
+    streams: int = Field(32, ge=1, le=512, description="Requests, and how many run at once.")
+    prompt_tokens: int = Field(32, ge=1, le=100_000, description="Tokens of each prompt.")
+    output_tokens: int = Field(64, ge=1, le=100_000, description="Tokens of each answer.")
+    rounds: int = Field(2, ge=1, le=32, description="Times that all are sent at once.")
+    service_tier: str = Field("default", description="`service_tier` of the requests.")
+    at_least: float = Field(0.0, ge=0, description="Exit 1 where the ratio is smaller.")
+    timeout: float = Field(600.0, gt=0, le=3600, description="Seconds for all of it.")
+
+    def cli_cmd(self) -> None:
+        _run(self._compare())
+
+    async def _compare(self) -> None:
+        target = await self.target()
+        result = await run_streams(
+            target,
+            streams=self.streams,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            rounds=min(self.rounds, self.streams),
+            service_tier=self.service_tier or None,
+            seed=self.seed,
+            timeout_s=self.timeout,
+            report_progress=_progress,
+        )
+        failed = result.together.errors + result.one_at_a_time.errors
+        passed = not failed and result.speedup is not None and result.speedup >= self.at_least
+        self.conclude(target, report.render_streams(result), report.streams_as_dict(result), passed=passed)
+
+
+class DummyModel(BaseModel):
+    """Write the config of the 135 M reference shape, to be served with `--load-format dummy`."""
+
+    directory: CliPositionalArg[Path] = Field(description="Directory for config.json.")
+
+    def cli_cmd(self) -> None:
+        print(write_dummy_model(self.directory))
+
+
+class LoadTest(BaseSettings):
+    """Load tests for Tidegate and any other OpenAI-compatible server: open-loop, seeded, interleaved.
+
+    mixed: what interactive traffic notices of bulk. nonce: no answer is another's. streams: what batching
+    gains. dummy-model: a reference shape to serve. A server's API key is read from TIDEGATE_API_KEY."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TIDEGATE_LOADTEST_",
+        cli_prog_name="python -m loadtest",
+        cli_kebab_case=True,
+        cli_implicit_flags="toggle",
+        cli_hide_none_type=True,
+    )
+
+    mixed: CliSubCommand[Mixed]
+    nonce: CliSubCommand[Nonce]
+    streams: CliSubCommand[Streams]
+    dummy_model: CliSubCommand[DummyModel]
+
+    def cli_cmd(self) -> None:
+        CliApp.run_subcommand(self)
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """Run a command's work; what the user can mend becomes one sentence and exit code 2."""
+    try:
+        asyncio.run(work)
+    except (TargetError, ScenarioError) as error:
+        raise SystemExit(_say(str(error))) from error
+    except TimeoutError as error:
+        raise SystemExit(_say("not done within the timeout")) from error
+
+
+def _say(sentence: str) -> int:
+    print(f"loadtest: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    CliApp.run(LoadTest, cli_args=list(sys.argv[1:] if argv is None else argv))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""One request's record, and the reader that fills it from the bytes of the response as they arrive.
+
+Sans-I/O: it is fed bytes with the time at which the socket gave them. Knows OpenAI's chunks and errors; it
+does not know connections. Times are seconds on the caller's clock.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request. Owned by the exchange that sends it, until `finished_s` or `error` is set.
+
+    `progress` holds (time, completion tokens so far) of each event that brought some.
+    """
+
+    traffic_class: str
+    index: int
+    due_s: float  # when it should have been sent
+    sent_s: float = 0.0
+    finished_s: float | None = None
+    status: int = 0
+    error: str | None = None
+    progress: list[tuple[float, int]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    text: str = ""
+    service_tier: str | None = None
+    finish_reason: str | None = None
+    retry_after_s: float | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.finished_s is not None and self.error is None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From sending (the connection's set-up included) to the first event with output."""
+        return self.progress[0][0] - self.sent_s if self.progress else None
+
+    @property
+    def e2e_s(self) -> float | None:
+        return self.finished_s - self.sent_s if self.finished_s is not None else None
+
+    def inter_token_s(self) -> list[float]:
+        """The gap before each token after the first event. Tokens of one event came together: the first of
+        them waited the whole gap, the others nothing, so that a stall is never averaged away."""
+        gaps: list[float] = []
+        for (before_s, had), (now_s, has) in zip(self.progress, self.progress[1:], strict=False):
+            gaps.append(now_s - before_s)
+            gaps.extend([0.0] * (has - had - 1))
+        return gaps
+
+    def tokens_between(self, start_s: float, end_s: float) -> int:
+        """Output tokens that arrived in [start_s, end_s)."""
+        count, had = 0, 0
+        for at_s, has in self.progress:
+            if start_s <= at_s < end_s:
+                count += has - had
+            had = has
+        return count
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    message: _Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def content(self) -> str:
+        if self.text is not None:
+            return self.text
+        part = self.delta or self.message
+        return (part.content if part else None) or ""
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: str | int | None = None
+
+
+class _Body(msgspec.Struct):
+    """A chunk, a whole answer or an error: the fields that are read, of all three."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    service_tier: str | None = None
+    error: _Error | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Body)
+
+
+class AnswerReader:
+    """Feeds on a response body and writes into an `Outcome`."""
+
+    def __init__(self, outcome: Outcome, streamed: bool) -> None:
+        self.outcome = outcome
+        self._streamed = streamed
+        self._buffer = b""
+        self._text: list[str] = []
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        self._buffer += data
+        if not self._streamed:
+            return
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:  # OpenAI's events are one `data:` line each; ends are LF or CRLF
+            if line.startswith(b"data:"):
+                self._take_event(line[5:].strip(), now_s)
+
+    def expect_whole(self) -> None:
+        """The response is one JSON body after all: an error before the stream began."""
+        self._streamed = False
+
+    def finish(self, now_s: float) -> None:
+        """The response ended as HTTP says it should."""
+        outcome = self.outcome
+        if not self._streamed:
+            self._take_whole(now_s)
+        elif outcome.finish_reason is None and outcome.error is None:
+            outcome.error = "stream ended without a finish_reason"
+        outcome.text = "".join(self._text)
+        outcome.finished_s = now_s
+
+    def _take_event(self, payload: bytes, now_s: float) -> None:
+        if payload == b"[DONE]":
+            return
+        body = self._decode(payload)
+        text = self._absorb(body)
+        outcome = self.outcome
+        had = outcome.progress[-1][1] if outcome.progress else 0
+        # Without running usage an event with text counts as one token.
+        has = outcome.completion_tokens if body.usage else had + bool(text)
+        if text or has > had:
+            outcome.progress.append((now_s, max(has, had)))
+        outcome.completion_tokens = max(outcome.completion_tokens, has)
+
+    def _take_whole(self, now_s: float) -> None:
+        self._absorb(self._decode(self._buffer))
+        outcome = self.outcome
+        if outcome.status != 200 and outcome.error is None:
+            outcome.error = f"HTTP {outcome.status}"
+        if outcome.error is None and outcome.completion_tokens:
+            outcome.progress.append((now_s, outcome.completion_tokens))
+
+    def _absorb(self, body: _Body) -> str:
+        """Take in what a body says besides its tokens' times; its text."""
+        outcome = self.outcome
+        if body.error is not None:
+            outcome.error = f"{body.error.code or outcome.status}: {body.error.message}"
+        if body.usage is not None:
+            outcome.prompt_tokens = body.usage.prompt_tokens
+            outcome.completion_tokens = body.usage.completion_tokens
+        outcome.service_tier = body.service_tier or outcome.service_tier
+        text = ""
+        for choice in body.choices:
+            text += choice.content
+            outcome.finish_reason = choice.finish_reason or outcome.finish_reason
+        if text:
+            self._text.append(text)
+        return text
+
+    def _decode(self, payload: bytes) -> _Body:
+        try:
+            return _DECODER.decode(payload)
+        except msgspec.DecodeError as error:
+            self.outcome.error = f"not an OpenAI answer: {error}"
+            return _Body()

@@ -1,0 +1,126 @@
+"""Quantiles with confidence intervals, and what is computed from an arm's outcomes. Pure.
+
+Knows samples; it does not know how they are printed. Intervals are 95 % bootstrap percentiles that take samples
+as independent; a quantile of few samples has a wide one, and that is the point of printing it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from loadtest.runner import UNFINISHED, ArmRun
+
+QUANTILES = (0.5, 0.95, 0.99)
+RESAMPLES = 400
+BOOTSTRAP_SEED = 20_240_601
+MAX_BOOTSTRAP_SAMPLES = 20_000  # more would only slow the bootstrap down
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value with the bounds of its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Samples in seconds, and the quantiles that are reported of them."""
+
+    samples: np.ndarray
+
+    def quantile(self, q: float) -> Estimate | None:
+        if len(self.samples) == 0:
+            return None
+        low, high = np.quantile(self.resampled(q), [0.025, 0.975])
+        return Estimate(float(np.quantile(self.samples, q)), float(low), float(high))
+
+    def resampled(self, q: float) -> np.ndarray:
+        """Quantile `q`, one of `QUANTILES`, in each of `RESAMPLES` bootstrap resamples."""
+        column: np.ndarray = self._resampled[:, QUANTILES.index(q)]
+        return column
+
+    @cached_property
+    def _resampled(self) -> np.ndarray:
+        """(RESAMPLES, quantiles); drawn from a fixed seed, so that the same samples have the same interval."""
+        rng = np.random.default_rng(BOOTSTRAP_SEED)
+        drawn = self.samples
+        if len(drawn) > MAX_BOOTSTRAP_SAMPLES:
+            drawn = rng.choice(drawn, MAX_BOOTSTRAP_SAMPLES, replace=False)
+        picks = (rng.choice(drawn, len(drawn)) for _ in range(RESAMPLES))
+        return np.array([np.quantile(pick, QUANTILES) for pick in picks])
+
+    @property
+    def max(self) -> float | None:
+        return float(self.samples.max()) if len(self.samples) else None
+
+
+def ratio(above: Distribution, below: Distribution, q: float) -> Estimate | None:
+    """Quantile of `above` ÷ quantile of `below`; both sides are resampled on their own."""
+    over, under = above.quantile(q), below.quantile(q)
+    if over is None or under is None or under.value == 0:
+        return None
+    # Independent by construction: one side's resamples are paired with the other's in a shuffled order.
+    order = np.random.default_rng(7).permutation(RESAMPLES)
+    resampled = above.resampled(q) / np.maximum(below.resampled(q)[order], 1e-9)
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return Estimate(over.value / under.value, float(low), float(high))
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSummary:
+    """One traffic class in one arm, over all rounds."""
+
+    offered: int
+    completed: int
+    errors: int
+    unfinished: int
+    ttft: Distribution
+    itl: Distribution
+    e2e: Distribution
+    tokens_per_s: float
+    answered_as: tuple[str, ...]  # the service tiers that the server says it used
+    error_examples: tuple[str, ...]
+
+
+def summarize(runs: Sequence[ArmRun], name: str) -> ClassSummary:
+    """Every request but those that a closed loop completed in its lead. First tokens and gaps are of those that
+    began in the window."""
+    sent = [(run, o) for run in runs for o in run.outcomes[name]]
+    outcomes = [o for run, o in sent if o.finished_s is None or o.error or o.finished_s >= run.start_s]
+    begun = [o for run, o in sent if o.due_s >= run.start_s]
+    tokens = sum(o.tokens_between(run.start_s, run.end_s) for run, o in sent)
+    errors = [o.error for o in outcomes if o.error not in (None, UNFINISHED)]
+    return ClassSummary(
+        offered=len(outcomes),
+        completed=sum(o.is_complete for o in outcomes),
+        errors=len(errors),
+        unfinished=sum(o.error == UNFINISHED for o in outcomes),
+        ttft=_distribution(o.ttft_s for o in begun),
+        itl=Distribution(np.array([gap for o in begun for gap in o.inter_token_s()])),
+        e2e=_distribution(o.e2e_s for o in outcomes if o.is_complete),
+        tokens_per_s=tokens / sum(run.duration_s for run in runs),
+        answered_as=tuple(sorted({o.service_tier for o in outcomes if o.service_tier})),
+        error_examples=tuple(sorted({str(e) for e in errors}))[:3],
+    )
+
+
+def harvest(bulk_mixed: float, bulk_alone: float, busy_share_alone: float | None) -> float | None:
+    """Bulk tokens/s beside interactive ÷ what interactive leaves of bulk's own rate. `busy_share_alone` is
+    the share of engine time that interactive takes when it is alone; None where the server does not say."""
+    if busy_share_alone is None or bulk_alone == 0 or busy_share_alone >= 1:
+        return None
+    return bulk_mixed / (bulk_alone * (1 - busy_share_alone))
+
+
+def pooled(summaries: Mapping[str, ClassSummary], names: Sequence[str]) -> float:
+    """Tokens per second of several classes together."""
+    return sum(summaries[name].tokens_per_s for name in names)
+
+
+def _distribution(values: Iterable[float | None]) -> Distribution:
+    return Distribution(np.array([v for v in values if v is not None], dtype=np.float64))

@@ -1,0 +1,130 @@
+"""A scrape target with the product's own metric families, all of them moving: each scrape is some traffic."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import cast
+
+from prometheus_client import CollectorRegistry
+
+from gateway.metrics import GatewayMetrics
+from gateway.ops import render
+from scheduler.config import load_tiers
+from scheduler.core import Ended, Sample, SchedulerCore, StepReport
+from scheduler.metrics import SchedulerMetrics
+from scheduler.sla import Decision, TierOutputs
+from scheduler.states import Status
+
+TIERS = load_tiers(Path(__file__).parents[2] / "tiers.yaml")
+WORKERS = ("worker-a", "worker-b")
+
+
+class BusyCore:
+    """What the metrics read of a `SchedulerCore`."""
+
+    kv_usage = 0.4
+
+    def __init__(self) -> None:
+        self.preemptions: dict[tuple[str, str], int] = {}
+
+    def count(self, tier: str, status: Status) -> int:
+        return 3
+
+    def preempt_some(self) -> None:
+        for tier in TIERS.tiers:
+            for mode in ("pause", "swap", "recompute"):
+                key = (tier, mode)
+                self.preemptions[key] = self.preemptions.get(key, 0) + 1
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = SchedulerMetrics(self.registry, TIERS)
+        self._core = BusyCore()
+
+    def serve_some_traffic(self) -> None:
+        report = StepReport()
+        for tier in TIERS.tiers:
+            report.samples += [Sample(kind, tier, 0.03) for kind in ("ttft", "itl", "e2e", "queue")]
+            reasons = ("stop", "length", "failed", "cancelled")
+            report.ended += [Ended(tier, reason, 10, 20, met_slo=True) for reason in reasons]
+        self.metrics.record_report(report)
+        self.metrics.record_step(0.02, dict.fromkeys(TIERS.tiers, 4))
+        knobs = ("batch_size", "max_wait_ms")
+        self.metrics.record_decisions(
+            Decision(tier, knob, old=8, new=new, signal="itl_p99", reason="it is above its target")
+            for tier in TIERS.tiers
+            for knob in knobs
+            for new in (4, 16)
+        )
+        self._core.preempt_some()
+        outputs = TierOutputs(8, 0.02, 0.1, ttft_p99_s=0.2, itl_p99_s=0.05, attainment=0.99)
+        self.metrics.record_state(
+            cast(SchedulerCore, self._core), dict.fromkeys(TIERS.tiers, 7), dict.fromkeys(TIERS.tiers, outputs)
+        )
+
+
+class Deployment:
+    """A gateway with two workers; `scrape` is its /metrics."""
+
+    def __init__(self) -> None:
+        self.gateway = GatewayMetrics()
+        self.workers = {name: Worker() for name in WORKERS}
+        self._lock = threading.Lock()
+
+    def scrape(self) -> bytes:
+        with self._lock:
+            self._serve_some_traffic()
+            snapshots = {name: worker.metrics.text() for name, worker in self.workers.items()}
+            return render(self.gateway.registry, snapshots)
+
+    def _serve_some_traffic(self) -> None:
+        for worker in self.workers.values():
+            worker.serve_some_traffic()
+        for status in (200, 429, 503):
+            self.gateway.observe_http("/v1/chat/completions", "POST", status, 0.2)
+        for tier in TIERS.tiers:
+            self.gateway.count_rejected(tier, "queue_full")
+            self.gateway.count_disconnect(tier)
+        self.gateway.workers_alive.set(len(self.workers))
+        self.gateway.batches.labels("in_progress").set(1)
+
+    def families(self) -> dict[str, set[str]]:
+        """Family name → the names of its samples."""
+        registries = [self.gateway.registry, *(w.registry for w in self.workers.values())]
+        exported: dict[str, set[str]] = {}
+        for registry in registries:
+            for family in registry.collect():
+                names = {s.name for s in family.samples if not s.name.endswith("_created")}
+                exported.setdefault(family.name, set()).update(names)
+        return exported
+
+
+@contextmanager
+def serving(deployment: Deployment) -> Iterator[int]:
+    """The port on which `deployment` is scraped."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = deployment.scrape()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: the test's output is not an access log."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,143 @@
+"""The commands, run as a user runs them, against a fake server."""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from loadtest.dummy_model import write_dummy_model
+from loadtest.http_client import parse_target
+from loadtest.mixed import BULK, INTERACTIVE, MIXED, Timing, run_mixed
+from loadtest.report import table
+from loadtest.scenario import Scenario
+from tests.loadtest.fake_server import Body, FakeServer, repeat_or_count
+
+LENGTHS = {"prompt_tokens": 4, "output_tokens": 3}
+SMALL = Scenario.model_validate(
+    {
+        "classes": {
+            "chat": {"role": "interactive", "arrivals": {"rate_per_s": 40}, **LENGTHS},
+            "backlog": {"role": "bulk", "arrivals": {"streams": 2}, **LENGTHS},
+        }
+    }
+)
+
+
+async def loadtest(*args: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "loadtest",
+        *args,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+    out, err = await process.communicate()
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+async def test_nonces_that_all_come_back_exit_0_and_are_in_the_json(tmp_path: Path) -> None:
+    result = tmp_path / "results" / "nonce.json"
+    async with FakeServer() as server:
+        code, out, err = await loadtest("nonce", "--url", server.url, "--requests", "16", "--json", str(result))
+    assert code == 0, err
+    assert "16 of 16 right: every answer is its own nonce" in out
+    written = json.loads(result.read_text())
+    assert written["right"] == {"default": 8, "flex": 8}
+    assert written["answered_as"] == {"default": ["default"], "flex": ["flex"]}
+    assert written["hardware"] and written["date"] and "loadtest nonce" in written["command"]
+    streamed = [(body["service_tier"], body["stream"]) for body in server.requests]
+    assert all(streamed.count((tier, stream)) == 4 for tier in ("default", "flex") for stream in (True, False))
+
+
+async def test_a_nonce_of_another_request_is_named_a_leak() -> None:
+    seen: list[str] = []
+
+    def mix_up(body: Body) -> list[str]:
+        seen.append(repeat_or_count(body)[0] + repeat_or_count(body)[1])
+        return [seen[0]]
+
+    async with FakeServer(reply=mix_up) as server:
+        code, out, _ = await loadtest("nonce", "--url", server.url, "--requests", "4")
+    assert code == 1
+    assert out.count("holds the nonce of another request") == 3
+    assert "1 of 4 right: 3 WRONG answers, 3 with another request's nonce" in out
+
+
+async def test_streams_prints_both_ways_and_their_ratio() -> None:
+    async with FakeServer() as server:
+        args = ("streams", "--url", server.url, "--streams", "4", "--output-tokens", "5")
+        code, out, err = await loadtest(*args)
+        too_much, _, _ = await loadtest(*args, "--at-least", "1000000")
+    assert (code, too_much) == (0, 1), err
+    rows = {line.split("  ")[0]: line.split() for line in out.splitlines()}
+    assert rows["4 at once"][3:6] == ["8", "0", "40"]
+    assert rows["one at a time"][4:7] == ["4", "0", "20"]
+    assert "ratio: " in out
+
+
+async def test_mixed_measures_three_arms_and_relates_them() -> None:
+    progress: list[str] = []
+    async with FakeServer() as server:
+        result = await run_mixed(
+            parse_target(server.url), SMALL, Timing(0.5, 2, lead_s=0.1, settle_s=0.0), 1, progress.append
+        )
+    assert list(result.summaries) == [INTERACTIVE, BULK, MIXED]
+    alone, mixed = result.summaries[INTERACTIVE]["chat"], result.summaries[MIXED]["chat"]
+    assert alone.offered == mixed.offered == alone.completed == mixed.completed > 0
+    assert result.isolation["chat"].ttft_p50 is not None
+    assert result.bulk_kept is not None and result.bulk_kept > 0
+    assert all(share is not None and share > 0 for share in result.busy_share.values())
+    assert result.has_answers and len(progress) == 6
+
+
+async def test_mixed_as_a_command_writes_its_table_and_says_what_failed(tmp_path: Path) -> None:
+    scenario = tmp_path / "small.yaml"
+    scenario.write_text(json.dumps({"classes": json.loads(SMALL.model_dump_json(exclude_none=True))["classes"]}))
+    async with FakeServer(status=lambda body: 429) as server:
+        code, out, err = await loadtest(
+            "mixed",
+            "--url",
+            server.url,
+            "--scenario",
+            str(scenario),
+            "--duration",
+            "0.2",
+            "--rounds",
+            "1",
+            "--lead",
+            "0.1",
+        )
+    assert code == 1, err
+    assert "WARNING: interactive alone, chat: " in out and "WARNING: bulk alone, backlog: 2 of 2" in out
+    assert "rate_limit_exceeded" in out
+
+
+async def test_what_the_user_can_mend_is_one_sentence_and_exit_2() -> None:
+    async with FakeServer() as server:
+        pass
+    for args, sentence in [
+        (["nonce", "--url", server.url], "/v1/models: "),
+        (["nonce", "--url", "http://example.com"], "--allow-remote"),
+        (["mixed", "--url", server.url, "--scenario", "nothing.yaml"], "shipped scenarios: "),
+    ]:
+        code, out, err = await loadtest(*args)
+        assert (code, out) == (2, ""), err
+        assert err.count("\n") == 1 and sentence in err
+
+
+def test_the_dummy_model_is_the_reference_shape(tmp_path: Path) -> None:
+    config = json.loads(write_dummy_model(tmp_path / "shape").read_text())
+    hidden, layers, heads, kv_heads = 576, 30, 9, 3
+    attention = hidden * hidden * 2 + 2 * hidden * config["head_dim"] * kv_heads
+    layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
+    parameters = config["vocab_size"] * hidden + layers * layer + hidden
+    assert (config["num_hidden_layers"], config["num_attention_heads"]) == (layers, heads)
+    assert 134e6 < parameters < 136e6
+
+
+def test_tables_align_words_left_and_numbers_right() -> None:
+    assert table(("way", "n"), [("one", "5"), ("three", "12")]) == "way     n\n─────  ──\none     5\nthree  12"

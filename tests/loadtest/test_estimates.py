@@ -1,0 +1,71 @@
+"""Quantiles, intervals and ratios from samples whose truth is known."""
+
+import numpy as np
+import pytest
+
+from loadtest.answer import Outcome
+from loadtest.estimates import Distribution, harvest, ratio, summarize
+from loadtest.runner import UNFINISHED, ArmRun
+
+
+def exponential(scale: float, count: int, seed: int) -> Distribution:
+    return Distribution(np.random.default_rng(seed).exponential(scale, count))
+
+
+@pytest.mark.parametrize("q", [0.5, 0.95])
+def test_the_interval_holds_the_truth_about_as_often_as_it_says(q: float) -> None:
+    truth = -np.log(1 - q)
+    held = 0
+    for seed in range(40):
+        estimate = exponential(1.0, 300, seed).quantile(q)
+        assert estimate is not None
+        held += estimate.low <= truth <= estimate.high
+    assert held >= 33  # of 40; 38 expected
+
+
+def test_more_samples_make_a_narrower_interval() -> None:
+    few, many = exponential(1.0, 100, 1).quantile(0.5), exponential(1.0, 5000, 1).quantile(0.5)
+    assert few is not None and many is not None
+    assert many.high - many.low < few.high - few.low
+
+
+def test_a_ratio_of_the_same_distribution_is_one_within_its_interval() -> None:
+    estimate = ratio(exponential(2.0, 2000, 1), exponential(1.0, 2000, 2), 0.5)
+    assert estimate is not None
+    assert estimate.low < 2.0 < estimate.high
+
+
+def test_nothing_measured_has_no_quantile_and_no_ratio() -> None:
+    empty = Distribution(np.array([]))
+    assert empty.quantile(0.5) is None and empty.max is None
+    assert ratio(empty, exponential(1.0, 10, 1), 0.5) is None
+
+
+def test_harvest_is_measured_against_what_interactive_leaves() -> None:
+    assert harvest(80.0, 100.0, 0.2) == pytest.approx(1.0)
+    assert harvest(60.0, 100.0, 0.2) == pytest.approx(0.75)
+    assert harvest(60.0, 100.0, None) is None
+    assert harvest(60.0, 100.0, 1.0) is None
+
+
+def test_a_summary_counts_what_was_in_play_in_the_window() -> None:
+    def outcome(due_s: float, error: str | None = None) -> Outcome:
+        made = Outcome("chat", 0, due_s, sent_s=due_s, error=error, service_tier="default")
+        made.progress = [(due_s + 0.1, 1), (due_s + 0.2, 3)]
+        made.finished_s = due_s + 0.3
+        return made
+
+    outcomes = [
+        outcome(9.0),
+        outcome(9.8),
+        outcome(10.0),
+        outcome(11.0),
+        outcome(12.0, "429: no"),
+        outcome(13.0, UNFINISHED),
+    ]
+    summary = summarize([ArmRun(start_s=10.0, duration_s=5.0, outcomes={"chat": outcomes})], "chat")
+    assert (summary.offered, summary.completed, summary.errors, summary.unfinished) == (5, 3, 1, 1)
+    assert summary.tokens_per_s == pytest.approx((2 + 4 * 3) / 5.0)  # of 9.8 two came in the window
+    assert summary.ttft.samples == pytest.approx([0.1] * 4)
+    assert summary.error_examples == ("429: no",)
+    assert summary.answered_as == ("default",)

@@ -1,0 +1,142 @@
+"""What can be checked of the images and the compose file without Docker: names, paths, flags, and no torch."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tidegate.settings import CommonSettings, GatewaySettings, WorkerSettings
+
+ROOT = Path(__file__).parents[1]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+STAGES = re.findall(r"^FROM \S+ AS (\S+)$(.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
+PARTS: dict[str, type[CommonSettings]] = {
+    "gateway": GatewaySettings,
+    "worker": WorkerSettings,
+    "worker-cpu": WorkerSettings,
+}
+
+NO_TORCH = """
+import sys
+from importlib.machinery import PathFinder
+
+class WithoutTorch(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == "torch" else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutTorch
+"""
+
+
+def requirements(*flags: str) -> list[str]:
+    script = [sys.executable, str(ROOT / "docker/requirements.py"), str(ROOT / "pyproject.toml"), *flags]
+    return subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_the_requirements_are_the_projects_with_torch_apart() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    rest, torch = requirements(), requirements("--torch")
+    assert sorted(rest + torch) == sorted(project["dependencies"])
+    assert len(torch) == 1 and torch[0].startswith("torch")
+    assert any(line.startswith("transformers") for line in rest)
+
+
+def test_a_gateway_starts_without_torch() -> None:
+    """All that `tidegate gateway` imports, and the demo model's tokenizer, with torch made impossible."""
+    program = f"""{NO_TORCH}
+import tidegate.cli
+from tidegate.gateway import load_tokenizer, run_gateway
+from tidegate.settings import GatewaySettings
+
+tokenizer = load_tokenizer(GatewaySettings())
+assert tokenizer.encode("Repeat: k7Qz-09ab", max_tokens=64)
+assert "torch" not in sys.modules
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("service", PARTS)
+def test_a_part_is_started_with_flags_and_variables_that_exist(service: str) -> None:
+    definition = SERVICES[service]
+    command, *rest = definition["command"]
+    assert command == service.removesuffix("-cpu")
+    fields = {name.replace("_", "-") for name in PARTS[service].model_fields}
+    assert {flag.removeprefix("--") for flag in rest if flag.startswith("--")} <= fields
+    variables = {name for name in definition["environment"] if name.startswith("TIDEGATE_")}
+    assert {name.removeprefix("TIDEGATE_").lower() for name in variables} <= set(CommonSettings.model_fields)
+    assert "TIDEGATE_REDIS_URL" in variables
+
+
+def test_variables_that_compose_leaves_empty_mean_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TIDEGATE_MODEL", raising=False)
+    default = GatewaySettings()
+    monkeypatch.setenv("TIDEGATE_MODEL", "")
+    assert GatewaySettings().model == default.model
+
+
+@pytest.mark.parametrize("service", PARTS)
+def test_a_part_is_built_from_a_stage_that_exists(service: str) -> None:
+    assert SERVICES[service]["build"]["target"] in dict(STAGES)
+
+
+@pytest.mark.parametrize("target", ["gateway", "worker", "worker-cpu"])
+def test_images_run_unprivileged_and_stop_on_sigterm(target: str) -> None:
+    stages = dict(STAGES)
+    own = stages[target]
+    inherited = stages["base"] if f"FROM base AS {target}" in DOCKERFILE else ""
+    assert re.findall(r"^USER (\S+)$", own, re.MULTILINE) == ["tidegate"]
+    assert "STOPSIGNAL SIGTERM" in inherited + own
+    assert 'ENTRYPOINT ["tidegate"]' in inherited + own
+    assert ("torch.txt" in own) == (target == "worker-cpu")  # the CUDA base brings torch, the gateway has none
+
+
+def test_the_drain_fits_into_the_time_that_docker_grants() -> None:
+    drain_s = CommonSettings.model_fields["drain_s"].default
+    for service in PARTS:
+        assert float(SERVICES[service]["stop_grace_period"].removesuffix("s")) > drain_s
+
+
+def test_images_are_pinned() -> None:
+    pulled = [s["image"] for s in SERVICES.values() if "image" in s]
+    pulled += re.findall(r"^ARG \w+_IMAGE=(\S+)$", DOCKERFILE, re.MULTILINE)
+    assert len(pulled) == 5
+    assert all(re.fullmatch(r"[\w./-]+:v?\d+\.\d+[\w.-]*", image) for image in pulled), pulled
+
+
+def test_mounted_files_exist_and_volumes_are_declared() -> None:
+    for service in SERVICES.values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert (ROOT / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], volume
+
+
+def test_ports_are_open_to_this_machine_only() -> None:
+    ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
+    assert len(ports) == 3 and all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_prometheus_scrapes_the_gateway_on_its_port() -> None:
+    config = yaml.safe_load((ROOT / "docker/prometheus.yml").read_text(encoding="utf-8"))
+    command = SERVICES["gateway"]["command"]
+    port = command[command.index("--port") + 1]
+    targets = [t for job in config["scrape_configs"] for s in job["static_configs"] for t in s["targets"]]
+    assert targets == [f"gateway:{port}"]
+
+
+def test_the_build_context_holds_all_that_the_wheel_is_made_of() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
+    needed = {"pyproject.toml", "README.md", "docker/requirements.py", *build["wheel"]["packages"]}
+    needed |= set(build["wheel"]["force-include"])
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    kept = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    assert kept == needed
+    assert all((ROOT / path).exists() for path in kept)
