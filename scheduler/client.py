@@ -68,6 +68,10 @@ class SchedulerClient:
         self._draining = True
 
     @property
+    def is_draining(self) -> bool:
+        return self._draining
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

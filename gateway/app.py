@@ -1,0 +1,60 @@
+"""The FastAPI application around one `Gateway`: routes, error mapper, middleware, lifespan.
+
+Assembles, and decides nothing itself. The middlewares are listed from the outside in.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import Depends, FastAPI
+from starlette.middleware import Middleware
+
+from gateway import errors
+from gateway.authentication import authenticated
+from gateway.middleware import BodyLimit, RequestContext
+from gateway.routes import batches, chat, completions, files, models, ops
+from gateway.state import Gateway
+
+
+def create_app(gateway: Gateway) -> FastAPI:
+    app = FastAPI(
+        title="Tidegate",
+        description="An OpenAI-compatible gateway: interactive and bulk LLM traffic on one GPU.",
+        version=_version(),
+        lifespan=_lifespan,
+        redirect_slashes=False,
+        middleware=[
+            Middleware(RequestContext, metrics=gateway.metrics, clock=gateway.clock),
+            Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt="/v1/files"),
+        ],
+    )
+    app.state.gateway = gateway
+    errors.install(app)
+    app.include_router(ops.router)
+    for routes in (chat, completions, models):
+        app.include_router(routes.router)
+    for routes in (files, batches):
+        app.include_router(routes.router, dependencies=[Depends(authenticated)])
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Client first, then the batch service, which submits through it; the other way round at the end."""
+    gateway: Gateway = app.state.gateway
+    async with AsyncExitStack() as stack:
+        await gateway.client.start()
+        stack.push_async_callback(gateway.client.close)
+        stack.callback(gateway.client.drain)
+        if gateway.batches is not None:
+            await gateway.batches.start()
+            stack.push_async_callback(gateway.batches.close)
+        yield
+
+
+def _version() -> str:
+    try:
+        return version("tidegate")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "0"

@@ -1,0 +1,140 @@
+"""What a batch is: its record, its states, and the one table of the transitions between them.
+
+Plain data; no Redis, no files, no HTTP. Who moves a batch is batch_store.py, atomically and only along this
+table; when, decide the service and the runner.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class BatchStatus(StrEnum):
+    VALIDATING = "validating"
+    FAILED = "failed"  # the input was refused; nothing ran
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"  # every line is done, the files are being written
+    COMPLETED = "completed"
+    EXPIRED = "expired"  # the window passed; what was finished is kept
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_terminal(self) -> bool:
+        return not TRANSITIONS[self]
+
+    @property
+    def sources(self) -> tuple["BatchStatus", ...]:
+        """The states from which this one may be entered."""
+        return tuple(status for status, targets in TRANSITIONS.items() if self in targets)
+
+
+_S = BatchStatus
+TRANSITIONS: dict[BatchStatus, frozenset[BatchStatus]] = {
+    _S.VALIDATING: frozenset({_S.FAILED, _S.IN_PROGRESS, _S.CANCELLING}),
+    _S.IN_PROGRESS: frozenset({_S.FINALIZING, _S.EXPIRED, _S.CANCELLING}),
+    _S.FINALIZING: frozenset({_S.COMPLETED}),
+    _S.CANCELLING: frozenset({_S.CANCELLED}),
+    _S.FAILED: frozenset(),
+    _S.COMPLETED: frozenset(),
+    _S.EXPIRED: frozenset(),
+    _S.CANCELLED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """Why an input is refused; `line` counts from 1 and is None where it is about the whole file."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A snapshot of a batch's record. Times are Unix seconds, set once, on entering the state of that name."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    created_at: int
+    expires_at: int
+    model: str | None = None
+    metadata: dict[str, str] | None = None
+    output_expires_after_s: int | None = None
+    errors: tuple[LineError, ...] = ()
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The OpenAI `batch` object."""
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "model": self.model,
+            "errors": self._errors_json(),
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status.value,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            "in_progress_at": self.in_progress_at,
+            "expires_at": self.expires_at,
+            "finalizing_at": self.finalizing_at,
+            "completed_at": self.completed_at,
+            "failed_at": self.failed_at,
+            "expired_at": self.expired_at,
+            "cancelling_at": self.cancelling_at,
+            "cancelled_at": self.cancelled_at,
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "usage": self._usage_json(),
+            "metadata": self.metadata,
+        }
+
+    def _errors_json(self) -> dict[str, Any] | None:
+        if not self.errors:
+            return None
+        data = [{"code": e.code, "message": e.message, "param": e.param, "line": e.line} for e in self.errors]
+        return {"object": "list", "data": data}
+
+    def _usage_json(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self.input_tokens,
+            "input_tokens_details": {"cached_tokens": self.cached_tokens},
+            "output_tokens": self.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": self.input_tokens + self.output_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """The outcome of one input line: `text` is its line (JSON, no newline) of the output or the error file."""
+
+    number: int  # the input's line, from 1
+    succeeded: bool
+    text: bytes
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0

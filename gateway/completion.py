@@ -1,0 +1,171 @@
+"""From a validated body to scheduler requests: what both HTTP routes and batch lines go through.
+
+Knows bodies, prompts, tiers and the scheduler's client. Does not know HTTP, nor what becomes of the tokens
+(gateway/answering.py does).
+"""
+
+import hashlib
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from engine.interface import SamplingParams
+from gateway.answer import Answer, AnswerHead, ChatAnswer, TextAnswer
+from gateway.answering import Answering, Job
+from gateway.errors import ApiError, invalid_value, model_not_found, rejected
+from gateway.metrics import GatewayMetrics
+from gateway.prompts import Prompt, encode_prompts, model_limits
+from gateway.schemas import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, parse_generation
+from gateway.tokenizer import Tokenizer
+from scheduler.admission import Rejected
+from scheduler.client import SchedulerClient
+from scheduler.clock import Clock
+from scheduler.config import Tier
+from scheduler.request import Delivery, Request
+
+SEED_MASK = 2**63 - 1  # seeds are non-negative inside: any int64 has its place
+PING_S = 15.0  # proxies drop connections that are silent for 30 to 60 s
+
+AnyRequest = ChatCompletionRequest | CompletionRequest
+ENDPOINTS: dict[str, type[ChatCompletionRequest] | type[CompletionRequest]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+}
+
+
+def draw_seed() -> int:
+    return secrets.randbits(63)
+
+
+class CompletionService:
+    def __init__(
+        self,
+        client: SchedulerClient,
+        clock: Clock,
+        tokenizer: Tokenizer,
+        metrics: GatewayMetrics,
+        model_names: tuple[str, ...],
+        *,
+        draw_seed: Callable[[], int] = draw_seed,
+        ping_s: float = PING_S,
+    ) -> None:
+        self._client = client
+        self._clock = clock
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._model_names = model_names
+        self._draw_seed = draw_seed
+        self._ping_s = ping_s
+        self._fingerprint = "fp_" + hashlib.sha256(model_names[0].encode()).hexdigest()[:10]
+
+    async def complete(
+        self, endpoint: str, body: dict[str, Any], *, tier: Tier, answer: str, request_id: str
+    ) -> tuple[int, dict[str, Any]]:
+        """One request without a stream: (HTTP status, JSON body), also where it is refused or fails.
+
+        `answer` is the `service_tier` to report. `request_id` must be new with every call: the requests'
+        ids are made from it.
+        """
+        try:
+            request = _parse_endpoint(endpoint, body)
+            job = await self.prepare(request, tier=tier, answer=answer, request_id=request_id)
+            answering = await self.submit(job)
+            return 200, await answering.respond()
+        except ApiError as error:
+            return error.status, error.body()
+
+    async def prepare(self, request: AnyRequest, *, tier: Tier, answer: str, request_id: str) -> Job:
+        """Tokenise and make the scheduler's requests. Raises `ApiError` 400 or 404."""
+        arrival_ms = self._clock.wall_ms()
+        if request.model not in self._model_names:
+            raise model_not_found(request.model)
+        limits = model_limits(self._client.workers, self._tokenizer)
+        n = request.n or 1
+        _check_choices(request, n, tier)
+        prompts = await encode_prompts(request, self._tokenizer, limits)
+        options = request.stream_options
+        return Job(
+            answer=self._answer(request, answer, request_id, arrival_ms),
+            tier=tier,
+            requests=self._requests(request, prompts, tier, request_id, arrival_ms),
+            n=n,
+            stops=request.stop_strings,
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
+        )
+
+    async def submit(self, job: Job) -> Answering:
+        """Enqueue all requests of `job`, or none. Raises `ApiError` 429 or 503 where admission rejects."""
+        outcome = await self._client.submit(job.requests)
+        if isinstance(outcome, Rejected):
+            self._metrics.count_rejected(job.tier.name, outcome.reason.value)
+            raise rejected(outcome, job.tier)
+        return Answering(job, outcome, self._tokenizer, self._clock, self._ping_s)
+
+    def _answer(self, request: AnyRequest, service_tier: str, request_id: str, now_ms: int) -> Answer:
+        kind = ChatAnswer if isinstance(request, ChatCompletionRequest) else TextAnswer
+        answer_id = kind.id_prefix + request_id.removeprefix("req_")
+        return kind(AnswerHead(answer_id, now_ms // 1000, request.model, service_tier, self._fingerprint))
+
+    def _requests(
+        self, request: AnyRequest, prompts: list[Prompt], tier: Tier, request_id: str, arrival_ms: int
+    ) -> tuple[Request, ...]:
+        n = request.n or 1
+        delivery = _delivery(request, tier)
+        requests = []
+        for i, prompt in enumerate(prompts):
+            seed = self._draw_seed() if request.seed is None else request.seed
+            for j in range(n):
+                requests.append(
+                    Request(
+                        id=f"{request_id}-{i * n + j}",
+                        tier=tier.name,
+                        prompt_token_ids=prompt.token_ids,
+                        sampling=_sampling(request, prompt.max_tokens, seed + j),
+                        arrival_ms=arrival_ms,
+                        deadline_ms=arrival_ms + tier.deadline_ms,
+                        reply_to=self._client.gateway_id,
+                        delivery=delivery,
+                    )
+                )
+        return tuple(requests)
+
+
+def _parse_endpoint(endpoint: str, body: dict[str, Any]) -> AnyRequest:
+    kind = ENDPOINTS.get(endpoint)
+    if kind is None:
+        raise ApiError(404, "Unknown endpoint.", param="url")
+    request = parse_generation(kind, body)
+    if request.stream:
+        raise invalid_value("stream", "Invalid value for 'stream': streaming is not possible here.")
+    return request
+
+
+def _check_choices(request: AnyRequest, n: int, tier: Tier) -> None:
+    """All choices enter the tier's queue together: more than it ever holds would be refused for ever."""
+    num_choices = n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+    limit = min(MAX_CHOICES, tier.queue_limit)
+    if num_choices > limit:
+        raise invalid_value("n", f"Invalid value for 'n': {num_choices} choices in all, {limit} at most.")
+
+
+def _delivery(request: AnyRequest, tier: Tier) -> Delivery:
+    """Tokens are only sent as they come where somebody looks at them: a stream, a stop string, or the timeout
+    of an interactive tier, which means the first token. Elsewhere the timeout bounds the whole answer."""
+    awaits_first_token = tier.is_interactive and tier.timeout_ms is not None
+    if request.stream or request.stop_strings or awaits_first_token:
+        return Delivery.EACH_STEP
+    return Delivery.AT_END
+
+
+def _sampling(request: AnyRequest, max_tokens: int, seed: int) -> SamplingParams:
+    temperature = 1.0 if request.temperature is None else request.temperature
+    top_p = 1.0 if request.top_p is None else request.top_p
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature if top_p > 0 else 0.0,  # top_p 0 leaves the likeliest token only: greedy
+        top_p=top_p if top_p > 0 else 1.0,
+        top_k=max(0, request.top_k or 0),  # -1, vLLM's "all", is 0 here
+        seed=seed & SEED_MASK,
+        ignore_eos=bool(request.ignore_eos),
+    )

@@ -1,0 +1,38 @@
+"""One answer on its way to one HTTP client: as a stream or whole, and cancelled when the client hangs up.
+
+Knows HTTP and the completion service; what the answer says is not its matter.
+"""
+
+import structlog
+from fastapi import Request, Response
+
+from gateway.answer import encode_json
+from gateway.disconnect import ClientDisconnected, until_disconnect
+from gateway.identity import ApiKey, resolve_tier
+from gateway.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.sse import EventStreamResponse
+from gateway.state import Gateway
+
+CLIENT_CLOSED = 499  # nginx's status for it; nobody is there to read it but the metrics
+
+
+async def deliver(
+    request: Request, gateway: Gateway, body: ChatCompletionRequest | CompletionRequest, key: ApiKey | None
+) -> Response:
+    """Resolve the tier, submit, answer. Whatever refuses the request does so before any header is sent."""
+    resolved = resolve_tier(body.service_tier, key, gateway.tiers)
+    tier = resolved.tier
+    structlog.contextvars.bind_contextvars(tier=tier.name)
+    job = await gateway.completions.prepare(
+        body, tier=tier, answer=resolved.answer, request_id=request.state.request_id
+    )
+    answering = await gateway.completions.submit(job)
+    if body.stream:
+        return EventStreamResponse(answering.stream, lambda: gateway.metrics.count_disconnect(tier.name))
+    try:
+        async with until_disconnect(request.receive):
+            answer = await answering.respond()
+    except ClientDisconnected:
+        gateway.metrics.count_disconnect(tier.name)
+        return Response(status_code=CLIENT_CLOSED)
+    return Response(encode_json(answer), media_type="application/json")

@@ -1,0 +1,86 @@
+"""What operators ask: is it ready, and what do its numbers say.
+
+Knows the scheduler client's view of workers and store, and Prometheus' text format. The workers' metrics come
+as text snapshots through the store and are merged into the gateway's own, with a `worker` label.
+"""
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from gateway.metrics import GatewayMetrics
+from scheduler.client import SchedulerClient
+
+STORE_TIMEOUT_S = 2.0
+
+
+async def readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
+    """Whether requests can be served now, and what is missing where not."""
+    depths = await _depths(client)
+    workers = client.workers
+    present = {"store": depths is not None, "worker": bool(workers)}
+    missing = [part for part, is_there in present.items() if not is_there]
+    is_ready = not missing and not client.is_draining
+    report = {
+        "ready": is_ready,
+        "missing": missing,
+        "draining": client.is_draining,
+        "waiting": depths or {},
+        "workers": [{"id": w.worker_id, "device": w.device, "models": list(w.model_names)} for w in workers],
+    }
+    return is_ready, report
+
+
+async def _depths(client: SchedulerClient) -> dict[str, int] | None:
+    try:
+        async with asyncio.timeout(STORE_TIMEOUT_S):
+            return await client.depths()
+    except Exception:  # which errors a store has, only its adapter knows; here all of them mean "not ready"
+        return None
+
+
+async def exposition(client: SchedulerClient, metrics: GatewayMetrics) -> bytes:
+    """All families in Prometheus' text format: the gateway's and those of every worker."""
+    metrics.workers_alive.set(len(client.workers))
+    try:
+        async with asyncio.timeout(STORE_TIMEOUT_S):
+            snapshots = await client.worker_metrics()
+    except Exception:  # as above: without the store, the gateway's own numbers matter all the more
+        snapshots = {}
+    # Parsing takes about 10 ms a worker: off the loop, where streams are served.
+    return await asyncio.to_thread(render, metrics.registry, snapshots)
+
+
+def render(registry: CollectorRegistry, snapshots: Mapping[str, str]) -> bytes:
+    merged = CollectorRegistry()
+    merged.register(_Merged(registry, snapshots))
+    return generate_latest(merged)
+
+
+class _Merged(Collector):
+    def __init__(self, registry: CollectorRegistry, snapshots: Mapping[str, str]) -> None:
+        self._registry = registry
+        self._snapshots = snapshots
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # nothing to check for duplicates: families are merged by name
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for family in self._registry.collect():
+            families[family.name] = family
+        for worker, text in sorted(self._snapshots.items()):
+            for family in text_string_to_metric_families(text):
+                _merge(families, family, worker)
+        yield from families.values()
+
+
+def _merge(families: dict[str, Metric], family: Metric, worker: str) -> None:
+    target = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+    for sample in family.samples:
+        target.samples.append(sample._replace(labels={**sample.labels, "worker": worker}))

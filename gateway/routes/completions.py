@@ -1,0 +1,19 @@
+"""POST /v1/completions."""
+
+from fastapi import APIRouter, Request, Response
+
+from gateway.authentication import Caller
+from gateway.body import read_json_object
+from gateway.delivery import deliver
+from gateway.openapi import json_body
+from gateway.schemas import CompletionRequest, parse_generation
+from gateway.state import gateway_of
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", openapi_extra=json_body(CompletionRequest), tags=["completions"])
+async def create_completion(request: Request, key: Caller) -> Response:
+    """Continuations of one or many prompts, whole or (`stream: true`) as server-sent events."""
+    body = parse_generation(CompletionRequest, await read_json_object(request))
+    return await deliver(request, gateway_of(request), body, key)

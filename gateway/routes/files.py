@@ -1,0 +1,143 @@
+"""/v1/files: upload, list, retrieve, content, delete.
+
+Translates between HTTP and the file store, and holds the limits of an upload. Lines of a batch input are not
+looked at here: what is wrong with them is told by the batch.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse
+
+from gateway.errors import ApiError, invalid_request, invalid_value
+from gateway.files import FileStore, StoredFile
+from gateway.state import gateway_of
+from gateway.upload import MalformedUpload, Upload, UploadTooLarge, receive_upload
+
+router = APIRouter()
+
+PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
+MAX_FILE_BYTES = 512 * 10**6
+MAX_BATCH_BYTES = 200 * 10**6
+FORM_BYTES = 1 << 20  # of a body for everything around the file
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400
+BATCH_EXPIRY_S = 30 * 86_400  # batch inputs go after this if nothing else was asked for
+
+
+@router.post("/v1/files")
+async def upload_file(request: Request) -> dict[str, Any]:
+    files = files_of(request)
+    if int(request.headers.get("content-length") or 0) > MAX_FILE_BYTES + FORM_BYTES:
+        raise _too_large(MAX_FILE_BYTES)  # before the client sends it
+    content_type = request.headers.get("content-type", "")
+    try:
+        upload = await receive_upload(request.stream(), content_type, files.incoming, _max_bytes)
+    except UploadTooLarge as error:
+        raise _too_large(error.max_bytes) from None
+    except MalformedUpload as error:
+        raise invalid_request(str(error)) from None
+    try:
+        return (await _store(files, upload)).to_json()
+    finally:
+        upload.discard()
+
+
+@router.get("/v1/files")
+async def list_files(
+    request: Request,
+    purpose: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> dict[str, Any]:
+    newest_first = order == "desc"
+    page = await files_of(request).page(purpose=purpose, after=after, limit=limit, newest_first=newest_first)
+    if page is None:
+        raise invalid_value("after", "Invalid value for 'after': there is no such file.")
+    return page.to_json([file.to_json() for file in page.items])
+
+
+@router.get("/v1/files/{file_id}")
+async def retrieve_file(request: Request, file_id: str) -> dict[str, Any]:
+    return (await _existing(request, file_id)).to_json()
+
+
+@router.get("/v1/files/{file_id}/content")
+async def file_content(request: Request, file_id: str) -> FileResponse:
+    file = await _existing(request, file_id)
+    media_type = "application/jsonl" if file.purpose == "batch_output" else "application/octet-stream"
+    return FileResponse(files_of(request).path(file.id), media_type=media_type, filename=file.filename)
+
+
+@router.delete("/v1/files/{file_id}")
+async def delete_file(request: Request, file_id: str) -> dict[str, Any]:
+    if not await files_of(request).delete(file_id):
+        raise _no_such_file(file_id)
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+def files_of(request: Request) -> FileStore:
+    files = gateway_of(request).files
+    if files is None:
+        raise ApiError(404, "This server keeps no files.")
+    return files
+
+
+async def _store(files: FileStore, upload: Upload) -> StoredFile:
+    purpose = _purpose(upload)
+    expires_after_s = _expiry_s(upload, purpose)
+    if upload.content is None:
+        raise _missing("file")
+    if purpose == "batch" and not upload.filename.endswith(".jsonl"):
+        raise invalid_value("file", "Invalid file format for Batch API. Must be .jsonl")
+    if upload.size > _max_bytes(upload.fields):  # the purpose came after the file
+        raise _too_large(_max_bytes(upload.fields))
+    return await files.add(upload.content, filename=upload.filename, purpose=purpose, expires_after_s=expires_after_s)
+
+
+def _max_bytes(fields: Mapping[str, str]) -> int:
+    return MAX_BATCH_BYTES if fields.get("purpose") == "batch" else MAX_FILE_BYTES
+
+
+def _purpose(upload: Upload) -> str:
+    purpose = upload.fields.get("purpose")
+    if purpose is None:
+        raise _missing("purpose")
+    if purpose not in PURPOSES:
+        raise invalid_value("purpose", f"Invalid value for 'purpose': must be one of {', '.join(PURPOSES)}.")
+    return purpose
+
+
+def _expiry_s(upload: Upload, purpose: str) -> int | None:
+    anchor = upload.fields.get("expires_after[anchor]")
+    seconds = upload.fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return BATCH_EXPIRY_S if purpose == "batch" else None
+    if anchor != "created_at":
+        raise invalid_value("expires_after[anchor]", "Invalid value for 'expires_after[anchor]': must be created_at.")
+    if seconds is None or not seconds.isascii() or not seconds.isdigit() or len(seconds) > 9:
+        raise invalid_value("expires_after[seconds]", "Invalid value for 'expires_after[seconds]': must be an integer.")
+    if not MIN_EXPIRY_S <= int(seconds) <= MAX_EXPIRY_S:
+        limits = f"must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}."
+        raise invalid_value("expires_after[seconds]", f"Invalid value for 'expires_after[seconds]': {limits}")
+    return int(seconds)
+
+
+async def _existing(request: Request, file_id: str) -> StoredFile:
+    file = await files_of(request).get(file_id)
+    if file is None:
+        raise _no_such_file(file_id)
+    return file
+
+
+def _no_such_file(file_id: str) -> ApiError:
+    return ApiError(404, f"No such File object: {file_id[:200]}", param="id")
+
+
+def _missing(name: str) -> ApiError:
+    return invalid_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The file is larger than {max_bytes // 10**6} MB.", param="file")

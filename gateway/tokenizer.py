@@ -1,0 +1,156 @@
+"""Text to tokens and back: the chat template, encoding, and decoding token by token.
+
+Knows the model's tokenizer; does not know requests, tiers or stop strings. Uses transformers' tokenizers
+without torch: the gateway must start in a second or two, also where torch is not installed.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from jinja2.exceptions import TemplateError
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerFast
+
+INLINE_CHARS = 8_000  # about 2 ms of encoding: longer texts are encoded off the event loop's thread
+MAX_PENDING = 16  # tokens without text: more than the bytes of any character, so the bytes are not UTF-8
+
+
+class ChatTemplateError(Exception):
+    """The model's chat template does not take these messages, or there is no template."""
+
+
+class TextTooLong(Exception):
+    """The text cannot fit whatever the tokenizer does with it; it was not encoded."""
+
+
+class Tokenizer:
+    """One model's tokenizer. Safe to use from several threads at once."""
+
+    def __init__(self, pretrained: Any, max_model_len: int | None = None) -> None:
+        self._pretrained = pretrained
+        self._backend = pretrained.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self._longest_token = max(map(len, vocabulary))
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        self.max_model_len = max_model_len
+        self._template: str | None = pretrained.chat_template
+        self._knows_developer = "developer" in (self._template or "")
+
+    @classmethod
+    def load(cls, model: str) -> "Tokenizer":
+        """From a transformers directory or a hub id. Raises OSError or ValueError where there is none."""
+        return cls(_load_pretrained(model), _read_max_model_len(model))
+
+    async def encode_chat(self, messages: Sequence[dict[str, Any]], max_tokens: int) -> list[int]:
+        """Token ids of `messages` in the chat template, with the opening of the assistant's answer.
+        Raises `ChatTemplateError`, or `TextTooLong` where it is sure to exceed `max_tokens`."""
+        size = sum(len(message["content"]) for message in messages)
+        self._check_length(size, max_tokens)
+        if size <= INLINE_CHARS:
+            return self._encode_chat(messages)
+        return await asyncio.to_thread(self._encode_chat, messages)
+
+    async def encode(self, text: str, max_tokens: int) -> list[int]:
+        """Token ids of `text`, with the special tokens a prompt begins with. Raises `TextTooLong`."""
+        self._check_length(len(text), max_tokens)
+        if len(text) <= INLINE_CHARS:
+            return self._encode(text, True)
+        return await asyncio.to_thread(self._encode, text, True)
+
+    def decoder(self) -> "IncrementalDecoder":
+        return IncrementalDecoder(self._backend)
+
+    def _check_length(self, num_chars: int, max_tokens: int) -> None:
+        if num_chars > max_tokens * self._longest_token:
+            raise TextTooLong
+
+    def _encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        if self._template is None:
+            raise ChatTemplateError("This model has no chat template: use /v1/completions.")
+        if not self._knows_developer:
+            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+        try:
+            text = self._pretrained.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+            raise ChatTemplateError(_template_message(error)) from error
+        return self._encode(text, False)  # the template has written the special tokens itself
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # The backend itself: transformers' wrapper sets truncation on every call, which threads may not share.
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+
+class IncrementalDecoder:
+    """Text of one growing output. Never gives half a character: incomplete ones wait for their last token.
+
+    `DecodeStream` does the work; what it would hold back for ever (bytes that are no UTF-8) is given out with
+    U+FFFD by `MAX_PENDING` or `flush`.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._pending: list[int] = []
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that `token_ids` complete; often one word, sometimes nothing."""
+        return "".join([self._step(token_id) for token_id in token_ids])
+
+    def _step(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        try:
+            text: str | None = self._stream.step(self._backend, token_id)
+        except Exception:  # the binding's only error type: the bytes before are no prefix of those after
+            return self.flush()
+        if text is not None:
+            self._pending.clear()
+            return text
+        return self.flush() if len(self._pending) > MAX_PENDING else ""
+
+    def flush(self) -> str:
+        """The text of what still waits, complete or not; the next `feed` begins anew after it."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return ""
+        self._stream = DecodeStream(skip_special_tokens=True)
+        text: str = self._backend.decode(pending, skip_special_tokens=True)
+        return text
+
+
+def _template_message(error: Exception) -> str:
+    """A template's own `raise_exception` speaks to the user; other errors speak to its author."""
+    if type(error) is TemplateError:
+        return str(error)
+    return "The model's chat template does not take these messages."
+
+
+def _load_pretrained(model: str) -> Any:
+    directory = Path(model)
+    if directory.is_dir() and not (directory / "tokenizer.json").exists():
+        from transformers import AutoTokenizer  # converts older formats; costs the import of torch
+
+        return AutoTokenizer.from_pretrained(model)
+    return PreTrainedTokenizerFast.from_pretrained(model)
+
+
+def _read_max_model_len(model: str) -> int | None:
+    """The context of the model's config; used only while no worker has said what it serves."""
+    path = Path(model) / "config.json"
+    if not Path(model).is_dir():
+        try:
+            path = Path(hf_hub_download(model, "config.json"))
+        except (EntryNotFoundError, OSError):
+            return None
+    if not path.exists():
+        return None
+    config = json.loads(path.read_text(encoding="utf-8"))
+    length = config.get("max_position_embeddings")
+    return int(length) if length else None

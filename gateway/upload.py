@@ -1,0 +1,151 @@
+"""A multipart upload, streamed to disk as it arrives: the file part goes straight into the data directory.
+
+Written once, never held in memory, and stopped as soon as it is over its limit. Knows multipart/form-data;
+does not know what the fields mean.
+"""
+
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+MAX_FIELD_BYTES = 64 * 2**10
+MAX_FIELDS = 32
+
+Limit = Callable[[Mapping[str, str]], int]
+
+
+@dataclass(slots=True)
+class Upload:
+    """What one request brought. Owned by the route: `content`, if any, is to be moved away or discarded."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    filename: str = ""
+    content: Path | None = None
+    size: int = 0
+
+    def discard(self) -> None:
+        if self.content is not None:
+            self.content.unlink(missing_ok=True)
+
+
+class UploadTooLarge(Exception):
+    """The file part has more than `max_bytes` bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self.max_bytes = max_bytes
+
+
+class MalformedUpload(Exception):
+    """The body is not the multipart form it says it is."""
+
+
+async def receive_upload(chunks: AsyncIterator[bytes], content_type: str, directory: Path, limit: Limit) -> Upload:
+    """Read a form with one part `file`, of at most as many bytes as `limit` gives for the fields that came
+    before it. Raises `UploadTooLarge` and `MalformedUpload`; leaves nothing behind then, nor when the client
+    goes away."""
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        raise MalformedUpload("The request must be multipart/form-data.")
+    form = _Form(directory, limit)
+    try:
+        parser = MultipartParser(options[b"boundary"], form.callbacks())  # type: ignore[arg-type]
+        async for chunk in chunks:
+            parser.write(chunk)
+        parser.finalize()
+        if not form.is_complete:
+            raise MalformedUpload("The multipart body ends in the middle.")
+    except FormParserError as error:
+        form.upload.discard()
+        raise MalformedUpload("The body is not valid multipart/form-data.") from error
+    except BaseException:
+        form.upload.discard()
+        raise
+    finally:
+        form.close()
+    return form.upload
+
+
+class _Form:
+    """The parser's callbacks. A part is the file (field `file`), a plain field, or skipped."""
+
+    def __init__(self, directory: Path, limit: Limit) -> None:
+        self.upload = Upload()
+        self.is_complete = False
+        self._directory = directory
+        self._limit = limit
+        self._max_bytes = 0
+        self._output: BinaryIO | None = None
+        self._header = [b"", b""]
+        self._disposition = b""
+        self._name = ""
+        self._value: bytearray | None = None
+
+    def callbacks(self) -> dict[str, object]:
+        return {
+            "on_part_begin": self._begin,
+            "on_header_field": lambda data, start, end: self._extend_header(0, data[start:end]),
+            "on_header_value": lambda data, start, end: self._extend_header(1, data[start:end]),
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._open,
+            "on_part_data": self._write,
+            "on_part_end": self._end,
+            "on_end": self._complete,
+        }
+
+    def close(self) -> None:
+        if self._output is not None:
+            self._output.close()
+            self._output = None
+
+    def _begin(self) -> None:
+        self._disposition = b""
+
+    def _extend_header(self, which: int, piece: bytes) -> None:
+        self._header[which] += piece
+
+    def _end_header(self) -> None:
+        name, value = self._header
+        if name.lower() == b"content-disposition":
+            self._disposition = value
+        self._header = [b"", b""]
+
+    def _open(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        self._name = options.get(b"name", b"").decode("utf-8", "replace")
+        if self._name == "file" and b"filename" in options and self.upload.content is None:
+            self._max_bytes = self._limit(self.upload.fields)
+            handle, path = tempfile.mkstemp(dir=self._directory)
+            self._output = os.fdopen(handle, "wb")
+            self.upload.content = Path(path)
+            self.upload.filename = options[b"filename"].decode("utf-8", "replace")
+        elif b"filename" not in options:
+            if len(self.upload.fields) == MAX_FIELDS:
+                raise MalformedUpload("The form has too many fields.")
+            self._value = bytearray()
+
+    def _write(self, data: bytes, start: int, end: int) -> None:
+        if self._output is not None:
+            self.upload.size += end - start
+            if self.upload.size > self._max_bytes:
+                raise UploadTooLarge(self._max_bytes)
+            self._output.write(data[start:end])
+        elif self._value is not None:
+            self._value += data[start:end]
+            if len(self._value) > MAX_FIELD_BYTES:
+                raise MalformedUpload(f"The field {self._name!r} is too long.")
+
+    def _end(self) -> None:
+        if self._value is not None:
+            self.upload.fields[self._name] = self._value.decode("utf-8", "replace")
+            self._value = None
+        self.close()
+
+    def _complete(self) -> None:
+        self.is_complete = True

@@ -1,0 +1,207 @@
+"""A gateway reduced to its offline tier: the real routes, stores and Valkey; only the completions are scripted.
+
+`running_gateway` gives it together with the official client; several can share one store and data directory.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+from fastapi import FastAPI
+from openai.types import Batch as ApiBatch
+from redis.asyncio import Redis
+
+from gateway import errors
+from gateway.batches import BatchService
+from gateway.files import FileStore
+from gateway.routes import batches as batch_routes
+from gateway.routes import files as file_routes
+from scheduler.config import Tier, load_tiers
+from tests.waiting import until
+
+MODEL = "tide-1"
+TERMINAL = ("failed", "completed", "expired", "cancelled")
+TIERS = load_tiers(Path(__file__).parents[2] / "tiers.yaml")
+
+
+class ShiftedClock:
+    """The system's clock, with a wall clock that a test can move on."""
+
+    def __init__(self) -> None:
+        self.shift_s = 0
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def wall_ms(self) -> int:
+        return time.time_ns() // 1_000_000 + self.shift_s * 1000
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class ScriptedCompletions:
+    """Answers `Re: <question>`, one permit each if `permits` is set; `statuses` holds the HTTP statuses that a
+    question gets before it is answered (an exception among them is raised)."""
+
+    def __init__(self) -> None:
+        self.permits: asyncio.Semaphore | None = None
+        self.statuses: dict[str, list[int | Exception]] = {}
+        self.calls: Counter[str] = Counter()
+        self.answered: Counter[str] = Counter()
+        self.request_ids: list[str] = []
+        self.tiers: set[str] = set()
+        self.running = self.peak = 0
+
+    async def complete(
+        self, endpoint: str, body: dict[str, Any], *, tier: Tier, answer: str, request_id: str
+    ) -> tuple[int, dict[str, Any]]:
+        question = body["messages"][-1]["content"]
+        self.calls[question] += 1
+        self.request_ids.append(request_id)
+        self.tiers.add(tier.name)
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        try:
+            await (asyncio.sleep(0) if self.permits is None else self.permits.acquire())
+            return self._answer(question, answer)
+        finally:
+            self.running -= 1
+
+    def _answer(self, question: str, answer: str) -> tuple[int, dict[str, Any]]:
+        if script := self.statuses.get(question):
+            outcome = script.pop(0)
+            if isinstance(outcome, Exception):
+                raise outcome
+            error = {"message": "no", "type": "invalid_request_error", "param": None, "code": None}
+            return outcome, {"error": error}
+        self.answered[question] += 1
+        usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        details = {"prompt_tokens_details": {"cached_tokens": 1}}
+        message = {"role": "assistant", "content": f"Re: {question}", "refusal": None}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+        return 200, {"choices": [choice], "usage": usage | details, "service_tier": answer}
+
+
+@dataclass(slots=True)
+class OfflineGateway:
+    client: openai.AsyncOpenAI
+    http: httpx.AsyncClient
+    files: FileStore
+    batches: BatchService
+    completions: ScriptedCompletions
+    clock: ShiftedClock
+
+    async def upload(self, content: bytes, name: str = "input.jsonl", purpose: Any = "batch") -> str:
+        return (await self.client.files.create(file=(name, content), purpose=purpose)).id
+
+    async def submit(self, lines: Iterable[Any]) -> ApiBatch:
+        return await self.create(await self.upload(jsonl(lines)))
+
+    async def create(self, file_id: str, **more: Any) -> ApiBatch:
+        return await self.client.batches.create(
+            input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="24h", **more
+        )
+
+    async def ended(self, batch_id: str, timeout_s: float = 20.0) -> ApiBatch:
+        """The batch once it is over and its work is cleared away."""
+        async with asyncio.timeout(timeout_s):
+            while (batch := await self.client.batches.retrieve(batch_id)).status not in TERMINAL:
+                await asyncio.sleep(0.005)
+        directory = self.files.data_dir / "batches" / batch_id
+        await until(lambda: not directory.exists())
+        return batch
+
+    async def read(self, file_id: str | None) -> list[dict[str, Any]]:
+        """The lines of an output or error file; none without one."""
+        if file_id is None:
+            return []
+        content = await self.client.files.content(file_id)
+        return [json.loads(line) for line in content.text.splitlines()]
+
+    async def answered(self, batch_id: str, lines: int) -> ApiBatch:
+        """The batch once `lines` of its lines count as completed or failed."""
+        async with asyncio.timeout(20):
+            while True:
+                batch = await self.client.batches.retrieve(batch_id)
+                counts = batch.request_counts
+                assert counts is not None
+                if counts.completed + counts.failed >= lines:
+                    return batch
+                await asyncio.sleep(0.005)
+
+
+def line(custom_id: str, /, **changes: Any) -> dict[str, Any]:
+    """A right input line asking `custom_id`, with `changes`; a change to None leaves the key out."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": custom_id}]}
+    whole = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body, **changes}
+    return {key: value for key, value in whole.items() if value is not None}
+
+
+def lines(count: int) -> list[dict[str, Any]]:
+    return [line(f"q{number}") for number in range(count)]
+
+
+def jsonl(entries: Iterable[Any]) -> bytes:
+    """Lines as JSON; what is bytes already stays as it is."""
+    texts = [e if isinstance(e, bytes) else json.dumps(e).encode() for e in entries]
+    return b"".join(text + b"\n" for text in texts)
+
+
+def make_gateway(
+    redis: Redis,
+    data_dir: Path,
+    *,
+    completions: ScriptedCompletions | None = None,
+    clock: ShiftedClock | None = None,
+    max_lines_in_flight: int = 256,
+    lock_ttl_s: float = 6.0,
+) -> OfflineGateway:
+    clock = clock or ShiftedClock()
+    completions = completions or ScriptedCompletions()
+    files = FileStore(redis, data_dir, clock)
+    batches = BatchService(
+        redis,
+        files,
+        completions,
+        TIERS,
+        (MODEL, "other"),
+        clock,
+        max_lines_in_flight=max_lines_in_flight,
+        lock_ttl_s=lock_ttl_s,
+    )
+    app = FastAPI()
+    errors.install(app)
+    app.include_router(file_routes.router)
+    app.include_router(batch_routes.router)
+    app.state.gateway = SimpleNamespace(files=files, batches=batches)
+    # Any: newer openai clients are typed against httpx2. No TLS here: building a TLS context takes 50 ms.
+    http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", verify=False)
+    client = openai.AsyncOpenAI(
+        base_url="http://gateway/v1",
+        api_key="-",
+        http_client=http,
+        max_retries=0,
+        _strict_response_validation=True,
+    )
+    return OfflineGateway(client, http, files, batches, completions, clock)
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(redis: Redis, data_dir: Path, **settings: Any) -> AsyncIterator[OfflineGateway]:
+    gateway = make_gateway(redis, data_dir, **settings)
+    await gateway.batches.start()
+    try:
+        yield gateway
+    finally:
+        await gateway.batches.close()
+        await gateway.http.aclose()

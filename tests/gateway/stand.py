@@ -1,0 +1,254 @@
+"""A whole gateway for tests: memory queue, a scripted worker, a tiny tokenizer, a real HTTP server.
+
+The worker is real towards the queue (claims under lease, acks, learns of cancels) and scripted towards the
+model: what each request answers, and in which pieces, is the test's to say.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from engine.interface import FinishReason
+from gateway.app import create_app
+from gateway.completion import CompletionService
+from gateway.identity import Keyring
+from gateway.metrics import GatewayMetrics
+from gateway.state import Gateway
+from gateway.tokenizer import Tokenizer
+from scheduler.client import SchedulerClient
+from scheduler.clock import SystemClock
+from scheduler.config import TierSet, parse_tiers
+from scheduler.events.memory import MemoryEventChannel
+from scheduler.queue.base import Lease
+from scheduler.queue.memory import MemoryQueue
+from scheduler.registry.memory import MemoryWorkerRegistry
+from scheduler.request import Claimed, Delivery, EventKind, Request, TokenEvent, WorkerStatus
+from tests.waiting import until
+
+MODEL = "tide/tiny"
+CONTEXT = 256
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}{{ raise_exception('odd role') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+TIERS: dict[str, Any] = {
+    "default_tier": "realtime",
+    "batch_tier": "batch",
+    "tiers": {
+        "realtime": {
+            "priority": 100,
+            "service_tiers": ["default", "auto", "priority", "fast"],
+            "slo": {"ttft_p99_ms": 500},
+            "queue_limit": 64,
+            "timeout_ms": 20_000,
+        },
+        "bulk": {"priority": 10, "service_tiers": ["flex"], "queue_limit": 64},
+        "batch": {"priority": 0, "answers_as": "flex"},
+    },
+}
+
+
+@cache
+def pretrained() -> PreTrainedTokenizerFast:
+    """Byte-level BPE: any text, about one token a byte, emoji over four tokens."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["the tide rises and the tide falls, user assistant system"] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=TEMPLATE)
+
+
+@cache
+def tiny_tokenizer() -> Tokenizer:
+    return Tokenizer(pretrained(), max_model_len=CONTEXT)
+
+
+def token_ids(text: str) -> tuple[int, ...]:
+    return tuple(pretrained().backend_tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def text_of(ids: Sequence[int]) -> str:
+    text: str = pretrained().backend_tokenizer.decode(list(ids), skip_special_tokens=False)
+    return text
+
+
+Scripting = Callable[[Request], Sequence[TokenEvent]]
+
+
+def answer_with(text: str, *, reason: FinishReason = FinishReason.STOP, cached: int = 0) -> Scripting:
+    """Every request gets `text`, a token an event, the last one with the finish."""
+    return lambda request: token_by_token(request, token_ids(text), reason, cached)
+
+
+def token_by_token(
+    request: Request, ids: Sequence[int], reason: FinishReason = FinishReason.STOP, cached: int = 0
+) -> list[TokenEvent]:
+    steps = [
+        TokenEvent(request.id, EventKind.TOKENS, i, (token,), cached_tokens=cached) for i, token in enumerate(ids[:-1])
+    ]
+    last = TokenEvent(request.id, EventKind.FINISHED, len(ids) - 1, tuple(ids[-1:]), reason, cached_tokens=cached)
+    return [*steps, last]
+
+
+@dataclass(slots=True)
+class ScriptedWorker:
+    """One worker. `script` may be replaced at any time; clear `gate` to hold all events back."""
+
+    queue: MemoryQueue
+    events: MemoryEventChannel
+    registry: MemoryWorkerRegistry
+    script: Scripting
+    claims: bool = True
+    served: list[Request] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    _serving: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def announce(self, metrics: str = "") -> None:
+        status = WorkerStatus("w1", (MODEL,), CONTEXT, len(pretrained()), 0, device="cpu")
+        await self.registry.announce(status, metrics)
+
+    async def run(self) -> None:
+        self.gate.set()
+        while True:
+            await self.queue.wait_for_work(60)
+            for request_id in self.queue.cancelled():
+                self.cancelled.append(request_id)
+                if (task := self._serving.pop(request_id, None)) is not None:
+                    task.cancel()
+            limits = {"realtime": 100, "bulk": 100, "batch": 100} if self.claims else {}
+            for claimed in await self.queue.claim(limits, lease_s=60):
+                self.served.append(claimed.request)
+                self._serving[claimed.request.id] = asyncio.create_task(self._serve(claimed))
+
+    async def _serve(self, claimed: Claimed) -> None:
+        request = claimed.request
+        events = list(self.script(request))
+        if request.delivery is Delivery.AT_END and events:
+            ids = tuple(token for event in events for token in event.token_ids)
+            last = events[-1]
+            events = [TokenEvent(request.id, last.kind, 0, ids, last.finish_reason, last.error, last.cached_tokens)]
+        for event in events:
+            await self.gate.wait()
+            await self.events.publish(request.reply_to, [event])
+            await asyncio.sleep(0)
+        if events and events[-1].is_last:
+            await self.queue.ack([Lease(request.id, claimed.fence)])
+
+    async def stop(self) -> None:
+        tasks = list(self._serving.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(slots=True)
+class Stand:
+    """A running gateway and everything a test wants to look into."""
+
+    gateway: Gateway
+    worker: ScriptedWorker
+    url: str
+    http: httpx.AsyncClient
+    client: openai.AsyncOpenAI
+
+    @property
+    def waiting(self) -> int:
+        return self.gateway.client.num_waiting
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.gateway.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    async def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+        return await self.http.post(path, json=body, **kwargs)
+
+
+def make_tiers(**changes: dict[str, Any]) -> TierSet:
+    """The shipped shape of tiers, with `changes` to single tiers."""
+    tiers = {name: {**tier, **changes.get(name, {})} for name, tier in TIERS["tiers"].items()}
+    return parse_tiers({**TIERS, "tiers": tiers})
+
+
+@asynccontextmanager
+async def running_stand(
+    script: Scripting | str = "Hello there!",
+    *,
+    tiers: TierSet | None = None,
+    keyring: Keyring | None = None,
+    with_worker: bool = True,
+    ping_s: float = 15.0,
+    max_body_bytes: int = 2**20,
+) -> AsyncIterator[Stand]:
+    clock, tiers = SystemClock(), tiers or make_tiers()
+    queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
+    script = answer_with(script) if isinstance(script, str) else script
+    worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script)
+    client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1")
+    metrics, names = GatewayMetrics(), (MODEL, "alias")
+    service = CompletionService(client, clock, tiny_tokenizer(), metrics, names, ping_s=ping_s)
+    gateway = Gateway(
+        model_names=names,
+        created=1_700_000_000,
+        client=client,
+        tiers=tiers,
+        clock=clock,
+        tokenizer=tiny_tokenizer(),
+        keyring=keyring or Keyring(),
+        completions=service,
+        metrics=metrics,
+        max_body_bytes=max_body_bytes,
+    )
+    async with AsyncExitStack() as stack:
+        if with_worker:
+            await worker.announce()
+            running = asyncio.create_task(worker.run())
+            stack.push_async_callback(worker.stop)
+            stack.callback(running.cancel)
+        url = await stack.enter_async_context(_serving(gateway))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30, verify=False))
+        # No TLS here: building a TLS context takes 50 ms.
+        plain = openai.DefaultAsyncHttpxClient(verify=False)
+        api = openai.AsyncOpenAI(
+            http_client=plain, base_url=f"{url}/v1", api_key="sk-test", max_retries=0, _strict_response_validation=True
+        )
+        yield Stand(gateway, worker, url, http, await stack.enter_async_context(api))
+
+
+@asynccontextmanager
+async def _serving(gateway: Gateway) -> AsyncIterator[str]:
+    """A real server on a free port of the loopback, in this event loop."""
+    # With its protocol named: asyncio sets TCP_NODELAY on no other, and every answer would take 40 ms more.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            create_app(gateway), log_config=None, ws="none", access_log=False, timeout_graceful_shutdown=1
+        )
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await until(lambda: server.started or serving.done())
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            await server.shutdown(sockets=[listener])  # at once; `should_exit` is looked at every 100 ms
+            serving.cancel()
+            await asyncio.wait([serving])

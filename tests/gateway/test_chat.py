@@ -1,0 +1,147 @@
+"""POST /v1/chat/completions through the official client, in its strict mode."""
+
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from engine.interface import FinishReason
+from scheduler.request import Delivery
+from tests.gateway.stand import CONTEXT, MODEL, answer_with, running_stand, text_of, token_ids
+
+HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
+
+
+async def test_a_plain_answer() -> None:
+    async with running_stand(answer_with("Hello there!", cached=3)) as stand:
+        answer = await stand.client.chat.completions.create(model=MODEL, messages=HI)
+        request = stand.worker.served[0]
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.object == "chat.completion"
+    assert answer.model == MODEL
+    assert answer.service_tier == "default"
+    assert answer.choices[0].message.content == "Hello there!"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens == len(request.prompt_token_ids)
+    assert answer.usage.completion_tokens == len(token_ids("Hello there!"))
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+
+
+async def test_the_prompt_is_the_chat_template() -> None:
+    async with running_stand() as stand:
+        await stand.client.chat.completions.create(
+            model=MODEL,
+            messages=[
+                {"role": "developer", "content": "be brief"},
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                {"role": "assistant", "content": None, "tool_calls": []},
+                {"role": "user", "content": "c"},
+            ],
+        )
+        prompt = text_of(stand.worker.served[0].prompt_token_ids)
+    assert prompt == (
+        "<|im_start|>system\nbe brief<|im_end|><|im_start|>user\na\nb<|im_end|>"
+        "<|im_start|>assistant\n<|im_end|><|im_start|>user\nc<|im_end|><|im_start|>assistant\n"
+    )
+
+
+async def test_parameters_become_sampling() -> None:
+    async with running_stand() as stand:
+        await stand.client.chat.completions.create(
+            model="alias",
+            messages=HI,
+            temperature=0.5,
+            top_p=0.9,
+            seed=7,
+            max_completion_tokens=9,
+            max_tokens=5,
+            user="somebody",
+            metadata={"a": "b"},
+            extra_body={"ignore_eos": True, "top_k": 5, "something_new": {"x": 1}},
+        )
+        sampling = stand.worker.served[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 5, 7)
+    assert sampling.max_tokens == 9
+    assert sampling.ignore_eos
+
+
+async def test_without_a_limit_the_output_may_fill_the_context() -> None:
+    async with running_stand() as stand:
+        await stand.client.chat.completions.create(model=MODEL, messages=HI)
+        await stand.client.chat.completions.create(model=MODEL, messages=HI, top_p=0, seed=-1)
+        first, second = stand.worker.served
+    assert first.max_total_tokens == CONTEXT
+    assert first.sampling.temperature == 1.0
+    assert second.sampling.temperature == 0.0
+    assert second.sampling.seed >= 0
+    assert first.sampling.seed != second.sampling.seed
+
+
+async def test_n_choices_have_their_own_seeds_and_count_the_prompt_once() -> None:
+    async with running_stand() as stand:
+        answer = await stand.client.chat.completions.create(model=MODEL, messages=HI, n=3, seed=40)
+        served = stand.worker.served
+    assert [c.index for c in answer.choices] == [0, 1, 2]
+    assert sorted(r.sampling.seed for r in served) == [40, 41, 42]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(served[0].prompt_token_ids)
+    assert answer.usage.completion_tokens == 3 * len(token_ids("Hello there!"))
+
+
+async def test_stop_string_ends_the_answer_and_the_work() -> None:
+    async with running_stand("one two three four") as stand:
+        answer = await stand.client.chat.completions.create(model=MODEL, messages=HI, stop=["three", "xx"])
+        assert stand.waiting == 0
+    assert answer.choices[0].message.content == "one two "
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(token_ids("one two three"))
+
+
+async def test_length_is_told() -> None:
+    async with running_stand(answer_with("cut", reason=FinishReason.LENGTH)) as stand:
+        answer = await stand.client.chat.completions.create(model=MODEL, messages=HI, max_tokens=3)
+    assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("service_tier", "tier", "answer"),
+    [
+        (None, "realtime", "default"),
+        ("auto", "realtime", "default"),
+        ("default", "realtime", "default"),
+        ("priority", "realtime", "priority"),
+        ("fast", "realtime", "priority"),
+        ("scale", "realtime", "default"),
+        ("flex", "bulk", "flex"),
+    ],
+)
+async def test_service_tier_chooses_the_tier(service_tier: str | None, tier: str, answer: str) -> None:
+    async with running_stand() as stand:
+        extra = {} if service_tier is None else {"service_tier": service_tier}
+        got = await stand.client.chat.completions.create(model=MODEL, messages=HI, extra_body=extra)
+        request = stand.worker.served[0]
+    assert request.tier == tier
+    assert request.deadline_ms == request.arrival_ms + 60_000
+    assert got.service_tier == answer
+
+
+async def test_tokens_travel_each_step_only_where_somebody_looks() -> None:
+    async with running_stand() as stand:
+        create = stand.client.chat.completions.create
+        await create(model=MODEL, messages=HI, service_tier="flex")
+        await create(model=MODEL, messages=HI, service_tier="flex", stop="zzz")
+        await create(model=MODEL, messages=HI)
+        deliveries = [r.delivery for r in stand.worker.served]
+    assert deliveries == [Delivery.AT_END, Delivery.EACH_STEP, Delivery.EACH_STEP]
+
+
+async def test_headers_identify_the_answer() -> None:
+    async with running_stand() as stand:
+        response = await stand.post("/v1/chat/completions", {"model": MODEL, "messages": HI})
+    request_id = response.headers["x-request-id"]
+    assert request_id.startswith("req_")
+    assert response.json()["id"] == "chatcmpl-" + request_id.removeprefix("req_")
+    assert int(response.headers["openai-processing-ms"]) >= 0
+    assert response.headers["openai-version"] == "2020-10-01"

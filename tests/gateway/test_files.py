@@ -1,0 +1,120 @@
+"""Files through the official client, on a real store."""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from redis.asyncio import Redis
+
+from tests.gateway.offline import OfflineGateway, make_gateway
+
+DAY_S = 86_400
+
+
+@pytest.fixture
+async def gateway(redis_client: Redis, tmp_path: Path) -> AsyncIterator[OfflineGateway]:
+    gateway = make_gateway(redis_client, tmp_path)
+    yield gateway
+    await gateway.http.aclose()
+
+
+def on_disk(gateway: OfflineGateway) -> set[str]:
+    return {p.name for name in ("files", "incoming") for p in (gateway.files.data_dir / name).iterdir()}
+
+
+async def test_a_file_comes_back_as_it_was(gateway: OfflineGateway) -> None:
+    content = os.urandom(300_000) + b"\r\n--boundary\r\n\n"
+    file = await gateway.client.files.create(file=("größe.bin", content), purpose="user_data")
+    assert (file.bytes, file.purpose, file.status) == (len(content), "user_data", "processed")
+    assert file.filename == "größe.bin" and file.expires_at is None and file.id.startswith("file-")
+    assert await gateway.client.files.retrieve(file.id) == file
+    assert (await gateway.client.files.content(file.id)).content == content
+    async with gateway.client.files.with_streaming_response.content(file.id) as response:
+        assert b"".join([chunk async for chunk in response.iter_bytes()]) == content
+        assert response.headers["content-type"] == "application/octet-stream"
+
+
+async def test_lines_are_not_checked_at_upload(gateway: OfflineGateway) -> None:
+    file = await gateway.client.files.create(file=("x.jsonl", b"no json"), purpose="batch")
+    assert file.expires_at == file.created_at + 30 * DAY_S
+
+
+async def test_delete(gateway: OfflineGateway) -> None:
+    file_id = await gateway.upload(b"x")
+    deleted = await gateway.client.files.delete(file_id)
+    assert deleted.model_dump() == {"id": file_id, "deleted": True, "object": "file"}
+    assert on_disk(gateway) == set()
+    for ask in (gateway.client.files.retrieve, gateway.client.files.content, gateway.client.files.delete):
+        with pytest.raises(openai.NotFoundError) as missing:
+            await ask(file_id)
+        assert missing.value.param == "id"
+        assert str(file_id) in str(missing.value) and "No such File object" in str(missing.value)
+
+
+@pytest.mark.parametrize("name", ["file-1:was_at", "..%2F..%2Fetc%2Fpasswd", "%00", "s", "x" * 5000])
+async def test_strange_ids_are_unknown(gateway: OfflineGateway, name: str) -> None:
+    for path in (f"/v1/files/{name}", f"/v1/files/{name}/content"):
+        assert (await gateway.http.get(path)).status_code == 404
+    assert (await gateway.http.delete(f"/v1/files/{name}")).status_code == 404
+
+
+async def test_expiry(gateway: OfflineGateway, redis_client: Redis) -> None:
+    file = await gateway.client.files.create(
+        file=("x.jsonl", b"x"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    assert file.expires_at == file.created_at + 3600
+    kept = await gateway.upload(b"y", "y.txt", "user_data")
+    gateway.clock.shift_s = 3601
+    with pytest.raises(openai.NotFoundError):
+        await gateway.client.files.retrieve(file.id)
+    assert [f.id async for f in gateway.client.files.list()] == [kept]
+    assert on_disk(gateway) == {kept}
+    assert await redis_client.zcard("tidegate:files:expiry") == 0
+
+
+async def test_a_list_can_be_deleted_while_it_is_paged(gateway: OfflineGateway) -> None:
+    ids = [await gateway.upload(b"x") for _ in range(5)]
+    seen = []
+    async for file in gateway.client.files.list(limit=2):
+        await gateway.client.files.delete(file.id)
+        seen.append(file.id)
+    assert seen == ids[::-1]
+
+
+async def test_lists(gateway: OfflineGateway) -> None:
+    ids = [await gateway.upload(b"x", purpose=p) for p in ("batch", "user_data", "batch", "vision", "batch")]
+    assert [f.id async for f in gateway.client.files.list(limit=2)] == ids[::-1]
+    assert [f.id async for f in gateway.client.files.list(limit=2, order="asc")] == ids
+    assert [f.id async for f in gateway.client.files.list(limit=1, purpose="batch")] == ids[::-2]
+    assert [f.id async for f in gateway.client.files.list(purpose="expiry")] == []
+    page = (await gateway.http.get("/v1/files", params={"limit": 2, "after": ids[3]})).json()
+    assert (page["object"], page["first_id"], page["last_id"]) == ("list", ids[2], ids[1])
+    assert page["has_more"] is True and [f["id"] for f in page["data"]] == [ids[2], ids[1]]
+
+
+async def test_an_empty_list_has_all_keys(gateway: OfflineGateway) -> None:
+    empty: dict[str, object] = {"object": "list", "data": [], "first_id": None, "last_id": None}
+    assert (await gateway.http.get("/v1/files")).json() == empty | {"has_more": False}
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [({"limit": 0}, "limit"), ({"limit": 10_001}, "limit"), ({"order": "up"}, "order"), ({"after": "file-0"}, "after")],
+)
+async def test_bad_queries(gateway: OfflineGateway, query: dict[str, Any], param: str) -> None:
+    answer = await gateway.http.get("/v1/files", params=query)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_what_a_crash_left_is_swept(gateway: OfflineGateway) -> None:
+    kept = await gateway.upload(b"x")
+    for name in ("files/file-lost", "incoming/tmp1"):
+        (gateway.files.data_dir / name).write_bytes(b"lost")
+    await gateway.files.sweep_orphans()
+    assert on_disk(gateway) == {kept, "file-lost", "tmp1"}, "they may be uploads under way"
+    gateway.clock.shift_s = 3601
+    await gateway.files.sweep_orphans()
+    assert on_disk(gateway) == {kept}

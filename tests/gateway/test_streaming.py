@@ -1,0 +1,300 @@
+"""Streams: bytes on the wire, order of chunks, usage, hang-ups, and what goes wrong before and after the start."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from engine.interface import FinishReason
+from scheduler.request import EventKind, Request, TokenEvent
+from tests.gateway.stand import (
+    MODEL,
+    Stand,
+    answer_with,
+    make_tiers,
+    running_stand,
+    token_by_token,
+    token_ids,
+)
+from tests.waiting import until
+
+HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
+CHAT = {"model": MODEL, "messages": HI, "stream": True}
+
+
+async def frames_of(stand: Stand, path: str, body: dict[str, Any]) -> list[str]:
+    """The frames of a stream, checked for exact framing: `data: <one line>` and an empty line, nothing else."""
+    response = await stand.post(path, body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    assert "content-length" not in response.headers
+    text = response.content.decode("utf-8")
+    assert text.endswith("\n\n")
+    frames = text.removesuffix("\n\n").split("\n\n")
+    assert all("\n" not in frame and "\r" not in frame for frame in frames)
+    return frames
+
+
+def chunks_of(frames: Sequence[str]) -> list[dict[str, Any]]:
+    assert frames[-1] == "data: [DONE]"
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-1] if frame != ": ping"]
+
+
+async def test_the_frames_of_a_chat() -> None:
+    async with running_stand("Tide 😀!\n") as stand:
+        chunks = chunks_of(await frames_of(stand, "/v1/chat/completions", CHAT))
+    heads = [{k: v for k, v in chunk.items() if k != "choices"} for chunk in chunks]
+    assert all(head == heads[0] for head in heads)
+    assert heads[0]["object"] == "chat.completion.chunk"
+    assert heads[0]["service_tier"] == "default"
+    assert "usage" not in heads[0]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert choices[0] == {
+        "index": 0,
+        "delta": {"role": "assistant", "content": "", "refusal": None},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    assert choices[-1] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert all(set(c["delta"]) == {"content"} and c["finish_reason"] is None for c in choices[1:-1])
+    assert "".join(c["delta"]["content"] for c in choices[1:-1]) == "Tide 😀!\n"
+    assert not any("\ufffd" in c["delta"]["content"] for c in choices[1:-1])
+
+
+async def test_the_frames_of_a_completion() -> None:
+    body = {"model": MODEL, "prompt": "a", "stream": True, "service_tier": "flex"}
+    async with running_stand(answer_with("xyz", reason=FinishReason.LENGTH)) as stand:
+        chunks = chunks_of(await frames_of(stand, "/v1/completions", body))
+    assert all(c["object"] == "text_completion" and c["service_tier"] == "flex" for c in chunks)
+    assert all(c["id"].startswith("cmpl-") for c in chunks)
+    choices = [c["choices"][0] for c in chunks]
+    assert "".join(c["text"] for c in choices) == "xyz"
+    assert [c["finish_reason"] for c in choices][-1] == "length"
+    assert all(set(c) == {"index", "text", "logprobs", "finish_reason"} for c in choices)
+
+
+async def test_usage_comes_last_when_asked_for() -> None:
+    body = {**CHAT, "stream_options": {"include_usage": True}}
+    async with running_stand(answer_with("abc", cached=2)) as stand:
+        chunks = chunks_of(await frames_of(stand, "/v1/chat/completions", body))
+        num_prompt = len(stand.worker.served[0].prompt_token_ids)
+    assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["prompt_tokens"] == num_prompt
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
+    assert chunks[-1]["usage"]["total_tokens"] == num_prompt + 3
+    assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+
+
+async def test_continuous_usage_grows() -> None:
+    body = {**CHAT, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    async with running_stand("abcdef") as stand:
+        chunks = chunks_of(await frames_of(stand, "/v1/chat/completions", body))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(token_ids("abcdef"))
+
+
+@pytest.mark.parametrize("service_tier", ["default", "flex"])
+async def test_choices_interleave_by_index(service_tier: str) -> None:
+    def script(request: Request) -> list[TokenEvent]:
+        return token_by_token(request, token_ids(f"I am {request.id[-1]}"))
+
+    texts, ends = {0: "", 1: "", 2: ""}, {}
+    async with running_stand(script) as stand:
+        stream = await stand.client.chat.completions.create(
+            model=MODEL,
+            messages=HI,
+            n=3,
+            stream=True,
+            extra_body={"service_tier": service_tier},
+        )
+        async for chunk in stream:
+            for choice in chunk.choices:
+                assert choice.index not in ends
+                texts[choice.index] += choice.delta.content or ""
+                if choice.finish_reason:
+                    ends[choice.index] = choice.finish_reason
+    assert texts == {i: f"I am {i}" for i in range(3)}
+    assert ends == dict.fromkeys(range(3), "stop")
+
+
+@pytest.mark.parametrize("stop", ["wo", "two", "o t", "nowhere"])
+async def test_stop_strings_never_show(stop: str) -> None:
+    async with running_stand("one two three") as stand:
+        chunks = chunks_of(await frames_of(stand, "/v1/chat/completions", {**CHAT, "stop": stop}))
+        await until(lambda: stand.waiting == 0)
+    text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+    assert text == "one two three".partition(stop)[0]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_stop_string_frees_the_worker() -> None:
+    def endless(request: Request) -> list[TokenEvent]:
+        return token_by_token(request, token_ids("go stop " + "more " * 2000))
+
+    async with running_stand(endless) as stand:
+        await frames_of(stand, "/v1/chat/completions", {**CHAT, "stop": "stop"})
+        await until(lambda: len(stand.worker.cancelled) == 1)
+
+
+async def test_a_stopped_choice_is_cancelled_while_others_go_on() -> None:
+    def script(request: Request) -> list[TokenEvent]:
+        text = "go stop " + "more " * 2000 if request.id.endswith("-0") else "slow"
+        return token_by_token(request, token_ids(text))[: None if text != "slow" else 1]
+
+    async with running_stand(script) as stand:
+        body = {**CHAT, "stop": "stop", "n": 2}
+        async with stand.http.stream("POST", "/v1/chat/completions", json=body):
+            await until(lambda: len(stand.worker.cancelled) == 1)
+            assert stand.worker.cancelled[0].endswith("-0")
+            assert stand.waiting == 1
+        await until(lambda: len(stand.worker.cancelled) == 2)
+
+
+async def test_tokens_that_come_again_after_a_requeue_are_dropped() -> None:
+    ids = token_ids("abcdef")
+
+    def script(request: Request) -> list[TokenEvent]:
+        whole = token_by_token(request, ids)
+        return [*whole[:3], *whole[:2], TokenEvent(request.id, EventKind.TOKENS, 1, ids[1:5]), *whole[4:]]
+
+    async with running_stand(script) as stand:
+        chunks = chunks_of(await frames_of(stand, "/v1/chat/completions", CHAT))
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "abcdef"
+
+
+async def test_what_came_meanwhile_is_one_chunk() -> None:
+    async with running_stand("abcdefgh") as stand:
+        body = {**CHAT, "service_tier": "flex"}
+        stand.worker.script = lambda r: [TokenEvent(r.id, EventKind.FINISHED, 0, token_ids("abc"), FinishReason.STOP)]
+        chunks = chunks_of(await frames_of(stand, "/v1/chat/completions", body))
+    assert [c["choices"][0]["delta"].get("content") for c in chunks] == ["", "abc", None]
+
+
+async def test_pings_keep_a_silent_stream_alive() -> None:
+    async with running_stand(ping_s=0.02) as stand:
+        stand.worker.gate.clear()
+        async with stand.http.stream("POST", "/v1/chat/completions", json=CHAT) as response:
+            lines = response.aiter_lines()
+            assert [await anext(lines) for _ in range(4)] == [": ping", "", ": ping", ""]
+            stand.worker.gate.set()
+            rest = [line async for line in lines]
+    assert rest[-2:] == ["data: [DONE]", ""]
+
+
+async def test_the_official_client_reads_through_pings() -> None:
+    async with running_stand(ping_s=0.02) as stand:
+        stand.worker.gate.clear()
+        stream = await stand.client.chat.completions.create(model=MODEL, messages=HI, stream=True)
+        stand.worker.gate.set()
+        text = "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+    assert text == "Hello there!"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_hangs_up_is_cancelled_at_once(path: str, stream: bool) -> None:
+    def script(request: Request) -> list[TokenEvent]:
+        return [TokenEvent(request.id, EventKind.TOKENS, 0, token_ids("ab"))]
+
+    body = {"model": MODEL, "messages": HI, "prompt": "a", "stream": stream, "n": 2}
+    async with running_stand(script) as stand:
+        async with httpx.AsyncClient(base_url=stand.url, verify=False) as http:
+            request = asyncio.create_task(http.send(http.build_request("POST", path, json=body), stream=True))
+            await until(lambda: len(stand.worker.served) == 2)
+            if stream:
+                response = await request
+                assert await anext(response.aiter_bytes())
+                await response.aclose()
+            else:
+                request.cancel()
+        await until(lambda: len(stand.worker.cancelled) == 2)
+        assert sorted(stand.worker.cancelled) == sorted(r.id for r in stand.worker.served)
+        await until(lambda: stand.metric("tidegate_client_disconnects_total", tier="realtime") == 1)
+        assert stand.waiting == 0
+
+
+async def test_a_waiting_request_leaves_the_queue_when_its_client_hangs_up() -> None:
+    async with running_stand() as stand:
+        stand.worker.claims = False
+        request = asyncio.create_task(stand.post("/v1/chat/completions", CHAT))
+        await until(lambda: stand.waiting == 1)
+        assert (await stand.gateway.client.depths())["realtime"] == 1
+        request.cancel()
+        await until(lambda: stand.waiting == 0)
+        assert (await stand.gateway.client.depths())["realtime"] == 0
+
+
+async def test_rejection_comes_before_the_stream() -> None:
+    async with running_stand(tiers=make_tiers(realtime={"queue_limit": 1})) as stand:
+        stand.worker.claims = False
+        waiting = asyncio.create_task(stand.post("/v1/chat/completions", CHAT))
+        await until(lambda: stand.waiting == 1)
+        with pytest.raises(openai.RateLimitError) as error:
+            await stand.client.chat.completions.create(model=MODEL, messages=HI, stream=True)
+        waiting.cancel()
+    assert error.value.code == "rate_limit_exceeded"
+
+
+async def test_a_failure_before_the_first_token_is_an_http_error() -> None:
+    async with running_stand(lambda r: [TokenEvent(r.id, EventKind.FAILED, error="secret")]) as stand:
+        response = await stand.post("/v1/chat/completions", CHAT)
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+    assert "secret" not in response.text
+
+
+async def test_a_failure_in_the_stream_is_a_frame() -> None:
+    async with running_stand(lambda r: [TokenEvent(r.id, EventKind.TOKENS, 0, token_ids("ab"))]) as stand:
+        stream = await stand.client.chat.completions.create(model=MODEL, messages=HI, stream=True)
+        assert (await anext(stream)).choices[0].delta.role == "assistant"
+        assert (await anext(stream)).choices[0].delta.content == "ab"
+        failed = TokenEvent(stand.worker.served[0].id, EventKind.FAILED, 2, error="secret")
+        await stand.worker.events.publish("gateway-1", [failed])
+        with pytest.raises(openai.APIError) as error:
+            await anext(stream)
+    assert error.value.type == "server_error"
+    assert "secret" not in str(error.value)
+
+
+async def test_silence_ends_in_a_timeout() -> None:
+    async with running_stand(tiers=make_tiers(realtime={"timeout_ms": 30})) as stand:
+        stand.worker.claims = False
+        response = await stand.post("/v1/chat/completions", CHAT)
+        assert stand.waiting == 0
+        assert (await stand.gateway.client.depths())["realtime"] == 0
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "timeout"
+    assert response.headers["x-should-retry"] == "false"
+
+
+async def test_silence_after_the_first_token_ends_in_a_frame() -> None:
+    tiers = make_tiers(realtime={"timeout_ms": 200})
+    first = answer_with("ab", reason=FinishReason.STOP)
+    async with running_stand(lambda r: first(r)[:1], tiers=tiers) as stand:
+        response = await stand.post("/v1/chat/completions", CHAT)
+        await until(lambda: len(stand.worker.cancelled) == 1)
+    last = response.text.removesuffix("\n\n").split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+
+
+async def test_many_streams_at_once_stay_apart() -> None:
+    def tell_seed(request: Request) -> list[TokenEvent]:
+        return token_by_token(request, token_ids(f"seed {request.sampling.seed}"))
+
+    async with running_stand(tell_seed) as stand:
+
+        async def ask(seed: int) -> str:
+            stream = await stand.client.chat.completions.create(model=MODEL, messages=HI, stream=True, seed=seed)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+        answers = await asyncio.gather(*(ask(seed) for seed in range(40)))
+    assert answers == [f"seed {seed}" for seed in range(40)]
