@@ -57,6 +57,10 @@ async def test_ready_needs_worker_and_store(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(stand.gateway.client, "depths", broken)
         response = await stand.http.get("/ready")
         assert (response.status_code, response.json()["missing"]) == (503, ["store"])
+        monkeypatch.undo()
+        stand.gateway.client.drain()
+        response = await stand.http.get("/ready")
+        assert (response.status_code, response.json()["draining"]) == (503, True)
     async with running_stand(with_worker=False) as stand:
         response = await stand.http.get("/ready")
     assert (response.status_code, response.json()["missing"]) == (503, ["worker"])
