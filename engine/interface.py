@@ -157,4 +157,3 @@ class Engine(Protocol):
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """KV blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)
-

@@ -5,8 +5,9 @@
 with P prefill tokens in chunks p behind c cached tokens, and D decodes with c tokens of context each. Because T is a
 sum over the work, a batch is filled in O(1) a sequence. Knows numbers only; not torch, not tiers, not clocks.
 
-Learned by least squares with exponential forgetting, with a small ridge towards the prior and coefficients ≥ 0. The
-moments are kept rather than their inverse: the recursive form winds up when steps look alike for long.
+Learned by least squares with exponential forgetting, with coefficients ≥ 0 and a small ridge towards those of before:
+what the recent steps say nothing about stays as it was. The moments are kept rather than their inverse: the recursive
+form winds up when steps look alike for long.
 """
 
 from collections import deque
@@ -16,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 FORGETTING = 0.995  # a step's weight halves after about 140 newer ones
-OUTLIER_RATIO = 4.0  # a page fault or a noisy neighbour says nothing about the model
+OUTLIER_RATIO = 4.0  # no step counts as slower than this: a page fault says little, a slower engine says it again
 SAFETY_QUANTILE = 0.95
 SAFETY_WINDOW = 256
 RIDGE = 1e-3
-WARM_STEPS = 16  # solved after each of these, and never taken for outliers
+WARM_STEPS = 16  # solved after each of these, and taken at their word
 SOLVE_EVERY = 8
 
 
@@ -77,8 +78,7 @@ class StepTimeModel:
     def __init__(self, prior: StepCost | None = None) -> None:
         prior = prior or StepCost()
         start = (prior.step_s, prior.prefill_token_s, prior.attend_s, prior.context_token_s, prior.decode_s)
-        self._prior = np.array(start, dtype=np.float64) / self._SCALE
-        self._theta = self._prior.copy()
+        self._theta = np.array(start, dtype=np.float64) / self._SCALE
         self._moments = np.zeros((5, 5))  # Σ forgetting^age · x xᵀ
         self._targets = np.zeros(5)  # Σ forgetting^age · x T
         self._ratios: deque[float] = deque(maxlen=SAFETY_WINDOW)
@@ -98,8 +98,7 @@ class StepTimeModel:
         predicted = max(self.predict(work), 1e-6)
         self.num_observed += 1
         if self.num_observed > WARM_STEPS:
-            if elapsed_s > OUTLIER_RATIO * predicted:
-                return
+            elapsed_s = min(elapsed_s, OUTLIER_RATIO * predicted)
             self._track(elapsed_s / predicted)
         x = work.features() * self._SCALE
         self._moments = FORGETTING * self._moments + np.outer(x, x)
@@ -108,11 +107,11 @@ class StepTimeModel:
             self._theta = self._solve()
 
     def _solve(self) -> NDArray[np.float64]:
-        """Ridge regression towards the prior, without negative coefficients: what comes out negative is set to zero
-        and the rest solved again."""
+        """Ridge regression towards the present coefficients, without negative ones: what comes out negative is set to
+        zero and the rest solved again."""
         free = np.ones(5, dtype=bool)
         moments = self._moments + RIDGE * np.eye(5)
-        targets = self._targets + RIDGE * self._prior
+        targets = self._targets + RIDGE * self._theta
         while True:
             theta = np.zeros(5)
             theta[free] = np.linalg.solve(moments[np.ix_(free, free)], targets[free])

@@ -1,6 +1,6 @@
 """An engine that computes nothing: steps take modeled time, tokens are a hash of (seed, position).
 
-It keeps the same books as the real one (sequences, blocks, finish reasons) and refuses the same bad plans, so that the
+It keeps its books in the real one's table (sequences, blocks, finish reasons), so it refuses the same bad plans: the
 scheduler's loop can be run, tested and simulated without torch, on whatever clock it is given. Its coefficients and
 noise are its own; the controller must learn them, it is never told.
 """
@@ -8,36 +8,12 @@ noise are its own; the controller must learn them, it is never told.
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
-from engine.interface import (
-    EngineInfo,
-    FinishReason,
-    NewSequence,
-    PlanError,
-    Preempt,
-    PreemptionMode,
-    Run,
-    SequenceOutput,
-    StepPlan,
-    StepResult,
-    blocks_for,
-)
+from engine.interface import EngineInfo, PlanError, SequenceOutput, StepPlan, StepResult
 from engine.latency_model import StepCost
+from engine.sequence_table import Chunk, SequenceTable
 
 FIRST_ORDINARY_TOKEN = 3  # ids below are never generated; a real model's special ids
-
-
-@dataclass(slots=True)
-class _ModeledSequence:
-    new: NewSequence
-    num_computed: int = 0
-    output: list[int] = field(default_factory=list)
-    paused: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.new.prompt_token_ids) + len(self.output)
 
 
 def modeled_token(seed: int, index: int, vocab_size: int) -> int:
@@ -63,7 +39,7 @@ class ModeledEngine:
         self._cost = cost or StepCost()
         self._noise = noise
         self._random = random.Random(seed)
-        self._sequences: dict[str, _ModeledSequence] = {}
+        self._table = SequenceTable(info)
         self._submitted: deque[StepPlan] = deque()
 
     @property
@@ -72,81 +48,38 @@ class ModeledEngine:
 
     @property
     def used_blocks(self) -> int:
-        return sum(blocks_for(s.num_computed, self._info.block_size) for s in self._sequences.values())
+        return self._table.pool.num_used
 
     def submit(self, plan: StepPlan) -> None:
+        """Raises `PlanError` for a plan that breaks the rules."""
         if self._submitted:
             raise PlanError("one step in flight, not more")
+        self._table.check(plan)
         self._submitted.append(plan)
 
     async def collect(self) -> StepResult:
         plan = self._submitted[0]
-        elapsed_s = self._duration(plan)
+        chunks = self._table.begin(plan)
+        elapsed_s = self._duration(chunks)
         await self._sleep(elapsed_s)
+        outputs = tuple(self._advance(chunk) for chunk in chunks)
         self._submitted.popleft()
-        for seq_id in plan.abort:
-            del self._sequences[seq_id]
-        for preempt in plan.preempt:
-            self._preempt(preempt)
-        for seq_id in plan.resume:
-            self._known(seq_id).paused = False
-        for new in plan.start:
-            if new.seq_id in self._sequences:
-                raise PlanError(f"{new.seq_id} runs already")
-            self._sequences[new.seq_id] = _ModeledSequence(new)
-        outputs = tuple(self._advance(run) for run in plan.run)
-        free = self._info.num_blocks - self.used_blocks
-        if free < 0:
-            raise PlanError(f"the plan needs {-free} KV blocks more than there are")
-        return StepResult(plan.step_id, outputs, (), free, elapsed_s)
+        return StepResult(plan.step_id, outputs, (), self._table.pool.num_free, elapsed_s)
 
     def close(self) -> None:
-        self._sequences.clear()
+        self._table = SequenceTable(self._info)
 
-    def _known(self, seq_id: str) -> _ModeledSequence:
-        if seq_id not in self._sequences:
-            raise PlanError(f"unknown sequence {seq_id}")
-        return self._sequences[seq_id]
-
-    def _preempt(self, preempt: Preempt) -> None:
-        sequence = self._known(preempt.seq_id)
-        if preempt.mode is PreemptionMode.SWAP:
-            raise PlanError("this engine does not swap")
-        sequence.paused = True
-        if preempt.mode is PreemptionMode.RECOMPUTE:
-            sequence.num_computed = 0
-
-    def _advance(self, run: Run) -> SequenceOutput:
-        sequence = self._known(run.seq_id)
-        if sequence.paused:
-            raise PlanError(f"{run.seq_id} is paused")
-        if not 1 <= run.num_tokens <= sequence.num_tokens - sequence.num_computed:
-            raise PlanError(f"{run.seq_id} cannot run {run.num_tokens} tokens")
-        sequence.num_computed += run.num_tokens
-        if sequence.num_computed < sequence.num_tokens:
-            return SequenceOutput(run.seq_id, sequence.num_computed)
-        sampling = sequence.new.sampling
-        token = modeled_token(sampling.seed, len(sequence.output), self._info.vocab_size)
-        sequence.output.append(token)
-        reason = self._finish_reason(sequence, token)
-        if reason is not None:
-            del self._sequences[run.seq_id]
-        return SequenceOutput(run.seq_id, sequence.num_computed, (token,), reason)
-
-    def _finish_reason(self, sequence: _ModeledSequence, token: int) -> FinishReason | None:
-        if token in sequence.new.sampling.stop_token_ids:
-            return FinishReason.STOP
-        full = sequence.num_tokens >= self._info.max_model_len
-        if full or len(sequence.output) >= sequence.new.sampling.max_tokens:
-            return FinishReason.LENGTH
-        return None
-
-    def _duration(self, plan: StepPlan) -> float:
-        if not plan.run:
+    def _duration(self, chunks: list[Chunk]) -> float:
+        if not chunks:
             return 0.0
-        seconds = self._cost.step_s
-        for run in plan.run:
-            sequence = self._sequences.get(run.seq_id)
-            context = sequence.num_computed if sequence else 0
-            seconds += self._cost.run(run.num_tokens, context)
+        seconds = self._cost.step_s + sum(self._cost.run(c.num_tokens, c.start) for c in chunks)
         return seconds * max(0.1, self._random.gauss(1.0, self._noise))
+
+    def _advance(self, chunk: Chunk) -> SequenceOutput:
+        sequence = chunk.sequence
+        if not chunk.samples:
+            self._table.advance(chunk, None)
+            return SequenceOutput(sequence.seq_id, chunk.end)
+        token = modeled_token(sequence.sampling.seed, sequence.num_output_tokens, self._info.vocab_size)
+        reason = self._table.advance(chunk, token)
+        return SequenceOutput(sequence.seq_id, chunk.end, (token,), reason)

@@ -158,7 +158,8 @@ class BatchRun:
             await asyncio.wait([feeder, recorder], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._feeder = None
-            await stop([feeder, recorder, *self._in_flight])
+            await stop([feeder])  # first: it adds to those in flight
+            await stop([recorder, *self._in_flight])
             await self._record_finished()
         for task in (feeder, recorder):
             if not task.cancelled():
