@@ -6,6 +6,7 @@ as text snapshots through the store and are merged into the gateway's own, with 
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from gateway.metrics import GatewayMetrics
+from gateway.state import Gateway
 from scheduler.client import SchedulerClient
 
 STORE_TIMEOUT_S = 2.0
@@ -44,14 +45,16 @@ async def _depths(client: SchedulerClient) -> dict[str, int] | None:
         return None
 
 
-async def exposition(client: SchedulerClient, metrics: GatewayMetrics) -> bytes:
+async def exposition(gateway: Gateway) -> bytes:
     """All families in Prometheus' text format: the gateway's and those of every worker."""
-    metrics.workers_alive.set(len(client.workers))
-    try:
+    metrics = gateway.metrics
+    metrics.workers_alive.set(len(gateway.client.workers))
+    snapshots: dict[str, str] = {}
+    with suppress(Exception):  # as above: without the store, the gateway's own numbers matter all the more
         async with asyncio.timeout(STORE_TIMEOUT_S):
-            snapshots = await client.worker_metrics()
-    except Exception:  # as above: without the store, the gateway's own numbers matter all the more
-        snapshots = {}
+            snapshots = await gateway.client.worker_metrics()
+            for status, count in (await gateway.batches.counts_by_status() if gateway.batches else {}).items():
+                metrics.batches.labels(status).set(count)
     # Parsing takes about 10 ms a worker: off the loop, where streams are served.
     return await asyncio.to_thread(render, metrics.registry, snapshots)
 

@@ -4,10 +4,15 @@ Knows servers and sockets; does not know what is stored. URLs are `redis://host:
 `unix:///path/to/socket`. Any Redis from 6.2 on and any Valkey serves.
 """
 
+import asyncio
+import builtins
+from collections.abc import Iterable
+
 from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import ResponseError
+from redis.exceptions import ResponseError, TimeoutError
 
 from scheduler.queue import keys
 
@@ -17,6 +22,8 @@ HEALTH_CHECK_S = 15  # a connection idle for longer is tried with a PING before 
 RETRIES = 10  # about two seconds: a restarting server is back by then
 FOREVER = -1
 
+Command = bytes | str | Iterable[bytes]
+
 
 def connect(url: str) -> Redis:
     """A client with a pool of connections; opens none yet. Commands ride through a short outage of the
@@ -25,7 +32,7 @@ def connect(url: str) -> Redis:
     A command whose answer was lost is sent again: callers send only what may happen twice.
     """
     tcp_only = {} if url.startswith("unix:") else {"socket_keepalive": True}
-    return Redis.from_url(
+    client = Redis.from_url(
         url,
         protocol=2,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
@@ -34,6 +41,9 @@ def connect(url: str) -> Redis:
         retry=_retry(RETRIES),
         **tcp_only,
     )
+    pool = client.connection_pool
+    pool.connection_class = _SENDING_DIRECTLY[pool.connection_class]
+    return client
 
 
 def blocking(client: Redis) -> Redis:
@@ -57,6 +67,40 @@ async def durable(client: Redis, timeout_s: float = 3.0) -> bool:
     if isinstance(replies[1], Exception):
         raise replies[1]
     return int(replies[1][0]) >= 1
+
+
+class _SendsDirectly(AbstractConnection):
+    """redis-py sends under `asyncio.wait_for`, which before Python 3.12 may swallow the cancellation of the task that
+    sends (cpython #86296), and makes a task of its own for each command. The same limit without it."""
+
+    async def send_packed_command(self, command: Command, check_health: bool = True) -> None:
+        timeout_s, self.socket_timeout = self.socket_timeout, None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await super().send_packed_command(command, check_health)
+        except builtins.TimeoutError as error:
+            raise TimeoutError("Timeout writing to socket") from error
+        finally:
+            self.socket_timeout = timeout_s
+
+
+class _Tcp(_SendsDirectly, Connection):
+    pass
+
+
+class _Tls(_SendsDirectly, SSLConnection):
+    pass
+
+
+class _Unix(_SendsDirectly, UnixDomainSocketConnection):
+    pass
+
+
+_SENDING_DIRECTLY: dict[type[AbstractConnection], type[AbstractConnection]] = {
+    Connection: _Tcp,
+    SSLConnection: _Tls,
+    UnixDomainSocketConnection: _Unix,
+}
 
 
 def _retry(retries: int) -> Retry:

@@ -33,5 +33,4 @@ async def ready(request: Request) -> JSONResponse:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    gateway = gateway_of(request)
-    return Response(await exposition(gateway.client, gateway.metrics), media_type=CONTENT_TYPE_LATEST)
+    return Response(await exposition(gateway_of(request)), media_type=CONTENT_TYPE_LATEST)

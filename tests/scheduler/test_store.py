@@ -1,5 +1,6 @@
 """Connections: what they survive, when they give up, and what `durable` means."""
 
+import asyncio
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -101,3 +102,20 @@ async def test_durable_speaks_for_the_writes_of_other_connections(server: Server
 async def test_a_server_without_a_log_is_not_durable(server: Server, client: Redis) -> None:
     await server.start("--appendonly", "no")
     assert await store.durable(client) is False
+
+
+async def test_a_task_that_talks_to_the_store_can_be_cancelled_at_any_moment(redis_client: Redis) -> None:
+    async def talk() -> None:
+        while True:
+            await redis_client.get("key")
+
+    await redis_client.ping()
+    for moment in range(300):
+        task = asyncio.create_task(talk())
+        for _ in range(moment % 13):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=2)
+        if not done:
+            task.cancel()
+        assert done, "a cancellation was swallowed"
