@@ -1,0 +1,145 @@
+"""Builds the engine that a configuration describes, on what the machine has, and logs what was chosen."""
+
+from typing import Any
+
+import structlog
+import torch
+from torch import nn
+
+from engine.config import EngineConfig, EngineStartError
+from engine.device import choose_device, choose_dtype, free_bytes
+from engine.engine_thread import EngineThread
+from engine.interface import Engine, EngineInfo, blocks_for
+from engine.kv_cache import KVCache, LayerShape, block_bytes
+from engine.layer_probe import LayerSpec, probe_layers
+from engine.model_loader import context_limit, eos_token_ids, load_config, load_model
+from engine.model_runner import ModelRunner
+from engine.torch_engine import TorchEngine
+
+_CPU_SHARE = 0.25  # of the free memory, for KV
+_CUDA_SHARE = 0.92  # of what the weights and the largest step leave
+_DEFAULT_MAX_MODEL_LEN = 4096  # for a model that names no limit
+_ATTENTION_BACKEND = "matrix products (decode), SDPA (prefill)"
+_GIB = 1 << 30
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """The engine on a thread of its own. Raises `EngineStartError`."""
+    return EngineThread(build_torch_engine(config))
+
+
+def build_torch_engine(config: EngineConfig) -> TorchEngine:
+    """The engine that steps in the caller's thread, as calibration wants it. Raises `EngineStartError`."""
+    _check_sizes(config)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    hf_config = load_config(config)
+    wanted_len = _wanted_model_len(config, context_limit(hf_config))
+    model = load_model(config, hf_config, dtype, device)
+    specs, step_bytes = _measure(model, hf_config, config, device)
+    layers = [spec.shape for spec in specs]
+    num_blocks = _num_blocks(config, wanted_len, block_bytes(layers, config.block_size, dtype), step_bytes, device)
+    cache = _make_cache(layers, num_blocks, config.block_size, dtype, device)
+    info = EngineInfo(
+        model_path=config.model,
+        max_model_len=_fitting_model_len(config, wanted_len, num_blocks),
+        vocab_size=hf_config.get_text_config(decoder=True).vocab_size,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_step_tokens=config.max_step_tokens,
+        eos_token_ids=eos_token_ids(model, hf_config),
+        device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        attention_backend=_ATTENTION_BACKEND,
+    )
+    _log(info, hf_config, block_bytes(layers, config.block_size, dtype))
+    return TorchEngine(info, ModelRunner(model, cache, [spec.window for spec in specs], device))
+
+
+def _check_sizes(config: EngineConfig) -> None:
+    for name in ("block_size", "max_num_seqs", "max_step_tokens", "max_model_len", "kv_cache_bytes", "num_threads"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise EngineStartError(f"{name} is {value}: it must be at least 1")
+
+
+def _wanted_model_len(config: EngineConfig, limit: int | None) -> int:
+    """What was asked for, if the model can do it, else the model's own limit."""
+    if config.max_model_len is None:
+        return limit or _DEFAULT_MAX_MODEL_LEN
+    if config.max_model_len < 2:
+        raise EngineStartError("max_model_len is 1: there is no room for a prompt and a token")
+    if limit is not None and config.max_model_len > limit:
+        raise EngineStartError(f"max_model_len is {config.max_model_len} and the model's context {limit} tokens")
+    return config.max_model_len
+
+
+def _measure(
+    model: nn.Module, hf_config: Any, config: EngineConfig, device: torch.device
+) -> tuple[list[LayerSpec], int]:
+    """What the layers need, and the bytes that the largest step takes besides weights and KV (CUDA only:
+    on a CPU the share of memory that KV does not get is ample)."""
+    if device.type == "cpu":
+        return probe_layers(model, hf_config, num_tokens=1, num_rows=1), 0
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    num_rows = min(config.max_num_seqs, config.max_step_tokens)
+    specs = probe_layers(model, hf_config, config.max_step_tokens, num_rows)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return specs, peak
+
+
+def _num_blocks(config: EngineConfig, model_len: int, one_block: int, step_bytes: int, device: torch.device) -> int:
+    """As many as were asked for in bytes; else what is free on CUDA, and on a CPU what `max_num_seqs` full
+    sequences take, within a share of what is free."""
+    free = free_bytes(device) - step_bytes
+    if config.kv_cache_bytes is not None:
+        budget = config.kv_cache_bytes
+        if budget > free:
+            raise EngineStartError(f"kv_cache_bytes is {budget / _GIB:.1f} GiB and {free / _GIB:.1f} GiB are free")
+    elif device.type == "cuda":
+        budget = int(_CUDA_SHARE * free)
+    else:
+        all_full = config.max_num_seqs * blocks_for(model_len, config.block_size) * one_block
+        budget = min(all_full, int(_CPU_SHARE * free))
+    if budget < one_block:
+        raise EngineStartError(f"not enough memory: a KV block takes {one_block} bytes and {budget} are to be had")
+    return budget // one_block
+
+
+def _fitting_model_len(config: EngineConfig, model_len: int, num_blocks: int) -> int:
+    """Every sequence must be able to end: none may grow longer than the whole cache."""
+    room = num_blocks * config.block_size
+    if config.max_model_len is not None and room < model_len:
+        raise EngineStartError(f"not enough memory: the KV cache holds {room} tokens and max_model_len is {model_len}")
+    if room < 2:
+        raise EngineStartError("not enough memory: the KV cache holds a single token")
+    return min(model_len, room)
+
+
+def _make_cache(
+    layers: list[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    try:
+        return KVCache(layers, num_blocks, block_size, dtype, device)
+    except (torch.OutOfMemoryError, MemoryError, OSError) as error:
+        raise EngineStartError(f"not enough memory for {num_blocks} KV blocks") from error
+
+
+def _log(info: EngineInfo, hf_config: Any, one_block: int) -> None:
+    structlog.get_logger(__name__).info(
+        "engine ready",
+        model=info.model_path,
+        architecture=type(hf_config).__name__.removesuffix("Config"),
+        device=info.device,
+        dtype=info.dtype,
+        attention=info.attention_backend,
+        max_model_len=info.max_model_len,
+        kv_blocks=info.num_blocks,
+        block_size=info.block_size,
+        kv_cache_mib=round(info.num_blocks * one_block / (1 << 20)),
+        cpu_threads=torch.get_num_threads(),
+    )

@@ -1,0 +1,134 @@
+"""A small scheduler that is easy to see through: it runs sequences to their end, by rules the test passes in."""
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.interface import (
+    EngineInfo,
+    FinishReason,
+    NewSequence,
+    Preempt,
+    PreemptionMode,
+    Run,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
+
+
+class Stepper(Protocol):
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def step(self, plan: StepPlan) -> StepResult: ...
+
+
+@dataclass
+class Driven:
+    """One sequence as the driver knows it."""
+
+    new: NewSequence
+    output: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    held_by: PreemptionMode | None = None
+    finish_reason: FinishReason | None = None
+    failure: str | None = None
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.new.prompt_token_ids) + len(self.output) - self.num_computed
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None
+
+
+Chunking = Callable[[Driven], int]
+Preemption = Callable[[Driven], PreemptionMode | None]
+
+
+def make_new(seq_id: str, prompt: Iterable[int], **sampling: object) -> NewSequence:
+    params: dict[str, object] = {"max_tokens": 8, "temperature": 0.0, **sampling}
+    return NewSequence(seq_id, tuple(prompt), SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def drive(
+    engine: Stepper,
+    news: Iterable[NewSequence],
+    chunk: Chunking = lambda s: s.num_uncomputed,
+    preempt: Preemption = lambda s: None,
+    arrivals_a_step: int | None = None,
+    after_step: Callable[[StepResult], None] = lambda result: None,
+) -> dict[str, Driven]:
+    """Run `news` to their end. A preempted sequence sits out one step at least and is then resumed."""
+    waiting = list(news)
+    driven: dict[str, Driven] = {}
+    for step_id in range(10_000):
+        live = [s for s in driven.values() if not s.is_over]
+        if not waiting and not live:
+            return driven
+        started, waiting = waiting[:arrivals_a_step], waiting[len(waiting[:arrivals_a_step]) :]
+        plan = _plan(engine.info, step_id, live, started, chunk, preempt)
+        driven.update({new.seq_id: Driven(new) for new in started})
+        _mark(driven, plan)
+        result = engine.step(plan)
+        _take_in(driven, result)
+        after_step(result)
+    raise AssertionError("the sequences do not end")
+
+
+def _plan(
+    info: EngineInfo,
+    step_id: int,
+    live: list[Driven],
+    started: list[NewSequence],
+    chunk: Chunking,
+    preempt: Preemption,
+) -> StepPlan:
+    resumed = [s for s in live if s.held_by is not None]
+    victims = {s.new.seq_id: mode for s in live if s.held_by is None and (mode := preempt(s))}
+    runnable = [s for s in live if s.new.seq_id not in victims] + [Driven(new) for new in started]
+    budget, runs = info.max_step_tokens, []
+    for s in runnable:
+        recomputed = s.held_by is PreemptionMode.RECOMPUTE
+        known = Driven(s.new, s.output, 0 if recomputed else s.num_computed)
+        num_tokens = min(budget, known.num_uncomputed, max(1, chunk(known)))
+        if num_tokens:
+            runs.append(Run(s.new.seq_id, num_tokens))
+            budget -= num_tokens
+    return StepPlan(
+        step_id,
+        preempt=tuple(Preempt(seq_id, mode) for seq_id, mode in victims.items()),
+        resume=tuple(s.new.seq_id for s in resumed),
+        start=tuple(started),
+        run=tuple(runs),
+    )
+
+
+def _mark(driven: dict[str, Driven], plan: StepPlan) -> None:
+    for seq_id in plan.resume:
+        driven[seq_id].held_by = None
+    for victim in plan.preempt:
+        driven[victim.seq_id].held_by = victim.mode
+        if victim.mode is PreemptionMode.RECOMPUTE:
+            driven[victim.seq_id].num_computed = 0
+
+
+def _take_in(driven: dict[str, Driven], result: StepResult) -> None:
+    for output in result.outputs:
+        s = driven[output.seq_id]
+        s.num_computed = output.num_computed_tokens
+        s.output += output.token_ids
+        s.finish_reason = output.finish_reason
+    for failure in result.failures:
+        driven[failure.seq_id].failure = failure.reason
+
+
+def random_preemption(rng: random.Random, probability: float, *modes: PreemptionMode) -> Preemption:
+    return lambda s: rng.choice(modes) if rng.random() < probability else None
+
+
+def random_chunks(rng: random.Random, longest: int) -> Chunking:
+    return lambda s: rng.randint(1, longest)

@@ -1,0 +1,183 @@
+"""What an engine becomes from a configuration, and one clear sentence where it cannot."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BertConfig,
+    DeepseekV3Config,
+    DogeConfig,
+    FalconConfig,
+    LlamaConfig,
+    MambaConfig,
+    Qwen3NextConfig,
+    T5Config,
+)
+
+from engine.config import EngineConfig, EngineStartError
+from engine.device import choose_device, choose_dtype
+from engine.factory import build_engine, build_torch_engine
+from engine.interface import Run, StepPlan
+from tests.engine.conftest import MakeEngine
+from tests.engine.drive import drive, make_new
+from tests.engine.models import CONFIGS
+
+
+def write_config(directory: Path, config: Any) -> str:
+    config.save_pretrained(directory)
+    return str(directory)
+
+
+def make_config(model: str, **changes: Any) -> EngineConfig:
+    return EngineConfig(model, **{"load_format": "dummy", "device": "cpu", "max_num_seqs": 4, **changes})
+
+
+def refusal(config: EngineConfig) -> str:
+    with pytest.raises(EngineStartError) as caught:
+        build_torch_engine(config)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_info_says_what_was_built(make_engine: MakeEngine) -> None:
+    info = make_engine("llama", max_model_len=64, max_step_tokens=33).info
+    assert (info.max_model_len, info.vocab_size, info.block_size, info.max_step_tokens) == (64, 97, 4, 33)
+    assert info.num_blocks == 16 * 64 // 4  # every one of max_num_seqs at full length
+    assert (info.device, info.dtype) == ("cpu", "float32")
+    assert info.preemption_modes == ("pause", "recompute")
+    assert info.eos_token_ids == ()
+
+
+def test_the_models_context_is_the_default(make_engine: MakeEngine) -> None:
+    assert make_engine("llama").info.max_model_len == 128
+    assert make_engine("gpt2").info.max_model_len == 128
+
+
+def test_dummy_weights_need_only_a_config_and_are_the_same_for_a_seed(tmp_path: Path) -> None:
+    model = write_config(tmp_path, CONFIGS["llama"]())
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+    state = torch.random.get_rng_state()
+    outputs = [
+        drive(build_torch_engine(make_config(model, seed=seed)), [make_new("a", range(1, 9))])["a"].output
+        for seed in (1, 1, 2)
+    ]
+    assert outputs[0] == outputs[1] != outputs[2]
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+async def test_build_engine_serves_through_the_protocol(tmp_path: Path) -> None:
+    engine = build_engine(make_config(write_config(tmp_path, CONFIGS["llama"]())))
+    try:
+        engine.submit(StepPlan(1, start=(make_new("a", [1, 2, 3]),), run=(Run("a", 3),)))
+        (output,) = (await engine.collect()).outputs
+        assert (output.num_computed_tokens, len(output.token_ids)) == (3, 1)
+    finally:
+        engine.close()
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    assert "does not exist" in refusal(make_config(str(tmp_path / "none")))
+    assert "does not exist" in refusal(make_config("./no/such/model"))
+
+
+def test_a_directory_without_a_config(tmp_path: Path) -> None:
+    assert "no config.json" in refusal(make_config(str(tmp_path)))
+
+
+def test_a_config_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    assert str(tmp_path) in refusal(make_config(str(tmp_path)))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-thing"}))
+    assert "no-such-thing" in refusal(make_config(str(tmp_path)))
+
+
+def test_a_directory_without_weights(tmp_path: Path) -> None:
+    model = write_config(tmp_path, CONFIGS["llama"]())
+    assert model in refusal(make_config(model, load_format="auto"))
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
+UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
+    # known from the configuration
+    "Falcon": (lambda: FalconConfig(), "AttentionInterface"),
+    "Mamba": (lambda: MambaConfig(), "linear_attention"),
+    "T5": (lambda: T5Config(), "no causal language model"),
+    "Bart": (lambda: BartConfig(), "encoder"),
+    "Qwen3Next": (lambda: Qwen3NextConfig(), "linear_attention"),
+    # known from what its attention asks for
+    "Bert": (lambda: BertConfig(**SMALL), "not causal"),
+    "Doge": (lambda: DogeConfig(**SMALL), "biases of its own"),
+    "DeepseekV3": (
+        lambda: DeepseekV3Config(**SMALL, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1),
+        "differ in shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_an_unsupported_architecture_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    make, reason = UNSUPPORTED[name]
+    message = refusal(make_config(write_config(tmp_path, make())))
+    assert f"architecture {name}" in message
+    assert reason in message
+
+
+def test_too_little_memory(tmp_path: Path) -> None:
+    model = write_config(tmp_path, CONFIGS["llama"]())
+    assert "not enough memory" in refusal(make_config(model, kv_cache_bytes=100))
+    assert "not enough memory" in refusal(make_config(model, kv_cache_bytes=4096, max_model_len=128))
+    assert "kv_cache_bytes" in refusal(make_config(model, kv_cache_bytes=1 << 50))
+    huge = LlamaConfig(hidden_size=65536, intermediate_size=262144, num_hidden_layers=100, num_attention_heads=512)
+    assert "not enough memory: the weights take" in refusal(make_config(write_config(tmp_path, huge)))
+
+
+def test_a_small_cache_shortens_the_default_context(tmp_path: Path) -> None:
+    engine = build_torch_engine(make_config(write_config(tmp_path, CONFIGS["llama"]()), kv_cache_bytes=8192))
+    assert engine.info.max_model_len == engine.info.num_blocks * 16 < 128
+
+
+def test_absurd_sizes(tmp_path: Path) -> None:
+    model = write_config(tmp_path, CONFIGS["llama"]())
+    assert "context 128 tokens" in refusal(make_config(model, max_model_len=129))
+    assert "no room" in refusal(make_config(model, max_model_len=1))
+    assert "max_step_tokens is 0" in refusal(make_config(model, max_step_tokens=0))
+    assert "max_model_len is -5" in refusal(make_config(model, max_model_len=-5))
+
+
+def test_positions_that_would_depend_on_company_are_out_of_reach(tmp_path: Path) -> None:
+    """Such a model turns all positions by other angles once one sequence of the step is long."""
+    config = CONFIGS["llama"]()
+    config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 48,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    engine = build_torch_engine(make_config(write_config(tmp_path, config)))
+    assert engine.info.max_model_len == 48
+
+
+def test_devices_and_number_formats() -> None:
+    cpu = torch.device("cpu")
+    assert choose_device("cpu") == cpu
+    assert choose_dtype("float16", cpu) is torch.float16
+    assert choose_dtype("auto", cpu) in (torch.bfloat16, torch.float32)
+    for device in ("abacus", "mps", "cuda:99"):
+        with pytest.raises(EngineStartError, match=device):
+            choose_device(device)
+    with pytest.raises(EngineStartError, match="int3"):
+        choose_dtype("int3", cpu)
