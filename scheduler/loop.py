@@ -89,7 +89,8 @@ class SchedulerLoop:
             for task in (steps, publisher, *background):
                 task.cancel()
             await asyncio.gather(steps, publisher, *background, return_exceptions=True)
-        await self._queue.release(self._core.release_all())
+        self._core.release_all()
+        await self._queue.requeue_worker(self._identity.worker_id)  # also what a claim cut short has taken
         await self._registry.withdraw(self._identity.worker_id)
 
     def drain(self) -> None:

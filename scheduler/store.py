@@ -8,7 +8,7 @@ import asyncio
 import builtins
 from collections.abc import Iterable
 
-from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
@@ -18,6 +18,7 @@ from scheduler.queue import keys
 
 CONNECT_TIMEOUT_S = 2.0
 REPLY_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 32  # of a process; a burst of commands waits for its turn instead of failing
 HEALTH_CHECK_S = 15  # a connection idle for longer is tried with a PING before it carries a command
 RETRIES = 10  # about two seconds: a restarting server is back by then
 FOREVER = -1
@@ -32,8 +33,10 @@ def connect(url: str) -> Redis:
     A command whose answer was lost is sent again: callers send only what may happen twice.
     """
     tcp_only = {} if url.startswith("unix:") else {"socket_keepalive": True}
-    client = Redis.from_url(
+    pool = BlockingConnectionPool.from_url(
         url,
+        max_connections=MAX_CONNECTIONS,
+        timeout=REPLY_TIMEOUT_S,
         protocol=2,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         socket_timeout=REPLY_TIMEOUT_S,
@@ -41,9 +44,8 @@ def connect(url: str) -> Redis:
         retry=_retry(RETRIES),
         **tcp_only,
     )
-    pool = client.connection_pool
     pool.connection_class = _SENDING_DIRECTLY[pool.connection_class]
-    return client
+    return Redis.from_pool(pool)
 
 
 def blocking(client: Redis) -> Redis:

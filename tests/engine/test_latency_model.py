@@ -38,7 +38,9 @@ def decodes_only(rng: random.Random) -> list[tuple[int, int]]:
     return [(1, 300)] * 32
 
 
-def teach(model: StepTimeModel, truth: StepCost, steps: int, mix: Mix = mixed, noise: float = 0.05, seed: int = 1) -> None:
+def teach(
+    model: StepTimeModel, truth: StepCost, steps: int, mix: Mix = mixed, noise: float = 0.05, seed: int = 1
+) -> None:
     rng = random.Random(seed)
     for _ in range(steps):
         runs = mix(rng)
@@ -62,7 +64,7 @@ async def test_it_learns_the_modeled_engine_from_its_steps() -> None:
     model, rng = StepTimeModel(), random.Random(3)
     known: dict[str, tuple[int, int]] = {}  # id: (computed, tokens)
     for step in range(400):
-        start = ()
+        start: tuple[NewSequence, ...] = ()
         if step % 3 == 0 and len(known) < 40:
             start = (NewSequence(f"s{step}", (5,) * rng.randint(16, 600), SamplingParams(max_tokens=MAX_LEN)),)
             known[f"s{step}"] = (0, len(start[0].prompt_token_ids))

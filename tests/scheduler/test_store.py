@@ -119,3 +119,8 @@ async def test_a_task_that_talks_to_the_store_can_be_cancelled_at_any_moment(red
         if not done:
             task.cancel()
         assert done, "a cancellation was swallowed"
+
+
+async def test_a_burst_of_commands_waits_for_a_connection(redis_client: Redis) -> None:
+    counts = await asyncio.gather(*(redis_client.incr("burst") for _ in range(1000)))
+    assert sorted(counts) == list(range(1, 1001))
