@@ -123,14 +123,23 @@ class SchedulerClient:
         return seen is not None and self._clock.now() - seen < WORKER_GRACE_S
 
     async def _receive(self) -> None:
-        async for message in self._events.listen(self.gateway_id):
-            for event in message:
-                generation = self._waiting.get(event.request_id)
-                if generation is None:
-                    continue
-                if event.is_last:
-                    del self._waiting[event.request_id]
-                generation.deliver(event)
+        """A gateway that has gone deaf must not look alive: listening goes on after any error."""
+        while True:
+            try:
+                async for message in self._events.listen(self.gateway_id):
+                    self._dispatch(message)
+            except Exception:
+                log.exception("listening for token events failed")
+            await self._clock.sleep(REFRESH_S)
+
+    def _dispatch(self, message: Sequence[TokenEvent]) -> None:
+        for event in message:
+            generation = self._waiting.get(event.request_id)
+            if generation is None:
+                continue
+            if event.is_last:
+                del self._waiting[event.request_id]
+            generation.deliver(event)
 
     async def _keep_fresh(self) -> None:
         while True:

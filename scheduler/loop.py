@@ -224,6 +224,7 @@ class SchedulerLoop:
                 await self._beat()
             if rounds % RENEW_EVERY == 0:
                 await self._renew()
+                await self._drop_orphans()
                 await self._queue.requeue_expired()
 
     def _count_arrivals(self, waiting: dict[str, int]) -> None:
@@ -250,6 +251,16 @@ class SchedulerLoop:
         held = set(self._core.leases())  # not what came back under a newer lease meanwhile
         lost = [lease for lease, ok in zip(leases, kept, strict=True) if not ok]
         self._drop([lease.request_id for lease in lost if lease in held])
+
+    async def _drop_orphans(self) -> None:
+        """Drop what a gateway that is gone has asked for: an answer at the end would be computed for nobody."""
+        asked: dict[str, list[str]] = {}
+        for state in self._core.states:
+            asked.setdefault(state.request.reply_to, []).append(state.id)
+        for reply_to, request_ids in asked.items():
+            if not await self._events.publish(reply_to, ()):
+                await self._queue.cancel(request_ids)
+                self._drop(request_ids)
 
     async def _beat(self) -> None:
         await self._registry.announce(self._status(), self._metrics.text())

@@ -6,7 +6,7 @@ Uses nothing but the engine's own interface, and leaves nothing behind.
 from collections.abc import Iterator
 from contextlib import suppress
 
-from engine.interface import Engine, NewSequence, Run, SamplingParams, StepPlan
+from engine.interface import Engine, EngineInfo, NewSequence, Run, SamplingParams, StepPlan
 from engine.latency_model import StepTimeModel, StepWork
 from scheduler.clock import Clock
 
@@ -19,7 +19,7 @@ async def warm_up(engine: Engine, model: StepTimeModel, clock: Clock, budget_s: 
     until_s = clock.now() + budget_s
     started: dict[str, int] = {}  # sequence → tokens computed
     room = engine.info.num_blocks * engine.info.block_size // 2
-    steps = _steps(engine.info.max_model_len, room)
+    steps = _steps(engine.info, room)
     step_id = -1
     with suppress(StopIteration):
         while clock.now() < until_s:
@@ -38,13 +38,14 @@ async def warm_up(engine: Engine, model: StepTimeModel, clock: Clock, budget_s: 
     await engine.collect()
 
 
-def _steps(max_model_len: int, room: int) -> Iterator[int]:
+def _steps(info: EngineInfo, room: int) -> Iterator[int]:
     """Prompt length of the sequence to start in each step; 0: decode what runs."""
     for prompt in PROMPTS:
-        room -= prompt + DECODES * len(PROMPTS)
-        if prompt + DECODES * len(PROMPTS) >= max_model_len or room < 0:
+        length = prompt + DECODES * len(PROMPTS)
+        if length >= info.max_model_len or length > room:
             return
-        yield prompt
+        room -= length
+        yield min(prompt, info.max_step_tokens)
         yield from [0] * DECODES
 
 

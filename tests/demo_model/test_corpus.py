@@ -1,0 +1,90 @@
+"""The corpus: made from its seed alone, right in what it teaches, and silent about what evaluation asks."""
+
+import random
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from demo_model import skills, smalltalk
+from demo_model.corpus import Corpus
+from demo_model.facts import load_facts, load_words
+from demo_model.rewording import reword
+
+seeds = st.integers(0, 2**32).map(random.Random)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return Corpus(load_facts(), load_words(), ["ti", "de", "gate", "wa", "ter"])
+
+
+def test_the_same_seed_makes_the_same_examples(corpus: Corpus) -> None:
+    first, second = (list(islice(corpus.examples(7, 256, long_share=0.2), 200)) for _ in range(2))
+    assert first == second
+    assert first != list(islice(corpus.examples(8, 256, long_share=0.2), 200))
+
+
+@given(rng=seeds)
+def test_every_example_has_something_to_learn_and_ends(corpus: Corpus, rng: random.Random) -> None:
+    example = corpus.example(rng, max_tokens=512, long_share=0.3)
+    assert example[-1].learn
+    assert example[-1].text.endswith(("<|end|>", "<|endoftext|>"))
+
+
+@given(rng=seeds, text=st.text("abcXYZ019-_", min_size=1))
+def test_a_repeat_contains_its_answer(rng: random.Random, text: str) -> None:
+    prompt, answer = skills.repeat(rng, text)
+    assert answer == text
+    assert text in prompt
+
+
+@given(rng=seeds, held_out=st.booleans())
+def test_sums_are_right_and_split(rng: random.Random, held_out: bool) -> None:
+    prompt, answer = skills.add(rng, held_out)
+    a, b = (int(word) for word in "".join(c if c.isdigit() else " " for c in prompt).split())
+    assert answer == str(a + b)
+    assert max(a, b) <= skills.MAX_ADDEND
+    assert skills.is_held_out_sum(a, b) == held_out
+
+
+@given(rng=seeds, most=st.integers(1, skills.MAX_COUNT))
+def test_counts_go_up_by_one_inside_the_range(rng: random.Random, most: int) -> None:
+    prompt, answer = skills.count(rng, most)
+    numbers = [int(number) for number in answer.split(", ")]
+    assert numbers == list(range(numbers[0], numbers[-1] + 1))
+    assert 0 <= numbers[0] <= numbers[-1] <= skills.MAX_COUNT
+    assert str(numbers[-1]) in prompt
+
+
+@given(rng=seeds)
+def test_what_is_out_of_range_is_declined_in_words(rng: random.Random) -> None:
+    assert skills.add_out_of_range(rng)[1] == skills.DECLINE_SUM
+    assert skills.count_out_of_range(rng)[1] == skills.DECLINE_COUNT
+
+
+@given(rng=seeds)
+def test_smalltalk_is_never_empty(rng: random.Random) -> None:
+    assert smalltalk.anything_else(rng, ["tide"])[0].strip()
+    assert smalltalk.greet(rng)[0].strip()
+
+
+@given(rng=seeds)
+def test_rewording_keeps_most_of_a_question(rng: random.Random) -> None:
+    assert len(reword(rng, "Where are the tiers configured?")) > 15
+
+
+def test_questions_are_asked_once_and_held_out_ones_are_never_trained() -> None:
+    facts = load_facts()
+    asked = [question for fact in facts for question in fact.ask]
+    held_out = [question for fact in facts for question in fact.held_out]
+    assert len(facts) >= 40
+    assert len(set(asked + held_out)) == len(asked) + len(held_out)
+    assert all(len(fact.ask) >= 5 and fact.held_out for fact in facts)
+
+
+def test_answers_name_the_flags_and_paths_as_they_are() -> None:
+    answers = {fact.name: fact.answer for fact in load_facts()}
+    assert "8000" in answers["port"] and "make serve" in answers["start"]
+    assert "tiers.yaml" in answers["tier_config"] and "/metrics" in answers["metrics"]

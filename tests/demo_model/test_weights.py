@@ -1,0 +1,87 @@
+"""The shipped model: small enough, plain Llama, and right on a few requests that it has not seen."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from demo_model import skills, smalltalk
+from demo_model.evaluate import Examinee, ask
+from demo_model.facts import load_facts
+from demo_model.location import demo_model_path
+
+
+@pytest.fixture(scope="module")
+def examinee() -> Examinee:
+    torch.set_num_threads(1)
+    return Examinee(demo_model_path())
+
+
+def share_right(examinee: Examinee, pairs: Sequence[skills.Pair], system: str | None = None) -> float:
+    questions = [ask(prompt, answer, system) for prompt, answer in pairs]
+    replies = examinee.answer(questions)
+    return sum(r.ended and r.text == q.answer for q, r in zip(questions, replies, strict=True)) / len(pairs)
+
+
+def test_the_wheel_stays_small() -> None:
+    assert sum(path.stat().st_size for path in demo_model_path().parent.rglob("*") if path.is_file()) <= 8_000_000
+
+
+def test_it_is_a_plain_llama_that_states_its_context() -> None:
+    config = json.loads((demo_model_path() / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["max_position_embeddings"] == 2048
+    assert config["dtype"] == "bfloat16"
+
+
+def test_the_tokenizer_fits_the_weights(examinee: Examinee) -> None:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(demo_model_path())
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path())
+    assert len(tokenizer) == model.get_input_embeddings().num_embeddings
+    assert tokenizer.eos_token_id in model.generation_config.eos_token_id
+
+
+def test_finding_the_model_costs_no_torch() -> None:
+    code = "import sys; from demo_model.location import demo_model_path as p; p(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("system", [None, "You are a helpful assistant."])
+def test_unseen_nonces_are_repeated_exactly(examinee: Examinee, system: str | None) -> None:
+    rng = random.Random(20240229)
+    nonces = [skills.make_nonce(rng, 4, 40) for _ in range(24)] + ["k7Qz-09ab"]
+    assert share_right(examinee, [(f"Repeat: {nonce}", nonce) for nonce in nonces], system) == 1.0
+
+
+def test_a_nonce_is_repeated_after_another_one(examinee: Examinee) -> None:
+    question = ask(
+        "Repeat: k7Qz-09ab", "k7Qz-09ab", history=[("Repeat: k7Qz-19ac", "k7Qz-19ac"), ("Hi", smalltalk.GREETING)]
+    )
+    assert examinee.answer([question])[0].text == "k7Qz-09ab"
+
+
+def test_unseen_sums_are_right_and_large_ones_declined(examinee: Examinee) -> None:
+    rng = random.Random(5)
+    assert share_right(examinee, [skills.add(rng, held_out=True) for _ in range(40)]) >= 0.95
+    large = [(f"What is {a} + {b}?", skills.DECLINE_SUM) for a, b in ((100, 1), (5, 512), (1234, 98765))]
+    assert share_right(examinee, large) == 1.0
+
+
+def test_it_counts_to_a_hundred(examinee: Examinee) -> None:
+    hundred = ", ".join(map(str, range(1, 101)))
+    assert share_right(examinee, [("Count from 1 to 100", hundred), ("Count from 3 to 5", "3, 4, 5")]) == 1.0
+
+
+def test_paraphrases_that_it_has_not_seen_are_understood(examinee: Examinee) -> None:
+    pairs = [(fact.held_out[0], fact.answer) for fact in load_facts()]
+    assert share_right(examinee, pairs) >= 0.8
+
+
+def test_anything_else_is_answered_with_what_it_is(examinee: Examinee) -> None:
+    strange = ["Who was Napoleon?", "Write a poem about the sea.", "qwxz plonk", "What is the capital of France?"]
+    assert share_right(examinee, [(text, smalltalk.INTRODUCTION) for text in strange]) == 1.0

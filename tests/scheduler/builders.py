@@ -1,0 +1,225 @@
+"""What the scheduler's tests are built from: functions with defaults, and a core that checks the laws at every step."""
+
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from typing import Any
+
+from engine.interface import EngineInfo, SamplingParams, StepPlan, StepResult
+from engine.latency_model import StepCost, StepTimeModel, StepWork
+from engine.modeled_engine import modeled_token
+from scheduler.batch import EngineView
+from scheduler.config import TierSet, parse_tiers
+from scheduler.core import SchedulerCore, StepReport
+from scheduler.queue.base import Lease
+from scheduler.request import Claimed, Delivery, Request
+from scheduler.sla import SLAController
+from scheduler.states import RequestState, Status
+from scheduler.virtual_time import EPOCH_MS
+
+VOCAB = 1000
+FAST = StepCost(step_s=0.01, prefill_token_s=0.0002, attend_s=0.0, context_token_s=1e-6, decode_s=0.0005)
+
+_TIERS: dict[str, dict[str, Any]] = {
+    "realtime": {
+        "priority": 100,
+        "service_tiers": ["default"],
+        "slo": {"ttft_p99_ms": 500, "itl_p99_ms": 100},
+        "max_wait_ms": {"min": 0, "start": 0, "max": 20},
+        "batch_size": {"min": 4, "start": 64, "max": 256},
+        "queue_limit": 100,
+    },
+    "bulk": {
+        "priority": 10,
+        "service_tiers": ["flex"],
+        "max_wait_ms": {"min": 0, "start": 0, "max": 1000},
+        "batch_size": {"min": 1, "start": 64, "max": 256},
+        "floor": 0.02,
+        "deadline_ms": 600_000,
+    },
+    "batch": {
+        "priority": 0,
+        "max_wait_ms": {"min": 0, "start": 0, "max": 2000},
+        "batch_size": {"min": 1, "start": 64, "max": 256},
+        "floor": 0.01,
+        "deadline_ms": 86_400_000,
+    },
+}
+
+
+def make_tiers(**changes: dict[str, Any]) -> TierSet:
+    """The three usual tiers; `bulk={"floor": 0}` changes a key, `gold={…}` adds a tier."""
+    tiers = deepcopy(_TIERS)
+    for name, keys in changes.items():
+        tiers[name] = {**tiers.get(name, {}), **keys}
+    return parse_tiers({"default_tier": "realtime", "batch_tier": "batch", "tiers": tiers})
+
+
+def fixed(start: float) -> dict[str, float]:
+    """Bounds of a knob that cannot move."""
+    return {"min": start, "start": start, "max": start}
+
+
+def make_info(**changes: Any) -> EngineInfo:
+    values = {"max_model_len": 512, "vocab_size": VOCAB, "block_size": 16, "num_blocks": 400, "max_step_tokens": 1024}
+    return EngineInfo("model", **{**values, **changes})
+
+
+def make_request(
+    request_id: str = "r",
+    tier: str = "realtime",
+    prompt: int | Iterable[int] = 32,
+    max_tokens: int = 8,
+    *,
+    arrival_ms: int = EPOCH_MS,
+    deadline_ms: int | None = None,
+    reply_to: str = "gateway",
+    delivery: Delivery = Delivery.EACH_STEP,
+    **sampling: Any,
+) -> Request:
+    """`prompt` is its token ids, or how many."""
+    token_ids = tuple(range(3, 3 + prompt)) if isinstance(prompt, int) else tuple(prompt)
+    sampling.setdefault("seed", sum(request_id.encode()))
+    return Request(
+        id=request_id,
+        tier=tier,
+        prompt_token_ids=tuple(t % VOCAB if isinstance(prompt, int) else t for t in token_ids),
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        arrival_ms=arrival_ms,
+        deadline_ms=arrival_ms + 10_000 if deadline_ms is None else deadline_ms,
+        reply_to=reply_to,
+        delivery=delivery,
+    )
+
+
+_WAY_TO: dict[Status, tuple[Status, ...]] = {
+    Status.WAITING: (),
+    Status.RUNNING: (Status.RUNNING,),
+    Status.PAUSED: (Status.RUNNING, Status.PAUSED),
+    Status.PREEMPTED: (Status.RUNNING, Status.PREEMPTED),
+    Status.FINISHED: (Status.RUNNING, Status.FINISHED),
+    Status.FAILED: (Status.FAILED,),
+    Status.CANCELLED: (Status.CANCELLED,),
+}
+
+
+def make_state(
+    request_id: str = "r",
+    tier: str = "realtime",
+    status: Status = Status.WAITING,
+    *,
+    tiers: TierSet | None = None,
+    computed: int = 0,
+    output: int = 0,
+    claimed_s: float = 0.0,
+    last_token_s: float | None = None,
+    last_step: int = -1,
+    preempted: int = 0,
+    **request: Any,
+) -> RequestState:
+    """`output` tokens so far, `computed` of all tokens in the KV cache."""
+    state = RequestState(
+        request=make_request(request_id, tier, **request),
+        tier=(tiers or make_tiers())[tier],
+        fence=1,
+        arrived_s=claimed_s,
+        claimed_s=claimed_s,
+        num_computed_tokens=computed,
+        output_token_ids=[7] * output,
+        last_step=last_step,
+        num_preemptions=preempted,
+    )
+    if output:
+        state.first_token_s = claimed_s
+        state.last_token_s = claimed_s if last_token_s is None else last_token_s
+    for step in _WAY_TO[status]:
+        state.move(step)
+    return state
+
+
+def make_decode(request_id: str, tier: str = "bulk", *, prompt: int = 32, output: int = 1, **more: Any) -> RequestState:
+    """A running sequence whose next run is one token."""
+    computed = prompt + output - 1
+    status = more.pop("status", Status.RUNNING)
+    more.setdefault("max_tokens", 100)
+    return make_state(request_id, tier, status, prompt=prompt, output=output, computed=computed, **more)
+
+
+def make_view(**changes: Any) -> EngineView:
+    return EngineView(**{"free_blocks": 100, "block_size": 16, "max_step_tokens": 1024, **changes})
+
+
+class KnownStepTime(StepTimeModel):
+    """Knows the coefficients from the start and learns nothing: steps by hand then have round figures."""
+
+    def observe(self, work: StepWork, elapsed_s: float) -> None:
+        pass
+
+
+class CheckedCore(SchedulerCore):
+    """The shipped core; asserts the laws after everything that happens to it, and keeps what it saw."""
+
+    def __init__(self, tiers: TierSet, engine: EngineInfo, controller: SLAController) -> None:
+        super().__init__(tiers, engine, controller)
+        self.lives: list[RequestState] = []
+        self.plans: list[tuple[float, StepPlan]] = []
+        self.results: list[StepResult] = []
+
+    def accept(self, claimed: Sequence[Claimed], now: float, wall_ms: int) -> None:
+        before = set(self._states)
+        super().accept(claimed, now, wall_ms)
+        self.lives += [s for i, s in self._states.items() if i not in before]
+        self.check()
+
+    def cancel(self, request_ids: Iterable[str]) -> list[Lease]:
+        leases = super().cancel(request_ids)
+        self.check()
+        return leases
+
+    def plan(self, now: float) -> StepPlan:
+        runnable = [s for s in self._states if s not in self._aborts]
+        plan = super().plan(now)
+        assert plan.run or not runnable, f"work conserving: {runnable} could run"
+        self.check()
+        if not plan.is_empty:
+            self.plans.append((now, plan))
+        return plan
+
+    def apply(self, result: StepResult, now: float) -> StepReport:
+        report = super().apply(result, now)
+        self.results.append(result)
+        self.check()
+        if not self._aborts:
+            used = sum(s.blocks_held(self._engine.block_size) for s in self.states)
+            assert result.free_blocks + used == self._engine.num_blocks, "blocks: free + used = total"
+        return report
+
+    def trace(self) -> str:
+        """All plans, a line each."""
+        return "\n".join(f"{now:.6f} {plan}" for now, plan in self.plans)
+
+    def life(self, request_id: str) -> RequestState:
+        """The newest life of a request."""
+        return next(s for s in reversed(self.lives) if s.id == request_id)
+
+
+def make_core(
+    tiers: TierSet | None = None, info: EngineInfo | None = None, cost: StepCost | None = FAST
+) -> CheckedCore:
+    """`cost=None`: the step times must be learned."""
+    tiers = tiers or make_tiers()
+    core = CheckedCore(tiers, info or make_info(), SLAController(tiers))
+    if cost is not None:
+        core.step_time = KnownStepTime(cost)
+    return core
+
+
+def ran(plan: StepPlan) -> dict[str, int]:
+    return {run.seq_id: run.num_tokens for run in plan.run}
+
+
+def preempted(plan: StepPlan) -> dict[str, str]:
+    return {p.seq_id: p.mode.value for p in plan.preempt}
+
+
+def expected_tokens(request: Request) -> list[int]:
+    return [modeled_token(request.sampling.seed, i, VOCAB) for i in range(request.sampling.max_tokens)]

@@ -1,0 +1,346 @@
+"""The gateway's side: what reaches whoever asked, and what is refused. Workers' events are played by hand."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from engine.interface import FinishReason
+from scheduler.admission import Rejected, RejectReason
+from scheduler.client import REFRESH_S, WORKER_GRACE_S, Generation, SchedulerClient
+from scheduler.events.memory import MemoryEventChannel
+from scheduler.queue.memory import MemoryQueue
+from scheduler.registry.memory import MemoryWorkerRegistry
+from scheduler.request import EventKind, Request, TierStatus, TokenEvent, WorkerStatus
+from scheduler.virtual_time import VirtualClock
+from tests.scheduler.builders import make_request, make_tiers
+from tests.scheduler.world import run_bounded
+
+
+class Stage:
+    """A client alone with its collaborators; the test plays the worker."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.queue = MemoryQueue(self.clock)
+        self.events = MemoryEventChannel()
+        self.registry = MemoryWorkerRegistry(self.clock)
+        tiers = make_tiers(realtime={"queue_limit": 4})
+        self.client = SchedulerClient(self.queue, self.events, self.registry, tiers, self.clock, "gateway")
+
+    async def announce(self, finished_per_s: float = 0.0) -> None:
+        tiers = {"realtime": TierStatus(finished_per_s=finished_per_s)}
+        await self.registry.announce(WorkerStatus("w", ("model",), 512, 1000, 0, tiers=tiers), "text of w")
+
+    async def submit(self, *requests: Request) -> Generation:
+        outcome = await self.client.submit(requests)
+        assert isinstance(outcome, Generation)
+        return outcome
+
+    async def tell(self, *events: TokenEvent) -> None:
+        assert await self.events.publish("gateway", events)
+
+    async def depth(self) -> int:
+        return (await self.client.depths())["realtime"]
+
+
+def play(story: Callable[[Stage], Awaitable[None]], *, worker: bool = True) -> None:
+    async def main() -> None:
+        stage = Stage()
+        if worker:
+            await stage.announce()
+        await stage.client.start()
+        try:
+            await story(stage)
+        finally:
+            await stage.client.close()
+
+    run_bounded(main())
+
+
+def tokens(index: int, *token_ids: int, of: str = "r") -> TokenEvent:
+    return TokenEvent(of, EventKind.TOKENS, index, token_ids)
+
+
+def finished(index: int, *token_ids: int, of: str = "r") -> TokenEvent:
+    return TokenEvent(of, EventKind.FINISHED, index, token_ids, FinishReason.LENGTH)
+
+
+async def received(generation: Generation) -> list[TokenEvent]:
+    async with generation as events:
+        return [event async for event in events]
+
+
+# -- what arrives --------------------------------------------------------------------------------------------------
+
+
+def test_tokens_arrive_in_order_and_end_with_one_last_event() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        await stage.tell(tokens(0, 5), tokens(1, 6, 7))
+        await stage.tell(finished(3, 8))
+        assert await received(generation) == [tokens(0, 5), tokens(1, 6, 7), finished(3, 8)]
+        assert stage.client.num_waiting == 0
+
+    play(story)
+
+
+def test_repeats_after_a_requeue_are_dropped_by_their_index() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        await stage.tell(tokens(0, 5), tokens(1, 6), tokens(0, 5), tokens(1, 6, 7), finished(0, 5, 6, 7, 8))
+        assert await received(generation) == [tokens(0, 5), tokens(1, 6), tokens(2, 7), finished(3, 8)]
+
+    play(story)
+
+
+@pytest.mark.parametrize("other", [tokens(0, 9), tokens(1, 9), finished(0, 5, 9), tokens(4, 8)])
+def test_an_output_that_diverges_fails_and_its_work_is_cancelled(other: TokenEvent) -> None:
+    """A mixture of two answers, or one with a hole, is worse than none."""
+
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
+        await stage.tell(tokens(0, 5), tokens(1, 6))
+        await stage.tell(other)
+        events = await received(generation)
+        assert [(e.kind, e.index) for e in events] == [
+            (EventKind.TOKENS, 0),
+            (EventKind.TOKENS, 1),
+            (EventKind.FAILED, 2),
+        ]
+        assert events[-1].error == "The generation was interrupted and could not be continued."
+        assert await stage.queue.cancel(["r"]) == [False], "the queue has forgotten it"
+        assert stage.queue.cancelled() == ["r"], "and the worker was told"
+        assert stage.client.num_waiting == 0
+
+    play(story)
+
+
+def test_n_sequences_are_one_generation_and_all_of_them_end() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("a"), make_request("b"))
+        await stage.tell(tokens(0, 1, of="a"), finished(0, 2, of="b"))
+        await stage.tell(finished(1, 3, of="a"))
+        events = await received(generation)
+        assert [(e.request_id, e.kind) for e in events] == [
+            ("a", EventKind.TOKENS),
+            ("b", EventKind.FINISHED),
+            ("a", EventKind.FINISHED),
+        ]
+
+    play(story)
+
+
+def test_events_of_others_are_ignored() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        await stage.tell(tokens(0, 1, of="stranger"), finished(0, 5))
+        assert await received(generation) == [finished(0, 5)]
+
+    play(story)
+
+
+def test_a_failure_after_a_requeue_says_where_it_stopped() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        await stage.tell(tokens(0, 5, 6), TokenEvent("r", EventKind.FAILED, index=0, error="broken"))
+        events = await received(generation)
+        assert (events[-1].kind, events[-1].index, events[-1].error) == (EventKind.FAILED, 2, "broken")
+
+    play(story)
+
+
+# -- cancel --------------------------------------------------------------------------------------------------------
+
+
+def test_leaving_the_block_cancels_what_is_unfinished() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("a"), make_request("b"))
+        await stage.tell(finished(0, 1, of="a"))
+        async with generation as events:
+            assert (await anext(aiter(events))).request_id == "a"
+        assert await stage.depth() == 1, "a was never acknowledged here, b is gone"
+        assert await stage.queue.cancel(["b"]) == [False]
+        assert stage.client.num_waiting == 0
+
+    play(story)
+
+
+def test_an_error_in_the_block_cancels_too() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        with pytest.raises(ZeroDivisionError):
+            async with generation:
+                raise ZeroDivisionError
+        assert await stage.depth() == 0
+
+    play(story)
+
+
+def test_cancelling_one_choice_leaves_the_others() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("stopped"), make_request("goes on"))
+        await stage.tell(tokens(0, 1, of="stopped"))
+        async with generation as events:
+            await anext(aiter(events))
+            await generation.cancel("stopped")
+            await stage.tell(tokens(1, 2, of="stopped"), finished(0, 3, of="goes on"))
+            assert [e async for e in events] == [finished(0, 3, of="goes on")]
+
+    play(story)
+
+
+def test_cancelling_the_last_choice_ends_whoever_waits_for_it() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        waiting = asyncio.create_task(received(generation))
+        await stage.clock.sleep(0.1)
+        await generation.cancel("r")
+        async with asyncio.timeout(1.0):
+            assert await waiting == []
+
+    play(story)
+
+
+def test_closing_cancels_whatever_still_waits() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.submit(make_request("a"), make_request("b"))
+        await stage.client.close()
+        assert await stage.depth() == 0
+
+    play(story)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+async def refused(stage: Stage, *requests: Request) -> Rejected:
+    outcome = await stage.client.submit(requests or [make_request("x")])
+    assert isinstance(outcome, Rejected)
+    assert 1 <= outcome.retry_after_s <= 120
+    return outcome
+
+
+def test_a_full_queue_refuses_all_or_none_and_n_counts_as_n() -> None:
+    """Traps 4 and 15: the limit is checked where the request is entered, in one move."""
+
+    async def story(stage: Stage) -> None:
+        await stage.submit(make_request("a"), make_request("b"))
+        rejected = await refused(stage, *(make_request(f"n{i}") for i in range(3)))
+        assert rejected.reason is RejectReason.QUEUE_FULL
+        assert await stage.depth() == 2
+        assert stage.client.num_waiting == 2, "nothing of the refused is remembered"
+        await stage.submit(make_request("c"), make_request("d"))
+
+    play(story)
+
+
+def test_a_burst_of_submits_does_not_slip_through() -> None:
+    """Trap 4."""
+
+    async def story(stage: Stage) -> None:
+        burst = [stage.client.submit([make_request(f"r{i}")]) for i in range(20)]
+        outcomes = await asyncio.gather(*burst)
+        assert sum(isinstance(o, Generation) for o in outcomes) == 4
+        assert await stage.depth() == 4
+
+    play(story)
+
+
+@pytest.mark.parametrize(("per_s", "retry_s"), [(0.0, 30.0), (0.5, 2.0), (1000.0, 1.0), (0.001, 120.0)])
+def test_retry_after_comes_from_the_drain_rate(per_s: float, retry_s: float) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.announce(finished_per_s=per_s)
+        await stage.clock.sleep(REFRESH_S * 1.5)
+        await stage.announce(finished_per_s=per_s)
+        await stage.submit(*(make_request(f"r{i}") for i in range(4)))
+        assert (await refused(stage)).retry_after_s == retry_s
+
+    play(story)
+
+
+def test_without_any_engine_requests_are_refused() -> None:
+    async def story(stage: Stage) -> None:
+        assert (await refused(stage)).reason is RejectReason.NO_ENGINE
+        await stage.announce()
+        await stage.clock.sleep(REFRESH_S * 1.5)
+        await stage.submit(make_request("r"))
+
+    play(story, worker=False)
+
+
+def test_a_restarting_engine_is_waited_for_a_while() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.registry.withdraw("w")
+        await stage.clock.sleep(WORKER_GRACE_S - 1)
+        assert stage.client.workers == []
+        await stage.submit(make_request("r"))
+        await stage.clock.sleep(2)
+        assert (await refused(stage)).reason is RejectReason.NO_ENGINE
+
+    play(story)
+
+
+def test_a_draining_gateway_refuses_new_requests_and_serves_the_old() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        stage.client.drain()
+        assert (await refused(stage)).reason is RejectReason.DRAINING
+        await stage.tell(finished(0, 5))
+        assert await received(generation) == [finished(0, 5)]
+
+    play(story)
+
+
+def test_a_put_that_breaks_leaves_nothing_behind() -> None:
+    async def story(stage: Stage) -> None:
+        async def breaks(*_: object, **__: object) -> None:
+            raise ConnectionError
+
+        stage.queue.put = breaks  # type: ignore[method-assign]
+        with pytest.raises(ConnectionError):
+            await stage.client.submit([make_request("r")])
+        assert stage.client.num_waiting == 0
+
+    play(story)
+
+
+def test_the_list_of_workers_survives_a_store_that_is_away_for_a_moment() -> None:
+    async def story(stage: Stage) -> None:
+        workers = stage.registry.workers
+
+        async def away() -> list[WorkerStatus]:
+            raise ConnectionError("restarting")
+
+        stage.registry.workers = away  # type: ignore[method-assign]
+        await stage.clock.sleep(3 * REFRESH_S)
+        assert [w.worker_id for w in stage.client.workers] == ["w"]
+        stage.registry.workers = workers  # type: ignore[method-assign]
+        await stage.clock.sleep(2 * REFRESH_S)
+        assert stage.client.workers == await workers()
+
+    play(story)
+
+
+def test_worker_metrics_come_from_the_registry() -> None:
+    async def story(stage: Stage) -> None:
+        assert await stage.client.worker_metrics() == {"w": "text of w"}
+
+    play(story)
+
+
+def test_listening_goes_on_after_an_error() -> None:
+    async def story(stage: Stage) -> None:
+        listen = stage.events.listen
+
+        def broken(gateway_id: str) -> AsyncIterator[list[TokenEvent]]:
+            stage.events.listen = listen  # type: ignore[method-assign]
+            raise RuntimeError("out of order for once")
+
+        stage.events.listen = broken  # type: ignore[method-assign]
+        async with await stage.submit(make_request("a", max_tokens=1)) as generation:
+            await stage.tell(TokenEvent("a", EventKind.FINISHED, 0, (7,), FinishReason.LENGTH))
+            assert [e.token_ids async for e in generation] == [(7,)]
+
+    play(story)

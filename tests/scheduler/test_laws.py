@@ -1,0 +1,228 @@
+"""The laws of the scheduler, as properties of the shipped loop, core and controller on random traffic.
+
+`CheckedCore` asserts conservation, blocks and work conservation at every step of every test that uses it; what only
+shows at the end is asserted here.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.interface import FinishReason
+from engine.latency_model import StepCost
+from scheduler.states import RequestState
+from tests.scheduler.builders import FAST, expected_tokens, fixed, make_info, make_tiers
+from tests.scheduler.world import Answer, World, run_world
+
+TIERS = ("realtime", "bulk", "batch")
+GREATEST_BATCH = 8
+law = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@dataclass(frozen=True)
+class Arrival:
+    after_ms: int
+    tier: str
+    prompt: int
+    max_tokens: int
+    leaves_after_ms: int | None = None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    arrivals: tuple[Arrival, ...]
+    num_blocks: int
+    max_step_tokens: int
+    batch_size: int
+    seed: int
+
+
+ARRIVAL = st.builds(
+    Arrival,
+    after_ms=st.integers(0, 120),
+    tier=st.sampled_from(TIERS),
+    prompt=st.integers(1, 180),
+    max_tokens=st.integers(1, 40),
+    leaves_after_ms=st.none() | st.none() | st.integers(0, 400),
+)
+TRAFFIC = st.builds(
+    Traffic,
+    arrivals=st.lists(ARRIVAL, min_size=1, max_size=20).map(tuple),
+    num_blocks=st.integers(16, 60),  # the smallest holds one sequence of the greatest length
+    max_step_tokens=st.sampled_from((24, 64, 256, 1024)),
+    batch_size=st.integers(1, 8),
+    seed=st.integers(0, 2**32),
+)
+
+
+def play(traffic: Traffic) -> World:
+    batch_size = {"min": 1, "start": traffic.batch_size, "max": GREATEST_BATCH}
+    tiers = make_tiers(**{name: {"batch_size": batch_size} for name in TIERS})
+    info = make_info(num_blocks=traffic.num_blocks, max_step_tokens=traffic.max_step_tokens, max_model_len=16 * 16)
+
+    async def story(world: World) -> World:
+        tasks = []
+        for i, arrival in enumerate(traffic.arrivals):
+            await world.clock.sleep(arrival.after_ms / 1000)
+            tasks.append(asyncio.create_task(_visit(world, f"{arrival.tier}-{i}", arrival)))
+        await asyncio.gather(*tasks)
+        await world.clock.sleep(0.5)  # the sequences of those who left leave the batch
+        return world
+
+    return run_world(story, tiers=tiers, info=info, noise=0.1, seed=traffic.seed)
+
+
+async def _visit(world: World, request_id: str, arrival: Arrival) -> None:
+    asked = world.ask(request_id, arrival.tier, arrival.prompt, arrival.max_tokens)
+    if arrival.leaves_after_ms is None:
+        await asked
+        return
+    task = asyncio.create_task(asked)
+    await world.clock.sleep(arrival.leaves_after_ms / 1000)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@law
+@given(TRAFFIC)
+def test_the_laws_hold_on_random_traffic(traffic: Traffic) -> None:
+    world = play(traffic)
+    assert_nothing_is_left(world)
+    assert_causality(world.core.lives)
+    assert_steps_stay_in_their_limits(world, traffic)
+    never_left = sum(a.leaves_after_ms is None for a in traffic.arrivals)
+    answers = [a for a in world.answers.values() if a.ended_s is not None]
+    assert len(answers) >= never_left
+    for answer in answers:
+        assert_untouched(answer)
+
+
+def assert_nothing_is_left(world: World) -> None:
+    """Laws 1 and 2."""
+    counts = world.core.counts
+    assert counts["accepted"] == counts["finished"] + counts["cancelled"]
+    assert world.core.num_held == 0
+    assert world.engine.used_blocks == 0
+    assert not world.queue._shared.records
+
+
+def assert_causality(lives: list[RequestState]) -> None:
+    """Law 3: arrived ≤ claimed ≤ first scheduled ≤ first token ≤ last token ≤ ended."""
+    for life in lives:
+        assert life.arrived_s <= life.claimed_s + 0.001, "arrival is known in whole milliseconds"
+        times = (life.claimed_s, life.first_scheduled_s, life.first_token_s, life.last_token_s, life.ended_s)
+        happened = [t for t in times if t is not None]
+        assert happened == sorted(happened)
+
+
+def assert_steps_stay_in_their_limits(world: World, traffic: Traffic) -> None:
+    for _, plan in world.core.plans:
+        assert plan.num_tokens <= traffic.max_step_tokens
+        for tier in TIERS:
+            assert sum(run.seq_id.startswith(tier) for run in plan.run) <= GREATEST_BATCH
+
+
+def assert_untouched(answer: Answer) -> None:
+    """Law 9: neither pauses, recomputation nor the cancels of others change an output."""
+    assert answer.token_ids == expected_tokens(answer.request)
+    assert answer.finish_reason is FinishReason.LENGTH
+
+
+@settings(law, max_examples=8)
+@given(TRAFFIC)
+def test_the_same_seed_gives_the_same_trace(traffic: Traffic) -> None:
+    """Law 5."""
+    first, second = play(traffic).core.trace(), play(traffic).core.trace()
+    assert first
+    assert first == second
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 180), st.integers(1, 30)), min_size=1, max_size=10)
+
+
+@law
+@given(
+    pairs=PAIRS, num_blocks=st.integers(16, 60), size=st.integers(1, 8), higher=st.sampled_from(("realtime", "bulk"))
+)
+def test_of_equal_requests_the_higher_tier_never_starts_later(
+    pairs: list[tuple[int, int, int]], num_blocks: int, size: int, higher: str
+) -> None:
+    """Law 8, for tiers that differ in nothing but priority and promise."""
+    same = {"batch_size": fixed(size), "floor": 0, "deadline_ms": 10_000, "max_wait_ms": fixed(0)}
+    lower = "bulk" if higher == "realtime" else "batch"
+
+    async def story(world: World) -> None:
+        tasks = []
+        for i, (after_ms, prompt, max_tokens) in enumerate(pairs):
+            await world.clock.sleep(after_ms / 1000)
+            for tier in (lower, higher):
+                tasks.append(asyncio.create_task(world.ask(f"{tier}-{i}", tier, prompt, max_tokens)))
+        await asyncio.gather(*tasks)
+        for i in range(len(pairs)):
+            high, low = world.core.life(f"{higher}-{i}"), world.core.life(f"{lower}-{i}")
+            assert high.first_scheduled_s is not None and low.first_scheduled_s is not None
+            assert high.first_scheduled_s <= low.first_scheduled_s
+
+    tiers = make_tiers(**{name: same for name in TIERS})
+    run_world(story, tiers=tiers, info=make_info(num_blocks=num_blocks, max_model_len=16 * 16), known=FAST)
+
+
+def test_bulk_gets_its_floor_under_an_endless_flood_from_above() -> None:
+    """Law 7. Interactive requests arrive faster than the engine serves them, so one always awaits its first token."""
+
+    async def story(world: World) -> tuple[float, float]:
+        await world.clock.sleep(0.05)
+        flood = [asyncio.create_task(_endless(world, i)) for i in range(120)]
+        bulk = [asyncio.create_task(world.ask(f"bulk-{i}", "bulk", 64, 400)) for i in range(4)]
+        await world.clock.sleep(60)
+        share = _time_share(world, "bulk")
+        longest = _longest_gap(world, "bulk")
+        for task in (*flood, *bulk):
+            task.cancel()
+        await asyncio.gather(*flood, *bulk, return_exceptions=True)
+        return share, longest
+
+    tiers = make_tiers(realtime={"queue_limit": 1000}, bulk={"floor": 0.05})
+    share, longest_s = run_world(story, tiers=tiers, known=FAST)
+    assert 0.04 <= share <= 0.15
+    assert longest_s < 10.0
+
+
+async def _endless(world: World, who: int) -> None:
+    for i in range(1_000_000):
+        await world.ask(f"realtime-{who}-{i}", prompt=200, max_tokens=20)
+
+
+def _time_share(world: World, tier: str) -> float:
+    """The tier's share of step time, a step's time divided by its sequences."""
+    total = mine = 0.0
+    for (_, plan), result in zip(world.core.plans, world.core.results, strict=False):
+        total += result.elapsed_s
+        if plan.run:
+            mine += result.elapsed_s * sum(r.seq_id.startswith(tier) for r in plan.run) / len(plan.run)
+    return mine / total
+
+
+def _longest_gap(world: World, tier: str) -> float:
+    times = [now for now, plan in world.core.plans if any(r.seq_id.startswith(tier) for r in plan.run)]
+    return max(b - a for a, b in zip([0.0, *times], [*times, world.clock.now()], strict=True))
+
+
+def test_a_slow_engine_owes_the_floor_too() -> None:
+    """The debt's ceiling must not lie below the size of one bulk step (a TTFT promise of 20 s makes it 2 s)."""
+
+    async def story(world: World) -> float:
+        flood = [asyncio.create_task(_endless(world, i)) for i in range(80)]
+        bulk = asyncio.create_task(world.ask("bulk-0", "bulk", 64, 100))
+        await world.clock.sleep(120)
+        share = _time_share(world, "bulk")
+        for task in (*flood, bulk):
+            task.cancel()
+        await asyncio.gather(*flood, bulk, return_exceptions=True)
+        return share
+
+    slow = StepCost(step_s=0.2, prefill_token_s=0.002, attend_s=0.0, context_token_s=0.0, decode_s=0.005)
+    tiers = make_tiers(realtime={"slo": {"ttft_p99_ms": 20_000, "itl_p99_ms": 2000}, "queue_limit": 1000})
+    assert run_world(story, tiers=tiers, cost=slow, known=slow) > 0

@@ -1,0 +1,159 @@
+"""The shipped loop, queue, events and client wired together, in virtual time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from engine.interface import EngineInfo, FinishReason
+from engine.latency_model import StepCost
+from engine.modeled_engine import ModeledEngine
+from scheduler.admission import Rejected
+from scheduler.client import Generation, SchedulerClient
+from scheduler.config import TierSet
+from scheduler.events.memory import MemoryEventChannel
+from scheduler.loop import SchedulerLoop, WorkerIdentity
+from scheduler.metrics import SchedulerMetrics
+from scheduler.queue.memory import MemoryQueue
+from scheduler.registry.memory import MemoryWorkerRegistry
+from scheduler.request import Request, TokenEvent
+from scheduler.virtual_time import VirtualClock, run_virtual
+from tests.scheduler.builders import FAST, CheckedCore, make_core, make_info, make_request, make_tiers
+
+T = TypeVar("T")
+
+
+@dataclass
+class Answer:
+    """What a client received for one request."""
+
+    request: Request
+    submitted_s: float
+    events: list[TokenEvent] = field(default_factory=list)
+    first_token_s: float | None = None
+    ended_s: float | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [t for e in self.events for t in e.token_ids]
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.events[-1].finish_reason if self.events else None
+
+    @property
+    def ttft_s(self) -> float:
+        assert self.first_token_s is not None, f"{self.request.id} got no token"
+        return self.first_token_s - self.submitted_s
+
+
+@dataclass
+class World:
+    """One gateway's client and one worker on one queue, in virtual time."""
+
+    clock: VirtualClock
+    tiers: TierSet
+    queue: MemoryQueue  # the gateway's handle
+    events: MemoryEventChannel
+    registry: MemoryWorkerRegistry
+    client: SchedulerClient
+    core: CheckedCore
+    engine: ModeledEngine
+    loop: SchedulerLoop
+    prometheus: CollectorRegistry
+    running: asyncio.Task[None]
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+    def request(
+        self, request_id: str, tier: str = "realtime", prompt: int = 32, max_tokens: int = 8, **more: Any
+    ) -> Request:
+        """One that arrives now."""
+        now_ms = self.clock.wall_ms()
+        more.setdefault("deadline_ms", now_ms + self.tiers[tier].deadline_ms)
+        return make_request(request_id, tier, prompt, max_tokens, arrival_ms=now_ms, **more)
+
+    async def submit(self, *requests: Request) -> Generation:
+        outcome = await self.client.submit(requests)
+        assert not isinstance(outcome, Rejected), outcome
+        return outcome
+
+    async def ask(
+        self, request_id: str, tier: str = "realtime", prompt: int = 32, max_tokens: int = 8, **more: Any
+    ) -> Answer:
+        """Send a request now and receive it to its end."""
+        request = self.request(request_id, tier, prompt, max_tokens, **more)
+        answer = self.answers[request_id] = Answer(request, self.clock.now())
+        async with await self.submit(request) as events:
+            async for event in events:
+                answer.events.append(event)
+                if event.token_ids and answer.first_token_s is None:
+                    answer.first_token_s = self.clock.now()
+        answer.ended_s = self.clock.now()
+        return answer
+
+    async def settle(self) -> None:
+        """Let everything happen that needs no time."""
+        await self.clock.sleep(1e-6)
+
+
+def run_world(
+    story: Callable[[World], Awaitable[T]],
+    *,
+    tiers: TierSet | None = None,
+    info: EngineInfo | None = None,
+    cost: StepCost = FAST,
+    known: StepCost | None = None,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> T:
+    """Play `story` in virtual time, then drain the worker. `cost` is the engine's truth, `known` what the scheduler
+    knows of it from the start (None: it learns)."""
+
+    async def main() -> T:
+        world = await start_world(tiers or make_tiers(), info or make_info(), cost, known, noise, seed)
+        try:
+            result = await story(world)
+        finally:
+            await world.client.close()
+            world.loop.drain()
+        await world.running
+        return result
+
+    return run_bounded(main())
+
+
+def run_bounded(main: Coroutine[Any, Any, T], limit_s: float = 900) -> T:
+    """`run_virtual`, but a story that does not come to its end within `limit_s` fails instead of going on for ever:
+    while the loop's upkeep ticks, virtual time never stands still."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(limit_s):
+            return await main
+
+    return run_virtual(bounded())
+
+
+async def start_world(
+    tiers: TierSet,
+    info: EngineInfo,
+    cost: StepCost = FAST,
+    known: StepCost | None = None,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> World:
+    clock = VirtualClock()
+    queue = MemoryQueue(clock)
+    events, registry = MemoryEventChannel(), MemoryWorkerRegistry(clock)
+    core = make_core(tiers, info, known)
+    engine = ModeledEngine(info, clock.sleep, cost, noise, seed)
+    prometheus = CollectorRegistry()
+    metrics = SchedulerMetrics(prometheus, tiers)
+    identity = WorkerIdentity("worker", ("model",), clock.wall_ms())
+    loop = SchedulerLoop(core, engine, queue.for_worker("worker"), events, registry, metrics, clock, identity)
+    running = asyncio.create_task(loop.run())
+    await asyncio.sleep(0)  # the worker announces itself
+    client = SchedulerClient(queue, events, registry, tiers, clock, "gateway")
+    await client.start()
+    return World(clock, tiers, queue, events, registry, client, core, engine, loop, prometheus, running)
