@@ -5,9 +5,9 @@ engines, clocks or metrics: those meet in `loop`. Conservation holds at every in
 accepted = finished + failed + cancelled + released + held.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from engine.interface import (
     EngineInfo,
@@ -22,40 +22,13 @@ from engine.latency_model import StepTimeModel, StepWork
 from scheduler.batch import EngineView, form_batch
 from scheduler.config import TierSet
 from scheduler.queue.base import Lease
+from scheduler.report import Ended, Sample, StepReport
 from scheduler.request import Claimed, Delivery, EventKind, TokenEvent
 from scheduler.sla import SLAController
 from scheduler.states import RequestState, Status
 
 WATERMARK = 0.02  # of all blocks
 PREFETCH = 4  # claimed beyond the free slots, so that a slot freed in a step is filled in the next
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One observed latency, for metrics and the controller."""
-
-    kind: str  # "ttft" | "itl" | "e2e" | "queue"
-    tier: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    tier: str
-    reason: str  # "stop" | "length" | "failed" | "cancelled"
-    prompt_tokens: int
-    output_tokens: int
-    met_slo: bool
-
-
-@dataclass(slots=True)
-class StepReport:
-    """What one applied step means for the world outside."""
-
-    events: dict[str, list[TokenEvent]] = field(default_factory=lambda: defaultdict(list))
-    leases: list[Lease] = field(default_factory=list)  # done: to be acknowledged
-    samples: list[Sample] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
 
 
 class SchedulerCore:
@@ -191,7 +164,7 @@ class SchedulerCore:
         budgets = self.controller.budgets(states, cost, now)
         plan = form_batch(self._next_step_id, view, self.tiers, states, budgets, now)
         if self._aborts:
-            plan = _with_aborts(plan, tuple(sorted(self._aborts)))
+            plan = replace(plan, abort=tuple(sorted(self._aborts)))
             self._aborts.clear()
         if not plan.is_empty:
             self._next_step_id += 1
@@ -251,28 +224,12 @@ class SchedulerCore:
         index = len(state.output_token_ids)
         state.output_token_ids.extend(output.token_ids)
         if output.token_ids:
-            self._time_tokens(state, now, report)
+            report.samples += state.time_token(now)
         if output.finish_reason is not None:
             self._finish(state, output.finish_reason, index, now, report)
         elif output.token_ids and state.request.delivery is Delivery.EACH_STEP:
             event = TokenEvent(state.id, EventKind.TOKENS, index, output.token_ids)
             report.events[state.request.reply_to].append(event)
-
-    def _time_tokens(self, state: RequestState, now: float, report: StepReport) -> None:
-        tier = state.tier.name
-        if state.first_token_s is None:
-            state.first_token_s = now
-            assert state.first_scheduled_s is not None
-            report.samples.append(Sample("queue", tier, state.first_scheduled_s - state.arrived_s))
-            report.samples.append(Sample("ttft", tier, now - state.arrived_s))
-        else:
-            assert state.last_token_s is not None
-            gap_s = now - state.last_token_s
-            target_ms = state.tier.slo.itl_p99_ms
-            state.gaps += 1
-            state.gaps_missed += target_ms is not None and gap_s * 1000 > target_ms
-            report.samples.append(Sample("itl", tier, gap_s))
-        state.last_token_s = now
 
     def _finish(self, state: RequestState, reason: FinishReason, index: int, now: float, report: StepReport) -> None:
         start = 0 if state.request.delivery is Delivery.AT_END else index
@@ -315,14 +272,3 @@ class SchedulerCore:
         assert used <= self._engine.num_blocks, "blocks"
         need = [blocks_for(s.num_computed_tokens, self._engine.block_size) for s in self.states]
         assert all(n <= self._engine.num_blocks for n in need)
-
-
-def _with_aborts(plan: StepPlan, aborts: tuple[str, ...]) -> StepPlan:
-    return StepPlan(
-        step_id=plan.step_id,
-        abort=aborts,
-        preempt=plan.preempt,
-        resume=plan.resume,
-        start=plan.start,
-        run=plan.run,
-    )

@@ -9,20 +9,19 @@ order); and upkeep (leases, heartbeat, the controller's outer loop).
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import structlog
 
 from engine.interface import Engine, StepPlan, StepResult
 from scheduler.clock import Clock
-from scheduler.core import SchedulerCore, StepReport
+from scheduler.core import SchedulerCore
 from scheduler.events.base import EventChannel
+from scheduler.heartbeat import Heartbeat, WorkerIdentity
 from scheduler.metrics import SchedulerMetrics
 from scheduler.queue.base import Queue
 from scheduler.registry.base import WorkerRegistry
-from scheduler.request import TierStatus, WorkerStatus
+from scheduler.report import StepReport
 from scheduler.sla import UPDATE_S, Load
-from scheduler.states import Status
 
 log = structlog.get_logger()
 
@@ -30,13 +29,6 @@ LEASE_S = 10.0
 RENEW_EVERY = 6  # upkeep rounds
 HEARTBEAT_EVERY = 2
 IDLE_S = 0.5  # the longest sleep of an idle loop: bounds a lost wake-up
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerIdentity:
-    worker_id: str
-    model_names: tuple[str, ...]
-    started_ms: int
 
 
 class SchedulerLoop:
@@ -55,17 +47,15 @@ class SchedulerLoop:
         self._engine = engine
         self._queue = queue
         self._events = events
-        self._registry = registry
         self._metrics = metrics
         self._clock = clock
-        self._identity = identity
+        self._worker_id = identity.worker_id
+        self._heartbeat = Heartbeat(registry, metrics, core, engine.info, identity)
         self._changed = asyncio.Event()  # something for the step loop to look at
         self._room = asyncio.Event()  # something for the intake to claim for
         self._reports: asyncio.Queue[StepReport | None] = asyncio.Queue()
         self._waiting: dict[str, int] = {}
         self._claimed: Counter[str] = Counter()  # since the last look at the depths
-        self._finished: Counter[str] = Counter()
-        self._rate_per_s: dict[str, float] = {}
         self._known_empty = False  # the last claim found less than it asked for; nothing was put since
         self._draining = False
         self._stopped = False
@@ -73,8 +63,8 @@ class SchedulerLoop:
     async def run(self) -> None:
         """Serve until `drain` (or `stop`) has been called and what is held has ended. Any error ends all tasks
         and is raised."""
-        await self._queue.requeue_worker(self._identity.worker_id)
-        await self._beat()
+        await self._queue.requeue_worker(self._worker_id)
+        await self._heartbeat.beat(self._clock.now())
         publisher = asyncio.create_task(self._publish_reports())
         background = [
             asyncio.create_task(self._take_in()),
@@ -90,8 +80,8 @@ class SchedulerLoop:
                 task.cancel()
             await asyncio.gather(steps, publisher, *background, return_exceptions=True)
         self._core.release_all()
-        await self._queue.requeue_worker(self._identity.worker_id)  # also what a claim cut short has taken
-        await self._registry.withdraw(self._identity.worker_id)
+        await self._queue.requeue_worker(self._worker_id)  # also what a claim cut short has taken
+        await self._heartbeat.withdraw()
 
     def drain(self) -> None:
         """Claim nothing more; `run` returns when what is held has ended."""
@@ -146,7 +136,7 @@ class SchedulerLoop:
                 controller.observe_latency(sample.tier, sample.kind, sample.seconds, now)
         for end in report.ended:
             controller.observe_end(end.tier, end.met_slo)
-            self._finished[end.tier] += 1
+            self._heartbeat.count_finished(end.tier)
         if report.events or report.leases:
             self._reports.put_nowait(report)
         self._metrics.record_report(report)
@@ -221,7 +211,7 @@ class SchedulerLoop:
             self._control()
             self._changed.set()  # an idle loop looks again: budgets change with time, too
             if rounds % HEARTBEAT_EVERY == 0:
-                await self._beat()
+                await self._heartbeat.beat(self._clock.now())
             if rounds % RENEW_EVERY == 0:
                 await self._renew()
                 await self._drop_orphans()
@@ -261,35 +251,6 @@ class SchedulerLoop:
             if not await self._events.publish(reply_to, ()):
                 await self._queue.cancel(request_ids)
                 self._drop(request_ids)
-
-    async def _beat(self) -> None:
-        await self._registry.announce(self._status(), self._metrics.text())
-        self._finished.clear()
-
-    def _status(self) -> WorkerStatus:
-        info = self._engine.info
-        interval_s = HEARTBEAT_EVERY * UPDATE_S
-        tiers = {}
-        for tier, output in self._core.controller.outputs(self._clock.now()).items():
-            rate = self._finished[tier] / interval_s
-            self._rate_per_s[tier] = 0.8 * self._rate_per_s.get(tier, rate) + 0.2 * rate
-            tiers[tier] = TierStatus(
-                queued=self._core.count(tier, Status.WAITING),
-                running=self._core.count(tier, Status.RUNNING, Status.PAUSED),
-                batch_size=output.batch_size,
-                max_wait_ms=output.max_wait_s * 1000,
-                finished_per_s=self._rate_per_s[tier],
-            )
-        return WorkerStatus(
-            worker_id=self._identity.worker_id,
-            model_names=self._identity.model_names,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            started_ms=self._identity.started_ms,
-            eos_token_ids=info.eos_token_ids,
-            device=info.device,
-            tiers=tiers,
-        )
 
 
 async def _first_error_or(main: asyncio.Task[None], others: Sequence[asyncio.Task[None]]) -> None:

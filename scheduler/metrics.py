@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from scheduler.config import TierSet
-from scheduler.core import SchedulerCore, StepReport
+from scheduler.core import SchedulerCore
+from scheduler.report import StepReport
 from scheduler.sla import Decision, TierOutputs
 from scheduler.states import Status
 

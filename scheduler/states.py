@@ -8,6 +8,7 @@ from enum import Enum
 
 from engine.interface import blocks_for
 from scheduler.config import Tier
+from scheduler.report import Sample
 from scheduler.request import Request
 
 
@@ -100,6 +101,20 @@ class RequestState:
 
     def blocks_held(self, block_size: int) -> int:
         return blocks_for(self.num_computed_tokens, block_size) if self.is_resident else 0
+
+    def time_token(self, now: float) -> list[Sample]:
+        """A token came at `now`; the latencies that it completes."""
+        tier, last_s = self.tier.name, self.last_token_s
+        self.last_token_s = now
+        if last_s is None:
+            assert self.first_scheduled_s is not None
+            self.first_token_s = now
+            queued_s = self.first_scheduled_s - self.arrived_s
+            return [Sample("queue", tier, queued_s), Sample("ttft", tier, now - self.arrived_s)]
+        target_ms = self.tier.slo.itl_p99_ms
+        self.gaps += 1
+        self.gaps_missed += target_ms is not None and (now - last_s) * 1000 > target_ms
+        return [Sample("itl", tier, now - last_s)]
 
     def met_slo(self) -> bool:
         """TTFT in time, and at most one gap in a hundred too long."""

@@ -22,7 +22,8 @@ from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers
 from scheduler.core import SchedulerCore
 from scheduler.events.redis import RedisEventChannel
-from scheduler.loop import SchedulerLoop, WorkerIdentity
+from scheduler.heartbeat import WorkerIdentity
+from scheduler.loop import SchedulerLoop
 from scheduler.metrics import SchedulerMetrics
 from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry

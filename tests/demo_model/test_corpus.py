@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demo_model import skills, smalltalk
-from demo_model.corpus import Corpus
+from demo_model.corpus import Corpus, Course
 from demo_model.facts import load_facts, load_words
 from demo_model.rewording import reword
 
+COURSE = Course(max_tokens=512, long_share=0.3, long_counts=0.2)
 seeds = st.integers(0, 2**32).map(random.Random)
 
 
@@ -21,14 +22,14 @@ def corpus() -> Corpus:
 
 
 def test_the_same_seed_makes_the_same_examples(corpus: Corpus) -> None:
-    first, second = (list(islice(corpus.examples(7, 256, long_share=0.2), 200)) for _ in range(2))
+    first, second = (list(islice(corpus.examples(7, COURSE), 200)) for _ in range(2))
     assert first == second
-    assert first != list(islice(corpus.examples(8, 256, long_share=0.2), 200))
+    assert first != list(islice(corpus.examples(8, COURSE), 200))
 
 
 @given(rng=seeds)
 def test_every_example_has_something_to_learn_and_ends(corpus: Corpus, rng: random.Random) -> None:
-    example = corpus.example(rng, max_tokens=512, long_share=0.3)
+    example = corpus.example(rng, COURSE)
     assert example[-1].learn
     assert example[-1].text.endswith(("<|end|>", "<|endoftext|>"))
 

@@ -1,6 +1,7 @@
 """Training: batches hold what they should, the short-row attention is attention, and a few steps lower the loss."""
 
 import random
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -10,8 +11,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from demo_model import short_attention
 from demo_model.batches import batches
-from demo_model.corpus import Corpus, Segment
-from demo_model.train import Trainer, build_corpus, build_model, build_tokenizer, lr_scale, save, training_steps
+from demo_model.corpus import Corpus, Course, Segment
+from demo_model.train import (
+    STAGES,
+    Trainer,
+    build_corpus,
+    build_model,
+    build_tokenizer,
+    load,
+    lr_scale,
+    save,
+    training_steps,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +51,7 @@ def test_only_learned_segments_are_labelled(tokenizer: PreTrainedTokenizerFast) 
 
 
 def test_examples_that_are_too_long_are_left_out(tokenizer: PreTrainedTokenizerFast, corpus: Corpus) -> None:
-    stream = batches(corpus.examples(1, 128, long_share=0.5), tokenizer, tokens_per_batch=1024, max_tokens=100)
+    stream = batches(corpus.examples(1, Course(128, long_share=0.5)), tokenizer, tokens_per_batch=1024, max_tokens=100)
     assert all(batch.input_ids.shape[1] <= 128 for batch in islice(stream, 10))
     assert all((batch.input_ids != tokenizer.pad_token_id).sum(1).max() <= 100 for batch in islice(stream, 10))
 
@@ -61,13 +72,13 @@ def test_short_attention_equals_sdpa(tokenizer: PreTrainedTokenizerFast) -> None
 def test_a_few_steps_lower_the_loss(tokenizer: PreTrainedTokenizerFast, corpus: Corpus) -> None:
     torch.manual_seed(0)
     trainer = Trainer(build_model(tokenizer, layers=1, hidden=64))
-    stream = batches(corpus.examples(3, 128, long_share=0.0), tokenizer, tokens_per_batch=1024, max_tokens=128)
+    stream = batches(corpus.examples(3, Course(128, long_share=0.0)), tokenizer, tokens_per_batch=1024, max_tokens=128)
     losses = [trainer.step(batch, lr_scale=1.0) for batch in islice(stream, 24)]
     assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
 
 
 def test_the_schedule_has_every_length_and_ends_at_zero(tokenizer: PreTrainedTokenizerFast, corpus: Corpus) -> None:
-    steps = list(training_steps(corpus, tokenizer, tokens=4096 * 20, seed=0))
+    steps = list(training_steps(corpus, tokenizer, replace(STAGES[0], tokens=4096 * 20), seed=0))
     assert [progress for progress, _ in steps] == [step / 20 for step in range(20)]
     assert steps[0][1].input_ids.shape[1] <= 128
     assert max(batch.input_ids.shape[1] for _, batch in steps) > 512
@@ -91,3 +102,12 @@ def test_made_up_words_come_from_the_vocabulary(corpus: Corpus) -> None:
     words = [corpus.made_up_word(random.Random(seed)) for seed in range(200)]
     assert len(set(words)) > 150
     assert all(word.islower() and word.isascii() for word in words)
+
+
+def test_a_saved_model_trains_on_from_where_it_was(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = build_model(tokenizer, layers=1, hidden=64)
+    save(model, tokenizer, tmp_path / "model")
+    again = load(tmp_path / "model")
+    for (name, before), after in zip(model.named_parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(after, before.to(torch.bfloat16).float(), msg=name)

@@ -12,8 +12,9 @@ from prometheus_client import CollectorRegistry
 from gateway.metrics import GatewayMetrics
 from gateway.ops import render
 from scheduler.config import load_tiers
-from scheduler.core import Ended, Sample, SchedulerCore, StepReport
+from scheduler.core import SchedulerCore
 from scheduler.metrics import SchedulerMetrics
+from scheduler.report import Ended, Sample, StepReport
 from scheduler.sla import Decision, TierOutputs
 from scheduler.states import Status
 

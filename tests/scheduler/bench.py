@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from engine.interface import StepPlan
 from engine.latency_model import StepCost
 from engine.modeled_engine import ModeledEngine
-from scheduler.core import StepReport
+from scheduler.report import StepReport
 from scheduler.request import Claimed, Request, TokenEvent
 from scheduler.virtual_time import EPOCH_MS
 from tests.scheduler.builders import FAST, CheckedCore, make_core

@@ -9,8 +9,9 @@ from engine.latency_model import StepCost, StepTimeModel, StepWork
 from engine.modeled_engine import modeled_token
 from scheduler.batch import EngineView
 from scheduler.config import TierSet, parse_tiers
-from scheduler.core import SchedulerCore, StepReport
+from scheduler.core import SchedulerCore
 from scheduler.queue.base import Lease
+from scheduler.report import StepReport
 from scheduler.request import Claimed, Delivery, Request
 from scheduler.sla import SLAController
 from scheduler.states import RequestState, Status

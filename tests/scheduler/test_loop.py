@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from engine.interface import EngineDead, StepPlan
-from scheduler.loop import IDLE_S, LEASE_S, RENEW_EVERY, SchedulerLoop, WorkerIdentity
+from scheduler.heartbeat import WorkerIdentity
+from scheduler.loop import IDLE_S, LEASE_S, RENEW_EVERY, SchedulerLoop
 from scheduler.queue.base import Lease
 from scheduler.request import Claimed, Delivery, EventKind, TokenEvent
 from scheduler.sla import UPDATE_S

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from scheduler.core import Ended, Sample, StepReport
 from scheduler.metrics import SchedulerMetrics
+from scheduler.report import Ended, Sample, StepReport
 from scheduler.sla import Decision
 from tests.scheduler.builders import make_tiers
 from tests.scheduler.world import World, run_world

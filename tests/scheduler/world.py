@@ -14,7 +14,8 @@ from scheduler.admission import Rejected
 from scheduler.client import Generation, SchedulerClient
 from scheduler.config import TierSet
 from scheduler.events.memory import MemoryEventChannel
-from scheduler.loop import SchedulerLoop, WorkerIdentity
+from scheduler.heartbeat import WorkerIdentity
+from scheduler.loop import SchedulerLoop
 from scheduler.metrics import SchedulerMetrics
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry

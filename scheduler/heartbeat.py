@@ -1,0 +1,83 @@
+"""A worker's sign of life: who it is, what it holds, how fast it drains, and its metrics as text.
+
+Knows the registry and what to tell it; decides nothing. Without it, a worker counts as dead after a few seconds.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from engine.interface import EngineInfo
+from scheduler.core import SchedulerCore
+from scheduler.metrics import SchedulerMetrics
+from scheduler.registry.base import WorkerRegistry
+from scheduler.request import TierStatus, WorkerStatus
+from scheduler.sla import TierOutputs
+from scheduler.states import Status
+
+SMOOTHING = 0.2  # weight of the newest interval in the drain rate
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    worker_id: str
+    model_names: tuple[str, ...]
+    started_ms: int
+
+
+class Heartbeat:
+    """Announces one worker; keeps the drain rates that admission computes its Retry-After from."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        metrics: SchedulerMetrics,
+        core: SchedulerCore,
+        engine: EngineInfo,
+        identity: WorkerIdentity,
+    ) -> None:
+        self._registry = registry
+        self._metrics = metrics
+        self._core = core
+        self._engine = engine
+        self._identity = identity
+        self._finished: Counter[str] = Counter()  # since the last beat
+        self._rate_per_s: dict[str, float] = {}
+        self._last_s: float | None = None
+
+    def count_finished(self, tier: str) -> None:
+        self._finished[tier] += 1
+
+    async def beat(self, now: float) -> None:
+        interval_s = max(now - self._last_s, 1e-3) if self._last_s is not None else 1.0
+        self._last_s = now
+        outputs = self._core.controller.outputs(now)
+        tiers = {tier: self._tier(tier, outputs[tier], interval_s) for tier in outputs}
+        self._finished.clear()
+        await self._registry.announce(self._status(tiers), self._metrics.text())
+
+    async def withdraw(self) -> None:
+        await self._registry.withdraw(self._identity.worker_id)
+
+    def _tier(self, tier: str, output: TierOutputs, interval_s: float) -> TierStatus:
+        rate = self._finished[tier] / interval_s
+        before = self._rate_per_s.get(tier, rate)
+        self._rate_per_s[tier] = (1 - SMOOTHING) * before + SMOOTHING * rate
+        return TierStatus(
+            queued=self._core.count(tier, Status.WAITING),
+            running=self._core.count(tier, Status.RUNNING, Status.PAUSED),
+            batch_size=output.batch_size,
+            max_wait_ms=output.max_wait_s * 1000,
+            finished_per_s=self._rate_per_s[tier],
+        )
+
+    def _status(self, tiers: dict[str, TierStatus]) -> WorkerStatus:
+        return WorkerStatus(
+            worker_id=self._identity.worker_id,
+            model_names=self._identity.model_names,
+            max_model_len=self._engine.max_model_len,
+            vocab_size=self._engine.vocab_size,
+            started_ms=self._identity.started_ms,
+            eos_token_ids=self._engine.eos_token_ids,
+            device=self._engine.device,
+            tiers=tiers,
+        )

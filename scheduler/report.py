@@ -1,0 +1,36 @@
+"""What one step means for the world outside: events to send, leases to acknowledge, latencies to record.
+
+Plain data, made by the core, taken apart by the loop; it knows neither queues nor metrics.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from scheduler.queue.base import Lease
+from scheduler.request import TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One observed latency, for metrics and the controller."""
+
+    kind: str  # "ttft" | "itl" | "e2e" | "queue"
+    tier: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    tier: str
+    reason: str  # "stop" | "length" | "failed" | "cancelled"
+    prompt_tokens: int
+    output_tokens: int
+    met_slo: bool
+
+
+@dataclass(slots=True)
+class StepReport:
+    events: dict[str, list[TokenEvent]] = field(default_factory=lambda: defaultdict(list))  # by gateway
+    leases: list[Lease] = field(default_factory=list)  # done: to be acknowledged
+    samples: list[Sample] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
