@@ -89,7 +89,7 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         clock=clock,
         gateway_id=gateway_id,
     )
-    names = settings.served_model_name
+    names = settings.model_names
     metrics = GatewayMetrics()
     tokenizer = load_tokenizer(settings)
     completions = CompletionService(client, clock, tokenizer, metrics, names)
@@ -114,18 +114,18 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
 def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
     """The model's; for dummy weights without one, the demo model's. Raises `NoTokenizer`."""
     try:
-        return Tokenizer.load(settings.model)
+        return Tokenizer.load(settings.model_path)
     except (OSError, ValueError) as error:
         if settings.load_format == "dummy":
             return Tokenizer.load(str(demo_model_path()))
         reason = str(error).splitlines()[0]
-        raise NoTokenizer(f"no tokenizer can be loaded from {settings.model}: {reason}") from error
+        raise NoTokenizer(f"no tokenizer can be loaded from {settings.model_path}: {reason}") from error
 
 
 async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
     clock = SystemClock()
-    tiers = load_tiers(settings.tiers)
-    redis = store.connect(settings.redis_url)
+    tiers = load_tiers(settings.tiers_path)
+    redis = store.connect(str(settings.redis_url))
     app = build_gateway(settings, redis, tiers, clock)
     config = uvicorn.Config(
         app,

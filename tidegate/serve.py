@@ -27,7 +27,7 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
     """Serve until SIGTERM or SIGINT; the exit code."""
     with contextlib.ExitStack() as cleanup:
         try:
-            load_tiers(settings.tiers)
+            load_tiers(settings.tiers_path)
             parts = []
             if not settings.redis_url:
                 valkey = cleanup.enter_context(EmbeddedValkey(settings.data_dir))
@@ -44,7 +44,7 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
 def _worker(settings: ServeSettings) -> Part:
     named = settings.model_copy(update={"worker_id": WORKER_ID})
     argv = _command("worker", named, WorkerSettings)
-    return Part("worker", Stage.WORKER, argv, ready=_worker_alive(settings.redis_url))
+    return Part("worker", Stage.WORKER, argv, ready=_worker_alive(str(settings.redis_url)))
 
 
 def _gateway(settings: ServeSettings) -> Part:
@@ -93,7 +93,7 @@ class _Answering:
 def _say_ready(settings: ServeSettings) -> Callable[[], None]:
     def say() -> None:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        names = ", ".join(settings.served_model_name)
+        names = ", ".join(settings.model_names)
         print(f"Tidegate serves {names} at http://{host}:{settings.port}/v1", flush=True)
 
     return say

@@ -5,10 +5,10 @@ Knows names, types and defaults; starts nothing. The tiers have a file of their 
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -44,18 +44,21 @@ class CommonSettings(BaseSettings):
         cli_implicit_flags=True,
         cli_hide_none_type=True,
         cli_avoid_json=True,
+        cli_parse_none_str="unset",
         protected_namespaces=(),
     )
 
-    model: str = Field(default="", description="transformers directory or hub id; unset: the shipped demo model")
-    served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
-        default=(), description="name or names that clients use (default: the model's)"
+    model: str | None = Field(default=None, description="transformers directory or hub id; unset: the demo model")
+    served_model_name: Annotated[list[str] | None, NoDecode] = Field(
+        default=None, description="name or names that clients use; unset: the model's"
     )
     load_format: Literal["auto", "dummy"] = Field(
-        default="auto", description="dummy: random weights in the shape of MODEL's config, for benchmarks"
+        default="auto", description="dummy: random weights in the shape of the model's config, for benchmarks"
     )
-    tiers: Path = Field(default_factory=shipped_tiers, description="the tiers file")
-    redis_url: str = Field(default="", description="redis://… or unix://…; unset: `serve` runs its own Valkey")
+    tiers: Path | None = Field(default=None, description="the tiers file; unset: the shipped tiers.yaml")
+    redis_url: str | None = Field(
+        default=None, description="redis://… or unix://…; unset: `serve` runs a Valkey of its own"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
     drain_s: float = Field(default=30.0, ge=0, description="how long running requests may take to end on a stop")
@@ -63,17 +66,23 @@ class CommonSettings(BaseSettings):
     @field_validator("served_model_name", mode="before")
     @classmethod
     def _split_names(cls, value: Any) -> Any:
-        parts = [value] if isinstance(value, str) else value
-        return tuple(n.strip() for part in parts for n in str(part).split(",") if n.strip())
+        parts = [value] if isinstance(value, str) else value or []
+        return [name.strip() for part in parts for name in str(part).split(",") if name.strip()] or None
 
-    @model_validator(mode="after")
-    def _fill_in_model(self) -> Self:
-        names = self.served_model_name or (
-            (self.model.rstrip("/").rsplit("/", 1)[-1],) if self.model else (DEMO_MODEL,)
-        )
-        object.__setattr__(self, "served_model_name", names)
-        object.__setattr__(self, "model", self.model or str(demo_model_path()))
-        return self
+    @property
+    def model_path(self) -> str:
+        return self.model or str(demo_model_path())
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What clients call the model; the first is the main one."""
+        if self.served_model_name:
+            return tuple(self.served_model_name)
+        return (self.model.rstrip("/").rsplit("/", 1)[-1],) if self.model else (DEMO_MODEL,)
+
+    @property
+    def tiers_path(self) -> Path:
+        return self.tiers or shipped_tiers()
 
     @classmethod
     def settings_customise_sources(
@@ -93,9 +102,9 @@ class CommonSettings(BaseSettings):
         flags: list[str] = []
         for name in kind.model_fields:
             value = getattr(self, name)
-            if value is None or value == () or value == "":
+            if value is None:
                 continue
-            text = ",".join(value) if isinstance(value, tuple) else str(value)
+            text = ",".join(value) if isinstance(value, list) else str(value)
             flags += [f"--{name.replace('_', '-')}", text]
         return tuple(flags)
 
@@ -103,7 +112,7 @@ class CommonSettings(BaseSettings):
 class WorkerSettings(CommonSettings):
     """The engine and its scheduler: `tidegate worker`."""
 
-    worker_id: str = Field(default="", description="unique among workers; unset: host name and process id")
+    worker_id: str | None = Field(default=None, description="unique among workers; unset: host name and process id")
     device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; auto: CUDA where there is one")
     dtype: str = Field(default="auto", description="float32, bfloat16, float16; auto: bfloat16 where it is fast")
     max_model_len: int | None = Field(default=None, ge=2, description="tokens of prompt and output together")

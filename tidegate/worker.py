@@ -42,7 +42,7 @@ def run_worker(settings: WorkerSettings) -> int:
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside every counter
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        tiers = load_tiers(settings.tiers)
+        tiers = load_tiers(settings.tiers_path)
         engine = _start_engine(settings)
     except (EngineStartError, TierConfigError) as error:
         log.error("the worker cannot start", reason=str(error))
@@ -62,7 +62,7 @@ def _start_engine(settings: WorkerSettings) -> Engine:
     from engine.factory import build_engine  # torch: only a worker pays for it
 
     config = EngineConfig(
-        model=settings.model,
+        model=settings.model_path,
         load_format=settings.load_format,
         dtype=settings.dtype,
         device=settings.device,
@@ -78,7 +78,7 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> in
     clock = SystemClock()
     core = SchedulerCore(tiers, engine.info, SLAController(tiers))
     await warm_up(engine, core.step_time, clock)
-    redis = store.connect(settings.redis_url)
+    redis = store.connect(str(settings.redis_url))
     loop = build_loop(settings, core, engine, redis, tiers, clock)
     _drain_on_signals(loop, settings.drain_s)
     log.info("the worker serves", step_cost=str(core.step_time.cost()))
@@ -103,7 +103,7 @@ def build_loop(
         registry=RedisWorkerRegistry(redis),
         metrics=SchedulerMetrics(CollectorRegistry(), tiers),
         clock=clock,
-        identity=WorkerIdentity(worker_id, settings.served_model_name, clock.wall_ms()),
+        identity=WorkerIdentity(worker_id, settings.model_names, clock.wall_ms()),
     )
 
 

@@ -1,0 +1,85 @@
+"""Where a setting comes from, and what a child process is told."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from tidegate.cli import main
+from tidegate.settings import (
+    CONFIG_VARIABLE,
+    DEMO_MODEL,
+    GatewaySettings,
+    ServeSettings,
+    SettingsError,
+    WorkerSettings,
+    check_file,
+    shipped_tiers,
+)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+
+
+def test_the_defaults_serve_the_demo_model_with_the_shipped_tiers() -> None:
+    settings = ServeSettings()
+    assert settings.model_names == (DEMO_MODEL,)
+    assert (settings.host, settings.port) == ("127.0.0.1", 8000)
+    assert settings.tiers_path == shipped_tiers()
+    assert Path(settings.model_path).is_dir()
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tidegate.yaml"
+    file.write_text("port: 1\nhost: 0.0.0.0\nmax_body_mb: 3\n")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(file))
+    monkeypatch.setenv("TIDEGATE_PORT", "2")
+    monkeypatch.setenv("TIDEGATE_HOST", "::1")
+    settings = CliApp.run(ServeSettings, cli_args=["--port", "3"])
+    assert (settings.port, settings.host, settings.max_body_mb) == (3, "::1", 3)
+
+
+@pytest.mark.parametrize("given", [["a,b"], ["a", "b"], ["a", " b "]])
+def test_several_names_for_one_model(given: list[str]) -> None:
+    assert ServeSettings(served_model_name=given).model_names == ("a", "b")
+
+
+def test_a_model_is_called_by_its_last_name() -> None:
+    assert ServeSettings(model="/models/Qwen3-8B/").model_names == ("Qwen3-8B",)
+    assert ServeSettings(model="Qwen/Qwen3-8B").model_names == ("Qwen3-8B",)
+
+
+@pytest.mark.parametrize("kind", [GatewaySettings, WorkerSettings])
+def test_a_child_reads_back_what_its_parent_was_given(kind: type[GatewaySettings | WorkerSettings]) -> None:
+    parent = ServeSettings(
+        served_model_name=["a", "b"], model="/m", redis_url="unix:///x", threads=3, port=9, drain_s=2
+    )
+    child = CliApp.run(kind, cli_args=list(parent.flags(kind)))
+    assert {name: getattr(child, name) for name in kind.model_fields} == {
+        name: getattr(parent, name) for name in kind.model_fields
+    }
+
+
+def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tidegate.yaml"
+    file.write_text("prot: 1\n")
+    with pytest.raises(SettingsError, match="prot"):
+        check_file(file)
+
+
+@pytest.mark.parametrize("wrong", [{"port": 70000}, {"load_format": "gguf"}, {"threads": 0}, {"max_model_len": 1}])
+def test_values_out_of_range_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        ServeSettings(**wrong)
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["sevre"])
+    assert ended.value.code == 2
+    assert "sevre" in capsys.readouterr().err
