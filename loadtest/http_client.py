@@ -130,11 +130,15 @@ async def send(target: Target, path: str, body: bytes, outcome: Outcome, streame
 
 async def _exchange(target: Target, factory: Callable[[], _Exchange], outcome: Outcome) -> None:
     loop = asyncio.get_running_loop()
+    protocol = factory()
     try:
-        transport, protocol = await loop.create_connection(factory, target.host, target.port)
+        transport, _ = await loop.create_connection(lambda: protocol, target.host, target.port)
     except OSError as error:
         outcome.error = f"cannot connect: {error.strerror or error}"
         return
+    except asyncio.CancelledError:
+        protocol.done.cancel()  # the connection that is dropped now is nobody's failure
+        raise
     try:
         await protocol.done
     finally:
