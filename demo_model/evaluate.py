@@ -1,0 +1,182 @@
+"""Measures the demo model as it is served, in bf16: `python -m demo_model.evaluate [DIR]` prints a row for each skill.
+
+Everything asked here is unseen: fresh nonces and phrases, sums and paraphrases that training leaves out, another seed.
+Knows what the right answers are. Does not know how the model came about.
+"""
+
+import argparse
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from demo_model import skills, smalltalk
+from demo_model.facts import load_facts
+from demo_model.location import demo_model_path
+from demo_model.train import build_corpus
+
+TOKENS_AT_ONCE = 16384  # prompt and answer, padding included
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A conversation that ends with the user, its one right answer, and the room that the answer gets."""
+
+    messages: Messages
+    answer: str
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the model said, and whether it ended its turn by itself."""
+
+    text: str
+    ended: bool
+
+
+class Examinee:
+    """The model under test and its tokenizer, loaded from a directory in bf16."""
+
+    def __init__(self, directory: Path) -> None:
+        disable_progress_bar()
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+        self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+        self._model.eval()
+
+    def answer(self, questions: Sequence[Question], temperature: float = 0.0) -> list[Reply]:
+        """Answer in batches of like length, left-padded; greedily at temperature 0."""
+        prompts = [
+            self.tokenizer.apply_chat_template(q.messages, add_generation_prompt=True, tokenize=False)
+            for q in questions
+        ]
+        lengths = [len(ids) for ids in self.tokenizer(prompts, add_special_tokens=False)["input_ids"]]
+        order = sorted(range(len(questions)), key=lambda i: lengths[i] + questions[i].max_new_tokens)
+        replies: dict[int, Reply] = {}
+        for group in _groups(order, lambda i: lengths[i] + questions[i].max_new_tokens):
+            room = max(questions[i].max_new_tokens for i in group)
+            replies |= zip(group, self._generate([prompts[i] for i in group], room, temperature), strict=True)
+        return [replies[i] for i in range(len(questions))]
+
+    def _generate(self, prompts: list[str], max_new_tokens: int, temperature: float) -> Iterator[Reply]:
+        inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        with torch.inference_mode():
+            output = self._model.generate(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=max_new_tokens,
+                **sampling,
+            )
+        end_ids = set(self._model.generation_config.eos_token_id)
+        for row in output[:, inputs["input_ids"].shape[1] :].tolist():
+            ended = any(token in end_ids for token in row)
+            yield Reply(self.tokenizer.decode(row, skip_special_tokens=True), ended)
+
+
+def _groups(order: Sequence[int], cost: Callable[[int], int]) -> Iterator[list[int]]:
+    group: list[int] = []
+    for i in order:
+        if group and (len(group) + 1) * cost(i) > TOKENS_AT_ONCE:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+def ask(prompt: str, answer: str, system: str | None = None, history: Sequence[skills.Pair] = ()) -> Question:
+    """A question after an optional system prompt and earlier turns."""
+    messages: Messages = [{"role": "system", "content": system}] if system is not None else []
+    for asked, answered in history:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    messages.append({"role": "user", "content": prompt})
+    return Question(messages, answer, max_new_tokens=len(answer) + 8)
+
+
+def examinations(
+    tokenizer: PreTrainedTokenizerBase, rng: random.Random, size: int
+) -> Iterator[tuple[str, list[Question]]]:
+    """Each row of the table: its name and its questions, `size` nonces and a part of that of the rest."""
+    corpus = build_corpus(tokenizer)
+    part = max(1, size // 5)
+
+    def filler(tokens: int) -> str:
+        return str(tokenizer.decode(tokenizer(corpus.filler(rng, 2 * tokens), verbose=False)["input_ids"][:tokens]))
+
+    def nonce() -> str:
+        return skills.make_nonce(rng, min_length=4, max_length=40)
+
+    def history(turns: int) -> list[skills.Pair]:
+        return [corpus.task(rng) for _ in range(turns)]
+
+    nonces = [nonce() for _ in range(size)]
+    yield "nonces", [ask(f"Repeat: {text}", text) for text in nonces]
+    yield "nonces, worded in many ways", [ask(*skills.repeat(rng, nonce())) for _ in range(part)]
+    yield (
+        "nonces after a system prompt",
+        [ask(f"Repeat: {text}", text, system="You are a helpful assistant.") for text in nonces[:part]],
+    )
+    yield (
+        "nonces after 1-4 turns",
+        [ask(f"Repeat: {text}", text, history=history(rng.randint(1, 4))) for text in nonces[:part]],
+    )
+    for length in (300, 800, 1500, 1900):
+        before = [filler(length) for _ in range(max(1, part // 5))]
+        questions = [ask(f"{text}\n\nRepeat: {nonce}", nonce) for text, nonce in zip(before, nonces, strict=False)]
+        yield f"nonces after {length} tokens of text", questions
+        questions = [ask(f"Repeat: {nonce}", nonce, system=text) for text, nonce in zip(before, nonces, strict=False)]
+        yield f"nonces after a system prompt of {length}", questions
+    phrases = [corpus.phrase(rng, max_words=8) for _ in range(part)]
+    yield "words and phrases", [ask(f"Repeat: {text}", text) for text in phrases]
+    yield "held-out sums", [ask(*skills.add(rng, held_out=True)) for _ in range(part)]
+    yield "sums out of range", [ask(*skills.add_out_of_range(rng)) for _ in range(part)]
+    yield "counts", [ask(*skills.count(rng, max_numbers=40)) for _ in range(part)]
+    yield (
+        "counts of 100 to 200 numbers",
+        [
+            ask(f"Count from {first} to {first + length}", ", ".join(map(str, range(first, first + length + 1))))
+            for first, length in ((1, 99), (0, 100), (50, 100), (1, 149), (1, 199), (0, 200))
+        ],
+    )
+    yield "counts out of range", [ask(*skills.count_out_of_range(rng)) for _ in range(part // 2)]
+    yield "greetings and thanks", [ask(*smalltalk.greet(rng)) for _ in range(part // 4)]
+    yield "anything else", [ask(*smalltalk.anything_else(rng, corpus.words)) for _ in range(part)]
+    yield "questions as trained", [ask(question, fact.answer) for fact in load_facts() for question in fact.ask]
+    paraphrases = [(question, fact.answer) for fact in load_facts() for question in fact.held_out]
+    yield "held-out paraphrases", [ask(*pair) for pair in paraphrases]
+    yield "held-out paraphrases after 2 turns", [ask(*pair, history=history(2)) for pair in paraphrases]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Measure the demo model on what it has not seen.")
+    parser.add_argument("directory", type=Path, nargs="?", default=demo_model_path())
+    parser.add_argument("--size", type=int, default=1000, help="nonces; the other rows have a part of that")
+    parser.add_argument("--seed", type=int, default=12345)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--show-wrong", type=int, default=0, help="wrong answers to print for each row")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    examinee = Examinee(args.directory)
+    ended = total = 0
+    for name, questions in examinations(examinee.tokenizer, random.Random(args.seed), args.size):
+        replies = examinee.answer(questions, args.temperature)
+        wrong = [(q, r) for q, r in zip(questions, replies, strict=True) if not (r.ended and r.text == q.answer)]
+        right = len(questions) - len(wrong)
+        print(f"{name:<40} {right:>5} of {len(questions):<5} {right / len(questions):7.1%}", flush=True)
+        for question, reply in wrong[: args.show_wrong]:
+            print(f"    asked  {question.messages[-1]['content'][-80:]!r}")
+            print(f"    wanted {question.answer!r}\n    got    {reply.text!r}")
+        ended += sum(reply.ended for reply in replies)
+        total += len(replies)
+    print(f"{'ended by themselves':<40} {ended:>5} of {total:<5} {ended / total:7.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The facts that the demo model knows, and the words that it has seen: the two data files of the corpus as objects.
+
+Knows the form of `facts.yaml` and `words.txt`. Does not know how they are put into training examples.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One answer, the questions that training shows for it, and paraphrases that only evaluation asks."""
+
+    name: str
+    answer: str
+    ask: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+
+def load_facts() -> tuple[Fact, ...]:
+    """All facts in the order of the file. Raises KeyError if one lacks a field."""
+    text = (Path(__file__).parent / "facts.yaml").read_text(encoding="utf-8")
+    return tuple(
+        Fact(name, fact["answer"], tuple(fact["ask"]), tuple(fact["held_out"]))
+        for name, fact in yaml.safe_load(text).items()
+    )
+
+
+def load_words() -> tuple[str, ...]:
+    """Ordinary English words, each once, in the order of the file."""
+    text = (Path(__file__).parent / "words.txt").read_text(encoding="utf-8")
+    return tuple(dict.fromkeys(text.split()))

@@ -1,0 +1,80 @@
+"""The demo model's tokenizer: byte-level BPE of 1,024 tokens, and the chat template.
+
+Merges stay inside plain words. Digits, punctuation, spaces and every character of a mixed word (`k7Qz-09ab`) are tokens
+of their own: then a nonce is always copied character by character, and a sum is always added digit by digit.
+Knows text and tokens. Does not know what the model is taught.
+"""
+
+from collections.abc import Iterable
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+VOCAB_SIZE = 1024
+MAX_CONTEXT = 2048
+END_OF_TEXT, SYSTEM, USER, ASSISTANT, END_OF_TURN, PAD = (
+    "<|endoftext|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+    "<|pad|>",
+)
+SPECIAL_TOKENS = (END_OF_TEXT, SYSTEM, USER, ASSISTANT, END_OF_TURN, PAD)
+
+# A plain word stands free of digits, hyphens, underscores and non-ASCII letters, and at most its first letter is in
+# upper case; anything else is split into single characters.
+_PLAIN_WORD_OR_CHARACTER = r"(?<![\w-])[A-Z]?[a-z]+(?![\w-])|[\s\S]"
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+  {%- if message.role == 'system' or message.role == 'developer' -%}
+    {{- '<|system|>' -}}
+  {%- elif message.role == 'user' -%}
+    {{- '<|user|>' -}}
+  {%- elif message.role == 'assistant' -%}
+    {{- '<|assistant|>' -}}
+  {%- else -%}
+    {{- raise_exception("The demo model reads system, developer, user and assistant, not '" ~ message.role ~ "'.") -}}
+  {%- endif -%}
+  {%- if message.content is string -%}
+    {{- message.content -}}
+  {%- elif message.content is defined and message.content is not none -%}
+    {{- raise_exception("The demo model reads only text: the content of a message must be a string.") -}}
+  {%- endif -%}
+  {{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- '<|assistant|>' -}}
+{%- endif -%}
+"""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """Learn the merges from `texts`. Deterministic: the same texts give the same tokenizer."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PLAIN_WORD_OR_CHARACTER), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TURN,
+        pad_token=PAD,
+        additional_special_tokens=[SYSTEM, USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MAX_CONTEXT,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,217 @@
+"""Trains the demo model: `python -m demo_model.train` makes demo_model/weights from nothing but this package.
+
+About 25 minutes on one CPU core. Rows grow during training: skills are learned on short rows, which are cheap, and
+carried over to long ones at the end; a second stage polishes what was weakest. Muon moves the matrices, AdamW the
+embeddings and norms; matmuls are bf16, master weights fp32.
+Knows the model's shape and the schedule. Does not know what is taught (corpus.py) or whether it worked (evaluate.py).
+"""
+
+import argparse
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from demo_model import short_attention, skills, smalltalk
+from demo_model.batches import Batch, batches
+from demo_model.corpus import LONG, MIDDLE, POLISH, SHORT, Corpus, Course
+from demo_model.facts import load_facts, load_words
+from demo_model.location import demo_model_path
+from demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, MAX_CONTEXT, VOCAB_SIZE, train_tokenizer
+
+TOKENS_PER_BATCH = 4096
+MUON_LR = 4e-3
+ADAMW_LR = 3e-3
+WARMUP = 0.02  # share of the steps
+DECAY = 0.5  # share of the steps over which the learning rate falls to zero
+LONGEST_SHORT_ROW = 512
+REPORT_EVERY_S = 20.0
+# The final norm is scaled by this, which divides every sampling temperature by it: a model so small is taught one
+# answer to each request, and should give it at the default temperature of 1 too. A power of two is exact in bf16.
+SHARPENING = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of training with a learning rate schedule of its own: courses with their shares of its steps.
+
+    A stage starts with fresh optimizers from the saved model of the stage before, so that it can be run alone.
+    """
+
+    tokens: int
+    peak: float  # share of the peak learning rates above
+    courses: tuple[tuple[float, Course], ...]
+
+
+# Many small steps: with three times the tokens a step, copying had not begun after 2 M tokens.
+STAGES = (
+    Stage(14_000_000, 1.0, ((0.65, SHORT), (0.2, MIDDLE), (0.15, LONG))),
+    Stage(4_000_000, 0.4, ((1.0, POLISH),)),
+)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Learn the tokenizer from the facts, the wording of the skills and the list of words."""
+    texts = [text for fact in load_facts() for text in (*[fact.answer] * 3, *fact.ask)]
+    texts += [skills.DECLINE_SUM, skills.DECLINE_COUNT, smalltalk.INTRODUCTION, smalltalk.GREETING] * 3
+    texts += ["Repeat", "repeat", "Please", "please", "Count", "count", "Say", "Echo", "exactly"] * 20
+    return train_tokenizer([*texts, *load_words()])
+
+
+def build_corpus(tokenizer: PreTrainedTokenizerFast) -> Corpus:
+    """The corpus whose made-up words are built from this tokenizer's pieces."""
+    pieces = sorted(piece for piece in tokenizer.get_vocab() if piece.isascii() and piece.isalpha() and piece.islower())
+    return Corpus(load_facts(), load_words(), pieces)
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, layers: int = 4, hidden: int = 128) -> LlamaForCausalLM:
+    """A plain Llama with fresh fp32 weights; two query heads share a KV head."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        head_dim=32,
+        max_position_embeddings=MAX_CONTEXT,
+        initializer_range=0.06,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+class Trainer:
+    """Owns the weights and both optimizers; one `step` is one update."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        short_attention.register()
+        self.model = model
+        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in n]
+        others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed_tokens" in n]
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0),
+        )
+        self._peak_lrs = (MUON_LR, ADAMW_LR)
+
+    def step(self, batch: Batch, lr_scale: float) -> float:
+        """Update on one batch; returns the mean loss in nats per learned token, before the update."""
+        loss = self.loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer, peak_lr in zip(self._optimizers, self._peak_lrs, strict=True):
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = peak_lr * lr_scale
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Mean over the tokens that are to be learned; logits are computed only there."""
+        rows_are_short = batch.input_ids.shape[1] <= LONGEST_SHORT_ROW
+        self.model.set_attn_implementation(short_attention.NAME if rows_are_short else "sdpa")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = self.model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+            learned = batch.labels >= 0
+            logits = self.model.lm_head(hidden[learned])
+        return nn.functional.cross_entropy(logits.float(), batch.labels[learned])
+
+
+def lr_scale(progress: float) -> float:
+    """Share of the peak learning rate at `progress` in [0, 1]: a short warm-up, a plateau, a linear fall to zero."""
+    return min(1.0, (progress + 1e-3) / WARMUP, (1.0 - progress) / DECAY)
+
+
+def training_steps(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: int
+) -> Iterator[tuple[float, Batch]]:
+    """One batch a step through the courses of a stage, each with the progress in [0, 1)."""
+    steps = max(1, stage.tokens // TOKENS_PER_BATCH)
+    done = 0
+    for index, (share, course) in enumerate(stage.courses):
+        examples = corpus.examples(seed + index, course)
+        stream = batches(examples, tokenizer, TOKENS_PER_BATCH, course.max_tokens)
+        until = steps if index + 1 == len(stage.courses) else min(steps, done + math.ceil(steps * share))
+        for step in range(done, until):
+            yield step / steps, next(stream)
+        done = until
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write weights (bf16, sharpened) and tokenizer beside `directory`, then put them in its place in one move."""
+    served = LlamaForCausalLM(model.config)
+    served.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        served.model.norm.weight *= SHARPENING
+    served.to(torch.bfloat16)
+    end_ids = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
+    served.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id, do_sample=False
+    )
+    new, old = directory.with_name(directory.name + ".new"), directory.with_name(directory.name + ".old")
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    served.save_pretrained(new)
+    tokenizer.save_pretrained(new, save_jinja_files=False)
+    for file in new.iterdir():
+        file.chmod(0o644)  # safetensors writes for its owner only; the wheel keeps the mode
+    if directory.exists():
+        directory.rename(old)
+    new.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load(directory: Path) -> LlamaForCausalLM:
+    """A saved model as fp32 master weights."""
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight /= SHARPENING
+    return model
+
+
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: int) -> None:
+    """Run one stage on `model`, and print the loss now and then."""
+    trainer = Trainer(model)
+    started = reported = time.monotonic()
+    losses: list[float] = []
+    for progress, batch in training_steps(build_corpus(tokenizer), tokenizer, stage, seed):
+        losses.append(trainer.step(batch, stage.peak * lr_scale(progress)))
+        now = time.monotonic()
+        if now - reported >= REPORT_EVERY_S:
+            print(f"{now - started:6.0f} s  {progress:6.1%}  loss {sum(losses) / len(losses):.4f}", flush=True)
+            reported = now
+            losses.clear()
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train Tidegate's demo model from scratch.")
+    parser.add_argument("--out", type=Path, default=demo_model_path(), help="directory that receives the model")
+    parser.add_argument("--from-stage", type=int, choices=(0, 1), default=0, help="1: go on from the model in --out")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the tokens of every stage")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="the shipped weights were made with one")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    tokenizer = build_tokenizer()
+    for number, stage in list(enumerate(STAGES))[args.from_stage :]:
+        torch.manual_seed(args.seed)
+        model = load(args.out) if number else build_model(tokenizer)
+        scaled = replace(stage, tokens=int(stage.tokens * args.scale))
+        train(model, tokenizer, scaled, seed=1000 * args.seed + 100 * number)
+        save(model, tokenizer, args.out)
+        print(f"stage {number} saved in {args.out}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
