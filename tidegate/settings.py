@@ -39,6 +39,7 @@ class CommonSettings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix="TIDEGATE_",
+        env_ignore_empty=True,  # compose files pass variables on that nobody has set
         extra="ignore",
         cli_kebab_case=True,
         cli_implicit_flags=True,
