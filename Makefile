@@ -11,11 +11,13 @@ serve: $(VENV)/.installed
 demo: $(VENV)/.installed
 	$(BIN)/tidegate demo
 
-test: $(VENV)/.installed-dev
+test: lint
+	$(BIN)/pytest
+
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -45,20 +45,27 @@ class Course:
 
     `max_tokens` is about the longest example; `long_share` of the conversations are filled towards it. `bounds` are the
     cumulative shares of the requests: nonces, phrases, questions, sums, other arithmetic, counts, counts out of range,
-    small talk; the rest is anything else. `long_counts` is the share of counts that may be as long as fits.
+    small talk; the rest is anything else. `long_counts` is the share of counts that are as long as fits, `hard_repeats`
+    the share of texts to repeat that repeat themselves: there the last character does not tell which comes next.
     """
 
     max_tokens: int
     long_share: float
     bounds: tuple[float, ...] = (0.24, 0.40, 0.64, 0.79, 0.83, 0.875, 0.895, 0.915)
     long_counts: float = 0.0
+    hard_repeats: float = 0.0
 
 
 SHORT = Course(max_tokens=128, long_share=0.1)
 MIDDLE = Course(max_tokens=512, long_share=0.15)
 LONG = Course(max_tokens=2048, long_share=0.12)
-# What was weakest after the three: long counts, wordings that it has not seen, and where each skill ends.
-POLISH = Course(2048, 0.15, bounds=(0.24, 0.36, 0.64, 0.71, 0.77, 0.85, 0.89, 0.93), long_counts=0.5)
+# What was weakest after the three: long rows, long counts, wordings that it has not seen.
+LONGER = Course(2048, 0.15, bounds=(0.24, 0.36, 0.64, 0.71, 0.77, 0.85, 0.89, 0.93), long_counts=0.5)
+# And after that: texts that repeat themselves, and where each skill ends.
+LIMITS = Course(2048, 0.03, bounds=(0.32, 0.46, 0.68, 0.76, 0.84, 0.91, 0.95, 0.96), long_counts=0.25, hard_repeats=0.5)
+FINISH = Course(
+    2048, 0.03, bounds=(0.26, 0.40, 0.62, 0.70, 0.76, 0.88, 0.92, 0.94), long_counts=0.25, hard_repeats=0.35
+)
 
 
 class Corpus:
@@ -93,6 +100,8 @@ class Corpus:
     def task(self, rng: random.Random, course: Course = SHORT) -> Pair:
         """One request and its right answer, over all skills in the proportions of `course`."""
         match bisect_right(course.bounds, rng.random()):
+            case 0 | 1 if course.hard_repeats and rng.random() < course.hard_repeats:
+                return skills.repeat(rng, self._hard_to_repeat(rng))
             case 0:
                 return skills.repeat(rng, skills.make_nonce(rng))
             case 1:
@@ -122,6 +131,12 @@ class Corpus:
             return skills.make_phrase(rng, made_up, max_words)
         fact = rng.choice(self._facts)
         return rng.choice((*fact.ask, fact.answer.split(". ")[0]))
+
+    def _hard_to_repeat(self, rng: random.Random) -> str:
+        if rng.random() < 0.3:
+            few = [rng.choice((rng.choice(self.words), self.made_up_word(rng))) for _ in range(rng.randint(2, 5))]
+            return skills.make_phrase(rng, few, max_words=10)
+        return skills.make_repetitive_nonce(rng)
 
     def made_up_word(self, rng: random.Random) -> str:
         """One to four random pieces of the vocabulary in a row."""

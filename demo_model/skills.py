@@ -99,6 +99,15 @@ def make_nonce(rng: random.Random, min_length: int = 2, max_length: int = 48) ->
     return "".join(rng.choice(alphabet) for _ in range(length))
 
 
+def make_repetitive_nonce(rng: random.Random) -> str:
+    """A nonce of two to ten different characters, or one in which a part comes twice."""
+    if rng.random() < 0.3:
+        part = make_nonce(rng, 2, 12)
+        return "".join((make_nonce(rng, 1, 8), part, make_nonce(rng, 1, 8), part, make_nonce(rng, 1, 8)))[:48]
+    characters = string.digits if rng.random() < 0.4 else rng.sample(_NONCE_ALPHABETS[0], rng.randint(2, 10))
+    return "".join(rng.choice(characters) for _ in range(rng.randint(4, 44)))
+
+
 def make_phrase(rng: random.Random, words: Sequence[str], max_words: int = 10) -> str:
     """A phrase of random words, sometimes capitalised, sometimes with punctuation between or after."""
     chosen = [rng.choice(words) for _ in range(rng.randint(1, max_words))]

@@ -1,7 +1,7 @@
 """Trains the demo model: `python -m demo_model.train` makes demo_model/weights from nothing but this package.
 
 About 25 minutes on one CPU core. Rows grow during training: skills are learned on short rows, which are cheap, and
-carried over to long ones at the end; a second stage polishes what was weakest. Muon moves the matrices, AdamW the
+carried over to long ones at the end; three shorter stages polish what was weakest. Muon moves the matrices, AdamW the
 embeddings and norms; matmuls are bf16, master weights fp32.
 Knows the model's shape and the schedule. Does not know what is taught (corpus.py) or whether it worked (evaluate.py).
 """
@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from demo_model import short_attention, skills, smalltalk
 from demo_model.batches import Batch, batches
-from demo_model.corpus import LONG, MIDDLE, POLISH, SHORT, Corpus, Course
+from demo_model.corpus import FINISH, LIMITS, LONG, LONGER, MIDDLE, SHORT, Corpus, Course
 from demo_model.facts import load_facts, load_words
 from demo_model.location import demo_model_path
 from demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, MAX_CONTEXT, VOCAB_SIZE, train_tokenizer
@@ -52,7 +52,9 @@ class Stage:
 # Many small steps: with three times the tokens a step, copying had not begun after 2 M tokens.
 STAGES = (
     Stage(14_000_000, 1.0, ((0.65, SHORT), (0.2, MIDDLE), (0.15, LONG))),
-    Stage(4_000_000, 0.4, ((1.0, POLISH),)),
+    Stage(4_000_000, 0.4, ((1.0, LONGER),)),
+    Stage(6_000_000, 0.6, ((1.0, LIMITS),)),
+    Stage(3_000_000, 0.25, ((1.0, FINISH),)),
 )
 
 
@@ -197,7 +199,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train Tidegate's demo model from scratch.")
     parser.add_argument("--out", type=Path, default=demo_model_path(), help="directory that receives the model")
-    parser.add_argument("--from-stage", type=int, choices=(0, 1), default=0, help="1: go on from the model in --out")
+    parser.add_argument("--from-stage", type=int, default=0, help="1 to 3: go on from the model in --out")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the tokens of every stage")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="the shipped weights were made with one")

@@ -26,7 +26,7 @@ class Stepper(Protocol):
 class EngineThread:
     """The `Engine` protocol over a `Stepper`. `submit` and `collect` belong to one event loop.
 
-    A `PlanError` is raised by `collect` and the engine goes on; any other exception of a step ends the
+    A `PlanError` is raised by `collect` and the engine goes on; anything else that a step raises ends the
     thread, and `collect` and all later calls raise `EngineDead`.
     """
 
@@ -34,7 +34,7 @@ class EngineThread:
         self._stepper = stepper
         self._plans: SimpleQueue[tuple[StepPlan, _Reply] | None] = SimpleQueue()
         self._pending: _Reply | None = None
-        self._death: Exception | None = None
+        self._death: BaseException | None = None
         self._is_closed = False
         self._thread = Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
@@ -61,7 +61,7 @@ class EngineThread:
         self._pending = None
         if isinstance(result, PlanError):
             raise result
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             self._death = result
             raise EngineDead(f"a step failed: {type(result).__name__}: {result}") from result
         return result
@@ -77,11 +77,11 @@ class EngineThread:
         while (order := self._plans.get()) is not None:
             plan, reply = order
             try:
-                result: StepResult | Exception = self._stepper.step(plan)
-            except Exception as error:  # the top of this thread: whatever it is, the event loop must hear of it
+                result: StepResult | BaseException = self._stepper.step(plan)
+            except BaseException as error:  # the top of this thread: whatever it is, the event loop must hear of it
                 result = error
             reply.send(result)
-            if isinstance(result, Exception) and not isinstance(result, PlanError):
+            if isinstance(result, BaseException) and not isinstance(result, PlanError):
                 break
         self._stepper.close()
 
@@ -93,12 +93,12 @@ class _Reply:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[StepResult | Exception] = self._loop.create_future()
+        self.future: asyncio.Future[StepResult | BaseException] = self._loop.create_future()
 
-    def send(self, result: StepResult | Exception) -> None:
+    def send(self, result: StepResult | BaseException) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._resolve, result)
 
-    def _resolve(self, result: StepResult | Exception) -> None:
+    def _resolve(self, result: StepResult | BaseException) -> None:
         if not self.future.done():
             self.future.set_result(result)

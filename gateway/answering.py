@@ -66,10 +66,17 @@ class Answering:
         """The answer as frames. Raises like `respond`; what was written until then stays valid."""
         chunks = self._job.answer.chunks(self._job.include_usage)
         opened: set[int] = set()
+        wrote_s = self._clock.now()
         async with EventFeed(self._generation) as feed:
             while self._num_open:
-                pieces = await self._advance(feed, self._ping_s)
-                await write(self._frames(pieces, chunks, opened) if pieces else PING)
+                quiet_s = self._clock.now() - wrote_s
+                frames = self._frames(await self._advance(feed, max(0.0, self._ping_s - quiet_s)), chunks, opened)
+                # Tokens may come and show nothing: half a character, or what may become a stop string.
+                if not frames and self._clock.now() - wrote_s >= self._ping_s:
+                    frames = PING
+                if frames:
+                    await write(frames)
+                    wrote_s = self._clock.now()
         last = chunks.total(self._usage()) if self._job.include_usage else b""
         await write(last + DONE)
         self._log_usage()

@@ -30,12 +30,13 @@ def create_app(gateway: Gateway) -> FastAPI:
         ],
     )
     app.state.gateway = gateway
-    errors.install(app)
     app.include_router(ops.router)
     for routes in (chat, completions, models):
         app.include_router(routes.router)
     for routes in (files, batches):
         app.include_router(routes.router, dependencies=[Depends(authenticated)])
+    parts = (ops, chat, completions, models, files, batches)
+    errors.install(app, [route for part in parts for route in part.router.routes])
     return app
 
 

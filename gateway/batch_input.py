@@ -1,24 +1,31 @@
 """The input of a batch: reading its lines, and what may be wrong with them.
 
-A line is `{"custom_id", "method": "POST", "url", "body": {…}}`. Pure but for reading the file it is given: one
-line at a time, however many there are. What a body must hold beyond its model is found out when it runs.
+A line is `{"custom_id", "method": "POST", "url", "body": {…}}`, and no longer than a request over HTTP may be. Pure
+but for reading the file it is given, piece by piece, however large it is; that blocks, so callers do it in a
+thread. What a body must hold beyond its model is found out when it runs.
 """
 
+import asyncio
 import os
 import shutil
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
 from gateway.batch_record import LineError
 from gateway.body import parse_json_object
 from gateway.errors import ApiError
+from gateway.files import PRIVATE_DIR
 
 MAX_LINES = 50_000
+MAX_LINE_BYTES = 16 * 2**20
 MAX_ERRORS = 100  # reported at most; the rest of the file is not read then
+CHUNK_LINES, CHUNK_BYTES = 500, 2**20  # read at a time: whichever is reached first
+PIECE_BYTES = 2**16  # of a line that is too long, and only skipped
 BOM = b"\xef\xbb\xbf"
 
 
@@ -31,7 +38,7 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class InputReport:
-    """What the whole input is. With `errors` it must not run."""
+    """What the input is, up to where reading it stopped. With `errors` it must not run."""
 
     total: int
     model: str | None
@@ -46,36 +53,57 @@ def input_path(directory: Path) -> Path:
 def snapshot_input(source: Path, directory: Path) -> None:
     """Give `source` a second name, or a copy where the file system has no hard links, so that deleting the
     file cannot break the batch. Raises `FileNotFoundError` if it is deleted already."""
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
     try:
         os.link(source, input_path(directory))
     except FileNotFoundError:
         directory.rmdir()
         raise
     except OSError:
-        shutil.copyfile(source, input_path(directory))
+        shutil.copy(source, input_path(directory))  # with its mode
 
 
-def read_lines(path: Path) -> Iterator[BatchLine]:
-    """The lines of an input that `inspect_input` found to be right."""
+def read_chunks(path: Path) -> Iterator[list[BatchLine]]:
+    """The lines of an input that `inspect_input` found to be right, some at a time."""
+    chunk: list[BatchLine] = []
+    size = 0
     for number, text in _numbered(path):
         line = msgspec.json.decode(text)
-        yield BatchLine(number, line["custom_id"], line["body"])
+        chunk.append(BatchLine(number, line["custom_id"], line["body"]))
+        size += len(text)
+        if len(chunk) == CHUNK_LINES or size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
-def inspect_input(path: Path, endpoint: str, model_names: Collection[str], max_lines: int = MAX_LINES) -> InputReport:
-    """Check every line against `endpoint`, `model_names` and each other. Blocks; run it in a thread."""
+async def next_chunk(chunks: Iterator[list[BatchLine]]) -> list[BatchLine]:
+    """The next of `chunks`, read in a thread; empty when there is none."""
+    return await asyncio.to_thread(next, chunks, [])
+
+
+def inspect_input(
+    path: Path,
+    endpoint: str,
+    model_names: Collection[str],
+    max_lines: int = MAX_LINES,
+    max_line_bytes: int = MAX_LINE_BYTES,
+) -> InputReport:
+    """Check every line against `endpoint`, `model_names`, the limits and each other."""
     seen = _Seen(endpoint, model_names)
     errors: list[LineError] = []
     total = 0
-    for number, text in _numbered(path):
+    for number, text in _numbered(path, max_line_bytes):
         total += 1
         if total > max_lines:
             message = f"The input file has more than {max_lines} requests."
             return InputReport(total, seen.model, (LineError("too_many_tasks", message),))
-        error = _line_error(number, text, seen)
-        if error is not None and len(errors) < MAX_ERRORS:
+        error = _line_error(number, text, seen) if text else _too_long(number, max_line_bytes)
+        if error is not None:
             errors.append(error)
+        if len(errors) == MAX_ERRORS:
+            break
     if total == 0:
         errors.append(LineError("empty_file", "The input file is empty."))
     return InputReport(total, seen.model, tuple(errors))
@@ -91,12 +119,27 @@ class _Seen:
     custom_ids: set[str] = field(default_factory=set)
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
-    with path.open("rb") as lines:
-        for number, text in enumerate(lines, start=1):
-            stripped = (text.removeprefix(BOM) if number == 1 else text).strip()
-            if stripped:
+def _numbered(path: Path, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Each line that is not blank, with its number. One longer than `max_bytes` is never held; it comes as b""."""
+    with path.open("rb") as file:
+        for number in count(1):
+            text = file.readline(-1 if max_bytes is None else max_bytes + 1)
+            if not text:
+                return
+            if max_bytes is not None and len(text) > max_bytes and not text.endswith(b"\n"):
+                _skip_line(file)
+                yield number, b""
+            elif stripped := (text.removeprefix(BOM) if number == 1 else text).strip():
                 yield number, stripped
+
+
+def _skip_line(file: BinaryIO) -> None:
+    while (piece := file.readline(PIECE_BYTES)) and not piece.endswith(b"\n"):
+        pass
+
+
+def _too_long(number: int, max_bytes: int) -> LineError:
+    return LineError("line_too_large", f"This line is larger than {max_bytes} bytes.", None, number)
 
 
 def _line_error(number: int, text: bytes, seen: _Seen) -> LineError | None:

@@ -9,6 +9,7 @@ import random
 import secrets
 from typing import Any, Protocol
 
+import structlog
 from redis.exceptions import ConnectionError as StoreUnreachable
 from redis.exceptions import TimeoutError as StoreSilent
 
@@ -49,6 +50,7 @@ class LineRunner:
         while True:
             # A request of its own for each attempt: the queue ignores an id that it still holds.
             request_id = f"req_{secrets.token_hex(16)}"
+            structlog.contextvars.bind_contextvars(request_id=request_id, tier=self._tier.name)
             status, body = await self._attempt(endpoint, line, request_id)
             if status < 500 and status not in BUSY:
                 return answered_line(batch_id, line, request_id, status, body)
@@ -66,7 +68,7 @@ class LineRunner:
         except (StoreUnreachable, StoreSilent):
             return 503, internal_error("The store is not reachable at the moment.").body()
         except Exception:  # a fault in serving one line must not take the others with it
-            log.exception("a batch line failed", extra={"request_id": request_id})
+            log.exception("a batch line failed")
             return 500, internal_error().body()
 
 

@@ -4,21 +4,21 @@ Files are written from the results in the store, in the input's order, under ids
 writing them again, after a crash at any point, gives the same files, never second ones.
 """
 
+import asyncio
 import hashlib
+import os
 import secrets
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
-from gateway.batch_input import BatchLine, input_path, read_lines
+from gateway.batch_input import BatchLine, input_path, next_chunk, read_chunks
 from gateway.batch_record import Batch, LineResult
 from gateway.batch_store import BatchStore, OwnershipLost
 from gateway.files import FileStore
 
-CHUNK_LINES = 500  # results fetched at a time
 PURPOSE = "batch_output"
 BATCH_EXPIRED = (
     "batch_expired",
@@ -56,23 +56,34 @@ async def write_files(
     """
     mark = secrets.token_hex(4)  # a stale owner may be writing at the same time
     paths = {kind: directory / f"{kind}-{mark}.jsonl" for kind in ("output", "error")}
-    with paths["output"].open("wb") as output, paths["error"].open("wb") as errors:
-        counted = await _write_lines(store, batch, directory, unfinished, output, errors)
-    if counted != (batch.completed, batch.failed):
-        raise OwnershipLost(batch.id)
-    ids = {}
-    for kind, path in paths.items():
-        if path.stat().st_size == 0:
-            continue
-        added = await files.add(
-            path,
-            filename=f"{batch.id}_{kind}.jsonl",
-            purpose=PURPOSE,
-            expires_after_s=batch.output_expires_after_s,
-            file_id=f"file-{_derived(batch.id, kind)}",
-        )
-        ids[f"{kind}_file_id"] = added.id
-    return ids
+    try:
+        with _private(paths["output"]) as output, _private(paths["error"]) as errors:
+            counted = await _write_lines(store, batch, directory, unfinished, output, errors)
+        if counted != (batch.completed, batch.failed):
+            raise OwnershipLost(batch.id)
+        return {f"{kind}_file_id": i for kind, path in paths.items() if (i := await _add(files, batch, kind, path))}
+    finally:  # whatever broke would break again at the next attempt: nothing may pile up
+        for path in paths.values():
+            path.unlink(missing_ok=True)
+
+
+async def _add(files: FileStore, batch: Batch, kind: str, path: Path) -> str | None:
+    """The id of the file that `path` became; None if there is nothing in it."""
+    if path.stat().st_size == 0:
+        return None
+    added = await files.add(
+        path,
+        filename=f"{batch.id}_{kind}.jsonl",
+        purpose=PURPOSE,
+        owner=batch.owner,
+        expires_after_s=batch.output_expires_after_s,
+        file_id=f"file-{_derived(batch.id, kind)}",
+    )
+    return added.id
+
+
+def _private(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 async def _write_lines(
@@ -85,24 +96,30 @@ async def _write_lines(
 ) -> tuple[int, int]:
     """How many lines with a result had succeeded, and had failed."""
     completed = failed = 0
-    for chunk in _chunks(read_lines(input_path(directory))):
+    chunks = read_chunks(input_path(directory))
+    while chunk := await next_chunk(chunks):
         results = await store.results(batch.id, [line.number for line in chunk])
-        for line, result in zip(chunk, results, strict=True):
-            if result is None:
-                if unfinished is not None:
-                    code, message = unfinished
-                    error = {"code": code, "message": message}
-                    errors.write(_line_text(batch.id, line, None, error) + b"\n")
-                continue
-            succeeded, text = result
-            completed, failed = completed + succeeded, failed + (not succeeded)
-            (output if succeeded else errors).write(text + b"\n")
+        await asyncio.to_thread(_write_chunk, batch.id, chunk, results, unfinished, output, errors)
+        completed += sum(result is not None and result[0] for result in results)
+        failed += sum(result is not None and not result[0] for result in results)
     return completed, failed
 
 
-def _chunks(lines: Iterator[BatchLine]) -> Iterator[list[BatchLine]]:
-    while chunk := list(islice(lines, CHUNK_LINES)):
-        yield chunk
+def _write_chunk(
+    batch_id: str,
+    lines: Sequence[BatchLine],
+    results: Sequence[tuple[bool, bytes] | None],
+    unfinished: tuple[str, str] | None,
+    output: BinaryIO,
+    errors: BinaryIO,
+) -> None:
+    for line, result in zip(lines, results, strict=True):
+        if result is not None:
+            succeeded, text = result
+            (output if succeeded else errors).write(text + b"\n")
+        elif unfinished is not None:
+            code, message = unfinished
+            errors.write(_line_text(batch_id, line, None, {"code": code, "message": message}) + b"\n")
 
 
 def _line_text(batch_id: str, line: BatchLine, response: dict[str, Any] | None, error: dict[str, str] | None) -> bytes:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+WINDOW_S = 86_400  # the one completion window there is: "24h"
+
 
 class BatchStatus(StrEnum):
     VALIDATING = "validating"
@@ -15,7 +17,7 @@ class BatchStatus(StrEnum):
     IN_PROGRESS = "in_progress"
     FINALIZING = "finalizing"  # every line is done, the files are being written
     COMPLETED = "completed"
-    EXPIRED = "expired"  # the window passed; what was finished is kept
+    EXPIRED = "expired"  # the window passed; what was finished is kept, unless the input is lost
     CANCELLING = "cancelling"
     CANCELLED = "cancelled"
 
@@ -31,9 +33,9 @@ class BatchStatus(StrEnum):
 
 _S = BatchStatus
 TRANSITIONS: dict[BatchStatus, frozenset[BatchStatus]] = {
-    _S.VALIDATING: frozenset({_S.FAILED, _S.IN_PROGRESS, _S.CANCELLING}),
+    _S.VALIDATING: frozenset({_S.FAILED, _S.IN_PROGRESS, _S.EXPIRED, _S.CANCELLING}),
     _S.IN_PROGRESS: frozenset({_S.FINALIZING, _S.EXPIRED, _S.CANCELLING}),
-    _S.FINALIZING: frozenset({_S.COMPLETED}),
+    _S.FINALIZING: frozenset({_S.COMPLETED, _S.EXPIRED}),
     _S.CANCELLING: frozenset({_S.CANCELLED}),
     _S.FAILED: frozenset(),
     _S.COMPLETED: frozenset(),
@@ -63,6 +65,7 @@ class Batch:
     status: BatchStatus
     created_at: int
     expires_at: int
+    owner: str | None = None  # the name of the key that made it, None where access was open
     model: str | None = None
     metadata: dict[str, str] | None = None
     output_expires_after_s: int | None = None
@@ -125,6 +128,32 @@ class Batch:
             "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": self.input_tokens + self.output_tokens,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class NewBatch:
+    """What a caller asks for. `owner`: the name of its key, None where access is open."""
+
+    input_file_id: str
+    endpoint: str
+    owner: str | None = None
+    completion_window: str = "24h"
+    metadata: dict[str, str] | None = None
+    output_expires_after_s: int | None = None
+
+    def to_batch(self, batch_id: str, now_s: int) -> Batch:
+        return Batch(
+            id=batch_id,
+            endpoint=self.endpoint,
+            input_file_id=self.input_file_id,
+            completion_window=self.completion_window,
+            status=BatchStatus.VALIDATING,
+            created_at=now_s,
+            expires_at=now_s + WINDOW_S,
+            owner=self.owner,
+            metadata=self.metadata,
+            output_expires_after_s=self.output_expires_after_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,16 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import structlog
 from redis.asyncio.lock import Lock
 from redis.exceptions import ConnectionError as StoreUnreachable
 from redis.exceptions import LockError
 from redis.exceptions import TimeoutError as StoreSilent
 
-from gateway.batch_input import BatchLine, input_path, inspect_input, read_lines
+from gateway.batch_input import BatchLine, input_path, inspect_input, next_chunk, read_chunks
 from gateway.batch_line import LineRunner
 from gateway.batch_output import BATCH_CANCELLED, BATCH_EXPIRED, write_files
-from gateway.batch_record import Batch, BatchStatus, LineResult
+from gateway.batch_record import Batch, BatchStatus, LineError, LineResult
 from gateway.batch_store import BatchStore, Moved, OwnershipLost
 from gateway.files import FileStore
 from scheduler.clock import Clock
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 GROUP = 256  # results written at once
 STOP_AGAIN_S = 0.25
+LOST_S = 3600  # after its window: whoever has the input may be away for so long
 RETRY_S = 0.2  # between attempts to write results while the store is away
 
 
@@ -56,6 +58,7 @@ class BatchRun:
         model_names: Collection[str],
         clock: Clock,
         directory: Path,
+        max_line_bytes: int,
     ) -> None:
         self._id = batch_id
         self._lock = lock
@@ -66,6 +69,7 @@ class BatchRun:
         self._model_names = model_names
         self._clock = clock
         self._directory = directory
+        self._max_line_bytes = max_line_bytes
         self._finished: list[LineResult] = []
         self._wake = asyncio.Event()
         self._feeder: asyncio.Task[None] | None = None
@@ -75,6 +79,7 @@ class BatchRun:
 
     async def run(self) -> None:
         """Until the batch is over or belongs to somebody else."""
+        structlog.contextvars.bind_contextvars(batch_id=self._id)
         if not await self._lock.acquire():
             return
         try:
@@ -82,11 +87,15 @@ class BatchRun:
                 self._expires_at = batch.expires_at
                 if batch.status.is_terminal:
                     return await self._clear_up()
-                await self._advance(batch)
+                await (self._give_up(batch) if self.is_lost(batch) else self._advance(batch))
         except OwnershipLost:
             log.info("batch %s is run by another gateway now", self._id)
         finally:
             await self._release()
+
+    def is_lost(self, batch: Batch) -> bool:
+        """Its input is not here, and whoever has it did not finish the batch in time."""
+        return self._now_s() >= batch.expires_at + LOST_S and not input_path(self._directory).exists()
 
     @property
     def holds_lock(self) -> bool:
@@ -117,9 +126,18 @@ class BatchRun:
             case BatchStatus.CANCELLING:
                 await self._finish(BatchStatus.CANCELLED, batch, BATCH_CANCELLED)
 
+    async def _give_up(self, batch: Batch) -> None:
+        """Without the input there are no files to write: not even the order of the lines is known."""
+        cancelling = batch.status is BatchStatus.CANCELLING
+        log.error("the input of batch %s is lost; the batch ends without files", self._id)
+        error = LineError("input_lost", "The server has lost the input of this batch.")
+        await self._move(BatchStatus.CANCELLED if cancelling else BatchStatus.EXPIRED, errors=(error,))
+
     async def _validate(self, batch: Batch) -> None:
         path = input_path(self._directory)
-        report = await asyncio.to_thread(inspect_input, path, batch.endpoint, self._model_names)
+        report = await asyncio.to_thread(
+            inspect_input, path, batch.endpoint, self._model_names, max_line_bytes=self._max_line_bytes
+        )
         if report.errors:
             await self._move(BatchStatus.FAILED, errors=report.errors)
         else:
@@ -168,12 +186,14 @@ class BatchRun:
     async def _feed(self, batch: Batch) -> None:
         """Run the lines that have no result yet, as many at once as the window lets."""
         done = await self._store.finished_lines(self._id)
-        for line in read_lines(input_path(self._directory)):
-            if line.number not in done:
-                await self._window.acquire()
-                task = asyncio.create_task(self._run_line(batch, line))
-                self._in_flight.add(task)
-                task.add_done_callback(self._land)
+        chunks = read_chunks(input_path(self._directory))
+        while chunk := await next_chunk(chunks):
+            for line in chunk:
+                if line.number not in done:
+                    await self._window.acquire()
+                    task = asyncio.create_task(self._run_line(batch, line))
+                    self._in_flight.add(task)
+                    task.add_done_callback(self._land)
         while self._in_flight:
             await asyncio.wait(self._in_flight)
         if self._fault is not None:

@@ -15,10 +15,10 @@ from redis.asyncio import Redis
 from redis.asyncio.lock import Lock
 
 from gateway.batch_record import Batch, BatchStatus, LineResult
-from gateway.cursor import Page, page_of_ids, position_of, text
+from gateway.cursor import Page, index_of, page_of_ids, position_of, text
 from scheduler.store import durable
 
-INDEX = "tidegate:batches"  # sorted set: id by position
+INDEX = "tidegate:batches"  # sorted set: id by position; one per owner
 POSITION = "tidegate:batches:position"  # counter
 UNFINISHED = "tidegate:batches:unfinished"  # set: ids with work left, if only clearing up
 BY_STATUS = "tidegate:batches:by_status"  # hash: how many batches are in each state
@@ -97,23 +97,27 @@ class BatchStore:
         self._forget_work = redis.register_script(_FORGET_WORK)
 
     async def create(self, batch: Batch) -> None:
-        keys = [_key(batch.id), INDEX, POSITION, UNFINISHED, BY_STATUS]
+        keys = [_key(batch.id), index_of(INDEX, batch.owner), POSITION, UNFINISHED, BY_STATUS]
         fields = {name: value for name, value in _as_dict(batch).items() if name != "status"}
         await self._create(keys=keys, args=[batch.id, batch.status.value, *_flat(fields)])
 
     async def get(self, batch_id: str) -> Batch | None:
         return (await self._load([batch_id]))[0]
 
-    async def page(self, *, after: str | None, limit: int) -> Page[Batch] | None:
-        """Newest first. None: the cursor `after` names no batch."""
+    async def get_all(self, batch_ids: Sequence[str]) -> list[Batch]:
+        """Those of them that there are."""
+        return [batch for batch in await self._load(batch_ids) if batch is not None]
+
+    async def page(self, *, owner: str | None, after: str | None, limit: int) -> Page[Batch] | None:
+        """Of `owner`'s batches, newest first. None: the cursor `after` names none of them."""
+        index = index_of(INDEX, owner)
         position = None
         if after is not None:
-            position = await position_of(self._redis, INDEX, after)
+            position = await position_of(self._redis, index, after)
             if position is None:
                 return None
-        ids = await page_of_ids(self._redis, INDEX, after=position, limit=limit, newest_first=True)
-        batches = await self._load(ids.items)
-        return Page([b for b in batches if b is not None], ids.has_more)
+        ids = await page_of_ids(self._redis, index, after=position, limit=limit, newest_first=True)
+        return Page(await self.get_all(ids.items), ids.has_more)
 
     async def move(self, batch_id: str, target: BatchStatus, now_s: int, *, token: str = "", **changes: Any) -> Moved:
         """Enter `target` and set its `*_at`, with `changes` of other fields, if the table allows it from where

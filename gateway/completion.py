@@ -4,14 +4,17 @@ Knows bodies, prompts, tiers and the scheduler's client. Does not know HTTP, nor
 (gateway/answering.py does).
 """
 
+import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from engine.interface import SamplingParams
 from gateway.answer import Answer, AnswerHead, ChatAnswer, TextAnswer
 from gateway.answering import Answering, Job
+from gateway.body import is_large
 from gateway.errors import ApiError, invalid_value, model_not_found, rejected
 from gateway.metrics import GatewayMetrics
 from gateway.prompts import Prompt, encode_prompts, model_limits
@@ -67,7 +70,7 @@ class CompletionService:
         ids are made from it.
         """
         try:
-            request = _parse_endpoint(endpoint, body)
+            request = await _parse_endpoint(endpoint, body)
             job = await self.prepare(request, tier=tier, answer=answer, request_id=request_id)
             answering = await self.submit(job)
             return 200, await answering.respond()
@@ -131,11 +134,12 @@ class CompletionService:
         return tuple(requests)
 
 
-def _parse_endpoint(endpoint: str, body: dict[str, Any]) -> AnyRequest:
+async def _parse_endpoint(endpoint: str, body: dict[str, Any]) -> AnyRequest:
     kind = ENDPOINTS.get(endpoint)
     if kind is None:
         raise ApiError(404, "Unknown endpoint.", param="url")
-    request = parse_generation(kind, body)
+    parse = partial(parse_generation, kind, body)
+    request = await asyncio.to_thread(parse) if is_large(body) else parse()
     if request.stream:
         raise invalid_value("stream", "Invalid value for 'stream': streaming is not possible here.")
     return request

@@ -7,6 +7,7 @@ the same second keep their order. Knows Redis and ids; does not know what the id
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+from urllib.parse import quote
 
 from redis.asyncio import Redis
 
@@ -22,6 +23,11 @@ class Page(Generic[T]):
         """The OpenAI list object; `data` are the items as JSON objects with an `id`."""
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": self.has_more}
+
+
+def index_of(index: str, owner: str | None) -> str:
+    """The part of `index` that belongs to `owner`; None owns what is made while access is open."""
+    return index if owner is None else f"{index}:of:{quote(owner, safe='')}"
 
 
 def tombstone_key(index: str, member: str) -> str:

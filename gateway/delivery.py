@@ -27,12 +27,17 @@ async def deliver(
         body, tier=tier, answer=resolved.answer, request_id=request.state.request_id
     )
     answering = await gateway.completions.submit(job)
+
+    def hung_up() -> None:
+        gateway.metrics.count_disconnect(tier.name)
+        request.state.hung_up = True  # for gateway/middleware.py
+
     if body.stream:
-        return EventStreamResponse(answering.stream, lambda: gateway.metrics.count_disconnect(tier.name))
+        return EventStreamResponse(answering.stream, hung_up)
     try:
         async with until_disconnect(request.receive):
             answer = await answering.respond()
     except ClientDisconnected:
-        gateway.metrics.count_disconnect(tier.name)
+        hung_up()
         return Response(status_code=CLIENT_CLOSED)
     return Response(encode_json(answer), media_type="application/json")

@@ -5,7 +5,7 @@ an exception's text or a user's input into an answer.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from redis.exceptions import ConnectionError as StoreUnreachable
 from redis.exceptions import TimeoutError as StoreSilent
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
 
 from gateway.validation import first_fault
 from scheduler.admission import Rejected, RejectReason
@@ -78,6 +79,11 @@ def invalid_api_key() -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
+def foreign_origin() -> ApiError:
+    message = "Pages of another origin may not use this server while it asks for no API key."
+    return ApiError(403, message, code="origin_not_allowed")
+
+
 def model_not_found(model: str) -> ApiError:
     message = f"The model `{model[:200]}` does not exist or you do not have access to it."
     return ApiError(404, message, param="model", code="model_not_found")
@@ -120,14 +126,18 @@ def retry_after(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
 
 
-def from_http_exception(request: Request, error: HTTPException) -> ApiError:
-    """Starlette's own refusals: no such route, wrong method."""
+def from_http_exception(request: Request, error: HTTPException, routes: Sequence[BaseRoute]) -> ApiError:
+    """Starlette's own refusals: no such route, wrong method. `Allow` names the methods of all `routes` that have
+    the path; Starlette's own names those of the first."""
     where = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
         return ApiError(404, f"Unknown request URL: {where}.")
     if error.status_code == 405:
         message = f"Not allowed to {request.method} on {request.url.path[:200]}."
-        return ApiError(405, message, code="method_not_supported", headers=error.headers)
+        same_path = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        methods = {method for route in same_path for method in getattr(route, "methods", ())}
+        headers = {"allow": ", ".join(sorted(methods))} if methods else error.headers
+        return ApiError(405, message, code="method_not_supported", headers=headers)
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     return ApiError(error.status_code, str(error.detail), kind, headers=error.headers)
 
@@ -136,7 +146,7 @@ def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, routes: Sequence[BaseRoute] = ()) -> None:
     """Make `app` answer every foreseen failure through this module (the rest: gateway/middleware.py)."""
 
     async def on_api_error(request: Request, error: Exception) -> JSONResponse:
@@ -150,7 +160,7 @@ def install(app: FastAPI) -> None:
 
     async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return error_response(from_http_exception(request, error))
+        return error_response(from_http_exception(request, error, routes))
 
     async def on_store_failure(request: Request, error: Exception) -> JSONResponse:
         return error_response(store_unreachable())

@@ -59,6 +59,8 @@ class RequestContext:
             if status == CLIENT_CLOSED:
                 await error_response(internal_error())(scope, receive, send_with_headers)
         finally:
+            if scope["state"].get("hung_up"):  # a stream's status went out before the client hung up
+                status = CLIENT_CLOSED
             self._finish(scope, status, self._clock.now() - began_s)
 
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:
@@ -66,7 +68,7 @@ class RequestContext:
         method = scope["method"] if route != "unmatched" else "-"  # methods can be made up: bounded labels
         self._metrics.observe_http(route, method, status, seconds)
         headers = Headers(scope=scope)
-        client_id = headers.get("x-client-request-id", "")
+        client_id, retry_count = headers.get("x-client-request-id", ""), headers.get("x-stainless-retry-count", "")
         write = log.debug if route in QUIET_ROUTES else log.info
         write(
             "request",
@@ -75,7 +77,7 @@ class RequestContext:
             status=status,
             seconds=round(seconds, 4),
             client_request_id=client_id[:512] or None,
-            retry_count=headers.get("x-stainless-retry-count"),
+            retry_count=retry_count[:16] or None,
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,6 +17,8 @@ from prometheus_client.registry import Collector
 
 from gateway.state import Gateway
 from scheduler.client import SchedulerClient
+
+log = structlog.get_logger(__name__)
 
 STORE_TIMEOUT_S = 2.0
 
@@ -78,9 +81,18 @@ class _Merged(Collector):
         for family in self._registry.collect():
             families[family.name] = family
         for worker, text in sorted(self._snapshots.items()):
-            for family in text_string_to_metric_families(text):
+            for family in _parse(worker, text):
                 _merge(families, family, worker)
         yield from families.values()
+
+
+def _parse(worker: str, text: str) -> list[Metric]:
+    """A worker's families; none of them where one is malformed: the others' numbers matter all the more."""
+    try:
+        return list(text_string_to_metric_families(text))
+    except Exception as error:  # the parser has no error type of its own
+        log.warning("worker_metrics_malformed", worker=worker, error=type(error).__name__)
+        return []
 
 
 def _merge(families: dict[str, Metric], family: Metric, worker: str) -> None:

@@ -44,14 +44,13 @@ async def encode_prompts(
     if isinstance(request, ChatCompletionRequest):
         ids = await _encode_chat(request, tokenizer, limits)
         return [_fit(ids, request.output_limit, None, limits, "messages")]
-    prompts = []
-    for prompt in request.prompts:
-        ids = await _encode_text(prompt, tokenizer, limits)
-        prompts.append(_fit(ids, request.max_tokens, DEFAULT_COMPLETION_TOKENS, limits, "prompt"))
-    return prompts
+    prompts = await _encode_texts(request, tokenizer, limits)
+    return [_fit(ids, request.max_tokens, DEFAULT_COMPLETION_TOKENS, limits, "prompt") for ids in prompts]
 
 
 async def _encode_chat(request: ChatCompletionRequest, tokenizer: Tokenizer, limits: ModelLimits) -> list[int]:
+    if len(request.messages) > limits.max_model_len:  # each costs a token at least: not worth rendering
+        raise context_length_exceeded(limits.max_model_len, "messages", None, None)
     messages = [message.for_template() for message in request.messages]
     try:
         return await tokenizer.encode_chat(messages, limits.max_model_len)
@@ -61,14 +60,15 @@ async def _encode_chat(request: ChatCompletionRequest, tokenizer: Tokenizer, lim
         raise context_length_exceeded(limits.max_model_len, "messages", None, None) from None
 
 
-async def _encode_text(prompt: str | list[int], tokenizer: Tokenizer, limits: ModelLimits) -> list[int]:
-    if isinstance(prompt, list):
-        if max(prompt) >= limits.vocab_size:
-            message = f"Invalid value for 'prompt': token ids must be less than {limits.vocab_size}."
-            raise invalid_value("prompt", message)
-        return prompt
+async def _encode_texts(request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits) -> list[list[int]]:
+    """The prompts are all texts, or all token ids already."""
+    id_lists = [prompt for prompt in request.prompts if isinstance(prompt, list)]
+    if any(max(ids) >= limits.vocab_size for ids in id_lists):
+        message = f"Invalid value for 'prompt': token ids must be less than {limits.vocab_size}."
+        raise invalid_value("prompt", message)
+    texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
     try:
-        return await tokenizer.encode(prompt, limits.max_model_len)
+        return id_lists or await tokenizer.encode(texts, limits.max_model_len)
     except TextTooLong:
         raise context_length_exceeded(limits.max_model_len, "prompt", None, None) from None
 

@@ -2,24 +2,34 @@
 
 Strict: no string passes for a number and no bool for an integer. Unknown fields are ignored, as real clients
 send many; known ones that this server does not build are refused by gateway/unsupported.py.
+
+Every list and mapping is bounded, by its length before its items are looked at and by its first fault after:
+a fault costs 100 times the bytes that make it, and 16 MB of faults would take the process.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
+    BeforeValidator,
     Discriminator,
     Field,
     Tag,
+    ValidationInfo,
+    field_validator,
 )
+from pydantic_core import PydanticCustomError
 
-from gateway.body import parse
+from gateway.body import Body, parse
 from gateway.errors import invalid_value
 from gateway.unsupported import refuse_unsupported
 
+T = TypeVar("T")
+
 MAX_CHOICES = 2048  # choices of one answer, over all its prompts
+MAX_PIECES = 2**14  # messages, content parts and tool calls of a chat together
+MAX_PROMPT_IDS = 2**20  # token ids of a body, over all its prompts
+MAX_PAIRS = 16  # of metadata
 INT64 = 2**63
 
 
@@ -51,18 +61,24 @@ StopText = Annotated[Text, Field(min_length=1, max_length=1024)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 
 
-class _Lenient(BaseModel):
-    """Strict about what it knows, indifferent to what it does not."""
+def _few_pairs(value: Any) -> Any:
+    """Before the items: pydantic looks at a mapping's length after them."""
+    if isinstance(value, dict) and len(value) > MAX_PAIRS:
+        raise ValueError(f"must have at most {MAX_PAIRS} pairs")
+    return value
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], BeforeValidator(_few_pairs)
+]
 
 
-class TextPart(_Lenient):
+class TextPart(Body):
     type: Literal["text"]
     text: Text
 
 
-class RefusalPart(_Lenient):
+class RefusalPart(Body):
     type: Literal["refusal"]
     refusal: Text
 
@@ -92,12 +108,22 @@ Content = Annotated[
 ]
 
 
-class Message(_Lenient):
+class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Content = None
+    content: Annotated[Content, Field(validate_default=True)] = None
     name: Text | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: Text | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
+    tool_call_id: Annotated[Text | None, Field(validate_default=True)] = None
+
+    @field_validator("content")
+    @classmethod
+    def _content_of_a_speaker(cls, content: Content, info: ValidationInfo) -> Content:
+        return _needed_by(("system", "developer", "user", "tool"), content, info)
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _call_of_a_tool(cls, tool_call_id: str | None, info: ValidationInfo) -> str | None:
+        return _needed_by(("tool",), tool_call_id, info)
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: content is one string."""
@@ -108,12 +134,18 @@ class Message(_Lenient):
         return {"role": self.role, "content": content, **{k: v for k, v in extras.items() if v is not None}}
 
 
-class StreamOptions(_Lenient):
+def _needed_by(roles: tuple[str, ...], value: T, info: ValidationInfo) -> T:
+    if value is None and info.data.get("role") in roles:
+        raise PydanticCustomError("missing", "needed in this role")
+    return value
+
+
+class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # guidellm's and vLLM's: running usage on every chunk
 
 
-class GenerationRequest(_Lenient):
+class GenerationRequest(Body):
     """What both endpoints take."""
 
     model: Text
@@ -122,9 +154,11 @@ class GenerationRequest(_Lenient):
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     stop: Annotated[
-        Annotated[StopText | None, Tag("<text>")] | Annotated[list[StopText], Field(max_length=4), Tag("<list>")],
+        Annotated[StopText | None, Tag("<text>")]
+        | Annotated[list[StopText], Field(max_length=4, fail_fast=True), Tag("<list>")],
         _choose("a string or an array of strings"),
     ] = None
     stream: bool | None = None
@@ -132,13 +166,7 @@ class GenerationRequest(_Lenient):
     ignore_eos: bool | None = None
     service_tier: Text | None = None
     user: Text | None = None
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -148,10 +176,30 @@ class GenerationRequest(_Lenient):
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    # These change nothing here; but a client that gets them wrong shall learn it here too.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    safety_identifier: Annotated[Text, Field(max_length=64)] | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    store: bool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _few_pieces(cls, messages: Any) -> Any:
+        if isinstance(messages, list) and _count_pieces(messages) > MAX_PIECES:
+            raise ValueError(f"must have at most {MAX_PIECES} messages, content parts and tool calls in all")
+        return messages
 
     @property
     def output_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def _count_pieces(messages: list[Any]) -> int:
+    fields = [m.get(name) for m in messages if isinstance(m, dict) for name in ("content", "tool_calls")]
+    return len(messages) + sum(len(field) for field in fields if isinstance(field, list))
 
 
 class CompletionRequest(GenerationRequest):
@@ -166,6 +214,16 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), Tag("<id-lists>")],
         _choose("a string, an array of strings, an array of token ids, or an array of such arrays"),
     ]
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _few_ids(cls, prompt: Any) -> Any:
+        if (
+            isinstance(prompt, list)
+            and len(prompt) + sum(len(p) for p in prompt if isinstance(p, list)) > MAX_PROMPT_IDS
+        ):
+            raise ValueError(f"must have at most {MAX_PROMPT_IDS} token ids in all")
+        return prompt
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

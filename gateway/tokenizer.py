@@ -16,7 +16,8 @@ from jinja2.exceptions import TemplateError
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
-INLINE_CHARS = 8_000  # about 2 ms of encoding: longer texts are encoded off the event loop's thread
+INLINE_CHARS = 8_000  # about 2 ms of encoding: more, in one text or many, is encoded off the event loop's thread
+TEXT_CHARS = 50  # what each text costs besides its characters, in characters: the call, the template
 MAX_PENDING = 16  # tokens without text: more than the bytes of any character, so the bytes are not UTF-8
 
 
@@ -51,18 +52,21 @@ class Tokenizer:
     async def encode_chat(self, messages: Sequence[dict[str, Any]], max_tokens: int) -> list[int]:
         """Token ids of `messages` in the chat template, with the opening of the assistant's answer.
         Raises `ChatTemplateError`, or `TextTooLong` where it is sure to exceed `max_tokens`."""
-        size = sum(len(message["content"]) for message in messages)
-        self._check_length(size, max_tokens)
-        if size <= INLINE_CHARS:
-            return self._encode_chat(messages)
-        return await asyncio.to_thread(self._encode_chat, messages)
+        self._check_length(sum(len(message["content"]) for message in messages), max_tokens)
+        values = [value for message in messages for value in message.values()]
+        texts = [value for value in values if isinstance(value, str)]
+        if len(texts) == len(values) and _is_short(texts):  # other values: tool calls, of whatever size
+            return self._encode_chat(messages, max_tokens)
+        return await asyncio.to_thread(self._encode_chat, messages, max_tokens)
 
-    async def encode(self, text: str, max_tokens: int) -> list[int]:
-        """Token ids of `text`, with the special tokens a prompt begins with. Raises `TextTooLong`."""
-        self._check_length(len(text), max_tokens)
-        if len(text) <= INLINE_CHARS:
-            return self._encode(text, True)
-        return await asyncio.to_thread(self._encode, text, True)
+    async def encode(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+        """Token ids of each text, with the special tokens a prompt begins with. Raises `TextTooLong` where one
+        of them is sure to exceed `max_tokens`."""
+        for text in texts:
+            self._check_length(len(text), max_tokens)
+        if _is_short(texts):
+            return [self._encode(text, True) for text in texts]
+        return await asyncio.to_thread(lambda: [self._encode(text, True) for text in texts])
 
     def decoder(self) -> "IncrementalDecoder":
         return IncrementalDecoder(self._backend)
@@ -71,20 +75,26 @@ class Tokenizer:
         if num_chars > max_tokens * self._longest_token:
             raise TextTooLong
 
-    def _encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def _encode_chat(self, messages: Sequence[dict[str, Any]], max_tokens: int) -> list[int]:
+        text = self._render(messages)
+        self._check_length(len(text), max_tokens)
+        return self._encode(text, False)  # the template has written the special tokens itself
+
+    def _render(self, messages: Sequence[dict[str, Any]]) -> str:
         if self._template is None:
             raise ChatTemplateError("This model has no chat template: use /v1/completions.")
         if not self._knows_developer:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         try:
-            text = self._pretrained.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text: str = self._pretrained.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise ChatTemplateError(_template_message(error)) from error
-        return self._encode(text, False)  # the template has written the special tokens itself
+        return text
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # The backend itself: transformers' wrapper sets truncation on every call, which threads may not share.
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch, of one: `encode` holds the GIL until it is done, so that a thread of its own would be no help.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
 
@@ -123,6 +133,10 @@ class IncrementalDecoder:
         self._stream = DecodeStream(skip_special_tokens=True)
         text: str = self._backend.decode(pending, skip_special_tokens=True)
         return text
+
+
+def _is_short(texts: Sequence[str]) -> bool:
+    return sum(map(len, texts)) + TEXT_CHARS * len(texts) <= INLINE_CHARS
 
 
 def _template_message(error: Exception) -> str:

@@ -71,6 +71,13 @@ HARMLESS: dict[str, Harmless] = {
     "guided_regex": _never,
     "guided_choice": _never,
     "guided_grammar": _never,
+    "guided_whitespace_pattern": _never,
+    "structural_tag": _never,
+    "logits_processors": _empty,
+    "documents": _empty,
+    "spaces_between_special_tokens": _one_of(True),
+    "return_tokens_as_token_ids": _one_of(False),
+    "return_token_ids": _one_of(False),
 }
 
 

@@ -16,6 +16,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 MAX_FIELD_BYTES = 64 * 2**10
 MAX_FIELDS = 32
+MAX_FORM_BYTES = 2**20  # everything but the file: fields, headers, parts that are skipped
 
 Limit = Callable[[Mapping[str, str]], int]
 
@@ -56,8 +57,12 @@ async def receive_upload(chunks: AsyncIterator[bytes], content_type: str, direct
     form = _Form(directory, limit)
     try:
         parser = MultipartParser(options[b"boundary"], form.callbacks())  # type: ignore[arg-type]
+        received = 0
         async for chunk in chunks:
+            received += len(chunk)
             parser.write(chunk)
+            if received - form.upload.size > MAX_FORM_BYTES:
+                raise MalformedUpload("The form has too much besides its file.")
         parser.finalize()
         if not form.is_complete:
             raise MalformedUpload("The multipart body ends in the middle.")
@@ -139,7 +144,7 @@ class _Form:
         elif self._value is not None:
             self._value += data[start:end]
             if len(self._value) > MAX_FIELD_BYTES:
-                raise MalformedUpload(f"The field {self._name!r} is too long.")
+                raise MalformedUpload(f"A field of the form is longer than {MAX_FIELD_BYTES} bytes.")
 
     def _end(self) -> None:
         if self._value is not None:

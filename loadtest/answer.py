@@ -13,7 +13,8 @@ import msgspec
 class Outcome:
     """What became of one request. Owned by the exchange that sends it, until `finished_s` or `error` is set.
 
-    `progress` holds (time, completion tokens so far) of each event that brought some.
+    `progress` holds (time, completion tokens so far) of each event that brought some. Times to a token or the end
+    count from when the request was due: a client that falls behind must not make the server look faster.
     """
 
     traffic_class: str
@@ -21,6 +22,7 @@ class Outcome:
     due_s: float  # when it should have been sent
     sent_s: float = 0.0
     finished_s: float | None = None
+    given_up_s: float | None = None  # when waiting ended for a request of an open loop that had no end by then
     status: int = 0
     error: str | None = None
     progress: list[tuple[float, int]] = field(default_factory=list)
@@ -37,12 +39,16 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float | None:
-        """From sending (the connection's set-up included) to the first event with output."""
-        return self.progress[0][0] - self.sent_s if self.progress else None
+        """To the first event with output; where it was given up without one, how long it had waited: at least
+        that. None: neither."""
+        first_s = self.progress[0][0] if self.progress else self.given_up_s
+        return None if first_s is None else first_s - self.due_s
 
     @property
     def e2e_s(self) -> float | None:
-        return self.finished_s - self.sent_s if self.finished_s is not None else None
+        """To the end; where it was given up, how long it had waited. None: neither."""
+        end_s = self.finished_s if self.finished_s is not None else self.given_up_s
+        return None if end_s is None else end_s - self.due_s
 
     def inter_token_s(self) -> list[float]:
         """The gap before each token after the first event. Tokens of one event came together: the first of

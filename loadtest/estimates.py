@@ -73,7 +73,8 @@ def ratio(above: Distribution, below: Distribution, q: float) -> Estimate | None
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """One traffic class in one arm, over all rounds."""
+    """One traffic class in one arm, over all rounds. TTFT and E2E hold what open-loop requests had waited when
+    they were given up: where there are any, the upper quantiles are lower bounds."""
 
     offered: int
     completed: int
@@ -102,7 +103,7 @@ def summarize(runs: Sequence[ArmRun], name: str) -> ClassSummary:
         unfinished=sum(o.error == UNFINISHED for o in outcomes),
         ttft=_distribution(o.ttft_s for o in begun),
         itl=Distribution(np.array([gap for o in begun for gap in o.inter_token_s()])),
-        e2e=_distribution(o.e2e_s for o in outcomes if o.is_complete),
+        e2e=_distribution(o.e2e_s for o in outcomes if o.is_complete or o.given_up_s is not None),
         tokens_per_s=tokens / sum(run.duration_s for run in runs),
         answered_as=tuple(sorted({o.service_tier for o in outcomes if o.service_tier})),
         error_examples=tuple(sorted({str(e) for e in errors}))[:3],

@@ -77,7 +77,7 @@ class RealtimeUser(TierUser):
         nonce = new_nonce()
         options = {"include_usage": True, "continuous_usage_stats": True}
         body = self.chat_body(nonce, service_tier="default", stream=True, stream_options=options)
-        outcome = Outcome("realtime", 0, due_s=0.0, sent_s=perf_counter())
+        outcome = Outcome("realtime", 0, due_s=perf_counter())
         with self.client.post(CHAT_PATH, json=body, stream=True, name="realtime chat", catch_response=True) as response:
             outcome.status = response.status_code
             reader = AnswerReader(outcome, streamed=response.ok)
@@ -103,7 +103,7 @@ class BulkUser(TierUser):
     def complete(self) -> None:
         nonce = new_nonce()
         body = self.chat_body(nonce, service_tier="flex")
-        outcome = Outcome("bulk", 0, due_s=0.0, sent_s=perf_counter())
+        outcome = Outcome("bulk", 0, due_s=perf_counter())
         with self.client.post(CHAT_PATH, json=body, name="bulk flex", catch_response=True) as response:
             outcome.status = response.status_code
             reader = AnswerReader(outcome, streamed=False)
@@ -127,7 +127,7 @@ class BatchUser(TierUser):
         began_s = perf_counter()
         batch = self._poll(self._submit(nonces))
         problem = None if batch["status"] == "completed" else f"the batch is {batch['status']}"
-        problem = problem or self._check(batch["output_file_id"], nonces)
+        problem = problem or self._check(batch.get("output_file_id"), nonces)
         self.record("BATCH", f"batch of {BATCH_LINES} lines", perf_counter() - began_s, problem=problem)
 
     def _submit(self, nonces: dict[str, str]) -> dict[str, Any]:
@@ -155,6 +155,8 @@ class BatchUser(TierUser):
 
     def _check(self, output_file_id: str | None, nonces: dict[str, str]) -> str | None:
         """What is wrong with the output file; None: each line is there once, with its own nonce."""
+        if output_file_id is None:
+            return "the batch is completed without an output file"
         response = self.client.get(f"/v1/files/{output_file_id}/content", name="/v1/files/{id}/content")
         answers = [json.loads(line) for line in response.text.splitlines()]
         if sorted(a["custom_id"] for a in answers) != sorted(nonces):

@@ -41,7 +41,7 @@ def render_mixed(result: MixedResult) -> str:
 
 
 def _mixed_table(result: MixedResult) -> str:
-    counts = ("offered", "done", "errors")
+    counts = ("offered", "done", "unfinished", "errors")
     times = ("TTFT p50", "p95", "p99", "ITL p50", "p99", "max", "E2E p50")
     header = ("arm", "class", "answered as", *counts, *times, "tok/s")
     rows = [
@@ -58,6 +58,7 @@ def _class_cells(summary: ClassSummary) -> tuple[str, ...]:
         ", ".join(summary.answered_as) or ABSENT,
         str(summary.offered),
         str(summary.completed),
+        str(summary.unfinished),
         str(summary.errors),
         *(_ms(summary.ttft.quantile(q)) for q in QUANTILES),
         *(_ms(summary.itl.quantile(q)) for q in (0.5, 0.99)),

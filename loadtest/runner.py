@@ -6,7 +6,7 @@ and tasks; it does not know statistics (`estimates`) nor which arms make an expe
 
 import asyncio
 import resource
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -86,6 +86,7 @@ async def run_arm(
         # 4. open-loop requests finish beside the backlog that they met
         in_flight = [task for tasks in await asyncio.gather(*arrivals) for task in tasks]
         await _finish(in_flight, window.drain_s)
+        _give_up(o for c in opened for o in run.outcomes[c.name])
     finally:
         await _finish(backlogs, 0.0)
     _mark_unfinished(run)
@@ -158,6 +159,15 @@ async def _finish(tasks: Sequence[asyncio.Task[None]], timeout_s: float) -> None
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+def _give_up(outcomes: Iterable[Outcome]) -> None:
+    """Nobody waits any longer for what is unanswered. Left out, the slowest requests would make the quantiles
+    better. (A closed loop's last requests are cut off by the end of the arm, not by their slowness.)"""
+    now_s = perf_counter()
+    for outcome in outcomes:
+        if outcome.finished_s is None and outcome.error in (None, OVERFLOW):
+            outcome.given_up_s = now_s
 
 
 def _mark_unfinished(run: ArmRun) -> None:

@@ -5,7 +5,7 @@ one client; its id names the event stream that workers reply to.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -23,6 +23,7 @@ from scheduler.request import EventKind, Request, TokenEvent, WorkerStatus
 log = structlog.get_logger()
 
 REFRESH_S = 1.0  # how often the list of live workers is read
+CHECK_EVERY = 3  # refreshes; whoever waits for a request that no longer exists learns it within two checks
 WORKER_GRACE_S = 20.0  # a worker may be restarting this long before new requests are refused
 
 
@@ -45,6 +46,10 @@ class SchedulerClient:
         self._clock = clock
         self.gateway_id = gateway_id
         self._waiting: dict[str, Generation] = {}
+        self._entering: set[str] = set()  # those of them whose `put` has not returned
+        self._missing: set[str] = set()  # those of them that the queue did not know at the last check
+        self._given_up: list[str] = []  # failed here, perhaps still worked on; cancelled by `close`
+        self._withdrawals: set[asyncio.Task[None]] = set()
         self._workers: list[WorkerStatus] = []
         self._worker_seen_s: float | None = None
         self._draining = False
@@ -56,16 +61,24 @@ class SchedulerClient:
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._keep_fresh())]
 
     async def close(self) -> None:
-        """Stop listening. Whatever still waits is cancelled."""
+        """Stop listening. Whatever still waits is cancelled; workers learn that nobody listens here any more."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._waiting:
-            await self._queue.cancel(list(self._waiting))
+        await asyncio.gather(*self._tasks, *self._withdrawals, return_exceptions=True)
+        try:
+            await self._queue.cancel([*self._waiting, *self._given_up])
+        finally:
+            await self._events.close()
 
     def drain(self) -> None:
         """Refuse new requests from now on; those under way go on."""
         self._draining = True
+
+    def fail_open(self, message: str) -> None:
+        """End every open generation now, each with a FAILED event that says `message`. Later events of their
+        requests are ignored; `close` cancels them."""
+        self._given_up += self._waiting
+        self._fail(list(self._waiting), message)
 
     @property
     def is_draining(self) -> bool:
@@ -94,27 +107,47 @@ class SchedulerClient:
         if not self._has_engine():
             return admission.no_engine()
         generation = Generation(self, requests)
-        for request in requests:
-            self._waiting[request.id] = generation
+        request_ids = [request.id for request in requests]
+        self._waiting.update(dict.fromkeys(request_ids, generation))  # the first event may come before `put` returns
+        self._entering.update(request_ids)
         tier = self._tiers[requests[0].tier]
         try:
             full = await self._queue.put(requests, limit=tier.queue_limit)
         except BaseException:
-            self._forget(requests)
+            self._forget(request_ids)
+            self._withdraw(request_ids)
             raise
+        finally:
+            self._entering.difference_update(request_ids)
         if full is not None:
-            self._forget(requests)
+            self._forget(request_ids)
             return admission.queue_full(tier, full.depth, self._workers)
         return generation
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            self._waiting.pop(request_id, None)
+        self._forget(request_ids)
         await self._queue.cancel(request_ids)
 
-    def _forget(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self._waiting.pop(request.id, None)
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+
+    def _withdraw(self, request_ids: Sequence[str]) -> None:
+        """Cancel what an interrupted `put` may have entered all the same, without keeping its caller."""
+
+        async def withdraw() -> None:
+            try:
+                await self._queue.cancel(request_ids)
+            except Exception as error:  # the store is away, probably for the `put`, too
+                log.warning("requests not withdrawn", error=str(error))
+
+        task = asyncio.create_task(withdraw())
+        self._withdrawals.add(task)
+        task.add_done_callback(self._withdrawals.discard)
+
+    def _fail(self, request_ids: Sequence[str], message: str) -> None:
+        """Deliver a last event of our own making."""
+        self._dispatch([TokenEvent(i, EventKind.FAILED, index=0, error=message) for i in request_ids])
 
     def _has_engine(self) -> bool:
         if self._workers:
@@ -142,10 +175,14 @@ class SchedulerClient:
             generation.deliver(event)
 
     async def _keep_fresh(self) -> None:
+        rounds = 0
         while True:
             await self._clock.sleep(REFRESH_S)
+            rounds += 1
             try:
                 await self._refresh()
+                if rounds % CHECK_EVERY == 0:
+                    await self._fail_lost()
             except Exception as error:  # the store may be restarting: keep the last view, try again
                 log.warning("worker list not refreshed", error=str(error))
 
@@ -153,6 +190,18 @@ class SchedulerClient:
         self._workers = await self._registry.workers()
         if self._workers:
             self._worker_seen_s = self._clock.now()
+
+    async def _fail_lost(self) -> None:
+        """Fail what the queue does not know any more (its record went with a failover, its last event with a stream).
+        Only what is missing twice running: a request that has just ended has its last event on the way."""
+        asked = [i for i in self._waiting if i not in self._entering]
+        known = await self._queue.known(asked) if asked else []
+        missing = {i for i, is_known in zip(asked, known, strict=True) if not is_known}
+        lost = [i for i in asked if i in missing and i in self._missing and i in self._waiting]
+        self._missing = missing
+        if lost:
+            log.warning("requests were lost", count=len(lost))
+            self._fail(lost, "The request was lost. Please try again.")
 
 
 class Generation:

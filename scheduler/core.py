@@ -28,6 +28,7 @@ from scheduler.sla import SLAController
 from scheduler.states import RequestState, Status
 
 WATERMARK = 0.02  # of all blocks
+MAX_ATTEMPTS = 5  # claims of one request that nobody finished or gave back
 PREFETCH = 4  # claimed beyond the free slots, so that a slot freed in a step is filled in the next
 
 
@@ -63,6 +64,11 @@ class SchedulerCore:
 
     def holds(self, request_id: str) -> bool:
         return request_id in self._states
+
+    @property
+    def is_step_in_flight(self) -> bool:
+        """A plan was made whose result has not been applied."""
+        return bool(self._work)
 
     def tier_of(self, request_id: str) -> str:
         return self._states[request_id].tier.name
@@ -105,7 +111,7 @@ class SchedulerCore:
                 claimed_s=now,
             )
             self.counts["accepted"] += 1
-            reason = self._never_fits(state)
+            reason = self._worn_out(item) or self._never_fits(state)
             if reason:
                 self._refused.append((state, reason))
             else:
@@ -115,9 +121,13 @@ class SchedulerCore:
         """Drop requests; their sequences leave the batch in the next step. The leases of those held."""
         return self._drop(request_ids, Status.CANCELLED, "cancelled")
 
+    def release(self, request_ids: Iterable[str]) -> list[Lease]:
+        """Leave requests to others, unfinished (a lost lease). The leases of those held."""
+        return self._drop(request_ids, Status.CANCELLED, "released")
+
     def release_all(self) -> list[Lease]:
         """Give everything back unfinished (shutdown)."""
-        return self._drop(list(self._states), Status.CANCELLED, "released")
+        return self.release(list(self._states))
 
     def _drop(self, request_ids: Iterable[str], status: Status, counter: str) -> list[Lease]:
         leases = []
@@ -132,6 +142,12 @@ class SchedulerCore:
             self.counts[counter] += 1
             leases.append(Lease(request_id, state.fence))
         return leases
+
+    def _worn_out(self, item: Claimed) -> str:
+        """A request that ends its worker each time would otherwise go from worker to worker for ever."""
+        if item.attempt <= MAX_ATTEMPTS:
+            return ""
+        return f"The request was given up: {MAX_ATTEMPTS} attempts at it ended without a result."
 
     def _never_fits(self, state: RequestState) -> str:
         capacity = self._engine.num_blocks * self._engine.block_size

@@ -2,8 +2,8 @@
 
 The simulator runs this very loop. It decides nothing: `SchedulerCore` plans, the engine computes, Lua moves queue
 entries. Four small tasks share the core on one thread: the step loop; intake (claims as soon as something is put, also
-while a step runs, so that an arrival is in the very next step); the publisher (events, then acknowledgements, in
-order); and upkeep (leases, heartbeat, the controller's outer loop).
+while a step runs, so that an arrival is in the very next step); the outbox (events, then acknowledgements, in order);
+and upkeep (leases, heartbeat, the controller's outer loop).
 """
 
 import asyncio
@@ -18,7 +18,8 @@ from scheduler.core import SchedulerCore
 from scheduler.events.base import EventChannel
 from scheduler.heartbeat import Heartbeat, WorkerIdentity
 from scheduler.metrics import SchedulerMetrics
-from scheduler.queue.base import Queue
+from scheduler.outbox import Outbox
+from scheduler.queue.base import Lease, Queue
 from scheduler.registry.base import WorkerRegistry
 from scheduler.report import StepReport
 from scheduler.sla import UPDATE_S, Load
@@ -53,7 +54,7 @@ class SchedulerLoop:
         self._heartbeat = Heartbeat(registry, metrics, core, engine.info, identity)
         self._changed = asyncio.Event()  # something for the step loop to look at
         self._room = asyncio.Event()  # something for the intake to claim for
-        self._reports: asyncio.Queue[StepReport | None] = asyncio.Queue()
+        self._outbox = Outbox(queue, events, self._drop)
         self._waiting: dict[str, int] = {}
         self._claimed: Counter[str] = Counter()  # since the last look at the depths
         self._known_empty = False  # the last claim found less than it asked for; nothing was put since
@@ -62,26 +63,44 @@ class SchedulerLoop:
 
     async def run(self) -> None:
         """Serve until `drain` (or `stop`) has been called and what is held has ended. Any error ends all tasks
-        and is raised."""
-        await self._queue.requeue_worker(self._worker_id)
-        await self._heartbeat.beat(self._clock.now())
-        publisher = asyncio.create_task(self._publish_reports())
+        and is raised; a new loop may then go on with the same engine and core."""
+        try:
+            await self._start_empty()
+            await self._heartbeat.beat(self._clock.now())
+            await self._run_tasks()
+            await self._give_back()
+            await self._heartbeat.withdraw()
+        finally:
+            await self._queue.close()
+
+    async def _run_tasks(self) -> None:
+        outbox = asyncio.create_task(self._outbox.run())
         background = [
             asyncio.create_task(self._take_in()),
             asyncio.create_task(self._upkeep()),
         ]
         steps = asyncio.create_task(self._step_loop())
         try:
-            await _first_error_or(steps, [publisher, *background])
-            await self._reports.put(None)
-            await publisher
+            await _first_error_or(steps, [outbox, *background])
+            self._outbox.close()
+            await outbox
         finally:
-            for task in (steps, publisher, *background):
+            for task in (steps, outbox, *background):
                 task.cancel()
-            await asyncio.gather(steps, publisher, *background, return_exceptions=True)
-        self._core.release_all()
-        await self._queue.requeue_worker(self._worker_id)  # also what a claim cut short has taken
-        await self._heartbeat.withdraw()
+            await asyncio.gather(steps, outbox, *background, return_exceptions=True)
+
+    async def _start_empty(self) -> None:
+        """Nothing is under lease, and nothing of a loop before this one is left in the core. That one may have ended
+        by an error beside a step in flight, whose result says what the engine has free."""
+        leases = self._core.release_all()
+        if self._core.is_step_in_flight:
+            self._core.apply(await self._engine.collect(), self._clock.now())
+        await self._give_back(leases)
+
+    async def _give_back(self, leases: Sequence[Lease] = ()) -> None:
+        """Return everything under lease to its place in the queue."""
+        await self._queue.release([*leases, *self._core.release_all()])
+        await self._queue.requeue_worker(self._worker_id)  # what a claim cut short, or a dead process, has taken
 
     def drain(self) -> None:
         """Claim nothing more; `run` returns when what is held has ended."""
@@ -135,10 +154,9 @@ class SchedulerLoop:
             if sample.kind in ("ttft", "itl"):
                 controller.observe_latency(sample.tier, sample.kind, sample.seconds, now)
         for end in report.ended:
-            controller.observe_end(end.tier, end.met_slo)
+            controller.observe_end(end.tier, end.met_slo, now)
             self._heartbeat.count_finished(end.tier)
-        if report.events or report.leases:
-            self._reports.put_nowait(report)
+        self._outbox.send(report)
         self._metrics.record_report(report)
 
     # -- intake ------------------------------------------------------------------------------------------------
@@ -187,19 +205,6 @@ class SchedulerLoop:
                 self._metrics.record_cancelled(tier)
             self._changed.set()
 
-    # -- the way out -------------------------------------------------------------------------------------------
-
-    async def _publish_reports(self) -> None:
-        """Events first, then acknowledgements: a crash in between repeats events, and never loses a result."""
-        while (report := await self._reports.get()) is not None:
-            for reply_to, events in report.events.items():
-                if not await self._events.publish(reply_to, events):
-                    gone = [e.request_id for e in events if not e.is_last]
-                    await self._queue.cancel(gone)  # nobody waits for these any more
-                    self._drop(gone)
-            if report.leases:
-                await self._queue.ack(report.leases)
-
     # -- upkeep ------------------------------------------------------------------------------------------------
 
     async def _upkeep(self) -> None:
@@ -240,7 +245,8 @@ class SchedulerLoop:
         kept = await self._queue.renew(leases, LEASE_S) if leases else []
         held = set(self._core.leases())  # not what came back under a newer lease meanwhile
         lost = [lease for lease, ok in zip(leases, kept, strict=True) if not ok]
-        self._drop([lease.request_id for lease in lost if lease in held])
+        if self._core.release([lease.request_id for lease in lost if lease in held]):
+            self._changed.set()
 
     async def _drop_orphans(self) -> None:
         """Drop what a gateway that is gone has asked for: an answer at the end would be computed for nobody."""

@@ -57,7 +57,7 @@ class SchedulerMetrics:
             "metric",
             "quantile",
         )
-        self._attainment = gauge("slo_attainment_ratio", "Share of ended requests that met all.", "tier")
+        self._attainment = gauge("slo_attainment_ratio", "Share of requests ended lately that met all.", "tier")
         self._max_wait = gauge("controller_max_wait_seconds", "The controller's max-wait.", "tier")
         self._batch_size = gauge("controller_batch_size", "The controller's batch size.", "tier")
         self._preempted = counter("num_preemptions", "Sequences preempted.", "tier", "mode")
@@ -120,11 +120,17 @@ class SchedulerMetrics:
         self._max_wait.labels(tier).set(output.max_wait_s)
         self._batch_size.labels(tier).set(output.batch_size)
         for metric, seconds in (("ttft", output.ttft_p99_s), ("itl", output.itl_p99_s)):
-            if seconds is not None:
-                self._observed.labels(tier, metric, "0.99").set(seconds)
-        if output.attainment is not None:
-            self._attainment.labels(tier).set(output.attainment)
+            _set_or_remove(self._observed, (tier, metric, "0.99"), seconds)
+        _set_or_remove(self._attainment, (tier,), output.attainment)
 
     def text(self) -> str:
         """The registry in Prometheus' exposition format."""
         return generate_latest(self._registry).decode()
+
+
+def _set_or_remove(gauge: Gauge, labels: tuple[str, ...], value: float | None) -> None:
+    """No value, no series: the last one of hours ago must not look like the present."""
+    if value is None:
+        gauge.remove(*labels)
+    else:
+        gauge.labels(*labels).set(value)

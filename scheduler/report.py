@@ -34,3 +34,9 @@ class StepReport:
     leases: list[Lease] = field(default_factory=list)  # done: to be acknowledged
     samples: list[Sample] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
+
+    def absorb(self, later: "StepReport") -> None:
+        """Take a later step's events and leases in, behind this one's."""
+        for reply_to, events in later.events.items():
+            self.events[reply_to] += events
+        self.leases += later.leases

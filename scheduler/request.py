@@ -39,7 +39,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Claimed:
     """A request under lease. `fence` grows with every claim of the same request: whoever holds an older one
-    can no longer ack or renew it. `attempt` counts claims from 1."""
+    can no longer ack or renew it. `attempt` counts claims from 1, without those that were released."""
 
     request: Request
     fence: int

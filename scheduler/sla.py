@@ -8,6 +8,7 @@ p99 over a window. Every move is a `Decision` that says which signal made it.
 Knows tiers, latencies and predicted costs; reads no clock, touches no queue, no engine, no metrics.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from engine.latency_model import StepCost
 from scheduler.batch import Budgets, TierBudget
 from scheduler.config import Tier, TierSet
 from scheduler.states import RequestState
-from scheduler.windows import ArrivalRate, LatencyWindow
+from scheduler.windows import ArrivalRate, LatencyWindow, ShareWindow
 
 UPDATE_S = 0.5
 MISS_TARGET = 0.01  # ε: the share that a p99 promise lets miss
@@ -60,14 +61,13 @@ class _Knobs:
         self.batch_size = tier.batch_size.start
         self.max_wait_ms = float(tier.max_wait_ms.start)
         self.margin = 0.0
-        self.ttft = LatencyWindow()
-        self.itl = LatencyWindow()
+        self.ttft = LatencyWindow((tier.slo.ttft_p99_ms or math.inf) / 1000)
+        self.itl = LatencyWindow((tier.slo.itl_p99_ms or math.inf) / 1000)
+        self.attainment = ShareWindow()
         self.arrivals = ArrivalRate()
         self.rate_per_s = 0.0
         self.cut_at_s = float("-inf")  # misses before it have been answered
         self.debt_s = 0.0  # engine time owed by the tier's floor
-        self.met = 0
-        self.ended = 0
 
 
 class SLAController:
@@ -138,9 +138,8 @@ class SLAController:
     def observe_arrivals(self, tier: str, count: int) -> None:
         self._knobs[tier].arrivals.add(count)
 
-    def observe_end(self, tier: str, met_slo: bool) -> None:
-        self._knobs[tier].ended += 1
-        self._knobs[tier].met += met_slo
+    def observe_end(self, tier: str, met_slo: bool, now: float) -> None:
+        self._knobs[tier].attainment.add(now, met_slo)
 
     def observe_step(self, elapsed_s: float, ran: Mapping[str, int], wanting: Iterable[str]) -> None:
         """Keep the floors' books: `ran` sequences a tier in a step of `elapsed_s`; `wanting` tiers have work."""
@@ -166,12 +165,7 @@ class SLAController:
 
     def _worst_miss_share(self, now: float, since_s: float) -> float | None:
         """The worst share of misses among interactive tiers since `since_s`; None: too little data."""
-        shares = [
-            window.miss_share(now, target_ms / 1000, since_s)
-            for k in self._knobs.values()
-            for window, target_ms in ((k.ttft, k.tier.slo.ttft_p99_ms), (k.itl, k.tier.slo.itl_p99_ms))
-            if target_ms is not None
-        ]
+        shares = [window.miss_share(now, since_s) for k in self._knobs.values() for window in (k.ttft, k.itl)]
         return max((share for share in shares if share is not None), default=None)
 
     def _no_interactive(self, load: Load) -> bool:
@@ -257,7 +251,7 @@ class SLAController:
                 margin=k.margin,
                 ttft_p99_s=k.ttft.p99(now),
                 itl_p99_s=k.itl.p99(now),
-                attainment=k.met / k.ended if k.ended else None,
+                attainment=k.attainment.share(now),
             )
             for name, k in self._knobs.items()
         }
@@ -265,7 +259,8 @@ class SLAController:
 
 @dataclass(frozen=True, slots=True)
 class TierOutputs:
-    """The controller's view of one tier: knobs, margin, observed p99 (None: too little data)."""
+    """The controller's view of one tier: its knobs and margin, and of the last 30 seconds the observed p99 and the
+    share of ended requests that met all targets (None: too little data)."""
 
     batch_size: int
     max_wait_s: float

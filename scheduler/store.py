@@ -7,6 +7,7 @@ Knows servers and sockets; does not know what is stored. URLs are `redis://host:
 import asyncio
 import builtins
 from collections.abc import Iterable
+from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
@@ -20,7 +21,8 @@ CONNECT_TIMEOUT_S = 2.0
 REPLY_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 32  # of a process; a burst of commands waits for its turn instead of failing
 HEALTH_CHECK_S = 15  # a connection idle for longer is tried with a PING before it carries a command
-RETRIES = 10  # about two seconds: a restarting server is back by then
+RETRIES = 10  # of a server that refuses connections, about two seconds: a restarting one is back by then
+COMMAND_TIMEOUT_S = 6.0  # with all its retries: also a server that accepts everything and answers nothing has an end
 FOREVER = -1
 
 Command = bytes | str | Iterable[bytes]
@@ -28,7 +30,8 @@ Command = bytes | str | Iterable[bytes]
 
 def connect(url: str) -> Redis:
     """A client with a pool of connections; opens none yet. Commands ride through a short outage of the
-    server, then raise `redis.exceptions.ConnectionError` (or `TimeoutError`).
+    server, then raise `redis.exceptions.ConnectionError`, or after `COMMAND_TIMEOUT_S` a `TimeoutError`; a
+    new connection, where one is needed, may take as long again.
 
     A command whose answer was lost is sent again: callers send only what may happen twice.
     """
@@ -41,18 +44,20 @@ def connect(url: str) -> Redis:
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         socket_timeout=REPLY_TIMEOUT_S,
         health_check_interval=HEALTH_CHECK_S,
-        retry=_retry(RETRIES),
+        retry=_BoundedRetry(_backoff(), RETRIES),
         **tcp_only,
     )
     pool.connection_class = _SENDING_DIRECTLY[pool.connection_class]
     return Redis.from_pool(pool)
 
 
-def blocking(client: Redis) -> Redis:
-    """A second client to the same server, for reads that wait: no reply timeout, and it reconnects for as
-    long as it takes. The caller closes it."""
+def blocking(client: Redis, longest_s: float) -> Redis:
+    """A second client to the same server, for reads that wait up to `longest_s`. It reconnects for as long as it
+    takes, also when a read has had no answer at all: the other end may be gone without a word. The caller closes
+    it."""
     pool = client.connection_pool
-    settings = {**pool.connection_kwargs, "socket_timeout": None, "retry": _retry(FOREVER)}
+    timeout_s = longest_s + REPLY_TIMEOUT_S
+    settings = {**pool.connection_kwargs, "socket_timeout": timeout_s, "retry": Retry(_backoff(), FOREVER)}
     own_pool = ConnectionPool(connection_class=pool.connection_class, **settings)
     return Redis.from_pool(own_pool)
 
@@ -105,5 +110,17 @@ _SENDING_DIRECTLY: dict[type[AbstractConnection], type[AbstractConnection]] = {
 }
 
 
-def _retry(retries: int) -> Retry:
-    return Retry(ExponentialWithJitterBackoff(cap=0.5, base=0.01), retries)
+class _BoundedRetry(Retry):
+    """Ends a command after `COMMAND_TIMEOUT_S`, whichever attempt it is in."""
+
+    async def call_with_retry(self, *args: Any, **options: Any) -> Any:
+        timeout_s = COMMAND_TIMEOUT_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await super().call_with_retry(*args, **options)
+        except builtins.TimeoutError as error:
+            raise TimeoutError(f"The store has not answered within {timeout_s:.0f} seconds.") from error
+
+
+def _backoff() -> ExponentialWithJitterBackoff:
+    return ExponentialWithJitterBackoff(cap=0.5, base=0.01)

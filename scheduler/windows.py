@@ -1,37 +1,106 @@
-"""Sliding-window quantiles and arrival rates: what the controller sees of the past. Time is passed in."""
+"""Sliding-window quantiles, shares and arrival rates: what the controller sees of the past. Time is passed in.
 
-from collections import deque
+The windows keep counts in half-second slices, never single samples: their memory is bounded at any rate of tokens, and
+the window is always the whole 30 seconds.
+"""
 
-import numpy as np
+import math
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 WINDOW_S = 30.0
-MAX_SAMPLES = 4096
+SLICE_S = 0.5
 MIN_SAMPLES = 20  # with fewer, a p99 says nothing
+BUCKET_WIDTH = 0.01  # of the logarithm: a quantile is right to half a percent
+SHORTEST_S = 1e-6  # whatever is shorter counts as this
+
+
+@dataclass(slots=True)
+class _Slice:
+    """What happened between `first_s` and `last_s`, at most `SLICE_S` later."""
+
+    first_s: float
+    last_s: float
+    count: int = 0
+    missed: int = 0
+    buckets: Counter[int] = field(default_factory=Counter)  # by round(log(seconds) / BUCKET_WIDTH)
+
+
+class _Slices:
+    """The slices of the last `WINDOW_S` seconds. A slice begins with what comes first in it."""
+
+    def __init__(self) -> None:
+        self._slices: deque[_Slice] = deque()
+
+    def at(self, now: float) -> _Slice:
+        """The slice to count in."""
+        if not self._slices or now - self._slices[-1].first_s >= SLICE_S:
+            self._expire(now)
+            self._slices.append(_Slice(now, now))
+        self._slices[-1].last_s = now
+        return self._slices[-1]
+
+    def since(self, now: float, since_s: float = float("-inf")) -> Iterator[_Slice]:
+        self._expire(now)
+        return (s for s in self._slices if s.first_s >= since_s)
+
+    def _expire(self, now: float) -> None:
+        while self._slices and self._slices[0].last_s < now - WINDOW_S:
+            self._slices.popleft()
 
 
 class LatencyWindow:
-    """The latencies of the last `WINDOW_S` seconds."""
+    """The latencies of the last `WINDOW_S` seconds, against a target in seconds."""
 
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
+    def __init__(self, target_s: float = float("inf")) -> None:
+        self._target_s = target_s
+        self._slices = _Slices()
 
     def add(self, now: float, seconds: float) -> None:
-        self._samples.append((now, seconds))
+        counted = self._slices.at(now)
+        counted.count += 1
+        counted.missed += seconds > self._target_s
+        counted.buckets[round(math.log(max(seconds, SHORTEST_S)) / BUCKET_WIDTH)] += 1
 
     def p99(self, now: float, since_s: float = float("-inf")) -> float | None:
         """Seconds, of what came since `since_s`; None without enough data."""
-        values = self._values(now, since_s)
-        return float(np.quantile(values, 0.99)) if len(values) >= MIN_SAMPLES else None
+        buckets: Counter[int] = Counter()
+        for counted in self._slices.since(now, since_s):
+            buckets.update(counted.buckets)
+        total = buckets.total()
+        if total < MIN_SAMPLES:
+            return None
+        above = 0
+        for bucket in sorted(buckets, reverse=True):
+            above += buckets[bucket]
+            if above > 0.01 * total:
+                break
+        return math.exp(bucket * BUCKET_WIDTH)
 
-    def miss_share(self, now: float, target_s: float, since_s: float) -> float | None:
-        """Share of latencies above `target_s` since `since_s`; None without enough data."""
-        values = self._values(now, since_s)
-        return sum(v > target_s for v in values) / len(values) if len(values) >= MIN_SAMPLES else None
+    def miss_share(self, now: float, since_s: float) -> float | None:
+        """Share of latencies above the target since `since_s`; None without enough data."""
+        slices = list(self._slices.since(now, since_s))
+        total = sum(s.count for s in slices)
+        return sum(s.missed for s in slices) / total if total >= MIN_SAMPLES else None
 
-    def _values(self, now: float, since_s: float) -> list[float]:
-        while self._samples and self._samples[0][0] < now - WINDOW_S:
-            self._samples.popleft()
-        return [seconds for at_s, seconds in self._samples if at_s >= since_s]
+
+class ShareWindow:
+    """Of what ended in the last `WINDOW_S` seconds, the share that ended well."""
+
+    def __init__(self) -> None:
+        self._slices = _Slices()
+
+    def add(self, now: float, well: bool) -> None:
+        counted = self._slices.at(now)
+        counted.count += 1
+        counted.missed += not well
+
+    def share(self, now: float) -> float | None:
+        """None when nothing ended."""
+        slices = list(self._slices.since(now))
+        total = sum(s.count for s in slices)
+        return 1.0 - sum(s.missed for s in slices) / total if total else None
 
 
 class ArrivalRate:
@@ -50,7 +119,7 @@ class ArrivalRate:
         """Close the interval since the last update; the smoothed rate."""
         if self._since_s is not None and now > self._since_s:
             interval_s = now - self._since_s
-            weight = 1 - np.exp(-interval_s / self._tau_s)
-            self._per_s += float(weight) * (self._count / interval_s - self._per_s)
+            weight = 1 - math.exp(-interval_s / self._tau_s)
+            self._per_s += weight * (self._count / interval_s - self._per_s)
         self._since_s, self._count = now, 0
         return self._per_s

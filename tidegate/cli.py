@@ -23,6 +23,7 @@ from tidegate.settings import (
 S = TypeVar("S", bound=CommonSettings)
 
 EX_USAGE = 2
+EX_INTERRUPTED = 130  # 128 + SIGINT
 
 USAGE = """\
 usage: tidegate COMMAND [--config FILE] [--flag value …]
@@ -42,7 +43,7 @@ or in a YAML file (--config FILE, or TIDEGATE_CONFIG); a flag wins over the envi
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point; exits with the command's code."""
+    """Entry point; exits with the command's code, or as a shell reports Ctrl-C where a command does not handle it."""
     args = list(sys.argv[1:] if arguments is None else arguments)
     if not args or args[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -51,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if command is None:
         print(f"tidegate: there is no command {args[0]!r}\n\n{USAGE}", end="", file=sys.stderr)
         sys.exit(EX_USAGE)
-    sys.exit(command(args[1:]))
+    try:
+        sys.exit(command(args[1:]))
+    except KeyboardInterrupt:
+        sys.exit(EX_INTERRUPTED)
 
 
 def _serve(args: list[str]) -> int:
@@ -116,16 +120,17 @@ def _load(kind: type[S], command: str, args: list[str]) -> S:
 
 
 def _take_config(args: list[str]) -> list[str]:
-    """Remove `--config FILE`; children find the file through the environment."""
+    """Remove `--config FILE`; the settings, here and in children, find the file through the environment."""
     rest: list[str] = []
     items = iter(args)
     for item in items:
-        if item == "--config":
-            os.environ[CONFIG_VARIABLE] = next(items, "")
-        elif item.startswith("--config="):
-            os.environ[CONFIG_VARIABLE] = item.removeprefix("--config=")
-        else:
+        name, _, value = item.partition("=")
+        if name != "--config":
             rest.append(item)
+            continue
+        os.environ[CONFIG_VARIABLE] = value if "=" in item else next(items, "")
+        if not os.environ[CONFIG_VARIABLE]:
+            raise settings_module.SettingsError("--config needs a FILE")
     if os.environ.get(CONFIG_VARIABLE):
         settings_module.check_file(Path(os.environ[CONFIG_VARIABLE]))
     return rest

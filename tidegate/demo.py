@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from statistics import median
 
 import httpx
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAIError
 
 from tidegate.process import dies_with_parent
 from tidegate.settings import DEMO_MODEL, CommonSettings, DemoSettings
@@ -38,7 +38,7 @@ def run_demo(settings: DemoSettings) -> int:
     try:
         with serving(settings) as base_url:
             asyncio.run(_show(base_url, settings.seconds))
-    except DemoError as error:
+    except (DemoError, OpenAIError) as error:
         print(f"tidegate demo: {error}", file=sys.stderr)
         return 1
     return 0
@@ -52,7 +52,8 @@ def serving(settings: CommonSettings) -> Iterator[str]:
     flags = settings.model_copy(update={"log_level": "warning"}).flags(CommonSettings)
     with tempfile.TemporaryDirectory(prefix="tidegate-demo-") as data_dir:
         argv = [sys.executable, "-m", "tidegate", "serve", *flags, "--port", str(port), "--data-dir", data_dir]
-        server = subprocess.Popen(argv, preexec_fn=dies_with_parent(), stdout=subprocess.DEVNULL, env=os.environ.copy())
+        env = {**os.environ, **settings.secret_env}
+        server = subprocess.Popen(argv, preexec_fn=dies_with_parent(), stdout=subprocess.DEVNULL, env=env)
         try:
             _wait_until_ready(server, f"http://127.0.0.1:{port}/ready")
             yield f"http://127.0.0.1:{port}/v1"
@@ -92,7 +93,7 @@ async def _show(base_url: str, seconds: float) -> None:
         await _first_tokens(client, model, 1.0)  # warm connections
         alone = await _first_tokens(client, model, max(2.0, seconds / 6))
         beside, bulk_per_s = await _beside_bulk(client, model, seconds)
-    print(_table(alone, beside, bulk_per_s))
+    print(table(alone, beside, bulk_per_s))
 
 
 async def _ask(client: AsyncOpenAI, model: str, question: str) -> str:
@@ -140,17 +141,24 @@ async def _beside_bulk(client: AsyncOpenAI, model: str, seconds: float) -> tuple
                 max_tokens=128,
                 extra_body={"ignore_eos": True},
             )
-            assert answer.usage is not None
-            produced[0] += answer.usage.completion_tokens
+            produced[0] += answer.usage.completion_tokens if answer.usage else 0
 
     started_s = time.monotonic()
     streams = [asyncio.create_task(bulk_stream()) for _ in range(BULK_STREAMS)]
-    beside = await _first_tokens(client, model, seconds)
-    await asyncio.gather(*streams)
+    try:
+        beside = await _first_tokens(client, model, seconds)
+        await asyncio.gather(*streams)
+    finally:
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
     return beside, produced[0] / (time.monotonic() - started_s)
 
 
-def _table(alone: list[float], beside: list[float], bulk_per_s: float) -> str:
+def table(alone: list[float], beside: list[float], bulk_per_s: float) -> str:
+    """Raises `DemoError` where a median would be of nothing."""
+    if not alone or not beside:
+        raise DemoError("no chat got a first token: there is nothing to compare")
     a, b = median(alone) * 1000, median(beside) * 1000
     return (
         f"median time to first token, alone             {a:8.1f} ms   ({len(alone)} requests)\n"

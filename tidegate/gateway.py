@@ -4,10 +4,11 @@ Exit codes: 0 after a drain; 78 when it cannot start (a bad tiers or keys file, 
 """
 
 import asyncio
+import math
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import structlog
@@ -40,6 +41,9 @@ from tidegate.supervisor import EX_CONFIG
 log = structlog.get_logger()
 
 BACKLOG = 2048  # connections: a burst of clients must not be refused by the kernel
+MIN_DRAIN_S = 1
+LAST_WORDS_S = 1.0  # for the errors of what did not end in time to reach their clients
+SHUTTING_DOWN = "The server is shutting down."
 
 
 class CannotListen(Exception):
@@ -105,7 +109,9 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         completions=completions,
         metrics=metrics,
         files=files,
-        batches=BatchService(redis, files, completions, tiers, names, clock),
+        batches=BatchService(
+            redis, files, completions, tiers, names, clock, max_body_bytes=settings.max_body_mb * 2**20
+        ),
         max_body_bytes=settings.max_body_mb * 2**20,
     )
     return create_app(gateway)
@@ -133,10 +139,10 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
         access_log=False,
         server_header=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(1, int(settings.drain_s)),
+        timeout_graceful_shutdown=max(MIN_DRAIN_S, math.ceil(settings.drain_s)),
     )
     server = _Server(config)
-    _drain_on_signals(server, app.state.gateway.client.drain)
+    _drain_on_signals(_Shutdown(server, app.state.gateway.client))
     log.info("the gateway serves", host=settings.host, port=listener.getsockname()[1])
     try:
         await server.serve(sockets=[listener])
@@ -154,10 +160,31 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _drain_on_signals(server: uvicorn.Server, drain: Callable[[], None]) -> None:
-    def stop() -> None:
-        drain()
-        server.should_exit = True
+class _Shutdown:
+    """What signals do. The first one drains: nothing new is admitted, what runs may end. What is still open shortly
+    before uvicorn would cut its connection gets an error; a second signal moves that moment to now."""
 
+    def __init__(self, server: uvicorn.Server, client: SchedulerClient) -> None:
+        self._server = server
+        self._client = client
+
+    def __call__(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._server.should_exit:
+            self._client.fail_open(SHUTTING_DOWN)
+            loop.call_later(LAST_WORDS_S, self._cut_off)
+            return
+        self._client.drain()
+        self._server.should_exit = True
+        drain_s = self._server.config.timeout_graceful_shutdown or 0
+        loop.call_later(max(0.0, drain_s - LAST_WORDS_S), self._client.fail_open, SHUTTING_DOWN)
+
+    def _cut_off(self) -> None:
+        """As uvicorn does at its deadline."""
+        for task in self._server.server_state.tasks:
+            task.cancel()
+
+
+def _drain_on_signals(shutdown: _Shutdown) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
+        asyncio.get_running_loop().add_signal_handler(number, shutdown)

@@ -1,13 +1,16 @@
-"""Child processes that cannot outlive this one, whatever ends it.
+"""What keeping processes needs of the operating system: children that cannot outlive this one, signals, exit codes.
 
-Linux only (`PR_SET_PDEATHSIG`); elsewhere a child is ended by its supervisor's clean exit alone.
+A child ends with this process, whatever ends it, on Linux only (`PR_SET_PDEATHSIG`); elsewhere this one's clean exit
+alone ends it.
 """
 
+import asyncio
+import contextlib
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -27,3 +30,23 @@ def dies_with_parent() -> Callable[[], None]:
             os._exit(1)
 
     return bind
+
+
+@contextlib.contextmanager
+def signals_call(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call `stop`, within the block. For the main thread, in a running loop."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def exit_text(code: int | None) -> str:
+    """An exit code as people read it; negative ones are signals."""
+    if code is not None and code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"code {code}"

@@ -5,11 +5,15 @@ The same parts as on many machines, started with the same commands; only the sto
 
 import asyncio
 import contextlib
+import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from scheduler import store
 from scheduler.config import TierConfigError, load_tiers
@@ -20,7 +24,12 @@ from tidegate.valkey import EmbeddedValkey, ValkeyError
 
 log = structlog.get_logger()
 
-WORKER_ID = "worker-0"
+REACH_TIMEOUT_S = 5.0  # for a store that somebody else runs to answer, before anything starts
+FORGET_TIMEOUT_S = 2.0
+
+
+class CannotServe(Exception):
+    """The message is one sentence for the operator."""
 
 
 def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = None) -> int:
@@ -28,43 +37,97 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
     with contextlib.ExitStack() as cleanup:
         try:
             load_tiers(settings.tiers_path)
+            settings = with_address(settings)
             parts = []
-            if not settings.redis_url:
+            if settings.redis_url:
+                asyncio.run(_reach(settings.redis_url))
+            else:
                 valkey = cleanup.enter_context(EmbeddedValkey(settings.data_dir))
                 settings = settings.model_copy(update={"redis_url": valkey.url})
                 parts.append(Part("valkey", Stage.STORE, valkey.argv, ready=valkey.is_ready, pass_fds=valkey.pass_fds))
-        except (ValkeyError, TierConfigError) as error:
+        except (ValkeyError, TierConfigError, CannotServe) as error:
             log.error("cannot start", reason=str(error))
             return EX_CONFIG
-        parts += [_worker(settings), _gateway(settings)]
-        supervisor = Supervisor(parts, drain_s=settings.drain_s, on_ready=on_ready or _say_ready(settings))
-        return asyncio.run(supervisor.run())
+        return asyncio.run(_supervise(parts, settings, on_ready or _say_ready(settings)))
 
 
-def _worker(settings: ServeSettings) -> Part:
-    named = settings.model_copy(update={"worker_id": WORKER_ID})
-    argv = _command("worker", named, WorkerSettings)
-    return Part("worker", Stage.WORKER, argv, ready=_worker_alive(str(settings.redis_url)))
+def with_address(settings: ServeSettings) -> ServeSettings:
+    """Port 0 is a free one. The worker is called after the address: the same at the next start, so that it takes up
+    what it left, and another one's beside this `serve` on the same store."""
+    port = settings.port or _free_port(settings.host)
+    worker_id = settings.worker_id or f"{socket.gethostname()}-{port}"
+    return settings.model_copy(update={"port": port, "worker_id": worker_id})
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, 0), family=family) as probe:
+            port: int = probe.getsockname()[1]
+            return port
+    except OSError as error:
+        raise CannotServe(f"cannot listen on {host}: {error.strerror or error}") from error
+
+
+async def _reach(redis_url: str) -> None:
+    """Raises `CannotServe`: later on a store may be away for a while, but the first time the URL may be wrong."""
+    try:
+        async with asyncio.timeout(REACH_TIMEOUT_S), store.connect(redis_url) as client:
+            await client.ping()
+    except (RedisError, OSError, ValueError) as error:
+        url = urlsplit(redis_url)
+        place = f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"  # without user and password
+        raise CannotServe(f"the store at {place} does not answer: {error or 'no reply'}") from error
+
+
+async def _supervise(parts: list[Part], settings: ServeSettings, on_ready: Callable[[], None]) -> int:
+    async with store.connect(str(settings.redis_url)) as client:
+        parts = [*parts, _worker(settings, client), _gateway(settings)]
+        return await Supervisor(parts, drain_s=settings.drain_s, on_ready=on_ready).run()
+
+
+def _worker(settings: ServeSettings, client: Redis) -> Part:
+    announced = Announced(RedisWorkerRegistry(client), str(settings.worker_id))
+    argv = _command("worker", settings, WorkerSettings)
+    return Part(
+        "worker", Stage.WORKER, argv, settings.secret_env, ready=announced.is_there, before_start=announced.forget
+    )
 
 
 def _gateway(settings: ServeSettings) -> Part:
     argv = _command("gateway", settings, GatewaySettings)
-    return Part("gateway", Stage.GATEWAY, argv, ready=_Answering(settings.host, settings.port))
+    return Part("gateway", Stage.GATEWAY, argv, settings.secret_env, ready=_Answering(settings.host, settings.port))
 
 
 def _command(name: str, settings: ServeSettings, kind: type[CommonSettings]) -> tuple[str, ...]:
     return (sys.executable, "-m", "tidegate", name, *settings.flags(kind))
 
 
-def _worker_alive(redis_url: str) -> Callable[[], Awaitable[bool]]:
-    async def alive() -> bool:
-        client = store.connect(redis_url)
-        try:
-            return any(w.worker_id == WORKER_ID for w in await RedisWorkerRegistry(client).workers())
-        finally:
-            await client.aclose()
+class Announced:
+    """Whether the worker has announced itself: it does when its engine is ready. What a killed one left behind, which
+    would pass for its successor for some seconds, is withdrawn first, for gateways as much as for this probe."""
 
-    return alive
+    def __init__(self, registry: RedisWorkerRegistry, worker_id: str) -> None:
+        self._registry = registry
+        self._worker_id = worker_id
+        self._is_forgotten = False
+
+    async def forget(self) -> None:
+        """Where the store is away, `is_there` does it later."""
+        self._is_forgotten = False
+        with contextlib.suppress(RedisError, OSError):
+            async with asyncio.timeout(FORGET_TIMEOUT_S):
+                await self._withdraw()
+
+    async def is_there(self) -> bool:
+        """Raises what the store's client raises."""
+        if not self._is_forgotten:
+            await self._withdraw()  # a live worker announces itself again within seconds
+        return any(w.worker_id == self._worker_id for w in await self._registry.workers())
+
+    async def _withdraw(self) -> None:
+        await self._registry.withdraw(self._worker_id)
+        self._is_forgotten = True
 
 
 @dataclass(frozen=True, slots=True)

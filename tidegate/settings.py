@@ -20,6 +20,7 @@ from pydantic_settings import (
 from demo_model.location import demo_model_path
 
 CONFIG_VARIABLE = "TIDEGATE_CONFIG"
+STORE_VARIABLE = "TIDEGATE_REDIS_URL"
 DEMO_MODEL = "tidegate-demo"
 
 
@@ -49,6 +50,7 @@ class CommonSettings(BaseSettings):
         protected_namespaces=(),
     )
 
+    config: Path | None = Field(default=None, description="YAML file with settings; a flag or a variable wins over it")
     model: str | None = Field(default=None, description="transformers directory or hub id; unset: the demo model")
     served_model_name: Annotated[list[str] | None, NoDecode] = Field(
         default=None, description="name or names that clients use; unset: the model's"
@@ -98,12 +100,18 @@ class CommonSettings(BaseSettings):
         file = YamlConfigSettingsSource(settings_cls, yaml_file=path)
         return init_settings, env_settings, file
 
+    @property
+    def secret_env(self) -> dict[str, str]:
+        """For a child's environment: the store's URL may hold a password, and everybody can read command lines."""
+        return {STORE_VARIABLE: self.redis_url} if self.redis_url else {}
+
     def flags(self, kind: "type[CommonSettings]") -> tuple[str, ...]:
-        """Those of these settings that `kind` knows, as command line flags for a child process."""
+        """Those of these settings that `kind` knows, as command line flags for a child process; without what is in
+        `secret_env`."""
         flags: list[str] = []
         for name in kind.model_fields:
             value = getattr(self, name)
-            if value is None:
+            if value is None or name == "redis_url":
                 continue
             text = ",".join(value) if isinstance(value, list) else str(value)
             flags += [f"--{name.replace('_', '-')}", text]
@@ -113,7 +121,9 @@ class CommonSettings(BaseSettings):
 class WorkerSettings(CommonSettings):
     """The engine and its scheduler: `tidegate worker`."""
 
-    worker_id: str | None = Field(default=None, description="unique among workers; unset: host name and process id")
+    worker_id: str | None = Field(
+        default=None, description="unique among the store's workers; unset: host name and process id (serve: port)"
+    )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; auto: CUDA where there is one")
     dtype: str = Field(default="auto", description="float32, bfloat16, float16; auto: bfloat16 where it is fast")
     max_model_len: int | None = Field(default=None, ge=2, description="tokens of prompt and output together")
@@ -148,7 +158,7 @@ def check_file(path: Path) -> None:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise SettingsError(f"{path}: {error}") from error
-    known = set(ServeSettings.model_fields) | set(DemoSettings.model_fields)
+    known = (set(ServeSettings.model_fields) | set(DemoSettings.model_fields)) - {"config"}
     unknown = sorted(set(data or {}) - known) if isinstance(data, dict | None) else ["(not a mapping)"]
     if unknown:
         raise SettingsError(f"{path}: unknown key {', '.join(unknown)}")

@@ -9,13 +9,13 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import structlog
 
-from tidegate.process import dies_with_parent
+from tidegate.process import dies_with_parent, exit_text, signals_call
 
 log = structlog.get_logger()
 
@@ -28,6 +28,7 @@ SETTLED_S = 30.0  # a part that ran for this long has come up: its backoff begin
 PROBE_INTERVAL_S = 0.05
 DRAIN_S = 30.0
 FAILED_DRAIN_S = 5.0  # when a part is hopeless there is little to finish
+KILL_GRACE_S = 10.0  # for a part to end by itself once its drain is over: it cuts off what runs, and tidies up
 
 
 class Stage(IntEnum):
@@ -40,15 +41,16 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A process to keep running. `ready`: True once it can serve; without it, a part counts as ready when it
-    has run for `SETTLED_S`. `env` adds to the supervisor's own. `hint` tells an operator where to look when
-    the part is given up."""
+    """A process to keep running: SIGTERM asks it to drain, a second one to end now. `ready`: True once it can serve;
+    without it, a part counts as ready when it has run for `SETTLED_S`. `before_start` comes before each start. `env`
+    adds to the supervisor's own. `hint` tells an operator where to look when the part is given up."""
 
     name: str
     stage: Stage
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     ready: Callable[[], Awaitable[bool]] | None = None
+    before_start: Callable[[], Awaitable[None]] | None = None
     pass_fds: tuple[int, ...] = ()
     hint: str = ""
 
@@ -64,7 +66,7 @@ class Supervisor:
         drain_s: float = DRAIN_S,
         on_ready: Callable[[], None] | None = None,
     ) -> None:
-        """`drain_s` is for each stage; `on_ready` is called once, when every part was ready."""
+        """`drain_s`: what the parts' own drain may take. `on_ready` is called once, when every part was ready."""
         self._keepers = [_Keeper(part, self._give_up) for part in parts]
         self._drain_s = drain_s
         self._on_ready = on_ready
@@ -79,9 +81,9 @@ class Supervisor:
         self._stopping.set()
 
     async def run(self) -> int:
-        """The exit code: 0 after a clean drain; 78 when a part said that it cannot start; else 1: a part kept
-        dying, or had to be killed, or ended its drain badly."""
-        with _signals_call(self.stop):
+        """The exit code: 0 after a clean drain; 78 when a part never could start, and said so; else 1: a part kept
+        dying, had to be killed, or ended its drain badly."""
+        with signals_call(self.stop):
             starting = asyncio.create_task(self._start())
             await self._stopping.wait()
             starting.cancel()
@@ -124,28 +126,34 @@ class _Keeper:
         self._give_up = give_up
         self._stopping = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
+        self._last_code: int | None = None  # of the process that was asked to stop; None: there was none
         self._task: asyncio.Task[None] | None = None
+        self._probe_failed = False  # said once, not twenty times a second
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep(), name=f"keep-{self.part.name}")
 
     async def stop(self, drain_s: float, killing: asyncio.Event) -> bool:
-        """SIGTERM; SIGKILL after `drain_s` or when `killing` is set. True if it ended by itself, and well."""
+        """SIGTERM, after `drain_s` another; SIGKILL `KILL_GRACE_S` later or when `killing`. True if it ended well."""
         self._stopping.set()
         if self._task is None:
             return True
-        self._terminate()
         kill = asyncio.create_task(killing.wait())
-        await asyncio.wait({self._task, kill}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        for patience_s in (drain_s, KILL_GRACE_S):
+            self._terminate()
+            await asyncio.wait({self._task, kill}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._task.done() or killing.is_set():
+                break
         kill.cancel()
         if not self._task.done():
             log.warning("killing a part that has not ended", part=self.part.name)
             self._kill()
             await self._task
             return False
-        code = self._process.returncode if self._process is not None else 0
-        log.info("stopped", part=self.part.name, exit=_described(code))
-        return code in (0, -signal.SIGTERM)
+        if self._last_code is None:
+            return True
+        log.info("stopped", part=self.part.name, exit=exit_text(self._last_code))
+        return self._last_code in (0, -signal.SIGTERM)
 
     async def _keep(self) -> None:
         backoff_s = FIRST_BACKOFF_S
@@ -155,15 +163,17 @@ class _Keeper:
             started_s = asyncio.get_running_loop().time()
             try:
                 code = await self._live()
-            except Exception as error:  # no such program, or a probe that raises: a fault of the wiring
+            except Exception as error:  # no such program: a fault of the wiring
                 log.exception("part cannot be run", part=self.part.name)
                 self._kill()
                 return self._give_up(self.part, EXIT_FAILED, str(error))
             ran_s = asyncio.get_running_loop().time() - started_s
             if self._stopping.is_set():
+                self._last_code = code
                 return
-            # 2. Is there a point in another one?
-            if code == EX_CONFIG:
+            # 2. Is there a point in another one? What has served before could start: 78 then speaks of the moment,
+            #    such as a GPU whose memory is not free again yet.
+            if code == EX_CONFIG and not self.ready.is_set():
                 return self._give_up(self.part, EX_CONFIG, "it cannot start")
             failed_starts += not self.ready.is_set()
             if failed_starts >= MAX_FAILED_STARTS:
@@ -174,7 +184,7 @@ class _Keeper:
             log.warning(
                 "a part ended and will be started again",
                 part=self.part.name,
-                exit=_described(code),
+                exit=exit_text(code),
                 ran_s=round(ran_s, 1),
                 backoff_s=backoff_s,
             )
@@ -185,6 +195,8 @@ class _Keeper:
     async def _live(self) -> int:
         """Start the process and wait for its end; the exit code, negative for a signal. It has a session of its
         own, so that Ctrl-C in the terminal reaches the supervisor only."""
+        if self.part.before_start is not None:
+            await self.part.before_start()
         self._process = await asyncio.create_subprocess_exec(
             *self.part.argv,
             env={**os.environ, **self.part.env},
@@ -206,13 +218,25 @@ class _Keeper:
         if self.part.ready is None:
             await asyncio.sleep(SETTLED_S)
         else:
-            while not await self.part.ready():
+            while not await self._is_ready(self.part.ready):
                 # A library under the probe may swallow its cancellation: it must end with the process all the same.
                 if self._process is None or self._process.returncode is not None:
                     return
                 await asyncio.sleep(PROBE_INTERVAL_S)
         log.info("ready", part=self.part.name)
         self.ready.set()
+
+    async def _is_ready(self, ready: Callable[[], Awaitable[bool]]) -> bool:
+        """A probe that raises, because what it asks is away, says "not ready"."""
+        try:
+            is_ready = await ready()
+        except Exception as error:
+            if not self._probe_failed:
+                log.warning("a part cannot be probed", part=self.part.name, error=str(error))
+            self._probe_failed = True
+            return False
+        self._probe_failed = False
+        return is_ready
 
     def _terminate(self) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -224,21 +248,3 @@ class _Keeper:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def _signals_call(stop: Callable[[], None]) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-
-def _described(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"code {code}"

@@ -1,22 +1,24 @@
-"""The worker process: one engine, one scheduler loop, until a signal drains it.
+"""The worker process: one engine, and a scheduler loop on it until a signal drains it. The engine outlives a loop: a
+store that is away for a while costs the work under way, not the loaded model.
 
-Exit codes: 0 after a drain; 78 when the engine cannot start (trying again will not help); 1 when something broke, so
-that a supervisor starts a new one. What it held is requeued by its successor, or when its leases lapse.
+Exit codes: 0 when a signal has ended it; 78 when the engine cannot start (trying again will not help); 1 when something
+broke, so that a supervisor starts a new one. What it held is requeued by its successor, or when its leases lapse.
 """
 
 import asyncio
+import contextlib
 import os
-import signal
 import socket
 import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry, disable_created_metrics
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from engine.config import EngineConfig, EngineStartError
-from engine.interface import Engine
+from engine.interface import Engine, EngineDead, PlanError
 from scheduler import store
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers
@@ -29,12 +31,16 @@ from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.sla import SLAController
 from scheduler.warmup import warm_up
+from tidegate.process import signals_call
 from tidegate.settings import WorkerSettings
 from tidegate.supervisor import EX_CONFIG
 
 log = structlog.get_logger()
 
 SWITCH_INTERVAL_S = 0.0005  # the engine's thread must not wait 5 ms (the default) for the interpreter's lock
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0  # between two loops, doubling
+SETTLED_S = 30.0  # a loop that ran for this long has had its store: the next failure is a new outage
+GIVE_UP_S = 60.0
 
 
 def run_worker(settings: WorkerSettings) -> int:
@@ -43,18 +49,19 @@ def run_worker(settings: WorkerSettings) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         tiers = load_tiers(settings.tiers_path)
-        engine = _start_engine(settings)
+        with contextlib.closing(_start_engine(settings)) as engine:
+            asyncio.run(_serve(settings, tiers, engine))
+        return 0
     except (EngineStartError, TierConfigError) as error:
         log.error("the worker cannot start", reason=str(error))
         return EX_CONFIG
-    try:
-        return asyncio.run(_serve(settings, tiers, engine))
-    except (RedisError, OSError) as error:
+    except KeyboardInterrupt:
+        log.info("the worker was interrupted before it served")
+        return 0
+    except RedisError as error:
         log.error("the store does not answer", reason=str(error))
     except Exception:
         log.exception("the worker died")
-    finally:
-        engine.close()
     return 1
 
 
@@ -74,45 +81,92 @@ def _start_engine(settings: WorkerSettings) -> Engine:
     return build_engine(config)
 
 
-async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> int:
+async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> None:
     clock = SystemClock()
     core = SchedulerCore(tiers, engine.info, SLAController(tiers))
-    await warm_up(engine, core.step_time, clock)
-    redis = store.connect(str(settings.redis_url))
-    loop = build_loop(settings, core, engine, redis, tiers, clock)
-    _drain_on_signals(loop, settings.drain_s)
-    log.info("the worker serves", step_cost=str(core.step_time.cost()))
-    try:
-        await loop.run()
-    finally:
-        await redis.aclose()
-    log.info("the worker has drained")
-    return 0
-
-
-def build_loop(
-    settings: WorkerSettings, core: SchedulerCore, engine: Engine, redis: Redis, tiers: TierSet, clock: Clock
-) -> SchedulerLoop:
-    """Wire the scheduler to Redis."""
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
-    return SchedulerLoop(
-        core=core,
-        engine=engine,
-        queue=RedisQueue(redis, clock, worker_id),
-        events=RedisEventChannel(redis),
-        registry=RedisWorkerRegistry(redis),
-        metrics=SchedulerMetrics(CollectorRegistry(), tiers),
-        clock=clock,
-        identity=WorkerIdentity(worker_id, settings.model_names, clock.wall_ms()),
-    )
+    identity = WorkerIdentity(worker_id, settings.model_names, clock.wall_ms())
+    metrics = SchedulerMetrics(CollectorRegistry(), tiers)
+    ending = Ending(settings.drain_s)
+    with signals_call(ending):
+        await teach(engine, core, clock)
+        async with store.connect(str(settings.redis_url)) as redis:
+
+            def build() -> SchedulerLoop:
+                queue = RedisQueue(redis, clock, worker_id)
+                events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
+                return SchedulerLoop(core, engine, queue, events, registry, metrics, clock, identity)
+
+            log.info("the worker serves", step_cost=str(core.step_time.cost()))
+            await keep_serving(build, ending, clock)
+    log.info("the worker has drained")
 
 
-def _drain_on_signals(loop: SchedulerLoop, drain_s: float) -> None:
-    running = asyncio.get_running_loop()
+async def teach(engine: Engine, core: SchedulerCore, clock: Clock) -> None:
+    """The synthetic first steps. Raises `EngineStartError`: an engine that breaks in them will not serve either."""
+    try:
+        await warm_up(engine, core.step_time, clock)
+    except (EngineDead, PlanError) as error:
+        raise EngineStartError(f"the engine's first steps failed: {error}") from error
 
-    def drain() -> None:
-        loop.drain()
-        running.call_later(drain_s, loop.stop)  # what is left by then goes back to the queue
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        running.add_signal_handler(number, drain)
+class Ending:
+    """What signals ask of whichever loop runs. The first one drains it; after `drain_s`, or at a second signal, it
+    stops, and what is left goes back to the queue."""
+
+    def __init__(self, drain_s: float) -> None:
+        self._drain_s = drain_s
+        self._loop: SchedulerLoop | None = None
+        self.asked = asyncio.Event()
+
+    def __call__(self) -> None:
+        if self.asked.is_set():
+            self._stop()
+            return
+        self.asked.set()
+        if self._loop is not None:
+            self._loop.drain()
+        asyncio.get_running_loop().call_later(self._drain_s, self._stop)
+
+    async def run(self, loop: SchedulerLoop) -> None:
+        self._loop = loop
+        try:
+            await loop.run()
+        finally:
+            self._loop = None
+
+    def _stop(self) -> None:
+        if self._loop is not None:
+            self._loop.stop()
+
+
+async def keep_serving(build: Callable[[], SchedulerLoop], ending: Ending, clock: Clock) -> None:
+    """Run a loop until it has drained. When the store goes away, the loop ends and the engine stays: a new loop on the
+    same engine and core takes over when the store is back. Raises `RedisError` when that takes more than `GIVE_UP_S`.
+    """
+    away_since_s: float | None = None
+    pause_s = FIRST_PAUSE_S
+    while not ending.asked.is_set():
+        started_s = clock.now()
+        try:
+            return await ending.run(build())
+        except RedisError as error:
+            now = clock.now()
+            if away_since_s is None or now - started_s >= SETTLED_S:
+                away_since_s, pause_s = now, FIRST_PAUSE_S
+            if now - away_since_s >= GIVE_UP_S:
+                raise
+            log.warning("the store does not answer; the engine waits for it", error=str(error))
+        await _either(ending.asked.wait(), clock.sleep(pause_s))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    log.warning("the worker ends without a store: others take over what it held when its leases lapse")
+
+
+async def _either(*waits: Coroutine[Any, Any, object]) -> None:
+    """Return when one of them has ended."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,58 +1,59 @@
 """/v1/batches: create, list, retrieve, cancel.
 
-Translates between HTTP and the batch service. Only parameters are refused here; what is wrong with the content
+Translates between HTTP and the batch service. To each key there are only the batches that it made, and it makes
+them only if it may use the tier that runs them. Only parameters are refused here; what is wrong with the content
 of an input file appears later, in the batch's `errors`.
 """
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import Field
 
-from gateway.batch_record import Batch
-from gateway.batches import BatchService, InputProblem, NewBatch, NotCancellable
-from gateway.body import read_json_object
+from gateway.authentication import Caller
+from gateway.batch_record import Batch, NewBatch
+from gateway.batches import BatchService, InputProblem, NotCancellable
+from gateway.body import Body, parse, read_object
 from gateway.errors import ApiError, invalid_request, invalid_value
+from gateway.identity import ApiKey
+from gateway.routes.files import Owner
+from gateway.schemas import Metadata
 from gateway.state import gateway_of
-from gateway.validation import first_fault
 
 router = APIRouter()
 
-MetadataKey = Annotated[str, StringConstraints(max_length=64)]
-MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-
-class ExpiresAfter(_Strict):
+class ExpiresAfter(Body):
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3600, le=2_592_000)
 
 
-class CreateBatchRequest(_Strict):
+class CreateBatchRequest(Body):
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
-    def to_new_batch(self) -> NewBatch:
+    def to_new_batch(self, owner: str | None) -> NewBatch:
         expiry = self.output_expires_after
         return NewBatch(
             input_file_id=self.input_file_id,
             endpoint=self.endpoint,
             completion_window=self.completion_window,
+            owner=owner,
             metadata=self.metadata,
             output_expires_after_s=None if expiry is None else expiry.seconds,
         )
 
 
 @router.post("/v1/batches")
-async def create_batch(request: Request) -> dict[str, Any]:
+async def create_batch(request: Request, caller: Caller, owner: Owner) -> dict[str, Any]:
     batches = batches_of(request)
-    created = await batches.create(_parse(await read_json_object(request)).to_new_batch())
+    _check_tier(request, caller)
+    body = await read_object(request, partial(parse, CreateBatchRequest))
+    created = await batches.create(body.to_new_batch(owner))
     if isinstance(created, InputProblem):
         raise invalid_request(created.message, "input_file_id")
     return created.to_json()
@@ -60,22 +61,22 @@ async def create_batch(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/batches")
 async def list_batches(
-    request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
+    request: Request, owner: Owner, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
 ) -> dict[str, Any]:
-    page = await batches_of(request).list(after=after, limit=limit)
+    page = await batches_of(request).list(owner=owner, after=after, limit=limit)
     if page is None:
         raise invalid_value("after", "Invalid value for 'after': there is no such batch.")
     return page.to_json([batch.to_json() for batch in page.items])
 
 
 @router.get("/v1/batches/{batch_id}")
-async def retrieve_batch(request: Request, batch_id: str) -> dict[str, Any]:
-    return _existing(await batches_of(request).retrieve(batch_id), batch_id).to_json()
+async def retrieve_batch(request: Request, owner: Owner, batch_id: str) -> dict[str, Any]:
+    return _existing(await batches_of(request).retrieve(batch_id, owner=owner), batch_id).to_json()
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
-async def cancel_batch(request: Request, batch_id: str) -> dict[str, Any]:
-    outcome = await batches_of(request).cancel(batch_id)
+async def cancel_batch(request: Request, owner: Owner, batch_id: str) -> dict[str, Any]:
+    outcome = await batches_of(request).cancel(batch_id, owner=owner)
     if isinstance(outcome, NotCancellable):
         message = f"Cannot cancel a batch with status '{outcome.status.value}'."
         raise ApiError(409, message, headers={"x-should-retry": "false"})
@@ -89,12 +90,13 @@ def batches_of(request: Request) -> BatchService:
     return batches
 
 
-def _parse(body: dict[str, Any]) -> CreateBatchRequest:
-    try:
-        return CreateBatchRequest.model_validate(body)
-    except ValidationError as error:
-        fault = first_fault(error.errors(include_url=False, include_input=False, include_context=False))
-        raise invalid_request(fault.message, fault.param, fault.code) from None
+def _check_tier(request: Request, caller: ApiKey | None) -> None:
+    """Without the tier a batch would wait for ever, or run where its key must not."""
+    tiers = gateway_of(request).tiers
+    tier = tiers[tiers.batch_tier]
+    if caller is not None and not caller.may_use(tier):
+        message = f"This API key may not use the {tier.name} tier, in which batches run."
+        raise ApiError(403, message, code="insufficient_permissions")
 
 
 def _existing(batch: Batch | None, batch_id: str) -> Batch:

@@ -1,34 +1,42 @@
 """/v1/files: upload, list, retrieve, content, delete.
 
-Translates between HTTP and the file store, and holds the limits of an upload. Lines of a batch input are not
-looked at here: what is wrong with them is told by the batch.
+Translates between HTTP and the file store, and holds the limits of an upload. To each key there are only the
+files that it made. Lines of a batch input are not looked at here: what is wrong with them is told by the batch.
 """
 
+import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import FileResponse
 
+from gateway.authentication import Caller
 from gateway.errors import ApiError, invalid_request, invalid_value
 from gateway.files import FileStore, StoredFile
 from gateway.state import gateway_of
-from gateway.upload import MalformedUpload, Upload, UploadTooLarge, receive_upload
+from gateway.upload import MAX_FORM_BYTES, MalformedUpload, Upload, UploadTooLarge, receive_upload
 
 router = APIRouter()
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 MAX_FILE_BYTES = 512 * 10**6
 MAX_BATCH_BYTES = 200 * 10**6
-FORM_BYTES = 1 << 20  # of a body for everything around the file
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400
 BATCH_EXPIRY_S = 30 * 86_400  # batch inputs go after this if nothing else was asked for
 
 
+async def _owner(caller: Caller) -> str | None:
+    return None if caller is None else caller.name
+
+
+Owner = Annotated[str | None, Depends(_owner)]  # whose files and batches a request is about: the key's name
+
+
 @router.post("/v1/files")
-async def upload_file(request: Request) -> dict[str, Any]:
+async def upload_file(request: Request, owner: Owner) -> dict[str, Any]:
     files = files_of(request)
-    if int(request.headers.get("content-length") or 0) > MAX_FILE_BYTES + FORM_BYTES:
+    if int(request.headers.get("content-length") or 0) > MAX_FILE_BYTES + MAX_FORM_BYTES:
         raise _too_large(MAX_FILE_BYTES)  # before the client sends it
     content_type = request.headers.get("content-type", "")
     try:
@@ -38,7 +46,7 @@ async def upload_file(request: Request) -> dict[str, Any]:
     except MalformedUpload as error:
         raise invalid_request(str(error)) from None
     try:
-        return (await _store(files, upload)).to_json()
+        return (await _store(files, upload, owner)).to_json()
     finally:
         upload.discard()
 
@@ -46,33 +54,40 @@ async def upload_file(request: Request) -> dict[str, Any]:
 @router.get("/v1/files")
 async def list_files(
     request: Request,
+    owner: Owner,
     purpose: str | None = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> dict[str, Any]:
-    newest_first = order == "desc"
-    page = await files_of(request).page(purpose=purpose, after=after, limit=limit, newest_first=newest_first)
+    page = await files_of(request).page(
+        owner=owner, purpose=purpose, after=after, limit=limit, newest_first=order == "desc"
+    )
     if page is None:
         raise invalid_value("after", "Invalid value for 'after': there is no such file.")
     return page.to_json([file.to_json() for file in page.items])
 
 
 @router.get("/v1/files/{file_id}")
-async def retrieve_file(request: Request, file_id: str) -> dict[str, Any]:
-    return (await _existing(request, file_id)).to_json()
+async def retrieve_file(request: Request, owner: Owner, file_id: str) -> dict[str, Any]:
+    return (await _existing(request, owner, file_id)).to_json()
 
 
 @router.get("/v1/files/{file_id}/content")
-async def file_content(request: Request, file_id: str) -> FileResponse:
-    file = await _existing(request, file_id)
+async def file_content(request: Request, owner: Owner, file_id: str) -> FileResponse:
+    file = await _existing(request, owner, file_id)
+    path = files_of(request).path(file.id)
     media_type = "application/jsonl" if file.purpose == "batch_output" else "application/octet-stream"
-    return FileResponse(files_of(request).path(file.id), media_type=media_type, filename=file.filename)
+    try:
+        stat_result = await asyncio.to_thread(path.stat)
+    except FileNotFoundError:  # deleted just now
+        raise _no_such_file(file_id) from None
+    return FileResponse(path, media_type=media_type, filename=file.filename, stat_result=stat_result)
 
 
 @router.delete("/v1/files/{file_id}")
-async def delete_file(request: Request, file_id: str) -> dict[str, Any]:
-    if not await files_of(request).delete(file_id):
+async def delete_file(request: Request, owner: Owner, file_id: str) -> dict[str, Any]:
+    if not await files_of(request).delete(file_id, owner=owner):
         raise _no_such_file(file_id)
     return {"id": file_id, "object": "file", "deleted": True}
 
@@ -84,7 +99,7 @@ def files_of(request: Request) -> FileStore:
     return files
 
 
-async def _store(files: FileStore, upload: Upload) -> StoredFile:
+async def _store(files: FileStore, upload: Upload, owner: str | None) -> StoredFile:
     purpose = _purpose(upload)
     expires_after_s = _expiry_s(upload, purpose)
     if upload.content is None:
@@ -93,7 +108,9 @@ async def _store(files: FileStore, upload: Upload) -> StoredFile:
         raise invalid_value("file", "Invalid file format for Batch API. Must be .jsonl")
     if upload.size > _max_bytes(upload.fields):  # the purpose came after the file
         raise _too_large(_max_bytes(upload.fields))
-    return await files.add(upload.content, filename=upload.filename, purpose=purpose, expires_after_s=expires_after_s)
+    return await files.add(
+        upload.content, filename=upload.filename, purpose=purpose, owner=owner, expires_after_s=expires_after_s
+    )
 
 
 def _max_bytes(fields: Mapping[str, str]) -> int:
@@ -124,8 +141,8 @@ def _expiry_s(upload: Upload, purpose: str) -> int | None:
     return int(seconds)
 
 
-async def _existing(request: Request, file_id: str) -> StoredFile:
-    file = await files_of(request).get(file_id)
+async def _existing(request: Request, owner: str | None, file_id: str) -> StoredFile:
+    file = await files_of(request).get(file_id, owner=owner)
     if file is None:
         raise _no_such_file(file_id)
     return file

@@ -1,4 +1,7 @@
-"""GET /health, /ready, /metrics and /: for load balancers, Prometheus and the curious. No key needed."""
+"""GET /health, /ready, /metrics and /: for load balancers, Prometheus and the curious. No key needed.
+
+Load balancers may ask by HEAD; the server leaves the body out.
+"""
 
 from typing import Any
 
@@ -18,12 +21,14 @@ async def root(request: Request) -> dict[str, Any]:
     return {"name": "tidegate", "models": names, "api": "/v1", "docs": "/docs", "metrics": "/metrics"}
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> dict[str, str]:
     """The process lives; nothing more."""
     return {"status": "ok"}
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
     """200 while requests can be served, else 503 with what is missing."""

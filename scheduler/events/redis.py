@@ -62,7 +62,7 @@ class RedisEventChannel:
     async def listen(self, gateway_id: str) -> AsyncIterator[list[TokenEvent]]:
         if gateway_id not in self._last_ids:
             raise RuntimeError(f"listen before open: {gateway_id}")
-        reader = store.blocking(self._client)
+        reader = store.blocking(self._client, self._heartbeat_s)
         loop = asyncio.get_running_loop()
         heartbeat_due_s = loop.time()
         try:

@@ -51,7 +51,8 @@ class Queue(Protocol):
         ...
 
     async def release(self, leases: Sequence[Lease]) -> list[bool]:
-        """Give requests back unfinished: they return to their tier with their old deadline and place."""
+        """Give requests back unfinished: they return to their tier with their old deadline and place, and the claim
+        does not count as an attempt."""
         ...
 
     async def requeue_expired(self) -> list[str]:
@@ -65,6 +66,10 @@ class Queue(Protocol):
     async def cancel(self, request_ids: Sequence[str]) -> list[bool]:
         """Forget requests wherever they are. A worker that holds one learns it from `cancelled()` soon, or
         from `renew` at the latest. False where the id is unknown."""
+        ...
+
+    async def known(self, request_ids: Sequence[str]) -> list[bool]:
+        """Whether each request still exists, waiting or leased. False: it is done, cancelled or lost."""
         ...
 
     async def depths(self, tiers: Sequence[str]) -> dict[str, int]:

@@ -13,7 +13,8 @@ meet in one script.
 QUEUE_PREFIX = "tidegate:queue:"
 
 # Hash per request, from put until ack or cancel: tier, member, deadline_ms, payload (msgpack `Request`),
-# attempt (number of claims), and, while leased, fence and worker. No TTL: a batch line may wait for a day.
+# attempt (claims, without those released), and, while leased, fence and worker. No TTL: a batch line may wait
+# for a day.
 REQUEST_PREFIX = "tidegate:request:"
 
 # Sorted set of all leased requests. Score = when the lease expires, in ms; member = request id.

@@ -109,6 +109,7 @@ class MemoryQueue:
         for lease in leases:
             held = self._held(lease)
             if held is not None:
+                held.attempt -= 1
                 self._give_back([held])
             released.append(held is not None)
         return released
@@ -134,6 +135,9 @@ class MemoryQueue:
                 for listener in self._shared.listeners:
                     listener.cancel(request_id)
         return known
+
+    async def known(self, request_ids: Sequence[str]) -> list[bool]:
+        return [request_id in self._shared.records for request_id in request_ids]
 
     async def depths(self, tiers: Sequence[str]) -> dict[str, int]:
         return {tier: self._shared.depths[tier] for tier in tiers}

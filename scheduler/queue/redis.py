@@ -2,7 +2,8 @@
 
 A request is an opaque payload with an id, a tier and a deadline. Every move is one Lua script and one round
 trip; what to move is decided by the caller. Times come from the injected clock and travel as arguments, so
-that order and leases can be tested without waiting.
+that order and leases can be tested without waiting. The clocks of all workers must therefore agree to well within
+a lease: one that is ahead by more takes the leases of the others for expired.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
 
 from scheduler import store
 from scheduler.clock import Clock
@@ -19,6 +21,8 @@ from scheduler.queue.announcements import Announcements
 from scheduler.queue.base import Lease, QueueFull
 from scheduler.queue.scripts import Scripts
 from scheduler.request import Claimed, Request
+
+RESUBSCRIBE_S = 10.0  # of silence: a connection that broke without a word is silent, too
 
 
 class RedisQueue:
@@ -77,6 +81,12 @@ class RedisQueue:
     async def cancel(self, request_ids: Sequence[str]) -> list[bool]:
         return await self._scripts.cancel(request_ids) if request_ids else []
 
+    async def known(self, request_ids: Sequence[str]) -> list[bool]:
+        pipeline = self._client.pipeline(transaction=False)
+        for request_id in request_ids:
+            pipeline.exists(keys.REQUEST_PREFIX + request_id)
+        return [count == 1 for count in await pipeline.execute()]
+
     async def depths(self, tiers: Sequence[str]) -> dict[str, int]:
         pipeline = self._client.pipeline(transaction=False)
         for tier in tiers:
@@ -106,11 +116,17 @@ class RedisQueue:
     async def _listen(self) -> None:
         """Turn messages into announcements. Whenever the subscription is made (again), something may have
         been missed: one wake-up makes up for it, and missed cancels show at the next `renew`."""
-        client = store.blocking(self._client)
-        pubsub = client.pubsub()
+        client = store.blocking(self._client, RESUBSCRIBE_S)
+        try:
+            while True:
+                await self._listen_until_silent(client.pubsub())
+        finally:
+            await client.aclose()
+
+    async def _listen_until_silent(self, pubsub: PubSub) -> None:
         try:
             await pubsub.subscribe(keys.WAKE)
-            async for message in pubsub.listen():
+            while (message := await pubsub.get_message(timeout=RESUBSCRIBE_S)) is not None:
                 data = message["data"]
                 if message["type"] == "message" and data.startswith(b"cancel:"):
                     self._announcements.cancel(data.removeprefix(b"cancel:").decode())
@@ -118,4 +134,3 @@ class RedisQueue:
                     self._announcements.wake()
         finally:
             await pubsub.aclose()  # type: ignore[no-untyped-call]
-            await client.aclose()

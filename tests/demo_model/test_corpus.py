@@ -1,6 +1,7 @@
 """The corpus: made from its seed alone, right in what it teaches, and silent about what evaluation asks."""
 
 import random
+import re
 from itertools import islice
 
 import pytest
@@ -12,7 +13,7 @@ from demo_model.corpus import Corpus, Course
 from demo_model.facts import load_facts, load_words
 from demo_model.rewording import reword
 
-COURSE = Course(max_tokens=512, long_share=0.3, long_counts=0.2)
+COURSE = Course(max_tokens=512, long_share=0.3, long_counts=0.2, hard_repeats=0.3)
 seeds = st.integers(0, 2**32).map(random.Random)
 
 
@@ -39,6 +40,12 @@ def test_a_repeat_contains_its_answer(rng: random.Random, text: str) -> None:
     prompt, answer = skills.repeat(rng, text)
     assert answer == text
     assert text in prompt
+
+
+@given(rng=seeds)
+def test_nonces_hold_letters_digits_hyphens_and_underscores_only(rng: random.Random) -> None:
+    assert re.fullmatch(r"[A-Za-z0-9_-]{2,48}", skills.make_nonce(rng))
+    assert re.fullmatch(r"[A-Za-z0-9_-]{2,48}", skills.make_repetitive_nonce(rng))
 
 
 @given(rng=seeds, held_out=st.booleans())

@@ -90,9 +90,14 @@ async def test_a_plan_error_is_reported_and_survived() -> None:
         assert (await engine.collect()).step_id == 2
 
 
-async def test_any_other_error_is_the_engines_end() -> None:
+class NotAnException(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit, NotAnException])
+async def test_any_other_error_is_the_engines_end(kind: type[BaseException]) -> None:
     def break_down(plan: StepPlan) -> None:
-        raise RuntimeError("device lost")
+        raise kind("device lost")
 
     stepper = FakeStepper(break_down)
     async with serving(stepper) as engine:

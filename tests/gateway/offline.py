@@ -5,17 +5,19 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import openai
+import structlog
 from fastapi import FastAPI
 from openai.types import Batch as ApiBatch
 from redis.asyncio import Redis
@@ -23,6 +25,7 @@ from redis.asyncio import Redis
 from gateway import errors
 from gateway.batches import BatchService
 from gateway.files import FileStore
+from gateway.identity import ApiKey, Keyring
 from gateway.routes import batches as batch_routes
 from gateway.routes import files as file_routes
 from scheduler.config import Tier, load_tiers
@@ -60,6 +63,7 @@ class ScriptedCompletions:
         self.answered: Counter[str] = Counter()
         self.request_ids: list[str] = []
         self.tiers: set[str] = set()
+        self.log_contexts: list[dict[str, Any]] = []  # what a log line of each call would carry
         self.running = self.peak = 0
 
     async def complete(
@@ -69,6 +73,7 @@ class ScriptedCompletions:
         self.calls[question] += 1
         self.request_ids.append(request_id)
         self.tiers.add(tier.name)
+        self.log_contexts.append(structlog.contextvars.get_contextvars())
         self.running += 1
         self.peak = max(self.peak, self.running)
         try:
@@ -100,6 +105,10 @@ class OfflineGateway:
     batches: BatchService
     completions: ScriptedCompletions
     clock: ShiftedClock
+
+    def as_key(self, name: str) -> Self:
+        """The same gateway, called with the key of that name (`keyring`)."""
+        return replace(self, client=self.client.with_options(api_key=_secret(name)))
 
     async def upload(self, content: bytes, name: str = "input.jsonl", purpose: Any = "batch") -> str:
         return (await self.client.files.create(file=(name, content), purpose=purpose)).id
@@ -157,14 +166,25 @@ def jsonl(entries: Iterable[Any]) -> bytes:
     return b"".join(text + b"\n" for text in texts)
 
 
+def keyring(**tiers: frozenset[str] | None) -> Keyring:
+    """A key for each name, with the tiers that it may use (None: all)."""
+    return Keyring([ApiKey(n, hashlib.sha256(_secret(n).encode()).digest(), t) for n, t in tiers.items()])
+
+
+def _secret(name: str) -> str:
+    return f"sk-{name.encode().hex()}"
+
+
 def make_gateway(
     redis: Redis,
     data_dir: Path,
     *,
+    keys: Keyring | None = None,
     completions: ScriptedCompletions | None = None,
     clock: ShiftedClock | None = None,
     max_lines_in_flight: int = 256,
     lock_ttl_s: float = 6.0,
+    max_body_bytes: int = 16 * 2**20,
 ) -> OfflineGateway:
     clock = clock or ShiftedClock()
     completions = completions or ScriptedCompletions()
@@ -178,12 +198,13 @@ def make_gateway(
         clock,
         max_lines_in_flight=max_lines_in_flight,
         lock_ttl_s=lock_ttl_s,
+        max_body_bytes=max_body_bytes,
     )
     app = FastAPI()
     errors.install(app)
     app.include_router(file_routes.router)
     app.include_router(batch_routes.router)
-    app.state.gateway = SimpleNamespace(files=files, batches=batches)
+    app.state.gateway = SimpleNamespace(files=files, batches=batches, tiers=TIERS, keyring=keys or Keyring())
     # Any: newer openai clients are typed against httpx2. No TLS here: building a TLS context takes 50 ms.
     http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", verify=False)
     client = openai.AsyncOpenAI(

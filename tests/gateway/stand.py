@@ -33,11 +33,12 @@ from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.base import Lease
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
-from scheduler.request import Claimed, Delivery, EventKind, Request, TokenEvent, WorkerStatus
+from scheduler.request import Claimed, Delivery, EventKind, Request, TierStatus, TokenEvent, WorkerStatus
 from tests.waiting import until
 
 MODEL = "tide/tiny"
 CONTEXT = 256
+FINISHED_PER_S = {"realtime": 0.1, "bulk": 0.05}  # what the worker says of itself, for Retry-After
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}{{ raise_exception('odd role') }}{% endif %}"
@@ -125,7 +126,8 @@ class ScriptedWorker:
     _serving: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def announce(self, metrics: str = "") -> None:
-        status = WorkerStatus("w1", (MODEL,), CONTEXT, len(pretrained()), 0, device="cpu")
+        tiers = {name: TierStatus(finished_per_s=rate) for name, rate in FINISHED_PER_S.items()}
+        status = WorkerStatus("w1", (MODEL,), CONTEXT, len(pretrained()), 0, device="cpu", tiers=tiers)
         await self.registry.announce(status, metrics)
 
     async def run(self) -> None:

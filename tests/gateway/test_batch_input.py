@@ -1,12 +1,21 @@
 """What may be wrong with an input, line by line; and how a batch tells it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
-from gateway.batch_input import MAX_ERRORS, InputReport, inspect_input, read_lines, snapshot_input
+from gateway.batch_input import (
+    CHUNK_BYTES,
+    CHUNK_LINES,
+    MAX_ERRORS,
+    InputReport,
+    inspect_input,
+    read_chunks,
+    snapshot_input,
+)
 from tests.gateway.offline import MODEL, jsonl, line, lines, running_gateway
 
 CHAT = "/v1/chat/completions"
@@ -61,7 +70,8 @@ def test_a_right_input(tmp_path: Path) -> None:
 def test_blank_lines_count_as_places_but_not_as_requests(tmp_path: Path) -> None:
     content = b"\xef\xbb\xbf" + jsonl([line("a"), b"", b"   "]) + jsonl([line("b")]).replace(b"\n", b"\r\n")
     assert inspect(tmp_path, content) == InputReport(2, MODEL, ())
-    assert [(x.number, x.custom_id) for x in read_lines(tmp_path / "in.jsonl")] == [(1, "a"), (4, "b")]
+    [chunk] = read_chunks(tmp_path / "in.jsonl")
+    assert [(x.number, x.custom_id) for x in chunk] == [(1, "a"), (4, "b")]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
@@ -76,9 +86,30 @@ def test_too_many_lines(tmp_path: Path) -> None:
     assert error.code == "too_many_tasks"
 
 
-def test_not_every_error_is_reported(tmp_path: Path) -> None:
+def test_reading_stops_at_the_last_error_that_is_reported(tmp_path: Path) -> None:
     report = inspect(tmp_path, b"x\n" * 500)
     assert [e.line for e in report.errors] == list(range(1, MAX_ERRORS + 1))
+    assert report.total == MAX_ERRORS
+
+
+@pytest.mark.parametrize("end", [b"\n", b""])
+def test_a_line_may_be_as_large_as_a_body_and_no_larger(tmp_path: Path, end: bytes) -> None:
+    first, last = json.dumps(line("first")).encode(), json.dumps(line("last")).encode()
+    longest = last + b" " * (300_000 - len(last) - 1) + b"\t"
+    assert inspect(tmp_path, first + b"\n" + last + b"\n", max_line_bytes=len(last)).total == 2
+    assert inspect(tmp_path, first + b"\n" + longest + end, max_line_bytes=300_000).errors == ()
+    content = first + b"\n" + b"x" + longest + b"\n" + last + end
+    report = inspect(tmp_path, content, max_line_bytes=300_000)
+    [error] = report.errors
+    assert (error.code, error.line, report.total) == ("line_too_large", 2, 3)
+
+
+def test_a_chunk_is_bounded_in_lines_and_in_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(jsonl(lines(CHUNK_LINES + 1)))
+    assert [len(chunk) for chunk in read_chunks(path)] == [CHUNK_LINES, 1]
+    path.write_bytes(jsonl(line(f"q{n}", body=body(user="x" * (CHUNK_BYTES // 2))) for n in range(3)))
+    assert [[x.custom_id for x in chunk] for chunk in read_chunks(path)] == [["q0", "q1"], ["q2"]]
 
 
 def test_a_snapshot_outlives_its_source(tmp_path: Path) -> None:
@@ -106,3 +137,10 @@ async def test_a_wrong_input_fails_the_batch_and_runs_nothing(redis_client: Redi
         assert batch.request_counts.model_dump() == {"total": 0, "completed": 0, "failed": 0}
         assert (batch.output_file_id, batch.error_file_id) == (None, None)
         assert not gateway.completions.calls
+
+
+async def test_a_line_that_no_request_could_be_fails_the_batch(redis_client: Redis, tmp_path: Path) -> None:
+    async with running_gateway(redis_client, tmp_path, max_body_bytes=1000) as gateway:
+        batch = await gateway.ended((await gateway.submit([line("a"), line("b", note="x" * 1000)])).id)
+        assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
+        assert [(e.code, e.line) for e in batch.errors.data] == [("line_too_large", 2)]

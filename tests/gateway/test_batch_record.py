@@ -25,7 +25,7 @@ def test_no_state_is_ever_entered_again() -> None:
 
 def test_sources_are_the_table_read_backwards() -> None:
     assert set(S.CANCELLING.sources) == {S.VALIDATING, S.IN_PROGRESS}
-    assert S.EXPIRED.sources == (S.IN_PROGRESS,)
+    assert S.COMPLETED.sources == (S.FINALIZING,)
     assert S.VALIDATING.sources == ()
 
 

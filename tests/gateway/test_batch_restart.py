@@ -7,15 +7,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import ConnectionPool, Redis, UnixDomainSocketConnection
 
 from gateway.batch_input import snapshot_input
 from gateway.batch_record import Batch, BatchStatus
+from gateway.batch_runner import LOST_S, BatchRun
 from gateway.batch_store import BatchStore
+from gateway.files import FileStore
 from scheduler import store
-from tests.gateway.offline import TERMINAL, OfflineGateway, ScriptedCompletions, jsonl, lines, running_gateway
+from tests.gateway.offline import (
+    TERMINAL,
+    OfflineGateway,
+    ScriptedCompletions,
+    ShiftedClock,
+    jsonl,
+    lines,
+    running_gateway,
+)
 from tests.waiting import until
 
 
@@ -54,10 +65,9 @@ def mortal(client: Redis, lifetime: Lifetime) -> Redis:
     return Redis.from_pool(ConnectionPool(connection_class=MortalConnection, **kwargs))
 
 
-async def plant(redis: Redis, data_dir: Path, count: int) -> str:
-    """A batch just created by a gateway that then vanished; its id."""
-    now = int(time.time())
-    batch_id = "batch_planted"
+async def plant(redis: Redis, data_dir: Path, count: int, *, batch_id: str = "batch_planted", age_s: int = 0) -> str:
+    """A batch created by a gateway that then vanished; its id."""
+    now = int(time.time()) - age_s
     source = data_dir / "source.jsonl"
     data_dir.mkdir(exist_ok=True)
     source.write_bytes(jsonl(lines(count)))
@@ -193,6 +203,34 @@ async def test_cancel_reaches_a_batch_of_another_gateway(redis_client: Redis, va
     await other.aclose()
 
 
+async def test_locks_are_renewed_however_long_a_sweep_takes(
+    redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewals, renew, sweeping = 0, BatchRun.renew, asyncio.Event()
+
+    async def counted(run: BatchRun) -> bool:
+        nonlocal renewals
+        renewals += 1
+        return await renew(run)
+
+    async def endless(files: FileStore) -> int:
+        sweeping.set()
+        await asyncio.Event().wait()
+        return 0
+
+    monkeypatch.setattr(BatchRun, "renew", counted)
+    monkeypatch.setattr(FileStore, "sweep", endless)
+    completions = ScriptedCompletions()
+    completions.permits = asyncio.Semaphore(0)
+    async with running_gateway(redis_client, tmp_path, completions=completions, lock_ttl_s=0.6) as gateway:
+        created = await gateway.submit(lines(1))
+        await sweeping.wait()
+        await until(lambda: renewals >= 5)
+        completions.permits.release()
+        assert (await gateway.ended(created.id)).status == "completed"
+    assert completions.calls == {"q0": 1}
+
+
 async def test_cancelled_before_its_lines_were_known(redis_client: Redis, tmp_path: Path) -> None:
     batch_id = await plant(redis_client, tmp_path, 3)
     await BatchStore(redis_client).move(batch_id, BatchStatus.CANCELLING, 1)
@@ -210,3 +248,44 @@ async def test_a_batch_without_its_input_here_is_left_to_others(redis_client: Re
         assert (await gateway.client.batches.retrieve(batch_id)).status == "validating"
     async with running_gateway(redis_client, tmp_path / "elsewhere") as gateway:
         assert (await gateway.ended(batch_id)).status == "completed"
+
+
+LOST_STATES = [
+    ([], "expired"),
+    ([BatchStatus.IN_PROGRESS], "expired"),
+    ([BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING], "expired"),
+    ([BatchStatus.CANCELLING], "cancelled"),
+]
+
+
+@pytest.mark.parametrize(("states", "end"), LOST_STATES)
+async def test_a_batch_whose_input_is_lost_ends_after_its_window(
+    redis_client: Redis, tmp_path: Path, states: list[BatchStatus], end: str
+) -> None:
+    batch_id = await plant(redis_client, tmp_path / "gone", 3)
+    for state in states:
+        await BatchStore(redis_client).move(batch_id, state, 1)
+    clock = ShiftedClock()
+    clock.shift_s = 86_400 + LOST_S + 10
+    async with running_gateway(redis_client, tmp_path / "here", clock=clock) as gateway:
+        batch = await gateway.ended(batch_id)
+        assert batch.status == end and batch.errors is not None and batch.errors.data is not None
+        assert [e.code for e in batch.errors.data] == ["input_lost"]
+        await until(lambda: _is_over(redis_client))
+
+
+async def test_whoever_has_the_input_gets_time_to_come_back(redis_client: Redis, tmp_path: Path) -> None:
+    batch_id = await plant(redis_client, tmp_path / "away", 3)
+    lost_id = await plant(redis_client, tmp_path / "gone", 3, batch_id="batch_lost", age_s=120)
+    clock = ShiftedClock()
+    clock.shift_s = 86_400 + LOST_S - 60
+    async with running_gateway(redis_client, tmp_path / "here", clock=clock) as gateway:
+        assert (await gateway.ended(lost_id)).status == "expired"
+        assert (await gateway.client.batches.retrieve(batch_id)).status == "validating"
+    async with running_gateway(redis_client, tmp_path / "away", clock=clock) as gateway:
+        batch = await gateway.ended(batch_id)
+        assert batch.status == "expired" and len(await gateway.read(batch.error_file_id)) == 3
+
+
+async def _is_over(redis: Redis) -> bool:
+    return not await redis.exists("tidegate:batches:unfinished")

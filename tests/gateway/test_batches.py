@@ -6,6 +6,7 @@ from pathlib import Path
 
 import openai
 import pytest
+import structlog
 from redis.asyncio import Redis
 
 from tests.gateway.offline import OfflineGateway, jsonl, line, lines, running_gateway
@@ -221,6 +222,21 @@ async def test_bad_parameters_are_refused_at_once(
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert [b async for b in gateway.client.batches.list()] == []
+
+
+async def test_a_long_id_is_not_repeated_in_the_answer(gateway: OfflineGateway) -> None:
+    body = {"input_file_id": "f" * 100_000, "endpoint": "/v1/completions", "completion_window": "24h"}
+    answer = await gateway.http.post("/v1/batches", json=body)
+    assert answer.status_code == 400 and len(answer.content) < 500
+
+
+async def test_logs_of_a_batch_are_about_it_and_not_about_who_asked(gateway: OfflineGateway) -> None:
+    file_id = await gateway.upload(_input(3))
+    with structlog.contextvars.bound_contextvars(request_id="req_of_the_post", key="team"):
+        created = await gateway.create(file_id)
+    await gateway.ended(created.id)
+    expected = [{"batch_id": created.id, "tier": "batch", "request_id": i} for i in gateway.completions.request_ids]
+    assert gateway.completions.log_contexts == expected and len(expected) == 3
 
 
 async def test_only_batch_files_are_inputs(gateway: OfflineGateway) -> None:

@@ -1,7 +1,13 @@
 """POST /v1/completions through the official client, and the entry point of batch lines."""
 
+import threading
+from typing import Any
+
 import pytest
 
+from gateway import completion
+from gateway.body import INLINE_SIZE
+from gateway.schemas import parse_generation
 from scheduler.request import EventKind, Request, TokenEvent
 from tests.gateway.stand import CONTEXT, MODEL, make_tiers, running_stand, token_by_token, token_ids
 
@@ -87,6 +93,23 @@ async def test_a_batch_line_at_fault_is_no_exception(
         )
     assert (got, answer["error"]["param"]) == (status, param)
     assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_a_large_batch_line_is_validated_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def watched(kind: Any, body: dict[str, Any]) -> Any:
+        threads.append(threading.current_thread())
+        return parse_generation(kind, body)
+
+    monkeypatch.setattr(completion, "parse_generation", watched)
+    async with running_stand() as stand:
+        for prompt in ("a", "x" * INLINE_SIZE):
+            body = {"model": MODEL, "prompt": prompt}
+            await stand.gateway.completions.complete(
+                "/v1/completions", body, tier=make_tiers()["batch"], answer="flex", request_id="req_1"
+            )
+    assert threads[0] is threading.main_thread() is not threads[1]
 
 
 @pytest.mark.parametrize(

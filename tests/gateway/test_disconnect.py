@@ -14,10 +14,11 @@ from gateway.sse import EventStreamResponse, Write
 class Connection:
     """ASGI's two ends, as a test holds them."""
 
-    def __init__(self, *, closed_to_sends: bool = False) -> None:
+    def __init__(self, *, closed_to_sends: bool = False, reads: bool = True) -> None:
         self.sent: list[Message] = []
         self.hung_up = asyncio.Event()
         self._closed_to_sends = closed_to_sends
+        self._reads = reads
 
     async def receive(self) -> Message:
         await self.hung_up.wait()
@@ -26,6 +27,8 @@ class Connection:
     async def send(self, message: Message) -> None:
         if self._closed_to_sends:
             raise OSError("closed")
+        if not self._reads:
+            await asyncio.Event().wait()
         self.sent.append(message)
 
 
@@ -65,9 +68,9 @@ async def test_other_cancellations_and_timeouts_stay_what_they_are() -> None:
         await task
 
 
-async def respond(connection: Connection, produce: Any) -> list[str]:
+async def respond(connection: Connection, produce: Any, send_timeout_s: float = 60) -> list[str]:
     gone: list[str] = []
-    response = EventStreamResponse(produce, lambda: gone.append("gone"))
+    response = EventStreamResponse(produce, lambda: gone.append("gone"), send_timeout_s)
     scope: Scope = {"type": "http"}
     await response(scope, connection.receive, connection.send)
     return gone
@@ -90,6 +93,20 @@ async def test_a_send_to_a_closed_connection_is_a_hang_up() -> None:
         await write(b"data: 1\n\n")
 
     assert await respond(Connection(closed_to_sends=True), produce) == ["gone"]
+
+
+async def test_a_reader_that_stops_reading_is_a_hang_up() -> None:
+    ended = False
+
+    async def produce(write: Write) -> None:
+        nonlocal ended
+        try:
+            await write(b"data: 1\n\n")
+        finally:
+            ended = True
+
+    assert await respond(Connection(reads=False), produce, send_timeout_s=0.01) == ["gone"]
+    assert ended
 
 
 @pytest.mark.parametrize("error", [internal_error(), RuntimeError("bug")])

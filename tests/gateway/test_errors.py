@@ -34,11 +34,30 @@ INVALID_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"model": None}, "model", "invalid_type"),
     ({"messages": []}, "messages", "invalid_value"),
     ({"messages": "hi"}, "messages", "invalid_type"),
-    ({"messages": [{"role": "user"}, 5]}, "messages[1]", "invalid_type"),
+    ({"messages": [*HI, 5]}, "messages[1]", "invalid_type"),
     ({"messages": [{"content": "a"}]}, "messages[0].role", "missing_required_parameter"),
     ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role", "invalid_value"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_type"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "invalid_value"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "missing_required_parameter"),
+    ({"messages": [*HI, {"role": "tool", "tool_call_id": "a"}]}, "messages[1].content", "missing_required_parameter"),
+    (
+        {"messages": [*HI, {"role": "tool", "content": "a"}]},
+        "messages[1].tool_call_id",
+        "missing_required_parameter",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages[0].tool_calls[0]", "invalid_type"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}] * 129}]}, "messages[0].tool_calls", "invalid_value"),
+    ({"messages": HI * 300}, "messages", "context_length_exceeded"),
+    ({"reasoning_effort": "bogus"}, "reasoning_effort", "invalid_value"),
+    ({"verbosity": "loud"}, "verbosity", "invalid_value"),
+    ({"safety_identifier": "x" * 65}, "safety_identifier", "invalid_value"),
+    ({"prompt_cache_key": 5}, "prompt_cache_key", "invalid_type"),
+    ({"prompt_cache_retention": "1h"}, "prompt_cache_retention", "invalid_value"),
+    ({"store": "yes"}, "store", "invalid_type"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_type"),
+    ({"best_of": True, "n": 2}, "best_of", "invalid_type"),
     (
         {"messages": [*HI, {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
         "messages[1].content[1].type",
@@ -97,6 +116,13 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"min_tokens": 1},
     {"structured_outputs": {"json": {}}},
     {"guided_json": {}},
+    {"guided_whitespace_pattern": "x"},
+    {"structural_tag": "x"},
+    {"logits_processors": ["a.b"]},
+    {"documents": [{"text": "a"}]},
+    {"spaces_between_special_tokens": False},
+    {"return_tokens_as_token_ids": True},
+    {"return_token_ids": True},
 ]
 INVALID_TEXTS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": None}, "prompt", "invalid_type"),
@@ -149,7 +175,13 @@ async def test_values_that_change_nothing_are_welcome() -> None:
         "n": 2,
         "best_of": 2,
         "reasoning_effort": "low",
+        "verbosity": "high",
+        "safety_identifier": "x" * 64,
+        "prompt_cache_key": "a",
         "store": True,
+        "logits_processors": [],
+        "return_token_ids": False,
+        "spaces_between_special_tokens": True,
         "top_k": -1,
         "seed": None,
         "stop": None,
@@ -198,6 +230,8 @@ async def test_unknown_routes_and_methods() -> None:
         wrong = await stand.http.get("/v1/chat/completions")
         assert error_of(wrong, 405)["code"] == "method_not_supported"
         assert wrong.headers["allow"] == "POST"
+        assert (await stand.http.put("/v1/files")).headers["allow"] == "GET, POST"
+        assert (await stand.http.put("/v1/files/x")).headers["allow"] == "DELETE, GET"
 
 
 async def test_bodies_over_the_limit(stand_bytes: int = 1000) -> None:
@@ -241,21 +275,22 @@ async def fill(stand: Stand, service_tier: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("service_tier", "tier", "type_", "code"),
+    ("service_tier", "tier", "type_", "code", "room_in_s"),
     [
-        ("default", "realtime", "requests", "rate_limit_exceeded"),
-        ("flex", "bulk", "resource_unavailable", "resource_unavailable"),
+        ("default", "realtime", "requests", "rate_limit_exceeded", 10),
+        ("flex", "bulk", "resource_unavailable", "resource_unavailable", 20),
     ],
 )
-async def test_a_full_queue(service_tier: str, tier: str, type_: str, code: str) -> None:
+async def test_a_full_queue(service_tier: str, tier: str, type_: str, code: str, room_in_s: int) -> None:
     tiers = make_tiers(realtime={"queue_limit": 1}, bulk={"queue_limit": 1})
     async with running_stand(tiers=tiers) as stand:
         response = await fill(stand, service_tier)
         refused = stand.metric("tidegate_requests_rejected_total", tier=tier, reason="queue_full")
     error = error_of(response, 429)
     assert (error["type"], error["code"]) == (type_, code)
-    assert 1 <= int(response.headers["retry-after"]) <= 120
-    assert 1 <= int(response.headers["retry-after-ms"]) <= 120_000
+    # The worker finishes FINISHED_PER_S requests of the tier: one leaves the queue in so many seconds.
+    assert response.headers["retry-after"] == str(room_in_s)
+    assert response.headers["retry-after-ms"] == str(1000 * room_in_s)
     assert refused == 1
 
 

@@ -75,6 +75,41 @@ async def test_expiry(gateway: OfflineGateway, redis_client: Redis) -> None:
     assert await redis_client.zcard("tidegate:files:expiry") == 0
 
 
+async def test_an_expiry_without_a_record_is_dropped(gateway: OfflineGateway, redis_client: Redis) -> None:
+    await redis_client.zadd("tidegate:files:expiry", {"file-evicted": 1.0})
+    assert await gateway.files.sweep() == 0
+    assert await redis_client.zcard("tidegate:files:expiry") == 0
+
+
+async def test_sweeps_ask_about_many_files_at_once(
+    gateway: OfflineGateway, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, asked = redis_client.connection_pool, 0
+    get_connection = pool.get_connection
+
+    async def counted(*args: Any, **more: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return await get_connection(*args, **more)
+
+    for _ in range(30):
+        await gateway.upload(b"x")
+    for number in range(30):
+        (gateway.files.data_dir / "files" / f"file-lost{number}").write_bytes(b"lost")
+    gateway.clock.shift_s = 31 * DAY_S
+    monkeypatch.setattr(pool, "get_connection", counted)
+    assert await gateway.files.sweep() == 30
+    await gateway.files.sweep_orphans()
+    assert on_disk(gateway) == set() and asked < 10
+
+
+async def test_content_that_goes_while_it_is_asked_for(gateway: OfflineGateway) -> None:
+    file_id = await gateway.upload(b"x")
+    gateway.files.path(file_id).unlink()  # as a delete does between the look-up and the answer
+    with pytest.raises(openai.NotFoundError):
+        await gateway.client.files.content(file_id)
+
+
 async def test_a_list_can_be_deleted_while_it_is_paged(gateway: OfflineGateway) -> None:
     ids = [await gateway.upload(b"x") for _ in range(5)]
     seen = []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from gateway.routes import files as routes
-from gateway.upload import MalformedUpload, UploadTooLarge, receive_upload
+from gateway.upload import MAX_FORM_BYTES, MalformedUpload, UploadTooLarge, receive_upload
 from tests.gateway.offline import OfflineGateway, make_gateway
 
 FORM = "multipart/form-data; boundary=XX"
@@ -150,6 +150,27 @@ async def test_an_upload_without_a_length_stops_at_its_limit(tmp_path: Path) -> 
     with pytest.raises(UploadTooLarge):
         await receive_upload(endless(), FORM, tmp_path, lambda _: 50_000)
     assert sent <= 52_000 and list(tmp_path.iterdir()) == []
+
+
+async def test_what_is_skipped_has_a_limit_too(tmp_path: Path) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        yield form(FILE, ("other", "x", b""), end=b"")[:-2]
+        while True:
+            sent += 65_536
+            yield b"x" * 65_536
+
+    with pytest.raises(MalformedUpload):
+        await receive_upload(endless(), FORM, tmp_path, lambda _: 100)
+    assert sent <= MAX_FORM_BYTES + 65_536 and list(tmp_path.iterdir()) == []
+
+
+async def test_a_long_field_is_not_repeated_in_the_answer(gateway: OfflineGateway) -> None:
+    body = form(("n" * 3000, None, b"v" * 70_000), FILE)
+    answer = await gateway.http.post("/v1/files", content=body, headers={"content-type": FORM})
+    assert answer.status_code == 400 and len(answer.content) < 500
 
 
 async def test_a_client_that_goes_away_leaves_nothing(tmp_path: Path) -> None:

@@ -38,6 +38,10 @@ async def test_models() -> None:
 async def test_health_root_and_docs() -> None:
     async with running_stand(with_worker=False) as stand:
         assert (await stand.http.get("/health")).status_code == 200
+        probe = await stand.http.head("/health")
+        assert (probe.status_code, probe.content) == (200, b"")
+        assert (await stand.http.head("/ready")).status_code == 503
+        assert (await stand.http.post("/health")).headers["allow"] == "GET, HEAD"
         assert (await stand.http.get("/")).json()["models"] == [MODEL, "alias"]
         assert (await stand.http.get("/docs")).status_code == 200
         paths = (await stand.http.get("/openapi.json")).json()["paths"]
@@ -112,17 +116,32 @@ async def test_families_of_several_workers_become_one() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "malformed", ["tidegate_x{", 'tidegate_x{a="b"} many', "# TYPE a b c\na 1", WORKER_METRICS + "tidegate_x{"]
+)
+async def test_a_malformed_snapshot_takes_no_other_numbers_with_it(malformed: str) -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with running_stand(with_worker=False) as stand:
+            text = render(stand.gateway.metrics.registry, {"a": malformed, "b": WORKER_METRICS}).decode()
+    assert "tidegate_workers_alive" in text
+    assert samples_of(text)["tidegate_generation_tokens_total", (("tier", "bulk"), ("worker", "b"))] == 7
+    assert 'worker="a"' not in text
+    assert [entry["worker"] for entry in logs if entry["event"] == "worker_metrics_malformed"] == ["a"]
+
+
 async def test_logs_know_request_and_tier_but_no_text() -> None:
     with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logs:
         async with running_stand("private answer") as stand:
             body = {"model": MODEL, "messages": [{"role": "user", "content": "private question"}]}
             headers = {"x-client-request-id": "mine", "x-stainless-retry-count": "1"}
             response = await stand.post("/v1/chat/completions", {**body, "service_tier": "flex"}, headers=headers)
-            await stand.post("/v1/chat/completions", {**body, "stream": True})
+            repeated = {"x-stainless-retry-count": "1" * 10_000}
+            await stand.post("/v1/chat/completions", {**body, "stream": True}, headers=repeated)
             await until(lambda: sum(entry["event"] == "request" for entry in logs) == 2)
     first, second = (entry for entry in logs if entry["event"] == "request")
     assert first["request_id"] == response.headers["x-request-id"]
     assert (first["tier"], first["status"], first["client_request_id"]) == ("bulk", 200, "mine")
     assert (first["retry_count"], first["completion_tokens"]) == ("1", len(token_ids("private answer")))
     assert (second["tier"], second["client_request_id"]) == ("realtime", None)
+    assert len(second["retry_count"]) < 100
     assert "private" not in repr(logs)

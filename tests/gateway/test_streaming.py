@@ -104,26 +104,30 @@ async def test_continuous_usage_grows() -> None:
 
 @pytest.mark.parametrize("service_tier", ["default", "flex"])
 async def test_choices_interleave_by_index(service_tier: str) -> None:
-    def script(request: Request) -> list[TokenEvent]:
-        return token_by_token(request, token_ids(f"I am {request.id[-1]}"))
-
-    texts, ends = {0: "", 1: "", 2: ""}, {}
-    async with running_stand(script) as stand:
-        stream = await stand.client.chat.completions.create(
-            model=MODEL,
-            messages=HI,
-            n=3,
-            stream=True,
-            extra_body={"service_tier": service_tier},
-        )
-        async for chunk in stream:
-            for choice in chunk.choices:
-                assert choice.index not in ends
-                texts[choice.index] += choice.delta.content or ""
-                if choice.finish_reason:
-                    ends[choice.index] = choice.finish_reason
-    assert texts == {i: f"I am {i}" for i in range(3)}
+    """Each choice's pieces are told as they come, not one choice after another."""
+    got: list[tuple[int, str]] = []
+    ends: dict[int, str] = {}
+    create_body = {"model": MODEL, "messages": HI, "n": 3, "stream": True, "service_tier": service_tier}
+    async with running_stand(lambda request: []) as stand:
+        creating = asyncio.create_task(stand.client.chat.completions.create(**create_body))  # type: ignore[call-overload]
+        await until(lambda: len(stand.worker.served) == 3)
+        ids = sorted(request.id for request in stand.worker.served)
+        for position, letter in enumerate("abcd"):
+            for index, request_id in enumerate(ids):
+                await stand.worker.events.publish("gateway-1", [letter_event(request_id, position, letter)])
+                while (index, letter) not in got:  # the next is only sent when this one has come
+                    (choice,) = (await anext(await creating)).choices
+                    got += [(choice.index, choice.delta.content)] if choice.delta.content else []
+                    ends |= {choice.index: choice.finish_reason} if choice.finish_reason else {}
+        ends |= {chunk.choices[0].index: chunk.choices[0].finish_reason async for chunk in await creating}
+    assert got == [(index, letter) for letter in "abcd" for index in range(3)]
     assert ends == dict.fromkeys(range(3), "stop")
+
+
+def letter_event(request_id: str, position: int, letter: str) -> TokenEvent:
+    if letter == "d":
+        return TokenEvent(request_id, EventKind.FINISHED, position, token_ids(letter), FinishReason.STOP)
+    return TokenEvent(request_id, EventKind.TOKENS, position, token_ids(letter))
 
 
 @pytest.mark.parametrize("stop", ["wo", "two", "o t", "nowhere"])
@@ -220,6 +224,8 @@ async def test_a_client_that_hangs_up_is_cancelled_at_once(path: str, stream: bo
         assert sorted(stand.worker.cancelled) == sorted(r.id for r in stand.worker.served)
         await until(lambda: stand.metric("tidegate_client_disconnects_total", tier="realtime") == 1)
         assert stand.waiting == 0
+        labels = {"route": path, "method": "POST", "status": "499"}
+        await until(lambda: stand.metric("tidegate_http_requests_total", **labels) == 1)
 
 
 async def test_a_waiting_request_leaves_the_queue_when_its_client_hangs_up() -> None:
@@ -250,6 +256,18 @@ async def test_a_failure_before_the_first_token_is_an_http_error() -> None:
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "server_error"
     assert "secret" not in response.text
+
+
+async def test_a_token_that_shows_nothing_does_not_begin_the_stream() -> None:
+    half = token_ids("😀")[:1]
+
+    def script(request: Request) -> list[TokenEvent]:
+        first = TokenEvent(request.id, EventKind.TOKENS, 0, half)
+        return [first, TokenEvent(request.id, EventKind.FAILED, 1, error="secret")]
+
+    async with running_stand(script) as stand:
+        response = await stand.post("/v1/completions", {"model": MODEL, "prompt": "a", "stream": True})
+    assert response.status_code == 500
 
 
 async def test_a_failure_in_the_stream_is_a_frame() -> None:

@@ -1,9 +1,11 @@
 """Encoding, the chat template, and decoding that never shows half a character."""
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +53,71 @@ def test_special_tokens_are_not_shown() -> None:
 async def test_long_texts_encode_the_same_off_the_loop() -> None:
     tokenizer = tiny_tokenizer()
     text = "the tide " * INLINE_CHARS
-    assert tuple(await tokenizer.encode(text, MANY)) == token_ids(text)
+    assert [tuple(ids) for ids in await tokenizer.encode([text, "a"], MANY)] == [token_ids(text), token_ids("a")]
     chat = await tokenizer.encode_chat([{"role": "user", "content": text}], MANY)
     assert tuple(chat) == token_ids(f"<|im_start|>user\n{text}<|im_end|><|im_start|>assistant\n")
 
 
 async def test_hopelessly_long_texts_are_not_encoded() -> None:
     with pytest.raises(TextTooLong):
-        await tiny_tokenizer().encode("x" * 10_000, max_tokens=10)
+        await tiny_tokenizer().encode(["x", "x" * 10_000], max_tokens=10)
     with pytest.raises(TextTooLong):
         await tiny_tokenizer().encode_chat([{"role": "user", "content": "x" * 10_000}], max_tokens=10)
+
+
+class Watched(Tokenizer):
+    """Notes the threads it encodes in."""
+
+    def __init__(self) -> None:
+        super().__init__(pretrained())
+        self.threads: set[threading.Thread] = set()
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self.threads.add(threading.current_thread())
+        return super()._encode(text, add_special_tokens)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "x" * INLINE_CHARS},
+        {"content": "a", "name": "x" * INLINE_CHARS},
+        {"content": "a", "tool_calls": [{"arguments": "x" * INLINE_CHARS}]},
+    ],
+)
+async def test_the_loop_does_not_encode_long_chats(message: dict[str, Any]) -> None:
+    tokenizer = Watched()
+    await tokenizer.encode_chat([{"role": "user", **message}], MANY)
+    assert threading.main_thread() not in tokenizer.threads
+
+
+async def test_the_loop_encodes_short_texts_and_few() -> None:
+    tokenizer = Watched()
+    await tokenizer.encode(["the tide"] * 10, MANY)
+    await tokenizer.encode_chat([{"role": "user", "content": "the tide"}] * 10, MANY)
+    assert tokenizer.threads == {threading.main_thread()}
+    tokenizer.threads.clear()
+    await tokenizer.encode(["the tide"] * 1000, MANY)
+    await tokenizer.encode(["x" * 3000] * 3, MANY)
+    await tokenizer.encode_chat([{"role": "user", "content": ""}] * 1000, MANY)
+    assert threading.main_thread() not in tokenizer.threads
+
+
+async def test_a_thread_that_encodes_lets_the_loop_run() -> None:
+    """A call that kept the GIL would let it run only before it began and after it ended."""
+    encoding = asyncio.create_task(tiny_tokenizer().encode(["the tide rises and " * 30_000], MANY))
+    rounds = 0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        rounds += 1
+    assert rounds >= 10
+
+
+async def test_what_the_template_makes_too_long_is_not_encoded() -> None:
+    tokenizer = with_template("{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}")
+    message = {"role": "assistant", "content": "", "tool_calls": [{"arguments": "x" * 10_000}]}
+    with pytest.raises(TextTooLong):
+        await tokenizer.encode_chat([message], max_tokens=10)
 
 
 def with_template(template: str | None) -> Tokenizer:
@@ -110,7 +167,7 @@ async def test_load_from_a_directory(directory: Path, config: dict[str, Any] | N
 def test_no_torch(directory: Path) -> None:
     code = (
         "import sys; from gateway.tokenizer import Tokenizer; import gateway.app;"
-        f"Tokenizer.load({str(directory)!r})._encode_chat([{{'role': 'user', 'content': 'a'}}]);"
+        f"Tokenizer.load({str(directory)!r})._encode_chat([{{'role': 'user', 'content': 'a'}}], 99);"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -27,10 +27,13 @@ class FakeServer:
 
     reply: Callable[[Body], list[str]] = repeat_or_count
     status: Callable[[Body], int] = lambda body: 200
+    is_silent: Callable[[Body], bool] = lambda body: False  # these get no answer until the client hangs up
     tokens_per_event: int = 1
     separator: str = "\n"
+    output_file_id: str | None = "file-2"  # of every batch
     step_seconds: float = 0.0  # what /metrics says; each request adds a tenth
     requests: list[Body] = field(default_factory=list)
+    contents_asked: list[str] = field(default_factory=list)  # paths
     lines: list[Body] = field(default_factory=list)  # of the uploaded batch file
 
     async def __aenter__(self) -> Self:
@@ -52,13 +55,13 @@ class FakeServer:
             lengths = [line for line in head.splitlines() if line.lower().startswith("content-length")]
             length = int(lengths[0].split(":")[1]) if lengths else 0
             raw = await reader.readexactly(length)
-            await self._answer(head.split()[1], raw, writer)
+            await self._answer(head.split()[1], raw, reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client hung up, as it does at the end of an arm
         finally:
             writer.close()
 
-    async def _answer(self, path: str, raw: bytes, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, path: str, raw: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if path == "/v1/models":
             await self._whole(writer, 200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
         elif path == "/metrics":
@@ -66,6 +69,8 @@ class FakeServer:
             await self._send(writer, 200, text.encode(), "text/plain")
         elif path.startswith(("/v1/files", "/v1/batches")):
             await self._batch(path, raw, writer)
+        elif self.is_silent(json.loads(raw)):
+            await reader.read()
         else:
             await self._generate(json.loads(raw), writer)
 
@@ -77,9 +82,10 @@ class FakeServer:
         elif path == "/v1/batches":
             await self._whole(writer, 200, {"id": "batch_1", "status": "validating"})
         elif path == "/v1/batches/batch_1":
-            done = {"id": "batch_1", "status": "completed", "output_file_id": "file-2"}
+            done = {"id": "batch_1", "status": "completed", "output_file_id": self.output_file_id}
             await self._whole(writer, 200, done)
         else:
+            self.contents_asked.append(path)
             answers = [self._batch_answer(line) for line in self.lines]
             await self._send(writer, 200, "\n".join(answers).encode(), "application/jsonl")
 

@@ -10,7 +10,7 @@ from loadtest.answer import AnswerReader, Outcome
 
 
 def make_reader(streamed: bool = True) -> AnswerReader:
-    outcome = Outcome("chat", 0, due_s=0.0, sent_s=1.0, status=200)
+    outcome = Outcome("chat", 0, due_s=1.0, sent_s=1.05, status=200)
     return AnswerReader(outcome, streamed)
 
 
@@ -26,6 +26,20 @@ def test_the_first_token_is_the_first_event_with_output_not_the_role() -> None:
     reader.feed(event("", tokens=0), 1.1)
     reader.feed(event("Hi", tokens=1), 1.3)
     assert reader.outcome.ttft_s == pytest.approx(0.3)
+
+
+def test_times_count_from_when_the_request_was_due() -> None:
+    outcome = Outcome("chat", 0, due_s=10.0, sent_s=10.5, progress=[(10.75, 1)], finished_s=11.0)
+    assert (outcome.ttft_s, outcome.e2e_s) == (0.75, 1.0)
+
+
+def test_what_was_given_up_has_waited_at_least_so_long() -> None:
+    silent = Outcome("chat", 0, due_s=10.0, given_up_s=30.0)
+    assert (silent.ttft_s, silent.e2e_s) == (20.0, 20.0)
+    slow = Outcome("chat", 0, due_s=10.0, progress=[(12.0, 1)], given_up_s=30.0)
+    assert (slow.ttft_s, slow.e2e_s) == (2.0, 20.0)
+    cut = Outcome("backlog", 0, due_s=10.0)
+    assert (cut.ttft_s, cut.e2e_s) == (None, None)
 
 
 def test_tokens_of_one_event_came_together_after_one_gap() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from loadtest.dummy_model import write_dummy_model
 from loadtest.http_client import parse_target
 from loadtest.mixed import BULK, INTERACTIVE, MIXED, Timing, run_mixed
-from loadtest.report import table
+from loadtest.report import render_mixed, table
 from loadtest.scenario import Scenario
 from tests.loadtest.fake_server import Body, FakeServer, repeat_or_count
 
@@ -92,6 +92,21 @@ async def test_mixed_measures_three_arms_and_relates_them() -> None:
     assert result.bulk_kept is not None and result.bulk_kept > 0
     assert all(share is not None and share > 0 for share in result.busy_share.values())
     assert result.has_answers and len(progress) == 6
+
+
+async def test_interactive_requests_without_an_end_are_counted_and_warned_of() -> None:
+    classes = SMALL.classes | {"chat": SMALL.classes["chat"].model_copy(update={"service_tier": "default"})}
+    timing = Timing(0.2, 1, lead_s=0.1, settle_s=0.0, drain_s=0.1)
+    async with FakeServer(is_silent=lambda body: body.get("service_tier") == "default") as server:
+        scenario = SMALL.model_copy(update={"classes": classes})
+        result = await run_mixed(parse_target(server.url), scenario, timing, 1, lambda _: None)
+    chat = result.summaries[MIXED]["chat"]
+    assert chat.unfinished == chat.offered > 0 and chat.errors == chat.completed == 0
+    shortest = chat.ttft.samples.min()
+    assert shortest >= timing.drain_s and chat.e2e.samples.min() == shortest
+    text = render_mixed(result)
+    assert f"WARNING: mixed, chat: {chat.offered} of {chat.offered} had no end" in text
+    assert "unfinished" in text.splitlines()[1] and "bulk alone, backlog" not in text
 
 
 async def test_mixed_as_a_command_writes_its_table_and_says_what_failed(tmp_path: Path) -> None:

@@ -46,3 +46,10 @@ async def test_an_answer_that_is_not_its_nonce_is_a_failure(tmp_path: Path) -> N
     assert code == 1
     for name in ("realtime chat", "bulk flex"):
         assert stats[name]["Failure Count"] == stats[name]["Request Count"] != "0"
+
+
+async def test_a_batch_without_an_output_file_is_a_failure(tmp_path: Path) -> None:
+    async with FakeServer(output_file_id=None) as server:
+        code, stats = await run_locust(server, tmp_path, "BatchUser")
+    assert code == 1 and server.contents_asked == []
+    assert stats["batch of 10 lines"]["Failure Count"] == stats["batch of 10 lines"]["Request Count"] != "0"

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from loadtest.estimates import summarize
 from loadtest.http_client import parse_target
 from loadtest.runner import UNFINISHED, ArmWindow, run_arm
 from loadtest.scenario import ClosedLoop, Lengths, OpenLoop, TrafficClass
@@ -58,6 +59,10 @@ async def test_arrivals_do_not_wait_for_a_server_that_never_answers() -> None:
         same = await run_arm(parse_target(answering.url), [CHAT], ArmWindow(0.5), seed=1, round_=0)
     assert len(run.outcomes["chat"]) == len(same.outcomes["chat"])
     assert {o.error for o in run.outcomes["chat"]} == {UNFINISHED}
+    waited = [o.ttft_s for o in run.outcomes["chat"]]
+    assert all(w is not None and w >= run.end_s - o.due_s for w, o in zip(waited, run.outcomes["chat"], strict=True))
+    summary = summarize([run], "chat")
+    assert summary.unfinished == len(summary.ttft.samples) == len(summary.e2e.samples) == len(waited)
 
 
 async def test_a_closed_loop_never_has_more_than_its_streams_in_flight() -> None:
@@ -70,6 +75,12 @@ async def test_a_closed_loop_never_has_more_than_its_streams_in_flight() -> None
         level += change
         peak = max(peak, level)
     assert 1 <= peak <= 3 and len(starts) > 3
+
+
+async def test_a_backlog_is_cut_off_at_the_end_and_not_slow() -> None:
+    async with FakeServer() as server:
+        run = await run_arm(parse_target(server.url), [BACKLOG], ArmWindow(0.2, 0.0), seed=1, round_=0)
+    assert all(o.given_up_s is None for o in run.outcomes["backlog"])
 
 
 async def test_a_failing_server_does_not_make_a_closed_loop_spin() -> None:

@@ -1,14 +1,15 @@
 """The gateway's side: what reaches whoever asked, and what is refused. Workers' events are played by hand."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
 
 from engine.interface import FinishReason
 from scheduler.admission import Rejected, RejectReason
-from scheduler.client import REFRESH_S, WORKER_GRACE_S, Generation, SchedulerClient
+from scheduler.client import CHECK_EVERY, REFRESH_S, WORKER_GRACE_S, Generation, SchedulerClient
 from scheduler.events.memory import MemoryEventChannel
+from scheduler.queue.base import QueueFull
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import EventKind, Request, TierStatus, TokenEvent, WorkerStatus
@@ -151,6 +152,87 @@ def test_a_failure_after_a_requeue_says_where_it_stopped() -> None:
     play(story)
 
 
+# -- what is lost --------------------------------------------------------------------------------------------------
+
+LOST_WITHIN_S = (2 * CHECK_EVERY + 1) * REFRESH_S
+
+
+def test_a_request_that_the_queue_has_lost_fails_soon() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("lost"), make_request("kept"))
+        await stage.tell(tokens(0, 5, of="lost"))
+        del stage.queue._shared.records["lost"]  # a failover went back to before the put
+        async with generation as events, asyncio.timeout(LOST_WITHIN_S):
+            assert await anext(events) == tokens(0, 5, of="lost")
+            event = await anext(events)
+        assert (event.request_id, event.kind, event.index) == ("lost", EventKind.FAILED, 1)
+        assert "lost" in event.error
+
+    play(story)
+
+
+def test_what_waits_or_is_leased_is_not_lost_however_long_it_takes() -> None:
+    async def story(stage: Stage) -> None:
+        leased = await stage.submit(make_request("leased"))
+        await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
+        waiting = await stage.submit(make_request("waiting"))
+        await stage.clock.sleep(10 * LOST_WITHIN_S)
+        assert stage.client.num_waiting == 2
+        async with leased, waiting:
+            pass
+
+    play(story)
+
+
+def test_a_last_event_may_come_after_its_request_is_done() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        await stage.clock.sleep(CHECK_EVERY * REFRESH_S - 0.5)
+        del stage.queue._shared.records["r"]  # acknowledged; the event is on its way
+        await stage.clock.sleep(REFRESH_S)
+        await stage.tell(finished(0, 5))
+        assert await received(generation) == [finished(0, 5)]
+        await stage.clock.sleep(3 * LOST_WITHIN_S)
+
+    play(story)
+
+
+def test_a_request_that_is_still_being_put_is_not_lost() -> None:
+    async def story(stage: Stage) -> None:
+        put = stage.queue.put
+
+        async def slow_put(requests: Sequence[Request], limit: int | None = None) -> QueueFull | None:
+            await stage.clock.sleep(2 * LOST_WITHIN_S)
+            return await put(requests, limit)
+
+        stage.queue.put = slow_put  # type: ignore[method-assign]
+        async with await stage.submit(make_request("r")) as events:
+            await stage.tell(finished(0, 5))
+            assert [e async for e in events] == [finished(0, 5)]
+
+    play(story)
+
+
+def test_at_the_end_of_a_drain_every_open_generation_fails_with_the_reason() -> None:
+    async def story(stage: Stage) -> None:
+        first, second = await stage.submit(make_request("a"), make_request("b")), await stage.submit(make_request("c"))
+        await stage.tell(tokens(0, 5, of="a"))
+        await stage.clock.sleep(0.1)
+        stage.client.drain()
+        stage.client.fail_open("The server is shutting down.")
+        ended = [*await received(first), *await received(second)]
+        assert [(e.request_id, e.kind, e.index, e.error) for e in ended[1:]] == [
+            ("a", EventKind.FAILED, 1, "The server is shutting down."),
+            ("b", EventKind.FAILED, 0, "The server is shutting down."),
+            ("c", EventKind.FAILED, 0, "The server is shutting down."),
+        ]
+        assert stage.client.num_waiting == 0
+        await stage.client.close()
+        assert await stage.depth() == 0, "nobody works on them any more"
+
+    play(story)
+
+
 # -- cancel --------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +290,37 @@ def test_closing_cancels_whatever_still_waits() -> None:
         await stage.submit(make_request("a"), make_request("b"))
         await stage.client.close()
         assert await stage.depth() == 0
+
+    play(story)
+
+
+def test_workers_learn_that_a_closed_client_does_not_listen() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.client.close()
+        assert await stage.events.publish("gateway", [finished(0, 5)]) is False
+
+    play(story)
+
+
+def test_a_submit_cancelled_on_its_way_leaves_nothing_in_the_queue() -> None:
+    async def story(stage: Stage) -> None:
+        put = stage.queue.put
+
+        async def slow_answer(requests: Sequence[Request], limit: int | None = None) -> QueueFull | None:
+            full = await put(requests, limit)
+            await stage.clock.sleep(1.0)
+            return full
+
+        stage.queue.put = slow_answer  # type: ignore[method-assign]
+        submitting = asyncio.create_task(stage.submit(make_request("a"), make_request("b")))
+        await stage.clock.sleep(0.5)
+        assert await stage.depth() == 2
+        submitting.cancel()
+        await asyncio.gather(submitting, return_exceptions=True)
+        await stage.clock.sleep(0.1)
+        assert submitting.cancelled()
+        assert await stage.depth() == 0
+        assert stage.client.num_waiting == 0
 
     play(story)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.interface import FinishReason, SequenceFailure, StepResult
-from scheduler.core import PREFETCH
+from scheduler.core import MAX_ATTEMPTS, PREFETCH
 from scheduler.queue.base import Lease
 from scheduler.request import Claimed, Delivery, EventKind
 from scheduler.states import Status
@@ -201,6 +201,21 @@ def test_a_request_that_can_never_run_fails_with_the_reason_and_harms_nobody(
     assert bench.reports[0].leases == [Lease("bad", 1)]
     bench.run()
     assert bench.core.counts == {"accepted": 2, "failed": 1, "finished": 1}
+
+
+def test_a_request_that_ends_its_worker_each_time_is_given_up() -> None:
+    core = make_core()
+    request = make_request("poison")
+    core.accept([Claimed(request, fence=1, attempt=MAX_ATTEMPTS)], 0.0, EPOCH_MS)
+    assert core.holds("poison")
+    core.release_all()
+    core.accept([Claimed(request, fence=2, attempt=MAX_ATTEMPTS + 1)], 0.0, EPOCH_MS)
+    assert not core.holds("poison")
+    report = core.refuse(0.0)
+    [event] = report.events["gateway"]
+    assert (event.kind, event.request_id) == (EventKind.FAILED, "poison")
+    assert "given up" in event.error
+    assert report.leases == [Lease("poison", 2)], "acknowledged: it does not come again"
 
 
 def test_a_request_that_may_outgrow_the_kv_cache_is_refused_rather_than_stuck() -> None:

@@ -5,15 +5,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from engine.interface import EngineDead, StepPlan
+from engine.modeled_engine import ModeledEngine
+from scheduler.core import MAX_ATTEMPTS
 from scheduler.heartbeat import WorkerIdentity
 from scheduler.loop import IDLE_S, LEASE_S, RENEW_EVERY, SchedulerLoop
+from scheduler.metrics import SchedulerMetrics
 from scheduler.queue.base import Lease
 from scheduler.request import Claimed, Delivery, EventKind, TokenEvent
 from scheduler.sla import UPDATE_S
 from scheduler.states import Status
-from tests.scheduler.builders import FAST, expected_tokens, fixed, make_info, make_tiers, preempted, ran
+from tests.scheduler.builders import FAST, expected_tokens, fixed, make_core, make_info, make_tiers, preempted, ran
 from tests.scheduler.world import World, run_bounded, run_world, start_world
 
 STEP_S = 0.02  # about what a step of a few sequences takes
@@ -185,7 +189,10 @@ def test_work_stops_when_its_lease_is_lost() -> None:
             if not world.core.num_held:
                 break
         assert world.core.num_held == 0
-        assert world.core.counts["cancelled"] == 1
+        assert world.core.counts["released"] == 1
+        cancelled = {"tier": "realtime", "reason": "cancelled"}
+        shown = world.prometheus.get_sample_value("tidegate_requests_finished_total", cancelled)
+        assert shown == 0, "no user has cancelled it"
 
     slow = make_info(max_model_len=512)
     run_world(story, info=slow)
@@ -297,7 +304,7 @@ def test_stop_gives_the_rest_back_to_its_place() -> None:
         assert await world.queue.depths(["bulk"]) == {"bulk": 3}
         assert world.core.counts["released"] == 3
         again = await world.queue.for_worker("other").claim({"bulk": 9}, LEASE_S)
-        assert [(c.request.id, c.attempt) for c in again] == [("b0", 2), ("b1", 2), ("b2", 2)]
+        assert [(c.request.id, c.attempt) for c in again] == [("b0", 1), ("b1", 1), ("b2", 1)]
 
     run_world(story)
 
@@ -325,6 +332,48 @@ def test_a_claim_cut_short_by_the_end_leaves_nothing_under_lease() -> None:
             pass
 
     run_world(story)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_at_its_end_the_loop_closes_its_queue(breaks: bool) -> None:
+    async def main() -> None:
+        world = await start_world(make_tiers(), make_info())
+        assert len(world.queue._shared.listeners) == 2
+        if breaks:
+            worker_queue(world).depths = _breaks_later
+        else:
+            world.loop.stop()
+        await asyncio.gather(world.running, return_exceptions=True)
+        assert len(world.queue._shared.listeners) == 1, "the gateway's"
+        await world.client.close()
+
+    run_bounded(main())
+
+
+def test_a_request_that_kills_every_worker_is_given_up() -> None:
+    async def main() -> None:
+        world = await start_world(make_tiers(), make_info())
+        poison = asyncio.create_task(world.ask("poison", max_tokens=100))
+        deaths = 0
+        while not poison.done():
+            await world.clock.sleep(0.1)
+            world.running.cancel()
+            await asyncio.gather(world.running, return_exceptions=True)
+            deaths += 1
+            assert deaths <= MAX_ATTEMPTS + 1
+            queue, metrics = world.queue.for_worker("worker"), SchedulerMetrics(CollectorRegistry(), world.tiers)
+            core, identity = make_core(), WorkerIdentity("worker", ("model",), 0)
+            engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
+            heir = SchedulerLoop(core, engine, queue, world.events, world.registry, metrics, world.clock, identity)
+            world.running = asyncio.create_task(heir.run())
+            await world.settle()
+        assert (await poison).events[-1].kind is EventKind.FAILED
+        assert deaths == MAX_ATTEMPTS
+        heir.drain()
+        await world.running
+        await world.client.close()
+
+    run_bounded(main())
 
 
 class Broken(Exception):

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scheduler.metrics import SchedulerMetrics
 from scheduler.report import Ended, Sample, StepReport
 from scheduler.sla import Decision
+from scheduler.windows import WINDOW_S
 from tests.scheduler.builders import make_tiers
 from tests.scheduler.world import World, run_world
 
@@ -104,6 +105,22 @@ def test_a_decision_is_counted_with_its_direction_and_signal() -> None:
     metrics.record_decisions([Decision("bulk", "batch_size", 64, 32, "slo_misses", "interactive tiers miss")])
     labels = {"tier": "bulk", "knob": "batch_size", "direction": "down", "reason": "slo_misses"}
     assert value(registry, "controller_decisions_total", **labels) == 1
+
+
+def test_what_was_observed_is_not_shown_when_there_is_nothing_to_observe() -> None:
+    async def story(world: World) -> None:
+        for i in range(30):
+            await world.ask(f"r{i}", max_tokens=4)
+        await world.clock.sleep(1.0)
+        observed = {"tier": "realtime", "metric": "ttft", "quantile": "0.99"}
+        assert value(world.prometheus, "slo_observed_seconds", **observed) is not None
+        assert value(world.prometheus, "slo_attainment_ratio", tier="realtime") == 1.0
+        await world.clock.sleep(WINDOW_S + 1.0)
+        assert value(world.prometheus, "slo_observed_seconds", **observed) is None
+        assert value(world.prometheus, "slo_attainment_ratio", tier="realtime") is None
+        assert value(world.prometheus, "slo_target_seconds", **observed) == 0.5
+
+    run_world(story)
 
 
 def test_the_gauges_show_the_moment_and_preemptions_are_counted_once() -> None:

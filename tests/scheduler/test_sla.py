@@ -9,7 +9,7 @@ from scheduler.batch import Budgets
 from scheduler.config import TierSet
 from scheduler.sla import AMORTISE, DEBT_MAX_S, MARGIN_MAX, QUIET_SHARE, UPDATE_S, Decision, Load, SLAController
 from scheduler.states import RequestState, Status
-from scheduler.windows import WINDOW_S
+from scheduler.windows import BUCKET_WIDTH, WINDOW_S
 from tests.scheduler.builders import make_decode, make_state, make_tiers
 
 COST = StepCost(step_s=0.01, prefill_token_s=0.0002, decode_s=0.0005)
@@ -304,10 +304,12 @@ def test_knobs_stay_inside_their_bounds_whatever_comes() -> None:
 def test_outputs_show_what_was_observed() -> None:
     outer = Outer()
     observe(outer.controller, "ttft", 200)
-    outer.controller.observe_end("realtime", met_slo=True)
-    outer.controller.observe_end("realtime", met_slo=False)
+    outer.controller.observe_end("realtime", met_slo=True, now=0.0)
+    outer.controller.observe_end("realtime", met_slo=False, now=0.0)
     shown = outer.controller.outputs(0.0)
-    assert shown["realtime"].ttft_p99_s == pytest.approx(0.2)
+    assert shown["realtime"].ttft_p99_s == pytest.approx(0.2, rel=BUCKET_WIDTH)
     assert shown["realtime"].itl_p99_s is None
     assert shown["realtime"].attainment == 0.5
     assert shown["bulk"].attainment is None
+    later = outer.controller.outputs(WINDOW_S + 1.0)["realtime"]
+    assert (later.ttft_p99_s, later.attainment) == (None, None), "the past is not the present"

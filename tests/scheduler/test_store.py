@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as StoreUnreachable
+from redis.exceptions import TimeoutError as StoreSilent
 
 from scheduler import store
 from tests.waiting import until
@@ -28,6 +29,10 @@ class Server:
             [*self.valkey.argv, *more], pass_fds=self.valkey.pass_fds, preexec_fn=dies_with_parent()
         )
         await until(self.valkey.is_ready)
+
+    def send(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def end(self, number: int = signal.SIGTERM) -> None:
         if self._process is not None:
@@ -69,10 +74,32 @@ async def test_commands_fail_in_bounded_time_without_a_server(client: Redis) -> 
         await client.get("key")
 
 
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "REPLY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(store, "COMMAND_TIMEOUT_S", 0.25)
+
+
+async def test_commands_fail_in_bounded_time_when_the_server_hangs(hasty: None, server: Server) -> None:
+    """It still accepts connections, and every attempt takes the whole reply timeout."""
+    await server.start()
+    client = store.connect(server.valkey.url)
+    await client.set("key", "value")
+    server.send(signal.SIGSTOP)
+    async with asyncio.timeout(2.0):
+        with pytest.raises(StoreSilent):
+            await client.get("key")
+        with pytest.raises(StoreSilent):
+            await client.pipeline(transaction=False).get("key").execute()
+    server.send(signal.SIGCONT)
+    assert await client.get("key") == b"value"
+    await client.aclose()
+
+
 async def test_a_blocking_client_waits_longer_than_any_reply_may_take(redis_client: Redis) -> None:
-    reader = store.blocking(redis_client)
+    reader = store.blocking(redis_client, 2.0)
     settings = reader.connection_pool.connection_kwargs
-    assert settings["socket_timeout"] is None
+    assert settings["socket_timeout"] == 2.0 + store.REPLY_TIMEOUT_S
     assert settings["path"] == redis_client.connection_pool.connection_kwargs["path"]
     assert redis_client.connection_pool.connection_kwargs["socket_timeout"] == store.REPLY_TIMEOUT_S
     assert await reader.ping()

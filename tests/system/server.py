@@ -36,6 +36,7 @@ class Server:
     def __init__(self, process: subprocess.Popen[bytes], log: Path, port: int, data_dir: Path) -> None:
         self.process = process
         self.log = log
+        self.port = port
         self.root = f"http://127.0.0.1:{port}"
         self.base_url = f"{self.root}/v1"
         self.socket_url = f"unix://{data_dir}/valkey.sock"
@@ -51,6 +52,13 @@ class Server:
         assert isinstance(pid, int)
         return pid
 
+    def has_logged(self, event: str) -> bool:
+        return any(line["event"] == event for line in self.log_lines())
+
+    def workers(self) -> list[str]:
+        """Ids of the workers that the gateway sees, whether it is ready or not."""
+        return [str(worker["id"]) for worker in httpx.get(f"{self.root}/ready", timeout=5).json()["workers"]]
+
     def kill(self, part: str) -> int:
         """SIGKILL a part; its pid."""
         pid = self.pid_of(part)
@@ -62,6 +70,10 @@ class Server:
             return httpx.get(f"{self.root}/ready", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
+
+    def is_listening(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def wait_until_ready(self) -> None:
         def ready() -> bool:

@@ -27,6 +27,7 @@ def test_every_command_has_help(command: str) -> None:
     assert ended.returncode == 0
     assert ended.stdout.startswith(f"usage: tidegate {command}")
     assert "--model" in ended.stdout
+    assert "--config" in ended.stdout
 
 
 @pytest.mark.parametrize("command", ["gateway", "worker"])

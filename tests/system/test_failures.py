@@ -1,21 +1,24 @@
 """Parts die, clients stay: what is lost when a worker, a gateway, the store or everything is killed. Nothing is."""
 
 import asyncio
+import contextlib
 import io
 import json
+import os
 import random
 import signal
-import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from openai import APIError, AsyncOpenAI
+from openai import APIConnectionError, APIError, AsyncOpenAI
 
 from tests.system.nonces import MODEL, ask, ask_streamed, body, make_nonce
 from tests.system.server import Server, running, wait_for
+from tidegate.valkey import running_valkey
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -89,13 +92,21 @@ async def test_a_killed_worker_loses_no_bulk_request_and_no_batch_line(own_serve
         asking = [asyncio.create_task(ask(client, nonce, service_tier="flex")) for nonce in bulk]
         chatting = [asyncio.create_task(chat(nonce)) for nonce in chats]
         await wait_for_lines(client, batch_id, 1)
-        own_server.kill("worker")
+        killed = own_server.kill("worker")
+        counts = (await client.batches.retrieve(batch_id)).request_counts
+        assert counts is not None
+        assert counts.completed < len(lines), "too late: the batch was done before the kill"
+        assert not all(request.done() for request in asking), "too late: bulk was done before the kill"
+        # While a new one loads its engine, what the dead one announced must not pass for it.
+        await asyncio.to_thread(wait_for, lambda: not own_server.is_ready(), 15, "the gateway to miss its worker")
         assert await asyncio.gather(*asking) == bulk
         for nonce, answer in zip(chats, await asyncio.gather(*chatting), strict=True):
             assert answer == nonce or isinstance(answer, APIError)
         assert await batch_answers(client, batch_id) == expected(lines)
         assert await ask(client, "still-here") == "still-here"
     assert await asyncio.to_thread(own_server.is_ready)
+    assert own_server.pid_of("worker") != killed
+    assert psutil.pid_exists(own_server.pid_of("worker"))
 
 
 async def test_a_batch_survives_the_death_of_every_part(tmp_path: Path) -> None:
@@ -119,19 +130,59 @@ async def test_a_batch_survives_the_death_of_every_part(tmp_path: Path) -> None:
             assert await batch_answers(client, batch_id) == expected(nonces)
 
 
-async def test_sigterm_drains_and_exits_zero(own_server: Server) -> None:
-    parts = [own_server.pid_of(part) for part in ("valkey", "worker", "gateway")]
-    async with make_client(own_server) as client:
+async def stream_to_its_end(client: AsyncOpenAI, max_tokens: int, started: asyncio.Semaphore) -> str | APIError | None:
+    """The last finish reason, or the error that the server sent instead. `started` counts first tokens."""
+    reasons: list[str | None] = []
+    try:
         stream = await client.completions.create(
-            model=MODEL, prompt="Tidegate", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+            model=MODEL, prompt="Tidegate", max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
         )
-        chunks = aiter(stream)
-        await anext(chunks)
-        own_server.process.send_signal(signal.SIGTERM)
-        reasons = [chunk.choices[0].finish_reason async for chunk in chunks if chunk.choices]
-    assert reasons[-1] == "length", "a running request is finished"
-    assert await asyncio.to_thread(own_server.process.wait, 60) == 0
-    assert not any(psutil.pid_exists(pid) for pid in parts)
+        async for chunk in stream:
+            if not reasons:
+                started.release()
+            reasons += [choice.finish_reason for choice in chunk.choices]
+    except APIError as error:
+        return error
+    return reasons[-1]
+
+
+@asynccontextmanager
+async def long_streams(client: AsyncOpenAI, num: int) -> AsyncIterator[list["asyncio.Task[str | APIError | None]"]]:
+    """Streams under way that take much longer than a test; cancelled at the end."""
+    started = asyncio.Semaphore(0)
+    streams = [asyncio.create_task(stream_to_its_end(client, 1900, started)) for _ in range(num)]
+    try:
+        async with asyncio.timeout(30):
+            for _ in range(num):
+                await started.acquire()
+        yield streams
+    finally:
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+
+
+def ended_by_the_server(answer: str | APIError | None) -> bool:
+    """An error that it sent, not a connection that broke; or the end, for an answer that was quick enough."""
+    return answer == "length" or (isinstance(answer, APIError) and not isinstance(answer, APIConnectionError))
+
+
+async def test_sigterm_drains_and_exits_zero(tmp_path: Path) -> None:
+    """What ends in time ends as ever; what does not gets an error, not a cut connection; both are a clean end."""
+    with running(tmp_path, "--drain-s", "4") as server:
+        server.wait_until_ready()
+        parts = [server.pid_of(part) for part in ("valkey", "worker", "gateway")]
+        async with make_client(server) as client, long_streams(client, 48) as streams:
+            short_started = asyncio.Semaphore(0)
+            short = asyncio.create_task(stream_to_its_end(client, 20, short_started))
+            await short_started.acquire()
+            server.process.send_signal(signal.SIGTERM)
+            assert await short == "length", "a running request is finished"
+            answers = await asyncio.gather(*streams)
+        assert all(ended_by_the_server(answer) for answer in answers)
+        assert any(isinstance(answer, APIError) for answer in answers), "nothing outlived the drain"
+        assert await asyncio.to_thread(server.process.wait, 60) == 0
+        assert not any(psutil.pid_exists(pid) for pid in parts)
 
 
 def test_two_servers_cannot_share_a_data_directory(own_server: Server, tmp_path: Path) -> None:
@@ -153,9 +204,38 @@ async def test_parts_run_alone_on_an_existing_store(own_server: Server, tmp_path
         async with make_client(gateway) as client:
             nonces = [make_nonce(random.Random(i)) for i in range(24)]
             assert await asyncio.gather(*(ask(client, n, service_tier="flex") for n in nonces)) == nonces
-        for part in (gateway, worker):
-            part.process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(part.process.wait, 60) == 0
+            async with long_streams(client, 16) as streams:
+                gateway.process.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(wait_for, lambda: not gateway.is_listening(), 10, "the gateway to drain")
+                gateway.process.send_signal(signal.SIGTERM)  # now, rather than in 30 s
+                assert await asyncio.to_thread(gateway.process.wait, 15) == 0
+                answers = await asyncio.gather(*streams)
+        assert all(ended_by_the_server(answer) for answer in answers)
+        assert any(isinstance(answer, APIError) for answer in answers), "nothing was cut short"
+        worker.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.process.wait, 60) == 0
+
+
+def test_two_servers_share_a_store_and_outlive_its_absence(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as ending:
+        store = ending.enter_context(contextlib.ExitStack())
+        url = store.enter_context(running_valkey(tmp_path / "store"))
+        servers = [ending.enter_context(running(tmp_path / name, "--redis-url", url)) for name in ("a", "b")]
+        for server in servers:
+            server.wait_until_ready()
+        wait_for(lambda: all(len(set(server.workers())) == 2 for server in servers), 30, "two workers")
+        before = [server.pid_of("worker") for server in servers]
+        store.close()
+        for pid in before:
+            with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: all(server.has_logged("a part cannot be probed") for server in servers), 30, "the probes")
+        assert not set(before) & {server.pid_of("worker") for server in servers}
+        ending.enter_context(running_valkey(tmp_path / "store"))
+        for server in servers:
+            server.wait_until_ready()
+            server.process.send_signal(signal.SIGTERM)
+        assert [server.process.wait(60) for server in servers] == [0, 0]
 
 
 def test_children_end_with_a_killed_supervisor(own_server: Server) -> None:
@@ -167,10 +247,10 @@ def test_children_end_with_a_killed_supervisor(own_server: Server) -> None:
     assert alive == []
 
 
-def test_the_second_interrupt_kills_at_once(own_server: Server) -> None:
-    for _ in range(2):
+async def test_the_second_interrupt_kills_at_once(own_server: Server) -> None:
+    async with make_client(own_server) as client, long_streams(client, 48) as streams:
         own_server.process.send_signal(signal.SIGINT)
-    try:
-        own_server.process.wait(20)
-    except subprocess.TimeoutExpired:
-        pytest.fail("two interrupts did not end it")
+        await asyncio.to_thread(wait_for, lambda: own_server.has_logged("stopping"), 10, "the drain")
+        assert not all(stream.done() for stream in streams), "nothing was left to drain"
+        own_server.process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(own_server.process.wait, 5) == 1

@@ -54,9 +54,9 @@ async def test_seeded_sampling_repeats_itself(client: AsyncOpenAI) -> None:
         return answer.choices[0].text
 
     # One after another: in bf16 the company in a batch may change a logit's last bit.
-    first, again, other = await sample(1), await sample(1), await sample(2)
-    assert first == again
-    assert first != other
+    assert await sample(1) == await sample(1)
+    answers = {await sample(seed) for seed in range(1, 9)}
+    assert len(answers) > 1, "a seed changes something, at least where the model is not sure of itself"
 
 
 async def test_64_concurrent_nonces_over_both_tiers_each_get_their_own(server: Server, client: AsyncOpenAI) -> None:

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 from pydantic_settings import CliApp
 
+from tidegate import cli
 from tidegate.cli import main
 from tidegate.settings import (
     CONFIG_VARIABLE,
@@ -17,6 +19,7 @@ from tidegate.settings import (
     check_file,
     shipped_tiers,
 )
+from tidegate.supervisor import KILL_GRACE_S
 
 
 @pytest.fixture(autouse=True)
@@ -55,21 +58,40 @@ def test_a_model_is_called_by_its_last_name() -> None:
 
 
 @pytest.mark.parametrize("kind", [GatewaySettings, WorkerSettings])
-def test_a_child_reads_back_what_its_parent_was_given(kind: type[GatewaySettings | WorkerSettings]) -> None:
+def test_a_child_reads_back_what_its_parent_was_given(
+    kind: type[GatewaySettings | WorkerSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
     parent = ServeSettings(
-        served_model_name=["a", "b"], model="/m", redis_url="unix:///x", threads=3, port=9, drain_s=2
+        served_model_name=["a", "b"],
+        model="/m",
+        redis_url="redis://:sesame@store:6379/0",
+        threads=3,
+        port=9,
+        drain_s=2,
     )
+    for name, value in parent.secret_env.items():
+        monkeypatch.setenv(name, value)
     child = CliApp.run(kind, cli_args=list(parent.flags(kind)))
     assert {name: getattr(child, name) for name in kind.model_fields} == {
         name: getattr(parent, name) for name in kind.model_fields
     }
+    assert not any("sesame" in flag for flag in parent.flags(kind)), "everybody can read command lines"
 
 
-def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["prot", "config"])
+def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path, key: str) -> None:
     file = tmp_path / "tidegate.yaml"
-    file.write_text("prot: 1\n")
-    with pytest.raises(SettingsError, match="prot"):
+    file.write_text(f"{key}: 1\n")
+    with pytest.raises(SettingsError, match=key):
         check_file(file)
+
+
+@pytest.mark.parametrize("args", [["--config"], ["--config="], ["--config=", "--port", "3"]])
+def test_a_settings_file_without_a_name_is_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *args])
+    assert ended.value.code == 2
+    assert "--config needs a FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [{"port": 70000}, {"load_format": "gguf"}, {"threads": 0}, {"max_model_len": 1}])
@@ -83,3 +105,19 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
         main(["sevre"])
     assert ended.value.code == 2
     assert "sevre" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(args: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli._COMMANDS, "serve", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve"])
+    assert ended.value.code == 130
+
+
+def test_compose_kills_no_part_that_still_drains() -> None:
+    compose = yaml.safe_load((Path(__file__).parents[2] / "docker-compose.yml").read_text(encoding="utf-8"))
+    grace_s = float(compose["x-part"]["stop_grace_period"].removesuffix("s"))
+    assert grace_s > ServeSettings().drain_s + KILL_GRACE_S

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,8 @@ from tidegate import supervisor as supervision
 from tidegate.supervisor import EX_CONFIG, Part, Stage, Supervisor
 from tidegate.valkey import EmbeddedValkey
 
-# Usage: NAME JOURNAL BEHAVIOUR. Writes "start NAME PID" when it is up and "stop NAME PID" on SIGTERM.
+# Usage: NAME JOURNAL BEHAVIOUR. Writes "start NAME PID" when it is up and "stop NAME PID" on SIGTERM; SIGUSR1 ends it
+# as a part that cannot start.
 CHILD = """
 import os, signal, sys
 name, journal, behaviour = sys.argv[1:]
@@ -27,14 +29,18 @@ def note(event):
     with open(journal, "a") as file:
         file.write(f"{event} {name} {os.getpid()}\\n")
 
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+awaited = {signal.SIGTERM, signal.SIGUSR1}
+signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
 note("start")
 if behaviour.startswith("exit"):
     sys.exit(int(behaviour.split()[1]))
+stops = 0
 while True:
-    signal.sigwait({signal.SIGTERM})
+    if signal.sigwait(awaited) == signal.SIGUSR1:
+        sys.exit(78)
     note("stop")
-    if behaviour == "serve":
+    stops += 1
+    if behaviour == "serve" or (behaviour == "serve on" and stops == 2):
         sys.exit(0)
     if behaviour == "end badly":
         sys.exit(3)
@@ -213,13 +219,91 @@ async def test_backoff_grows_to_its_bound_and_begins_anew(journal: Journal, monk
     assert waits == [0.01, 0.01, 0.01, 0.01]
 
 
+async def test_a_part_that_has_served_is_started_again_even_after_78(journal: Journal) -> None:
+    ready = asyncio.Event()
+    supervisor = Supervisor([journal.part("worker")], on_ready=ready.set)
+    async with running(supervisor) as run:
+        await asyncio.wait_for(ready.wait(), 10)
+        os.kill(journal.pids("worker")[0], signal.SIGUSR1)
+        await until(lambda: journal.count("start worker") == 2)
+        supervisor.stop()
+        assert await exit_code(run) == 0
+
+
+async def test_a_probe_that_raises_says_not_ready_and_once_why(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+    ready = asyncio.Event()
+    warnings: list[str] = []
+    monkeypatch.setattr(supervision.log, "warning", lambda event, **fields: warnings.append(fields["error"]))
+
+    async def probe() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked <= 3:
+            raise ConnectionError("the store is away")
+        return True
+
+    part = replace(journal.part("worker"), ready=probe)
+    supervisor = Supervisor([part], on_ready=ready.set)
+    async with running(supervisor) as run:
+        await asyncio.wait_for(ready.wait(), 10)
+        supervisor.stop()
+        assert await exit_code(run) == 0
+    assert warnings == ["the store is away"]
+
+
+async def test_something_can_be_done_before_each_start(journal: Journal) -> None:
+    starts: list[int] = []
+
+    async def before_start() -> None:
+        starts.append(journal.count("start worker"))
+
+    supervisor = Supervisor([replace(journal.part("worker"), before_start=before_start)])
+    async with running(supervisor) as run:
+        await until(lambda: journal.count("start worker") == 1)
+        os.kill(journal.pids("worker")[0], signal.SIGKILL)
+        await until(lambda: journal.count("start worker") == 2)
+        supervisor.stop()
+        assert await exit_code(run) == 0
+    assert starts == [0, 1]
+
+
 async def test_a_program_that_does_not_exist_ends_everything(journal: Journal) -> None:
     parts = [Part("worker", Stage.WORKER, ("/nowhere/program",)), journal.part("gateway", Stage.GATEWAY)]
     async with running(Supervisor(parts)) as run:
         assert await exit_code(run) == 1
 
 
-async def test_a_part_that_does_not_drain_is_killed_with_its_children(journal: Journal, tmp_path: Path) -> None:
+async def test_a_part_has_time_to_end_by_itself_after_its_drain(journal: Journal) -> None:
+    """Its own deadline is the supervisor's: killed at that moment, it could not say so to its clients."""
+    supervisor = Supervisor([journal.part("worker", behaviour="serve on")], drain_s=0.05)
+    async with running(supervisor) as run:
+        await until(lambda: bool(journal.pids("worker")))
+        supervisor.stop()
+        assert await exit_code(run) == 0
+    assert journal.events() == ["start worker", "stop worker", "stop worker"]
+
+
+async def test_a_part_that_is_not_running_has_nothing_to_drain(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = asyncio.Event()
+    monkeypatch.setattr(supervision, "FIRST_BACKOFF_S", 600)
+    monkeypatch.setattr(supervision.log, "warning", lambda *_, **__: ended.set())
+    supervisor = Supervisor([journal.part("worker", behaviour="exit 1")])
+    async with running(supervisor) as run:
+        await asyncio.wait_for(ended.wait(), 10)
+        supervisor.stop()
+        assert await exit_code(run) == 0
+    assert journal.count("start worker") == 1
+
+
+async def test_a_part_that_does_not_drain_is_killed_with_its_children(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "KILL_GRACE_S", 0.1)
     stubborn = journal.part("worker", behaviour="ignore SIGTERM")
     shell = ("/bin/sh", "-c", 'trap "" TERM; "$@" & wait', "sh", *stubborn.argv)
     supervisor = Supervisor([Part("worker", Stage.WORKER, shell, ready=stubborn.ready)], drain_s=0.1)

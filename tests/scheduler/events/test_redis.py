@@ -2,13 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
+from scheduler import store
 from scheduler.events.redis import RedisEventChannel
 from scheduler.queue import keys
 from scheduler.request import EventKind, TokenEvent
+from tests.scheduler.stalling_proxy import StallingProxy
 from tests.waiting import until
 
 STREAM = keys.events("g")
@@ -50,6 +53,31 @@ async def test_dropped_connections_neither_lose_nor_repeat(
             await redis_client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
     await until(lambda: len(received) >= 200)
     assert received == list(range(200))
+
+
+async def test_a_listener_whose_connection_breaks_without_a_word_is_not_deaf(
+    valkey_url: str, redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "REPLY_TIMEOUT_S", 0.1)
+    received: list[int] = []
+    async with StallingProxy(valkey_url, tmp_path / "proxy.sock").serving() as proxy:
+        client = store.connect(proxy.url)
+        channel, publisher = RedisEventChannel(client, heartbeat_s=0.05), RedisEventChannel(redis_client)
+        await channel.open("g")
+
+        async def listen() -> None:
+            async for events in channel.listen("g"):
+                received.extend(event.index for event in events)
+
+        listening = asyncio.create_task(listen())
+        for n in range(3):
+            await publisher.publish("g", message(n))
+            await until(lambda count=n + 1: len(received) == count)
+            proxy.stall()
+        await channel.close()
+        await listening
+        await client.aclose()
+    assert received == [0, 1, 2]
 
 
 async def test_listening_keeps_the_stream_alive_and_short(

@@ -114,7 +114,7 @@ async def test_release_returns_requests_to_their_old_place(handles: Handles) -> 
     assert await queue.release([lease_of(b), lease_of(a), lease_of(a)]) == [True, True, False]
     again = await queue.claim({"realtime": 3}, LEASE_S)
     assert ids(again) == ["a", "b", "c"]
-    assert [c.attempt for c in again] == [2, 2, 1]
+    assert [c.attempt for c in again] == [1, 1, 1], "who gives back has not tried"
 
 
 async def test_an_expired_lease_brings_the_request_back_and_fences_its_holder(
@@ -181,6 +181,17 @@ async def test_cancel_of_waiting_leased_and_unknown_requests(handles: Handles) -
     assert await worker.renew([lease_of(leased)], LEASE_S) == [False]
     assert await worker.ack([lease_of(leased)]) == [False]
     assert await handles().depths(["realtime"]) == {"realtime": 0}
+
+
+async def test_known_is_what_waits_or_is_leased(handles: Handles) -> None:
+    queue = handles()
+    await queue.put([make_request(name) for name in ("done", "leased", "waiting", "cancelled")])
+    done, _ = await queue.claim({"realtime": 2}, LEASE_S)
+    await queue.ack([lease_of(done)])
+    await queue.cancel(["cancelled"])
+    names = ["done", "leased", "waiting", "cancelled", "never put"]
+    assert await queue.known(names) == [False, True, True, False, False]
+    assert await queue.known([]) == []
 
 
 async def test_a_worker_hears_what_was_cancelled_under_its_lease_once(handles: Handles) -> None:

@@ -1,13 +1,16 @@
 """What only the queue in Redis has: its keys, its scripts, its connections."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
+from scheduler import store
 from scheduler.queue import keys
 from scheduler.queue.redis import RedisQueue
 from tests.scheduler.queue.harness import START_MS, ManualClock, lease_of, make_request
+from tests.scheduler.stalling_proxy import StallingProxy
 from tests.waiting import until
 
 
@@ -94,6 +97,25 @@ async def test_the_listener_survives_a_lost_connection(queue: RedisQueue, redis_
     await queue.put([make_request("a")])
     assert await queue.wait_for_work(5) is True
     await queue.cancel(["a"])
+
+
+async def test_a_connection_that_breaks_without_a_word_is_made_again(
+    valkey_url: str, redis_client: Redis, clock: ManualClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.queue.redis.RESUBSCRIBE_S", 0.05)
+    async with StallingProxy(valkey_url, tmp_path / "proxy.sock").serving() as proxy:
+        client = store.connect(proxy.url)
+        queue = RedisQueue(client, clock, worker_id="w1")
+        assert await queue.wait_for_work(5) is True
+        proxy.stall()
+
+        async def heard() -> bool:
+            await redis_client.publish(keys.WAKE, "cancel:a")
+            return "a" in queue.cancelled()
+
+        await until(heard)
+        await queue.close()
+        await client.aclose()
 
 
 async def test_put_and_claim_are_one_cheap_call_each(queue: RedisQueue, redis_client: Redis) -> None:

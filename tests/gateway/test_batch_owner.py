@@ -1,0 +1,62 @@
+"""Whose a batch is, and who may have one: the key that made it, if the tier of batches is open to it."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import openai
+import pytest
+from redis.asyncio import Redis
+
+from tests.gateway.offline import TIERS, OfflineGateway, keyring, lines, running_gateway
+
+KEYS = keyring(alice=None, bob=frozenset({TIERS.batch_tier}), chat=frozenset({TIERS.default_tier}))
+
+
+@pytest.fixture
+async def gateway(redis_client: Redis, tmp_path: Path) -> AsyncIterator[OfflineGateway]:
+    async with running_gateway(redis_client, tmp_path, keys=KEYS) as gateway:
+        yield gateway
+
+
+async def test_a_batch_and_its_files_are_unknown_to_every_other_key(gateway: OfflineGateway) -> None:
+    alice, bob = gateway.as_key("alice"), gateway.as_key("bob")
+    gateway.completions.statuses["q1"] = [400]
+    batch = await alice.ended((await alice.submit(lines(2))).id)
+    assert batch.status == "completed"
+    for ask in (bob.client.batches.retrieve, bob.client.batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            await ask(batch.id)
+    for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+        assert file_id is not None
+        with pytest.raises(openai.NotFoundError):
+            await bob.client.files.content(file_id)
+        assert (await alice.client.files.content(file_id)).text
+    with pytest.raises(openai.BadRequestError, match="No such File"):
+        await bob.create(batch.input_file_id)
+
+
+async def test_the_batch_of_another_key_cannot_be_stopped(gateway: OfflineGateway) -> None:
+    created = await gateway.as_key("alice").submit(lines(1))
+    with pytest.raises(openai.NotFoundError):
+        await gateway.as_key("bob").client.batches.cancel(created.id)
+    assert (await gateway.as_key("alice").ended(created.id)).status == "completed"
+
+
+async def test_lists_show_ones_own_batches(gateway: OfflineGateway) -> None:
+    keys = [gateway.as_key(name) for name in ("alice", "bob")]
+    own = [[(await key.submit(lines(1))).id for _ in range(2)] for key in keys]
+    for key, ids in zip(keys, own, strict=True):
+        assert [b.id async for b in key.client.batches.list(limit=1)] == ids[::-1]
+        for batch_id in ids:
+            await key.ended(batch_id)
+    with pytest.raises(openai.BadRequestError):
+        await keys[0].client.batches.list(after=own[1][0])
+
+
+async def test_a_key_without_the_tier_of_batches_makes_none(gateway: OfflineGateway) -> None:
+    chat = gateway.as_key("chat")
+    with pytest.raises(openai.PermissionDeniedError) as denied:
+        await chat.submit(lines(1))
+    assert denied.value.code == "insufficient_permissions" and TIERS.batch_tier in str(denied.value)
+    assert [b async for b in chat.client.batches.list()] == []
+    assert (await gateway.as_key("bob").submit(lines(1))).status == "validating"

@@ -1,0 +1,47 @@
+"""A way to a server that can go silent: connections stay open, and nothing comes through any more."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+
+class StallingProxy:
+    """Forwards bytes between a socket of its own and the server's."""
+
+    def __init__(self, server: str, path: Path) -> None:
+        self._server = server
+        self._path = path
+        self._pipes: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._path}"
+
+    def stall(self) -> None:
+        """The connections of now are dead without knowing it; later ones work."""
+        for pipe in self._pipes:
+            pipe.cancel()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["StallingProxy"]:
+        async with await asyncio.start_unix_server(self._connect, self._path):
+            yield self
+        self.stall()
+        await asyncio.gather(*self._pipes, return_exceptions=True)
+        for writer in self._writers:
+            writer.close()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_unix_connection(self._server.removeprefix("unix://"))
+        self._writers += [writer, far_writer]
+        self._pipes += [
+            asyncio.create_task(_pipe(reader, far_writer)),
+            asyncio.create_task(_pipe(far_reader, writer)),
+        ]
+
+
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65536):
+        writer.write(data)

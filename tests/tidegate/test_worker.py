@@ -1,0 +1,295 @@
+"""The worker process around its loop: outages of the store, signals, and ends before it has served."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from redis.exceptions import ConnectionError as StoreUnreachable
+
+from engine.interface import EngineDead, EngineInfo, PlanError, StepPlan, StepResult
+from engine.modeled_engine import ModeledEngine
+from scheduler.client import Generation, SchedulerClient
+from scheduler.events.memory import MemoryEventChannel
+from scheduler.heartbeat import WorkerIdentity
+from scheduler.loop import LEASE_S, SchedulerLoop
+from scheduler.metrics import SchedulerMetrics
+from scheduler.queue.memory import MemoryQueue
+from scheduler.registry.memory import MemoryWorkerRegistry
+from scheduler.request import Request
+from scheduler.virtual_time import VirtualClock
+from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_request, make_tiers
+from tests.scheduler.world import run_bounded
+from tidegate import worker
+from tidegate.settings import WorkerSettings
+from tidegate.supervisor import EX_CONFIG
+from tidegate.worker import GIVE_UP_S, LONGEST_PAUSE_S, SETTLED_S, Ending, keep_serving, run_worker
+
+DRAIN_S = 5.0
+
+
+class UnhurriedEngine(ModeledEngine):
+    """As the real one does, it goes on with a step whose `collect` was cancelled, and tells the next `collect`."""
+
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(plan)
+        self._step = asyncio.ensure_future(super().collect())
+
+    async def collect(self) -> StepResult:
+        return await asyncio.shield(self._step)
+
+
+class Unreliable:
+    """A worker's handle on the queue, of a store that can go away."""
+
+    def __init__(self, inner: MemoryQueue) -> None:
+        self._inner = inner
+        self.is_away = False
+
+    def __getattr__(self, name: str) -> Any:
+        target = getattr(self._inner, name)
+        return target if name in ("close", "cancelled") else self._unless_away(target)
+
+    def _unless_away(self, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def guarded(*args: Any, **options: Any) -> Any:
+            if self.is_away:
+                raise StoreUnreachable("Connection refused.")
+            return await call(*args, **options)
+
+        return guarded
+
+
+class Rig:
+    """A worker kept serving, and a client, in virtual time."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        tiers, info = make_tiers(), make_info()
+        self.core = make_core(tiers, info)
+        self.engine = UnhurriedEngine(info, self.clock.sleep, FAST, noise=0.0)
+        self.queue = MemoryQueue(self.clock)
+        self.store = Unreliable(self.queue.for_worker("w"))
+        self.events, self.registry = MemoryEventChannel(), MemoryWorkerRegistry(self.clock)
+        self.metrics = SchedulerMetrics(CollectorRegistry(), tiers)
+        self.client = SchedulerClient(self.queue, self.events, self.registry, tiers, self.clock, "gateway")
+        self.ending = Ending(DRAIN_S)
+        self.loops = 0
+
+    def build(self) -> SchedulerLoop:
+        self.loops += 1
+        identity = WorkerIdentity("w", ("model",), self.clock.wall_ms())
+        return SchedulerLoop(
+            self.core,
+            self.engine,
+            self.store,  # type: ignore[arg-type]  # it is one, by __getattr__
+            self.events,
+            self.registry,
+            self.metrics,
+            self.clock,
+            identity,
+        )
+
+    async def serve(self) -> None:
+        await keep_serving(self.build, self.ending, self.clock)
+
+    async def submit(self, request: Request) -> Generation:
+        outcome = await self.client.submit([request])
+        assert isinstance(outcome, Generation)
+        return outcome
+
+    async def answer(self, request: Request) -> list[int]:
+        async with await self.submit(request) as events:
+            return [token_id async for event in events for token_id in event.token_ids]
+
+
+def play(story: Callable[[Rig, "asyncio.Task[None]"], Awaitable[None]]) -> None:
+    async def main() -> None:
+        rig = Rig()
+        serving = asyncio.create_task(rig.serve())
+        await asyncio.sleep(0)
+        await rig.client.start()
+        try:
+            await story(rig, serving)
+        finally:
+            await rig.client.close()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    run_bounded(main())
+
+
+# -- the store goes away -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("away_s", [1.0, LEASE_S + 5.0])
+def test_the_engine_outlives_an_outage_of_the_store_and_every_answer_comes_whole(away_s: float) -> None:
+    async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
+        requests = [make_request(f"r{i}", "bulk", max_tokens=200, arrival_ms=rig.clock.wall_ms()) for i in range(6)]
+        answers = [asyncio.create_task(rig.answer(r)) for r in requests]
+        await rig.clock.sleep(0.505)  # in the midst of a step
+        assert rig.core.is_step_in_flight
+        rig.store.is_away = True
+        await rig.clock.sleep(away_s)
+        assert not serving.done()
+        rig.store.is_away = False
+        assert await asyncio.gather(*answers) == [expected_tokens(r) for r in requests]
+        assert rig.loops > 1
+        rig.ending()
+        await serving
+        assert rig.engine.used_blocks == 0, "what was dropped has left the engine"
+        assert rig.core.counts == {"accepted": 12, "finished": 6, "released": 6}
+        assert await rig.registry.workers() == [], "withdrawn"
+
+    play(story)
+
+
+def test_an_outage_does_not_count_as_an_attempt_while_its_leases_are_still_held() -> None:
+    async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
+        request = make_request("r", "bulk", max_tokens=300, arrival_ms=rig.clock.wall_ms())
+        answer = asyncio.create_task(rig.answer(request))
+        for _ in range(8):
+            await rig.clock.sleep(0.3)
+            rig.store.is_away = True
+            await rig.clock.sleep(0.7)
+            rig.store.is_away = False
+            await rig.clock.sleep(1.0)
+        assert await answer == expected_tokens(request)
+        assert rig.loops > 5
+
+    play(story)
+
+
+def test_without_a_store_for_long_the_worker_gives_up() -> None:
+    async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
+        await rig.clock.sleep(2 * SETTLED_S)
+        rig.store.is_away = True
+        began_s = rig.clock.now()
+        with pytest.raises(StoreUnreachable):
+            await serving
+        assert GIVE_UP_S <= rig.clock.now() - began_s <= GIVE_UP_S + 2 * LONGEST_PAUSE_S
+
+    play(story)
+
+
+def test_outages_far_apart_are_not_added_up() -> None:
+    async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
+        for _ in range(4):
+            await rig.clock.sleep(2 * SETTLED_S)
+            rig.store.is_away = True
+            await rig.clock.sleep(GIVE_UP_S / 2)
+            rig.store.is_away = False
+        await rig.clock.sleep(LONGEST_PAUSE_S)
+        assert not serving.done()
+
+    play(story)
+
+
+def test_an_error_that_is_not_the_stores_is_raised_at_once() -> None:
+    async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
+        def broken(plan: StepPlan) -> None:
+            raise EngineDead("device lost")
+
+        rig.engine.submit = broken  # type: ignore[method-assign]
+        await rig.submit(make_request("r"))
+        with pytest.raises(EngineDead):
+            await serving
+        assert rig.loops == 1
+
+    play(story)
+
+
+# -- signals -------------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_during_an_outage_ends_the_worker_at_once() -> None:
+    async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
+        rig.store.is_away = True
+        await rig.clock.sleep(20.0)
+        rig.ending()
+        async with asyncio.timeout(0.1):
+            await serving
+
+    play(story)
+
+
+def test_a_signal_drains_and_a_second_one_stops() -> None:
+    async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
+        generation = await rig.submit(make_request("r", "bulk", max_tokens=400, arrival_ms=rig.clock.wall_ms()))
+        await rig.clock.sleep(0.2)
+        rig.ending()
+        await rig.clock.sleep(0.2)
+        assert not serving.done(), "what runs may end"
+        rig.ending()
+        async with asyncio.timeout(0.2):
+            await serving
+        assert await rig.queue.depths(["bulk"]) == {"bulk": 1}
+        async with generation:
+            pass
+
+    play(story)
+
+
+def test_what_outlives_the_drain_goes_back_to_the_queue() -> None:
+    async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
+        requests = [make_request(f"r{i}", "bulk", max_tokens=470, arrival_ms=rig.clock.wall_ms()) for i in range(10)]
+        for request in requests:
+            await rig.submit(request)
+        await rig.clock.sleep(0.1)
+        rig.ending()
+        async with asyncio.timeout(DRAIN_S + 0.5):
+            await serving
+        assert await rig.queue.depths(["bulk"]) == {"bulk": 10}
+
+    play(story)
+
+
+# -- before it serves ----------------------------------------------------------------------------------------------
+
+
+class NoEngine:
+    """An engine whose first step ends as told."""
+
+    info: EngineInfo = make_info()
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+        self.is_closed = False
+
+    def submit(self, plan: StepPlan) -> None:
+        pass
+
+    async def collect(self) -> StepResult:
+        raise self._error
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> WorkerSettings:
+    return WorkerSettings(redis_url=f"unix://{tmp_path}/nobody.sock")
+
+
+@pytest.mark.parametrize("error", [EngineDead("a step failed: out of memory"), PlanError("no room")])
+def test_an_engine_that_breaks_in_its_first_steps_cannot_start(
+    error: Exception, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = NoEngine(error)
+    monkeypatch.setattr(worker, "_start_engine", lambda settings: engine)
+    assert run_worker(settings) == EX_CONFIG
+    assert engine.is_closed
+    said = capfd.readouterr()
+    assert f"the engine's first steps failed: {error}" in said.out + said.err
+    assert "Traceback" not in said.out + said.err
+
+
+def test_an_interrupt_while_the_model_loads_is_an_ordinary_end(
+    settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(settings: WorkerSettings) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "_start_engine", interrupted)
+    assert run_worker(settings) == 0
