@@ -37,10 +37,6 @@ async def read_object(request: Request, interpret: Callable[[dict[str, Any]], T]
     return await asyncio.to_thread(lambda: interpret(parse_json_object(data)))
 
 
-async def read_json_object(request: Request) -> dict[str, Any]:
-    return await read_object(request, lambda body: body)
-
-
 def parse_json_object(data: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(data)

@@ -52,12 +52,14 @@ def test_the_requirements_are_the_projects_with_torch_apart() -> None:
 def test_a_gateway_starts_without_torch() -> None:
     """All that `tidegate gateway` imports, and the demo model's tokenizer, with torch made impossible."""
     program = f"""{NO_TORCH}
+import asyncio
+
 import tidegate.cli
 from tidegate.gateway import load_tokenizer, run_gateway
 from tidegate.settings import GatewaySettings
 
 tokenizer = load_tokenizer(GatewaySettings())
-assert tokenizer.encode("Repeat: k7Qz-09ab", max_tokens=64)
+assert asyncio.run(tokenizer.encode(["Repeat: k7Qz-09ab"], max_tokens=64))[0]
 assert "torch" not in sys.modules
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
