@@ -118,6 +118,9 @@ class RedisEventChannel:
     async def _unless_closed(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`; None if `close` came first. The reader never gives up on a server that does
         not answer, and `close` must not wait for one."""
+        if self._closed:
+            work.close()
+            return None
         task = asyncio.create_task(work)
         self._pending.add(task)
         try:

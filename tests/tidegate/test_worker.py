@@ -31,14 +31,21 @@ DRAIN_S = 5.0
 
 
 class UnhurriedEngine(ModeledEngine):
-    """As the real one does, it goes on with a step whose `collect` was cancelled, and tells the next `collect`."""
+    """As the real one does, it goes on with a step whose `collect` was cancelled, tells the next `collect`, and takes
+    no other step before."""
+
+    _step: asyncio.Future[StepResult] | None = None
 
     def submit(self, plan: StepPlan) -> None:
+        assert self._step is None, "a step is in flight already"
         super().submit(plan)
         self._step = asyncio.ensure_future(super().collect())
 
     async def collect(self) -> StepResult:
-        return await asyncio.shield(self._step)
+        assert self._step is not None, "no step is in flight"
+        result = await asyncio.shield(self._step)
+        self._step = None
+        return result
 
 
 class Unreliable:
