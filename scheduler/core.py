@@ -29,6 +29,7 @@ from scheduler.states import RequestState, Status
 
 WATERMARK = 0.02  # of all blocks
 MAX_ATTEMPTS = 5  # claims of one request that nobody finished or gave back
+BULK_REPORT_S = 0.1  # between two token events of a stream without a latency promise
 PREFETCH = 4  # claimed beyond the free slots, so that a slot freed in a step is filled in the next
 
 
@@ -237,23 +238,28 @@ class SchedulerCore:
 
     def _take_output(self, state: RequestState, output: SequenceOutput, now: float, report: StepReport) -> None:
         state.num_computed_tokens = output.num_computed_tokens
-        index = len(state.output_token_ids)
         state.output_token_ids.extend(output.token_ids)
         if output.token_ids:
             report.samples += state.time_token(now)
         if output.finish_reason is not None:
-            self._finish(state, output.finish_reason, index, now, report)
-        elif output.token_ids and state.request.delivery is Delivery.EACH_STEP:
-            event = TokenEvent(state.id, EventKind.TOKENS, index, output.token_ids)
+            self._finish(state, output.finish_reason, now, report)
+        elif output.token_ids and self._is_due(state, now):
+            event = TokenEvent(state.id, EventKind.TOKENS, state.num_reported, state.report_tokens(now))
             report.events[state.request.reply_to].append(event)
 
-    def _finish(self, state: RequestState, reason: FinishReason, index: int, now: float, report: StepReport) -> None:
-        start = 0 if state.request.delivery is Delivery.AT_END else index
+    def _is_due(self, state: RequestState, now: float) -> bool:
+        """A stream without a latency promise gets its tokens a few at a time: reported one by one, those of a full
+        bulk batch would keep the gateway busy while interactive ones wait their turn there."""
+        if state.request.delivery is Delivery.AT_END:
+            return False
+        return state.tier.is_interactive or state.reported_s is None or now - state.reported_s >= BULK_REPORT_S
+
+    def _finish(self, state: RequestState, reason: FinishReason, now: float, report: StepReport) -> None:
         event = TokenEvent(
             request_id=state.id,
             kind=EventKind.FINISHED,
-            index=start,
-            token_ids=tuple(state.output_token_ids[start:]),
+            index=state.num_reported,
+            token_ids=state.report_tokens(now),
             finish_reason=reason,
         )
         del self._states[state.id]
@@ -265,10 +271,7 @@ class SchedulerCore:
     def _fail(self, state: RequestState, reason: str, now: float, report: StepReport) -> None:
         state.move(Status.FAILED)
         self.counts["failed"] += 1
-        index = len(state.output_token_ids)
-        event = TokenEvent(state.id, EventKind.FAILED, index=index, error=reason)
-        if state.request.delivery is Delivery.AT_END:
-            event = TokenEvent(state.id, EventKind.FAILED, error=reason)
+        event = TokenEvent(state.id, EventKind.FAILED, index=state.num_reported, error=reason)
         self._end(state, event, "failed", now, report)
 
     def _end(self, state: RequestState, event: TokenEvent, reason: str, now: float, report: StepReport) -> None:

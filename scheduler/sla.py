@@ -22,8 +22,8 @@ UPDATE_S = 0.5
 MISS_TARGET = 0.01  # ε: the share that a p99 promise lets miss
 MARGIN_UP = 0.05  # a miss
 MARGIN_MAX = 0.6
-QUIET_SHARE = 0.1  # of the TTFT target: how long an arrival may find the engine busy with bulk
-AMORTISE = 2.5  # a bulk step may always last this many times the fixed cost of a step: less is mostly overhead
+QUIET_SHARE = 0.03  # of the TTFT target: how long an arrival may find the engine busy with bulk
+AMORTISE = 3.0  # a bulk step may always last this many times the fixed cost of a step: less is mostly overhead
 DEBT_MAX_S = 1.0  # of engine time owed to a floor: no burst after a long flood
 KV_HIGH, KV_LOW = 0.85, 0.70
 

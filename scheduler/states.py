@@ -52,6 +52,8 @@ class RequestState:
     first_token_s: float | None = None
     last_token_s: float | None = None
     ended_s: float | None = None
+    num_reported: int = 0  # output tokens already sent to the gateway
+    reported_s: float | None = None
     last_step: int = -1  # the newest step it ran in
     num_preemptions: int = 0  # losses of KV; pauses lose nothing and do not count
     gaps: int = 0  # inter-token gaps, and how many broke the tier's promise
@@ -115,6 +117,12 @@ class RequestState:
         self.gaps += 1
         self.gaps_missed += target_ms is not None and (now - last_s) * 1000 > target_ms
         return [Sample("itl", tier, now - last_s)]
+
+    def report_tokens(self, now: float) -> tuple[int, ...]:
+        """The output tokens not sent yet; from now on they count as sent."""
+        tokens = tuple(self.output_token_ids[self.num_reported :])
+        self.num_reported, self.reported_s = len(self.output_token_ids), now
+        return tokens
 
     def met_slo(self) -> bool:
         """TTFT in time, and at most one gap in a hundred too long."""

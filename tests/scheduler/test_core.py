@@ -75,7 +75,20 @@ def test_a_victim_is_computed_again_and_its_output_is_the_same() -> None:
     assert bench.core.preemptions == {("bulk", "recompute"): 1}
     bench.run()
     assert bench.tokens("b") == expected_tokens(bulk)
-    assert [e.index for e in bench.events if e.request_id == "b"] == list(range(60)), "nothing is told twice"
+    told = [(e.index, len(e.token_ids)) for e in bench.events if e.request_id == "b"]
+    assert [index for index, _ in told] == [sum(n for _, n in told[:i]) for i in range(len(told))], "nothing twice"
+    assert sum(n for _, n in told) == 60
+
+
+def test_a_stream_without_a_promise_gets_its_tokens_a_few_at_a_time() -> None:
+    bench = Bench()
+    bench.accept(make_request("b", "bulk", max_tokens=40), make_request("rt", max_tokens=40))
+    bench.run()
+    events = {name: [e for e in bench.events if e.request_id == name] for name in ("b", "rt")}
+    assert len(events["rt"]) == 40
+    assert len(events["b"]) < 20
+    assert len(events["b"][0].token_ids) == 1, "the first token is told at once"
+    assert len(bench.tokens("b")) == 40
 
 
 def test_a_victim_stays_held_and_loses_its_kv_a_bounded_number_of_times() -> None:
@@ -325,7 +338,7 @@ def test_a_bulk_tier_at_its_limits_never_stops_interactive_claims() -> None:
     tiers = make_tiers(bulk={"batch_size": fixed(2)})
     bench = Bench(make_core(tiers, make_info(num_blocks=16, max_model_len=256)))
     bench.accept(make_request("b0", "bulk", prompt=120), make_request("b1", "bulk", prompt=120))
-    for _ in range(2):
+    for _ in range(4):
         bench.step()
     assert bench.core.kv_usage > 0.9
     limits = bench.core.claim_limits(bench.now)

@@ -66,7 +66,8 @@ def test_bulk_runs_beside_interactive_decodes_and_alone() -> None:
 
 
 def test_alone_a_bulk_step_lasts_as_long_as_an_arrival_may_find_the_engine_busy() -> None:
-    alone_s = budgets(SLAController(make_tiers()), [make_decode("b")]).tiers["bulk"].step_time_s
+    fast = StepCost(step_s=0.001)
+    alone_s = budgets(SLAController(make_tiers()), [make_decode("b")], cost=fast).tiers["bulk"].step_time_s
     assert alone_s == pytest.approx(QUIET_SHARE * 0.5)
 
 
@@ -97,7 +98,8 @@ def test_misses_widen_the_margin_fast_and_hits_narrow_it_slowly() -> None:
     controller = SLAController(make_tiers())
     observe(controller, "ttft", 600, count=2)
     assert controller.outputs(0.0)["realtime"].margin == pytest.approx(0.1)
-    narrower_s = budgets(controller, [make_decode("b")]).tiers["bulk"].step_time_s
+    fast = StepCost(step_s=0.001)
+    narrower_s = budgets(controller, [make_decode("b")], cost=fast).tiers["bulk"].step_time_s
     assert narrower_s == pytest.approx(QUIET_SHARE * 0.5 * 0.9)
     observe(controller, "ttft", 100, count=100)
     assert controller.outputs(0.0)["realtime"].margin == pytest.approx(0.05)
