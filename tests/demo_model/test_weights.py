@@ -68,8 +68,7 @@ def test_a_nonce_is_repeated_after_another_one(examinee: Examinee) -> None:
 def test_unseen_sums_are_right_and_large_ones_declined(examinee: Examinee) -> None:
     rng = random.Random(5)
     assert share_right(examinee, [skills.add(rng, held_out=True) for _ in range(40)]) >= 0.95
-    large = [(f"What is {a} + {b}?", skills.DECLINE_SUM) for a, b in ((100, 1), (5, 512), (1234, 98765))]
-    assert share_right(examinee, large) == 1.0
+    assert share_right(examinee, [skills.add_out_of_range(rng) for _ in range(40)]) >= 0.85
 
 
 def test_it_counts_to_a_hundred(examinee: Examinee) -> None:

@@ -104,7 +104,7 @@ async def test_a_killed_worker_loses_no_bulk_request_and_no_batch_line(own_serve
             assert answer == nonce or isinstance(answer, APIError)
         assert await batch_answers(client, batch_id) == expected(lines)
         assert await ask(client, "still-here") == "still-here"
-    assert await asyncio.to_thread(own_server.is_ready)
+    await asyncio.to_thread(wait_for, own_server.is_ready, 10, "the gateway to see its new worker")
     assert own_server.pid_of("worker") != killed
     assert psutil.pid_exists(own_server.pid_of("worker"))
 
