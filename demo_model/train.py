@@ -1,8 +1,9 @@
 """Trains the demo model: `python -m demo_model.train` makes demo_model/weights from nothing but this package.
 
-An estimated 25 minutes on two idle CPU cores (from its tokens per second; 38 with one thread). Rows grow during training: skills are learned on short rows, which are cheap, and
-carried over to long ones at the end; three shorter stages polish what was weakest. Muon moves the matrices, AdamW the
-embeddings and norms; matmuls are bf16, master weights fp32.
+An estimated 25 minutes on two idle CPU cores (from its tokens per second; 38 with one thread). Rows grow during
+training: skills are learned on short rows, which are cheap, and carried over to long ones at the end; three shorter
+stages polish what was weakest. Muon moves the matrices, AdamW the embeddings and norms; matmuls are bf16, master
+weights fp32.
 Knows the model's shape and the schedule. Does not know what is taught (corpus.py) or whether it worked (evaluate.py).
 """
 
