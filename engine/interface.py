@@ -17,7 +17,7 @@ class PreemptionMode(Enum):
     """What becomes of a victim's KV blocks."""
 
     PAUSE = "pause"  # stay on the device: the sequence sits steps out and may resume in any later one
-    SWAP = "swap"  # are copied to host memory and freed
+    SWAP = "swap"  # are copied to host memory and freed; the resume copies them back
     RECOMPUTE = "recompute"  # are freed; the tokens are computed again after the resume
 
 
@@ -35,21 +35,36 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
+    min_p: float = 0.0  # of the most likely token's probability; 0: all
     seed: int = 0
+    presence_penalty: float = 0.0  # taken from the logits of tokens that the output holds
+    frequency_penalty: float = 0.0  # the same, times how often
+    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens in prompt or output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    min_tokens: int = 0  # no end-of-sequence or stop token before as many were generated
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence ids
     ignore_eos: bool = False
+    logprobs: int | None = None  # report each token's log probability, and those of as many likeliest; None: not
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    grammar: str | None = None  # llguidance's serialised grammar: only tokens that it allows are generated
 
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
+    """Sequences of one `cache_salt` share KV of equal prompt beginnings, others never: the time to a first token
+    tells nobody what strangers asked. Blocks of a lower `retention` leave the prefix cache first."""
+
     seq_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    cache_salt: str = ""
+    retention: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Advance `seq_id` by `num_tokens` of its known tokens (≥ 1)."""
+    """Advance `seq_id` by at most `num_tokens` of its known tokens (≥ 1). Before the first run of a sequence
+    without KV, what the prefix cache holds of it is taken from there, and only the rest is left to run."""
 
     seq_id: str
     num_tokens: int
@@ -83,14 +98,31 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log probabilities at one position, as the model gave them: before temperature, penalties, bias and
+    grammar. `top`: the likeliest tokens as (id, log probability), likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceOutput:
     """What one `Run` did. `token_ids` holds the newly sampled tokens: none while a prefill is incomplete.
-    With a `finish_reason` the engine has already freed the sequence."""
+    With a `finish_reason` the engine has already freed the sequence.
+
+    `num_cached_tokens` of the `num_computed_tokens` came from the prefix cache in this step. `logprobs` has one
+    entry a new token, if they were asked for. `prompt_logprobs` are those of the prompt's tokens behind this step's
+    (the very first token of a prompt has none); where they were asked for, nothing is taken from the prefix cache."""
 
     seq_id: str
     num_computed_tokens: int
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +135,15 @@ class SequenceFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The outcome of one plan. `elapsed_s` is the time the device was busy with it."""
+    """The outcome of one plan. `elapsed_s` is the time the device was busy with it. `free_blocks` counts those that
+    a new sequence could have, cached ones that nobody uses among them."""
 
     step_id: int
     outputs: tuple[SequenceOutput, ...] = ()
     failures: tuple[SequenceFailure, ...] = ()
     free_blocks: int = 0
     elapsed_s: float = 0.0
+    free_swap_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +161,8 @@ class EngineInfo:
     dtype: str = "float32"
     attention_backend: str = ""
     preemption_modes: tuple[str, ...] = field(default=("pause", "recompute"))
+    num_swap_blocks: int = 0  # KV blocks that host memory holds for swapped sequences
+    swap_block_s: float = 0.0  # time to copy one of them either way, measured at start
 
 
 class PlanError(Exception):
