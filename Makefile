@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo test lint format clean
+.PHONY: serve demo test gpu-check lint format clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -13,6 +13,10 @@ demo: $(VENV)/.installed
 
 test: lint
 	$(BIN)/pytest
+
+# With the Python that has the CUDA torch; what it lacks may lie in wheels/. Writes gpu-check/gpu-check.{log,json}.
+gpu-check:
+	$(PYTHON) -m loadtest.gpu_check
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -26,5 +26,9 @@ class EngineConfig:
     max_num_seqs: int = 256  # sequences the default KV cache is sized for
     max_step_tokens: int = 2048  # most tokens one step may run
     kv_cache_bytes: int | None = None
+    swap_bytes: int | None = None  # host memory for the KV of preempted sequences; None: chosen on CUDA, 0 on a CPU
+    prefix_cache: bool = True
     num_threads: int | None = None  # CPU threads of one operator
+    optimize: bool = True  # False: transformers' modules as they are, and torch's operators only
+    cuda_graphs: bool = True  # decode steps as captured graphs, where the device and the model allow it
     seed: int = 0  # of the dummy weights

@@ -1,25 +1,38 @@
 """Builds the engine that a configuration describes, on what the machine has, and logs what was chosen."""
 
+import ctypes
 from typing import Any
 
 import structlog
 import torch
 from torch import nn
 
+from engine.attention_kernels import AttentionKernels
 from engine.config import EngineConfig, EngineStartError
+from engine.cpu.build import load_library
+from engine.cpu.kernels import CpuKernels
+from engine.cpu.optimize import optimize_for_cpu
+from engine.cpu.sampler import CpuSampler
+from engine.cuda.bring_up import captured_graphs, fuse_layers, graph_bytes, graph_sizes, working_kernels
 from engine.device import choose_device, choose_dtype, free_bytes
 from engine.engine_thread import EngineThread
 from engine.interface import Engine, EngineInfo, blocks_for
 from engine.kv_cache import KVCache, LayerShape, block_bytes
 from engine.layer_probe import LayerSpec, probe_layers
-from engine.model_loader import context_limit, eos_token_ids, load_config, load_model
+from engine.model_loader import context_limit, eos_token_ids, is_quantised, load_config, load_model
 from engine.model_runner import ModelRunner
+from engine.sampler import sample
+from engine.swap_space import make_swap_space
 from engine.torch_engine import TorchEngine
 
 _CPU_SHARE = 0.25  # of the free memory, for KV
 _CUDA_SHARE = 0.92  # of what the weights and the largest step leave
 _DEFAULT_MAX_MODEL_LEN = 4096  # for a model that names no limit
-_ATTENTION_BACKEND = "matrix products (decode), SDPA (prefill)"
+_BACKENDS = {
+    None: "matrix products (decode), SDPA (prefill)",
+    "cpu": "own C++ kernels",
+    "cuda": "own Triton kernels",
+}
 _SMALL_MODEL = 10_000_000  # parameters
 _GIB = 1 << 30
 
@@ -40,8 +53,15 @@ def build_torch_engine(config: EngineConfig) -> TorchEngine:
     _set_threads(config, model)
     specs, step_bytes = _measure(model, hf_config, config, device)
     layers = [spec.shape for spec in specs]
-    num_blocks = _num_blocks(config, wanted_len, block_bytes(layers, config.block_size, dtype), step_bytes, device)
-    cache = _make_cache(layers, num_blocks, config.block_size, dtype, device)
+    library = load_library() if device.type == "cpu" and config.optimize else None
+    kernels = _attention_kernels(config, layers, dtype, device, library)
+    sizes = graph_sizes(config.max_num_seqs, config.max_step_tokens) if _wants_graphs(config, device, kernels) else []
+    for_graphs = graph_bytes(sizes, blocks_for(wanted_len, config.block_size), step_bytes) if sizes else 0
+    one_block = block_bytes(layers, config.block_size, dtype)
+    num_blocks = _num_blocks(config, wanted_len, one_block, step_bytes + for_graphs, device)
+    # Graphs have a block that the pool does not know, to write to where a step has fewer rows than its graph.
+    cache = _make_cache(layers, num_blocks + bool(sizes), config.block_size, dtype, device)
+    swap = make_swap_space(config, cache, one_block, device)
     info = EngineInfo(
         model_path=config.model,
         max_model_len=_fitting_model_len(config, wanted_len, num_blocks),
@@ -52,10 +72,38 @@ def build_torch_engine(config: EngineConfig) -> TorchEngine:
         eos_token_ids=eos_token_ids(model, hf_config),
         device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
         dtype=str(dtype).removeprefix("torch."),
-        attention_backend=_ATTENTION_BACKEND,
+        attention_backend=_BACKENDS[None if kernels is None else device.type],
+        preemption_modes=("pause", "swap", "recompute") if swap else ("pause", "recompute"),
+        num_swap_blocks=swap.num_blocks if swap else 0,
+        swap_block_s=swap.measure() if swap else 0.0,
     )
-    _log(info, hf_config, block_bytes(layers, config.block_size, dtype))
-    return TorchEngine(info, ModelRunner(model, cache, [spec.window for spec in specs], device))
+    runner = ModelRunner(model, cache, [spec.window for spec in specs], device, kernels)
+    if device.type == "cpu" and config.optimize and not is_quantised(model):
+        optimize_for_cpu(model, runner, kernels if isinstance(kernels, CpuKernels) else None, info)
+    if device.type == "cuda" and kernels is not None and not is_quantised(model):
+        fuse_layers(model, runner, info)
+    if sizes and (graphs := captured_graphs(runner, cache, info, sizes, for_graphs, device)) is not None:
+        runner.use_graphs(graphs)
+    _log(info, hf_config, one_block)
+    sampler = sample if library is None else CpuSampler(library)
+    return TorchEngine(info, runner, swap, sampler=sampler, prefix_cache=config.prefix_cache)
+
+
+def _attention_kernels(
+    config: EngineConfig,
+    layers: list[LayerShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    library: ctypes.CDLL | None,
+) -> AttentionKernels | None:
+    """None: torch's operators attend."""
+    if device.type == "cuda" and config.optimize:
+        return working_kernels(layers, dtype, device)
+    return CpuKernels(library, dtype) if library is not None and CpuKernels.knows(dtype) else None
+
+
+def _wants_graphs(config: EngineConfig, device: torch.device, kernels: AttentionKernels | None) -> bool:
+    return config.cuda_graphs and device.type == "cuda" and kernels is not None
 
 
 def _check_sizes(config: EngineConfig) -> None:
@@ -90,11 +138,11 @@ def _measure(
     """What the layers need, and the bytes that the largest step takes besides weights and KV (CUDA only:
     on a CPU the share of memory that KV does not get is ample)."""
     if device.type == "cpu":
-        return probe_layers(model, hf_config, num_tokens=1, num_rows=1), 0
+        return probe_layers(model, hf_config, 1, 1, config.max_model_len), 0
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     num_rows = min(config.max_num_seqs, config.max_step_tokens)
-    specs = probe_layers(model, hf_config, config.max_step_tokens, num_rows)
+    specs = probe_layers(model, hf_config, config.max_step_tokens, num_rows, config.max_model_len)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     return specs, peak
@@ -149,5 +197,6 @@ def _log(info: EngineInfo, hf_config: Any, one_block: int) -> None:
         kv_blocks=info.num_blocks,
         block_size=info.block_size,
         kv_cache_mib=round(info.num_blocks * one_block / (1 << 20)),
+        swap_blocks=info.num_swap_blocks,
         cpu_threads=torch.get_num_threads(),
     )

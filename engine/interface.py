@@ -136,7 +136,10 @@ class SequenceFailure:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The outcome of one plan. `elapsed_s` is the time the device was busy with it. `free_blocks` counts those that
-    a new sequence could have, cached ones that nobody uses among them."""
+    a new sequence could have, cached ones that nobody uses among them.
+
+    `shared_blocks` names sequences and how many of their blocks others hold as well, which the sequence's end or
+    preemption would not free: those of whom the number is another one than before this step."""
 
     step_id: int
     outputs: tuple[SequenceOutput, ...] = ()
@@ -144,6 +147,7 @@ class StepResult:
     free_blocks: int = 0
     elapsed_s: float = 0.0
     free_swap_blocks: int = 0
+    shared_blocks: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

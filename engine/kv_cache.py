@@ -14,6 +14,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+_BLOCK_DIM = 3  # of a pool
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -62,6 +64,7 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.dtype = dtype
         self._pools: list[Tensor] = []
         by_layer: dict[int, LayerCache] = {}
         for shape in dict.fromkeys(layers):
@@ -80,7 +83,16 @@ class KVCache:
     def clear(self, blocks: Tensor) -> None:
         """Zero whole blocks, in all layers."""
         for pool in self._pools:
-            pool.index_fill_(3, blocks, 0)
+            pool.index_fill_(_BLOCK_DIM, blocks, 0)
+
+    def read_blocks(self, blocks: Tensor) -> list[Tensor]:
+        """Copies of whole blocks, a tensor (len(blocks), …) for each pool."""
+        return [pool.index_select(_BLOCK_DIM, blocks).movedim(_BLOCK_DIM, 0).contiguous() for pool in self._pools]
+
+    def write_blocks(self, blocks: Tensor, contents: Seq[Tensor]) -> None:
+        """Overwrite whole blocks with what `read_blocks` gave."""
+        for pool, content in zip(self._pools, contents, strict=True):
+            pool.index_copy_(_BLOCK_DIM, blocks, content.movedim(0, _BLOCK_DIM))
 
 
 def head_rows(ids: Tensor, num_kv_heads: int, num_ids: int) -> Tensor:

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
+from engine.checkpoint import quantization_method, read_weights, stored_bytes
 from engine.config import EngineConfig, EngineStartError
 from engine.device import free_bytes
-from engine.paged_attention import ATTENTION_NAME, register_attention
+from engine.head_padding import attention_forward_padded
+from engine.paged_attention import ATTENTION_NAME
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _GIB = 1 << 30
 
 
@@ -32,7 +35,7 @@ def load_config(config: EngineConfig) -> Any:
     try:
         hf_config = AutoConfig.from_pretrained(str(path) if path.is_dir() else config.model)
     except (OSError, ValueError, KeyError) as error:
-        raise EngineStartError(f"model {config.model}: {_first_line(error)}") from error
+        raise EngineStartError(f"model {config.model}: {first_line(error)}") from error
     if reason := _reason_against(hf_config):
         raise unsupported(hf_config, reason)
     return hf_config
@@ -40,25 +43,24 @@ def load_config(config: EngineConfig) -> Any:
 
 def load_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Weights in `dtype` on `device`, attention left to whom `bind` names."""
-    register_attention()
+    AttentionInterface.register(ATTENTION_NAME, attention_forward_padded)
     transformers_logging.disable_progress_bar()  # a worker's stderr is a log
     options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
     try:
-        _check_weights_fit(hf_config, dtype, device)
         if config.load_format == "dummy":
+            _check_fits(_plain_bytes(hf_config, dtype), device)
             model = _random_model(hf_config, config.seed, device, options)
         else:
             path = str(Path(config.model).expanduser())
-            model = AutoModelForCausalLM.from_pretrained(path, config=hf_config, **options).to(device)
+            is_plain = quantization_method(hf_config) is None
+            _check_fits(_plain_bytes(hf_config, dtype) if is_plain else stored_bytes(path), device)
+            model = read_weights(path, hf_config, device, options)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise EngineStartError(f"not enough memory for the weights of {config.model}") from error
     except EngineStartError:
         raise
     except Exception as error:  # a config.json can break modeling code in any way
-        raise EngineStartError(f"model {config.model}: {_first_line(error)}") from error
-    missing = {"position_ids", "logits_to_keep"} - inspect.signature(model.forward).parameters.keys()
-    if missing:
-        raise unsupported(hf_config, f"its forward takes no {' and no '.join(sorted(missing))}")
+        raise EngineStartError(f"model {config.model}: {first_line(error)}") from error
     module: nn.Module = model.eval().requires_grad_(False)
     return module
 
@@ -74,6 +76,8 @@ def context_limit(hf_config: Any) -> int | None:
     """Tokens that the model can attend over; None where the configuration does not say."""
     text = hf_config.get_text_config(decoder=True)
     limits = [getattr(text, "max_position_embeddings", None)]
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        limits.append(text.attention_chunk_size)  # the first chunk attends as every other model does
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         # Beyond this length such a model turns all positions by other angles: a sequence's would then depend
@@ -82,6 +86,11 @@ def context_limit(hf_config: Any) -> int | None:
             limits.append(parameters.get("original_max_position_embeddings"))
     known = [int(limit) for limit in limits if limit]
     return min(known, default=None)
+
+
+def is_quantised(model: Any) -> bool:
+    """Whether its weights are of a quantisation package's making, and only its own operators take them."""
+    return getattr(model, "hf_quantizer", None) is not None
 
 
 def eos_token_ids(model: Any, hf_config: Any) -> tuple[int, ...]:
@@ -102,19 +111,24 @@ def _reason_against(hf_config: Any) -> str | None:
     text = hf_config.get_text_config(decoder=True)
     if other := set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES:
         return f"it has layers of the kind {', '.join(sorted(other))}"
-    if getattr(text, "num_kv_shared_layers", None):
-        return "its layers share keys and values"
-    if not MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].is_backend_compatible():
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    if not architecture.is_backend_compatible():
         return "its attention does not go through transformers' AttentionInterface"
+    if missing := {"position_ids", "logits_to_keep"} - inspect.signature(architecture.forward).parameters.keys():
+        return f"its forward takes no {' and no '.join(sorted(missing))}"
     return None
 
 
-def _check_weights_fit(hf_config: Any, dtype: torch.dtype, device: torch.device) -> None:
+def _plain_bytes(hf_config: Any, dtype: torch.dtype) -> int:
+    """What all weights take in `dtype`."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
-    needed = sum(p.numel() * p.element_size() for p in skeleton.parameters())
+    return sum(p.numel() * p.element_size() for p in skeleton.parameters())
+
+
+def _check_fits(needed: int | None, device: torch.device) -> None:
     free = free_bytes(device)
-    if needed > free:
+    if needed is not None and needed > free:
         raise EngineStartError(
             f"not enough memory: the weights take {needed / _GIB:.1f} GiB and {device} has {free / _GIB:.1f} GiB free"
         )
@@ -133,5 +147,6 @@ def unsupported(hf_config: Any, reason: str) -> EngineStartError:
     return EngineStartError(f"architecture {names[0]} is not supported: {reason}")
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+def first_line(error: Exception) -> str:
+    """What an exception says, in a line."""
+    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)

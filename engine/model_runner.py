@@ -1,39 +1,86 @@
 """One forward pass over a packed step. Knows the model, its KV cache and device; not sequences' fates, not
 sampling."""
 
+from contextlib import nullcontext
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.attention_kernels import AttentionKernels
+from engine.cuda.decode_graphs import DecodeGraphs
+from engine.cuda.pinned_ring import PinnedRing
 from engine.kv_cache import KVCache
 from engine.model_loader import forward
 from engine.paged_attention import PagedAttention, bind
-from engine.step_batch import StepBatch
-from engine.step_tensors import StepTensors
+from engine.step_batch import StepBatch, in_one_group
+from engine.step_tensors import StepTensors, Upload, to_cpu, upload_step
 
 
 class ModelRunner:
-    def __init__(self, model: nn.Module, cache: KVCache, windows: list[int | None], device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: KVCache,
+        windows: list[int | None],
+        device: torch.device,
+        kernels: AttentionKernels | None = None,
+    ) -> None:
         self._model = model
         self._cache = cache
         self._device = device
-        self._attention = PagedAttention(cache, windows)
-        bind(model, self._attention)
+        self.attention = PagedAttention(cache, windows, kernels)
+        bind(model, self.attention)
+        self._kernels = kernels
+        self._upload: Upload = PinnedRing(device).upload if device.type == "cuda" else to_cpu
+        self._graphs: DecodeGraphs | None = None
         self._first_row = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def use_graphs(self, graphs: DecodeGraphs) -> None:
+        """From now on, for the steps that they can do."""
+        self._graphs = graphs
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> Tensor | None:
-        """Write the batch's keys and values; logits of its sampled rows, (rows, vocab), if it has any."""
-        step = StepTensors(batch, self._cache.num_blocks, self._cache.block_size, self._device)
+        """Write the batch's keys and values; logits of its sampled rows, (rows, vocab), if it has any. They are good
+        until the next run."""
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            logits = None if self._graphs is None else self._graphs.run(batch)
+            if logits is None:
+                return self._run_eagerly(batch)
+            return self._sampled(logits, batch)
+
+    def _run_eagerly(self, batch: StepBatch) -> Tensor | None:
+        if self._kernels is not None:
+            batch = in_one_group(batch)
+        uploaded = upload_step(batch, self._cache.num_blocks, self._cache.block_size, self._upload)
         if batch.unfilled_blocks:
             # Slots not yet written are read, and masked; but a NaN that a former owner left there would stay
             # NaN under any mask.
-            self._cache.clear(step.unfilled_blocks)
-        self._attention.begin(step)
-        rows = step.sampled_rows if batch.sampled_chunks else self._first_row
-        logits = forward(self._model, step.token_ids, step.positions, rows)
-        return logits if batch.sampled_chunks else None
+            self._cache.clear(uploaded.unfilled_blocks)
+        has_samples = len(batch.sampled_rows) > 0
+        logits = self.compute(uploaded.step, uploaded.sampled_rows if has_samples else self._first_row)
+        return logits if has_samples else None
+
+    def _sampled(self, logits: Tensor, batch: StepBatch) -> Tensor | None:
+        """Of the logits of all rows those that are wanted: mostly all of them, in their order."""
+        if np.array_equal(batch.sampled_rows, np.arange(len(logits))):
+            return logits
+        if not len(batch.sampled_rows):
+            return None
+        return logits[self._upload([batch.sampled_rows])]
+
+    def compute(self, step: StepTensors, rows: Tensor) -> Tensor:
+        """Write the step's keys and values; logits of `rows`, (rows, vocab)."""
+        self.attention.begin(step)
+        return forward(self._model, step.token_ids, step.positions, rows)
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def release_memory(self) -> None:
+        """Give back what torch keeps for later, and with it what lies in pieces."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,19 +1,19 @@
 """Attention over paged KV, as transformers' modeling code calls it: once a layer, over a packed step.
 
-Knows rows, keys, values and scores; not sequences, sampling or the model around it. Decode rows of a group
-are batched matrix products with the query heads of a KV head packed as rows; on a CPU this is two to seven
-times as fast as SDPA, which sees many tiny attentions. Prefill chunks go through SDPA one sequence at a time.
+Knows rows, layers and which backend attends for them: kernels that read blocks where they lie, if there are any for a
+layer's shape, else torch's operators. Not sequences, sampling or the model around it.
 """
 
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import AttentionInterface
 
+from engine.attention_kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
 from engine.kv_cache import KVCache, LayerCache
-from engine.step_tensors import DecodeTensors, PrefillTensors, StepTensors
+from engine.step_tensors import DecodeTensors, PrefillGroup, StepTensors
+from engine.torch_attention import decode, prefill
 
 ATTENTION_NAME = "tidegate_paged"
 _BINDING = "tidegate_attention"
@@ -55,13 +55,24 @@ def bind(model: nn.Module, attention: LayerAttention) -> None:
 class PagedAttention:
     """Bound to a model for good; `begin` tells it the step that the next forward pass computes."""
 
-    def __init__(self, cache: KVCache, windows: list[int | None]) -> None:
+    def __init__(self, cache: KVCache, windows: list[int | None], kernels: AttentionKernels | None = None) -> None:
         self._cache = cache
         self._windows = windows  # by layer: how many tokens a row sees, itself included; None: all
+        self._kernels = kernels
         self._step: StepTensors | None = None
+        self.decodes_in_kernels = kernels is not None  # False once a layer had none for its shape
 
     def begin(self, step: StepTensors) -> None:
         self._step = step
+
+    @property
+    def step(self) -> StepTensors:
+        if self._step is None:
+            raise RuntimeError("attention was called outside of a step")
+        return self._step
+
+    def layer(self, layer_idx: int) -> LayerCache:
+        return self._cache.layers[layer_idx]
 
     def __call__(
         self,
@@ -75,100 +86,60 @@ class PagedAttention:
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        if self._step is None:
-            raise RuntimeError("attention was called outside of a step")
         layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
-        layer, window = self._cache.layers[layer_idx], self._windows[layer_idx]
-        rule = _Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
-        layer.write(key, value, self._step.slot_rows(layer.shape.num_kv_heads))
-        parts = [_decode(layer, group, query, rule) for group in self._step.decode_groups]
-        parts += [_prefill(layer, chunk, query, key, value, rule) for chunk in self._step.prefill_chunks]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+        layer = self._cache.layers[layer_idx]
+        layer.write(key, value, self.step.slot_rows(layer.shape.num_kv_heads))
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return self.attend(layer_idx, query[0], key[0], value[0], scaling, softcap, s_aux)[None]
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """(heads, T, head_dim) queries, (kv_heads, T, head_dim) keys and values that the cache holds already:
+        (T, heads, head_dim)."""
+        layer = self._cache.layers[layer_idx]
+        scoring = Scoring(scaling, softcap, self._windows[layer_idx], sinks)
+        parts = [self._decode(layer, group, query[:, group.rows], scoring) for group in self.step.decode_groups]
+        if self.step.prefills is not None:
+            parts += self._prefill(layer, self.step.prefills, query, key, value, scoring)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _kernels_for(self, query: Tensor, layer: LayerCache) -> AttentionKernels | None:
+        shape = HeadShape(query.shape[0], layer.shape.num_kv_heads, layer.shape.head_dim)
+        return self._kernels if self._kernels is not None and self._kernels.can_attend(shape) else None
+
+    def _decode(self, layer: LayerCache, group: DecodeTensors, query: Tensor, scoring: Scoring) -> Tensor:
+        kernels = self._kernels_for(query, layer)
+        if kernels is None:
+            self.decodes_in_kernels = False
+            return decode(layer, group, query, scoring)
+        paged = PagedRows(layer.slots, group.block_table, group.context_lens, self._cache.block_size)
+        return kernels.paged_decode(_dense(query), layer.shape.num_kv_heads, paged, scoring)
+
+    def _prefill(
+        self, layer: LayerCache, group: PrefillGroup, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> list[Tensor]:
+        """(tokens, heads, head_dim) of all chunks at once, or of one after another."""
+        kernels = self._kernels_for(query, layer)
+        if kernels is not None:
+            chunks = PagedChunks(layer.slots, group.tables, group.extents, self._cache.block_size, group.longest)
+            own = _dense(query[:, group.rows])
+            attended = kernels.paged_prefill(own, layer.shape.num_kv_heads, chunks, scoring)
+            if attended is not None:
+                return [attended]
+        return [
+            prefill(layer, chunk, query[:, chunk.rows], key[:, chunk.rows], value[:, chunk.rows], scoring)
+            for chunk in group.chunks
+        ]
 
 
-class _Scoring:
-    """How a layer turns products of queries and keys into weights."""
-
-    __slots__ = ("scaling", "window", "softcap", "sinks")
-
-    def __init__(self, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None) -> None:
-        self.scaling = scaling
-        self.window = window
-        self.softcap = softcap  # scores are squashed into ± softcap (Gemma 2)
-        self.sinks = sinks  # (heads,): a score of nothing, that takes its share of the softmax (gpt-oss)
-
-    @property
-    def is_plain(self) -> bool:
-        return self.softcap is None and self.sinks is None
-
-    def weights(self, query: Tensor, key: Tensor, bias: Tensor, sinks: Tensor | None) -> Tensor:
-        """(N, rows, d), (N, L, d), bias broadcastable to (N, rows, L), sinks (N, rows, 1): (N, rows, L)."""
-        if self.softcap is None:
-            scores = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=self.scaling)
-        else:
-            scores = torch.bmm(query, key.transpose(1, 2)).mul_(self.scaling / self.softcap)
-            scores = scores.tanh_().mul_(self.softcap).add_(bias)
-        if sinks is None:
-            return scores.softmax(-1)
-        return torch.cat((scores, sinks.to(scores.dtype)), dim=-1).softmax(-1)[..., :-1]
-
-
-def _decode(layer: LayerCache, group: DecodeTensors, query: Tensor, rule: _Scoring) -> Tensor:
-    """One new token of each sequence of a group against its whole context: (num_seqs, heads, head_dim)."""
-    kv_heads, num_seqs = layer.shape.num_kv_heads, group.num_seqs
-    keys, values = layer.gather(group.block_rows(kv_heads), num_seqs)
-    grouped = _by_kv_head(query[0, :, group.rows], kv_heads)  # (kv_heads, heads of a group, seqs, d)
-    num_rows, head_dim = grouped.shape[1], grouped.shape[3]
-    packed = grouped.transpose(1, 2).reshape(kv_heads * num_seqs, num_rows, head_dim)
-    bias = group.bias(kv_heads, rule.window, keys.shape[1], query.dtype)
-    sinks = rule.sinks
-    if sinks is not None:
-        sinks = sinks.view(kv_heads, 1, num_rows, 1).expand(-1, num_seqs, -1, -1).reshape(-1, num_rows, 1)
-    attended = torch.bmm(rule.weights(packed, keys, bias, sinks), values)
-    return attended.view(kv_heads, num_seqs, num_rows, -1).transpose(0, 1).reshape(num_seqs, -1, head_dim)
-
-
-def _by_kv_head(query: Tensor, kv_heads: int) -> Tensor:
-    """(heads, T, head_dim) to (kv_heads, heads of a group, T, head_dim)."""
-    heads, num_tokens, head_dim = query.shape
-    return query.view(kv_heads, heads // kv_heads, num_tokens, head_dim)
-
-
-def _prefill(
-    layer: LayerCache, chunk: PrefillTensors, query: Tensor, key: Tensor, value: Tensor, rule: _Scoring
-) -> Tensor:
-    """The tokens of one chunk against what is cached and each other: (tokens, heads, head_dim)."""
-    kv_heads = layer.shape.num_kv_heads
-    if chunk.start == 0:  # everything it looks at is at hand
-        keys, values = key[0, :, chunk.rows], value[0, :, chunk.rows]
-    else:
-        keys, values = layer.gather(chunk.block_rows(kv_heads), 1)
-        keys, values = keys[:, : chunk.end], values[:, : chunk.end]
-    grouped = _by_kv_head(query[0, :, chunk.rows], kv_heads)  # (kv_heads, heads of a group, tokens, d)
-    attend = _attend_by_sdpa if rule.is_plain else _attend_by_products
-    return attend(chunk, grouped, keys, values, rule).flatten(0, 1).transpose(0, 1)
-
-
-def _attend_by_sdpa(chunk: PrefillTensors, query: Tensor, keys: Tensor, values: Tensor, rule: _Scoring) -> Tensor:
-    """KV heads as the batch and the heads of a group with stride 0 on K and V: nothing is repeated in memory."""
-    group = query.shape[1]
-    is_causal = chunk.is_plain_causal(rule.window)
-    return scaled_dot_product_attention(
-        query,
-        keys[:, None].expand(-1, group, -1, -1),
-        values[:, None].expand(-1, group, -1, -1),
-        attn_mask=None if is_causal else chunk.bias(rule.window, query.dtype),
-        is_causal=is_causal,
-        scale=rule.scaling,
-    )
-
-
-def _attend_by_products(chunk: PrefillTensors, query: Tensor, keys: Tensor, values: Tensor, rule: _Scoring) -> Tensor:
-    """For scores that SDPA cannot make: the heads of a group packed as rows."""
-    kv_heads, group, num_tokens, head_dim = query.shape
-    packed = query.reshape(kv_heads, group * num_tokens, head_dim)
-    bias = chunk.bias(rule.window, query.dtype).repeat(group, 1)
-    sinks = rule.sinks
-    if sinks is not None:
-        sinks = sinks.view(kv_heads, group, 1).expand(-1, -1, num_tokens).reshape(kv_heads, -1, 1)
-    return torch.bmm(rule.weights(packed, keys, bias, sinks), values).view(query.shape)
+def _dense(query: Tensor) -> Tensor:
+    """Its last dimension contiguous."""
+    return query if query.stride(-1) == 1 else query.contiguous()

@@ -5,6 +5,8 @@ row, seed and position only: neighbours in the batch, preemption and the worker 
 """
 
 from dataclasses import dataclass
+from math import log
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +16,12 @@ from engine.interface import SamplingParams
 _GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them overflows
 _NUM_CANDIDATES = (256, 4096)  # where top_p and top_k are looked for first: a full sort costs 20 times as much
 _MASK_64 = (1 << 64) - 1
+
+
+class Sampler(Protocol):
+    """(rows, vocab) logits to a token id a row; None where a row's logits are not finite."""
+
+    def __call__(self, logits: Tensor, rows: list["SamplingRow"]) -> list[int | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,11 @@ class SamplingRow:
     @property
     def is_greedy(self) -> bool:
         return self.params.temperature < _GREEDY_BELOW or self.params.top_k == 1
+
+    @property
+    def is_narrowed(self) -> bool:
+        """Some tokens are left out."""
+        return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
 
 
 def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
@@ -42,17 +55,12 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
 
 
 def _draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Invert the distribution function at one uniform number a row. Tokens that top_k and top_p leave out are
+    """Invert the distribution function at one uniform number a row. Tokens that top_k, top_p and min_p leave out are
     flat steps of that function, so the order of equal logits does not matter."""
     temperatures, uniforms = _columns([(row.params.temperature, uniform(row)) for row in rows], logits.device)
     scaled = logits.to(torch.float32, copy=True).div_(temperatures)
-    narrowed = [i for i, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1]
-    if narrowed:
-        lowest = torch.full((len(rows), 1), float("-inf"), device=logits.device)
-        index = torch.tensor(narrowed, device=logits.device)
-        chosen = scaled if len(narrowed) == len(rows) else scaled[index]
-        lowest[index] = _thresholds(chosen, [rows[i].params for i in narrowed])
-        scaled = torch.where(scaled >= lowest, scaled, float("-inf"))
+    if any(row.is_narrowed for row in rows):
+        scaled = torch.where(scaled >= _lowest_kept(scaled, [row.params for row in rows]), scaled, float("-inf"))
     cumulative = scaled.softmax(-1).cumsum_(-1)
     total = cumulative[:, -1:]
     # Rounding must not carry a target up to the total itself, where only tokens of no probability are left.
@@ -60,9 +68,24 @@ def _draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
     return torch.searchsorted(cumulative, targets, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
 
 
+def _lowest_kept(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
+    """The lowest logit that each row keeps, (rows, 1)."""
+    lowest = torch.full((len(params), 1), float("-inf"), device=scaled.device)
+    cut = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
+    if cut:
+        index = torch.tensor(cut, device=scaled.device)
+        lowest[index] = _thresholds(scaled if len(cut) == len(params) else scaled[index], [params[i] for i in cut])
+    min_ps = [p.min_p for p in params]
+    if any(min_ps):
+        # As a distance from the likeliest logit, the same whatever top_k and top_p have left of the others.
+        distances = torch.tensor([[log(p) if p > 0 else float("-inf")] for p in min_ps], device=scaled.device)
+        lowest = torch.maximum(lowest, scaled.amax(-1, keepdim=True) + distances)
+    return lowest
+
+
 def _thresholds(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The lowest logit that each row keeps, (rows, 1): first its top_k, then of those the fewest that make up
-    top_p. Equal logits stay together."""
+    """The lowest logit that top_k and top_p keep of each row, (rows, 1): first its top_k, then of those the fewest
+    that make up top_p. Equal logits stay together."""
     vocab_size = scaled.shape[-1]
     top_ks, top_ps = _columns(
         [(p.top_k if 0 < p.top_k < vocab_size else vocab_size, p.top_p) for p in params], scaled.device

@@ -10,7 +10,7 @@ One-token chunks come first, longest context first, so that a group of similar l
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
@@ -54,7 +54,8 @@ class PrefillChunk:
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """`slots[row]` is where the row's key and value go: block × block_size + offset. `sampled_rows` are the
-    rows whose logits are wanted, those of `sampled_chunks`, in this order."""
+    rows whose logits are wanted: the last one of each of `sampled_chunks`, then those that the `scored` prompt
+    tokens of each of `scored_chunks` follow, in this order."""
 
     token_ids: Ints
     positions: Ints
@@ -64,6 +65,7 @@ class StepBatch:
     decode_groups: tuple[DecodeGroup, ...]
     prefill_chunks: tuple[PrefillChunk, ...]
     unfilled_blocks: tuple[int, ...] = field(default=())
+    scored_chunks: tuple[Chunk, ...] = field(default=())
 
     @property
     def num_rows(self) -> int:
@@ -77,11 +79,15 @@ def pack_step(chunks: list[Chunk], block_size: int) -> StepBatch:
     ordered = decodes + prefills
     first_rows = list(accumulate((c.num_tokens for c in ordered), initial=0))
     sampled = [i for i, chunk in enumerate(ordered) if chunk.samples]
+    scored = [i for i, chunk in enumerate(ordered) if chunk.scored]
     return StepBatch(
         token_ids=_concatenate([_tokens(c) for c in prefills], [c.sequence.token_ids[c.start] for c in decodes]),
         positions=_concatenate([np.arange(c.start, c.end) for c in prefills], [c.start for c in decodes]),
         slots=_concatenate([_slots(c, block_size) for c in prefills], [_slot(c, block_size) for c in decodes]),
-        sampled_rows=np.array([first_rows[i + 1] - 1 for i in sampled], dtype=np.int64),
+        sampled_rows=_concatenate(
+            [np.array(ordered[i].scored) - 1 - ordered[i].start + first_rows[i] for i in scored],
+            [first_rows[i + 1] - 1 for i in sampled],
+        ),
         sampled_chunks=tuple(ordered[i] for i in sampled),
         decode_groups=tuple(_decode_groups(decodes, block_size)),
         prefill_chunks=tuple(
@@ -89,7 +95,20 @@ def pack_step(chunks: list[Chunk], block_size: int) -> StepBatch:
             for c, row in zip(prefills, first_rows[len(decodes) :], strict=False)
         ),
         unfilled_blocks=tuple(c.unfilled_block for c in chunks if c.unfilled_block is not None),
+        scored_chunks=tuple(ordered[i] for i in scored),
     )
+
+
+def in_one_group(batch: StepBatch) -> StepBatch:
+    """For kernels that read no further than a row's own context: padding costs them nothing, a call does."""
+    groups = batch.decode_groups
+    if len(groups) < 2:
+        return batch
+    widest = max(group.block_table.shape[1] for group in groups)
+    tables = [np.pad(g.block_table, ((0, 0), (0, widest - g.block_table.shape[1])), mode="edge") for g in groups]
+    context_lens = np.concatenate([group.context_lens for group in groups])
+    one = DecodeGroup(groups[0].first_row, len(context_lens), np.concatenate(tables), context_lens)
+    return replace(batch, decode_groups=(one,))
 
 
 def _concatenate(prefills: list[Ints], decodes: list[int]) -> Ints:
@@ -129,7 +148,7 @@ def _decode_group(decodes: list[Chunk], first_row: int, block_size: int) -> Deco
     num_blocks = blocks_for(decodes[0].end, block_size)
     table = np.empty((len(decodes), num_blocks), dtype=np.int64)
     for row, chunk in zip(table, decodes, strict=True):
-        own = chunk.sequence.block_table
+        own = chunk.sequence.block_table[:num_blocks]  # a piece of a chunk has blocks ahead of it, too
         row[: len(own)] = own
         # Masked anyway; the sequence's own block keeps what other sequences computed out of its arithmetic.
         row[len(own) :] = own[0]

@@ -33,7 +33,14 @@ class Completions(Protocol):
     """The part of gateway/completion.py that a batch needs."""
 
     async def complete(
-        self, endpoint: str, body: dict[str, Any], *, tier: Tier, answer: str, request_id: str
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        *,
+        tier: Tier,
+        answer: str,
+        request_id: str,
+        owner: str | None,
     ) -> tuple[int, dict[str, Any]]: ...
 
 
@@ -44,14 +51,14 @@ class LineRunner:
         self._answer = answer_of(tier)
         self._clock = clock
 
-    async def run(self, batch_id: str, endpoint: str, line: BatchLine) -> LineResult:
-        """The line's final answer. Cancelling this cancels the generation."""
+    async def run(self, batch_id: str, endpoint: str, line: BatchLine, owner: str | None) -> LineResult:
+        """The line's final answer, for the key of name `owner`. Cancelling this cancels the generation."""
         failures = pauses = 0
         while True:
             # A request of its own for each attempt: the queue ignores an id that it still holds.
             request_id = f"req_{secrets.token_hex(16)}"
             structlog.contextvars.bind_contextvars(request_id=request_id, tier=self._tier.name)
-            status, body = await self._attempt(endpoint, line, request_id)
+            status, body = await self._attempt(endpoint, line, request_id, owner)
             if status < 500 and status not in BUSY:
                 return answered_line(batch_id, line, request_id, status, body)
             failures += status not in BUSY
@@ -60,10 +67,17 @@ class LineRunner:
             await self._clock.sleep(_pause_s(pauses))
             pauses += 1
 
-    async def _attempt(self, endpoint: str, line: BatchLine, request_id: str) -> tuple[int, dict[str, Any]]:
+    async def _attempt(
+        self, endpoint: str, line: BatchLine, request_id: str, owner: str | None
+    ) -> tuple[int, dict[str, Any]]:
         try:
             return await self._completions.complete(
-                endpoint, line.body, tier=self._tier, answer=self._answer, request_id=request_id
+                endpoint,
+                line.body,
+                tier=self._tier,
+                answer=self._answer,
+                request_id=request_id,
+                owner=owner,
             )
         except (StoreUnreachable, StoreSilent):
             return 503, internal_error("The store is not reachable at the moment.").body()

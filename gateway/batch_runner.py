@@ -200,7 +200,7 @@ class BatchRun:
             raise self._fault
 
     async def _run_line(self, batch: Batch, line: BatchLine) -> None:
-        self._finished.append(await self._lines.run(batch.id, batch.endpoint, line))
+        self._finished.append(await self._lines.run(batch.id, batch.endpoint, line, batch.owner))
         self._wake.set()
 
     def _land(self, task: asyncio.Task[None]) -> None:

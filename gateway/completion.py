@@ -16,8 +16,10 @@ from gateway.answer import Answer, AnswerHead, ChatAnswer, TextAnswer
 from gateway.answering import Answering, Job
 from gateway.body import is_large
 from gateway.errors import ApiError, invalid_value, model_not_found, rejected
+from gateway.identity import cache_salt
 from gateway.metrics import GatewayMetrics
 from gateway.prompts import Prompt, encode_prompts, model_limits
+from gateway.sampling_defaults import SamplingDefaults
 from gateway.schemas import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, parse_generation
 from gateway.tokenizer import Tokenizer
 from scheduler.admission import Rejected
@@ -27,6 +29,7 @@ from scheduler.config import Tier
 from scheduler.request import Delivery, Request
 
 SEED_MASK = 2**63 - 1  # seeds are non-negative inside: any int64 has its place
+OPENAI_DEFAULTS = SamplingDefaults()
 PING_S = 15.0  # proxies drop connections that are silent for 30 to 60 s
 
 AnyRequest = ChatCompletionRequest | CompletionRequest
@@ -49,6 +52,7 @@ class CompletionService:
         metrics: GatewayMetrics,
         model_names: tuple[str, ...],
         *,
+        defaults: SamplingDefaults = OPENAI_DEFAULTS,
         draw_seed: Callable[[], int] = draw_seed,
         ping_s: float = PING_S,
     ) -> None:
@@ -57,27 +61,37 @@ class CompletionService:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._model_names = model_names
+        self._defaults = defaults
         self._draw_seed = draw_seed
         self._ping_s = ping_s
         self._fingerprint = "fp_" + hashlib.sha256(model_names[0].encode()).hexdigest()[:10]
 
     async def complete(
-        self, endpoint: str, body: dict[str, Any], *, tier: Tier, answer: str, request_id: str
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        *,
+        tier: Tier,
+        answer: str,
+        request_id: str,
+        owner: str | None = None,
     ) -> tuple[int, dict[str, Any]]:
         """One request without a stream: (HTTP status, JSON body), also where it is refused or fails.
 
         `answer` is the `service_tier` to report. `request_id` must be new with every call: the requests'
-        ids are made from it.
+        ids are made from it. `owner` is the name of the caller's key.
         """
         try:
             request = await _parse_endpoint(endpoint, body)
-            job = await self.prepare(request, tier=tier, answer=answer, request_id=request_id)
+            job = await self.prepare(request, tier=tier, answer=answer, request_id=request_id, owner=owner)
             answering = await self.submit(job)
             return 200, await answering.respond()
         except ApiError as error:
             return error.status, error.body()
 
-    async def prepare(self, request: AnyRequest, *, tier: Tier, answer: str, request_id: str) -> Job:
+    async def prepare(
+        self, request: AnyRequest, *, tier: Tier, answer: str, request_id: str, owner: str | None = None
+    ) -> Job:
         """Tokenise and make the scheduler's requests. Raises `ApiError` 400 or 404."""
         arrival_ms = self._clock.wall_ms()
         if request.model not in self._model_names:
@@ -90,7 +104,7 @@ class CompletionService:
         return Job(
             answer=self._answer(request, answer, request_id, arrival_ms),
             tier=tier,
-            requests=self._requests(request, prompts, tier, request_id, arrival_ms),
+            requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner),
             n=n,
             stops=request.stop_strings,
             include_usage=bool(options and options.include_usage),
@@ -111,9 +125,16 @@ class CompletionService:
         return kind(AnswerHead(answer_id, now_ms // 1000, request.model, service_tier, self._fingerprint))
 
     def _requests(
-        self, request: AnyRequest, prompts: list[Prompt], tier: Tier, request_id: str, arrival_ms: int
+        self,
+        request: AnyRequest,
+        prompts: list[Prompt],
+        tier: Tier,
+        request_id: str,
+        arrival_ms: int,
+        owner: str | None,
     ) -> tuple[Request, ...]:
         n = request.n or 1
+        salt = cache_salt(owner, request.cache_salt)
         delivery = _delivery(request, tier)
         requests = []
         for i, prompt in enumerate(prompts):
@@ -124,11 +145,12 @@ class CompletionService:
                         id=f"{request_id}-{i * n + j}",
                         tier=tier.name,
                         prompt_token_ids=prompt.token_ids,
-                        sampling=_sampling(request, prompt.max_tokens, seed + j),
+                        sampling=_sampling(request, self._defaults, prompt.max_tokens, seed + j),
                         arrival_ms=arrival_ms,
                         deadline_ms=arrival_ms + tier.deadline_ms,
                         reply_to=self._client.gateway_id,
                         delivery=delivery,
+                        cache_salt=salt,
                     )
                 )
         return tuple(requests)
@@ -162,14 +184,17 @@ def _delivery(request: AnyRequest, tier: Tier) -> Delivery:
     return Delivery.AT_END
 
 
-def _sampling(request: AnyRequest, max_tokens: int, seed: int) -> SamplingParams:
-    temperature = 1.0 if request.temperature is None else request.temperature
-    top_p = 1.0 if request.top_p is None else request.top_p
+def _sampling(request: AnyRequest, defaults: SamplingDefaults, max_tokens: int, seed: int) -> SamplingParams:
+    temperature = defaults.temperature if request.temperature is None else request.temperature
+    top_p = defaults.top_p if request.top_p is None else request.top_p
+    top_k = defaults.top_k if request.top_k is None else request.top_k
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature if top_p > 0 else 0.0,  # top_p 0 leaves the likeliest token only: greedy
         top_p=top_p if top_p > 0 else 1.0,
-        top_k=max(0, request.top_k or 0),  # -1, vLLM's "all", is 0 here
+        top_k=max(0, top_k),  # -1, vLLM's "all", is 0 here
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
         seed=seed & SEED_MASK,
         ignore_eos=bool(request.ignore_eos),
     )

@@ -24,7 +24,11 @@ async def deliver(
     tier = resolved.tier
     structlog.contextvars.bind_contextvars(tier=tier.name)
     job = await gateway.completions.prepare(
-        body, tier=tier, answer=resolved.answer, request_id=request.state.request_id
+        body,
+        tier=tier,
+        answer=resolved.answer,
+        request_id=request.state.request_id,
+        owner=key.name if key else None,
     )
     answering = await gateway.completions.submit(job)
 

@@ -6,6 +6,7 @@ held as SHA-256 digests only and compared in constant time.
 
 import hashlib
 import hmac
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,12 @@ def _asked_tier(service_tier: str | None, key: ApiKey | None, tiers: TierSet) ->
         known = dict.fromkeys((*ASKABLE, *(name for t in tiers.tiers.values() for name in t.service_tiers)))
         raise invalid_value("service_tier", f"Invalid value for 'service_tier': must be one of {', '.join(known)}.")
     return tier or fallback
+
+
+def cache_salt(owner: str | None, wish: str | None) -> str:
+    """Requests of the same one may share the KV of equal prompt beginnings, and could time that they do: so those of
+    two keys never are. `owner`: the key's name, None where access is open; `wish`: the body's own `cache_salt`."""
+    return json.dumps((owner, wish))
 
 
 class KeyringError(Exception):

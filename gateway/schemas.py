@@ -166,6 +166,7 @@ class GenerationRequest(Body):
     ignore_eos: bool | None = None
     service_tier: Text | None = None
     user: Text | None = None
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None  # vLLM's: who shares cached KV
     metadata: Metadata | None = None
 
     @property

@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, CliSubComm
 
 from loadtest import report
 from loadtest.dummy_model import write_dummy_model
+from loadtest.engine_bench.commands import Engine, Growth, Soak
 from loadtest.http_client import Target, TargetError, discover_model, parse_target
 from loadtest.mixed import Timing, run_mixed
 from loadtest.nonce import run_nonces
@@ -153,6 +154,9 @@ class LoadTest(BaseSettings):
     mixed: CliSubCommand[Mixed]
     nonce: CliSubCommand[Nonce]
     streams: CliSubCommand[Streams]
+    engine: CliSubCommand[Engine]
+    growth: CliSubCommand[Growth]
+    soak: CliSubCommand[Soak]
     dummy_model: CliSubCommand[DummyModel]
 
     def cli_cmd(self) -> None:

@@ -10,23 +10,13 @@ owed its floor goes before its betters, with as little.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan, blocks_for
+from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan
 from engine.latency_model import StepCost
+from scheduler.block_budget import BlockBudget, EngineView
 from scheduler.config import Tier
-from scheduler.preemption import growth_victims, newcomer_victims
 from scheduler.states import RequestState, Status
 
 MIN_CHUNK = 16  # tokens; a smaller prefill chunk is not worth a step's overhead
-
-
-@dataclass(frozen=True, slots=True)
-class EngineView:
-    """What the engine can take now."""
-
-    free_blocks: int
-    block_size: int
-    max_step_tokens: int
-    watermark_blocks: int = 0  # kept free when a new sequence starts, so that running ones can grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +66,15 @@ class _Draft:
         self._view = view
         self._cost = budgets.cost
         self._by_tier = by_tier
-        self._free_blocks = view.free_blocks
-        anyone = any(s.is_resident for states in by_tier.values() for s in states)
-        self._watermark = view.watermark_blocks if anyone else 0
+        resident = (s for states in by_tier.values() for s in states if s.is_resident)
+        self._blocks = BlockBudget(view, budgets.cost, resident)
         self._tokens_left = view.max_step_tokens
-        self._time_s = budgets.cost.step_s
+        self._compute_s = budgets.cost.step_s
         self._preempt: dict[str, PreemptionMode] = {}
         self._resume: list[str] = []
         self._start: list[NewSequence] = []
         self._run: dict[str, int] = {}
-        self._short_of_blocks = False  # a newcomer could not start: what gets free is for it, not for those below
+        self._short_of_blocks = False  # somebody waits for blocks: what gets free is not for newcomers below
 
     @property
     def has_work(self) -> bool:
@@ -99,6 +88,11 @@ class _Draft:
             start=tuple(self._start),
             run=tuple(Run(seq_id, n) for seq_id, n in self._run.items()),
         )
+
+    @property
+    def _time_s(self) -> float:
+        """How long the step is predicted to take so far."""
+        return self._compute_s + self._blocks.swap_s
 
     def pause(self, states: Iterable[RequestState]) -> None:
         for state in states:
@@ -118,9 +112,11 @@ class _Draft:
             seconds = self._cost.decode(state.num_computed_tokens)
             if not self._fits_time(seconds, budget):
                 return
-            if self._get_blocks(state, 1, growing=True):
+            if self._get_blocks(state, 1):
                 self._take(state, 1, seconds)
                 room -= 1
+            else:
+                self._short_of_blocks = True
 
     def add_prefills(self, states: Sequence[RequestState], budget: TierBudget, now: float) -> None:
         """Chunks of what has tokens to catch up with: sequences under way first, then by deadline."""
@@ -137,9 +133,10 @@ class _Draft:
             if room <= 0 or not (state.is_resident or self._may_start(slots)):
                 return
             slots -= not state.is_resident
-            if not self._add_chunk(state, budget):
+            if self._add_chunk(state, budget):
+                room -= 1
+            elif not state.is_resident:
                 return
-            room -= 1
 
     def _may_start(self, slots: int) -> bool:
         return slots > 0 and not self._short_of_blocks
@@ -153,17 +150,18 @@ class _Draft:
         return now - min(waiting) < budget.max_wait_s
 
     def _add_chunk(self, state: RequestState, budget: TierBudget) -> bool:
-        """Run as much of the prefill as fits; False when nothing more of this tier will."""
+        """Run as much of the prefill as fits; False when nothing of it does."""
         wanted = min(state.num_uncomputed, self._tokens_left)
         num_tokens = self._chunk_in_time(wanted, state.num_computed_tokens, budget)
         if num_tokens < 1:
             return False
-        if not self._get_blocks(state, num_tokens, growing=state.is_resident):
+        if not self._get_blocks(state, num_tokens):
             self._short_of_blocks = True
             return False
         if state.status is Status.WAITING:
             request = state.request
-            self._start.append(NewSequence(request.id, request.prompt_token_ids, request.sampling))
+            new = (request.id, request.prompt_token_ids, request.sampling, request.cache_salt)
+            self._start.append(NewSequence(*new, retention=state.tier.priority))
         self._take(state, num_tokens, self._cost.run(num_tokens, state.num_computed_tokens))
         return True
 
@@ -185,44 +183,25 @@ class _Draft:
         return not self._run or self._time_s + seconds <= budget.step_time_s
 
     def _take(self, state: RequestState, num_tokens: int, seconds: float) -> None:
-        if state.status in (Status.PAUSED, Status.PREEMPTED):
+        if state.status in (Status.PAUSED, Status.SWAPPED, Status.PREEMPTED):
             self._resume.append(state.id)
         self._run[state.id] = num_tokens
         self._tokens_left -= num_tokens
-        self._time_s += seconds
+        self._compute_s += seconds
 
-    def _get_blocks(self, state: RequestState, num_tokens: int, *, growing: bool) -> bool:
+    def _get_blocks(self, state: RequestState, num_tokens: int) -> bool:
         """Reserve the blocks of a run, evicting if that is allowed and enough; else change nothing."""
-        size = self._view.block_size
-        need = blocks_for(state.num_computed_tokens + num_tokens, size) - state.blocks_held(size)
-        if need <= 0:
-            return True
-        spare = self._free_blocks - (0 if growing else self._watermark)
-        victims = self._victims(state, need - spare, growing) if need > spare else []
-        if victims is None:
+        evicted = self._blocks.take(state, num_tokens, self._evictable)
+        if evicted is None:
             return False
-        for victim in victims:
-            self._preempt[victim.id] = PreemptionMode.RECOMPUTE
-            self._free_blocks += victim.blocks_held(size)
-        self._free_blocks -= need
+        self._preempt |= evicted
         return True
 
-    def _victims(self, state: RequestState, missing: int, growing: bool) -> list[RequestState] | None:
-        """Enough victims for `missing` blocks, or None: nobody is evicted for one that cannot start now."""
-        resident = [
+    def _evictable(self) -> list[RequestState]:
+        """Who holds blocks and neither runs in this step nor loses them in it already."""
+        return [
             s
-            for tier in self._by_tier.values()
-            for s in tier
-            if s.is_resident and s.id not in self._run and self._keeps_blocks(s)
+            for states in self._by_tier.values()
+            for s in states
+            if s.is_resident and s.id not in self._run and self._preempt.get(s.id) in (None, PreemptionMode.PAUSE)
         ]
-        chosen: list[RequestState] = []
-        choose = growth_victims if growing else newcomer_victims
-        for victim in choose(state, resident):
-            chosen.append(victim)
-            missing -= victim.blocks_held(self._view.block_size)
-            if missing <= 0:
-                return chosen
-        return None
-
-    def _keeps_blocks(self, state: RequestState) -> bool:
-        return self._preempt.get(state.id) in (None, PreemptionMode.PAUSE)

@@ -18,16 +18,16 @@ from engine.interface import (
     StepResult,
     blocks_for,
 )
-from engine.latency_model import StepTimeModel, StepWork
-from scheduler.batch import EngineView, form_batch
+from engine.latency_model import StepTimeModel
+from scheduler.batch import form_batch
 from scheduler.config import TierSet
+from scheduler.engine_books import EngineBooks
 from scheduler.queue.base import Lease
-from scheduler.report import Ended, Sample, StepReport
+from scheduler.report import Ended, PrefixLookup, Sample, StepReport
 from scheduler.request import Claimed, Delivery, EventKind, TokenEvent
 from scheduler.sla import SLAController
 from scheduler.states import RequestState, Status
 
-WATERMARK = 0.02  # of all blocks
 MAX_ATTEMPTS = 5  # claims of one request that nobody finished or gave back
 BULK_REPORT_S = 0.1  # between two token events of a stream without a latency promise
 PREFETCH = 4  # claimed beyond the free slots, so that a slot freed in a step is filled in the next
@@ -41,11 +41,9 @@ class SchedulerCore:
         self.controller = controller
         self.step_time = StepTimeModel()
         self._states: dict[str, RequestState] = {}
-        self._aborts: dict[str, int] = {}  # known to the engine, no longer wanted; the blocks they hold at least
+        self._books = EngineBooks(engine)
         self._refused: list[tuple[RequestState, str]] = []
-        self._free_blocks = engine.num_blocks
         self._next_step_id = 0
-        self._work: dict[int, StepWork] = {}
         self.counts: Counter[str] = Counter()
         self.preemptions: Counter[tuple[str, str]] = Counter()  # (tier, mode)
 
@@ -61,7 +59,7 @@ class SchedulerCore:
 
     @property
     def kv_usage(self) -> float:
-        return 1.0 - self._free_blocks / self._engine.num_blocks
+        return self._books.kv_usage
 
     def holds(self, request_id: str) -> bool:
         return request_id in self._states
@@ -69,7 +67,7 @@ class SchedulerCore:
     @property
     def is_step_in_flight(self) -> bool:
         """A plan was made whose result has not been applied."""
-        return bool(self._work)
+        return self._books.is_step_in_flight
 
     def tier_of(self, request_id: str) -> str:
         return self._states[request_id].tier.name
@@ -136,9 +134,8 @@ class SchedulerCore:
             state = self._states.pop(request_id, None)
             if state is None:
                 continue
-            held = state.blocks_held(self._engine.block_size)
             if state.status is not Status.WAITING:
-                self._aborts[request_id] = held
+                self._books.abandon(state)
             state.move(status)
             self.counts[counter] += 1
             leases.append(Lease(request_id, state.fence))
@@ -168,63 +165,53 @@ class SchedulerCore:
 
     def plan(self, now: float) -> StepPlan:
         """The next step, already entered into the states: the caller must execute it."""
-        cost = self.step_time.cost()
-        states = list(self._states.values())
-        view = EngineView(
-            free_blocks=self._free_blocks + sum(self._aborts.values()),  # aborts come first in a plan
-            block_size=self._engine.block_size,
-            max_step_tokens=self._engine.max_step_tokens,
-            watermark_blocks=int(WATERMARK * self._engine.num_blocks),
-        )
-        if self._aborts:  # one that has come back already starts in the step after its abort
-            states = [s for s in states if s.id not in self._aborts]
-        budgets = self.controller.budgets(states, cost, now)
-        plan = form_batch(self._next_step_id, view, self.tiers, states, budgets, now)
-        if self._aborts:
-            plan = replace(plan, abort=tuple(sorted(self._aborts)))
-            self._aborts.clear()
+        # One that has come back while its old life is to be aborted starts in the step after that.
+        states = [s for s in self._states.values() if not self._books.is_abandoned(s.id)]
+        budgets = self.controller.budgets(states, self.step_time.cost(), now)
+        plan = form_batch(self._next_step_id, self._books.view(), self.tiers, states, budgets, now)
+        plan = replace(plan, abort=self._books.take_aborts())
         if not plan.is_empty:
             self._next_step_id += 1
             self._enter(plan, now)
         return plan
 
     def _enter(self, plan: StepPlan, now: float) -> None:
+        self._books.enter(plan, self._states)
         for preempt in plan.preempt:
             self._enter_preemption(self._states[preempt.seq_id], preempt.mode)
         for seq_id in (*plan.resume, *(new.seq_id for new in plan.start)):
             self._states[seq_id].move(Status.RUNNING)
-        work = StepWork()
         for run in plan.run:
             state = self._states[run.seq_id]
-            work.add(run.num_tokens, state.num_computed_tokens)
             state.last_step = plan.step_id
             if state.first_scheduled_s is None:
                 state.first_scheduled_s = now
-        self._work[plan.step_id] = work
 
     def _enter_preemption(self, state: RequestState, mode: PreemptionMode) -> None:
         self.preemptions[state.tier.name, mode.value] += 1
         if mode is PreemptionMode.PAUSE:
             state.move(Status.PAUSED)
-            return
-        state.move(Status.PREEMPTED)
-        state.num_computed_tokens = 0
-        state.num_preemptions += 1
+        else:
+            state.lose_blocks(Status.SWAPPED if mode is PreemptionMode.SWAP else Status.PREEMPTED)
 
     def apply(self, result: StepResult, now: float) -> StepReport:
         """Take a step's result in."""
         report = StepReport()
-        self._free_blocks = result.free_blocks
-        work = self._work.pop(result.step_id, None)
-        if work is not None and (work.decodes or work.prefill_tokens):
+        work = self._books.settle(result)
+        if work is not None:
             self.step_time.observe(work, result.elapsed_s)
+        for seq_id, num_shared in result.shared_blocks:
+            if seq_id in self._states and not self._books.is_abandoned(seq_id):
+                self._states[seq_id].num_shared_blocks = num_shared
         for output in result.outputs:
-            if output.seq_id not in self._aborts:
+            if not self._books.is_abandoned(output.seq_id):
                 self._take_output(self._states[output.seq_id], output, now, report)
             elif output.finish_reason is not None:
-                del self._aborts[output.seq_id]  # it ended by itself: nothing is left to abort
+                self._books.forget_abandoned(output.seq_id)
         for failure in result.failures:
-            if self._aborts.pop(failure.seq_id, None) is None:
+            if self._books.is_abandoned(failure.seq_id):
+                self._books.forget_abandoned(failure.seq_id)
+            else:
                 self._fail(self._states.pop(failure.seq_id), failure.reason, now, report)
         return report
 
@@ -238,14 +225,28 @@ class SchedulerCore:
 
     def _take_output(self, state: RequestState, output: SequenceOutput, now: float, report: StepReport) -> None:
         state.num_computed_tokens = output.num_computed_tokens
+        if state.num_cached_tokens is None:
+            state.num_cached_tokens = output.num_cached_tokens
+            self._report_lookup(state, report)
         state.output_token_ids.extend(output.token_ids)
         if output.token_ids:
             report.samples += state.time_token(now)
         if output.finish_reason is not None:
             self._finish(state, output.finish_reason, now, report)
         elif output.token_ids and self._is_due(state, now):
-            event = TokenEvent(state.id, EventKind.TOKENS, state.num_reported, state.report_tokens(now))
+            event = TokenEvent(
+                request_id=state.id,
+                kind=EventKind.TOKENS,
+                index=state.num_reported,
+                token_ids=state.report_tokens(now),
+                cached_tokens=state.num_cached_tokens,
+            )
             report.events[state.request.reply_to].append(event)
+
+    def _report_lookup(self, state: RequestState, report: StepReport) -> None:
+        if state.request.sampling.prompt_logprobs is None:  # else nothing was looked up
+            queried = len(state.request.prompt_token_ids)
+            report.lookups.append(PrefixLookup(state.tier.name, queried, state.num_cached_tokens or 0))
 
     def _is_due(self, state: RequestState, now: float) -> bool:
         """A stream without a latency promise gets its tokens a few at a time: reported one by one, those of a full
@@ -261,6 +262,7 @@ class SchedulerCore:
             index=state.num_reported,
             token_ids=state.report_tokens(now),
             finish_reason=reason,
+            cached_tokens=state.num_cached_tokens or 0,
         )
         del self._states[state.id]
         state.move(Status.FINISHED)
@@ -287,7 +289,7 @@ class SchedulerCore:
         ends = sum(self.counts[k] for k in ("finished", "failed", "cancelled", "released"))
         held = len(self._states) + len(self._refused)
         assert self.counts["accepted"] == ends + held, "conservation"
-        used = sum(s.blocks_held(self._engine.block_size) for s in self._states.values())
-        assert used <= self._engine.num_blocks, "blocks"
+        own = [s.own_blocks(self._engine.block_size) for s in self._states.values()]
+        assert min(own, default=0) >= 0 and sum(own) <= self._engine.num_blocks, "blocks"
         need = [blocks_for(s.num_computed_tokens, self._engine.block_size) for s in self.states]
         assert all(n <= self._engine.num_blocks for n in need)

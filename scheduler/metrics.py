@@ -48,6 +48,7 @@ class SchedulerMetrics:
         self._waiting = gauge("num_requests_waiting", "Requests in the tier's sorted set.", "tier")
         self._running = gauge("num_requests_running", "Sequences that may run in the next step.", "tier")
         self._paused = gauge("num_requests_paused", "Sequences set aside with their KV resident.", "tier")
+        self._swapped = gauge("num_requests_swapped", "Sequences whose KV lies in host memory.", "tier")
         self._kv = gauge("kv_cache_usage_ratio", "Share of KV blocks in use.")
         self._target = gauge("slo_target_seconds", "The tier's promise.", "tier", "metric", "quantile")
         self._observed = gauge(
@@ -63,6 +64,8 @@ class SchedulerMetrics:
         self._preempted = counter("num_preemptions", "Sequences preempted.", "tier", "mode")
         self._prompt = counter("prompt_tokens", "Prompt tokens of ended requests.", "tier")
         self._generated = counter("generation_tokens", "Tokens generated.", "tier")
+        self._queried = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "tier")
+        self._hit = counter("prefix_cache_hits", "Prompt tokens found in it.", "tier")
         self._finished = counter("requests_finished", "Ended requests.", "tier", "reason")
         self._decided = counter("controller_decisions", "Moves of a knob.", "tier", "knob", "direction", "reason")
         self._preempted_before: dict[tuple[str, str], int] = {}
@@ -71,7 +74,8 @@ class SchedulerMetrics:
     def _show_from_the_start(self) -> None:
         """Make every family visible before its first event, so that rates start at zero."""
         for tier in self._tiers.by_priority:
-            for family in (*self._latency.values(), self._batch, self._prompt, self._generated):
+            counters = (self._prompt, self._generated, self._queried, self._hit)
+            for family in (*self._latency.values(), self._batch, *counters):
                 family.labels(tier.name)
             for mode in ("pause", "swap", "recompute"):
                 self._preempted.labels(tier.name, mode)
@@ -97,6 +101,10 @@ class SchedulerMetrics:
             self._finished.labels(end.tier, end.reason).inc()
             self._prompt.labels(end.tier).inc(end.prompt_tokens)
 
+        for lookup in report.lookups:
+            self._queried.labels(lookup.tier).inc(lookup.queried_tokens)
+            self._hit.labels(lookup.tier).inc(lookup.hit_tokens)
+
     def record_cancelled(self, tier: str) -> None:
         self._finished.labels(tier, "cancelled").inc()
 
@@ -111,6 +119,7 @@ class SchedulerMetrics:
             self._waiting.labels(tier).set(waiting.get(tier, 0))
             self._running.labels(tier).set(core.count(tier, Status.RUNNING))
             self._paused.labels(tier).set(core.count(tier, Status.PAUSED))
+            self._swapped.labels(tier).set(core.count(tier, Status.SWAPPED))
             self._record_outputs(tier, outputs[tier])
         for key, count in core.preemptions.items():
             self._preempted.labels(*key).inc(count - self._preempted_before.get(key, 0))

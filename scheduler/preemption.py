@@ -1,32 +1,51 @@
-"""Who gives way. Pure choices over request states; no clock, no I/O.
+"""Who gives way, and how. Pure choices over request states; no clock, no I/O.
 
 The rules, each paid for by somebody's incident: a newcomer only takes from a strictly higher distance (its tier's
 priority above the victim's); inside a tier only an older sequence that must grow may take from a newer one, so that
 two equals never evict each other in turn; lowest tier first, then the newest (least sunk cost), sparing what is nearly
-done; nobody loses its KV more than `MAX_PREEMPTIONS` times to newcomers.
+done; nobody loses its blocks more than `MAX_PREEMPTIONS` times, to whomever. Who has come that far returns only when
+there is room for all that it may ever need, and keeps that room to its end: nobody has to wait for a place that only
+a worn victim could give, longer than until that one ends.
 """
 
 from collections.abc import Iterable
 
+from engine.interface import PreemptionMode
+from engine.latency_model import StepCost
 from scheduler.states import RequestState
 
 MAX_PREEMPTIONS = 3
 NEARLY_DONE = 0.9  # of its max_tokens
 
 
+def is_worn(state: RequestState) -> bool:
+    """It may not lose its blocks again."""
+    return state.num_preemptions >= MAX_PREEMPTIONS
+
+
 def newcomer_victims(newcomer: RequestState, resident: Iterable[RequestState]) -> list[RequestState]:
     """Whom `newcomer` may evict to start, best victim first."""
-    return sorted((s for s in resident if _may_yield(newcomer, s)), key=_victim_key)
+    lower = (s for s in resident if s.tier.priority < newcomer.tier.priority)
+    return sorted((s for s in lower if not is_worn(s)), key=_victim_key)
 
 
 def growth_victims(needy: RequestState, resident: Iterable[RequestState]) -> list[RequestState]:
     """Whom the running `needy` may evict to get its next block: lower tiers, and newer ones of its own."""
-    return sorted((s for s in resident if _below(s, needy)), key=_victim_key)
+    return sorted((s for s in resident if _below(s, needy) and not is_worn(s)), key=_victim_key)
 
 
-def _may_yield(newcomer: RequestState, victim: RequestState) -> bool:
-    lower = victim.tier.priority < newcomer.tier.priority
-    return lower and victim.num_preemptions < MAX_PREEMPTIONS
+def cheapest_mode(
+    victim: RequestState, block_size: int, cost: StepCost, swap_block_s: float, free_swap_blocks: int
+) -> PreemptionMode:
+    """How the resident `victim` shall lose its blocks. What it shares with others stays on the device, and is neither
+    copied back nor computed again."""
+    held, own = victim.blocks_held(block_size), victim.own_blocks(block_size)
+    if not 0 < held <= free_swap_blocks:
+        return PreemptionMode.RECOMPUTE
+    num_shared = (held - own) * block_size
+    recompute_s = cost.prefill(max(0, victim.num_computed_tokens - num_shared), num_shared)
+    swap_s = (held + own) * swap_block_s
+    return PreemptionMode.SWAP if swap_s < recompute_s else PreemptionMode.RECOMPUTE
 
 
 def _below(victim: RequestState, needy: RequestState) -> bool:

@@ -28,12 +28,22 @@ class Ended:
     met_slo: bool
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixLookup:
+    """A prompt met the prefix cache: so many tokens were asked for, so many of them found."""
+
+    tier: str
+    queried_tokens: int
+    hit_tokens: int
+
+
 @dataclass(slots=True)
 class StepReport:
     events: dict[str, list[TokenEvent]] = field(default_factory=lambda: defaultdict(list))  # by gateway
     leases: list[Lease] = field(default_factory=list)  # done: to be acknowledged
     samples: list[Sample] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
+    lookups: list[PrefixLookup] = field(default_factory=list)
 
     def absorb(self, later: "StepReport") -> None:
         """Take a later step's events and leases in, behind this one's."""

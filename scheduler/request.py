@@ -30,6 +30,7 @@ class Request:
     deadline_ms: int  # the sorted set's score: earliest deadline first inside a tier
     reply_to: str  # the gateway whose event stream gets the tokens
     delivery: Delivery = Delivery.EACH_STEP
+    cache_salt: str = ""  # only requests of the same one may share KV: it holds the caller's identity
 
     @property
     def max_total_tokens(self) -> int:
@@ -64,7 +65,7 @@ class TokenEvent:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     error: str = ""
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
     @property
     def is_last(self) -> bool:

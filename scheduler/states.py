@@ -16,6 +16,7 @@ class Status(Enum):
     WAITING = "waiting"  # claimed, unknown to the engine
     RUNNING = "running"  # KV on the device; may be in any step
     PAUSED = "paused"  # KV on the device; sits steps out
+    SWAPPED = "swapped"  # KV in host memory: is copied back when it runs again
     PREEMPTED = "preempted"  # the engine knows it, but its KV is gone: must be computed again
     FINISHED = "finished"
     FAILED = "failed"
@@ -25,9 +26,10 @@ class Status(Enum):
 _ENDS = frozenset({Status.FINISHED, Status.FAILED, Status.CANCELLED})
 TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.RUNNING, Status.FAILED, Status.CANCELLED}),
-    Status.RUNNING: frozenset({Status.PAUSED, Status.PREEMPTED}) | _ENDS,
+    Status.RUNNING: frozenset({Status.PAUSED, Status.SWAPPED, Status.PREEMPTED}) | _ENDS,
     # A step that was running when the pause or preemption was decided may still end the sequence.
-    Status.PAUSED: frozenset({Status.RUNNING, Status.PREEMPTED}) | _ENDS,
+    Status.PAUSED: frozenset({Status.RUNNING, Status.SWAPPED, Status.PREEMPTED}) | _ENDS,
+    Status.SWAPPED: frozenset({Status.RUNNING}) | _ENDS,
     Status.PREEMPTED: frozenset({Status.RUNNING}) | _ENDS,
     Status.FINISHED: frozenset(),
     Status.FAILED: frozenset(),
@@ -47,6 +49,8 @@ class RequestState:
     arrived_s: float
     claimed_s: float
     num_computed_tokens: int = 0
+    num_shared_blocks: int = 0  # of those it holds, others hold as well: its leaving frees the rest only
+    num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache when it first ran
     output_token_ids: list[int] = field(default_factory=list)
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -55,7 +59,7 @@ class RequestState:
     num_reported: int = 0  # output tokens already sent to the gateway
     reported_s: float | None = None
     last_step: int = -1  # the newest step it ran in
-    num_preemptions: int = 0  # losses of KV; pauses lose nothing and do not count
+    num_preemptions: int = 0  # losses of its place on the device; pauses lose nothing and do not count
     gaps: int = 0  # inter-token gaps, and how many broke the tier's promise
     gaps_missed: int = 0
     _status: Status = Status.WAITING
@@ -103,6 +107,18 @@ class RequestState:
 
     def blocks_held(self, block_size: int) -> int:
         return blocks_for(self.num_computed_tokens, block_size) if self.is_resident else 0
+
+    def own_blocks(self, block_size: int) -> int:
+        """Those that become free when it alone leaves."""
+        return self.blocks_held(block_size) - self.num_shared_blocks
+
+    def lose_blocks(self, to: Status) -> None:
+        """Leave the device, for host memory (`SWAPPED`) or to be computed again (`PREEMPTED`)."""
+        self.move(to)
+        self.num_preemptions += 1
+        self.num_shared_blocks = 0
+        if to is Status.PREEMPTED:
+            self.num_computed_tokens = 0
 
     def time_token(self, now: float) -> list[Sample]:
         """A token came at `now`; the latencies that it completes."""

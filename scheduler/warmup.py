@@ -53,5 +53,6 @@ def _plan(step_id: int, started: dict[str, int], length: int) -> StepPlan:
     if length == 0:
         return StepPlan(step_id, run=tuple(Run(seq_id, 1) for seq_id in started))
     sampling = SamplingParams(max_tokens=1 << 30, temperature=0.0, ignore_eos=True)
-    new = NewSequence(f"warm-up-{len(started)}", tuple([1] * length), sampling)
+    seq_id = f"warm-up-{len(started)}"
+    new = NewSequence(seq_id, tuple([1] * length), sampling, cache_salt=seq_id)  # nothing is spared its prefill
     return StepPlan(step_id, start=(new,), run=(Run(new.seq_id, length),))

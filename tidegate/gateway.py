@@ -26,6 +26,7 @@ from gateway.completion import CompletionService
 from gateway.files import FileStore
 from gateway.identity import Keyring, KeyringError, load_keyring
 from gateway.metrics import GatewayMetrics
+from gateway.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from gateway.state import Gateway
 from gateway.tokenizer import Tokenizer
 from scheduler import store
@@ -54,6 +55,10 @@ class NoTokenizer(Exception):
     """Likewise."""
 
 
+class BadSamplingDefaults(Exception):
+    """Likewise."""
+
+
 def run_gateway(settings: GatewaySettings) -> int:
     """Serve until SIGTERM or SIGINT; the exit code."""
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside every counter
@@ -63,7 +68,7 @@ def run_gateway(settings: GatewaySettings) -> int:
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as run,
         ):
             return run.run(_serve(settings, listener))
-    except (TierConfigError, KeyringError, NoTokenizer, CannotListen) as error:
+    except (TierConfigError, KeyringError, NoTokenizer, BadSamplingDefaults, CannotListen) as error:
         log.error("the gateway cannot start", reason=str(error))
         return EX_CONFIG
     except (RedisError, OSError) as error:
@@ -96,7 +101,8 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
     names = settings.model_names
     metrics = GatewayMetrics()
     tokenizer = load_tokenizer(settings)
-    completions = CompletionService(client, clock, tokenizer, metrics, names)
+    defaults = load_sampling_defaults(settings)
+    completions = CompletionService(client, clock, tokenizer, metrics, names, defaults=defaults)
     files = FileStore(redis, settings.data_dir, clock)
     gateway = Gateway(
         model_names=names,
@@ -126,6 +132,19 @@ def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
             return Tokenizer.load(str(demo_model_path()))
         reason = str(error).splitlines()[0]
         raise NoTokenizer(f"no tokenizer can be loaded from {settings.model_path}: {reason}") from error
+
+
+def load_sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
+    """What the settings say they are taken from. Raises `BadSamplingDefaults`."""
+    if settings.sampling_defaults == "openai":
+        return SamplingDefaults()
+    try:
+        defaults = read_sampling_defaults(settings.model_path)
+    except ValueError as error:
+        raise BadSamplingDefaults(str(error)) from error
+    if defaults.model_fields_set:
+        log.info("the model recommends how to sample", **defaults.model_dump(exclude_unset=True))
+    return defaults
 
 
 async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:

@@ -113,8 +113,11 @@ class CommonSettings(BaseSettings):
             value = getattr(self, name)
             if value is None or name == "redis_url":
                 continue
-            text = ",".join(value) if isinstance(value, list) else str(value)
-            flags += [f"--{name.replace('_', '-')}", text]
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                flags += [f"--{flag}", ",".join(value) if isinstance(value, list) else str(value)]
         return tuple(flags)
 
 
@@ -129,7 +132,14 @@ class WorkerSettings(CommonSettings):
     max_model_len: int | None = Field(default=None, ge=2, description="tokens of prompt and output together")
     max_step_tokens: int = Field(default=2048, ge=16, description="most tokens in one step")
     kv_cache_mb: int | None = Field(default=None, ge=1, description="memory for the KV cache; unset: from what is free")
+    swap_mb: int | None = Field(
+        default=None,
+        ge=0,
+        description="host memory for the KV of preempted sequences; unset: up to 4 GiB with CUDA, none without",
+    )
+    prefix_cache: bool = Field(default=True, description="keep KV of prompt beginnings for those who share them")
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine")
+    optimize: bool = Field(default=True, description="faster layers where a trial shows that they compute the same")
 
 
 class GatewaySettings(CommonSettings):
@@ -140,6 +150,10 @@ class GatewaySettings(CommonSettings):
     data_dir: Path = Field(default=Path("data"), description="files, batches and the embedded Valkey's data")
     api_keys: Path | None = Field(default=None, description="YAML file with keys and their tiers; unset: open access")
     max_body_mb: int = Field(default=16, ge=1, description="largest JSON body")
+    sampling_defaults: Literal["model", "openai"] = Field(
+        default="model",
+        description="where a request names none; model: what its generation_config.json says, openai: temperature 1",
+    )
 
 
 class ServeSettings(GatewaySettings, WorkerSettings):

@@ -76,7 +76,10 @@ def _start_engine(settings: WorkerSettings) -> Engine:
         max_model_len=settings.max_model_len,
         max_step_tokens=settings.max_step_tokens,
         kv_cache_bytes=settings.kv_cache_mb * 2**20 if settings.kv_cache_mb else None,
+        swap_bytes=None if settings.swap_mb is None else settings.swap_mb * 2**20,
+        prefix_cache=settings.prefix_cache,
         num_threads=settings.threads,
+        optimize=settings.optimize,
     )
     return build_engine(config)
 

@@ -32,6 +32,7 @@ class Driven:
     new: NewSequence
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_cached: int = 0  # tokens taken from the prefix cache, over all its starts
     held_by: PreemptionMode | None = None
     finish_reason: FinishReason | None = None
     failure: str | None = None
@@ -49,9 +50,9 @@ Chunking = Callable[[Driven], int]
 Preemption = Callable[[Driven], PreemptionMode | None]
 
 
-def make_new(seq_id: str, prompt: Iterable[int], **sampling: object) -> NewSequence:
+def make_new(seq_id: str, prompt: Iterable[int], cache_salt: str = "", **sampling: object) -> NewSequence:
     params: dict[str, object] = {"max_tokens": 8, "temperature": 0.0, **sampling}
-    return NewSequence(seq_id, tuple(prompt), SamplingParams(**params))  # type: ignore[arg-type]
+    return NewSequence(seq_id, tuple(prompt), SamplingParams(**params), cache_salt)  # type: ignore[arg-type]
 
 
 def drive(
@@ -120,6 +121,7 @@ def _take_in(driven: dict[str, Driven], result: StepResult) -> None:
     for output in result.outputs:
         s = driven[output.seq_id]
         s.num_computed = output.num_computed_tokens
+        s.num_cached += output.num_cached_tokens
         s.output += output.token_ids
         s.finish_reason = output.finish_reason
     for failure in result.failures:

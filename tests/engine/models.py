@@ -1,9 +1,15 @@
-"""Tiny random models in temporary directories, one for each kind of attention that the engine must get right."""
+"""Tiny random models in temporary directories.
 
+`CONFIGS`: one for each kind of attention that the engine must get right, for every kind of schedule. `ARCHITECTURES`:
+one for each other way of building a model that has its own chance to go wrong, each with what is peculiar about it.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -88,13 +94,146 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+def tiny(name: str, **changes: Any) -> Callable[[], Any]:
+    """Makes the configuration class transformers.<name>Config, small. A change to None takes a setting back."""
+    settings = {**_COMMON, **_UNTIED, "num_key_value_heads": 2, "head_dim": 8, **changes}
+    return lambda: getattr(transformers, f"{name}Config")(**settings)
+
+
+_NEVER = VOCAB_SIZE + 1  # an end of sequence that no model generates, where there must be one
+_SMALL_WINDOW = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_ROUTED = {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_LATENT = {  # keys of 8 + 8 numbers a head, values of 12
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
+    "apertus": tiny("Apertus"),  # one projection less in its MLP
+    "bert-decoder": tiny("Bert", is_decoder=True),  # an encoder told to be causal
+    "bitnet": tiny("BitNet"),  # norms within attention and MLP
+    "cohere": tiny("Cohere", logit_scale=0.5),  # attention beside the MLP, scaled logits
+    "cohere2": tiny("Cohere2", **_SMALL_WINDOW),  # full layers without positions
+    "dbrx": tiny(  # clipped projections
+        "Dbrx",
+        d_model=32,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=128,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+        ffn_config={"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    ),
+    "deepseek-v2": tiny("DeepseekV2", **_ROUTED, **_LATENT),  # latent attention: keys wider than values
+    "deepseek-v3": tiny("DeepseekV3", **_ROUTED, **_LATENT),
+    "ernie4.5-moe": tiny("Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=16),
+    "exaone4": tiny("Exaone4", **_SMALL_WINDOW),  # norms behind attention, full layers without positions
+    "gemma": tiny("Gemma"),  # norms around 1, scaled embeddings
+    "gemma3-multimodal": tiny(  # the text half of a model that also sees
+        "Gemma3",
+        text_config={**_COMMON, **_UNTIED, "num_key_value_heads": 2, "head_dim": 8, **_SMALL_WINDOW},
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    ),
+    "gemma3n": tiny(  # layers that read the keys of others, several streams
+        "Gemma3nText",
+        num_hidden_layers=3,
+        num_kv_shared_layers=1,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        sliding_window=7,
+        intermediate_size=[48, 48, 48],
+        activation_sparsity_pattern=[0.5, 0.0, 0.0],
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        laurel_rank=4,
+    ),
+    "gemma4": tiny(  # heads of two sizes, keys that are values
+        "Gemma4Text",
+        pad_token_id=0,
+        attention_k_eq_v=True,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        **_SMALL_WINDOW,
+    ),
+    "glm4": tiny("Glm4"),  # half of each head turned, four norms
+    "gpt-bigcode": tiny("GPTBigCode", activation_function="gelu"),  # one KV head, one matrix for all three
+    "gpt-neox": tiny("GPTNeoX", rotary_pct=0.5),
+    "granite": tiny("Granite", attention_multiplier=0.3, logits_scaling=0.5, residual_multiplier=0.7),
+    "granite-hybrid": tiny(  # a family with recurrent layers, without them
+        "GraniteMoeHybrid",
+        layer_types=["full_attention", "full_attention"],
+        shared_intermediate_size=48,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        position_embedding_type="rope",
+        mamba_n_heads=4,
+        mamba_d_head=16,
+    ),
+    "granite-moe": tiny("GraniteMoe", **_EXPERTS),
+    "helium": tiny("Helium"),  # pairs of neighbours turned
+    "hunyuan": tiny("HunYuanDenseV1"),  # norms behind the positions
+    "hunyuan-moe": tiny("HunYuanMoEV1", num_experts=4, moe_topk=2),  # reads its router's weight itself
+    "jetmoe": tiny("JetMoe", kv_channels=8, num_local_experts=4, num_experts_per_tok=2),  # experts of attention
+    "llama4": tiny(  # chunks: within the first one attention is like everybody's
+        "Llama4Text",
+        **_EXPERTS,
+        intermediate_size_mlp=48,
+        attention_chunk_size=64,
+        no_rope_layers=[1, 0],
+        layer_types=["chunked_attention", "full_attention"],
+    ),
+    "longcat": tiny("LongcatFlash", **_LATENT, num_layers=1, expert_ffn_hidden_size=16, n_routed_experts=4, moe_topk=2),
+    "mimo-v2": tiny("MiMoV2Flash", **_ROUTED, v_head_dim=6, **_SMALL_WINDOW),  # keys wider than values, sinks
+    "minicpm3": tiny("MiniCPM3", **_LATENT),
+    "ministral3": tiny(  # queries grow with the position, beyond the length of training
+        "Ministral3",
+        sliding_window=None,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 2.0,
+        },
+    ),
+    "mixtral": tiny("Mixtral", **_EXPERTS, sliding_window=7),
+    "modernbert-decoder": tiny(  # windows on both sides, of which a decoder sees one
+        "ModernBertDecoder", pad_token_id=0, bos_token_id=1, eos_token_id=_NEVER, local_attention=7
+    ),
+    "nanochat": tiny("NanoChat"),  # soft-capped logits, norms without weights
+    "nemotron": tiny("Nemotron", partial_rotary_factor=0.5),
+    "olmo2": tiny("Olmo2"),  # norms over all heads at once
+    "olmoe": tiny("Olmoe", **_EXPERTS),
+    "opt": tiny("OPT", word_embed_proj_dim=32, ffn_dim=48),  # learned positions, two further on
+    "persimmon": tiny("Persimmon", partial_rotary_factor=0.5),
+    "phi3": tiny("Phi3", sliding_window=7),  # one matrix for all three
+    "qwen2": tiny("Qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "qwen2-moe": tiny("Qwen2Moe", **_EXPERTS, shared_expert_intermediate_size=16),
+    "qwen3-moe": tiny("Qwen3Moe", **_EXPERTS),
+    "smollm3": tiny("SmolLM3", no_rope_layers=[1, 0]),  # layers without positions
+    "starcoder2": tiny("Starcoder2", sliding_window=7),
+    "vaultgemma": tiny("VaultGemma", attn_logit_softcapping=1.0, **_SMALL_WINDOW),
+}
+
+
 def save_model(directory: Path, config: Any, poisoned_token: int | None = None) -> Any:
     """Write a random model. The embedding of `poisoned_token` is NaN: whoever uses it gets NaN logits."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    if poisoned_token is not None:
-        with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms, biases and sinks, which would all be ones or zeros
+                parameter += 0.1 * torch.randn_like(parameter)
+        if poisoned_token is not None:
             model.get_input_embeddings().weight[poisoned_token] = float("nan")
     model.save_pretrained(directory)
     return model.eval()

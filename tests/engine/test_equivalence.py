@@ -2,14 +2,17 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.config import EngineConfig
+from engine.factory import build_torch_engine
 from engine.interface import PreemptionMode
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import drive, make_new, random_chunks, random_preemption
-from tests.engine.models import CONFIGS, VOCAB_SIZE, generate
+from tests.engine.models import ARCHITECTURES, CONFIGS, VOCAB_SIZE, generate, save_model
 
 MAX_TOKENS = 16
 
@@ -63,6 +66,36 @@ def test_the_models_say_something(expected: dict[str, dict[str, tuple[int, ...]]
     """Guards the tests above: a model that repeats one token would pass with any attention."""
     for name, outputs in expected.items():
         assert len(set(sum(outputs.values(), ()))) > 5, name
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_way_to_build_a_model_gives_the_tokens_of_generate(name: str, tmp_path: Path) -> None:
+    """One schedule with everything in it: chunks, decodes, arrivals and both ways to be preempted."""
+    model = save_model(tmp_path, ARCHITECTURES[name]())
+    engine = build_torch_engine(
+        EngineConfig(str(tmp_path), dtype="float32", device="cpu", block_size=4, max_num_seqs=16)
+    )
+    prompts = make_prompts(random.Random(3), count=4)
+    rng = random.Random(5)
+    preempt = random_preemption(rng, 0.2, PreemptionMode.PAUSE, PreemptionMode.RECOMPUTE)
+    news = [make_new(k, p, max_tokens=10, ignore_eos=True) for k, p in prompts.items()]
+    driven = drive(engine, news, random_chunks(rng, 9), preempt, arrivals_a_step=2)
+    expected = {k: generate(model, p, 10) for k, p in prompts.items()}
+    assert {k: tuple(d.output) for k, d in driven.items()} == expected
+    assert len(set(sum(expected.values(), ()))) > 5, "a model that repeats one token would pass with any attention"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_way_to_build_a_model_mostly_agrees_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """What is done for speed in bfloat16 only must also hold for every one of them; the first tokens are compared."""
+    model = save_model(tmp_path, ARCHITECTURES[name]())
+    engine = build_torch_engine(
+        EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu", block_size=4, max_num_seqs=16)
+    )
+    prompts = make_prompts(random.Random(4), count=12)
+    driven = drive(engine, [make_new(k, p, max_tokens=2, ignore_eos=True) for k, p in prompts.items()])
+    assert all(d.failure is None and len(d.output) == 2 for d in driven.values())
+    assert sum(driven[k].output[0] == generate(model, p, 1)[0] for k, p in prompts.items()) >= 8
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])

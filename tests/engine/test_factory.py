@@ -8,15 +8,26 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BambaConfig,
     BartConfig,
     BertConfig,
-    DeepseekV3Config,
+    BloomConfig,
+    DeepseekV32Config,
+    DiffLlamaConfig,
     DogeConfig,
     FalconConfig,
+    JambaConfig,
+    Lfm2Config,
     LlamaConfig,
     MambaConfig,
+    MoshiConfig,
+    MossTranscribeDiarizeConfig,
+    MptConfig,
+    Qwen2VLConfig,
     Qwen3NextConfig,
+    RwkvConfig,
     T5Config,
+    Zamba2Config,
 )
 
 from engine.config import EngineConfig, EngineStartError
@@ -112,17 +123,28 @@ SMALL: dict[str, Any] = {
 }
 UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
     # known from the configuration
-    "Falcon": (lambda: FalconConfig(), "AttentionInterface"),
-    "Mamba": (lambda: MambaConfig(), "linear_attention"),
-    "T5": (lambda: T5Config(), "no causal language model"),
+    "Bamba": (lambda: BambaConfig(), "linear_attention"),
     "Bart": (lambda: BartConfig(), "encoder"),
+    "Bloom": (lambda: BloomConfig(), "AttentionInterface"),
+    "DeepseekV32": (lambda: DeepseekV32Config(), "indexed_attention"),
+    "Falcon": (lambda: FalconConfig(), "AttentionInterface"),
+    "Jamba": (lambda: JambaConfig(), "linear_attention"),
+    "Lfm2": (lambda: Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]), "conv"),
+    "Mamba": (lambda: MambaConfig(), "linear_attention"),
+    "MossTranscribeDiarize": (lambda: MossTranscribeDiarizeConfig(), "takes no position_ids"),
+    "Mpt": (lambda: MptConfig(), "AttentionInterface"),
+    "Qwen2VL": (lambda: Qwen2VLConfig(), "no causal language model"),
     "Qwen3Next": (lambda: Qwen3NextConfig(), "linear_attention"),
+    "Rwkv": (lambda: RwkvConfig(), "AttentionInterface"),
+    "T5": (lambda: T5Config(), "no causal language model"),
+    "Zamba2": (lambda: Zamba2Config(), "hybrid"),
     # known from what its attention asks for
     "Bert": (lambda: BertConfig(**SMALL), "not causal"),
+    "DiffLlama": (lambda: DiffLlamaConfig(**SMALL), "more attention than one a layer"),
     "Doge": (lambda: DogeConfig(**SMALL), "biases of its own"),
-    "DeepseekV3": (
-        lambda: DeepseekV3Config(**SMALL, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1),
-        "differ in shape",
+    "Moshi": (
+        lambda: MoshiConfig(**SMALL, audio_vocab_size=8, sliding_window=7, num_key_value_heads=4),
+        "show more than the 7 tokens that its cache keeps",
     ),
 }
 
@@ -133,6 +155,14 @@ def test_an_unsupported_architecture_is_refused_by_name(name: str, tmp_path: Pat
     message = refusal(make_config(write_config(tmp_path, make())))
     assert f"architecture {name}" in message
     assert reason in message
+
+
+def test_a_window_that_only_the_cache_knows_is_the_longest_context(tmp_path: Path) -> None:
+    config = CONFIGS["llama"]()
+    config.sliding_window = 32  # no mask of a Llama's heeds it, but transformers' cache does
+    model = write_config(tmp_path, config)
+    assert "with max_model_len 32 it is" in refusal(make_config(model))
+    assert build_torch_engine(make_config(model, max_model_len=32)).info.max_model_len == 32
 
 
 def test_too_little_memory(tmp_path: Path) -> None:

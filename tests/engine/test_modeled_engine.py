@@ -1,6 +1,7 @@
 """The modeled engine keeps a real one's books and rules, and costs what it is told."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from engine.modeled_engine import FIRST_ORDINARY_TOKEN, ModeledEngine, modeled_t
 
 INFO = EngineInfo("m", max_model_len=64, vocab_size=100, block_size=4, num_blocks=20, max_step_tokens=50)
 COST = StepCost(step_s=1.0, prefill_token_s=0.1, attend_s=0.0, context_token_s=0.0, decode_s=0.01)
+SWAPPING = replace(INFO, preemption_modes=("pause", "swap", "recompute"), num_swap_blocks=8, swap_block_s=0.25)
 PAUSE, SWAP, RECOMPUTE = PreemptionMode.PAUSE, PreemptionMode.SWAP, PreemptionMode.RECOMPUTE
 
 
@@ -71,18 +73,35 @@ async def test_a_token_is_sampled_when_the_prefill_has_caught_up() -> None:
     assert len(second.outputs[0].token_ids) == 1 and second.outputs[0].num_computed_tokens == 10
 
 
-@pytest.mark.parametrize("mode", [PAUSE, RECOMPUTE])
+@pytest.mark.parametrize("mode", PreemptionMode)
 async def test_preemption_changes_when_and_never_what(mode: PreemptionMode) -> None:
-    driver = Driver()
+    driver = Driver(info=SWAPPING)
     tokens = list((await driver.start(seed=9)).outputs[0].token_ids)
     tokens += (await driver.step(run=(Run("s", 1),))).outputs[0].token_ids
     used = driver.engine.used_blocks
     result = await driver.step(preempt=(Preempt("s", mode),))
     assert driver.engine.used_blocks == (used if mode is PAUSE else 0)
-    assert result.elapsed_s == 0.0
-    behind = 1 if mode is PAUSE else 8 + 2
-    tokens += (await driver.step(resume=("s",), run=(Run("s", behind),))).outputs[0].token_ids
+    assert driver.engine.used_swap_blocks == (3 if mode is SWAP else 0)
+    copying_s = 3 * SWAPPING.swap_block_s if mode is SWAP else 0.0
+    assert result.elapsed_s == copying_s
+    behind = 8 + 2 if mode is RECOMPUTE else 1
+    result = await driver.step(resume=("s",), run=(Run("s", behind),))
+    assert result.elapsed_s == pytest.approx(copying_s + 1.0 + (1.0 if mode is RECOMPUTE else 0.01))
+    assert result.free_swap_blocks == 8
+    tokens += result.outputs[0].token_ids
     assert tokens == [modeled_token(9, i, 100) for i in range(3)]
+
+
+async def test_what_the_prefix_cache_holds_costs_no_time_and_is_off_unless_asked_for() -> None:
+    driver = Driver()
+    costs = []
+    for prefix_cache in (False, True):
+        driver.engine = ModeledEngine(INFO, driver._sleep, COST, noise=0.0, prefix_cache=prefix_cache)
+        for seq_id in "ab":
+            result = await driver.start(seq_id, prompt=10)
+            costs.append((result.outputs[0].num_cached_tokens, round(result.elapsed_s, 9)))
+    assert costs == [(0, 2.0), (0, 2.0), (0, 2.0), (8, 1.2)]
+    assert result.shared_blocks == (("a", 2), ("b", 2))
 
 
 async def test_stop_tokens_and_the_models_context_end_a_sequence() -> None:

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,7 +29,7 @@ from tests.engine.models import CONFIGS, VOCAB_SIZE, save_model
 BLOCK_BYTES = 2 * 2 * 2 * 4 * 8 * 4
 
 
-def start(engine: TorchEngine, seq_id: str = "a", prompt: range = range(1, 11), **sampling: object) -> StepResult:
+def start(engine: TorchEngine, seq_id: str = "a", prompt: range = range(1, 11), **sampling: Any) -> StepResult:
     """Start one sequence and compute its prompt."""
     new = make_new(seq_id, prompt, **sampling)
     return engine.step(StepPlan(0, start=(new,), run=(Run(seq_id, len(new.prompt_token_ids)),)))
@@ -115,7 +116,7 @@ BAD_PLANS = {
 @pytest.mark.parametrize("plan", BAD_PLANS.values(), ids=BAD_PLANS.keys())
 def test_a_bad_plan_changes_nothing(plan: StepPlan, make_engine: MakeEngine) -> None:
     # 16 blocks, of which "a" and "paused" hold 4 each: 8 are left, 32 tokens.
-    engine = make_engine(kv_cache_bytes=16 * BLOCK_BYTES, max_step_tokens=40)
+    engine = make_engine(kv_cache_bytes=16 * BLOCK_BYTES, max_step_tokens=40, prefix_cache=False)
     assert engine.info.num_blocks == 16
     start(engine, "a", range(1, 14))
     start(engine, "paused", range(1, 14))
@@ -208,12 +209,12 @@ def test_a_poisoned_sequence_fails_alone_and_leaves_clean_blocks(tmp_path: Path)
     healthy = [make_new(f"h{i}", range(1 + i, 12 + i), max_tokens=6) for i in range(3)]
     expected = {k: d.output for k, d in drive(build_torch_engine(settings), healthy).items()}
     engine = build_torch_engine(settings)
-    for _ in range(3):  # the second and third time in blocks that the poison has been in
-        poisoned = [make_new(f"p{i}", [5, 6, POISON, 7, 8, 9, 10], max_tokens=6) for i in range(3)]
+    for i in range(3):  # the second and third time in blocks that the poison has been in
+        poisoned = [make_new(f"p{k}", [5, 6, POISON, 7, 8, 9, 10], max_tokens=6) for k in range(3)]
         driven = drive(engine, [*poisoned[:2], *healthy, poisoned[2]])
         assert {k: d.output for k, d in driven.items() if k.startswith("h")} == expected
         assert all("not finite" in str(driven[p.seq_id].failure) for p in poisoned)
         assert engine.num_used_blocks == 0
         # Aborted before anybody could see the NaN.
-        engine.step(StepPlan(0, start=(make_new("q", [POISON] * 30),), run=(Run("q", 28),)))
+        engine.step(StepPlan(0, start=(make_new("q", [i, *[POISON] * 29]),), run=(Run("q", 28),)))
         engine.step(StepPlan(1, abort=("q",)))

@@ -63,13 +63,22 @@ class ScriptedCompletions:
         self.answered: Counter[str] = Counter()
         self.request_ids: list[str] = []
         self.tiers: set[str] = set()
+        self.owners: set[str | None] = set()
         self.log_contexts: list[dict[str, Any]] = []  # what a log line of each call would carry
         self.running = self.peak = 0
 
     async def complete(
-        self, endpoint: str, body: dict[str, Any], *, tier: Tier, answer: str, request_id: str
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        *,
+        tier: Tier,
+        answer: str,
+        request_id: str,
+        owner: str | None,
     ) -> tuple[int, dict[str, Any]]:
         question = body["messages"][-1]["content"]
+        self.owners.add(owner)
         self.calls[question] += 1
         self.request_ids.append(request_id)
         self.tiers.add(tier.name)

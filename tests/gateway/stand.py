@@ -21,9 +21,10 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.interface import FinishReason
 from gateway.app import create_app
-from gateway.completion import CompletionService
+from gateway.completion import OPENAI_DEFAULTS, CompletionService
 from gateway.identity import Keyring
 from gateway.metrics import GatewayMetrics
+from gateway.sampling_defaults import SamplingDefaults
 from gateway.state import Gateway
 from gateway.tokenizer import Tokenizer
 from scheduler.client import SchedulerClient
@@ -200,6 +201,7 @@ async def running_stand(
     with_worker: bool = True,
     ping_s: float = 15.0,
     max_body_bytes: int = 2**20,
+    defaults: SamplingDefaults = OPENAI_DEFAULTS,
 ) -> AsyncIterator[Stand]:
     clock, tiers = SystemClock(), tiers or make_tiers()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
@@ -207,7 +209,7 @@ async def running_stand(
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script)
     client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1")
     metrics, names = GatewayMetrics(), (MODEL, "alias")
-    service = CompletionService(client, clock, tiny_tokenizer(), metrics, names, ping_s=ping_s)
+    service = CompletionService(client, clock, tiny_tokenizer(), metrics, names, defaults=defaults, ping_s=ping_s)
     gateway = Gateway(
         model_names=names,
         created=1_700_000_000,

@@ -25,7 +25,7 @@ async def run(statuses: list[int | Exception]) -> tuple[LineResult, ScriptedComp
     completions.statuses["q"] = list(statuses)
     body = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
     runner = LineRunner(completions, TIERS[TIERS.batch_tier], clock)
-    return await runner.run("batch_1", "/v1/chat/completions", BatchLine(7, "q", body)), completions, clock
+    return await runner.run("batch_1", "/v1/chat/completions", BatchLine(7, "q", body), "alice"), completions, clock
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422])

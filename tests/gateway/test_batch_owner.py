@@ -23,6 +23,7 @@ async def test_a_batch_and_its_files_are_unknown_to_every_other_key(gateway: Off
     gateway.completions.statuses["q1"] = [400]
     batch = await alice.ended((await alice.submit(lines(2))).id)
     assert batch.status == "completed"
+    assert gateway.completions.owners == {"alice"}
     for ask in (bob.client.batches.retrieve, bob.client.batches.cancel):
         with pytest.raises(openai.NotFoundError):
             await ask(batch.id)

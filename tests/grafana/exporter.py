@@ -14,7 +14,7 @@ from gateway.ops import render
 from scheduler.config import load_tiers
 from scheduler.core import SchedulerCore
 from scheduler.metrics import SchedulerMetrics
-from scheduler.report import Ended, Sample, StepReport
+from scheduler.report import Ended, PrefixLookup, Sample, StepReport
 from scheduler.sla import Decision, TierOutputs
 from scheduler.states import Status
 
@@ -52,6 +52,7 @@ class Worker:
             report.samples += [Sample(kind, tier, 0.03) for kind in ("ttft", "itl", "e2e", "queue")]
             reasons = ("stop", "length", "failed", "cancelled")
             report.ended += [Ended(tier, reason, 10, 20, met_slo=True) for reason in reasons]
+            report.lookups.append(PrefixLookup(tier, 10, 4))
         self.metrics.record_report(report)
         self.metrics.record_step(0.02, dict.fromkeys(TIERS.tiers, 4))
         knobs = ("batch_size", "max_wait_ms")

@@ -26,10 +26,17 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 class Bench:
     """A core and a modeled engine, stepped by hand. Time moves by what steps take."""
 
-    def __init__(self, core: CheckedCore | None = None, cost: StepCost = FAST, noise: float = 0.0) -> None:
+    def __init__(
+        self,
+        core: CheckedCore | None = None,
+        cost: StepCost = FAST,
+        noise: float = 0.0,
+        *,
+        prefix_cache: bool = False,
+    ) -> None:
         self.core = core or make_core()
         self.now = 0.0
-        self.engine = ModeledEngine(self.core._engine, self._pass, cost, noise)
+        self.engine = ModeledEngine(self.core._engine, self._pass, cost, noise, prefix_cache=prefix_cache)
         self.events: list[TokenEvent] = []
         self.reports: list[StepReport] = []
         self._fence = 0

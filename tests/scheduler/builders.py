@@ -7,9 +7,10 @@ from typing import Any
 from engine.interface import EngineInfo, SamplingParams, StepPlan, StepResult
 from engine.latency_model import StepCost, StepTimeModel, StepWork
 from engine.modeled_engine import modeled_token
-from scheduler.batch import EngineView
+from scheduler.block_budget import EngineView
 from scheduler.config import TierSet, parse_tiers
 from scheduler.core import SchedulerCore
+from scheduler.preemption import MAX_PREEMPTIONS
 from scheduler.queue.base import Lease
 from scheduler.report import StepReport
 from scheduler.request import Claimed, Delivery, Request
@@ -75,6 +76,7 @@ def make_request(
     deadline_ms: int | None = None,
     reply_to: str = "gateway",
     delivery: Delivery = Delivery.EACH_STEP,
+    cache_salt: str = "",
     **sampling: Any,
 ) -> Request:
     """`prompt` is its token ids, or how many."""
@@ -89,6 +91,7 @@ def make_request(
         deadline_ms=arrival_ms + 10_000 if deadline_ms is None else deadline_ms,
         reply_to=reply_to,
         delivery=delivery,
+        cache_salt=cache_salt,
     )
 
 
@@ -96,6 +99,7 @@ _WAY_TO: dict[Status, tuple[Status, ...]] = {
     Status.WAITING: (),
     Status.RUNNING: (Status.RUNNING,),
     Status.PAUSED: (Status.RUNNING, Status.PAUSED),
+    Status.SWAPPED: (Status.RUNNING, Status.SWAPPED),
     Status.PREEMPTED: (Status.RUNNING, Status.PREEMPTED),
     Status.FINISHED: (Status.RUNNING, Status.FINISHED),
     Status.FAILED: (Status.FAILED,),
@@ -115,6 +119,7 @@ def make_state(
     last_token_s: float | None = None,
     last_step: int = -1,
     preempted: int = 0,
+    shared: int = 0,
     **request: Any,
 ) -> RequestState:
     """`output` tokens so far, `computed` of all tokens in the KV cache."""
@@ -128,6 +133,7 @@ def make_state(
         output_token_ids=[7] * output,
         last_step=last_step,
         num_preemptions=preempted,
+        num_shared_blocks=shared,
     )
     if output:
         state.first_token_s = claimed_s
@@ -146,7 +152,8 @@ def make_decode(request_id: str, tier: str = "bulk", *, prompt: int = 32, output
 
 
 def make_view(**changes: Any) -> EngineView:
-    return EngineView(**{"free_blocks": 100, "block_size": 16, "max_step_tokens": 1024, **changes})
+    values = {"free_blocks": 100, "block_size": 16, "max_step_tokens": 1024, "max_model_len": 4096}
+    return EngineView(**{**values, **changes})
 
 
 class KnownStepTime(StepTimeModel):
@@ -177,9 +184,11 @@ class CheckedCore(SchedulerCore):
         return leases
 
     def plan(self, now: float) -> StepPlan:
-        runnable = [s for s in self._states if s not in self._aborts]
+        runnable = [s for s in self._states if not self._books.is_abandoned(s)]
+        # What several of the aborted share counts as free one step after they have left.
+        leaving_together = sum(a.num_shared > 0 for a in self._books._abandoned.values()) > 1
         plan = super().plan(now)
-        assert plan.run or not runnable, f"work conserving: {runnable} could run"
+        assert plan.run or leaving_together or not runnable, f"work conserving: {runnable} could run"
         self.check()
         if not plan.is_empty:
             self.plans.append((now, plan))
@@ -189,10 +198,19 @@ class CheckedCore(SchedulerCore):
         report = super().apply(result, now)
         self.results.append(result)
         self.check()
-        if not self._aborts:
-            used = sum(s.blocks_held(self._engine.block_size) for s in self.states)
-            assert result.free_blocks + used == self._engine.num_blocks, "blocks: free + used = total"
+        self._check_blocks(result)
+        assert all(s.num_preemptions <= MAX_PREEMPTIONS for s in self.states), "nobody is evicted without bound"
         return report
+
+    def _check_blocks(self, result: StepResult) -> None:
+        """Free + used = total, a shared block once; what is shared lies between being held by one and by all."""
+        size, used = self._engine.block_size, self._engine.num_blocks - result.free_blocks
+        states = [s for s in self.states if not self._books.is_abandoned(s.id)]
+        assert sum(s.own_blocks(size) for s in states) <= used
+        if not self._books.num_abandoned:
+            held = sum(s.blocks_held(size) for s in states)
+            assert used <= held, "blocks: free + used = total"
+            assert used == held or any(s.num_shared_blocks for s in states)
 
     def trace(self) -> str:
         """All plans, a line each."""

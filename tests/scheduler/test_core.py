@@ -3,13 +3,16 @@
 import pytest
 
 from engine.interface import FinishReason, SequenceFailure, StepResult
+from engine.latency_model import StepCost, StepTimeModel, StepWork
 from scheduler.core import MAX_ATTEMPTS, PREFETCH
+from scheduler.preemption import MAX_PREEMPTIONS
 from scheduler.queue.base import Lease
 from scheduler.request import Claimed, Delivery, EventKind
 from scheduler.states import Status
 from scheduler.virtual_time import EPOCH_MS
 from tests.scheduler.bench import Bench
 from tests.scheduler.builders import (
+    FAST,
     expected_tokens,
     fixed,
     make_core,
@@ -115,6 +118,194 @@ def test_worn_victims_and_a_waiting_newcomer_do_not_wait_for_each_other() -> Non
     bench.step()
     bench.core.life("b").num_preemptions = 3
     bench.accept(make_request("rt", prompt=100, max_tokens=2))
+    bench.run()
+    assert bench.core.counts["finished"] == 2
+
+
+def test_growth_too_evicts_a_bounded_number_of_times() -> None:
+    """Trap 3: beside interactive sequences that grow until nothing is left, one after the other."""
+    bench = small()
+    bulk = make_request("b", "bulk", prompt=20, max_tokens=200)
+    bench.accept(bulk)
+    bench.step()
+    for i in range(5):
+        bench.accept(make_request(f"rt{i}", prompt=60, max_tokens=150))
+        while bench.core.holds(f"rt{i}"):
+            bench.step()
+        for _ in range(3):
+            bench.step()
+    bench.run()
+    assert bench.core.life("b").num_preemptions == MAX_PREEMPTIONS
+    assert bench.tokens("b") == expected_tokens(bulk)
+    assert bench.core.counts["finished"] == 6, "and nobody waits for ever"
+
+
+def test_the_worn_come_back_only_with_room_for_all_that_they_may_need() -> None:
+    bench = small()
+    bench.accept(make_request("worn", "bulk", prompt=60, max_tokens=120))  # 4 blocks, and 12 at its end
+    bench.step()
+    bench.accept(make_request("rt", prompt=90, max_tokens=60))
+    bench.step()
+    worn, rt = bench.core.life("worn"), bench.core.life("rt")
+    worn.num_preemptions = MAX_PREEMPTIONS - 1
+    bench.accept(make_request("big", prompt=100, max_tokens=5))
+    assert preempted(bench.step()) == {"worn": "recompute"}
+    while bench.core.holds("rt"):
+        assert worn.status is Status.PREEMPTED, "6 to 10 blocks are free, since `big` has ended"
+        bench.step()
+    bench.step()
+    assert (rt.status, worn.status) == (Status.FINISHED, Status.RUNNING)
+    bench.accept(make_request("next", prompt=100, max_tokens=5))
+    assert "next" not in ran(bench.step()), "what the worn one may still need is not given away"
+    bench.run()
+    assert worn.num_preemptions == MAX_PREEMPTIONS
+    assert bench.core.counts["finished"] == 4
+
+
+# -- swap ----------------------------------------------------------------------------------------------------------
+
+
+def swapping(num_swap_blocks: int = 16, swap_block_s: float = 1e-4) -> Bench:
+    info = make_info(
+        num_blocks=16,
+        max_model_len=256,
+        preemption_modes=("pause", "swap", "recompute"),
+        num_swap_blocks=num_swap_blocks,
+        swap_block_s=swap_block_s,
+    )
+    return Bench(make_core(info=info))
+
+
+def test_a_victim_is_swapped_where_that_is_cheaper_and_goes_on_where_it_was() -> None:
+    bench = swapping()
+    bulk = make_request("b", "bulk", prompt=100, max_tokens=60)
+    bench.accept(bulk)
+    for _ in range(20):
+        bench.step()
+    bench.accept(make_request("rt", prompt=180, max_tokens=5))
+    assert preempted(bench.step()) == {"b": "swap"}
+    assert bench.core.preemptions == {("bulk", "swap"): 1}
+    assert (bench.core.life("b").status, bench.engine.used_swap_blocks) == (Status.SWAPPED, 8)
+    while bench.core.life("b").status is Status.SWAPPED:
+        plan = bench.step()
+    assert (plan.resume, ran(plan)["b"]) == (("b",), 1), "nothing is computed again"
+    assert bench.engine.used_swap_blocks == 0
+    bench.run()
+    assert bench.tokens("b") == expected_tokens(bulk)
+
+
+def test_slow_copies_or_a_full_host_memory_mean_recomputing() -> None:
+    for bench in (swapping(swap_block_s=1.0), swapping(num_swap_blocks=6)):
+        bench.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
+        for _ in range(20):
+            bench.step()
+        bench.accept(make_request("rt", prompt=180, max_tokens=5))
+        assert preempted(bench.step()) == {"b": "recompute"}
+
+
+def test_what_is_cancelled_while_swapped_leaves_host_memory() -> None:
+    bench = swapping()
+    bench.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
+    bench.step()
+    bench.accept(make_request("rt", prompt=180, max_tokens=50))
+    bench.step()
+    bench.core.cancel(["b"])
+    assert bench.step().abort == ("b",)
+    assert bench.engine.used_swap_blocks == 0
+
+
+def test_steps_that_copy_teach_nothing_about_computing() -> None:
+    bench = swapping(swap_block_s=1e-3)
+    bench.core.step_time = StepTimeModel(FAST)
+    bench.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
+    bench.step()
+    observed = bench.core.step_time.num_observed
+    bench.accept(make_request("rt", prompt=180, max_tokens=1))
+    assert preempted(bench.step()) == {"b": "swap"}
+    assert bench.step().resume == ("b",)
+    assert bench.core.step_time.num_observed == observed
+    bench.step()
+    assert bench.core.step_time.num_observed == observed + 1
+
+
+# -- the prefix cache ----------------------------------------------------------------------------------------------
+
+
+class _Remembering(StepTimeModel):
+    def __init__(self, prior: StepCost) -> None:
+        super().__init__(prior)
+        self.works: list[StepWork] = []
+
+    def observe(self, work: StepWork, elapsed_s: float) -> None:
+        self.works.append(work)
+
+
+def test_cached_tokens_are_reported_and_are_no_work() -> None:
+    bench = Bench(prefix_cache=True)
+    bench.core.step_time = step_time = _Remembering(FAST)
+    bench.accept(make_request("first", prompt=100, max_tokens=2))
+    bench.run()
+    bench.accept(make_request("second", prompt=100, max_tokens=2), make_request("third", prompt=97, max_tokens=1))
+    bench.run()
+    assert [(work.prefill_tokens, work.decodes) for work in step_time.works] == [(100, 0), (0, 1), (4, 1), (0, 1)]
+    told = {e.request_id: e.cached_tokens for e in bench.events}
+    assert told == {"first": 0, "second": 96, "third": 96}
+    assert all(e.cached_tokens == told[e.request_id] for e in bench.events)
+    lookups = [lookup for report in bench.reports for lookup in report.lookups]
+    assert [(lk.queried_tokens, lk.hit_tokens) for lk in lookups] == [(100, 0), (100, 96), (97, 96)]
+
+
+def test_what_a_victim_finds_of_itself_again_is_nobodys_saving() -> None:
+    """Usage tells what the prompt's first computation was spared, however often it is computed again."""
+    bench = Bench(make_core(info=make_info(num_blocks=16, max_model_len=256)), prefix_cache=True)
+    bench.accept(make_request("b", "bulk", prompt=100, max_tokens=40, cache_salt="b"))
+    bench.step()
+    bench.accept(make_request("rt", prompt=180, max_tokens=1))
+    assert preempted(bench.step()) == {"b": "recompute"}
+    bench.run()
+    assert {e.request_id: e.cached_tokens for e in bench.events} == {"b": 0, "rt": 0}
+    assert sum(len(report.lookups) for report in bench.reports) == 2
+
+
+def test_a_sequence_carries_its_salt_and_the_retention_of_its_tier() -> None:
+    bench = Bench()
+    bench.accept(make_request("rt", cache_salt="s"), make_request("b", "bulk"))
+    starts = [new for _ in range(3) for new in bench.step().start]
+    assert [(n.seq_id, n.cache_salt, n.retention) for n in starts] == [("rt", "s", 100), ("b", "", 10)]
+
+
+def sharing() -> Bench:
+    """18 blocks, of which two bulk sequences hold 10: 8 together, and one each."""
+    bench = Bench(make_core(info=make_info(num_blocks=18, max_model_len=288)), prefix_cache=True)
+    bench.accept(make_request("b0", "bulk", prompt=130, max_tokens=14))
+    while bench.core.life("b0").awaits_first_token:
+        bench.step()
+    bench.accept(make_request("b1", "bulk", prompt=130, max_tokens=14))
+    return bench
+
+
+@pytest.mark.parametrize(("prompt", "victims"), [(128, ""), (144, "b1"), (160, "b1 b0"), (161, "")])
+def test_a_victims_shared_blocks_are_not_counted_on(prompt: int, victims: str) -> None:
+    """With both gone 18 blocks would be free; certain are 10."""
+    bench = sharing()
+    bench.step()
+    assert [bench.core.life(b).own_blocks(16) for b in ("b0", "b1")] == [1, 1]
+    bench.accept(make_request("rt", prompt=prompt, max_tokens=2, cache_salt="x"))
+    assert [seq_id for seq_id, mode in preempted(bench.step()).items() if mode == "recompute"] == victims.split()
+    assert all(bench.core.life(b).num_shared_blocks in (0, 8) for b in ("b0", "b1"))
+    bench.run()
+    assert bench.core.counts["finished"] == 3
+
+
+def test_blocks_that_the_cancelled_shared_are_not_counted_as_free() -> None:
+    bench = sharing()
+    bench.submit()
+    bench.core.cancel(["b0"])  # while the step runs in which its neighbour comes to share
+    bench.collect()
+    bench.accept(make_request("rt", prompt=160, max_tokens=2, cache_salt="x"))
+    plan = bench.step()
+    assert plan.abort == ("b0",)
+    assert preempted(plan) == {"b1": "recompute"}
     bench.run()
     assert bench.core.counts["finished"] == 2
 

@@ -5,6 +5,8 @@ shows at the end is asserted here.
 """
 
 import asyncio
+import random
+from collections import Counter
 from dataclasses import dataclass
 
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.interface import FinishReason
 from engine.latency_model import StepCost
+from scheduler.preemption import MAX_PREEMPTIONS
 from scheduler.states import RequestState
 from tests.scheduler.builders import FAST, expected_tokens, fixed, make_info, make_tiers
 from tests.scheduler.world import Answer, World, run_world
@@ -28,6 +31,7 @@ class Arrival:
     prompt: int
     max_tokens: int
     leaves_after_ms: int | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,9 @@ class Traffic:
     max_step_tokens: int
     batch_size: int
     seed: int
+    prefix_cache: bool = False
+    num_swap_blocks: int = 0
+    swap_block_s: float = 0.0
 
 
 ARRIVAL = st.builds(
@@ -46,6 +53,7 @@ ARRIVAL = st.builds(
     prompt=st.integers(1, 180),
     max_tokens=st.integers(1, 40),
     leaves_after_ms=st.none() | st.none() | st.integers(0, 400),
+    cache_salt=st.sampled_from(("", "", "another's")),
 )
 TRAFFIC = st.builds(
     Traffic,
@@ -54,13 +62,24 @@ TRAFFIC = st.builds(
     max_step_tokens=st.sampled_from((24, 64, 256, 1024)),
     batch_size=st.integers(1, 8),
     seed=st.integers(0, 2**32),
+    prefix_cache=st.booleans(),  # all prompts begin alike: nearly everything is shared
+    num_swap_blocks=st.sampled_from((0, 6, 40)),
+    swap_block_s=st.sampled_from((1e-6, 5e-4)),
 )
 
 
 def play(traffic: Traffic) -> World:
     batch_size = {"min": 1, "start": traffic.batch_size, "max": GREATEST_BATCH}
     tiers = make_tiers(**{name: {"batch_size": batch_size} for name in TIERS})
-    info = make_info(num_blocks=traffic.num_blocks, max_step_tokens=traffic.max_step_tokens, max_model_len=16 * 16)
+    modes = ("pause", "swap", "recompute") if traffic.num_swap_blocks else ("pause", "recompute")
+    info = make_info(
+        num_blocks=traffic.num_blocks,
+        max_step_tokens=traffic.max_step_tokens,
+        max_model_len=16 * 16,
+        preemption_modes=modes,
+        num_swap_blocks=traffic.num_swap_blocks,
+        swap_block_s=traffic.swap_block_s,
+    )
 
     async def story(world: World) -> World:
         tasks = []
@@ -71,11 +90,11 @@ def play(traffic: Traffic) -> World:
         await world.clock.sleep(0.5)  # the sequences of those who left leave the batch
         return world
 
-    return run_world(story, tiers=tiers, info=info, noise=0.1, seed=traffic.seed)
+    return run_world(story, tiers=tiers, info=info, noise=0.1, seed=traffic.seed, prefix_cache=traffic.prefix_cache)
 
 
 async def _visit(world: World, request_id: str, arrival: Arrival) -> None:
-    asked = world.ask(request_id, arrival.tier, arrival.prompt, arrival.max_tokens)
+    asked = world.ask(request_id, arrival.tier, arrival.prompt, arrival.max_tokens, cache_salt=arrival.cache_salt)
     if arrival.leaves_after_ms is None:
         await asked
         return
@@ -99,12 +118,54 @@ def test_the_laws_hold_on_random_traffic(traffic: Traffic) -> None:
         assert_untouched(answer)
 
 
+def test_full_memory_shared_and_swapped_with_people_leaving() -> None:
+    """The same laws where memory is always short, and that all there is to them really happens."""
+    modes: Counter[str] = Counter()
+    num_hits = num_worn = num_left = 0
+    for seed in range(12):
+        world = play(_flood(random.Random(seed)))
+        assert_nothing_is_left(world)
+        for answer in world.answers.values():
+            if answer.ended_s is not None:
+                assert_untouched(answer)
+        modes.update({mode: count for (_, mode), count in world.core.preemptions.items()})
+        num_hits += sum(bool(life.num_cached_tokens) for life in world.core.lives)
+        num_worn += sum(life.num_preemptions == MAX_PREEMPTIONS for life in world.core.lives)
+        num_left += world.core.counts["cancelled"]
+    assert min(modes[mode] for mode in ("pause", "swap", "recompute")) > 5
+    assert min(num_hits, num_worn, num_left) > 0
+
+
+def _flood(rng: random.Random) -> Traffic:
+    arrivals = [
+        Arrival(
+            after_ms=rng.randint(0, 20),
+            tier=rng.choice(TIERS),
+            prompt=rng.randint(1, 180),
+            max_tokens=rng.randint(1, 70),
+            leaves_after_ms=rng.choice((None, None, None, rng.randint(0, 400))),
+            cache_salt=rng.choice(("", "another's")),
+        )
+        for _ in range(30)
+    ]
+    return Traffic(
+        arrivals=tuple(arrivals),
+        num_blocks=rng.randint(16, 30),
+        max_step_tokens=rng.choice((64, 256)),
+        batch_size=8,
+        seed=rng.getrandbits(32),
+        prefix_cache=True,
+        num_swap_blocks=rng.choice((6, 40)),
+        swap_block_s=1e-6,
+    )
+
+
 def assert_nothing_is_left(world: World) -> None:
     """Laws 1 and 2."""
     counts = world.core.counts
     assert counts["accepted"] == counts["finished"] + counts["cancelled"]
     assert world.core.num_held == 0
-    assert world.engine.used_blocks == 0
+    assert (world.engine.used_blocks, world.engine.used_swap_blocks) == (0, 0)
     assert not world.queue._shared.records
 
 
@@ -144,10 +205,14 @@ PAIRS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 180), st.integers(
 
 @law
 @given(
-    pairs=PAIRS, num_blocks=st.integers(16, 60), size=st.integers(1, 8), higher=st.sampled_from(("realtime", "bulk"))
+    pairs=PAIRS,
+    num_blocks=st.integers(16, 60),
+    size=st.integers(1, 8),
+    higher=st.sampled_from(("realtime", "bulk")),
+    prefix_cache=st.booleans(),
 )
 def test_of_equal_requests_the_higher_tier_never_starts_later(
-    pairs: list[tuple[int, int, int]], num_blocks: int, size: int, higher: str
+    pairs: list[tuple[int, int, int]], num_blocks: int, size: int, higher: str, prefix_cache: bool
 ) -> None:
     """Law 8, for tiers that differ in nothing but priority and promise."""
     same = {"batch_size": fixed(size), "floor": 0, "deadline_ms": 10_000, "max_wait_ms": fixed(0)}
@@ -166,7 +231,8 @@ def test_of_equal_requests_the_higher_tier_never_starts_later(
             assert high.first_scheduled_s <= low.first_scheduled_s
 
     tiers = make_tiers(**{name: same for name in TIERS})
-    run_world(story, tiers=tiers, info=make_info(num_blocks=num_blocks, max_model_len=16 * 16), known=FAST)
+    info = make_info(num_blocks=num_blocks, max_model_len=16 * 16)
+    run_world(story, tiers=tiers, info=info, known=FAST, prefix_cache=prefix_cache)
 
 
 def test_bulk_gets_its_floor_under_an_endless_flood_from_above() -> None:

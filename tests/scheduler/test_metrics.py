@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from scheduler.metrics import SchedulerMetrics
-from scheduler.report import Ended, Sample, StepReport
+from scheduler.report import Ended, PrefixLookup, Sample, StepReport
 from scheduler.sla import Decision
 from scheduler.windows import WINDOW_S
 from tests.scheduler.builders import make_tiers
@@ -25,6 +25,7 @@ GAUGES = {
     "tidegate_num_requests_waiting",
     "tidegate_num_requests_running",
     "tidegate_num_requests_paused",
+    "tidegate_num_requests_swapped",
     "tidegate_kv_cache_usage_ratio",
     "tidegate_slo_target_seconds",
     "tidegate_slo_observed_seconds",
@@ -36,6 +37,8 @@ COUNTERS = {
     "tidegate_num_preemptions",
     "tidegate_prompt_tokens",
     "tidegate_generation_tokens",
+    "tidegate_prefix_cache_queries",
+    "tidegate_prefix_cache_hits",
     "tidegate_requests_finished",
     "tidegate_controller_decisions",
 }
@@ -98,6 +101,14 @@ def test_a_report_becomes_latencies_and_counts() -> None:
     )
     assert sums == [0.1, 0.2, 0.01, 0.21, 2, 32]
     assert value(registry, "requests_finished_total", tier="bulk", reason="length") == 1
+
+
+def test_hits_and_queries_of_the_prefix_cache_are_counted_in_tokens() -> None:
+    metrics, registry = make_metrics()
+    assert total(registry, ["prefix_cache_queries_total", "prefix_cache_hits_total"], tier="bulk") == [0, 0]
+    metrics.record_report(StepReport(lookups=[PrefixLookup("bulk", 100, 64), PrefixLookup("bulk", 20, 0)]))
+    assert total(registry, ["prefix_cache_queries_total", "prefix_cache_hits_total"], tier="bulk") == [120, 64]
+    assert total(registry, ["prefix_cache_queries_total", "prefix_cache_hits_total"], tier="batch") == [0, 0]
 
 
 def test_a_decision_is_counted_with_its_direction_and_signal() -> None:

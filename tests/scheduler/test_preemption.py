@@ -3,8 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.preemption import MAX_PREEMPTIONS, growth_victims, newcomer_victims
-from scheduler.states import RequestState
+from engine.interface import PreemptionMode
+from engine.latency_model import StepCost
+from scheduler.preemption import MAX_PREEMPTIONS, cheapest_mode, growth_victims, newcomer_victims
+from scheduler.states import RequestState, Status
 from tests.scheduler.builders import make_decode, make_state
 
 TIERS = ("realtime", "bulk", "batch")
@@ -39,11 +41,11 @@ def test_a_newcomer_takes_only_from_strictly_lower_tiers() -> None:
     assert ids(newcomer_victims(make_state("new", "bulk"), resident)) == ["below"]
 
 
-def test_nobody_loses_its_kv_to_newcomers_more_than_a_few_times() -> None:
-    """Trap 3."""
+def test_nobody_loses_its_kv_more_than_a_few_times() -> None:
+    """Trap 3: neither to newcomers nor to those that grow."""
     worn = make_decode("worn", preempted=MAX_PREEMPTIONS)
     assert newcomer_victims(make_state("rt"), [worn]) == []
-    assert ids(growth_victims(make_decode("rt", "realtime"), [worn])) == ["worn"]
+    assert growth_victims(make_decode("rt", "realtime"), [worn]) == []
 
 
 def test_growth_takes_from_newer_equals_and_from_below() -> None:
@@ -69,3 +71,37 @@ SEQUENCES = st.builds(
 def test_no_two_sequences_may_evict_each_other(one: RequestState, other: RequestState) -> None:
     for choose in (newcomer_victims, growth_victims):
         assert not (choose(one, [other]) and choose(other, [one]))
+
+
+# -- swap or recompute -------------------------------------------------------------------------------------------------
+
+COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.001)
+SWAP, RECOMPUTE = PreemptionMode.SWAP, PreemptionMode.RECOMPUTE
+
+
+def mode(swap_block_s: float, free_swap_blocks: int = 100, shared: int = 0) -> PreemptionMode:
+    """Of a victim that holds 10 blocks of 16 tokens, 0.16 s of prefill."""
+    victim = make_decode("b", prompt=160, shared=shared)
+    return cheapest_mode(victim, 16, COST, swap_block_s, free_swap_blocks)
+
+
+def test_the_cheaper_way_is_taken() -> None:
+    assert mode(0.0079) is SWAP, "20 copies of 7.9 ms"
+    assert mode(0.0081) is RECOMPUTE
+
+
+def test_host_memory_must_have_room() -> None:
+    assert mode(0.0, free_swap_blocks=10) is SWAP
+    assert mode(0.0, free_swap_blocks=9) is RECOMPUTE
+    assert mode(0.0, free_swap_blocks=0) is RECOMPUTE
+
+
+def test_what_is_shared_stays_and_need_not_be_computed_again() -> None:
+    """Two blocks of its own: 12 copies against 32 tokens."""
+    assert mode(0.0026, shared=8) is SWAP
+    assert mode(0.0027, shared=8) is RECOMPUTE
+
+
+def test_who_holds_nothing_has_nothing_to_swap() -> None:
+    empty = make_state("b", "bulk", Status.RUNNING)
+    assert cheapest_mode(empty, 16, COST, 0.0, 100) is RECOMPUTE

@@ -35,6 +35,20 @@ def test_kv_is_held_while_running_and_paused_only() -> None:
         assert state.blocks_held(16) == (blocks_for(33, 16) if status in (Status.RUNNING, Status.PAUSED) else 0)
 
 
+def test_what_others_share_does_not_become_free() -> None:
+    state = make_decode("d", prompt=160, shared=7)
+    assert (state.blocks_held(16), state.own_blocks(16)) == (10, 3)
+
+
+def test_losing_blocks_to_host_memory_loses_no_work() -> None:
+    swapped, evicted = (make_decode(name, prompt=160, shared=7) for name in ("swapped", "evicted"))
+    swapped.lose_blocks(Status.SWAPPED)
+    evicted.lose_blocks(Status.PREEMPTED)
+    assert (swapped.num_uncomputed, evicted.num_uncomputed) == (1, 161)
+    for state in (swapped, evicted):
+        assert (state.blocks_held(16), state.num_shared_blocks, state.num_preemptions) == (0, 0, 1)
+
+
 def test_a_decode_is_one_token_behind_its_own_output() -> None:
     assert make_decode("d").is_decode
     assert make_decode("d", status=Status.PAUSED).is_decode

@@ -16,7 +16,7 @@ SLOW = StepCost(step_s=0.05, prefill_token_s=0.002, attend_s=0.0, context_token_
 def warmed(info: EngineInfo, budget_s: float) -> tuple[ModeledEngine, StepTimeModel, float]:
     async def story() -> tuple[ModeledEngine, StepTimeModel, float]:
         clock = VirtualClock()
-        engine = ModeledEngine(info, clock.sleep, SLOW, noise=0.0)
+        engine = ModeledEngine(info, clock.sleep, SLOW, noise=0.0, prefix_cache=True)
         model = StepTimeModel()
         await warm_up(engine, model, clock, budget_s)
         return engine, model, clock.now()

@@ -108,12 +108,13 @@ def run_world(
     known: StepCost | None = None,
     noise: float = 0.0,
     seed: int = 0,
+    prefix_cache: bool = False,
 ) -> T:
     """Play `story` in virtual time, then drain the worker. `cost` is the engine's truth, `known` what the scheduler
     knows of it from the start (None: it learns)."""
 
     async def main() -> T:
-        world = await start_world(tiers or make_tiers(), info or make_info(), cost, known, noise, seed)
+        world = await start_world(tiers or make_tiers(), info or make_info(), cost, known, noise, seed, prefix_cache)
         try:
             result = await story(world)
         finally:
@@ -143,12 +144,13 @@ async def start_world(
     known: StepCost | None = None,
     noise: float = 0.0,
     seed: int = 0,
+    prefix_cache: bool = False,
 ) -> World:
     clock = VirtualClock()
     queue = MemoryQueue(clock)
     events, registry = MemoryEventChannel(), MemoryWorkerRegistry(clock)
     core = make_core(tiers, info, known)
-    engine = ModeledEngine(info, clock.sleep, cost, noise, seed)
+    engine = ModeledEngine(info, clock.sleep, cost, noise, seed, prefix_cache=prefix_cache)
     prometheus = CollectorRegistry()
     metrics = SchedulerMetrics(prometheus, tiers)
     identity = WorkerIdentity("worker", ("model",), clock.wall_ms())

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -44,6 +45,23 @@ async def test_completions_take_token_ids_and_count_tokens(client: AsyncOpenAI) 
     assert [c.index for c in answer.choices] == [0, 1]
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 14)
+
+
+async def test_the_beginning_of_a_prompt_is_computed_once_for_those_who_may_share_it(client: AsyncOpenAI) -> None:
+    prompt = [5 + i % 90 for i in range(100)]
+
+    async def cached_tokens(salt: str, *, stream: bool = False) -> int:
+        options: Any = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "extra_body": {"cache_salt": salt}}
+        if stream:
+            options |= {"stream": True, "stream_options": {"include_usage": True}}
+            usage = [chunk.usage async for chunk in await client.completions.create(**options)][-1]
+        else:
+            usage = (await client.completions.create(**options)).usage
+        return usage.prompt_tokens_details.cached_tokens
+
+    assert [await cached_tokens("ours") for _ in range(2)] == [0, 96]
+    assert await cached_tokens("ours", stream=True) == 96
+    assert await cached_tokens("theirs") == 0
 
 
 async def test_seeded_sampling_repeats_itself(client: AsyncOpenAI) -> None:

@@ -66,6 +66,8 @@ def test_a_child_reads_back_what_its_parent_was_given(
         model="/m",
         redis_url="redis://:sesame@store:6379/0",
         threads=3,
+        prefix_cache=False,
+        swap_mb=0,
         port=9,
         drain_s=2,
     )

@@ -1,0 +1,130 @@
+"""The weights of a transformers directory, read once: every one that the model needs, in its shape, or a refusal
+that names what is wrong.
+
+Knows files, their headers and quantisation packages; not architectures or attention. On a CPU, weights that are in
+the wanted dtype on disk stay memory-mapped; others are converted one tensor at a time, so that no second copy exists.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils import is_accelerate_available
+from transformers.utils import logging as transformers_logging
+
+from engine.config import EngineStartError
+
+_INDEX = "model.safetensors.index.json"
+_NAMED = 3  # names of weights that a message spells out
+
+
+def read_weights(model: str, hf_config: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
+    """The model with the weights of directory or hub id `model` on `device`. `options` are `from_pretrained`'s.
+    Raises `EngineStartError` for weights that are missing, damaged or of another shape."""
+    _check_files(Path(model))
+    method = quantization_method(hf_config)
+    if device.type == "cuda" and is_accelerate_available():
+        options = {**options, "device_map": {"": device}}  # straight to the device, without a copy in host memory
+    try:
+        with _without_report():
+            loaded, report = AutoModelForCausalLM.from_pretrained(
+                model, config=hf_config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+    except ImportError as error:
+        if method is None:
+            raise
+        raise EngineStartError(f"model {model} is quantised with {method}: {_sentence(error)}") from error
+    _check_report(model, report)
+    if "device_map" not in options and device.type != "cpu":
+        loaded = loaded.to(device)
+    module: nn.Module = loaded
+    return module
+
+
+def quantization_method(hf_config: Any) -> str | None:
+    """How the weights are quantised, None where they are not. Raises `EngineStartError` for what transformers does
+    not know: it would read such weights as if they were plain."""
+    declared = getattr(hf_config, "quantization_config", None)
+    declared = declared or getattr(hf_config.get_text_config(decoder=True), "quantization_config", None)
+    if not declared:
+        return None
+    settings = declared if isinstance(declared, dict) else declared.to_dict()
+    method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
+    if method == "bitsandbytes" or settings.get("load_in_8bit") or settings.get("load_in_4bit"):
+        return "bitsandbytes"
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise EngineStartError(f"the weights are quantised with {method}, which transformers does not know")
+    return method
+
+
+def stored_bytes(model: str) -> int | None:
+    """What the weights take on disk; None for a hub id."""
+    directory = Path(model)
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors")) if directory.is_dir() else None
+
+
+def _check_files(directory: Path) -> None:
+    """Opens every safetensors file, which reads its header and compares its length with it."""
+    if not directory.is_dir():
+        return
+    names: Iterable[str] = [path.name for path in directory.glob("model*.safetensors")]
+    if (directory / _INDEX).is_file():
+        names = _indexed_files(directory / _INDEX)
+    for name in names:
+        try:
+            with safe_open(directory / name, framework="pt"):
+                pass
+        except FileNotFoundError as error:
+            raise EngineStartError(f"model {directory}: {_INDEX} names {name}, which is not there") from error
+        except (SafetensorError, OSError) as error:
+            raise EngineStartError(f"model {directory}: {name} is damaged: {_sentence(error)}") from error
+
+
+def _indexed_files(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineStartError(f"model {index.parent}: {index.name} is no index of weights") from error
+
+
+def _check_report(model: str, report: dict[str, Any]) -> None:
+    """transformers fills what is missing or misshapen with random numbers and goes on."""
+    if missing := report["missing_keys"]:
+        raise EngineStartError(f"model {model} lacks the weights {_some(missing)}")
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, stored, wanted = mismatched[0]
+        raise EngineStartError(
+            f"model {model}: {len(mismatched)} weights have another shape than the config says, "
+            f"the first {name} with {tuple(stored)} instead of {tuple(wanted)}"
+        )
+    if unexpected := report["unexpected_keys"]:
+        structlog.get_logger(__name__).warning("weights without a use", model=model, names=_some(unexpected))
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _NAMED} more" if len(ordered) > _NAMED else ""
+    return ", ".join(ordered[:_NAMED]) + more
+
+
+def _sentence(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """transformers logs a table of what did not fit; `_check_report` says it in a sentence."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)

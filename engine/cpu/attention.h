@@ -1,0 +1,279 @@
+// Attention over paged KV: single decode rows, and prefill chunks. Knows rows, blocks and scores; not sequences or layers.
+// Scores, weights and sums are in float.
+
+#pragma once
+
+#include <new>
+#include <vector>
+
+#include "numbers.h"
+
+namespace tidegate {
+
+struct Scoring {
+    float scaling, softcap;  // softcap 0: none
+    Index window;            // 0: none
+};
+
+// Keys a partial result covers. Fixed, so that a sequence's arithmetic does not depend on its neighbours.
+constexpr Index kSplit = 512;
+constexpr Index kTile = 16;       // keys scored at once
+constexpr Index kMaxGroup = 64;   // query heads of one KV head
+constexpr Index kMaxDim = 512;
+
+// One query head's running softmax over the keys seen: acc = Σ e^(score − best) · value.
+struct Partial {
+    float best, total;
+};
+
+// Attends with `group` query heads of one row to keys [first, last) of one KV head. kDim is `dim` where it is known
+// when this is compiled, else 0: loops of known length are twice as fast.
+template <typename T, int kDim>
+void attend(float *__restrict acc, Partial *__restrict state, const T *query, Index head_stride, Index group,
+            const T *keys, const T *values, const Index *table, Index block_size, Index runtime_dim, Index first,
+            Index last, Scoring rule) {
+    const Index dim = kDim ? kDim : runtime_dim;
+    constexpr Index kWidth = kDim ? kDim : kMaxDim;
+    alignas(64) float scaled[kMaxGroup * kWidth], scores[kMaxGroup * kTile], tile_keys[kTile * kWidth],
+        tile_values[kTile * kWidth];
+    for (Index g = 0; g < group; g++) {
+        for (Index d = 0; d < dim; d++) scaled[g * dim + d] = load(query + g * head_stride + d) * rule.scaling;
+        for (Index d = 0; d < dim; d++) acc[g * dim + d] = 0.0f;
+        state[g] = {-1e30f, 0.0f};
+    }
+    for (Index tile = first; tile < last;) {
+        Index offset = tile % block_size, count = block_size - offset;
+        count = count < kTile ? count : kTile;
+        count = count < last - tile ? count : last - tile;
+        Index slot = (table[tile / block_size] * block_size + offset) * dim;
+        // Converted once for all heads of the group.
+        for (Index i = 0; i < count * dim; i++) tile_keys[i] = load(keys + slot + i);
+        for (Index i = 0; i < count * dim; i++) tile_values[i] = load(values + slot + i);
+        for (Index g = 0; g < group; g++) {
+            const float *q = scaled + g * dim;
+            float *s = scores + g * kTile, best = state[g].best, sum = 0.0f;
+            for (Index j = 0; j < count; j++) {
+                const float *k = tile_keys + j * dim;
+                float product = 0.0f;
+                for (Index d = 0; d < dim; d++) product += q[d] * k[d];
+                s[j] = product;
+            }
+            if (rule.softcap > 0)
+                for (Index j = 0; j < count; j++) s[j] = rule.softcap * hyperbolic_tangent(s[j] / rule.softcap);
+            for (Index j = count; j < kTile; j++) s[j] = -1e30f;
+            for (Index j = 0; j < kTile; j++) best = s[j] > best ? s[j] : best;
+            for (Index j = 0; j < kTile; j++) s[j] = exponential(s[j] - best);
+            for (Index j = 0; j < count; j++) sum += s[j];
+            float shrink = exponential(state[g].best - best);
+            state[g] = {best, state[g].total * shrink + sum};
+            float *a = acc + g * dim;
+            for (Index d = 0; d < dim; d++) a[d] *= shrink;
+            for (Index j = 0; j < count; j++) {
+                const float *v = tile_values + j * dim;
+                for (Index d = 0; d < dim; d++) a[d] += s[j] * v[d];
+            }
+        }
+        tile += count;
+    }
+}
+
+// out (rows, heads, dim): each row's queries against its own context, itself included. `tables` is (rows, blocks).
+// query[r, h] lies at r · row_stride + h · head_stride. `sinks` (heads) or null: a score that takes its share only.
+template <typename T>
+void paged_decode(T *out, const T *query, Index row_stride, Index head_stride, const T *cache, Index num_slots,
+                  const Index *tables, Index table_stride, const Index *lengths, const float *sinks, Index rows,
+                  Heads heads, Index block_size, Scoring rule, int threads) {
+    Index group = heads.query / heads.kv, dim = heads.dim, plane = heads.kv * num_slots * dim;
+    std::vector<Index> begins(rows + 1, 0);
+    for (Index r = 0; r < rows; r++) begins[r + 1] = begins[r] + (lengths[r] + kSplit - 1) / kSplit;
+    Index splits = begins[rows], stride = group * dim;
+    std::vector<Index> owners(splits);
+    for (Index r = 0; r < rows; r++)
+        for (Index s = begins[r]; s < begins[r + 1]; s++) owners[s] = r;
+    std::vector<float> acc(splits * heads.kv * stride);
+    std::vector<Partial> states(splits * heads.kv * group);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(dynamic, 2)
+        for (Index job = 0; job < splits * heads.kv; job++) {
+            Index split = job / heads.kv, h = job % heads.kv, r = owners[split], length = lengths[r];
+            Index first = (split - begins[r]) * kSplit, last = first + kSplit < length ? first + kSplit : length;
+            Index visible = rule.window && length > rule.window ? length - rule.window : 0;
+            first = first < visible ? visible : first;
+            const T *keys = cache + h * num_slots * dim;
+            auto kernel = dim == 32    ? attend<T, 32>
+                          : dim == 64  ? attend<T, 64>
+                          : dim == 96  ? attend<T, 96>
+                          : dim == 128 ? attend<T, 128>
+                                       : attend<T, 0>;
+            kernel(acc.data() + job * stride, states.data() + job * group,
+                   query + r * row_stride + h * group * head_stride, head_stride, group, keys, keys + plane,
+                   tables + r * table_stride, block_size, dim, first, last, rule);
+        }
+#pragma omp for schedule(static)
+        for (Index item = 0; item < rows * heads.query; item++) {
+            Index r = item / heads.query, head = item % heads.query, h = head / group, g = head % group;
+            float best = sinks ? sinks[head] : -1e30f, total = 0.0f;
+            for (Index s = begins[r]; s < begins[r + 1]; s++) {
+                float candidate = states[(s * heads.kv + h) * group + g].best;
+                best = candidate > best ? candidate : best;
+            }
+            if (sinks) total = exponential(sinks[head] - best);
+            alignas(64) float sum[kMaxDim];
+            for (Index d = 0; d < dim; d++) sum[d] = 0.0f;
+            for (Index s = begins[r]; s < begins[r + 1]; s++) {
+                Index job = s * heads.kv + h;
+                float weight = exponential(states[job * group + g].best - best);
+                total += weight * states[job * group + g].total;
+                const float *a = acc.data() + job * stride + g * dim;
+                for (Index d = 0; d < dim; d++) sum[d] += weight * a[d];
+            }
+            for (Index d = 0; d < dim; d++) store(out + item * dim + d, sum[d] / total);
+        }
+    }
+}
+
+// --- prefill: many rows of one sequence against its context, in tiles of rows by tiles of keys -------------------
+
+typedef float Lanes __attribute__((vector_size(64)));  // one number for each of 16 keys, or 16 of a head's numbers
+constexpr Index kLanes = 16;
+constexpr Index kTileTokens = 32;
+constexpr Index kStripe = 8;  // rows whose sums are kept in registers together
+
+// Rows first_row … of the queries are `tokens` tokens of one sequence, the first of them at position `start`. Its
+// blocks are those from `table` on.
+struct Chunk {
+    Index first_row, tokens, start, table;
+};
+
+// scores[r][key] = q[r] · key, for `rows` (a multiple of kStripe) rows and 16 keys, given as lanes for each dimension.
+template <int kDim> inline void score(Lanes *scores, const float *queries, const Lanes *keys, Index rows) {
+    for (Index r = 0; r < rows; r += kStripe) {
+        Lanes sums[kStripe] = {};
+        for (Index d = 0; d < kDim; d++)
+            for (Index i = 0; i < kStripe; i++) sums[i] += queries[(r + i) * kDim + d] * keys[d];
+        for (Index i = 0; i < kStripe; i++) scores[r + i] = sums[i];
+    }
+}
+
+// acc[r] += Σ weights[r][key] · value[key], for `rows` rows (a multiple of 4) and `count` keys.
+template <int kDim>
+inline void add_values(Lanes *acc, const Lanes *weights, const Lanes *values, Index rows, Index count) {
+    constexpr Index kWide = kDim / kLanes, kPart = kWide < 4 ? kWide : 4;
+    for (Index r = 0; r < rows; r += 4)
+        for (Index c = 0; c < kWide; c += kPart) {
+            Lanes sums[4][kPart];
+            for (Index i = 0; i < 4; i++)
+                for (Index w = 0; w < kPart; w++) sums[i][w] = acc[(r + i) * kWide + c + w];
+            for (Index j = 0; j < count; j++)
+                for (Index i = 0; i < 4; i++)
+                    for (Index w = 0; w < kPart; w++) sums[i][w] += weights[r + i][j] * values[j * kWide + c + w];
+            for (Index i = 0; i < 4; i++)
+                for (Index w = 0; w < kPart; w++) acc[(r + i) * kWide + c + w] = sums[i][w];
+        }
+}
+
+// Turns the 16 scores of a row into weights, of those keys that it sees: [first, last) of the tile.
+inline void weigh(Lanes &scores, Partial &state, float &shrink, Index first, Index last, float softcap) {
+    alignas(64) float s[kLanes];
+    std::memcpy(s, &scores, sizeof s);
+    if (softcap > 0)
+        for (Index j = 0; j < kLanes; j++) s[j] = softcap * hyperbolic_tangent(s[j] / softcap);
+    if (first > 0 || last < kLanes)
+        for (Index j = 0; j < kLanes; j++) s[j] = j >= first && j < last ? s[j] : -1e30f;
+    float best = s[0], sum = 0.0f;
+    for (Index j = 0; j < kLanes; j++) best = s[j] > best ? s[j] : best;
+    shrink = 1.0f;
+    if (best > state.best) {
+        shrink = exponential(state.best - best);
+        state = {best, state.total * shrink};
+    }
+    for (Index j = 0; j < kLanes; j++) s[j] = exponential(s[j] - state.best);
+    if (first > 0 || last < kLanes)
+        for (Index j = 0; j < kLanes; j++) s[j] = j >= first && j < last ? s[j] : 0.0f;
+    for (Index j = 0; j < kLanes; j++) sum += s[j];
+    state.total += sum;
+    std::memcpy(&scores, s, sizeof s);
+}
+
+// The tokens [first_token, last_token) of a chunk, for the query heads of one KV head.
+template <typename T, int kDim>
+void attend_tile(T *out, const T *query, Index row_stride, Index head_stride, const T *keys, const T *values,
+                 const Index *table, Index block_size, Index kv_head, Index query_heads, Index group, const float *sinks,
+                 Chunk chunk, Index first_token, Index last_token, Scoring rule) {
+    constexpr Index kWide = kDim / kLanes;
+    Index rows = (last_token - first_token) * group, padded = (rows + kStripe - 1) / kStripe * kStripe;
+    std::vector<float> queries(padded * kDim, 0.0f);
+    std::vector<Partial> states(padded, Partial{-1e30f, 0.0f});
+    Lanes *acc = new (std::align_val_t(64)) Lanes[padded * kWide]();
+    Lanes *scores = new (std::align_val_t(64)) Lanes[padded];
+    alignas(64) float key_lanes[kDim * kLanes], value_rows[kLanes * kDim];
+    for (Index r = 0; r < rows; r++) {
+        Index row = chunk.first_row + first_token + r / group, head = kv_head * group + r % group;
+        const T *q = query + row * row_stride + head * head_stride;
+        for (Index d = 0; d < kDim; d++) queries[r * kDim + d] = load(q + d) * rule.scaling;
+        if (sinks) states[r] = {sinks[head], 1.0f};
+    }
+    Index first_position = chunk.start + first_token, end = chunk.start + last_token;
+    Index visible = rule.window && first_position >= rule.window ? first_position - rule.window + 1 : 0;
+    for (Index tile = visible / kLanes * kLanes; tile < end; tile += kLanes) {
+        Index count = end - tile < kLanes ? end - tile : kLanes;
+        for (Index j = 0; j < kLanes; j++) {
+            Index position = tile + (j < count ? j : 0);
+            Index slot = (table[position / block_size] * block_size + position % block_size) * kDim;
+            for (Index d = 0; d < kDim; d++) key_lanes[d * kLanes + j] = load(keys + slot + d);
+            for (Index d = 0; d < kDim; d++) value_rows[j * kDim + d] = load(values + slot + d);
+        }
+        score<kDim>(scores, queries.data(), reinterpret_cast<Lanes *>(key_lanes), padded);
+        for (Index r = 0; r < rows; r++) {
+            Index own = first_position + r / group;  // the row's position
+            Index last = own + 1 - tile < kLanes ? own + 1 - tile : kLanes;
+            Index first = rule.window ? own - rule.window + 1 - tile : 0;
+            float shrink;
+            weigh(scores[r], states[r], shrink, first, last, rule.softcap);
+            if (shrink != 1.0f)
+                for (Index w = 0; w < kWide; w++) acc[r * kWide + w] *= shrink;
+        }
+        add_values<kDim>(acc, scores, reinterpret_cast<Lanes *>(value_rows), padded, count);
+    }
+    for (Index r = 0; r < rows; r++) {
+        Index row = chunk.first_row + first_token + r / group, head = kv_head * group + r % group;
+        const float *sum = reinterpret_cast<float *>(acc + r * kWide);
+        for (Index d = 0; d < kDim; d++)
+            store(out + (row * query_heads + head) * kDim + d, sum[d] / states[r].total);
+    }
+    ::operator delete[](acc, std::align_val_t(64));
+    ::operator delete[](scores, std::align_val_t(64));
+}
+
+// out and query as in paged_decode; `tables` holds the blocks of all chunks. Head sizes: 16, 32, 64, 96 or 128.
+template <typename T>
+void paged_prefill(T *out, const T *query, Index row_stride, Index head_stride, const T *cache, Index num_slots,
+                   const Index *tables, const Chunk *chunks, Index num_chunks, const float *sinks, Heads heads,
+                   Index block_size, Scoring rule, int threads) {
+    struct Job {
+        Index chunk, first_token, kv_head;
+    };
+    std::vector<Job> jobs;
+    for (Index c = 0; c < num_chunks; c++)
+        for (Index token = 0; token < chunks[c].tokens; token += kTileTokens)
+            for (Index h = 0; h < heads.kv; h++) jobs.push_back({c, token, h});
+    Index plane = heads.kv * num_slots * heads.dim;
+    auto kernel = heads.dim == 16   ? attend_tile<T, 16>
+                  : heads.dim == 32 ? attend_tile<T, 32>
+                  : heads.dim == 64 ? attend_tile<T, 64>
+                  : heads.dim == 96 ? attend_tile<T, 96>
+                                    : attend_tile<T, 128>;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
+    for (Index i = 0; i < Index(jobs.size()); i++) {
+        Job job = jobs[jobs.size() - 1 - i];  // the last tokens see most: long jobs first
+        Chunk chunk = chunks[job.chunk];
+        Index last = job.first_token + kTileTokens;
+        const T *keys = cache + job.kv_head * num_slots * heads.dim;
+        kernel(out, query, row_stride, head_stride, keys, keys + plane, tables + chunk.table, block_size, job.kv_head,
+               heads.query, heads.query / heads.kv, sinks, chunk, job.first_token,
+               last < chunk.tokens ? last : chunk.tokens, rule);
+    }
+}
+
+}  // namespace tidegate

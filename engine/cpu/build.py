@@ -1,0 +1,102 @@
+"""Compiles the C++ kernels for this processor, once, and loads them.
+
+Knows compilers and files; not what the kernels do. The library is kept in the user's cache under a name made of
+everything that it depends on. Where there is no compiler, or it fails, there is no library, and the reason is logged.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import structlog
+import torch
+
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "decoder_layer.cpp", "sampling.cpp"))
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("numbers.h", "layers.h", "attention.h", "products.h"))
+_COMPILERS = ("c++", "g++", "clang++")
+# Sums may be reordered, so that they vectorise; NaN and infinity keep their meaning.
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fassociative-math",
+    "-freciprocal-math",
+    "-fno-signed-zeros",
+)
+_COMPILE_LIMIT_S = 120
+_STEADY_FACTS = ("flags", "Features", "model name", "CPU part")  # of /proc/cpuinfo; the clock is none
+
+
+def load_library() -> ctypes.CDLL | None:
+    """The kernels' library, compiled if need be."""
+    log = structlog.get_logger()
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        log.info("no CPU kernels", reason=f"no C++ compiler ({', '.join(_COMPILERS)}) is on the PATH")
+        return None
+    try:
+        return ctypes.CDLL(str(_built(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        log.warning("no CPU kernels", reason=next(iter(said.strip().splitlines()), type(error).__name__))
+        return None
+
+
+def _built(compiler: str) -> Path:
+    openmp = _torch_openmp()
+    library = _cache_directory() / f"kernels-{_fingerprint(compiler, openmp)}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            built = _compile(compiler, openmp, Path(scratch))
+            built.replace(library)  # atomic: another process may be at the same
+    return library
+
+
+def _compile(compiler: str, openmp: Path | None, scratch: Path) -> Path:
+    """In two steps: OpenMP must be torch's own copy, since two would fight for the cores with their waiting threads."""
+    library, objects = scratch / "kernels.so", [scratch / f"{source.stem}.o" for source in _SOURCES]
+    for source, compiled in zip(_SOURCES, objects, strict=True):
+        _run([compiler, *_FLAGS, *(["-fopenmp"] if openmp else []), "-c", str(source), "-o", str(compiled)])
+    _run([compiler, "-shared", *map(str, objects), "-o", str(library), *([str(openmp)] if openmp else [])])
+    return library
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
+    return done.stdout
+
+
+def _torch_openmp() -> Path | None:
+    """GNU OpenMP as torch's wheels bring it; without it the kernels are built for one thread."""
+    directory = Path(torch.__file__).parent
+    found = [*directory.glob("lib/libgomp*.so*"), *directory.parent.glob("torch.libs/libgomp*.so*")]
+    return next(iter(found), None)
+
+
+def _fingerprint(compiler: str, openmp: Path | None) -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    processor = cpuinfo.read_text().split("\n\n")[0] if cpuinfo.exists() else platform.processor()
+    steady = [line for line in processor.splitlines() if line.startswith(_STEADY_FACTS)]
+    code = [path.read_text() for path in (*_SOURCES, *_HEADERS)]
+    parts = [*code, _run([compiler, "--version"]), *_FLAGS, str(openmp), torch.__version__, *steady]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _cache_directory() -> Path:
+    """Ours in the user's cache, or a new one where that cannot be written."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidegate"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK):
+            return cache
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="tidegate-"))

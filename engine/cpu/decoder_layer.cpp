@@ -1,0 +1,104 @@
+// A whole decoder layer of the common kind in one call, and a linear layer, where the processor multiplies bfloat16. Python's
+// part of a step is then one call a layer. Knows the order of a layer's parts; what they do is in the headers.
+
+#include "attention.h"
+#include "layers.h"
+#include "products.h"
+
+using namespace tidegate;
+
+extern "C" int has_products() {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+#ifdef __AVX512BF16__
+
+namespace {
+
+struct Norm {
+    const bf16 *weight;  // null: none
+    float eps;
+};
+
+// What stays the same from step to step.
+struct Layer {
+    Linear qkv, out, gate_up, down;
+    Norm input, mlp, query, key;
+    Heads heads;
+    Scoring scoring;
+    bf16 *cache;
+    Index num_slots, block_size;
+};
+
+// What a step is, for all layers. Decode rows come first.
+struct Step {
+    Index rows;
+    const bf16 *cosines, *sines;  // (rows, rotary)
+    const Index *slots;           // (rows,)
+    Index decode_rows;
+    const Index *block_table;
+    Index table_stride;
+    const Index *lengths;
+    Index num_chunks;
+    const Index *chunk_tables;
+    const Chunk *chunks;
+    int32_t threads;
+};
+
+template <typename T> struct Buffer {
+    explicit Buffer(Index n) : numbers(new (std::align_val_t(64)) T[n]) {}
+    ~Buffer() { ::operator delete[](numbers, std::align_val_t(64)); }
+    Buffer(const Buffer &) = delete;
+    Buffer &operator=(const Buffer &) = delete;
+    T *numbers;
+};
+
+}  // namespace
+
+extern "C" {
+
+// out (rows, linear.out) = x (rows, linear.in) · weightᵀ + bias
+void linear_bfloat16(bf16 *out, const bf16 *x, const Linear *linear, Index rows, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    multiply<false>(out, x, *linear, rows);
+}
+
+// hidden (rows, n), changed in place.
+void decoder_layer_bfloat16(bf16 *hidden, const Layer *layer, const Step *step) {
+    const Index rows = step->rows, n = layer->qkv.in, inner = layer->down.in, width = layer->qkv.out;
+    const Heads heads = layer->heads;
+    const Index query_width = heads.query * heads.dim;
+    Buffer<bf16> normed(rows * n), qkv(rows * width), attended(rows * query_width);
+#pragma omp parallel num_threads(step->threads) if (step->threads > 1)
+    {
+        rms_norm(normed.numbers, hidden, layer->input.weight, rows, n, layer->input.eps);
+        multiply<false>(qkv.numbers, normed.numbers, layer->qkv, rows);
+        rotate_and_write(qkv.numbers, layer->cache, step->slots, step->cosines, step->sines, layer->query.weight,
+                         layer->key.weight, layer->query.eps, rows, layer->num_slots, heads);
+    }
+    if (step->decode_rows)
+        paged_decode(attended.numbers, qkv.numbers, width, heads.dim, layer->cache, layer->num_slots, step->block_table,
+                     step->table_stride, step->lengths, nullptr, step->decode_rows, heads, layer->block_size,
+                     layer->scoring, step->threads);
+    if (step->num_chunks)
+        paged_prefill(attended.numbers + step->decode_rows * query_width, qkv.numbers + step->decode_rows * width, width,
+                      heads.dim, layer->cache, layer->num_slots, step->chunk_tables, step->chunks, step->num_chunks,
+                      nullptr, heads, layer->block_size, layer->scoring, step->threads);
+    Buffer<bf16> gate_up(rows * 2 * inner), activated(rows * inner);
+#pragma omp parallel num_threads(step->threads) if (step->threads > 1)
+    {
+        multiply<true>(hidden, attended.numbers, layer->out, rows);
+        rms_norm(normed.numbers, hidden, layer->mlp.weight, rows, n, layer->mlp.eps);
+        multiply<false>(gate_up.numbers, normed.numbers, layer->gate_up, rows);
+        silu_and_mul(activated.numbers, gate_up.numbers, rows, inner);
+        multiply<true>(hidden, activated.numbers, layer->down, rows);
+    }
+}
+
+}  // extern "C"
+
+#endif

@@ -1,0 +1,184 @@
+// The next token of each row of logits, in two or three passes over them. Knows numbers; not sequences or vocabularies.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "numbers.h"
+
+namespace tidegate {
+namespace {
+
+constexpr Index kPart = 1024;      // tokens whose weights are summed together
+constexpr Index kBuckets = 4096;   // of a row's range of logits
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+// How one row is drawn from. Temperature 0: the likeliest token. 0 or 1 switch the cuts off, as in the API.
+struct Rule {
+    float temperature, uniform, top_p, min_p;
+    int64_t top_k;
+};
+
+template <typename T> float highest_of(const T *logits, Index n) {
+    float best = kLowest;
+    uint32_t broken = 0;
+    for (Index i = 0; i < n; i++) {
+        float x = load(logits + i);
+        best = x > best ? x : best;
+        broken |= x != x;
+    }
+    return broken ? std::numeric_limits<float>::quiet_NaN() : best;
+}
+
+// A row's tokens sorted into buckets by logit, likeliest bucket first: enough to find where a cut falls, and then only
+// the tokens of one bucket need sorting.
+template <typename T> class Buckets {
+  public:
+    Buckets(const T *logits, Index n, float best, float inverse) : logits_(logits), n_(n), best_(best), inverse_(inverse) {
+        float lowest = best;
+        for (Index i = 0; i < n; i++) {
+            float x = load(logits + i);
+            lowest = x < lowest && x > kLowest ? x : lowest;
+        }
+        scale_ = best > lowest ? float(kBuckets - 1) / (best - lowest) : 0.0f;
+        for (Index i = 0; i < n; i++) {
+            float x = load(logits + i);
+            if (x == kLowest) continue;
+            Index b = place(x);
+            counts_[b] += 1;
+            masses_[b] += exponential((x - best) * inverse);
+        }
+    }
+
+    // The lowest logit among the `count` likeliest tokens; equal logits stay together.
+    float lowest_of(Index count) {
+        Index before = 0;
+        for (Index b = 0; b < kBuckets; b++) {
+            if (before + counts_[b] >= count) return sorted(b)[count - before - 1];
+            before += counts_[b];
+        }
+        return kLowest;
+    }
+
+    // The lowest logit among the fewest likeliest tokens that make up `share` of the mass not under `floor`.
+    float lowest_of_mass(double share, float floor) {
+        double total = 0.0;
+        for (Index b = 0; b < kBuckets; b++) total += mass(b, floor);
+        double before = 0.0, wanted = share * total;
+        for (Index b = 0; b < kBuckets; b++) {
+            double own = mass(b, floor);
+            if (before + own < wanted) {
+                before += own;
+                continue;
+            }
+            float last = best_;
+            for (float x : sorted(b)) {
+                if (x < floor || (before >= wanted && x < last)) break;
+                last = x;
+                before += exponential((x - best_) * inverse_);
+            }
+            return last;
+        }
+        return floor;
+    }
+
+  private:
+    Index place(float x) const { return Index((best_ - x) * scale_); }
+
+    // Of a bucket, without what lies under `floor`.
+    double mass(Index b, float floor) {
+        if (counts_[b] == 0 || floor == kLowest || b < place(floor)) return masses_[b];
+        if (b > place(floor)) return 0.0;
+        double sum = 0.0;
+        for (float x : sorted(b))
+            if (x >= floor) sum += exponential((x - best_) * inverse_);
+        return sum;
+    }
+
+    std::vector<float> sorted(Index b) const {
+        std::vector<float> found;
+        for (Index i = 0; i < n_; i++) {
+            float x = load(logits_ + i);
+            if (x > kLowest && place(x) == b) found.push_back(x);
+        }
+        std::sort(found.begin(), found.end(), [](float a, float c) { return a > c; });
+        return found;
+    }
+
+    const T *logits_;
+    Index n_;
+    float best_, inverse_, scale_;
+    std::vector<int64_t> counts_ = std::vector<int64_t>(kBuckets, 0);
+    std::vector<double> masses_ = std::vector<double>(kBuckets, 0.0);
+};
+
+// The lowest logit that the cuts leave: top_k first, of those top_p, and none under min_p.
+template <typename T> float lowest_kept(const T *logits, Index n, float best, float inverse, const Rule &rule) {
+    float lowest = rule.min_p > 0 ? best + std::log(rule.min_p) / inverse : kLowest;
+    if (rule.top_k == 0 && rule.top_p >= 1.0f) return lowest;
+    Buckets<T> buckets(logits, n, best, inverse);
+    float floor = rule.top_k > 0 && rule.top_k < n ? buckets.lowest_of(rule.top_k) : kLowest;
+    if (rule.top_p < 1.0f) floor = buckets.lowest_of_mass(rule.top_p, floor);
+    return floor > lowest ? floor : lowest;
+}
+
+template <typename T> inline float weight(const T *logits, Index i, float best, float inverse, float lowest) {
+    float x = load(logits + i);
+    return x >= lowest && x > kLowest ? exponential((x - best) * inverse) : 0.0f;
+}
+
+// The row's token by inverting its distribution function at rule.uniform; -1 where its logits are not finite.
+template <typename T> Index draw(const T *logits, Index n, const Rule &rule) {
+    float best = highest_of(logits, n);
+    if (!std::isfinite(best)) return -1;
+    if (rule.temperature == 0.0f) {
+        for (Index i = 0; i < n; i++)
+            if (load(logits + i) == best) return i;
+    }
+    float inverse = 1.0f / rule.temperature;
+    float lowest = lowest_kept(logits, n, best, inverse, rule);
+    std::vector<double> sums((n + kPart - 1) / kPart);
+    double total = 0.0;
+    for (Index p = 0; p < Index(sums.size()); p++) {
+        Index last = std::min(n, (p + 1) * kPart);
+        float sum = 0.0f;
+        for (Index i = p * kPart; i < last; i++) sum += weight(logits, i, best, inverse, lowest);
+        sums[p] = sum;
+        total += sum;
+    }
+    double left = rule.uniform * total;
+    Index part = 0;
+    while (part + 1 < Index(sums.size()) && left >= sums[part]) left -= sums[part++];
+    Index chosen = -1;
+    for (Index p = part; p < Index(sums.size()) && chosen < 0; p++) {  // parts of no weight are passed over
+        Index last = std::min(n, (p + 1) * kPart);
+        for (Index i = p * kPart; i < last; i++) {
+            float own = weight(logits, i, best, inverse, lowest);
+            if (own <= 0.0f) continue;
+            chosen = i;
+            left -= own;
+            if (left < 0.0) return chosen;
+        }
+    }
+    return chosen;  // rounding had carried the target past the end of its part
+}
+
+template <typename T> void draw_tokens(Index *out, const T *logits, const Rule *rules, Index rows, Index n, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1 && rows > 1)
+    for (Index r = 0; r < rows; r++) out[r] = draw(logits + r * n, n, rules[r]);
+}
+
+}  // namespace
+}  // namespace tidegate
+
+using namespace tidegate;
+
+extern "C" {
+void draw_tokens_float32(Index *out, const float *logits, const Rule *rules, Index rows, Index n, int threads) {
+    draw_tokens(out, logits, rules, rows, n, threads);
+}
+void draw_tokens_bfloat16(Index *out, const bf16 *logits, const Rule *rules, Index rows, Index n, int threads) {
+    draw_tokens(out, logits, rules, rows, n, threads);
+}
+}

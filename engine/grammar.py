@@ -1,0 +1,124 @@
+"""Which tokens a grammar lets a sequence go on with.
+
+Knows llguidance, the model's tokenizer and how far a sequence has come in its grammar; not steps and not sampling.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+from torch import Tensor
+from transformers.utils import cached_file
+
+from engine.interface import EngineInfo
+
+_COMPILED_KEPT = 64  # bulk asks for the same few grammars again and again
+_LONGEST_REASON = 300  # characters
+
+Bits = npt.NDArray[np.int32]
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be compiled or followed; its text is for the user."""
+
+
+class Matcher:
+    """A sequence's place in its grammar: behind the first `num_consumed` tokens of its output."""
+
+    __slots__ = ("inner", "num_consumed")
+
+    def __init__(self, inner: LLMatcher) -> None:
+        self.inner = inner
+        self.num_consumed = 0
+
+    def consume(self, output_token_ids: Iterable[int]) -> None:
+        """Take in the next tokens of the output. Raises `GrammarError` when they break the grammar."""
+        token_ids = list(output_token_ids)
+        self.inner.consume_tokens(token_ids)
+        if self.failure is not None:
+            raise GrammarError(self.failure)
+        self.num_consumed += len(token_ids)
+
+    @property
+    def failure(self) -> str | None:
+        """Why it cannot go on, if so."""
+        return f"the grammar cannot be followed: {_reason(self.inner)}" if self.inner.is_error() else None
+
+
+class Grammars:
+    """Compiles the grammars of one model and computes their masks. The tokenizer is read at the first grammar."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+        self._compile = lru_cache(_COMPILED_KEPT)(self._compile_afresh)
+        self._vocabulary: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
+
+    def matcher(self, grammar: str) -> Matcher:
+        """At the beginning of `grammar`. Raises `GrammarError`."""
+        return Matcher(self._compile(grammar).deep_copy())
+
+    def masks(self, matchers: list[Matcher]) -> Bits:
+        """(matchers, words): a bit for each token, set where it is allowed next. At the end of a grammar those are the
+        end-of-sequence tokens. A matcher that breaks on the way says so afterwards (`Matcher.failure`)."""
+        self._executor = self._executor or LLExecutor()
+        bits = allocate_token_bitmask(len(matchers), self._tokenizer().vocab_size)
+        fill_next_token_bitmask_par(self._executor, [(m.inner, row) for row, m in enumerate(matchers)], bits)
+        return bits
+
+    def _compile_afresh(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer(), grammar, log_level=0)
+        if matcher.is_error():
+            raise GrammarError(f"the grammar does not compile: {_reason(matcher)}")
+        return matcher
+
+    def _tokenizer(self) -> LLTokenizer:
+        if self._vocabulary is None:
+            if not self._info.eos_token_ids:
+                raise GrammarError("grammars need a model with an end-of-sequence token, and this one has none")
+            try:
+                path = cached_file(str(Path(self._info.model_path).expanduser()), "tokenizer.json")
+                text = Path(path).read_text(encoding="utf-8")
+                self._vocabulary = LLTokenizer(text, eos_token=list(self._info.eos_token_ids))
+            except (OSError, ValueError) as error:
+                raise GrammarError(f"grammars need the model's tokenizer.json: {_first_line(str(error))}") from error
+        return self._vocabulary
+
+
+def hold_back(bits: Bits, token_ids: Iterable[int]) -> None:
+    """Forbid `token_ids` in one row (words,) of a mask, unless it allows nothing else."""
+    rest = bits.view(np.uint32).copy()
+    for token_id in token_ids:
+        if 0 <= token_id < 32 * len(rest):
+            rest[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    if rest.any():
+        bits.view(np.uint32)[:] = rest
+
+
+def apply_masks(logits: Tensor, rows: list[int], bits: Bits) -> None:
+    """Set to -inf, in place, what `bits` forbids in `rows` of (all rows, vocab) logits; tokens that the tokenizer does
+    not know are forbidden."""
+    octets = torch.from_numpy(bits.view(np.uint8)).to(logits.device)
+    # By octet the eight flags that it stands for, as one integer: a gather makes them of a bit each.
+    flags = (torch.arange(256, device=logits.device)[:, None] >> torch.arange(8, device=logits.device)) & 1 == 0
+    forbidden = flags.view(torch.int64)[:, 0][octets.int()].view(torch.bool)
+    forbidden = torch.nn.functional.pad(forbidden, (0, logits.shape[-1] - forbidden.shape[-1]), value=True)
+    if len(rows) == len(logits):
+        logits.masked_fill_(forbidden, float("-inf"))
+    else:
+        index = torch.tensor(rows, device=logits.device)
+        logits[index] = logits[index].masked_fill_(forbidden, float("-inf"))
+
+
+def _reason(matcher: LLMatcher) -> str:
+    return _first_line(matcher.get_error())
+
+
+def _first_line(text: str) -> str:
+    """llguidance appends the parser's state, and with it the user's schema, to what it has to say."""
+    return text.strip().split("\n", 1)[0][:_LONGEST_REASON]

@@ -1,0 +1,22 @@
+"""What computing one chunk came to. Plain data, between the forward pass and the table of sequences."""
+
+from dataclasses import dataclass
+
+from engine.interface import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`token_id`: the new token, if the chunk samples one. `failure`: why its sequence cannot go on; then nothing
+    else counts."""
+
+    token_id: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    failure: str | None = None
+
+    def then(self, later: "Outcome") -> "Outcome":
+        """Of two pieces of one chunk, the earlier of which samples nothing."""
+        if later.failure is not None:
+            return later
+        return Outcome(later.token_id, later.logprobs, self.prompt_logprobs + later.prompt_logprobs)

@@ -1,0 +1,53 @@
+"""What is sampled with where a request does not say: the model's own recommendation, from its generation_config.json.
+
+Knows that one file; not requests or the engine. Only how to choose among tokens is taken from it, as vLLM does;
+how many to generate stays the request's and the server's matter.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+_FILE = "generation_config.json"
+
+
+class SamplingDefaults(BaseModel):
+    """Without arguments: OpenAI's defaults, which change nothing of the model's distribution."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1: all
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+
+
+def read_sampling_defaults(model: str) -> SamplingDefaults:
+    """From a transformers directory or a hub id; OpenAI's where the model recommends nothing. Raises `ValueError`
+    for a file that says something else than numbers in their ranges."""
+    path = _find(model)
+    if path is None:
+        return SamplingDefaults()
+    try:
+        declared: Any = json.loads(path.read_text(encoding="utf-8"))
+        return SamplingDefaults(**{name: value for name, value in dict(declared).items() if value is not None})
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise ValueError(f"{path}: {fault['loc'][0]}: {fault['msg']}") from error
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _find(model: str) -> Path | None:
+    if Path(model).is_dir():
+        path = Path(model) / _FILE
+        return path if path.is_file() else None
+    try:
+        return Path(hf_hub_download(model, _FILE))
+    except (EntryNotFoundError, OSError):
+        return None

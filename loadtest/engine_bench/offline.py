@@ -1,0 +1,94 @@
+"""Runs prompts through an engine to their end, as fast as it steps: no tiers, no queue, no clock.
+
+Knows the engine's plain seam only. Every running sequence decodes in every step, and prompts fill what is left of the
+step's token budget, first come first served: the plan that an engine's own speed is measured with.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan, StepResult
+
+
+class Stepper(Protocol):
+    """An engine that blocks while it steps."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def step(self, plan: StepPlan) -> StepResult: ...
+
+
+class GenerationFailed(Exception):
+    """A sequence broke, or did not end when it should have."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    new: NewSequence
+    num_computed: int = 0
+    is_started: bool = False
+    output: list[int] = field(default_factory=list)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.new.prompt_token_ids) + len(self.output) - self.num_computed
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.output) >= self.new.sampling.max_tokens
+
+
+def generate_offline(
+    engine: Stepper,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: Sequence[int],
+    after_step: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
+) -> list[list[int]]:
+    """Exactly `new_tokens[i]` greedy tokens behind each prompt. Raises `GenerationFailed`."""
+    all_of_them = [
+        _Progress(NewSequence(f"offline-{i}", tuple(prompt), greedy(count)))
+        for i, (prompt, count) in enumerate(zip(prompts, new_tokens, strict=True))
+    ]
+    by_id = {p.new.seq_id: p for p in all_of_them}
+    live, step_id = all_of_them, 0
+    while live:
+        plan = _plan(step_id, live, engine.info.max_step_tokens)
+        result = engine.step(plan)
+        _take_in(by_id, result)
+        after_step(plan, result)
+        live = [p for p in live if not p.is_over]
+        step_id += 1
+    return [p.output for p in all_of_them]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    """The likeliest token each time, and never an end before `max_tokens`."""
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def _plan(step_id: int, live: Sequence[_Progress], budget: int) -> StepPlan:
+    start: list[NewSequence] = []
+    run: list[Run] = []
+    for progress in sorted(live, key=lambda p: p.num_uncomputed > 1):  # decodes first; sorted() is stable
+        count = min(progress.num_uncomputed, budget)
+        if count < 1:
+            break
+        if not progress.is_started:
+            progress.is_started = True
+            start.append(progress.new)
+        run.append(Run(progress.new.seq_id, count))
+        budget -= count
+    return StepPlan(step_id, start=tuple(start), run=tuple(run))
+
+
+def _take_in(by_id: dict[str, _Progress], result: StepResult) -> None:
+    if result.failures:
+        raise GenerationFailed(f"{result.failures[0].seq_id}: {result.failures[0].reason}")
+    for output in result.outputs:
+        progress = by_id[output.seq_id]
+        progress.num_computed = output.num_computed_tokens
+        progress.output.extend(output.token_ids)
+        if output.finish_reason is not None and not progress.is_over:
+            raise GenerationFailed(f"{output.seq_id} ended after {len(progress.output)} tokens")

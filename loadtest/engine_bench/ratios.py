@@ -1,0 +1,36 @@
+"""Means, ratios and their intervals over the rounds of an interleaved run, and how far two systems agree. Pure.
+
+Rounds are paired: what slows a round down slows all systems in it. So the ratio is taken round by round, its logarithms
+are averaged, and a Student interval (95 %) is put around that mean.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+from loadtest.estimates import Estimate
+
+# 97.5 % quantiles of Student's distribution, by degrees of freedom from 1 on.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_STUDENT_FROM_11 = 2.201  # and below, for more: the interval is a little too wide then
+
+
+def geometric_mean(values: Sequence[float]) -> Estimate:
+    """Mean of positive values with its interval; of a single one, the interval is not known: (0, inf)."""
+    logs = [math.log(value) for value in values]
+    mean = fmean(logs)
+    if len(logs) < 2:
+        return Estimate(math.exp(mean), 0.0, math.inf)
+    quantile = _STUDENT[len(logs) - 2] if len(logs) - 2 < len(_STUDENT) else _STUDENT_FROM_11
+    half = quantile * stdev(logs) / math.sqrt(len(logs))
+    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
+    """Of two sequences by round, both positive."""
+    return geometric_mean([a / b for a, b in zip(above, below, strict=True)])
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens before the first difference."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

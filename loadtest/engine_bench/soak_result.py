@@ -1,0 +1,45 @@
+"""What a soak found, and whether that is good enough. Pure."""
+
+from dataclasses import dataclass
+from statistics import fmean
+
+MAX_GROWTH = 0.02  # of the mean RSS of the second half over that of the first
+
+
+@dataclass(frozen=True, slots=True)
+class SoakResult:
+    seconds: float
+    steps: int
+    tokens: int
+    finished: int
+    aborted: int
+    preemptions: dict[str, int]
+    rss_bytes: tuple[int, ...]  # sampled evenly, without the settling in
+    blocks_lost: int  # not free again at the end
+
+    @property
+    def growth(self) -> float:
+        """Mean RSS of the second half ÷ that of the first, less one."""
+        return rss_growth(self.rss_bytes)
+
+    def render(self) -> str:
+        first, last = (self.rss_bytes[i] / 2**20 if self.rss_bytes else 0.0 for i in (0, -1))
+        verdict = "flat" if self.growth <= MAX_GROWTH else f"GREW, by more than {MAX_GROWTH:.0%}"
+        preemptions = ", ".join(f"{count} by {mode}" for mode, count in self.preemptions.items())
+        return "\n".join(
+            [
+                f"{self.steps} steps and {self.tokens} tokens in {self.seconds:.0f} s: {self.finished} finished, "
+                f"{self.aborted} aborted; preempted: {preemptions}",
+                f"RSS {first:.1f} MiB first, {last:.1f} MiB last, second half {self.growth:+.2%}: {verdict}",
+                "all KV blocks came back" if not self.blocks_lost else f"LOST: {self.blocks_lost} KV blocks",
+            ]
+        )
+
+    @property
+    def passed(self) -> bool:
+        return self.growth <= MAX_GROWTH and self.blocks_lost == 0 and self.finished > 0
+
+
+def rss_growth(samples: tuple[int, ...]) -> float:
+    middle = len(samples) // 2
+    return fmean(samples[middle:]) / fmean(samples[:middle]) - 1.0 if middle else 0.0

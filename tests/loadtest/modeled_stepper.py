@@ -1,0 +1,32 @@
+"""The engine that computes nothing, stepped in the caller's thread: for what drives an engine's plain seam."""
+
+import asyncio
+from typing import Any
+
+from engine.interface import EngineInfo, StepPlan, StepResult
+from engine.modeled_engine import ModeledEngine
+
+
+class ModeledStepper:
+    """Keeps the plans it was given. Each step takes no time at all."""
+
+    def __init__(self, **changes: Any) -> None:
+        values: dict[str, Any] = {
+            "max_model_len": 128,
+            "vocab_size": 512,
+            "block_size": 16,
+            "num_blocks": 64,
+            "max_step_tokens": 64,
+            **changes,
+        }
+        self.engine = ModeledEngine(EngineInfo("model", **values), lambda seconds: asyncio.sleep(0))
+        self.plans: list[StepPlan] = []
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    def step(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        self.engine.submit(plan)
+        return asyncio.run(self.engine.collect())

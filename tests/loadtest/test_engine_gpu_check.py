@@ -1,0 +1,115 @@
+"""`make gpu-check` where there is no GPU, and its machinery with parts that need none."""
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadtest.engine_bench.device_probe import covered_s
+from loadtest.gpu_check import GOALS, STREAMS, install_wheels, main, measured_goals, parts
+from loadtest.parts import Outcome, Part, PartRunner
+
+
+def run(part: Part, budget_s: float = 30.0) -> tuple[Outcome, str]:
+    log = io.StringIO()
+    with open(os.devnull, "w+", encoding="utf-8") as sink:  # stderr wants a real file
+        log.fileno = sink.fileno  # type: ignore[method-assign]
+        return PartRunner(Path.cwd(), log, dict(os.environ), budget_s).run(part), log.getvalue()
+
+
+def python(program: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", program, *arguments)
+
+
+def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--out", str(tmp_path / "out")], find_gpu=lambda: None) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and "no CUDA GPU" in captured.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_part_that_passes_leaves_its_result() -> None:
+    outcome, log = run(Part("one", python("print('hello'); print('{\"share\": 0.5}')"), 20, has_result_line=True))
+    assert outcome.passed and outcome.result == {"share": 0.5} and outcome.verdict.startswith("passed")
+    assert "hello" in log and "== one: passed" in log
+
+
+def test_a_part_that_fails_says_how() -> None:
+    outcome, log = run(Part("two", python("import sys; sys.exit(3)"), 20))
+    assert not outcome.passed and outcome.exit_code == 3 and "exit code 3" in outcome.verdict
+    assert "FAILED" in log
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+    os.mkfifo(alive)
+    reader = os.open(alive, os.O_RDONLY | os.O_NONBLOCK)
+    child = f"import time; pipe = open({str(alive)!r}, 'w'); time.sleep(600)"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    outcome, _ = run(Part("three", python(program), 2.0))
+    assert not outcome.passed and "not done within 2 s" in outcome.verdict
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b""  # the end of the file: nobody holds the other side any more
+    os.close(reader)
+
+
+def test_a_result_that_is_no_json_and_a_command_that_is_not_there() -> None:
+    garbled, _ = run(Part("four", python("print('{')"), 20, has_result_line=True))
+    assert not garbled.passed and "JSONDecodeError" in garbled.problem
+    missing, _ = run(Part("five", ("/nowhere/at/all",), 20))
+    assert not missing.passed and "FileNotFoundError" in missing.problem
+
+
+def test_tests_that_were_all_skipped_are_no_success() -> None:
+    skipped, _ = run(Part("tests", python("print('23 skipped in 2 s')"), 20, must_say=" passed"))
+    assert not skipped.passed and skipped.exit_code == 0 and "' passed'" in skipped.verdict
+    some, _ = run(Part("tests", python("print('2 passed, 21 skipped in 2 s')"), 20, must_say=" passed"))
+    assert some.passed
+
+
+def test_when_the_time_is_used_up_no_part_is_begun() -> None:
+    outcome, _ = run(Part("six", python("raise SystemExit(9)"), 20), budget_s=1.0)
+    assert outcome.exit_code is None and "not begun" in outcome.verdict
+
+
+def test_the_parts_fit_into_their_time_and_name_modules_that_exist(tmp_path: Path) -> None:
+    listed = parts(tmp_path, tmp_path / "weights")
+    assert len({part.name for part in listed}) == len(listed)
+    assert max(part.limit_s for part in listed) < 600
+    assert all(part.command[0] == sys.executable for part in listed)
+
+
+def test_goals_are_read_from_the_parts_results() -> None:
+    def job(system: str, streams: int, tokens_per_s: float) -> dict[str, object]:
+        return {"system": system, "streams": streams, "work": "decode", "tokens_per_s": {"value": tokens_per_s}}
+
+    table = {
+        "jobs": [
+            job("tidegate", STREAMS, 140.0),
+            job("tidegate-loop", STREAMS, 150.0),
+            job("generate_batch", STREAMS, 100.0),
+            job("generate_batch", 1, 1.0),
+        ],
+        "steps": [
+            {"system": "tidegate", "streams": STREAMS, "share_of_floor": 0.7},
+            {"system": "generate_batch", "streams": STREAMS, "share_of_floor": 0.8},
+        ],
+    }
+    goals = measured_goals({"engine, 8b": table, "GPU busy": {"share_of_plain": 0.96}})
+    assert list(goals.values()) == [1.5, 0.7, 0.96] and list(goals) == list(GOALS)
+    assert set(measured_goals({}).values()) == {None}
+
+
+def test_no_wheels_are_no_trouble_and_a_bad_one_is_named(tmp_path: Path) -> None:
+    assert install_wheels(tmp_path, tmp_path / "site") == ""
+    (tmp_path / "broken-1.0-py3-none-any.whl").write_bytes(b"not a zip")
+    assert "broken" in install_wheels(tmp_path, tmp_path / "site")
+
+
+def test_kernels_that_overlap_count_once() -> None:
+    assert covered_s([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.7)]) == 4.0
+    assert covered_s([]) == 0.0
+    assert json.dumps(covered_s([(0.0, 1.0)])) == "1.0"

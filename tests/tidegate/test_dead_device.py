@@ -1,0 +1,112 @@
+"""A device that dies under a worker: the process ends with 1, and its work is done by the next one."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from redis.asyncio import Redis
+
+from engine.interface import SamplingParams
+from scheduler.client import Generation, SchedulerClient
+from scheduler.clock import SystemClock
+from scheduler.config import load_tiers
+from scheduler.events.redis import RedisEventChannel
+from scheduler.queue.redis import RedisQueue
+from scheduler.registry.redis import RedisWorkerRegistry
+from scheduler.request import Request, TokenEvent
+from tests.waiting import until
+from tidegate.settings import WorkerSettings
+
+pytestmark = pytest.mark.timeout(120)
+
+# A worker as it is shipped, but for its device: after a number of steps that serve somebody, nothing works on it.
+WORKER = """
+import sys
+from engine.model_runner import ModelRunner
+from tidegate import worker
+from tidegate.settings import WorkerSettings
+
+url, steps_left = sys.argv[1], float(sys.argv[2])
+teach, run = worker.teach, ModelRunner.run
+
+def run_until_it_breaks(self, batch):
+    global steps_left
+    steps_left -= 1
+    if steps_left < 0:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+    return run(self, batch)
+
+async def teach_then_count(*args):
+    await teach(*args)
+    ModelRunner.run = run_until_it_breaks
+
+worker.teach = teach_then_count
+settings = WorkerSettings(redis_url=url, worker_id="w", dtype="float32", device="cpu", threads=1)
+sys.exit(worker.run_worker(settings))
+"""
+
+
+@asynccontextmanager
+async def worker(url: str, steps: float) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        WORKER,
+        url,
+        str(steps),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+@asynccontextmanager
+async def client_of(redis: Redis) -> AsyncIterator[SchedulerClient]:
+    clock = SystemClock()
+    tiers = load_tiers(WorkerSettings().tiers_path)
+    parts = RedisQueue(redis, clock), RedisEventChannel(redis), RedisWorkerRegistry(redis)
+    client = SchedulerClient(*parts, tiers, clock, "gateway")
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def make_request(request_id: str) -> Request:
+    now_ms = SystemClock().wall_ms()
+    sampling = SamplingParams(max_tokens=80, ignore_eos=True, seed=3, repetition_penalty=1.1)
+    return Request(request_id, "realtime", tuple(range(20, 40)), sampling, now_ms, now_ms + 60_000, "gateway")
+
+
+async def submit(client: SchedulerClient, request: Request) -> Generation:
+    generation = await client.submit([request])
+    assert isinstance(generation, Generation)
+    return generation
+
+
+async def test_the_worker_exits_with_1_and_the_next_one_does_its_work(valkey_url: str, redis_client: Redis) -> None:
+    async with client_of(redis_client) as client:
+        async with worker(valkey_url, steps=30) as dying:
+            await until(lambda: bool(client.workers), 60)
+            generation = await submit(client, make_request("r"))
+            assert await asyncio.wait_for(dying.wait(), 60) == 1
+        events: list[TokenEvent] = []
+        async with worker(valkey_url, steps=float("inf")) as heir:
+            async with generation as stream:
+                async for event in stream:
+                    events.append(event)
+            async with await submit(client, make_request("again")) as stream:
+                undisturbed = [token_id async for event in stream for token_id in event.token_ids]
+            heir.terminate()
+            assert await asyncio.wait_for(heir.wait(), 60) == 0
+    assert 0 < events[0].index + len(events[0].token_ids) < 80
+    assert [token_id for event in events for token_id in event.token_ids] == undisturbed
+    assert len(undisturbed) == 80
