@@ -54,7 +54,7 @@ def build_torch_engine(config: EngineConfig) -> TorchEngine:
     specs, step_bytes = _measure(model, hf_config, config, device)
     layers = [spec.shape for spec in specs]
     library = load_library() if device.type == "cpu" and config.optimize else None
-    kernels = _attention_kernels(config, layers, dtype, device, library)
+    kernels = _attention_kernels(config, hf_config, specs, dtype, device, library)
     sizes = graph_sizes(config.max_num_seqs, config.max_step_tokens) if _wants_graphs(config, device, kernels) else []
     for_graphs = graph_bytes(sizes, blocks_for(wanted_len, config.block_size), step_bytes) if sizes else 0
     one_block = block_bytes(layers, config.block_size, dtype)
@@ -79,7 +79,7 @@ def build_torch_engine(config: EngineConfig) -> TorchEngine:
     )
     runner = ModelRunner(model, cache, [spec.window for spec in specs], device, kernels)
     if device.type == "cpu" and config.optimize and not is_quantised(model):
-        optimize_for_cpu(model, runner, kernels if isinstance(kernels, CpuKernels) else None, info)
+        optimize_for_cpu(model, runner, library, info)
     if device.type == "cuda" and kernels is not None and not is_quantised(model):
         fuse_layers(model, runner, info)
     if sizes and (graphs := captured_graphs(runner, cache, info, sizes, for_graphs, device)) is not None:
@@ -91,14 +91,16 @@ def build_torch_engine(config: EngineConfig) -> TorchEngine:
 
 def _attention_kernels(
     config: EngineConfig,
-    layers: list[LayerShape],
+    hf_config: Any,
+    specs: list[LayerSpec],
     dtype: torch.dtype,
     device: torch.device,
     library: ctypes.CDLL | None,
 ) -> AttentionKernels | None:
     """None: torch's operators attend."""
     if device.type == "cuda" and config.optimize:
-        return working_kernels(layers, dtype, device)
+        num_heads = getattr(hf_config.get_text_config(decoder=True), "num_attention_heads", None)
+        return working_kernels(specs, num_heads if isinstance(num_heads, int) else 1, dtype, device)
     return CpuKernels(library, dtype) if library is not None and CpuKernels.knows(dtype) else None
 
 

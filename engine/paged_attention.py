@@ -71,8 +71,17 @@ class PagedAttention:
             raise RuntimeError("attention was called outside of a step")
         return self._step
 
+    @property
+    def block_size(self) -> int:
+        return self._cache.block_size
+
     def layer(self, layer_idx: int) -> LayerCache:
         return self._cache.layers[layer_idx]
+
+    def scoring(
+        self, layer_idx: int, scaling: float, softcap: float | None = None, sinks: Tensor | None = None
+    ) -> Scoring:
+        return Scoring(scaling, softcap, self._windows[layer_idx], sinks)
 
     def __call__(
         self,
@@ -105,7 +114,7 @@ class PagedAttention:
         """(heads, T, head_dim) queries, (kv_heads, T, head_dim) keys and values that the cache holds already:
         (T, heads, head_dim)."""
         layer = self._cache.layers[layer_idx]
-        scoring = Scoring(scaling, softcap, self._windows[layer_idx], sinks)
+        scoring = self.scoring(layer_idx, scaling, softcap, sinks)
         parts = [self._decode(layer, group, query[:, group.rows], scoring) for group in self.step.decode_groups]
         if self.step.prefills is not None:
             parts += self._prefill(layer, self.step.prefills, query, key, value, scoring)

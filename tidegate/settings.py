@@ -138,6 +138,7 @@ class WorkerSettings(CommonSettings):
         description="host memory for the KV of preempted sequences; unset: up to 4 GiB with CUDA, none without",
     )
     prefix_cache: bool = Field(default=True, description="keep KV of prompt beginnings for those who share them")
+    cuda_graphs: bool = Field(default=True, description="run decode steps as captured graphs, on a GPU")
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine")
     optimize: bool = Field(default=True, description="faster layers where a trial shows that they compute the same")
 

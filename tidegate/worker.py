@@ -79,6 +79,7 @@ def _start_engine(settings: WorkerSettings) -> Engine:
         swap_bytes=None if settings.swap_mb is None else settings.swap_mb * 2**20,
         prefix_cache=settings.prefix_cache,
         num_threads=settings.threads,
+        cuda_graphs=settings.cuda_graphs,
         optimize=settings.optimize,
     )
     return build_engine(config)

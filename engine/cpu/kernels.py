@@ -50,6 +50,10 @@ class CpuKernels:
         group = shape.num_query_heads // shape.num_kv_heads
         return shape.head_dim <= _LARGEST_HEAD_DIM and group <= _LARGEST_GROUP
 
+    @staticmethod
+    def can_prefill(shape: HeadShape) -> bool:
+        return shape.head_dim in _PREFILL_HEAD_DIMS and CpuKernels.can_attend(shape)
+
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """(rows, n) in and out."""
         out = torch.empty_like(x)

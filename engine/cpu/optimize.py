@@ -4,6 +4,8 @@ Knows what a fusable layer looks like from outside. Whether it is one, a trial s
 the same, or the layer stays as it was.
 """
 
+import ctypes
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,12 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from engine.cpu.fused_layer import FusedDecoderLayer
-from engine.cpu.packed_linear import can_pack, pack_linears
+from engine.cpu.kernels import CpuKernels
+from engine.cpu.native_layer import NativeDecoderLayer, StepInC
+from engine.cpu.packed_linear import PackedLinear, can_pack
+from engine.cpu.products import PanelLinear, Products, goes_into_panels
 from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan, blocks_for
 from engine.layer_kernels import LayerKernels
 from engine.model_runner import ModelRunner
 from engine.sequence_table import SequenceTable
 from engine.step_batch import StepBatch, pack_step
+
+Replacement = Callable[[nn.Module], nn.Module]
+LinearReplacement = Callable[[nn.Linear], nn.Module | None]
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -29,19 +37,70 @@ _TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (0.02, 0.006), torch
 _TRIAL_LENGTHS = (7, 1, 1)  # tokens of each sequence in the trial step: a prefill and two decodes
 
 
-def optimize_for_cpu(model: nn.Module, runner: ModelRunner, kernels: LayerKernels | None, info: EngineInfo) -> None:
+def optimize_for_cpu(model: nn.Module, runner: ModelRunner, library: ctypes.CDLL | None, info: EngineInfo) -> None:
     """Changes `model` in place; the engine must be without sequences: the trial writes to its first KV blocks."""
     if not _has_room(info):
         return
     seen = _watch(model, runner, info)
-    num_fused = _fuse_layers(model, runner, kernels, seen.layers) if kernels is not None else 0
-    num_packed = pack_linears(model, seen.linears) if can_pack(next(model.parameters()).dtype) else 0
+    dtype = next(model.parameters()).dtype
+    num_fused = 0
+    if library is not None and CpuKernels.knows(dtype):
+        num_fused = _fuse_layers(model, runner, _cpu_layers(runner, library, dtype), seen.layers)
+    num_packed = _replace_linears(model, seen.linears, _packing(library, dtype))
     structlog.get_logger().info("model optimized", fused_layers=num_fused, packed_linears=num_packed)
 
 
 def fuse_common_layers(model: nn.Module, runner: ModelRunner, kernels: LayerKernels, info: EngineInfo) -> int:
     """The number of layers fused, on any device; the same goes for the engine."""
-    return _fuse_layers(model, runner, kernels, _watch(model, runner, info).layers) if _has_room(info) else 0
+    if not _has_room(info):
+        return 0
+
+    def fuse(layer: nn.Module) -> nn.Module:
+        return FusedDecoderLayer(layer, runner.attention, kernels)
+
+    return _fuse_layers(model, runner, fuse, _watch(model, runner, info).layers)
+
+
+def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype) -> Replacement:
+    """In one call where the library has products for it, else in eight."""
+    kernels, step = CpuKernels(library, dtype), StepInC()
+    has_products = Products.available(library, dtype)
+
+    def fuse(layer: nn.Module) -> nn.Module:
+        if has_products and NativeDecoderLayer.can_take(layer):
+            return NativeDecoderLayer(layer, runner.attention, library, step)
+        return FusedDecoderLayer(layer, runner.attention, kernels)
+
+    return fuse
+
+
+def _packing(library: ctypes.CDLL | None, dtype: torch.dtype) -> LinearReplacement:
+    """How a linear layer is packed; None for one that cannot be."""
+    products = Products(library) if library is not None and Products.available(library, dtype) else None
+    has_onednn = can_pack(dtype)
+
+    def pack(linear: nn.Linear) -> nn.Module | None:
+        if products is not None and goes_into_panels(linear):
+            return PanelLinear(linear, products)
+        return PackedLinear([linear]) if has_onednn else None
+
+    return pack
+
+
+def _replace_linears(model: nn.Module, wanted: Collection[nn.Module], pack: LinearReplacement) -> int:
+    """How many there were."""
+    found = [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.Linear) and child in wanted
+    ]
+    num_packed = 0
+    for module, name, child in found:
+        if (packed := pack(child)) is not None:
+            setattr(module, name, packed)
+            num_packed += 1
+    return num_packed
 
 
 def _has_room(info: EngineInfo) -> bool:
@@ -116,7 +175,7 @@ class _Seen:
     linears: set[nn.Module] = field(default_factory=set)
 
 
-def _fuse_layers(model: nn.Module, runner: ModelRunner, kernels: LayerKernels, trials: dict[nn.Module, _Trial]) -> int:
+def _fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials: dict[nn.Module, _Trial]) -> int:
     """The number of layers replaced; one by one, so that no more than one layer's weights exist twice: `trials` gives
     up its layers, too."""
     places = [
@@ -129,7 +188,7 @@ def _fuse_layers(model: nn.Module, runner: ModelRunner, kernels: LayerKernels, t
     num_fused = 0
     for layers, i in places:
         trial = trials.pop(layers[i])
-        fused = FusedDecoderLayer(layers[i], runner.attention, kernels)
+        fused = fuse(layers[i])
         if _agrees(fused, trial):
             layers[i] = fused
             num_fused += 1
@@ -176,7 +235,7 @@ def _trial_batch(info: EngineInfo) -> StepBatch:
 
 
 @torch.inference_mode()
-def _agrees(fused: FusedDecoderLayer, trial: _Trial) -> bool:
+def _agrees(fused: nn.Module, trial: _Trial) -> bool:
     """The runner's step is still the trial's, so that attention finds its rows."""
     result = fused(trial.hidden.clone(), **trial.options)
     error, expected, given = ((t.float()) for t in (result - trial.output, trial.output, trial.hidden))

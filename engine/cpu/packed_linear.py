@@ -4,7 +4,7 @@ A plain `nn.Linear` packs its weight anew in every call: with few rows that cost
 Knows weights and oneDNN's packed products as torch offers them; not the model around them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -69,19 +69,6 @@ def can_pack(dtype: torch.dtype) -> bool:
             return torch.allclose(PackedLinear([plain])(x), plain(x), atol=0.02, rtol=0.02)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
-
-
-def pack_linears(model: nn.Module, wanted: Collection[nn.Module]) -> int:
-    """Replace the `wanted` linear layers of `model`; how many were found in it."""
-    found = [
-        (module, name, child)
-        for module in model.modules()
-        for name, child in module.named_children()
-        if isinstance(child, nn.Linear) and child in wanted
-    ]
-    for module, name, child in found:
-        setattr(module, name, PackedLinear([child]))
-    return len(found)
 
 
 def _split(tensor: Tensor) -> list[Tensor]:

@@ -4,7 +4,7 @@ import pytest
 
 from engine.interface import EngineInfo, Run, StepPlan
 from engine.sequence_table import SequenceTable
-from engine.step_batch import pack_step
+from engine.step_batch import in_one_group, pack_step
 from tests.engine.drive import make_new
 
 INFO = EngineInfo("none", max_model_len=64, vocab_size=100, block_size=4, num_blocks=32, max_step_tokens=64)
@@ -61,3 +61,15 @@ def test_decodes_are_cut_into_groups_where_padding_grows(monkeypatch: pytest.Mon
     batch = pack_step(table.begin(StepPlan(1, run=runs)), INFO.block_size)
     assert [g.context_lens.tolist() for g in batch.decode_groups] == [[12, 11], [3, 2]]
     assert [g.first_row for g in batch.decode_groups] == [0, 2]
+
+
+def test_groups_become_one_that_is_as_wide_as_the_widest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.step_batch._PADDED_TOKENS_WORTH_A_GROUP", 9)
+    table = make_table(a=11, b=1, c=2, d=10)
+    batch = pack_step(table.begin(StepPlan(1, run=tuple(Run(name, 1) for name in "abcd"))), INFO.block_size)
+    (group,) = in_one_group(batch).decode_groups
+    assert (group.first_row, group.num_rows) == (0, 4)
+    assert group.context_lens.tolist() == [12, 11, 3, 2]
+    assert group.block_table[:2].tolist() == batch.decode_groups[0].block_table.tolist()
+    assert all(len(set(row)) == 1 for row in group.block_table[2:].tolist())  # padded with their own
+    assert in_one_group(in_one_group(batch)).decode_groups == (group,)

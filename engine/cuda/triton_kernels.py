@@ -1,0 +1,235 @@
+"""Attention over paged KV as Triton kernels: decode rows, and prefill chunks of many sequences at once.
+
+Knows rows, blocks and scores; not sequences, layers or graphs. Nothing here waits for the device or asks it anything,
+so that the calls can be captured in a CUDA graph. Triton's interpreter runs the same kernels on a CPU: that is how
+they are tested where there is no GPU.
+
+Both read a layer's cache as `LayerCache.slots` has it: (2 × kv_heads × slots, head_dim), keys before values. The
+query heads of a KV head are packed as rows of one product, and scores are kept in base 2. Products of float32 are
+exact ("ieee"), not TF32.
+"""
+
+# mypy: ignore-errors
+# Triton's language has types of its own.
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e30)  # of a score; not -inf, whose differences are NaN
+
+FACTORS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def _score(queries, keys, scaling, softcap, HAS_SOFTCAP: tl.constexpr, FACTOR: tl.constexpr):
+    """Scores in base 2."""
+    scores = tl.dot(queries.to(FACTOR), tl.trans(keys.to(FACTOR)), input_precision="ieee") * scaling
+    if HAS_SOFTCAP:
+        squared = tl.exp2(scores / softcap * (2.0 * LOG2_E))
+        scores = softcap * (1.0 - 2.0 / (squared + 1.0))  # tanh
+    return scores * LOG2_E
+
+
+@triton.jit
+def _accumulate(best, total, acc, scores, seen, values, FACTOR: tl.constexpr):
+    """One tile of keys taken into a running softmax. A row that sees nothing of it stays as it was."""
+    scores = tl.where(seen, scores, LOWEST)
+    highest = tl.maximum(best, tl.max(scores, axis=1))
+    weights = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0)
+    shrink = tl.exp2(best - highest)
+    total = total * shrink + tl.sum(weights, axis=1)
+    product = tl.dot(weights.to(values.dtype).to(FACTOR), values.to(FACTOR), input_precision="ieee")
+    acc = acc * shrink[:, None] + product
+    return highest, total, acc
+
+
+@triton.jit
+def _split_size(length, window, num_splits, TILE: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Where what a row sees begins, the start of that tile, and how many keys each split of it takes."""
+    visible = length * 0
+    if HAS_WINDOW:
+        visible = tl.maximum(length - window, 0)
+    start = visible // TILE * TILE
+    size = tl.cdiv(tl.cdiv(length - start, num_splits), TILE) * TILE
+    return visible, start, tl.maximum(size, LEAST)
+
+
+@triton.jit(
+    do_not_specialize=["window", "num_slots", "table_stride"],
+    do_not_specialize_on_alignment=["block_table", "context_lens"],
+)
+def decode_split_kernel(
+    query,  # (rows, heads, head_dim), strided
+    slots,  # (2 × kv_heads × slots, head_dim)
+    block_table,  # (rows, blocks)
+    context_lens,  # (rows,): 0 where a row is there only to fill a captured graph
+    partial,  # out: (rows, heads, splits, head_dim), float32
+    partial_state,  # out: (rows, heads, splits, 2), float32: highest score and sum of weights
+    scaling,
+    softcap,
+    window,
+    num_slots,
+    row_stride,
+    head_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,  # a power of 2
+    GROUP: tl.constexpr,  # query heads of a KV head
+    PADDED_GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,  # keys at once
+    LEAST: tl.constexpr,  # keys of a split: a multiple of TILE
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    FACTOR: tl.constexpr,  # the type of what is multiplied
+):
+    """Programs: (row, KV head, split of the context). As many splits as there are programs for, whatever the length:
+    a captured grid stays what it is."""
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    length = tl.load(context_lens + row).to(tl.int32)
+    visible, start, size = _split_size(length, window, num_splits, TILE, LEAST, HAS_WINDOW)
+    first = start + split * size
+    last = tl.minimum(first + size, length)
+    if first < last:
+        heads, dims = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM)
+        is_own = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+        own = row * row_stride + (kv_head * GROUP + heads) * head_stride
+        queries = tl.load(query + own[:, None] + dims[None, :], mask=is_own, other=0.0)
+        best = tl.full([PADDED_GROUP], LOWEST, tl.float32)
+        total = tl.zeros([PADDED_GROUP], tl.float32)
+        acc = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
+        for tile in range(first, last, TILE):
+            positions = tile + tl.arange(0, TILE)
+            is_key = (positions < last) & (positions >= visible)
+            block = tl.load(block_table + row * table_stride + positions // BLOCK_SIZE, mask=is_key, other=0)
+            slot = kv_head.to(tl.int64) * num_slots + block * BLOCK_SIZE + positions % BLOCK_SIZE
+            at = slot[:, None] * HEAD_DIM + dims[None, :]
+            mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
+            keys = tl.load(slots + at, mask=mask, other=0.0)
+            values = tl.load(slots + KV_HEADS * num_slots.to(tl.int64) * HEAD_DIM + at, mask=mask, other=0.0)
+            scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, FACTOR)
+            best, total, acc = _accumulate(best, total, acc, scores, is_key[None, :], values, FACTOR)
+        out = (row * (KV_HEADS * GROUP) + kv_head * GROUP + heads) * num_splits + split
+        tl.store(partial + out[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_own)
+        tl.store(partial_state + out * 2, best, mask=heads < GROUP)
+        tl.store(partial_state + out * 2 + 1, total, mask=heads < GROUP)
+
+
+@triton.jit(do_not_specialize=["window", "num_splits"], do_not_specialize_on_alignment=["context_lens"])
+def decode_merge_kernel(
+    partial,
+    partial_state,
+    context_lens,
+    sinks,  # (heads,) or anything
+    out,  # (rows, heads, head_dim)
+    window,
+    num_splits,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,  # a power of 2
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Programs: (row, head). Rows without context come out as zeros."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length = tl.load(context_lens + row).to(tl.int32)
+    visible, start, size = _split_size(length, window, num_splits, TILE, LEAST, HAS_WINDOW)
+    splits, dims = tl.arange(0, MOST_SPLITS), tl.arange(0, PADDED_DIM)
+    is_split = (splits < num_splits) & (start + splits * size < length)
+    at = (row * HEADS + head) * num_splits + splits
+    bests = tl.load(partial_state + at * 2, mask=is_split, other=LOWEST)
+    totals = tl.load(partial_state + at * 2 + 1, mask=is_split, other=0.0)
+    best = tl.max(bests, axis=0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        best = tl.maximum(best, sink)
+    weights = tl.where(is_split, tl.exp2(bests - best), 0.0)
+    total = tl.sum(weights * totals, axis=0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - best)
+    mask = is_split[:, None] & (dims < HEAD_DIM)[None, :]
+    parts = tl.load(partial + at[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    attended = tl.sum(parts * weights[:, None], axis=0) / tl.where(length > 0, total, 1.0)
+    tl.store(out + (row * HEADS + head) * HEAD_DIM + dims, attended.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit(
+    do_not_specialize=["window", "num_slots"],
+    do_not_specialize_on_alignment=["block_tables", "extents"],
+)
+def prefill_kernel(
+    query,  # (rows, heads, head_dim), strided
+    slots,
+    block_tables,  # those of all chunks, end to end
+    extents,  # (chunks, 4): first row, tokens, position of the first, where its block table begins
+    sinks,  # (heads,) or anything
+    out,  # (rows, heads, head_dim)
+    scaling,
+    softcap,
+    window,
+    num_slots,
+    row_stride,
+    head_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,  # of one program
+    ROWS: tl.constexpr,  # GROUP × TOKENS, padded to a power of 2
+    TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """Programs: (tokens of a chunk, chunk, KV head); those behind a chunk's end have nothing to do."""
+    chunk, kv_head = tl.program_id(1), tl.program_id(2)
+    num_tokens = tl.load(extents + chunk * 4 + 1).to(tl.int32)
+    first_token = tl.program_id(0) * TOKENS
+    if first_token < num_tokens:
+        first_row = tl.load(extents + chunk * 4) + first_token
+        first_position = tl.load(extents + chunk * 4 + 2).to(tl.int32) + first_token
+        table = block_tables + tl.load(extents + chunk * 4 + 3)
+        count = tl.minimum(TOKENS, num_tokens - first_token)
+        packed, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
+        token = packed // GROUP
+        head = kv_head * GROUP + packed % GROUP
+        is_own = (token < count)[:, None] & (dims < HEAD_DIM)[None, :]
+        own = (first_row + token) * row_stride + head * head_stride
+        queries = tl.load(query + own[:, None] + dims[None, :], mask=is_own, other=0.0)
+        position = first_position + token
+        best = tl.full([ROWS], LOWEST, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        if HAS_SINKS:
+            best = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            total += 1.0
+        acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+        last = first_position + count
+        start = last * 0
+        if HAS_WINDOW:
+            start = tl.maximum(first_position + 1 - window, 0) // TILE * TILE
+        for tile in range(start, last, TILE):
+            positions = tile + tl.arange(0, TILE)
+            is_key = positions < last
+            block = tl.load(table + positions // BLOCK_SIZE, mask=is_key, other=0)
+            slot = kv_head.to(tl.int64) * num_slots + block * BLOCK_SIZE + positions % BLOCK_SIZE
+            at = slot[:, None] * HEAD_DIM + dims[None, :]
+            mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
+            keys = tl.load(slots + at, mask=mask, other=0.0)
+            values = tl.load(slots + KV_HEADS * num_slots.to(tl.int64) * HEAD_DIM + at, mask=mask, other=0.0)
+            seen = is_key[None, :] & (positions[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                seen = seen & (positions[None, :] > position[:, None] - window)
+            scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, FACTOR)
+            best, total, acc = _accumulate(best, total, acc, scores, seen, values, FACTOR)
+        attended = acc / tl.where(total > 0, total, 1.0)[:, None]
+        where = ((first_row + token) * (KV_HEADS * GROUP) + head) * HEAD_DIM
+        tl.store(out + where[:, None] + dims[None, :], attended.to(out.dtype.element_ty), mask=is_own)
