@@ -7,13 +7,16 @@ inside their budget: a resident bulk sequence that does not fit sits the step ou
 owed its floor goes before its betters, with as little.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan
 from engine.latency_model import StepCost
 from scheduler.block_budget import BlockBudget, EngineView
 from scheduler.config import Tier
+from scheduler.roster import Roster
 from scheduler.states import RequestState, Status
 
 MIN_CHUNK = 16  # tokens; a smaller prefill chunk is not worth a step's overhead
@@ -40,37 +43,38 @@ def form_batch(
     step_id: int,
     view: EngineView,
     tiers: Sequence[Tier],
-    states: Iterable[RequestState],
+    roster: Roster,
     budgets: Budgets,
     now: float,
+    barred: Container[str] = frozenset(),
 ) -> StepPlan:
-    """The next step's plan. `tiers` from the highest priority down; `states` all that have not ended."""
-    by_tier: dict[str, list[RequestState]] = {tier.name: [] for tier in tiers}
-    for state in states:
-        by_tier[state.tier.name].append(state)
-    draft = _Draft(view, budgets, by_tier)
+    """The next step's plan. `tiers` from the highest priority down; `roster` holds all states that have not ended, of
+    which those `barred` may not start yet. Its cost grows with what is planned, not with what waits or rests."""
+    draft = _Draft(view, budgets, roster, barred)
     for tier in sorted(tiers, key=lambda t: not budgets.tiers[t.name].owed):
         budget = budgets.tiers[tier.name]
         if budget.paused and draft.has_work:
-            draft.pause(by_tier[tier.name])
+            draft.pause(tier.name)
             continue
-        draft.add_decodes(by_tier[tier.name], budget)
-        draft.add_prefills(by_tier[tier.name], budget, now)
+        draft.add_decodes(tier.name, budget)
+        draft.add_prefills(tier.name, budget, now)
     return draft.plan(step_id)
 
 
 class _Draft:
     """A plan being made: what it holds so far, and what is left of blocks, tokens and time."""
 
-    def __init__(self, view: EngineView, budgets: Budgets, by_tier: Mapping[str, Sequence[RequestState]]) -> None:
+    def __init__(self, view: EngineView, budgets: Budgets, roster: Roster, barred: Container[str]) -> None:
         self._view = view
         self._cost = budgets.cost
-        self._by_tier = by_tier
-        resident = (s for states in by_tier.values() for s in states if s.is_resident)
-        self._blocks = BlockBudget(view, budgets.cost, resident)
+        self._roster = roster
+        self._barred = barred
+        self._blocks = BlockBudget(view, budgets.cost, roster.promised(), roster.any_resident)
         self._tokens_left = view.max_step_tokens
         self._compute_s = budgets.cost.step_s
         self._preempt: dict[str, PreemptionMode] = {}
+        self._num_preempted: Counter[str] = Counter()  # by tier
+        self._num_run: Counter[str] = Counter()
         self._resume: list[str] = []
         self._start: list[NewSequence] = []
         self._run: dict[str, int] = {}
@@ -94,20 +98,19 @@ class _Draft:
         """How long the step is predicted to take so far."""
         return self._compute_s + self._blocks.swap_s
 
-    def pause(self, states: Iterable[RequestState]) -> None:
-        for state in states:
+    def pause(self, tier: str) -> None:
+        """Those that were in the batch leave it; those that sat the last step out have left it already."""
+        for state in self._roster.last_run(tier):
             if state.status is Status.RUNNING and state.id not in self._preempt:
                 self._preempt[state.id] = PreemptionMode.PAUSE
 
-    def add_decodes(self, states: Sequence[RequestState], budget: TierBudget) -> None:
+    def add_decodes(self, tier: str, budget: TierBudget) -> None:
         """One token for each sequence that decodes; who sat out longest goes first."""
-        decodes = [s for s in states if s.is_decode and s.id not in self._preempt]
-        decodes.sort(key=lambda s: (s.last_step, s.edf_key))
         room = budget.max_num_seqs
-        for state in decodes:
+        for state in self._roster.decodes(tier):
             if room <= 0 or self._tokens_left < 1:
                 return
-            if state.id in self._preempt:  # became a victim of an older one just now
+            if state.id in self._preempt:
                 continue
             seconds = self._cost.decode(state.num_computed_tokens)
             if not self._fits_time(seconds, budget):
@@ -118,17 +121,12 @@ class _Draft:
             else:
                 self._short_of_blocks = True
 
-    def add_prefills(self, states: Sequence[RequestState], budget: TierBudget, now: float) -> None:
+    def add_prefills(self, tier: str, budget: TierBudget, now: float) -> None:
         """Chunks of what has tokens to catch up with: sequences under way first, then by deadline."""
-        resident = sum(s.is_resident and s.id not in self._preempt for s in states)
-        pending = [s for s in states if not s.is_decode and s.id not in self._preempt]
-        pending.sort(key=lambda s: (not s.is_resident, s.status is Status.WAITING, s.edf_key))
-        slots = budget.max_num_seqs - resident
-        room = budget.max_num_seqs - sum(s.id in self._run for s in states)
-        if self._worth_waiting(pending, slots, budget, now):
-            pending = [s for s in pending if s.status is not Status.WAITING]
-        for state in pending:
-            if state.id in self._preempt:
+        slots = budget.max_num_seqs - self._roster.num_resident(tier) + self._num_preempted[tier]
+        room = budget.max_num_seqs - self._num_run[tier]
+        for state in self._pending(tier, slots, budget, now):
+            if state.id in self._preempt or state.id in self._barred:
                 continue
             if room <= 0 or not (state.is_resident or self._may_start(slots)):
                 return
@@ -138,16 +136,21 @@ class _Draft:
             elif not state.is_resident:
                 return
 
+    def _pending(self, tier: str, slots: int, budget: TierBudget, now: float) -> Iterable[RequestState]:
+        roster = self._roster
+        newcomers = () if self._worth_waiting(tier, slots, budget, now) else roster.waiting(tier)
+        return chain(roster.prefills(tier), roster.evicted(tier), newcomers)
+
     def _may_start(self, slots: int) -> bool:
         return slots > 0 and not self._short_of_blocks
 
-    def _worth_waiting(self, pending: Sequence[RequestState], slots: int, budget: TierBudget, now: float) -> bool:
+    def _worth_waiting(self, tier: str, slots: int, budget: TierBudget, now: float) -> bool:
         """Wait-or-full: newcomers wait for company while the step has other work, the batch is not full, and the
         oldest has waited less than max-wait. An idle engine never waits."""
-        waiting = [s.claimed_s for s in pending if s.status is Status.WAITING]
-        if not waiting or not self._run or len(waiting) >= slots:
+        if not budget.max_wait_s or not self._run or not 0 < self._roster.num_waiting(tier) < slots:
             return False
-        return now - min(waiting) < budget.max_wait_s
+        oldest_s = min(state.claimed_s for state in self._roster.waiting(tier))
+        return now - oldest_s < budget.max_wait_s
 
     def _add_chunk(self, state: RequestState, budget: TierBudget) -> bool:
         """Run as much of the prefill as fits; False when nothing of it does."""
@@ -186,6 +189,7 @@ class _Draft:
         if state.status in (Status.PAUSED, Status.SWAPPED, Status.PREEMPTED):
             self._resume.append(state.id)
         self._run[state.id] = num_tokens
+        self._num_run[state.tier.name] += 1
         self._tokens_left -= num_tokens
         self._compute_s += seconds
 
@@ -194,14 +198,15 @@ class _Draft:
         evicted = self._blocks.take(state, num_tokens, self._evictable)
         if evicted is None:
             return False
-        self._preempt |= evicted
+        for victim, mode in evicted:
+            self._preempt[victim.id] = mode
+            self._num_preempted[victim.tier.name] += 1
         return True
 
     def _evictable(self) -> list[RequestState]:
         """Who holds blocks and neither runs in this step nor loses them in it already."""
         return [
             s
-            for states in self._by_tier.values()
-            for s in states
-            if s.is_resident and s.id not in self._run and self._preempt.get(s.id) in (None, PreemptionMode.PAUSE)
+            for s in self._roster.residents()
+            if s.id not in self._run and self._preempt.get(s.id) in (None, PreemptionMode.PAUSE)
         ]

@@ -31,30 +31,31 @@ class EngineView:
 
 
 class BlockBudget:
-    """Of one plan. `resident`: the states that hold blocks on the device before it."""
+    """Of one plan. `promised`: the states on the device that may not hold yet what they are to have; `any_resident`:
+    some state is there before it."""
 
-    def __init__(self, view: EngineView, cost: StepCost, resident: Iterable[RequestState]) -> None:
+    def __init__(self, view: EngineView, cost: StepCost, promised: Iterable[RequestState], any_resident: bool) -> None:
         self._view = view
         self._cost = cost
         self._free = view.free_blocks
         self._free_swap = view.free_swap_blocks
         self._promised: dict[str, int] = {}
-        for state in resident:
+        for state in promised:
             self._promised[state.id] = self._promise(state)
         self._total_promised = sum(self._promised.values())
-        self._watermark = view.watermark_blocks if self._promised else 0
+        self._watermark = view.watermark_blocks if any_resident else 0
         self.swap_s = 0.0  # time that the plan's copies take
 
     def take(
         self, state: RequestState, num_tokens: int, candidates: Callable[[], Iterable[RequestState]]
-    ) -> dict[str, PreemptionMode] | None:
+    ) -> list[tuple[RequestState, PreemptionMode]] | None:
         """Reserve what `state` needs to run `num_tokens` more, by evicting some of `candidates` where that is allowed
         and enough; who is evicted, and how. None: it cannot be had, and nothing has changed."""
         need, spare = self._demand(state, num_tokens)
         victims = self._victims(state, need - spare, candidates) if need > spare else []
         if victims is None:
             return None
-        evicted = {victim.id: self._evict(victim) for victim in victims}
+        evicted = [(victim, self._evict(victim)) for victim in victims]
         self._free -= need
         if state.id in self._promised:
             self._keep_promise(state.id, need)
@@ -68,9 +69,8 @@ class BlockBudget:
         if not state.is_resident:
             return self._goal(state), self._free - self._total_promised - self._watermark
         need = max(0, blocks_for(state.num_computed_tokens + num_tokens, size) - state.blocks_held(size))
-        if need <= self._promised[state.id]:
-            return need, self._free
-        return need, self._free - self._total_promised + self._promised[state.id]
+        promised = self._promised.get(state.id, 0)
+        return need, self._free if need <= promised else self._free - self._total_promised + promised
 
     def _goal(self, state: RequestState) -> int:
         """Blocks that it has room for from its start on."""
@@ -96,7 +96,7 @@ class BlockBudget:
         chosen: list[RequestState] = []
         for victim in choose(state, candidates()):
             chosen.append(victim)
-            missing -= victim.own_blocks(self._view.block_size) + self._promised[victim.id]
+            missing -= victim.own_blocks(self._view.block_size) + self._promised.get(victim.id, 0)
             if missing <= 0:
                 return chosen
         return None
@@ -109,5 +109,6 @@ class BlockBudget:
             self._free_swap -= held
             self.swap_s += held * view.swap_block_s
         self._free += victim.own_blocks(view.block_size)
-        self._keep_promise(victim.id, self._promised[victim.id])
+        if victim.id in self._promised:
+            self._keep_promise(victim.id, self._promised[victim.id])
         return mode

@@ -19,12 +19,13 @@ from engine.interface import (
     blocks_for,
 )
 from engine.latency_model import StepTimeModel
-from scheduler.batch import form_batch
+from scheduler.batch import Budgets, form_batch
 from scheduler.config import TierSet
 from scheduler.engine_books import EngineBooks
 from scheduler.queue.base import Lease
 from scheduler.report import Ended, PrefixLookup, Sample, StepReport
 from scheduler.request import Claimed, Delivery, EventKind, TokenEvent
+from scheduler.roster import Roster
 from scheduler.sla import SLAController
 from scheduler.states import RequestState, Status
 
@@ -41,6 +42,7 @@ class SchedulerCore:
         self.controller = controller
         self.step_time = StepTimeModel()
         self._states: dict[str, RequestState] = {}
+        self._roster = Roster(self.tiers)
         self._books = EngineBooks(engine)
         self._refused: list[tuple[RequestState, str]] = []
         self._next_step_id = 0
@@ -75,18 +77,25 @@ class SchedulerCore:
     def leases(self) -> list[Lease]:
         return [Lease(s.id, s.fence) for s in self._states.values()]
 
+    def num_held_of(self, tier: str) -> int:
+        return self._roster.count(tier)
+
     def count(self, tier: str, *statuses: Status) -> int:
-        return sum(s.tier.name == tier and s.status in statuses for s in self._states.values())
+        """Looks at all states of the tier: for upkeep, not for every step."""
+        return sum(s.status in statuses for s in self._roster.of_tier(tier))
+
+    def _budgets(self, now: float) -> Budgets:
+        interactive = [s for t in self.tiers if t.is_interactive for s in self._roster.of_tier(t.name)]
+        return self.controller.budgets(interactive, self.step_time.cost(), now)
 
     def claim_limits(self, now: float) -> dict[str, int]:
         """How many more of each tier to take from the queue, highest tier first. The engine's own queue stays
         shallow: policy can only reorder what still waits in the store."""
-        budgets = self.controller.budgets(list(self.states), self.step_time.cost(), now)
+        budgets = self._budgets(now)
         limits: dict[str, int] = {}
         for tier in self.tiers:
             budget = budgets.tiers[tier.name]
-            held = sum(s.tier is tier for s in self._states.values())
-            room = budget.max_num_seqs + (PREFETCH if tier.is_interactive else 0) - held
+            room = budget.max_num_seqs + (PREFETCH if tier.is_interactive else 0) - self._roster.count(tier.name)
             if room > 0 and not budget.paused:
                 limits[tier.name] = room
         return limits
@@ -115,6 +124,7 @@ class SchedulerCore:
                 self._refused.append((state, reason))
             else:
                 self._states[request.id] = state
+                self._roster.file(state)
 
     def cancel(self, request_ids: Iterable[str]) -> list[Lease]:
         """Drop requests; their sequences leave the batch in the next step. The leases of those held."""
@@ -131,15 +141,20 @@ class SchedulerCore:
     def _drop(self, request_ids: Iterable[str], status: Status, counter: str) -> list[Lease]:
         leases = []
         for request_id in request_ids:
-            state = self._states.pop(request_id, None)
-            if state is None:
+            if request_id not in self._states:
                 continue
+            state = self._forget(request_id)
             if state.status is not Status.WAITING:
                 self._books.abandon(state)
             state.move(status)
             self.counts[counter] += 1
             leases.append(Lease(request_id, state.fence))
         return leases
+
+    def _forget(self, request_id: str) -> RequestState:
+        state = self._states.pop(request_id)
+        self._roster.remove(state)
+        return state
 
     def _worn_out(self, item: Claimed) -> str:
         """A request that ends its worker each time would otherwise go from worker to worker for ever."""
@@ -166,9 +181,10 @@ class SchedulerCore:
     def plan(self, now: float) -> StepPlan:
         """The next step, already entered into the states: the caller must execute it."""
         # One that has come back while its old life is to be aborted starts in the step after that.
-        states = [s for s in self._states.values() if not self._books.is_abandoned(s.id)]
-        budgets = self.controller.budgets(states, self.step_time.cost(), now)
-        plan = form_batch(self._next_step_id, self._books.view(), self.tiers, states, budgets, now)
+        barred = frozenset(self._books.aborts)
+        plan = form_batch(
+            self._next_step_id, self._books.view(), self.tiers, self._roster, self._budgets(now), now, barred
+        )
         plan = replace(plan, abort=self._books.take_aborts())
         if not plan.is_empty:
             self._next_step_id += 1
@@ -181,6 +197,9 @@ class SchedulerCore:
             self._enter_preemption(self._states[preempt.seq_id], preempt.mode)
         for seq_id in (*plan.resume, *(new.seq_id for new in plan.start)):
             self._states[seq_id].move(Status.RUNNING)
+            self._roster.file(self._states[seq_id])
+        if plan.run:
+            self._roster.note_run([run.seq_id for run in plan.run])
         for run in plan.run:
             state = self._states[run.seq_id]
             state.last_step = plan.step_id
@@ -193,6 +212,7 @@ class SchedulerCore:
             state.move(Status.PAUSED)
         else:
             state.lose_blocks(Status.SWAPPED if mode is PreemptionMode.SWAP else Status.PREEMPTED)
+            self._roster.file(state)
 
     def apply(self, result: StepResult, now: float) -> StepReport:
         """Take a step's result in."""
@@ -212,7 +232,7 @@ class SchedulerCore:
             if self._books.is_abandoned(failure.seq_id):
                 self._books.forget_abandoned(failure.seq_id)
             else:
-                self._fail(self._states.pop(failure.seq_id), failure.reason, now, report)
+                self._fail(self._forget(failure.seq_id), failure.reason, now, report)
         return report
 
     def refuse(self, now: float) -> StepReport:
@@ -229,6 +249,7 @@ class SchedulerCore:
             state.num_cached_tokens = output.num_cached_tokens
             self._report_lookup(state, report)
         state.output_token_ids.extend(output.token_ids)
+        self._roster.file(state)
         if output.token_ids:
             report.samples += state.time_token(now)
         if output.finish_reason is not None:
@@ -264,7 +285,7 @@ class SchedulerCore:
             finish_reason=reason,
             cached_tokens=state.num_cached_tokens or 0,
         )
-        del self._states[state.id]
+        self._forget(state.id)
         state.move(Status.FINISHED)
         self.counts["finished"] += 1
         report.samples.append(Sample("e2e", state.tier.name, now - state.arrived_s))

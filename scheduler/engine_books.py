@@ -3,7 +3,7 @@
 Knows plans and results, and reads request states; it decides nothing. Owner: `SchedulerCore`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from engine.interface import EngineInfo, PreemptionMode, StepPlan, StepResult, blocks_for
@@ -78,6 +78,11 @@ class EngineBooks:
     def forget_abandoned(self, request_id: str) -> None:
         """It has ended by itself: nothing is left to abort."""
         del self._abandoned[request_id]
+
+    @property
+    def aborts(self) -> Iterable[str]:
+        """What the next plan is to abort."""
+        return self._abandoned.keys()
 
     def take_aborts(self) -> tuple[str, ...]:
         """For a plan that is executed."""

@@ -142,7 +142,7 @@ class SchedulerLoop:
 
     def _wanting(self) -> set[str]:
         """Tiers with work, here or in the queue."""
-        held = {state.tier.name for state in self._core.states}
+        held = {tier.name for tier in self._core.tiers if self._core.num_held_of(tier.name)}
         return held | {tier for tier, depth in self._waiting.items() if depth}
 
     def _count_tiers(self, plan: StepPlan) -> Counter[str]:
@@ -232,7 +232,7 @@ class SchedulerLoop:
 
     def _control(self) -> None:
         now = self._clock.now()
-        held = Counter(s.tier.name for s in self._core.states)
+        held = {tier.name: self._core.num_held_of(tier.name) for tier in self._core.tiers}
         load = Load(kv_usage=self._core.kv_usage, held=held, waiting=self._waiting)
         decisions = self._core.controller.update(load, now)
         for d in decisions:

@@ -54,7 +54,8 @@ def fuse_layers(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> None
     try:
         from engine.cuda.layers import TritonLayerKernels
 
-        num_fused = fuse_common_layers(model, runner, TritonLayerKernels(), info)
+        with torch.cuda.device(next(model.parameters()).device):
+            num_fused = fuse_common_layers(model, runner, TritonLayerKernels(), info)
     except Exception as error:
         log.warning("not all layers are fused", reason=first_line(error))
     else:
@@ -90,6 +91,8 @@ def captured_graphs(
     except Exception as error:  # models do what a capture does not allow in as many ways as there are models
         log.warning("no CUDA graphs: every step is launched", reason=first_line(error))
         return None
+    finally:
+        torch.cuda.empty_cache()  # of what was computed before each capture
     captured = graphs.captured_sizes
     log.info("CUDA graphs captured", batch_sizes=captured, left_out=len(sizes) - len(captured))
     return graphs

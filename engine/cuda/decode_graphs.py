@@ -52,6 +52,12 @@ def bucket_sizes(most_rows: int) -> list[int]:
     return [size for size in (1, 2, 4, *range(8, _LARGEST + 1, 8)) if size < most_rows] + [most_rows]
 
 
+def _by_worth(sizes: Sequence[int]) -> list[int]:
+    """The largest first: it can do every step, and the others find the memory that it took. Then powers of 2, so that
+    no step is more than doubled, then those between."""
+    return sorted(sizes, key=lambda size: (size != max(sizes), size & (size - 1) != 0, -size))
+
+
 class DecodeGraphs:
     """`compute` gives the logits of some rows of a step; `cache` has one block that the pool never hands out, its
     last. `max_blocks`: of one sequence. `ring`: for these graphs alone."""
@@ -76,11 +82,11 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, make_graph: Callable[[], Graph], has_room: Callable[[], bool], limit_s: float) -> None:
-        """Largest first, as many as can be had in about `limit_s` seconds and while `has_room`; a step takes the
-        smallest that it fits in. The engine must be without sequences. Raises `CaptureFailure` for a graph that does
-        not do what it was captured from, and whatever capturing raises."""
+        """As many as can be had in about `limit_s` seconds and while `has_room`; a step takes the smallest that it fits
+        in. The engine must be without sequences. Raises `CaptureFailure` for a graph that does not do what it was
+        captured from, and whatever capturing raises."""
         started = perf_counter()
-        for size in reversed(self._sizes):
+        for size in _by_worth(self._sizes):
             if self._graphs and (perf_counter() - started > limit_s or not has_room()):
                 return
             self._fill_for_trial(size)

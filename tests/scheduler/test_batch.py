@@ -6,6 +6,7 @@ from engine.interface import StepPlan
 from engine.latency_model import StepCost
 from scheduler.batch import MIN_CHUNK, Budgets, TierBudget, form_batch
 from scheduler.config import TierSet
+from scheduler.roster import Roster
 from scheduler.states import RequestState, Status
 from tests.scheduler.builders import make_decode, make_state, make_tiers, make_view, preempted, ran
 
@@ -27,7 +28,14 @@ def form(
     """A plan with `COST`; the tiers not named have a budget without limits."""
     tiers = tiers or make_tiers()
     of_tier = {tier.name: budgets.get(tier.name, budget()) for tier in tiers.by_priority}
-    return form_batch(0, make_view(**(view or {})), tiers.by_priority, states, Budgets(of_tier, COST), now)
+    return form_batch(
+        0,
+        make_view(**(view or {})),
+        tiers.by_priority,
+        Roster.of(tiers.by_priority, states),
+        Budgets(of_tier, COST),
+        now,
+    )
 
 
 # -- order ---------------------------------------------------------------------------------------------------------

@@ -17,10 +17,11 @@ Evicted = dict[str, PreemptionMode] | None
 class Budget:
     def __init__(self, *resident: RequestState, **view: float) -> None:
         self._resident = resident
-        self.budget = BlockBudget(make_view(**view), COST, resident)
+        self.budget = BlockBudget(make_view(**view), COST, resident, bool(resident))
 
     def take(self, state: RequestState, num_tokens: int) -> Evicted:
-        return self.budget.take(state, num_tokens, lambda: self._resident)
+        evicted = self.budget.take(state, num_tokens, lambda: self._resident)
+        return None if evicted is None else {victim.id: mode for victim, mode in evicted}
 
 
 def under_way(name: str, prompt: int, computed: int, tier: str = "realtime") -> RequestState:

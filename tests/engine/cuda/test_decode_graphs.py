@@ -4,6 +4,7 @@ The graphs here run their function again instead of replaying what a device reco
 """
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -102,6 +103,21 @@ def test_steps_with_a_prefill_and_larger_ones_are_left_alone(make_engine: MakeEn
     logits = graphs.run(packed(Run("s0", 1), Run("s1", 1)))
     assert logits is not None
     assert logits.shape == (2, VOCAB_SIZE)
+
+
+def test_the_largest_comes_first_and_then_what_saves_most(make_engine: MakeEngine) -> None:
+    runner = make_engine("llama", optimize=False)._runner
+    graphs = DecodeGraphs(runner.compute, runner._cache, bucket_sizes(30), 8, plain_ring())
+
+    seen: list[set[int]] = [set()]
+
+    def note() -> bool:
+        seen.append(set(graphs.captured_sizes))
+        return True
+
+    graphs.capture(RerunGraph, note, limit_s=60.0)
+    seen.append(set(graphs.captured_sizes))
+    assert [max(after - before) for before, after in pairwise(seen)] == [30, 16, 8, 4, 2, 1, 24]
 
 
 def make_graphs(make_engine: MakeEngine) -> DecodeGraphs:
