@@ -46,6 +46,8 @@ CMD ["gateway", "--host", "0.0.0.0", "--port", "8000"]
 # Workers have no port and no health check: one that cannot go on ends, and is started again; the gateway's /ready
 # counts their heartbeats.
 FROM base AS worker-cpu
+# The engine compiles its kernels for the processor that it finds itself on.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY --from=wheel /wheels /wheels
 RUN pip install --index-url https://download.pytorch.org/whl/cpu -r /wheels/torch.txt \
     && pip install --no-deps /wheels/*.whl
@@ -59,6 +61,8 @@ ENV PYTHONUNBUFFERED=1 \
     PIP_BREAK_SYSTEM_PACKAGES=1 \
     HF_HOME=/var/lib/tidegate/huggingface \
     TIDEGATE_DATA_DIR=/var/lib/tidegate
+# Triton wants a C compiler for what launches its kernels.
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN useradd --system --uid 10001 --create-home tidegate \
     && install --directory --owner tidegate /var/lib/tidegate
 COPY --from=wheel /wheels/requirements.txt /wheels/

@@ -29,6 +29,9 @@ class EngineConfig:
     swap_bytes: int | None = None  # host memory for the KV of preempted sequences; None: chosen on CUDA, 0 on a CPU
     prefix_cache: bool = True
     num_threads: int | None = None  # CPU threads of one operator
+    steps_ahead: Literal[0, 1] | None = (
+        None  # 0: each step is planned behind the one before; None: 1 on CUDA, 0 on a CPU
+    )
     optimize: bool = True  # False: transformers' modules as they are, and torch's operators only
     cuda_graphs: bool = True  # decode steps as captured graphs, where the device and the model allow it
     seed: int = 0  # of the dummy weights

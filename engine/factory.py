@@ -1,6 +1,7 @@
 """Builds the engine that a configuration describes, on what the machine has, and logs what was chosen."""
 
 import ctypes
+from functools import partial
 from typing import Any
 
 import structlog
@@ -39,7 +40,7 @@ _GIB = 1 << 30
 
 def build_engine(config: EngineConfig) -> Engine:
     """The engine on a thread of its own. Raises `EngineStartError`."""
-    return EngineThread(build_torch_engine(config))
+    return EngineThread(partial(build_torch_engine, config))
 
 
 def build_torch_engine(config: EngineConfig) -> TorchEngine:
@@ -76,6 +77,7 @@ def build_torch_engine(config: EngineConfig) -> TorchEngine:
         preemption_modes=("pause", "swap", "recompute") if swap else ("pause", "recompute"),
         num_swap_blocks=swap.num_blocks if swap else 0,
         swap_block_s=swap.measure() if swap else 0.0,
+        steps_ahead=int(device.type == "cuda") if config.steps_ahead is None else config.steps_ahead,
     )
     runner = ModelRunner(model, cache, [spec.window for spec in specs], device, kernels)
     if device.type == "cpu" and config.optimize and not is_quantised(model):

@@ -87,6 +87,7 @@ class StepPlan:
     resume: tuple[str, ...] = ()
     start: tuple[NewSequence, ...] = ()
     run: tuple[Run, ...] = ()
+    ahead: bool = False  # made before the step before it was collected: sequences that have ended there are left out
 
     @property
     def is_empty(self) -> bool:
@@ -167,6 +168,7 @@ class EngineInfo:
     preemption_modes: tuple[str, ...] = field(default=("pause", "recompute"))
     num_swap_blocks: int = 0  # KV blocks that host memory holds for swapped sequences
     swap_block_s: float = 0.0  # time to copy one of them either way, measured at start
+    steps_ahead: int = 0  # steps that may be submitted while another runs
 
 
 class PlanError(Exception):
@@ -180,8 +182,8 @@ class EngineDead(Exception):
 class Engine(Protocol):
     """Executes plans one at a time, in order.
 
-    `submit` returns at once; `collect` waits for the oldest submitted step. At most one step is in flight,
-    so that step N+1 can be planned while N runs.
+    `submit` returns at once; `collect` waits for the oldest submitted step. At most one step is in flight, and
+    `info.steps_ahead` more, whose plans say so: the host then makes plan N+1 while the device computes N.
     """
 
     @property

@@ -13,6 +13,7 @@ from engine.cuda.pinned_ring import PinnedRing
 from engine.kv_cache import KVCache
 from engine.model_loader import forward
 from engine.paged_attention import PagedAttention, bind
+from engine.sampled_tokens import fill_in
 from engine.step_batch import StepBatch, in_one_group
 from engine.step_tensors import StepTensors, Upload, to_cpu, upload_step
 
@@ -41,16 +42,16 @@ class ModelRunner:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch) -> Tensor | None:
+    def run(self, batch: StepBatch, previous: Tensor | None = None) -> Tensor | None:
         """Write the batch's keys and values; logits of its sampled rows, (rows, vocab), if it has any. They are good
-        until the next run."""
+        until the next run. `previous`: the ids that place holders among the batch's tokens stand for."""
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            logits = None if self._graphs is None else self._graphs.run(batch)
+            logits = None if self._graphs is None else self._graphs.run(batch, previous)
             if logits is None:
-                return self._run_eagerly(batch)
+                return self._run_eagerly(batch, previous)
             return self._sampled(logits, batch)
 
-    def _run_eagerly(self, batch: StepBatch) -> Tensor | None:
+    def _run_eagerly(self, batch: StepBatch, previous: Tensor | None) -> Tensor | None:
         if self._kernels is not None:
             batch = in_one_group(batch)
         uploaded = upload_step(batch, self._cache.num_blocks, self._cache.block_size, self._upload)
@@ -58,6 +59,8 @@ class ModelRunner:
             # Slots not yet written are read, and masked; but a NaN that a former owner left there would stay
             # NaN under any mask.
             self._cache.clear(uploaded.unfilled_blocks)
+        if previous is not None:
+            uploaded.step.token_ids = fill_in(uploaded.step.token_ids, previous)
         has_samples = len(batch.sampled_rows) > 0
         logits = self.compute(uploaded.step, uploaded.sampled_rows if has_samples else self._first_row)
         return logits if has_samples else None

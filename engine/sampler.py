@@ -43,6 +43,11 @@ class SamplingRow:
 
 def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
     """Token ids for (rows, vocab) logits; None for a row that holds NaN or +inf, or nothing but -inf."""
+    return [token_id if token_id >= 0 else None for token_id in sample_ids(logits, rows).tolist()]
+
+
+def sample_ids(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
+    """The same where the logits are, (rows,): -1 for a row that `sample` has None for."""
     best, token_ids = logits.max(dim=-1)  # propagates NaN
     drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
     if len(drawn) == len(rows):
@@ -50,8 +55,7 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
     elif drawn:
         index = torch.tensor(drawn, device=logits.device)
         token_ids = token_ids.index_copy(0, index, _draw(logits[index], [rows[i] for i in drawn]))
-    token_ids = torch.where(best.isfinite(), token_ids, -1)
-    return [token_id if token_id >= 0 else None for token_id in token_ids.tolist()]
+    return torch.where(best.isfinite(), token_ids, -1)
 
 
 def _draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:

@@ -86,9 +86,21 @@ class Sequence:
     def append(self, token_id: int) -> FinishReason | None:
         """Take a sampled token; say whether, and why, it was the last."""
         self.token_ids.append(token_id)
-        if token_id in self.stop_ids:
+        return self._finish_reason(len(self.token_ids) - 1)
+
+    def append_pending(self, place_holder: int) -> None:
+        """Take a token that only the device knows yet."""
+        self.token_ids.append(place_holder)
+
+    def settle(self, index: int, token_id: int) -> FinishReason | None:
+        """Token `index` has become known; say whether, and why, it was the last."""
+        self.token_ids[index] = token_id
+        return self._finish_reason(index)
+
+    def _finish_reason(self, index: int) -> FinishReason | None:
+        if self.token_ids[index] in self.stop_ids:
             return FinishReason.STOP
-        if len(self.token_ids) >= self._max_tokens_total:
+        if index + 1 >= self._max_tokens_total:
             return FinishReason.LENGTH
         return None
 

@@ -101,11 +101,31 @@ class SequenceTable:
         if chunk.scored:
             sequence.num_scored_tokens = chunk.scored.stop
         sequence.num_computed_tokens = chunk.end
-        self._remember(sequence)
+        self._remember(sequence, chunk.end)
         reason = None if token_id is None else sequence.append(token_id)
         if reason is not None:
             self.remove(sequence.seq_id)
         return reason
+
+    def launch(self, chunk: Chunk, place_holder: int | None) -> None:
+        """The first half of `advance`, for a chunk that the device is computing: the next plan may go on from it.
+        `place_holder` stands for the token that it samples, if it does."""
+        chunk.sequence.num_computed_tokens = chunk.end
+        if place_holder is not None:
+            chunk.sequence.append_pending(place_holder)
+
+    def land(self, chunk: Chunk, token_id: int | None) -> FinishReason | None:
+        """The other half: the device has computed the chunk, and its token is known."""
+        sequence = chunk.sequence
+        reason = None if token_id is None else sequence.settle(chunk.end, token_id)
+        self._remember(sequence, chunk.end)
+        if reason is not None:
+            self.remove(sequence.seq_id)
+        return reason
+
+    def holds(self, sequence: Sequence) -> bool:
+        """It has not ended."""
+        return self._sequences.get(sequence.seq_id) is sequence
 
     def remove(self, seq_id: str) -> None:
         sequence = self._sequences.pop(seq_id)
@@ -230,10 +250,10 @@ class SequenceTable:
         sequence.block_table.extend(blocks)
         sequence.num_known_blocks = len(blocks)
 
-    def _remember(self, sequence: Sequence) -> None:
+    def _remember(self, sequence: Sequence, num_computed: int) -> None:
         """Let the blocks that have become full be found: now their contents are computed."""
         size = self._info.block_size
-        num_full = sequence.num_computed_tokens // size
+        num_full = num_computed // size
         if num_full <= sequence.num_known_blocks or not self._caches:
             return
         digests = sequence.digests(num_full, size)

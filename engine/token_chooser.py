@@ -24,7 +24,8 @@ from engine.outcome import Outcome
 from engine.sampler import Sampler, SamplingRow, sample
 from engine.sequence import Sequence
 
-_BROKEN = Outcome(failure="the model's logits are not finite")
+BROKEN_LOGITS = "the model's logits are not finite"
+_BROKEN = Outcome(failure=BROKEN_LOGITS)
 _NOTHING_LEFT = Outcome(failure="its sampling options leave no token to choose")
 _GREEDY = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
 

@@ -1,25 +1,47 @@
-"""Executes plans with torch, one at a time and to the end.
+"""Executes plans with torch, in order.
 
-Knows the order of a step: sequences and blocks, forward pass, the choice of tokens, outcome. It knows neither tiers
-nor time, and not the thread that it runs on (`EngineThread`'s matter).
+Knows the order of a step (sequences and blocks, forward pass, the choice of tokens, outcome), and which steps may stay
+on the device while the next is begun. It knows neither tiers nor time, and not the thread that it runs on
+(`EngineThread`'s matter).
 """
 
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from engine.interface import EngineInfo, SequenceFailure, SequenceOutput, StepPlan, StepResult, TokenLogprobs
+from engine.interface import (
+    EngineInfo,
+    FinishReason,
+    SequenceFailure,
+    SequenceOutput,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from engine.logprobs import token_logprobs
 from engine.model_runner import ModelRunner
 from engine.outcome import Outcome
-from engine.piecewise import Outcomes, PiecewiseComputation
-from engine.sampler import Sampler, sample
+from engine.piecewise import Outcomes, PiecewiseComputation, is_out_of_memory
+from engine.sampled_tokens import SampledTokens, place_holder
+from engine.sampler import Sampler, SamplingRow, sample, sample_ids
 from engine.sequence_table import Chunk, SequenceTable
 from engine.step_batch import pack_step
 from engine.swap_space import SwapSpace
-from engine.token_chooser import TokenChooser
+from engine.token_chooser import BROKEN_LOGITS, TokenChooser
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step on the device. `tokens` has a row for each of the `sampled` chunks."""
+
+    step_id: int
+    chunks: list[Chunk]
+    sampled: tuple[Chunk, ...]
+    tokens: SampledTokens
+    started_s: float
 
 
 class TorchEngine:
@@ -39,6 +61,9 @@ class TorchEngine:
         self._swap = swap
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
         self._chooser = TokenChooser(info, sampler)
+        self._flights: deque[_Flight] = deque()  # launched; the device may still be at them
+        self._results: deque[StepResult] = deque()  # of steps that have ended
+        self._landed_s = 0.0
         self._compute_all = PiecewiseComputation(self._compute, runner.release_memory, info.block_size)
 
     @property
@@ -59,10 +84,97 @@ class TorchEngine:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Raises `PlanError` before anything is changed; whatever else it raises is the engine's end."""
-        started = perf_counter()
+        self.launch(plan)
+        return self.settle()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Begin a step. Where its tokens can stay on the device this returns while it is computed, and a plan made
+        ahead may follow. Raises as `step` does."""
+        started_s = perf_counter()
+        if plan.ahead:
+            plan = replace(plan, run=tuple(run for run in plan.run if run.seq_id in self._table))
+        else:
+            self._land_all()
         self._table.check(plan)
         chunks = self._table.begin(plan)
         self._copy_swapped()
+        if not self._take_off(plan, chunks, started_s):
+            self._compute_at_once(plan, chunks, started_s)
+
+    @property
+    def is_settled(self) -> bool:
+        """`settle` would not wait."""
+        return bool(self._results) or (bool(self._flights) and self._flights[0].tokens.are_known)
+
+    def settle(self) -> StepResult:
+        """The outcome of the oldest step that was launched, when it is there."""
+        if not self._results:
+            self._land()
+        return self._results.popleft()
+
+    def close(self) -> None:
+        """Nothing to hand back: memory goes with the engine."""
+
+    def _copy_swapped(self) -> None:
+        if self._swap is not None and len(self._table.copies):
+            self._swap.copy(self._table.copies)
+
+    # -- steps whose tokens stay on the device until they are asked for ------------------------------------------
+
+    @torch.inference_mode()
+    def _take_off(self, plan: StepPlan, chunks: list[Chunk], started_s: float) -> bool:
+        """False: this step is none of them, or there is no memory for it; nothing was done."""
+        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+        if not self._info.steps_ahead or not sequences or not all(_is_simple(chunk) for chunk in chunks):
+            return False
+        batch = pack_step(chunks, self._info.block_size)
+        previous = self._flights[-1].tokens.ids if self._flights else None
+        try:
+            logits = self._runner.run(batch, previous)
+            assert logits is not None
+            rows = [SamplingRow(c.sequence.sampling, c.sequence.num_output_tokens) for c in batch.sampled_chunks]
+            tokens = SampledTokens(sample_ids(logits, rows))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        self._flights.append(_Flight(plan.step_id, chunks, batch.sampled_chunks, tokens, started_s))
+        for chunk in chunks:
+            if not chunk.samples:
+                self._table.launch(chunk, None)
+        for row, chunk in enumerate(batch.sampled_chunks):
+            self._table.launch(chunk, place_holder(row))
+        return True
+
+    def _land_all(self) -> None:
+        while self._flights:
+            self._land()
+
+    def _land(self) -> None:
+        """Wait for the oldest step and take its tokens in. What another step did for sequences that ended in one before
+        it counts for nothing."""
+        flight = self._flights.popleft()
+        sampled = {c.sequence.seq_id: t for c, t in zip(flight.sampled, flight.tokens.wait(), strict=True)}
+        outputs: list[SequenceOutput] = []
+        failures: list[SequenceFailure] = []
+        for chunk in flight.chunks:
+            seq_id = chunk.sequence.seq_id
+            if not self._table.holds(chunk.sequence):
+                continue
+            token_id = sampled.get(seq_id)
+            if seq_id in sampled and token_id is None:
+                self._table.discard(seq_id)
+                failures.append(SequenceFailure(seq_id, BROKEN_LOGITS))
+            else:
+                reason = self._table.land(chunk, token_id)
+                outputs.append(_output(chunk, Outcome(token_id), reason))
+        self._report(flight.step_id, outputs, failures, flight.started_s)
+
+    # -- steps that are computed to their end at once ----------------------------------------------------------
+
+    def _compute_at_once(self, plan: StepPlan, chunks: list[Chunk], started_s: float) -> None:
+        self._land_all()
+        chunks = [chunk for chunk in chunks if self._table.holds(chunk.sequence)]
         outcomes = self._compute_all(chunks) if chunks else {}
         outputs: list[SequenceOutput] = []
         failures: list[SequenceFailure] = []
@@ -72,23 +184,26 @@ class TorchEngine:
                 self._table.discard(chunk.sequence.seq_id)
                 failures.append(SequenceFailure(chunk.sequence.seq_id, outcome.failure))
             else:
-                outputs.append(self._advance(chunk, outcome))
-        return StepResult(
-            step_id=plan.step_id,
-            outputs=tuple(outputs),
-            failures=tuple(failures),
-            free_blocks=self.num_free_blocks,
-            elapsed_s=perf_counter() - started,
-            free_swap_blocks=self._table.swap_pool.num_free,
-            shared_blocks=self._table.pool.take_changes(),
+                outputs.append(_output(chunk, outcome, self._table.advance(chunk, outcome.token_id)))
+        self._report(plan.step_id, outputs, failures, started_s)
+
+    def _report(
+        self, step_id: int, outputs: list[SequenceOutput], failures: list[SequenceFailure], started_s: float
+    ) -> None:
+        now_s = perf_counter()
+        busy_s = now_s - max(started_s, self._landed_s)  # a step made ahead waits for the one before it
+        self._landed_s = now_s
+        self._results.append(
+            StepResult(
+                step_id=step_id,
+                outputs=tuple(outputs),
+                failures=tuple(failures),
+                free_blocks=self.num_free_blocks,
+                elapsed_s=busy_s,
+                free_swap_blocks=self._table.swap_pool.num_free,
+                shared_blocks=self._table.pool.take_changes(),
+            )
         )
-
-    def close(self) -> None:
-        """Nothing to hand back: memory goes with the engine."""
-
-    def _copy_swapped(self) -> None:
-        if self._swap is not None and len(self._table.copies):
-            self._swap.copy(self._table.copies)
 
     @torch.inference_mode()
     def _compute(self, chunks: list[Chunk]) -> Outcomes:
@@ -109,17 +224,23 @@ class TorchEngine:
             outcomes[seq_id] = replace(outcomes[seq_id], prompt_logprobs=found)
         return outcomes
 
-    def _advance(self, chunk: Chunk, outcome: Outcome) -> SequenceOutput:
-        reason = self._table.advance(chunk, outcome.token_id)
-        return SequenceOutput(
-            seq_id=chunk.sequence.seq_id,
-            num_computed_tokens=chunk.end,
-            token_ids=() if outcome.token_id is None else (outcome.token_id,),
-            finish_reason=reason,
-            num_cached_tokens=chunk.num_cached,
-            logprobs=outcome.logprobs,
-            prompt_logprobs=outcome.prompt_logprobs,
-        )
+
+def _is_simple(chunk: Chunk) -> bool:
+    """Nothing that its next token depends on, or that is reported of it, needs the host."""
+    sequence = chunk.sequence
+    return not (chunk.scored or sequence.alters_logits or sequence.sampling.logprobs is not None)
+
+
+def _output(chunk: Chunk, outcome: Outcome, reason: FinishReason | None) -> SequenceOutput:
+    return SequenceOutput(
+        seq_id=chunk.sequence.seq_id,
+        num_computed_tokens=chunk.end,
+        token_ids=() if outcome.token_id is None else (outcome.token_id,),
+        finish_reason=reason,
+        num_cached_tokens=chunk.num_cached,
+        logprobs=outcome.logprobs,
+        prompt_logprobs=outcome.prompt_logprobs,
+    )
 
 
 def _score_prompts(logits: Tensor, chunks: tuple[Chunk, ...]) -> list[tuple[Chunk, tuple[TokenLogprobs, ...]]]:

@@ -21,6 +21,7 @@ from engine.interface import (
 from engine.latency_model import StepTimeModel
 from scheduler.batch import Budgets, form_batch
 from scheduler.config import TierSet
+from scheduler.continuation import continuation
 from scheduler.engine_books import EngineBooks
 from scheduler.queue.base import Lease
 from scheduler.report import Ended, PrefixLookup, Sample, StepReport
@@ -190,6 +191,25 @@ class SchedulerCore:
             self._next_step_id += 1
             self._enter(plan, now)
         return plan
+
+    def plan_ahead(self, now: float) -> StepPlan | None:
+        """The step after the one that runs, as far as that is certain already: the same decodes, without those that
+        end there. None where there is anything to decide."""
+        running = self._books.running
+        if running is None or self._engine.steps_ahead < 1 or self._refused:
+            return None
+        plan = continuation(running, self._next_step_id, self._books.view(), self._roster)
+        if plan is None or self._books.num_abandoned:
+            return None
+        self._next_step_id += 1
+        self._enter(plan, now)
+        return plan
+
+    def predicted_s(self, plan: StepPlan) -> float:
+        """How long a step of decodes will take."""
+        cost = self.step_time.cost()
+        states = (self._states.get(run.seq_id) for run in plan.run)
+        return cost.step_s + sum(cost.decode(s.num_computed_tokens) for s in states if s is not None)
 
     def _enter(self, plan: StepPlan, now: float) -> None:
         self._books.enter(plan, self._states)

@@ -30,6 +30,7 @@ class _Abandoned:
 class _InFlight:
     """A step on its way: the computed tokens that each of its sequences had before."""
 
+    plan: StepPlan
     num_computed: dict[str, int]
     swaps: bool
 
@@ -92,12 +93,19 @@ class EngineBooks:
 
     # -- a step ------------------------------------------------------------------------------------------------
 
+    @property
+    def running(self) -> StepPlan | None:
+        """The step in flight, if there is just one."""
+        plans = [step.plan for step in self._in_flight.values()]
+        return plans[0] if len(plans) == 1 else None
+
     def enter(self, plan: StepPlan, states: Mapping[str, RequestState]) -> None:
-        """`states` as they are before the plan."""
+        """`states` as they are before the plan, or before the one that it was made ahead of."""
         swaps = any(p.mode is PreemptionMode.SWAP for p in plan.preempt)
         swaps = swaps or any(states[seq_id].status is Status.SWAPPED for seq_id in plan.resume)
-        num_computed = {run.seq_id: states[run.seq_id].num_computed_tokens for run in plan.run}
-        self._in_flight[plan.step_id] = _InFlight(num_computed, swaps)
+        # A plan made ahead goes on where the decodes of the running one end.
+        num_computed = {run.seq_id: states[run.seq_id].num_computed_tokens + plan.ahead for run in plan.run}
+        self._in_flight[plan.step_id] = _InFlight(plan, num_computed, swaps)
 
     def settle(self, result: StepResult) -> StepWork | None:
         """Take a result in; the work that was really done (what came from the prefix cache was none), or None where

@@ -29,6 +29,7 @@ log = structlog.get_logger()
 LEASE_S = 10.0
 RENEW_EVERY = 6  # upkeep rounds
 HEARTBEAT_EVERY = 2
+PLANNING_S = 0.003  # a plan made ahead is made this long before the running step is expected to end
 IDLE_S = 0.5  # the longest sleep of an idle loop: bounds a lost wake-up
 
 
@@ -93,7 +94,7 @@ class SchedulerLoop:
         """Nothing is under lease, and nothing of a loop before this one is left in the core. That one may have ended
         by an error beside a step in flight, whose result says what the engine has free."""
         leases = self._core.release_all()
-        if self._core.is_step_in_flight:
+        while self._core.is_step_in_flight:
             self._core.apply(await self._engine.collect(), self._clock.now())
         await self._give_back(leases)
 
@@ -121,10 +122,35 @@ class SchedulerLoop:
             if plan.is_empty:
                 await self._idle()
                 continue
-            ran = self._count_tiers(plan)
-            self._engine.submit(plan)
-            result = await self._engine.collect()
-            self._take_result(result, ran)
+            await self._run(plan)
+
+    async def _run(self, plan: StepPlan) -> None:
+        """This step, and those that could be planned while the one before them ran."""
+        self._engine.submit(plan)
+        ran = self._count_tiers(plan)
+        if not self._engine.info.steps_ahead:
+            self._take_result(await self._engine.collect(), ran)
+            return
+        following: StepPlan | None = plan
+        while following is not None:
+            collecting = asyncio.create_task(self._engine.collect())
+            try:
+                following = await self._submit_next(following, collecting)
+                following_ran = self._count_tiers(following) if following is not None else Counter[str]()
+                self._take_result(await collecting, ran)
+            finally:
+                collecting.cancel()  # where this was: the engine still has the result
+            ran = following_ran
+
+    async def _submit_next(self, plan: StepPlan, collecting: asyncio.Task[StepResult]) -> StepPlan | None:
+        """Towards the end of the step that runs: the longer it is put off, the more of what arrives is in the plan."""
+        wait_s = self._core.predicted_s(plan) - PLANNING_S
+        if wait_s > 0:
+            await asyncio.wait({collecting}, timeout=wait_s)
+        following = None if self._stopped else self._core.plan_ahead(self._clock.now())
+        if following is not None:
+            self._engine.submit(following)
+        return following
 
     async def _idle(self) -> None:
         """Nothing can run: sleep until something changes."""

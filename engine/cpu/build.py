@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
@@ -63,8 +64,13 @@ def _built(compiler: str) -> Path:
 def _compile(compiler: str, openmp: Path | None, scratch: Path) -> Path:
     """In two steps: OpenMP must be torch's own copy, since two would fight for the cores with their waiting threads."""
     library, objects = scratch / "kernels.so", [scratch / f"{source.stem}.o" for source in _SOURCES]
-    for source, compiled in zip(_SOURCES, objects, strict=True):
-        _run([compiler, *_FLAGS, *(["-fopenmp"] if openmp else []), "-c", str(source), "-o", str(compiled)])
+    flags = [*_FLAGS, *(["-fopenmp"] if openmp else [])]
+    with ThreadPoolExecutor() as compilers:
+        commands = [
+            [compiler, *flags, "-c", str(source), "-o", str(compiled)]
+            for source, compiled in zip(_SOURCES, objects, strict=True)
+        ]
+        list(compilers.map(_run, commands))
     _run([compiler, "-shared", *map(str, objects), "-o", str(library), *([str(openmp)] if openmp else [])])
     return library
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention_kernels import Scoring
-from engine.cpu.fused_layer import head_shape, norm_of
 from engine.cpu.kernels import CpuKernels
 from engine.cpu.products import LinearArguments, PackedWeight, goes_into_panels
+from engine.fused_layer import head_shape, norm_of
 from engine.layer_kernels import Norm
 from engine.paged_attention import PagedAttention
 from engine.step_tensors import StepTensors

@@ -1,75 +1,49 @@
-"""Makes a loaded model fast on a CPU: common decoder layers fused, linear layers packed.
+"""What makes a loaded model fast on a CPU: common decoder layers fused, linear layers packed.
 
-Knows what a fusable layer looks like from outside. Whether it is one, a trial says: on a small packed step both give
-the same, or the layer stays as it was.
+Knows which of the CPU's means are there for a dtype and a layer's sizes; whether a layer may be replaced at all is
+`engine.fusion`'s matter.
 """
 
 import ctypes
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
-from typing import Any
 
-import numpy as np
 import structlog
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from engine.cpu.fused_layer import FusedDecoderLayer
 from engine.cpu.kernels import CpuKernels
 from engine.cpu.native_layer import NativeDecoderLayer, StepInC
 from engine.cpu.packed_linear import PackedLinear, can_pack
 from engine.cpu.products import PanelLinear, Products, goes_into_panels
-from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan, blocks_for
-from engine.layer_kernels import LayerKernels
+from engine.fused_layer import FusedDecoderLayer, side_by_side
+from engine.fusion import Replacement, fuse_layers, watch
+from engine.interface import EngineInfo
 from engine.model_runner import ModelRunner
-from engine.sequence_table import SequenceTable
-from engine.step_batch import StepBatch, pack_step
 
-Replacement = Callable[[nn.Module], nn.Module]
 LinearReplacement = Callable[[nn.Linear], nn.Module | None]
-
-_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
-_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-# A layer's output may differ by these shares of what the layer adds and of the stream that it adds to: rounding.
-_TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (0.02, 0.006), torch.float16: (0.005, 0.002)}
-_TRIAL_LENGTHS = (7, 1, 1)  # tokens of each sequence in the trial step: a prefill and two decodes
 
 
 def optimize_for_cpu(model: nn.Module, runner: ModelRunner, library: ctypes.CDLL | None, info: EngineInfo) -> None:
     """Changes `model` in place; the engine must be without sequences: the trial writes to its first KV blocks."""
-    if not _has_room(info):
-        return
-    seen = _watch(model, runner, info)
+    seen = watch(model, runner, info)
     dtype = next(model.parameters()).dtype
     num_fused = 0
     if library is not None and CpuKernels.knows(dtype):
-        num_fused = _fuse_layers(model, runner, _cpu_layers(runner, library, dtype), seen.layers)
+        num_fused = fuse_layers(model, runner, _cpu_layers(runner, library, dtype), seen.layers)
     num_packed = _replace_linears(model, seen.linears, _packing(library, dtype))
     structlog.get_logger().info("model optimized", fused_layers=num_fused, packed_linears=num_packed)
-
-
-def fuse_common_layers(model: nn.Module, runner: ModelRunner, kernels: LayerKernels, info: EngineInfo) -> int:
-    """The number of layers fused, on any device; the same goes for the engine."""
-    if not _has_room(info):
-        return 0
-
-    def fuse(layer: nn.Module) -> nn.Module:
-        return FusedDecoderLayer(layer, runner.attention, kernels)
-
-    return _fuse_layers(model, runner, fuse, _watch(model, runner, info).layers)
 
 
 def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype) -> Replacement:
     """In one call where the library has products for it, else in eight."""
     kernels, step = CpuKernels(library, dtype), StepInC()
     has_products = Products.available(library, dtype)
+    join = PackedLinear if can_pack(dtype) else side_by_side
 
     def fuse(layer: nn.Module) -> nn.Module:
         if has_products and NativeDecoderLayer.can_take(layer):
             return NativeDecoderLayer(layer, runner.attention, library, step)
-        return FusedDecoderLayer(layer, runner.attention, kernels)
+        return FusedDecoderLayer(layer, runner.attention, kernels, join)
 
     return fuse
 
@@ -101,144 +75,3 @@ def _replace_linears(model: nn.Module, wanted: Collection[nn.Module], pack: Line
             setattr(module, name, packed)
             num_packed += 1
     return num_packed
-
-
-def _has_room(info: EngineInfo) -> bool:
-    """For the trial step."""
-    return info.num_blocks >= len(_TRIAL_LENGTHS) * blocks_for(max(_TRIAL_LENGTHS), info.block_size)
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter
-
-
-def is_fusable(layer: Any) -> bool:
-    """Whether `layer` has the parts of a common decoder layer, in sizes that fit; what it does with them is not looked
-    at."""
-    if _parts(layer) != _LAYER_PARTS or _parts(layer.mlp) != _MLP_PARTS:
-        return False
-    if any(True for _ in layer.self_attn.parameters(recurse=False)):  # sinks, say
-        return False
-    norms = _parts(layer.self_attn) - {"rotary_emb"} - _PROJECTIONS
-    if not (_parts(layer.self_attn) >= _PROJECTIONS and norms in (set(), _HEAD_NORMS)):
-        return False
-    return _has_common_linears(layer) and _has_common_norms(layer, norms)
-
-
-def _parts(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
-def _has_common_linears(layer: Any) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    linears = [getattr(attention, name) for name in _PROJECTIONS] + [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    if not all(is_plain_linear(linear) for linear in linears):
-        return False
-    if not all(hasattr(attention, name) for name in ("head_dim", "scaling", "layer_idx")):
-        return False
-    query, key, value = (p.out_features for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-    whole_heads = query % attention.head_dim == key % attention.head_dim == 0 and query % key == 0
-    return whole_heads and key == value and bool(attention.o_proj.in_features == query)
-
-
-def _has_common_norms(layer: Any, head_norms: set[str]) -> bool:
-    attention = layer.self_attn
-    hidden, dtype = attention.q_proj.in_features, attention.q_proj.weight.dtype
-    of_stream = [layer.input_layernorm, layer.post_attention_layernorm]
-    of_heads = [getattr(attention, name) for name in head_norms]
-    return all(_is_rms_norm(norm, hidden, dtype) for norm in of_stream) and all(
-        _is_rms_norm(norm, attention.head_dim, dtype) for norm in of_heads
-    )
-
-
-def _is_rms_norm(module: Any, size: int, dtype: torch.dtype) -> bool:
-    has_eps = hasattr(module, "variance_epsilon") or isinstance(getattr(module, "eps", None), float)
-    parameters = {name: (tuple(p.shape), p.dtype) for name, p in module.named_parameters()}
-    return has_eps and parameters == {"weight": ((size,), dtype)}
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """What a layer got and gave in the model's own forward pass, (1, T, hidden) each."""
-
-    hidden: Tensor
-    options: dict[str, Any]
-    output: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What the trial step came by: layers that may be fused, and linear layers that are called, which is not true of
-    all: some models read a layer's weight and multiply for themselves."""
-
-    layers: dict[nn.Module, _Trial] = field(default_factory=dict)
-    linears: set[nn.Module] = field(default_factory=set)
-
-
-def _fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials: dict[nn.Module, _Trial]) -> int:
-    """The number of layers replaced; one by one, so that no more than one layer's weights exist twice: `trials` gives
-    up its layers, too."""
-    places = [
-        (layers, i)
-        for layers in model.modules()
-        if isinstance(layers, nn.ModuleList)
-        for i, layer in enumerate(layers)
-        if layer in trials
-    ]
-    num_fused = 0
-    for layers, i in places:
-        trial = trials.pop(layers[i])
-        fused = fuse(layers[i])
-        if _agrees(fused, trial):
-            layers[i] = fused
-            num_fused += 1
-            runner.release_memory()  # that of the weights it took the place of
-        elif num_fused == 0:
-            return 0  # not this kind of model
-    return num_fused
-
-
-def _watch(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> _Seen:
-    """One forward pass of the trial step, seen by its modules."""
-    seen = _Seen()
-
-    def note_layer(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        if len(args) == 1 and isinstance(output, Tensor) and "position_embeddings" in options:
-            seen.layers[layer] = _Trial(args[0], options, output)
-
-    def note_linear(linear: nn.Module, *_: Any) -> None:
-        seen.linears.add(linear)
-
-    handles = [m.register_forward_hook(note_linear) for m in model.modules() if is_plain_linear(m)]
-    handles += [m.register_forward_hook(note_layer, with_kwargs=True) for m in model.modules() if is_fusable(m)]
-    try:
-        runner.run(_trial_batch(info))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
-
-
-def _trial_batch(info: EngineInfo) -> StepBatch:
-    """A prefill and two decodes over the engine's first blocks, at positions from all over the context: what a layer
-    does may depend on them."""
-    num_tokens = sum(_TRIAL_LENGTHS)
-    tokens = [(7919 * i + 1) % info.vocab_size for i in range(num_tokens)]
-    news, runs = [], []
-    for i, length in enumerate(_TRIAL_LENGTHS):
-        prompt, tokens = tuple(tokens[:length]), tokens[length:]
-        news.append(NewSequence(f"trial-{i}", prompt, SamplingParams(max_tokens=1)))
-        runs.append(Run(f"trial-{i}", length))
-    chunks = SequenceTable(info).begin(StepPlan(0, start=tuple(news), run=tuple(runs)))
-    positions = np.linspace(0, info.max_model_len - 1, num_tokens).astype(np.int64)
-    return replace(pack_step(chunks, info.block_size), positions=positions)
-
-
-@torch.inference_mode()
-def _agrees(fused: nn.Module, trial: _Trial) -> bool:
-    """The runner's step is still the trial's, so that attention finds its rows."""
-    result = fused(trial.hidden.clone(), **trial.options)
-    error, expected, given = ((t.float()) for t in (result - trial.output, trial.output, trial.hidden))
-    of_added, of_stream = _TOLERANCES[trial.hidden.dtype]
-    allowed = of_added * (expected - given).norm() + of_stream * expected.norm()
-    return bool(error.norm() <= allowed)

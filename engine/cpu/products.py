@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from engine.fused_layer import bias_of
+
 PANEL = 16  # kPanel of products.h
 
 
@@ -36,7 +38,7 @@ class PackedWeight:
             raise ValueError(f"a {weight.dtype} weight of {tuple(weight.shape)} does not go into panels")
         panels = weight.view(self.out_features // PANEL, PANEL, self.in_features // 2, 2)
         self._panels = panels.transpose(1, 2).contiguous()
-        self._bias = None if all(b is None for b in biases) else torch.cat([_bias(layer) for layer in layers])
+        self._bias = None if all(b is None for b in biases) else torch.cat([bias_of(layer) for layer in layers])
         bias = None if self._bias is None else self._bias.data_ptr()
         self.arguments = LinearArguments(self._panels.data_ptr(), bias, self.out_features, self.in_features)
 
@@ -83,7 +85,3 @@ class PanelLinear(nn.Module):
 
 def goes_into_panels(*layers: nn.Linear) -> bool:
     return all(layer.out_features % PANEL == 0 and layer.in_features % 2 == 0 for layer in layers)
-
-
-def _bias(layer: nn.Linear) -> Tensor:
-    return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()

@@ -12,14 +12,16 @@ import structlog
 import torch
 from torch import nn
 
+from engine import fusion
 from engine.attention_kernels import AttentionKernels
-from engine.cpu.optimize import fuse_common_layers
 from engine.cuda.decode_graphs import CaptureFailure, DecodeGraphs, bucket_sizes
 from engine.cuda.pinned_ring import PinnedRing
 from engine.cuda.trial import find_fault
 from engine.device import free_bytes
+from engine.fused_layer import FusedDecoderLayer
 from engine.interface import EngineInfo, blocks_for
 from engine.kv_cache import KVCache
+from engine.layer_kernels import LayerKernels
 from engine.layer_probe import LayerSpec
 from engine.model_loader import first_line
 from engine.model_runner import ModelRunner
@@ -55,11 +57,20 @@ def fuse_layers(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> None
         from engine.cuda.layers import TritonLayerKernels
 
         with torch.cuda.device(next(model.parameters()).device):
-            num_fused = fuse_common_layers(model, runner, TritonLayerKernels(), info)
+            num_fused = fuse_with_kernels(model, runner, TritonLayerKernels(), info)
     except Exception as error:
         log.warning("not all layers are fused", reason=first_line(error))
     else:
         log.info("model optimized", fused_layers=num_fused)
+
+
+def fuse_with_kernels(model: nn.Module, runner: ModelRunner, kernels: LayerKernels, info: EngineInfo) -> int:
+    """The number of layers fused. The engine must be without sequences."""
+
+    def fuse(layer: nn.Module) -> nn.Module:
+        return FusedDecoderLayer(layer, runner.attention, kernels)
+
+    return fusion.fuse_layers(model, runner, fuse, fusion.watch(model, runner, info).layers)
 
 
 def graph_bytes(sizes: Sequence[int], max_blocks: int, step_bytes: int) -> int:

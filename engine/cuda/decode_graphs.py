@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.cuda.pinned_ring import PinnedRing
 from engine.kv_cache import KVCache
+from engine.sampled_tokens import fill_in
 from engine.step_batch import StepBatch
 from engine.step_tensors import DecodeTensors, StepTensors
 
@@ -102,12 +103,16 @@ class DecodeGraphs:
             self._graphs[size] = graph
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch) -> Tensor | None:
-        """Logits of all rows, (rows, vocab), as they are until the next call; None for a step that no graph does."""
+    def run(self, batch: StepBatch, previous: Tensor | None = None) -> Tensor | None:
+        """Logits of all rows, (rows, vocab), as they are until the next call; None for a step that no graph does.
+        `previous`: the ids that place holders among the batch's tokens stand for."""
         size = None if batch.prefill_chunks else self._fitting_size(batch.num_rows)
         if size is None:
             return None
         self._fill(batch, size)
+        if previous is not None:
+            token_ids = self._rows[: batch.num_rows, _TOKEN]
+            token_ids.copy_(fill_in(token_ids, previous))
         self._graphs[size].replay()
         return self._logits_of(batch.num_rows)
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -34,7 +36,7 @@ class FakeStepper:
 
 @asynccontextmanager
 async def serving(stepper: FakeStepper) -> AsyncIterator[EngineThread]:
-    engine = EngineThread(stepper)
+    engine = EngineThread(lambda: stepper)
     try:
         yield engine
     finally:
@@ -51,6 +53,28 @@ async def test_steps_run_in_order_on_one_thread_of_their_own() -> None:
     assert len(stepper.threads) == 1
     assert threading.get_ident() not in stepper.threads
     assert stepper.num_closed == 1
+
+
+async def test_the_engine_is_made_on_the_thread_that_runs_it() -> None:
+    stepper, made_on = FakeStepper(), set[int]()
+
+    def make() -> FakeStepper:
+        made_on.add(threading.get_ident())
+        return stepper
+
+    engine = EngineThread(make)
+    engine.submit(StepPlan(1))
+    await engine.collect()
+    engine.close()
+    assert made_on == stepper.threads
+
+
+def test_what_making_it_raises_is_raised() -> None:
+    def fail() -> FakeStepper:
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        EngineThread(fail)
 
 
 async def test_submit_returns_while_the_step_runs() -> None:
@@ -113,7 +137,7 @@ async def test_any_other_error_is_the_engines_end(kind: type[BaseException]) -> 
 
 async def test_close_finishes_the_step_in_flight_and_may_be_repeated() -> None:
     stepper = FakeStepper()
-    engine = EngineThread(stepper)
+    engine = EngineThread(lambda: stepper)
     engine.submit(StepPlan(1))
     engine.close()
     engine.close()
@@ -126,4 +150,88 @@ async def test_close_finishes_the_step_in_flight_and_may_be_repeated() -> None:
 async def test_collecting_nothing_is_a_mistake() -> None:
     async with serving(FakeStepper()) as engine:
         with pytest.raises(RuntimeError, match="submit one first"):
+            await engine.collect()
+
+
+class FakeLauncher(FakeStepper):
+    """Its steps end when `let_end` is set."""
+
+    def __init__(self, answer: Callable[[StepPlan], None] = lambda plan: None) -> None:
+        super().__init__(answer)
+        self.info = replace(INFO, steps_ahead=1)
+        self.let_end = threading.Event()
+        self.launched: list[int] = []
+        self._flying: deque[int] = deque()
+
+    @property
+    def is_settled(self) -> bool:
+        return self.let_end.is_set()
+
+    def launch(self, plan: StepPlan) -> None:
+        self._answer(plan)
+        self.launched.append(plan.step_id)
+        self._flying.append(plan.step_id)
+
+    def settle(self) -> StepResult:
+        assert_set(self.let_end)
+        return StepResult(self._flying.popleft())
+
+
+async def test_a_plan_ahead_is_launched_while_the_step_before_it_runs() -> None:
+    launcher = FakeLauncher()
+    async with serving(launcher) as engine:
+        engine.submit(StepPlan(1))
+        engine.submit(StepPlan(2, ahead=True))
+        while launcher.launched != [1, 2]:
+            await asyncio.sleep(0)
+        launcher.let_end.set()
+        assert [(await engine.collect()).step_id for _ in range(2)] == [1, 2]
+
+
+async def test_only_a_plan_that_says_so_may_follow_a_running_step() -> None:
+    launcher = FakeLauncher()
+    async with serving(launcher) as engine:
+        engine.submit(StepPlan(1))
+        with pytest.raises(RuntimeError, match="in flight already"):
+            engine.submit(StepPlan(2))
+        launcher.let_end.set()
+        assert (await engine.collect()).step_id == 1
+
+
+async def test_closing_ends_what_was_launched() -> None:
+    launcher = FakeLauncher()
+    launcher.let_end.set()
+    async with serving(launcher) as engine:
+        engine.submit(StepPlan(1))
+        engine.submit(StepPlan(2, ahead=True))
+        engine.close()
+        assert [(await engine.collect()).step_id for _ in range(2)] == [1, 2]
+    assert launcher.num_closed == 1
+
+
+@pytest.mark.parametrize("error", [PlanError("no"), OSError("gone")])
+async def test_what_a_launch_raises_reaches_its_own_step(error: Exception) -> None:
+    def refuse(plan: StepPlan) -> None:
+        if plan.step_id == 2:
+            raise error
+
+    launcher = FakeLauncher(refuse)
+    launcher.let_end.set()
+    async with serving(launcher) as engine:
+        engine.submit(StepPlan(1))
+        assert (await engine.collect()).step_id == 1
+        engine.submit(StepPlan(2, ahead=True))
+        with pytest.raises(PlanError if isinstance(error, PlanError) else EngineDead):
+            await engine.collect()
+
+
+async def test_a_launch_that_ends_the_engine_ends_the_step_before_it() -> None:
+    def refuse(plan: StepPlan) -> None:
+        if plan.step_id == 2:
+            raise OSError("gone")
+
+    async with serving(FakeLauncher(refuse)) as engine:
+        engine.submit(StepPlan(1))
+        engine.submit(StepPlan(2, ahead=True))
+        with pytest.raises(EngineDead):
             await engine.collect()

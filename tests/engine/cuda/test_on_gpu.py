@@ -13,7 +13,10 @@ from engine.torch_engine import TorchEngine
 from tests.engine.conftest import MakeEngine
 from tests.engine.drive import drive, make_new, random_chunks, random_preemption
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
+]
 
 KV_BYTES = 1 << 21
 

@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not (HAS_GPU or IS_INTERPRETED), reason="no GPU, and not in Triton's interpreter"),
     # The interpreter computes with numpy, which speaks of what becomes of NaN.
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
 ]
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

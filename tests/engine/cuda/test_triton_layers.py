@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.attention_kernels import HeadShape
-from engine.cpu.optimize import fuse_common_layers
+from engine.cuda.bring_up import fuse_with_kernels
 from engine.layer_kernels import LayerKernels, Norm
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.cuda.rebuilt import with_kernels
@@ -13,7 +13,10 @@ from tests.engine.cuda.test_triton import DEVICE, HAS_GPU, IS_INTERPRETED
 from tests.engine.drive import drive, make_new
 from tests.engine.models import generate
 
-pytestmark = pytest.mark.skipif(not (HAS_GPU or IS_INTERPRETED), reason="no GPU, and not in Triton's interpreter")
+pytestmark = [
+    pytest.mark.skipif(not (HAS_GPU or IS_INTERPRETED), reason="no GPU, and not in Triton's interpreter"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
+]
 
 DTYPES = (torch.float32, torch.bfloat16)
 NUM_SLOTS = 60
@@ -101,7 +104,7 @@ def test_fused_layers_give_the_tokens_of_generate(
 
     engine = with_kernels(make_engine(name, optimize=False), TritonKernels(num_processors=1))
     runner = engine._runner
-    assert fuse_common_layers(runner._model, runner, kernels, engine.info) == 2
+    assert fuse_with_kernels(runner._model, runner, kernels, engine.info) == 2
     prompts = {"a": (5, 6, 7, 8, 9, 10), "b": (3,)}
     driven = drive(engine, [make_new(seq_id, prompt, max_tokens=4) for seq_id, prompt in prompts.items()])
     expected = {seq_id: generate(model_directory(name)[1], prompt, 4) for seq_id, prompt in prompts.items()}

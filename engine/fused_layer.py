@@ -4,24 +4,26 @@ RMS norms before attention and MLP, rotary positions, a SiLU-gated MLP: Llama, Q
 arithmetic of such a layer and where paged attention keeps KV; not which layers of a model are one.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.attention_kernels import HeadShape
-from engine.cpu.packed_linear import PackedLinear, can_pack
 from engine.layer_kernels import LayerKernels, Norm
 from engine.paged_attention import PagedAttention
+
+Join = Callable[[Sequence[nn.Linear]], nn.Module]  # several linear layers as one
 
 
 class FusedDecoderLayer(nn.Module):
     """Takes the place of `layer`, whose weights it copies side by side. Rows come and go as (1, T, hidden); the
     residual stream is changed in place."""
 
-    def __init__(self, layer: Any, attention: PagedAttention, kernels: LayerKernels) -> None:
+    def __init__(self, layer: Any, attention: PagedAttention, kernels: LayerKernels, join: Join | None = None) -> None:
         super().__init__()
-        own = layer.self_attn
+        own, join = layer.self_attn, join or side_by_side
         self.attention_type = getattr(layer, "attention_type", None)  # some models look it up to choose a mask
         self._layer_idx = int(own.layer_idx)
         self._shape = head_shape(layer)
@@ -32,10 +34,10 @@ class FusedDecoderLayer(nn.Module):
         self._mlp_norm = norm_of(layer.post_attention_layernorm)
         self._query_norm = norm_of(own.q_norm) if hasattr(own, "q_norm") else None
         self._key_norm = norm_of(own.k_norm) if hasattr(own, "k_norm") else None
-        self._qkv = side_by_side(own.q_proj, own.k_proj, own.v_proj)
-        self._out = side_by_side(own.o_proj)
-        self._gate_up = side_by_side(layer.mlp.gate_proj, layer.mlp.up_proj)
-        self._down = side_by_side(layer.mlp.down_proj)
+        self._qkv = join([own.q_proj, own.k_proj, own.v_proj])
+        self._out = join([own.o_proj])
+        self._gate_up = join([layer.mlp.gate_proj, layer.mlp.up_proj])
+        self._down = join([layer.mlp.down_proj])
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         residual = hidden_states[0]
@@ -72,13 +74,16 @@ def norm_of(module: Any) -> Norm:
     return Norm(module.weight.detach().contiguous(), float(module.eps if eps is None else eps))
 
 
-def side_by_side(*layers: nn.Linear) -> nn.Module:
+def side_by_side(layers: Sequence[nn.Linear]) -> nn.Module:
     """One linear layer that gives what `layers` give, concatenated."""
-    if layers[0].weight.device.type == "cpu" and can_pack(layers[0].weight.dtype):
-        return PackedLinear(layers)
     weight = torch.cat([layer.weight.detach() for layer in layers])
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=layers[0].bias is not None, device="meta")
+    has_bias = any(layer.bias is not None for layer in layers)
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)
-    if layers[0].bias is not None:
-        joined.bias = nn.Parameter(torch.cat([layer.bias.detach() for layer in layers]), requires_grad=False)
+    if has_bias:
+        joined.bias = nn.Parameter(torch.cat([bias_of(layer) for layer in layers]), requires_grad=False)
     return joined
+
+
+def bias_of(layer: nn.Linear) -> Tensor:
+    return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
