@@ -8,6 +8,10 @@
 
 #include "numbers.h"
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 namespace tidegate {
 
 struct Scoring {
@@ -138,7 +142,7 @@ void paged_decode(T *out, const T *query, Index row_stride, Index head_stride, c
 typedef float Lanes __attribute__((vector_size(64)));  // one number for each of 16 keys, or 16 of a head's numbers
 constexpr Index kLanes = 16;
 constexpr Index kTileTokens = 32;
-constexpr Index kStripe = 8;  // rows whose sums are kept in registers together
+constexpr Index kStripe = 16;  // rows whose sums are kept in registers together
 
 // Rows first_row … of the queries are `tokens` tokens of one sequence, the first of them at position `start`. Its
 // blocks are those from `table` on.
@@ -146,54 +150,171 @@ struct Chunk {
     Index first_row, tokens, start, table;
 };
 
-// scores[r][key] = q[r] · key, for `rows` (a multiple of kStripe) rows and 16 keys, given as lanes for each dimension.
-template <int kDim> inline void score(Lanes *scores, const float *queries, const Lanes *keys, Index rows) {
-    for (Index r = 0; r < rows; r += kStripe) {
-        Lanes sums[kStripe] = {};
-        for (Index d = 0; d < kDim; d++)
-            for (Index i = 0; i < kStripe; i++) sums[i] += queries[(r + i) * kDim + d] * keys[d];
-        for (Index i = 0; i < kStripe; i++) scores[r + i] = sums[i];
-    }
-}
+// The products of a tile: queries with 16 keys, and weights with their values. `Tile` is any processor's, in float.
+template <typename T, int kDim> struct Tile {
+    static constexpr Index kWide = kDim / kLanes;
+    std::vector<float> queries;
+    alignas(64) float keys[kDim * kLanes], values[kLanes * kDim];
 
-// acc[r] += Σ weights[r][key] · value[key], for `rows` rows (a multiple of 4) and `count` keys.
-template <int kDim>
-inline void add_values(Lanes *acc, const Lanes *weights, const Lanes *values, Index rows, Index count) {
-    constexpr Index kWide = kDim / kLanes, kPart = kWide < 4 ? kWide : 4;
-    for (Index r = 0; r < rows; r += 4)
-        for (Index c = 0; c < kWide; c += kPart) {
-            Lanes sums[4][kPart];
-            for (Index i = 0; i < 4; i++)
-                for (Index w = 0; w < kPart; w++) sums[i][w] = acc[(r + i) * kWide + c + w];
-            for (Index j = 0; j < count; j++)
-                for (Index i = 0; i < 4; i++)
-                    for (Index w = 0; w < kPart; w++) sums[i][w] += weights[r + i][j] * values[j * kWide + c + w];
-            for (Index i = 0; i < 4; i++)
-                for (Index w = 0; w < kPart; w++) acc[(r + i) * kWide + c + w] = sums[i][w];
+    explicit Tile(Index rows) : queries(rows * kDim, 0.0f) {}
+
+    void set_query(Index r, const T *query) {
+        for (Index d = 0; d < kDim; d++) queries[r * kDim + d] = load(query + d);
+    }
+
+    void set_key(Index j, const T *key, const T *value) {
+        for (Index d = 0; d < kDim; d++) keys[d * kLanes + j] = load(key + d);
+        for (Index d = 0; d < kDim; d++) values[j * kDim + d] = load(value + d);
+    }
+
+    void arrange() {}
+
+    // scores[r][key] = query[r] · key; `rows` is a multiple of kStripe.
+    void score(Lanes *scores, Index rows) const {
+        const Lanes *lanes = reinterpret_cast<const Lanes *>(keys);
+        for (Index r = 0; r < rows; r += kStripe) {
+            Lanes sums[kStripe] = {};
+            for (Index d = 0; d < kDim; d++)
+#pragma GCC unroll 16
+                for (Index i = 0; i < kStripe; i++) sums[i] += queries[(r + i) * kDim + d] * lanes[d];
+#pragma GCC unroll 16
+            for (Index i = 0; i < kStripe; i++) scores[r + i] = sums[i];
         }
-}
-
-// Turns the 16 scores of a row into weights, of those keys that it sees: [first, last) of the tile.
-inline void weigh(Lanes &scores, Partial &state, float &shrink, Index first, Index last, float softcap) {
-    alignas(64) float s[kLanes];
-    std::memcpy(s, &scores, sizeof s);
-    if (softcap > 0)
-        for (Index j = 0; j < kLanes; j++) s[j] = softcap * hyperbolic_tangent(s[j] / softcap);
-    if (first > 0 || last < kLanes)
-        for (Index j = 0; j < kLanes; j++) s[j] = j >= first && j < last ? s[j] : -1e30f;
-    float best = s[0], sum = 0.0f;
-    for (Index j = 0; j < kLanes; j++) best = s[j] > best ? s[j] : best;
-    shrink = 1.0f;
-    if (best > state.best) {
-        shrink = exponential(state.best - best);
-        state = {best, state.total * shrink};
     }
-    for (Index j = 0; j < kLanes; j++) s[j] = exponential(s[j] - state.best);
-    if (first > 0 || last < kLanes)
+
+    // acc[r] += Σ weights[r][key] · value[key]
+    void add_values(Lanes *acc, const Lanes *weights, Index rows) const {
+        constexpr Index kPart = kWide < 4 ? kWide : 4;
+        const Lanes *lanes = reinterpret_cast<const Lanes *>(values);
+        for (Index r = 0; r < rows; r += 4)
+            for (Index c = 0; c < kWide; c += kPart) {
+                Lanes sums[4][kPart];
+#pragma GCC unroll 16
+                for (Index i = 0; i < 4; i++)
+#pragma GCC unroll 16
+                    for (Index w = 0; w < kPart; w++) sums[i][w] = acc[(r + i) * kWide + c + w];
+                for (Index j = 0; j < kLanes; j++)
+#pragma GCC unroll 16
+                    for (Index i = 0; i < 4; i++)
+#pragma GCC unroll 16
+                        for (Index w = 0; w < kPart; w++) sums[i][w] += weights[r + i][j] * lanes[j * kWide + c + w];
+#pragma GCC unroll 16
+                for (Index i = 0; i < 4; i++)
+#pragma GCC unroll 16
+                    for (Index w = 0; w < kPart; w++) acc[(r + i) * kWide + c + w] = sums[i][w];
+            }
+    }
+};
+
+#ifdef __AVX512BF16__
+
+// The same by bfloat16 dot products: pairs of a head's numbers for scores, pairs of keys for values.
+template <int kDim> struct Tile<bf16, kDim> {
+    static constexpr Index kWide = kDim / kLanes, kPairs = kDim / 2;
+    std::vector<bf16> queries;
+    alignas(64) uint32_t keys[kPairs * kLanes], values[kLanes / 2 * kDim];
+    const bf16 *value_rows[kLanes];
+
+    explicit Tile(Index rows) : queries(rows * kDim, 0) {}
+
+    void set_query(Index r, const bf16 *query) { std::memcpy(&queries[r * kDim], query, kDim * sizeof(bf16)); }
+
+    void set_key(Index j, const bf16 *key, const bf16 *value) {
+        uint32_t pairs[kPairs];
+        std::memcpy(pairs, key, sizeof pairs);
+        for (Index d = 0; d < kPairs; d++) keys[d * kLanes + j] = pairs[d];
+        value_rows[j] = value;
+    }
+
+    // Interleaves the values of two keys each.
+    void arrange() {
+        for (Index j = 0; j < kLanes; j += 2)
+            for (Index w = 0; w < kWide; w++) {
+                __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(value_rows[j] + w * kLanes)));
+                __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(value_rows[j + 1] + w * kLanes)));
+                _mm512_store_si512(values + (j / 2 * kWide + w) * kLanes, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+            }
+    }
+
+    static __m512bh pair(const bf16 *p) {
+        int32_t both;
+        std::memcpy(&both, p, sizeof both);
+        return (__m512bh)_mm512_set1_epi32(both);
+    }
+
+    void score(Lanes *scores, Index rows) const {
+        for (Index r = 0; r < rows; r += kStripe) {
+            __m512 sums[kStripe] = {};
+            for (Index d = 0; d < kPairs; d++) {
+                const __m512bh panel = (__m512bh)_mm512_load_si512(keys + d * kLanes);
+#pragma GCC unroll 16
+                for (Index i = 0; i < kStripe; i++)
+                    sums[i] = _mm512_dpbf16_ps(sums[i], pair(&queries[(r + i) * kDim + 2 * d]), panel);
+            }
+#pragma GCC unroll 16
+            for (Index i = 0; i < kStripe; i++) scores[r + i] = (Lanes)sums[i];
+        }
+    }
+
+    void add_values(Lanes *acc, const Lanes *weights, Index rows) const {
+        constexpr Index kPart = kWide < 4 ? kWide : 4;
+        for (Index r = 0; r < rows; r += 4) {
+            alignas(64) bf16 own[4][kLanes];
+            for (Index i = 0; i < 4; i++)
+                _mm256_store_si256((__m256i *)own[i], (__m256i)_mm512_cvtneps_pbh((__m512)weights[r + i]));
+            for (Index c = 0; c < kWide; c += kPart) {
+                __m512 sums[4][kPart];
+#pragma GCC unroll 16
+                for (Index i = 0; i < 4; i++)
+#pragma GCC unroll 16
+                    for (Index w = 0; w < kPart; w++) sums[i][w] = (__m512)acc[(r + i) * kWide + c + w];
+                for (Index j = 0; j < kLanes / 2; j++) {
+                    __m512bh panel[kPart];
+#pragma GCC unroll 16
+                    for (Index w = 0; w < kPart; w++)
+                        panel[w] = (__m512bh)_mm512_load_si512(values + (j * kWide + c + w) * kLanes);
+#pragma GCC unroll 16
+                    for (Index i = 0; i < 4; i++)
+#pragma GCC unroll 16
+                        for (Index w = 0; w < kPart; w++)
+                            sums[i][w] = _mm512_dpbf16_ps(sums[i][w], pair(own[i] + 2 * j), panel[w]);
+                }
+#pragma GCC unroll 16
+                for (Index i = 0; i < 4; i++)
+#pragma GCC unroll 16
+                    for (Index w = 0; w < kPart; w++) acc[(r + i) * kWide + c + w] = (Lanes)sums[i][w];
+            }
+        }
+    }
+};
+
+#endif
+
+// Turns the 16 scores of a row into weights, of those keys that it sees: [first, last) of the tile. `best` and `total` are
+// the row's running softmax, the latter lane by lane; what it had before is to be multiplied by the result.
+inline float weigh(Lanes &scores, float &best, Lanes &total, Index first, Index last, Scoring rule) {
+    Lanes s = scores * rule.scaling;
+    if (rule.softcap > 0)
+        for (Index j = 0; j < kLanes; j++) s[j] = rule.softcap * hyperbolic_tangent(s[j] / rule.softcap);
+    const bool is_edge = first > 0 || last < kLanes;
+    if (is_edge)
+        for (Index j = 0; j < kLanes; j++) s[j] = j >= first && j < last ? s[j] : -1e30f;
+    bool is_higher = false;
+    for (Index j = 0; j < kLanes; j++) is_higher |= s[j] > best;
+    float shrink = 1.0f;
+    if (is_higher) {
+        float highest = best;
+        for (Index j = 0; j < kLanes; j++) highest = s[j] > highest ? s[j] : highest;
+        shrink = exponential(best - highest);
+        best = highest;
+        total *= shrink;
+    }
+    for (Index j = 0; j < kLanes; j++) s[j] = exponential(s[j] - best);
+    if (is_edge)
         for (Index j = 0; j < kLanes; j++) s[j] = j >= first && j < last ? s[j] : 0.0f;
-    for (Index j = 0; j < kLanes; j++) sum += s[j];
-    state.total += sum;
-    std::memcpy(&scores, s, sizeof s);
+    total += s;
+    scores = s;
+    return shrink;
 }
 
 // The tokens [first_token, last_token) of a chunk, for the query heads of one KV head.
@@ -203,16 +324,15 @@ void attend_tile(T *out, const T *query, Index row_stride, Index head_stride, co
                  Chunk chunk, Index first_token, Index last_token, Scoring rule) {
     constexpr Index kWide = kDim / kLanes;
     Index rows = (last_token - first_token) * group, padded = (rows + kStripe - 1) / kStripe * kStripe;
-    std::vector<float> queries(padded * kDim, 0.0f);
-    std::vector<Partial> states(padded, Partial{-1e30f, 0.0f});
+    Tile<T, kDim> products(padded);
+    std::vector<float> bests(padded, -1e30f);
     Lanes *acc = new (std::align_val_t(64)) Lanes[padded * kWide]();
     Lanes *scores = new (std::align_val_t(64)) Lanes[padded];
-    alignas(64) float key_lanes[kDim * kLanes], value_rows[kLanes * kDim];
+    Lanes *totals = new (std::align_val_t(64)) Lanes[padded]();
     for (Index r = 0; r < rows; r++) {
         Index row = chunk.first_row + first_token + r / group, head = kv_head * group + r % group;
-        const T *q = query + row * row_stride + head * head_stride;
-        for (Index d = 0; d < kDim; d++) queries[r * kDim + d] = load(q + d) * rule.scaling;
-        if (sinks) states[r] = {sinks[head], 1.0f};
+        products.set_query(r, query + row * row_stride + head * head_stride);
+        if (sinks) bests[r] = sinks[head], totals[r][0] = 1.0f;
     }
     Index first_position = chunk.start + first_token, end = chunk.start + last_token;
     Index visible = rule.window && first_position >= rule.window ? first_position - rule.window + 1 : 0;
@@ -221,29 +341,30 @@ void attend_tile(T *out, const T *query, Index row_stride, Index head_stride, co
         for (Index j = 0; j < kLanes; j++) {
             Index position = tile + (j < count ? j : 0);
             Index slot = (table[position / block_size] * block_size + position % block_size) * kDim;
-            for (Index d = 0; d < kDim; d++) key_lanes[d * kLanes + j] = load(keys + slot + d);
-            for (Index d = 0; d < kDim; d++) value_rows[j * kDim + d] = load(values + slot + d);
+            products.set_key(j, keys + slot, values + slot);
         }
-        score<kDim>(scores, queries.data(), reinterpret_cast<Lanes *>(key_lanes), padded);
+        products.arrange();
+        products.score(scores, padded);
         for (Index r = 0; r < rows; r++) {
             Index own = first_position + r / group;  // the row's position
             Index last = own + 1 - tile < kLanes ? own + 1 - tile : kLanes;
             Index first = rule.window ? own - rule.window + 1 - tile : 0;
-            float shrink;
-            weigh(scores[r], states[r], shrink, first, last, rule.softcap);
+            float shrink = weigh(scores[r], bests[r], totals[r], first, last, rule);
             if (shrink != 1.0f)
                 for (Index w = 0; w < kWide; w++) acc[r * kWide + w] *= shrink;
         }
-        add_values<kDim>(acc, scores, reinterpret_cast<Lanes *>(value_rows), padded, count);
+        products.add_values(acc, scores, padded);
     }
     for (Index r = 0; r < rows; r++) {
         Index row = chunk.first_row + first_token + r / group, head = kv_head * group + r % group;
         const float *sum = reinterpret_cast<float *>(acc + r * kWide);
-        for (Index d = 0; d < kDim; d++)
-            store(out + (row * query_heads + head) * kDim + d, sum[d] / states[r].total);
+        float total = 0.0f;
+        for (Index j = 0; j < kLanes; j++) total += totals[r][j];
+        for (Index d = 0; d < kDim; d++) store(out + (row * query_heads + head) * kDim + d, sum[d] / total);
     }
     ::operator delete[](acc, std::align_val_t(64));
     ::operator delete[](scores, std::align_val_t(64));
+    ::operator delete[](totals, std::align_val_t(64));
 }
 
 // out and query as in paged_decode; `tables` holds the blocks of all chunks. Head sizes: 16, 32, 64, 96 or 128.

@@ -79,7 +79,7 @@ def expected(nonces: list[str]) -> list[tuple[str, str]]:
 
 async def test_a_killed_worker_loses_no_bulk_request_and_no_batch_line(own_server: Server) -> None:
     rng = random.Random(1)
-    bulk, chats, lines = ([make_nonce(rng) for _ in range(n)] for n in (48, 16, 150))
+    bulk, chats, lines = ([make_nonce(rng) for _ in range(n)] for n in (96, 16, 900))
     async with make_client(own_server) as client:
         batch_id = await submit_batch(client, lines)
 
