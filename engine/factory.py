@@ -17,6 +17,7 @@ from engine.cpu.sampler import CpuSampler
 from engine.cuda.bring_up import captured_graphs, fuse_layers, graph_bytes, graph_sizes, working_kernels
 from engine.device import choose_device, choose_dtype, free_bytes
 from engine.engine_thread import EngineThread
+from engine.fusion import is_same_model, trial_logits
 from engine.interface import Engine, EngineInfo, blocks_for
 from engine.kv_cache import KVCache, LayerShape, block_bytes
 from engine.layer_probe import LayerSpec, probe_layers
@@ -80,10 +81,8 @@ def build_torch_engine(config: EngineConfig) -> TorchEngine:
         steps_ahead=int(device.type == "cuda") if config.steps_ahead is None else config.steps_ahead,
     )
     runner = ModelRunner(model, cache, [spec.window for spec in specs], device, kernels)
-    if device.type == "cpu" and config.optimize and not is_quantised(model):
-        optimize_for_cpu(model, runner, library, info)
-    if device.type == "cuda" and kernels is not None and not is_quantised(model):
-        fuse_layers(model, runner, info)
+    if config.optimize and not is_quantised(model):
+        _optimize(model, runner, library, kernels, info, device)
     if sizes and (graphs := captured_graphs(runner, cache, info, sizes, for_graphs, device)) is not None:
         runner.use_graphs(graphs)
     _log(info, hf_config, one_block)
@@ -104,6 +103,24 @@ def _attention_kernels(
         num_heads = getattr(hf_config.get_text_config(decoder=True), "num_attention_heads", None)
         return working_kernels(specs, num_heads if isinstance(num_heads, int) else 1, dtype, device)
     return CpuKernels(library, dtype) if library is not None and CpuKernels.knows(dtype) else None
+
+
+def _optimize(
+    model: nn.Module,
+    runner: ModelRunner,
+    library: ctypes.CDLL | None,
+    kernels: AttentionKernels | None,
+    info: EngineInfo,
+    device: torch.device,
+) -> None:
+    """Faster layers, and a last look at whether the model is still the same."""
+    before = trial_logits(runner, info)
+    if device.type == "cpu":
+        optimize_for_cpu(model, runner, library, info)
+    elif kernels is not None:
+        fuse_layers(model, runner, info)
+    if not is_same_model(before, trial_logits(runner, info), runner.dtype):
+        raise EngineStartError(f"{info.model_path} computes something else with faster layers: use --no-optimize")
 
 
 def _wants_graphs(config: EngineConfig, device: torch.device, kernels: AttentionKernels | None) -> bool:

@@ -26,6 +26,7 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 # A layer's output may differ by these shares of what the layer adds and of the stream that it adds to: rounding.
 _TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (0.02, 0.006), torch.float16: (0.005, 0.002)}
+_MODEL_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # of logits: gross errors only
 _TRIAL_LENGTHS = (7, 1, 1)  # tokens of each sequence in the trial step: a prefill and two decodes
 
 
@@ -69,6 +70,20 @@ def watch(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> Seen:
         for handle in handles:
             handle.remove()
     return seen
+
+
+def trial_logits(runner: ModelRunner, info: EngineInfo) -> Tensor | None:
+    """What the model says at the ends of the trial step's sequences; None where there is no room for it. The engine
+    must be without sequences."""
+    logits = runner.run(_trial_batch(info)) if _has_room(info) else None
+    return None if logits is None else logits.float().clone()
+
+
+def is_same_model(before: Tensor | None, after: Tensor | None, dtype: torch.dtype) -> bool:
+    """By its `trial_logits`: layers may each be right and the model still not, where it keeps what they were given."""
+    if before is None or after is None or not before.isfinite().all():
+        return True
+    return bool((after - before).norm() <= _MODEL_TOLERANCES[dtype] * before.norm())
 
 
 def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials: dict[nn.Module, Trial]) -> int:

@@ -37,6 +37,11 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._first_row = torch.zeros(1, dtype=torch.int64, device=device)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the cache, and of what the model computes in."""
+        return self._cache.dtype
+
     def use_graphs(self, graphs: DecodeGraphs) -> None:
         """From now on, for the steps that they can do."""
         self._graphs = graphs

@@ -8,7 +8,8 @@ import torch
 from structlog.testing import capture_logs
 from torch import nn
 
-from engine.config import EngineConfig
+from engine import factory
+from engine.config import EngineConfig, EngineStartError
 from engine.cpu.build import load_library
 from engine.cpu.packed_linear import PackedLinear, can_pack
 from engine.factory import build_torch_engine
@@ -84,3 +85,42 @@ def test_packed_products_are_the_plain_ones(biases: tuple[bool, ...], rows: int)
 def test_only_bfloat16_is_packed() -> None:
     assert not can_pack(torch.float32)
     assert not can_pack(torch.float16)
+
+
+class KeepsItsEmbedding(nn.Module):
+    """A model's body that adds what it began with to what it ends with."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        started_with = None
+
+        def keep(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            nonlocal started_with
+            started_with = output
+
+        handle = self.body.embed_tokens.register_forward_hook(keep)
+        output = self.body(*args, **options)
+        handle.remove()
+        output.last_hidden_state = output.last_hidden_state + 5 * started_with
+        return output
+
+
+def test_a_model_that_looks_back_at_what_its_layers_were_given_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer is right, and still the model is another: they change in place what it has kept."""
+    save_model(tmp_path, CONFIGS["llama"]())
+    load = factory.load_model
+
+    def load_wrapped(*args: Any) -> Any:
+        model: Any = load(*args)
+        model.model = KeepsItsEmbedding(model.model)
+        return model
+
+    monkeypatch.setattr(factory, "load_model", load_wrapped)
+    with pytest.raises(EngineStartError, match="--no-optimize"):
+        build(tmp_path)
+    build(tmp_path, optimize=False)
