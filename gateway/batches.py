@@ -216,8 +216,13 @@ class BatchService:
         await self._files.sweep_orphans()
         unfinished = set(await self._store.unfinished())
         before_s = self._clock.wall_ms() / 1000 - ORPHAN_S
-        for directory in await asyncio.to_thread(older_than, before_s, self._directory):
-            if directory.name not in unfinished:
+        everything = await asyncio.to_thread(older_than, math.inf, self._directory)
+        left = [directory for directory in everything if directory.name not in unfinished]
+        old = set(await asyncio.to_thread(older_than, before_s, self._directory))
+        statuses = await self._store.statuses([directory.name for directory in left])
+        over = {batch_id for batch_id, status in statuses.items() if status.is_terminal}
+        for directory in left:  # one without a record may be that of a batch about to be made
+            if directory in old or directory.name in over:
                 await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     def _now_s(self) -> int:

@@ -134,6 +134,21 @@ async def test_a_gateway_may_die_anywhere(redis_client: Redis, lives: list[int])
         assert await redis_client.keys("tidegate:batches:results:*") == []
 
 
+async def test_what_a_death_behind_the_end_leaves_on_disk_goes_at_the_next_start(
+    redis_client: Redis, tmp_path: Path
+) -> None:
+    batch_id = await plant(redis_client, tmp_path, 3)
+    async with running_gateway(redis_client, tmp_path) as gateway:
+        await gateway.ended(batch_id)
+        left = gateway.files.data_dir / "batches" / batch_id
+        (made := left.with_name("batch_being_made")).mkdir()
+        left.mkdir()
+        (left / "input.jsonl").touch()
+    async with running_gateway(redis_client, tmp_path):
+        await until(lambda: not left.exists())
+        assert made.exists()
+
+
 async def _live(redis: Redis, directory: Path, messages: int, batch_id: str) -> None:
     lifetime = Lifetime(messages)
     client = mortal(redis, lifetime)
