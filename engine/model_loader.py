@@ -43,6 +43,7 @@ def load_config(config: EngineConfig) -> Any:
 
 def load_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Weights in `dtype` on `device`, attention left to whom `bind` names."""
+    # No mask goes under that name, so modeling code makes none: rows know their contexts, layers their windows.
     AttentionInterface.register(ATTENTION_NAME, attention_forward_padded)
     transformers_logging.disable_progress_bar()  # a worker's stderr is a log
     options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}

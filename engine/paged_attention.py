@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import AttentionInterface
 
 from engine.attention_kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
 from engine.kv_cache import KVCache, LayerCache
@@ -37,12 +36,6 @@ def attention_forward(
     """The function registered with transformers; it finds its engine on the module that calls it."""
     attention: LayerAttention = getattr(module, _BINDING)
     return attention(module, query, key, value, attention_mask=attention_mask, **options), None
-
-
-def register_attention() -> None:
-    """Make `ATTENTION_NAME` known to transformers. No mask is registered under that name, so modeling code
-    makes none: rows know their contexts, layers their windows."""
-    AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
 
 def bind(model: nn.Module, attention: LayerAttention) -> None:

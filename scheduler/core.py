@@ -19,6 +19,7 @@ from engine.interface import (
     blocks_for,
 )
 from engine.latency_model import StepTimeModel
+from scheduler.acceptance import reason_against
 from scheduler.batch import Budgets, form_batch
 from scheduler.config import TierSet
 from scheduler.continuation import continuation
@@ -30,7 +31,6 @@ from scheduler.roster import Roster
 from scheduler.sla import SLAController
 from scheduler.states import RequestState, Status
 
-MAX_ATTEMPTS = 5  # claims of one request that nobody finished or gave back
 BULK_REPORT_S = 0.1  # between two token events of a stream without a latency promise
 PREFETCH = 4  # claimed beyond the free slots, so that a slot freed in a step is filled in the next
 
@@ -120,7 +120,7 @@ class SchedulerCore:
                 claimed_s=now,
             )
             self.counts["accepted"] += 1
-            reason = self._worn_out(item) or self._never_fits(state)
+            reason = reason_against(item, self._engine)
             if reason:
                 self._refused.append((state, reason))
             else:
@@ -156,26 +156,6 @@ class SchedulerCore:
         state = self._states.pop(request_id)
         self._roster.remove(state)
         return state
-
-    def _worn_out(self, item: Claimed) -> str:
-        """A request that ends its worker each time would otherwise go from worker to worker for ever."""
-        if item.attempt <= MAX_ATTEMPTS:
-            return ""
-        return f"The request was given up: {MAX_ATTEMPTS} attempts at it ended without a result."
-
-    def _never_fits(self, state: RequestState) -> str:
-        capacity = self._engine.num_blocks * self._engine.block_size
-        room = min(self._engine.max_model_len, capacity)
-        prompt = state.request.prompt_token_ids
-        if not prompt or len(prompt) >= room:
-            return f"A prompt of {len(prompt)} tokens does not fit: the engine holds 1 to {room - 1}."
-        if min(prompt) < 0 or max(prompt) >= self._engine.vocab_size:
-            return f"The prompt has token ids outside the vocabulary of {self._engine.vocab_size}."
-        if state.request.sampling.max_tokens < 1:
-            return "There is nothing to generate: max_tokens is below 1."
-        if min(state.request.max_total_tokens, self._engine.max_model_len) > capacity:
-            return f"Prompt and output together may outgrow the {capacity} tokens that the engine holds."
-        return ""
 
     # -- one step ----------------------------------------------------------------------------------------------
 

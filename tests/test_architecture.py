@@ -45,7 +45,10 @@ ENGINE_WITHOUT_TORCH = {
 MEASURES_THE_DEVICE = {"loadtest.engine_bench.device_probe"}
 POLICY = (
     "batch",
+    "acceptance",
     "block_budget",
+    "continuation",
+    "roster",
     "core",
     "engine_books",
     "sla",

@@ -4,7 +4,18 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MAPPED = ("tidegate", "gateway", "gateway/routes", "scheduler", "scheduler/queue", "scheduler/events", "engine")
+MAPPED = (
+    "tidegate",
+    "gateway",
+    "gateway/routes",
+    "scheduler",
+    "scheduler/queue",
+    "scheduler/events",
+    "engine",
+    "engine/cpu",
+    "engine/cuda",
+    "loadtest/engine_bench",
+)
 
 
 def named_files() -> set[str]:

@@ -4,7 +4,8 @@ import pytest
 
 from engine.interface import FinishReason, SequenceFailure, StepResult
 from engine.latency_model import StepCost, StepTimeModel, StepWork
-from scheduler.core import MAX_ATTEMPTS, PREFETCH
+from scheduler.acceptance import MAX_ATTEMPTS
+from scheduler.core import PREFETCH
 from scheduler.preemption import MAX_PREEMPTIONS
 from scheduler.queue.base import Lease
 from scheduler.request import Claimed, Delivery, EventKind

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.interface import EngineDead, StepPlan
 from engine.modeled_engine import ModeledEngine
-from scheduler.core import MAX_ATTEMPTS
+from scheduler.acceptance import MAX_ATTEMPTS
 from scheduler.heartbeat import WorkerIdentity
 from scheduler.loop import IDLE_S, LEASE_S, RENEW_EVERY, SchedulerLoop
 from scheduler.metrics import SchedulerMetrics
