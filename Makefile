@@ -11,8 +11,9 @@ serve: $(VENV)/.installed
 demo: $(VENV)/.installed
 	$(BIN)/tidegate demo
 
+# Two at a time; the tests of a file share what it sets up.
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 # With the Python that has the CUDA torch; what it lacks may lie in wheels/. Writes gpu-check/gpu-check.{log,json}.
 gpu-check:

@@ -5,7 +5,7 @@ Knows threads and futures; not what a step is. Steps run one at a time in the or
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Protocol, cast
 
-from engine.interface import EngineDead, EngineInfo, PlanError, StepPlan, StepResult
+from engine.interface import EngineDead, EngineInfo, PlanError, Shedding, StepPlan, StepResult
 
 _LOOK_S = 0.0001  # between two looks at a step that runs, while no plan comes
 
@@ -27,6 +27,11 @@ class Stepper(Protocol):
     def info(self) -> EngineInfo: ...
 
     def step(self, plan: StepPlan) -> StepResult: ...
+
+    def shed(self, step_id: int, seq_ids: Collection[str]) -> None:
+        """What `Engine.shed` wants of a step, as far as `info.sheds` says. Called while another thread is in `step`, or
+        before it is, or afterwards."""
+        ...
 
     def close(self) -> None: ...
 
@@ -56,7 +61,7 @@ class EngineThread:
         more pooled threads than cores it wakes them up for every operator. Raises what `make` raises."""
         made: Future[Stepper] = Future()
         self._plans: SimpleQueue[_Order | _Signal] = SimpleQueue()
-        self._pending: deque[_Reply] = deque()
+        self._pending: deque[_Order] = deque()
         self._death: BaseException | None = None
         self._is_closed = False
         self._thread = Thread(target=self._make_and_serve, args=(make, made), name="engine", daemon=True)
@@ -72,8 +77,8 @@ class EngineThread:
             raise EngineDead("the engine does not run any more") from self._death
         if len(self._pending) > (self.info.steps_ahead if plan.ahead else 0):
             raise RuntimeError("a step is in flight already: collect it first")
-        self._pending.append(_Reply())
-        self._plans.put(_Order(plan, self._pending[-1]))
+        self._pending.append(_Order(plan, _Reply()))
+        self._plans.put(self._pending[-1])
 
     async def collect(self) -> StepResult:
         """Cancelling it loses nothing: the next call returns the same step."""
@@ -81,7 +86,7 @@ class EngineThread:
             raise EngineDead("the engine does not run any more") from self._death
         if not self._pending:
             raise RuntimeError("no step is in flight: submit one first")
-        result = await asyncio.shield(self._pending[0].future)
+        result = await asyncio.shield(self._pending[0].reply.future)
         self._pending.popleft()
         if isinstance(result, PlanError):
             raise result
@@ -89,6 +94,10 @@ class EngineThread:
             self._death = result
             raise EngineDead(f"a step failed: {type(result).__name__}: {result}") from result
         return result
+
+    def shed(self, seq_ids: Collection[str]) -> None:
+        if self._pending and self.info.sheds is not Shedding.NOTHING:
+            self._stepper.shed(self._pending[0].plan.step_id, seq_ids)
 
     def close(self) -> None:
         """Finish the step in flight, then end the thread. Blocks; may be called twice."""

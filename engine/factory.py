@@ -1,6 +1,7 @@
 """Builds the engine that a configuration describes, on what the machine has, and logs what was chosen."""
 
 import ctypes
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,12 @@ from engine.cpu.build import load_library
 from engine.cpu.kernels import CpuKernels
 from engine.cpu.optimize import optimize_for_cpu
 from engine.cpu.sampler import CpuSampler
+from engine.cpu.shed_trial import rows_may_leave
 from engine.cuda.bring_up import captured_graphs, fuse_layers, graph_bytes, graph_sizes, working_kernels
 from engine.device import choose_device, choose_dtype, free_bytes
 from engine.engine_thread import EngineThread
 from engine.fusion import is_same_model, trial_logits
-from engine.interface import Engine, EngineInfo, blocks_for
+from engine.interface import Engine, EngineInfo, Shedding, blocks_for
 from engine.kv_cache import KVCache, LayerShape, block_bytes
 from engine.layer_probe import LayerSpec, probe_layers
 from engine.model_loader import context_limit, eos_token_ids, is_quantised, load_config, load_model
@@ -85,6 +87,7 @@ def build_torch_engine(config: EngineConfig) -> TorchEngine:
         _optimize(model, runner, library, kernels, info, device)
     if sizes and (graphs := captured_graphs(runner, cache, info, sizes, for_graphs, device)) is not None:
         runner.use_graphs(graphs)
+    info = replace(info, sheds=_sheds(model, runner, info, has_graphs=bool(sizes)))
     _log(info, hf_config, one_block)
     sampler = sample if library is None else CpuSampler(library)
     return TorchEngine(info, runner, swap, sampler=sampler, prefix_cache=config.prefix_cache)
@@ -121,6 +124,14 @@ def _optimize(
         fuse_layers(model, runner, info)
     if not is_same_model(before, trial_logits(runner, info), runner.dtype):
         raise EngineStartError(f"{info.model_path} computes something else with faster layers: use --no-optimize")
+
+
+def _sheds(model: nn.Module, runner: ModelRunner, info: EngineInfo, has_graphs: bool) -> Shedding:
+    """A graph is replayed whole, and behind a step made ahead another one is begun already."""
+    if has_graphs or info.steps_ahead:
+        return Shedding.NOTHING
+    can_close_ranks = info.device == "cpu" and rows_may_leave(model, runner, info)
+    return Shedding.ROWS if can_close_ranks else Shedding.STEPS
 
 
 def _wants_graphs(config: EngineConfig, device: torch.device, kernels: AttentionKernels | None) -> bool:
@@ -220,4 +231,5 @@ def _log(info: EngineInfo, hf_config: Any, one_block: int) -> None:
         kv_cache_mib=round(info.num_blocks * one_block / (1 << 20)),
         swap_blocks=info.num_swap_blocks,
         cpu_threads=torch.get_num_threads(),
+        sheds=info.sheds.value,
     )

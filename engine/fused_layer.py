@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention_kernels import HeadShape
+from engine.layer_boundary import close_ranks
 from engine.layer_kernels import LayerKernels, Norm
 from engine.paged_attention import PagedAttention
 
@@ -41,16 +42,21 @@ class FusedDecoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         residual = hidden_states[0]
+        if (staying := self._attention.enter_layer()) is not None:
+            close_ranks(residual, staying)
+        if self._attention.step.origin is not None:
+            residual = residual[: len(self._attention.step.slots)]
         attended = self._attend(self._kernels.rms_norm(residual, self._input_norm), position_embeddings)
         normed = self._kernels.add_rms_norm(residual, self._out(attended), self._mlp_norm)
         activated = self._kernels.silu_and_mul(self._gate_up(normed))
-        return residual.add_(self._down(activated))[None]
+        residual.add_(self._down(activated))
+        return hidden_states
 
     def _attend(self, normed: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
         """(T, hidden) to (T, heads × head_dim)."""
         shape, attention = self._shape, self._attention
         qkv = self._qkv(normed)
-        cosines, sines = (t[0].to(qkv.dtype).contiguous() for t in position_embeddings)
+        cosines, sines = (attention.step.own_rows(t[0]).to(qkv.dtype).contiguous() for t in position_embeddings)
         slots = attention.layer(self._layer_idx).slots
         self._kernels.rotate_and_write(
             qkv, shape, slots, attention.step.slots, cosines, sines, self._query_norm, self._key_norm

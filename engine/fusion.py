@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan, blocks_for
 from engine.model_runner import ModelRunner
-from engine.sequence_table import SequenceTable
+from engine.sequence_table import Chunk, SequenceTable
 from engine.step_batch import StepBatch, pack_step
 
 Replacement = Callable[[nn.Module], nn.Module]
@@ -52,7 +52,7 @@ def watch(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> Seen:
     """One forward pass of the trial step, seen by its modules. The engine must be without sequences: it writes to the
     first KV blocks. Where there are not enough of them, nothing is seen."""
     seen = Seen()
-    if not _has_room(info):
+    if not has_room(info):
         return seen
 
     def note_layer(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
@@ -75,7 +75,7 @@ def watch(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> Seen:
 def trial_logits(runner: ModelRunner, info: EngineInfo) -> Tensor | None:
     """What the model says at the ends of the trial step's sequences; None where there is no room for it. The engine
     must be without sequences."""
-    logits = runner.run(_trial_batch(info)) if _has_room(info) else None
+    logits = runner.run(_trial_batch(info)) if has_room(info) else None
     return None if logits is None else logits.float().clone()
 
 
@@ -109,7 +109,7 @@ def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials
     return num_fused
 
 
-def _has_room(info: EngineInfo) -> bool:
+def has_room(info: EngineInfo) -> bool:
     """For the trial step."""
     return info.num_blocks >= len(_TRIAL_LENGTHS) * blocks_for(max(_TRIAL_LENGTHS), info.block_size)
 
@@ -163,9 +163,8 @@ def _is_rms_norm(module: Any, size: int, dtype: torch.dtype) -> bool:
     return has_eps and parameters == {"weight": ((size,), dtype)}
 
 
-def _trial_batch(info: EngineInfo) -> StepBatch:
-    """A prefill and two decodes over the engine's first blocks, at positions from all over the context: what a layer
-    does may depend on them."""
+def trial_chunks(info: EngineInfo) -> list[Chunk]:
+    """A prefill and two decodes over the engine's first blocks. There has to be room for them."""
     num_tokens = sum(_TRIAL_LENGTHS)
     tokens = [(7919 * i + 1) % info.vocab_size for i in range(num_tokens)]
     news, runs = [], []
@@ -173,9 +172,14 @@ def _trial_batch(info: EngineInfo) -> StepBatch:
         prompt, tokens = tuple(tokens[:length]), tokens[length:]
         news.append(NewSequence(f"trial-{i}", prompt, SamplingParams(max_tokens=1)))
         runs.append(Run(f"trial-{i}", length))
-    chunks = SequenceTable(info).begin(StepPlan(0, start=tuple(news), run=tuple(runs)))
-    positions = np.linspace(0, info.max_model_len - 1, num_tokens).astype(np.int64)
-    return replace(pack_step(chunks, info.block_size), positions=positions)
+    return SequenceTable(info).begin(StepPlan(0, start=tuple(news), run=tuple(runs)))
+
+
+def _trial_batch(info: EngineInfo) -> StepBatch:
+    """At positions from all over the context: what a layer does may depend on them."""
+    batch = pack_step(trial_chunks(info), info.block_size)
+    positions = np.linspace(0, info.max_model_len - 1, batch.num_rows).astype(np.int64)
+    return replace(batch, positions=positions)
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ number of tokens (prompt + output). `Run(seq_id, n)` advances it by n tokens; wh
 token is sampled. A prefill chunk, a whole prefill and a decode are all a `Run`.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -19,6 +20,14 @@ class PreemptionMode(Enum):
     PAUSE = "pause"  # stay on the device: the sequence sits steps out and may resume in any later one
     SWAP = "swap"  # are copied to host memory and freed; the resume copies them back
     RECOMPUTE = "recompute"  # are freed; the tokens are computed again after the resume
+
+
+class Shedding(Enum):
+    """What may leave a step that runs."""
+
+    NOTHING = "nothing"
+    STEPS = "steps"  # all sequences of the step together: it is abandoned
+    ROWS = "rows"  # any of them: the others go on without them
 
 
 class FinishReason(Enum):
@@ -139,6 +148,9 @@ class StepResult:
     """The outcome of one plan. `elapsed_s` is the time the device was busy with it. `free_blocks` counts those that
     a new sequence could have, cached ones that nobody uses among them.
 
+    `shed` names sequences that left the step before its end (`Engine.shed`): their outputs say what they had before it,
+    and what came from the prefix cache; nothing was sampled for them, and blocks that they were given for it are free.
+
     `shared_blocks` names sequences and how many of their blocks others hold as well, which the sequence's end or
     preemption would not free: those of whom the number is another one than before this step."""
 
@@ -149,6 +161,7 @@ class StepResult:
     elapsed_s: float = 0.0
     free_swap_blocks: int = 0
     shared_blocks: tuple[tuple[str, int], ...] = ()
+    shed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +182,7 @@ class EngineInfo:
     num_swap_blocks: int = 0  # KV blocks that host memory holds for swapped sequences
     swap_block_s: float = 0.0  # time to copy one of them either way, measured at start
     steps_ahead: int = 0  # steps that may be submitted while another runs
+    sheds: Shedding = Shedding.NOTHING
 
 
 class PlanError(Exception):
@@ -192,6 +206,11 @@ class Engine(Protocol):
     def submit(self, plan: StepPlan) -> None: ...
 
     async def collect(self) -> StepResult: ...
+
+    def shed(self, seq_ids: Collection[str]) -> None:
+        """Let these sequences leave the step in flight at its next layer boundary. Returns at once. A wish: it may come
+        too late, and the result says what became of it. Their KV rows of the step are written again later."""
+        ...
 
     def close(self) -> None: ...
 

@@ -1,28 +1,37 @@
-"""How long will a step take? A linear model of what is in it, learned online from what was measured.
+"""How long will a step take? Learned online from what was measured.
 
-    T = k_step + k_prefill·P + k_attend·Σ p(c + p/2) + k_context·Σ c + k_decode·D
+    T = max(floor, k_step + k_prefill·P + k_attend·Σ p(c + p/2) + k_context·Σ c + k_decode·D)
 
 with P prefill tokens in chunks p behind c cached tokens, and D decodes with c tokens of context each. Because T is a
-sum over the work, a batch is filled in O(1) a sequence. Knows numbers only; not torch, not tiers, not clocks.
+sum over the work, a batch is filled in O(1) a sequence. Decode-only and mixed steps have coefficients of their own, and
+a table by the number of rows corrects the line where it fits poorly. What makes every kind of step slower alike (a hot
+or shared machine) is the pace: a few steps tell it, while coefficients take a few hundred.
 
-Learned by least squares with exponential forgetting, with coefficients ≥ 0 and a small ridge towards those of before:
-what the recent steps say nothing about stays as it was. The moments are kept rather than their inverse: the recursive
-form winds up when steps look alike for long.
+Knows numbers only; not torch, not tiers, not clocks.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-FORGETTING = 0.995  # a step's weight halves after about 140 newer ones
-OUTLIER_RATIO = 4.0  # no step counts as slower than this: a page fault says little, a slower engine says it again
+from engine.row_table import RowTable
+from engine.step_regression import WARM_STEPS, StepRegression, Vector
+
+OUTLIER_RATIO = 3.0  # a step this much slower than predicted is dropped; of two in a row, the second is believed …
+CLIP_RATIO = 4.0  # … as far as this
 SAFETY_QUANTILE = 0.95
 SAFETY_WINDOW = 256
-RIDGE = 1e-3
-WARM_STEPS = 16  # solved after each of these, and taken at their word
-SOLVE_EVERY = 8
+SAFETY_EVERY = 16
+SAFETY_MAX = 2.0
+PACE_GAIN = 0.1  # how much of a step's deviation is taken for a change of the engine's pace
+PACE_STEP = 1.4  # no step's deviation counts as more than this factor
+PACE_MIN, PACE_MAX = 0.25, 4.0
+FLOOR_CREEP = 1.002  # a floor below which no step falls any more rises this slowly, at the steps that are near it
+NEAR_FLOOR = 1.2
+FLOOR_MAX = 2.0  # times what the line says of one decode: where all steps were long, none of them was at the floor
+LEAST_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,7 @@ class StepCost:
     attend_s: float = 0.0
     context_token_s: float = 0.0
     decode_s: float = 0.0002
+    floor_s: float = 0.0  # no step is shorter, however little is in it
 
     def prefill(self, num_tokens: int, context: int) -> float:
         """A chunk of `num_tokens` behind `context` cached tokens."""
@@ -43,8 +53,18 @@ class StepCost:
     def decode(self, context: int) -> float:
         return self.decode_s + self.context_token_s * context
 
+    def step(self, work_s: float) -> float:
+        """A whole step whose runs take `work_s` together."""
+        return max(self.floor_s, self.step_s + work_s)
+
     def run(self, num_tokens: int, context: int) -> float:
         return self.decode(context) if num_tokens == 1 else self.prefill(num_tokens, context)
+
+    def of(self, work: "StepWork") -> float:
+        """The whole step."""
+        prefills = self.prefill_token_s * work.prefill_tokens + self.attend_s * work.attended
+        decodes = self.decode_s * work.decodes + self.context_token_s * work.context_tokens
+        return self.step(prefills + decodes)
 
 
 @dataclass(slots=True)
@@ -55,76 +75,153 @@ class StepWork:
     attended: float = 0.0
     context_tokens: int = 0
     decodes: int = 0
+    prefills: int = 0  # chunks
 
     def add(self, num_tokens: int, context: int) -> None:
         if num_tokens == 1:
             self.decodes += 1
             self.context_tokens += context
         else:
+            self.prefills += 1
             self.prefill_tokens += num_tokens
             self.attended += num_tokens * (context + num_tokens / 2)
 
-    def features(self) -> NDArray[np.float64]:
-        values = (1.0, self.prefill_tokens, self.attended, self.context_tokens, self.decodes)
-        return np.array(values, dtype=np.float64)
+    @property
+    def rows(self) -> int:
+        return self.prefill_tokens + self.decodes
+
+    @property
+    def is_mixed(self) -> bool:
+        """It holds a prefill, be it alone."""
+        return self.prefills > 0
+
+
+# Brings the features to comparable size.
+_SCALE = (1.0, 1e-2, 1e-5, 1e-4, 1e-2)
 
 
 class StepTimeModel:
     """Owner of the coefficients. `observe` after each step, `cost` before the next plan."""
 
-    # Brings the features to comparable size, so that one ridge suits all of them.
-    _SCALE = np.array([1.0, 1e-2, 1e-5, 1e-4, 1e-2])
-
     def __init__(self, prior: StepCost | None = None) -> None:
-        prior = prior or StepCost()
-        start = (prior.step_s, prior.prefill_token_s, prior.attend_s, prior.context_token_s, prior.decode_s)
-        self._theta = np.array(start, dtype=np.float64) / self._SCALE
-        self._moments = np.zeros((5, 5))  # Σ forgetting^age · x xᵀ
-        self._targets = np.zeros(5)  # Σ forgetting^age · x T
-        self._ratios: deque[float] = deque(maxlen=SAFETY_WINDOW)
-        self._safety = 1.0
+        theta = _theta(prior or StepCost())
+        self._every_step = StepRegression(theta)  # what one kind of step has not shown, all together say
+        self._kinds = (_Kind(theta), _Kind(theta))  # decode-only, mixed
+        self._pace = 1.0
+        self._errors: deque[float] = deque(maxlen=SAFETY_WINDOW)
+        self._costs: list[StepCost | None] = [None, None]
         self.num_observed = 0
 
-    def cost(self) -> StepCost:
-        """The present coefficients, times the 95th percentile of measured ÷ predicted."""
-        k = [float(v) for v in self._theta * self._SCALE * self._safety]
-        return StepCost(k[0], k[1], k[2], k[3], k[4])
+    def cost(self, mixed: bool = True) -> StepCost:
+        """The present coefficients of steps with a prefill (or of those without), times the 95th percentile of
+        measured ÷ linearly predicted."""
+        cost = self._costs[mixed]
+        if cost is None:
+            # The least of both kinds: the shortest mixed step that was seen may have held much.
+            floor_s = min((kind.floor(self._pace) for kind in self._kinds if kind.is_tracked), default=0.0)
+            cost = self._costs[mixed] = self._kinds[mixed].cost(self._pace, floor_s)
+        return cost
 
     def predict(self, work: StepWork) -> float:
-        """Expected seconds, without the safety factor."""
-        return float(self._theta @ (work.features() * self._SCALE))
+        """Expected seconds, without a safety factor."""
+        return self._kinds[work.is_mixed].predict(_features(work), work.rows, self._pace)
 
     def observe(self, work: StepWork, elapsed_s: float) -> None:
-        predicted = max(self.predict(work), 1e-6)
+        kind, x = self._kinds[work.is_mixed], _features(work)
+        elapsed_s = max(elapsed_s, LEAST_S)
+        predicted = kind.predict(x, work.rows, self._pace)
         self.num_observed += 1
-        if self.num_observed > WARM_STEPS:
-            elapsed_s = min(elapsed_s, OUTLIER_RATIO * predicted)
-            self._track(elapsed_s / predicted)
-        x = work.features() * self._SCALE
-        self._moments = FORGETTING * self._moments + np.outer(x, x)
-        self._targets = FORGETTING * self._targets + x * elapsed_s
-        if self.num_observed <= WARM_STEPS or self.num_observed % SOLVE_EVERY == 0:
-            self._theta = self._solve()
+        self._costs = [None, None]
+        if self.is_warm:
+            self._errors.append(min(predicted, CLIP_RATIO * elapsed_s) / elapsed_s - 1.0)
+            if kind.is_outlier(elapsed_s / predicted):
+                return
+            elapsed_s = min(elapsed_s, CLIP_RATIO * predicted)
+            kind.track(x, work.rows, elapsed_s, self._pace)
+            self._follow(elapsed_s / predicted)
+        self._every_step.observe(x, elapsed_s / self._pace)
+        for each in self._kinds:
+            each.learn(x, elapsed_s / self._pace, self._every_step.theta, is_own=each is kind)
 
-    def _solve(self) -> NDArray[np.float64]:
-        """Ridge regression towards the present coefficients, without negative ones: what comes out negative is set to
-        zero and the rest solved again."""
-        free = np.ones(5, dtype=bool)
-        moments = self._moments + RIDGE * np.eye(5)
-        targets = self._targets + RIDGE * self._theta
-        while True:
-            theta = np.zeros(5)
-            theta[free] = np.linalg.solve(moments[np.ix_(free, free)], targets[free])
-            if (theta >= 0).all():
-                return theta
-            free &= theta > 0
+    def _follow(self, ratio: float) -> None:
+        step = min(max(ratio, 1.0 / PACE_STEP), PACE_STEP) ** PACE_GAIN
+        self._pace = min(max(self._pace * step, PACE_MIN), PACE_MAX)
 
-    def _track(self, ratio: float) -> None:
-        self._ratios.append(ratio)
-        if len(self._ratios) >= 16 and len(self._ratios) % 16 == 0:
-            self._safety = float(np.clip(np.quantile(self._ratios, SAFETY_QUANTILE), 1.0, 2.0))
+    @property
+    def is_warm(self) -> bool:
+        """It has seen enough steps to be believed about others than those."""
+        return self.num_observed > WARM_STEPS
 
     @property
     def mean_absolute_error(self) -> float:
-        """Mean of |measured ÷ predicted − 1| over the last steps; 0 before any."""
-        return float(np.mean([abs(r - 1.0) for r in self._ratios])) if self._ratios else 0.0
+        """Mean of |predicted ÷ measured − 1| over the last steps, each predicted before it was learned; 0 before."""
+        return sum(map(abs, self._errors)) / len(self._errors) if self._errors else 0.0
+
+
+class _Kind:
+    """Steps with a prefill, or those without: their coefficients, table, floor and safety factor."""
+
+    def __init__(self, theta: Vector) -> None:
+        self._line = StepRegression(theta)
+        self._theta: tuple[float, ...] = tuple(theta.tolist())
+        self._table = RowTable()
+        self._floor_s = 0.0
+        self._ratios: deque[float] = deque(maxlen=SAFETY_WINDOW)
+        self._num_tracked = 0
+        self._safety = 1.0
+        self._is_suspicious = False
+
+    @property
+    def is_tracked(self) -> bool:
+        return self._num_tracked > 0
+
+    def cost(self, pace: float, floor_s: float) -> StepCost:
+        k = [value * scale * pace * self._safety for value, scale in zip(self._theta, _SCALE, strict=True)]
+        return StepCost(k[0], k[1], k[2], k[3], k[4], floor_s * self._safety)
+
+    def predict(self, x: Sequence[float], rows: int, pace: float) -> float:
+        return max(self._linear_s(x) * self._table.ratio(rows) * pace, self.floor(pace), LEAST_S)
+
+    def floor(self, pace: float) -> float:
+        one_decode_s = self._theta[0] + self._theta[4] * _SCALE[4]
+        return min(self._floor_s, FLOOR_MAX * one_decode_s * pace)
+
+    def _linear_s(self, x: Sequence[float]) -> float:
+        k = self._theta
+        return k[0] * x[0] + k[1] * x[1] + k[2] * x[2] + k[3] * x[3] + k[4] * x[4]
+
+    def is_outlier(self, ratio: float) -> bool:
+        """A page fault says little; an engine that is slower says it again, at its next step of this kind."""
+        was_suspicious, self._is_suspicious = self._is_suspicious, ratio > OUTLIER_RATIO
+        return self._is_suspicious and not was_suspicious
+
+    def track(self, x: Sequence[float], rows: int, elapsed_s: float, pace: float) -> None:
+        """What the line is wrong by, before it learns from the step."""
+        linear_s = max(self._linear_s(x) * pace, LEAST_S)
+        self._table.observe(rows, elapsed_s / linear_s)
+        if not self._floor_s or elapsed_s < self._floor_s:
+            self._floor_s = elapsed_s
+        elif linear_s < NEAR_FLOOR * self._floor_s:
+            self._floor_s *= FLOOR_CREEP
+        self._ratios.append(elapsed_s / max(linear_s, self.floor(pace)))
+        self._num_tracked += 1
+        if self._num_tracked % SAFETY_EVERY == 0:
+            quantile = sorted(self._ratios)[int(SAFETY_QUANTILE * len(self._ratios))]
+            self._safety = min(max(quantile, 1.0), SAFETY_MAX)
+
+    def learn(self, x: Sequence[float], seconds: float, every_step: Vector, *, is_own: bool) -> None:
+        if is_own:
+            self._line.observe(x, seconds, every_step)
+            self._theta = tuple(self._line.theta.tolist())
+        elif not self._line.num_observed:  # it has seen nothing of its own
+            self._theta = tuple(every_step.tolist())
+
+
+def _features(work: StepWork) -> tuple[float, float, float, float, float]:
+    s = _SCALE
+    return (s[0], s[1] * work.prefill_tokens, s[2] * work.attended, s[3] * work.context_tokens, s[4] * work.decodes)
+
+
+def _theta(cost: StepCost) -> Vector:
+    k = (cost.step_s, cost.prefill_token_s, cost.attend_s, cost.context_token_s, cost.decode_s)
+    return np.array(k, dtype=np.float64) / _SCALE

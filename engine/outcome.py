@@ -7,16 +7,21 @@ from engine.interface import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`token_id`: the new token, if the chunk samples one. `failure`: why its sequence cannot go on; then nothing
-    else counts."""
+    """`token_id`: the new token, if the chunk samples one. `failure`: why its sequence cannot go on; `is_shed`: it has
+    left the step, and is as it was before it. Then nothing else counts."""
 
     token_id: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     failure: str | None = None
+    is_shed: bool = False
+
+    @property
+    def is_computed(self) -> bool:
+        return self.failure is None and not self.is_shed
 
     def then(self, later: "Outcome") -> "Outcome":
         """Of two pieces of one chunk, the earlier of which samples nothing."""
-        if later.failure is not None:
+        if not later.is_computed:
             return later
         return Outcome(later.token_id, later.logprobs, self.prompt_logprobs + later.prompt_logprobs)

@@ -4,6 +4,7 @@ Knows rows, layers and which backend attends for them: kernels that read blocks 
 layer's shape, else torch's operators. Not sequences, sampling or the model around it.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,8 @@ from engine.torch_attention import decode, prefill
 
 ATTENTION_NAME = "tidegate_paged"
 _BINDING = "tidegate_attention"
+
+Boundary = Callable[[StepTensors], tuple[StepTensors, Tensor] | None]  # as `LayerBoundary`
 
 
 class LayerAttention(Protocol):
@@ -53,10 +56,21 @@ class PagedAttention:
         self._windows = windows  # by layer: how many tokens a row sees, itself included; None: all
         self._kernels = kernels
         self._step: StepTensors | None = None
+        self._boundary: Boundary | None = None
         self.decodes_in_kernels = kernels is not None  # False once a layer had none for its shape
 
-    def begin(self, step: StepTensors) -> None:
-        self._step = step
+    def begin(self, step: StepTensors, boundary: Boundary | None = None) -> None:
+        """`boundary`: what comes before each layer of the pass."""
+        self._step, self._boundary = step, boundary
+
+    def enter_layer(self) -> Tensor | None:
+        """Each layer calls it before it looks at `step`. Where sequences have left the step: which of its rows until
+        now are those of the new one. Raises `StepShed` when all have."""
+        crossed = None if self._boundary is None else self._boundary(self.step)
+        if crossed is None:
+            return None
+        self._step, staying = crossed
+        return staying
 
     @property
     def step(self) -> StepTensors:
@@ -88,6 +102,8 @@ class PagedAttention:
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
+        if self.enter_layer() is not None:
+            raise RuntimeError("rows left a layer that cannot go on without them")
         layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
         layer = self._cache.layers[layer_idx]
         layer.write(key, value, self.step.slot_rows(layer.shape.num_kv_heads))

@@ -69,7 +69,7 @@ class PiecewiseComputation:
             return {seq_id: _TOO_LARGE}
         earlier, later = cut(chunk, self._block_size)
         outcome = self._piece([earlier])[seq_id]
-        if outcome.failure is None:
+        if outcome.is_computed:
             outcome = outcome.then(self._piece([later])[seq_id])
         return {seq_id: outcome}
 

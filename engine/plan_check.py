@@ -125,14 +125,21 @@ class PlanCheck:
     def _runs(self, runs: tuple[Run, ...]) -> None:
         seen: set[str] = set()
         for run in runs:
-            sequence = self._look_up(run.seq_id)
             if run.seq_id in seen:
                 raise PlanError(f"{run.seq_id} is run twice")
-            if sequence.status is not SequenceStatus.ACTIVE:
-                raise PlanError(f"{run.seq_id} is {sequence.status.value} and cannot be run")
-            num_uncomputed = sequence.num_tokens - sequence.num_computed
-            if not 1 <= run.num_tokens <= num_uncomputed:
-                raise PlanError(f"{run.seq_id}: {run.num_tokens} tokens of {num_uncomputed} uncomputed")
             seen.add(run.seq_id)
-            num_blocks = blocks_for(sequence.num_computed + run.num_tokens, self._info.block_size)
-            self._num_needed += max(0, num_blocks - sequence.num_blocks)
+            known = None if run.seq_id in self._foreseen else self._sequences.get(run.seq_id)
+            if known is None:
+                s = self._look_up(run.seq_id)
+                self._run(run, s.status, s.num_tokens, s.num_computed, s.num_blocks)
+            else:  # most are touched by nothing else in the plan, and need no copy
+                self._run(run, known.status, known.num_tokens, known.num_computed_tokens, len(known.block_table))
+
+    def _run(self, run: Run, status: SequenceStatus, num_tokens: int, num_computed: int, num_blocks: int) -> None:
+        if status is not SequenceStatus.ACTIVE:
+            raise PlanError(f"{run.seq_id} is {status.value} and cannot be run")
+        if not 1 <= run.num_tokens <= num_tokens - num_computed:
+            raise PlanError(f"{run.seq_id}: {run.num_tokens} tokens of {num_tokens - num_computed} uncomputed")
+        missing = blocks_for(num_computed + run.num_tokens, self._info.block_size) - num_blocks
+        if missing > 0:
+            self._num_needed += missing

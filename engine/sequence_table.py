@@ -15,6 +15,8 @@ from engine.interface import EngineInfo, FinishReason, PreemptionMode, Run, Step
 from engine.plan_check import PREEMPTIONS, PlanCheck
 from engine.sequence import Sequence, SequenceStatus
 
+_NONE_SCORED = range(0)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -41,7 +43,7 @@ class Chunk:
         """Positions of the prompt tokens that follow the chunk's and whose log probabilities are still to be told."""
         sequence = self.sequence
         if sequence.sampling.prompt_logprobs is None:
-            return range(0)
+            return _NONE_SCORED
         return range(max(self.start + 1, sequence.num_scored_tokens), min(self.end + 1, sequence.num_prompt_tokens))
 
 
@@ -97,15 +99,24 @@ class SequenceTable:
 
     def advance(self, chunk: Chunk, token_id: int | None) -> FinishReason | None:
         """Take in what a chunk did; a finished sequence is removed at once."""
-        sequence = chunk.sequence
-        if chunk.scored:
-            sequence.num_scored_tokens = chunk.scored.stop
-        sequence.num_computed_tokens = chunk.end
-        self._remember(sequence, chunk.end)
+        sequence, end = chunk.sequence, chunk.end
+        if scored := chunk.scored:
+            sequence.num_scored_tokens = scored.stop
+        sequence.num_computed_tokens = end
+        if self._caches:
+            self._remember(sequence, end)
         reason = None if token_id is None else sequence.append(token_id)
         if reason is not None:
             self.remove(sequence.seq_id)
         return reason
+
+    def leave(self, chunk: Chunk) -> None:
+        """The chunk's sequence has left the step before its end: it is as it was, but for what it found in the cache,
+        and gives back the blocks that it was given for the step."""
+        sequence = chunk.sequence
+        kept = blocks_for(chunk.start, self._info.block_size)
+        self.pool.free(reversed(sequence.block_table[kept:]), sequence.seq_id)
+        del sequence.block_table[kept:]
 
     def launch(self, chunk: Chunk, place_holder: int | None) -> None:
         """The first half of `advance`, for a chunk that the device is computing: the next plan may go on from it.
@@ -118,7 +129,8 @@ class SequenceTable:
         """The other half: the device has computed the chunk, and its token is known."""
         sequence = chunk.sequence
         reason = None if token_id is None else sequence.settle(chunk.end, token_id)
-        self._remember(sequence, chunk.end)
+        if self._caches:
+            self._remember(sequence, chunk.end)
         if reason is not None:
             self.remove(sequence.seq_id)
         return reason
@@ -166,8 +178,8 @@ class SequenceTable:
         start = sequence.num_computed_tokens
         num_tokens = min(run.num_tokens, sequence.num_uncomputed_tokens)
         end = start + num_tokens
-        missing = self._num_missing(sequence, end)
-        if not missing:
+        missing = blocks_for(end, self._info.block_size) - len(sequence.block_table)
+        if missing <= 0:
             return Chunk(sequence, start, num_tokens, num_cached=num_cached)
         sequence.block_table.extend(self.pool.allocate(missing, sequence.seq_id))
         unfilled = sequence.block_table[-1] if end % self._info.block_size else None
@@ -254,7 +266,7 @@ class SequenceTable:
         """Let the blocks that have become full be found: now their contents are computed."""
         size = self._info.block_size
         num_full = num_computed // size
-        if num_full <= sequence.num_known_blocks or not self._caches:
+        if num_full <= sequence.num_known_blocks:
             return
         digests = sequence.digests(num_full, size)
         for i in range(sequence.num_known_blocks, num_full):

@@ -74,8 +74,7 @@ class StepBatch:
 
 def pack_step(chunks: list[Chunk], block_size: int) -> StepBatch:
     """Lay out the chunks of one step; at least one."""
-    decodes = sorted((c for c in chunks if c.num_tokens == 1), key=lambda c: -c.end)
-    prefills = [c for c in chunks if c.num_tokens > 1]
+    decodes, prefills = _in_order(chunks)
     ordered = decodes + prefills
     first_rows = list(accumulate((c.num_tokens for c in ordered), initial=0))
     sampled = [i for i, chunk in enumerate(ordered) if chunk.samples]
@@ -99,6 +98,15 @@ def pack_step(chunks: list[Chunk], block_size: int) -> StepBatch:
     )
 
 
+def rows_of(some: list[Chunk], chunks: list[Chunk]) -> Ints:
+    """Where the rows of `some` of `chunks` lie in the batch of all of them; in the order of a batch of their own."""
+    names = {chunk.sequence.seq_id for chunk in some}
+    decodes, prefills = _in_order(chunks)
+    ordered = decodes + prefills
+    is_wanted = np.array([chunk.sequence.seq_id in names for chunk in ordered])
+    return np.flatnonzero(np.repeat(is_wanted, [chunk.num_tokens for chunk in ordered]))
+
+
 def in_one_group(batch: StepBatch) -> StepBatch:
     """For kernels that read no further than a row's own context: padding costs them nothing, a call does."""
     groups = batch.decode_groups
@@ -109,6 +117,12 @@ def in_one_group(batch: StepBatch) -> StepBatch:
     context_lens = np.concatenate([group.context_lens for group in groups])
     one = DecodeGroup(groups[0].first_row, len(context_lens), np.concatenate(tables), context_lens)
     return replace(batch, decode_groups=(one,))
+
+
+def _in_order(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+    """Decodes and prefills. Some of the chunks alone are in the same order as among all."""
+    decodes = sorted((c for c in chunks if c.num_tokens == 1), key=lambda c: -c.end)
+    return decodes, [c for c in chunks if c.num_tokens > 1]
 
 
 def _concatenate(prefills: list[Ints], decodes: list[int]) -> Ints:
@@ -148,7 +162,8 @@ def _decode_group(decodes: list[Chunk], first_row: int, block_size: int) -> Deco
     num_blocks = blocks_for(decodes[0].end, block_size)
     table = np.empty((len(decodes), num_blocks), dtype=np.int64)
     for row, chunk in zip(table, decodes, strict=True):
-        own = chunk.sequence.block_table[:num_blocks]  # a piece of a chunk has blocks ahead of it, too
+        # A piece of a chunk has blocks ahead of it, too, which nobody has written to.
+        own = chunk.sequence.block_table[: -(-chunk.end // block_size)]
         row[: len(own)] = own
         # Masked anyway; the sequence's own block keeps what other sequences computed out of its arithmetic.
         row[len(own) :] = own[0]

@@ -94,7 +94,8 @@ class PrefillGroup:
 
 class StepTensors:
     """What a forward pass must know of its step: a token, position and slot for each row, (T,) each, and who attends
-    to what. `num_slots`: of the whole cache."""
+    to what. `num_slots`: of the whole cache. `origin`: the rows of the whole pass that these are, where others have
+    left it; None: all."""
 
     def __init__(
         self,
@@ -110,8 +111,13 @@ class StepTensors:
         self.slots = slots
         self.decode_groups = decode_groups
         self.prefills = prefills
+        self.origin: Tensor | None = None
         self._num_slots = num_slots
         self._slot_rows: dict[int, Tensor] = {}
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        """The step's of what has a line for each row of the whole pass."""
+        return rows if self.origin is None else rows[self.origin]
 
     def slot_rows(self, num_kv_heads: int) -> Tensor:
         """Index of the new tokens' slots for `LayerCache.write`."""

@@ -6,11 +6,11 @@ on the device while the next is begun. It knows neither tiers nor time, and not 
 """
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 from engine.interface import (
     EngineInfo,
@@ -19,16 +19,16 @@ from engine.interface import (
     SequenceOutput,
     StepPlan,
     StepResult,
-    TokenLogprobs,
 )
-from engine.logprobs import token_logprobs
 from engine.model_runner import ModelRunner
 from engine.outcome import Outcome
-from engine.piecewise import Outcomes, PiecewiseComputation, is_out_of_memory
+from engine.piecewise import PiecewiseComputation, is_out_of_memory
 from engine.sampled_tokens import SampledTokens, place_holder
 from engine.sampler import Sampler, SamplingRow, sample, sample_ids
 from engine.sequence_table import Chunk, SequenceTable
+from engine.shedding import ShedWishes
 from engine.step_batch import pack_step
+from engine.step_computation import StepComputation
 from engine.swap_space import SwapSpace
 from engine.token_chooser import BROKEN_LOGITS, TokenChooser
 
@@ -60,11 +60,12 @@ class TorchEngine:
         self._runner = runner
         self._swap = swap
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
-        self._chooser = TokenChooser(info, sampler)
         self._flights: deque[_Flight] = deque()  # launched; the device may still be at them
         self._results: deque[StepResult] = deque()  # of steps that have ended
         self._landed_s = 0.0
-        self._compute_all = PiecewiseComputation(self._compute, runner.release_memory, info.block_size)
+        self._wishes = ShedWishes()
+        compute = StepComputation(info, runner, TokenChooser(info, sampler), self._wishes.now)
+        self._compute_all = PiecewiseComputation(compute, runner.release_memory, info.block_size)
 
     @property
     def info(self) -> EngineInfo:
@@ -111,6 +112,11 @@ class TorchEngine:
         if not self._results:
             self._land()
         return self._results.popleft()
+
+    def shed(self, step_id: int, seq_ids: Collection[str]) -> None:
+        """Let these sequences leave that step at its next layer, as far as `info.sheds` says. From any one thread,
+        before the step begins or while it runs; afterwards it counts for nothing."""
+        self._wishes.ask(step_id, seq_ids)
 
     def close(self) -> None:
         """Nothing to hand back: memory goes with the engine."""
@@ -175,20 +181,32 @@ class TorchEngine:
     def _compute_at_once(self, plan: StepPlan, chunks: list[Chunk], started_s: float) -> None:
         self._land_all()
         chunks = [chunk for chunk in chunks if self._table.holds(chunk.sequence)]
+        self._wishes.begin(plan.step_id)
         outcomes = self._compute_all(chunks) if chunks else {}
         outputs: list[SequenceOutput] = []
         failures: list[SequenceFailure] = []
+        shed: list[str] = []
         for chunk in chunks:
-            outcome = outcomes[chunk.sequence.seq_id]
+            seq_id = chunk.sequence.seq_id
+            outcome = outcomes[seq_id]
             if outcome.failure is not None:
-                self._table.discard(chunk.sequence.seq_id)
-                failures.append(SequenceFailure(chunk.sequence.seq_id, outcome.failure))
+                self._table.discard(seq_id)
+                failures.append(SequenceFailure(seq_id, outcome.failure))
+            elif outcome.is_shed:
+                self._table.leave(chunk)
+                outputs.append(SequenceOutput(seq_id, chunk.start, num_cached_tokens=chunk.num_cached))
+                shed.append(seq_id)
             else:
                 outputs.append(_output(chunk, outcome, self._table.advance(chunk, outcome.token_id)))
-        self._report(plan.step_id, outputs, failures, started_s)
+        self._report(plan.step_id, outputs, failures, started_s, tuple(shed))
 
     def _report(
-        self, step_id: int, outputs: list[SequenceOutput], failures: list[SequenceFailure], started_s: float
+        self,
+        step_id: int,
+        outputs: list[SequenceOutput],
+        failures: list[SequenceFailure],
+        started_s: float,
+        shed: tuple[str, ...] = (),
     ) -> None:
         now_s = perf_counter()
         busy_s = now_s - max(started_s, self._landed_s)  # a step made ahead waits for the one before it
@@ -202,27 +220,9 @@ class TorchEngine:
                 elapsed_s=busy_s,
                 free_swap_blocks=self._table.swap_pool.num_free,
                 shared_blocks=self._table.pool.take_changes(),
+                shed=shed,
             )
         )
-
-    @torch.inference_mode()
-    def _compute(self, chunks: list[Chunk]) -> Outcomes:
-        """May be called again for the same chunks: until `_advance`, nothing of it is remembered."""
-        batch = pack_step(chunks, self._info.block_size)
-        logits = self._runner.run(batch)
-        outcomes = {chunk.sequence.seq_id: Outcome() for chunk in chunks}
-        if logits is None:
-            self._runner.synchronize()
-            return outcomes
-        num_sampled = len(batch.sampled_chunks)
-        if num_sampled:
-            sequences = [chunk.sequence for chunk in batch.sampled_chunks]
-            chosen = self._chooser.choose(logits[:num_sampled], sequences)
-            outcomes.update(zip((s.seq_id for s in sequences), chosen, strict=True))
-        for chunk, found in _score_prompts(logits[num_sampled:], batch.scored_chunks):
-            seq_id = chunk.sequence.seq_id
-            outcomes[seq_id] = replace(outcomes[seq_id], prompt_logprobs=found)
-        return outcomes
 
 
 def _is_simple(chunk: Chunk) -> bool:
@@ -241,16 +241,3 @@ def _output(chunk: Chunk, outcome: Outcome, reason: FinishReason | None) -> Sequ
         logprobs=outcome.logprobs,
         prompt_logprobs=outcome.prompt_logprobs,
     )
-
-
-def _score_prompts(logits: Tensor, chunks: tuple[Chunk, ...]) -> list[tuple[Chunk, tuple[TokenLogprobs, ...]]]:
-    """What `logits`, a row for each prompt token that the chunks score, make of these tokens."""
-    scored = []
-    first = 0
-    for chunk in chunks:
-        tokens = chunk.sequence.token_ids[chunk.scored.start : chunk.scored.stop].tolist()
-        num_top = chunk.sequence.sampling.prompt_logprobs or 0
-        rows = logits[first : first + len(tokens)]
-        scored.append((chunk, tuple(token_logprobs(rows, tokens, [num_top] * len(tokens)))))
-        first += len(tokens)
-    return scored

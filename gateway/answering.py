@@ -5,7 +5,7 @@ Knows choices, the answer's shape and the tier's patience; does not know HTTP's 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -17,12 +17,21 @@ from gateway.feed import EventFeed
 from gateway.sse import DONE, PING, Write
 from gateway.stops import StopMatcher
 from gateway.tokenizer import Tokenizer
-from scheduler.client import Generation
 from scheduler.clock import Clock
 from scheduler.config import Tier
+from scheduler.generation import Generation
 from scheduler.request import EventKind, Request, TokenEvent
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Demotion:
+    """Where a job may go if its own tier cannot serve it in time; `answer` says so."""
+
+    tier: Tier
+    answer: Answer
+    deadline_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,11 @@ class Job:
     stops: tuple[str, ...] = ()
     include_usage: bool = False
     continuous_usage: bool = False
+    demotion: Demotion | None = None
+
+    def demoted(self, to: Demotion) -> "Job":
+        requests = (replace(r, tier=to.tier.name, deadline_ms=to.deadline_ms) for r in self.requests)
+        return replace(self, answer=to.answer, tier=to.tier, requests=tuple(requests), demotion=None)
 
 
 class Answering:
@@ -50,6 +64,11 @@ class Answering:
         }
         self._num_open = len(self._choices)
         self._heard_s = clock.now()  # when the last event came
+
+    @property
+    def tier(self) -> Tier:
+        """The one that serves."""
+        return self._job.tier
 
     async def respond(self) -> dict[str, Any]:
         """The whole answer. Raises `ApiError` where the generation fails or the tier's timeout passes."""

@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 from gateway import errors
 from gateway.authentication import authenticated
 from gateway.middleware import BodyLimit, RequestContext
-from gateway.routes import batches, chat, completions, files, models, ops
+from gateway.routes import admin, batches, chat, completions, files, models, ops
 from gateway.state import Gateway
 
 
@@ -31,20 +31,23 @@ def create_app(gateway: Gateway) -> FastAPI:
     )
     app.state.gateway = gateway
     app.include_router(ops.router)
+    app.include_router(admin.router)
     for routes in (chat, completions, models):
         app.include_router(routes.router)
     for routes in (files, batches):
         app.include_router(routes.router, dependencies=[Depends(authenticated)])
-    parts = (ops, chat, completions, models, files, batches)
+    parts = (ops, admin, chat, completions, models, files, batches)
     errors.install(app, [route for part in parts for route in part.router.routes])
     return app
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Client first, then the batch service, which submits through it; the other way round at the end."""
+    """The tiers in force, the client, and the batch service, which submits through it; backwards at the end."""
     gateway: Gateway = app.state.gateway
     async with AsyncExitStack() as stack:
+        if gateway.tier_changes is not None:
+            await stack.enter_async_context(gateway.tier_changes.follower)
         await gateway.client.start()
         stack.push_async_callback(gateway.client.close)
         stack.callback(gateway.client.drain)

@@ -47,9 +47,13 @@ class Completions(Protocol):
 class LineRunner:
     def __init__(self, completions: Completions, tier: Tier, clock: Clock) -> None:
         self._completions = completions
+        self._clock = clock
+        self.reconfigure(tier)
+
+    def reconfigure(self, tier: Tier) -> None:
+        """`tier` serves every line, and every attempt at one, that begins from now on."""
         self._tier = tier
         self._answer = answer_of(tier)
-        self._clock = clock
 
     async def run(self, batch_id: str, endpoint: str, line: BatchLine, owner: str | None) -> LineResult:
         """The line's final answer, for the key of name `owner`. Cancelling this cancels the generation."""

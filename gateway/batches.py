@@ -93,6 +93,9 @@ class BatchService:
         ticks = ((keeper, TICK_S), (sweeper, SWEEPER_TICK_S))
         self._upkeep = [asyncio.create_task(self._perform(duties, tick_s)) for duties, tick_s in ticks]
 
+    def reconfigure(self, tiers: TierSet) -> None:
+        self._lines.reconfigure(tiers[tiers.batch_tier])
+
     async def close(self) -> None:
         """Stop all runs where they are and give their locks back; the next `start`, anywhere, goes on."""
         await stop(self._upkeep)

@@ -13,16 +13,16 @@ from typing import Any
 
 from engine.interface import SamplingParams
 from gateway.answer import Answer, AnswerHead, ChatAnswer, TextAnswer
-from gateway.answering import Answering, Job
+from gateway.answering import Answering, Demotion, Job
 from gateway.body import is_large
 from gateway.errors import ApiError, invalid_value, model_not_found, rejected
-from gateway.identity import cache_salt
+from gateway.identity import ResolvedTier, cache_salt
 from gateway.metrics import GatewayMetrics
 from gateway.prompts import Prompt, encode_prompts, model_limits
 from gateway.sampling_defaults import SamplingDefaults
 from gateway.schemas import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, parse_generation
 from gateway.tokenizer import Tokenizer
-from scheduler.admission import Rejected
+from scheduler.admission import Rejected, RejectReason
 from scheduler.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import Tier
@@ -90,9 +90,17 @@ class CompletionService:
             return error.status, error.body()
 
     async def prepare(
-        self, request: AnyRequest, *, tier: Tier, answer: str, request_id: str, owner: str | None = None
+        self,
+        request: AnyRequest,
+        *,
+        tier: Tier,
+        answer: str,
+        request_id: str,
+        owner: str | None = None,
+        demotion: ResolvedTier | None = None,
     ) -> Job:
-        """Tokenise and make the scheduler's requests. Raises `ApiError` 400 or 404."""
+        """Tokenise and make the scheduler's requests, which may go to `demotion` if `tier` cannot serve them in time.
+        Raises `ApiError` 400 or 404."""
         arrival_ms = self._clock.wall_ms()
         if request.model not in self._model_names:
             raise model_not_found(request.model)
@@ -101,19 +109,31 @@ class CompletionService:
         _check_choices(request, n, tier)
         prompts = await encode_prompts(request, self._tokenizer, limits)
         options = request.stream_options
+
+        def answer_as(service_tier: str) -> Answer:
+            return self._answer(request, service_tier, request_id, arrival_ms)
+
         return Job(
-            answer=self._answer(request, answer, request_id, arrival_ms),
+            answer=answer_as(answer),
             tier=tier,
             requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner),
             n=n,
             stops=request.stop_strings,
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
+            demotion=_demotion(demotion, answer_as, request, arrival_ms) if demotion is not None else None,
         )
 
     async def submit(self, job: Job) -> Answering:
-        """Enqueue all requests of `job`, or none. Raises `ApiError` 429 or 503 where admission rejects."""
+        """Enqueue all requests of `job`, or none; in a lower tier, where its own cannot serve it in time and there is a
+        demotion. Raises `ApiError` 429 or 503 where admission rejects."""
         outcome = await self._client.submit(job.requests)
+        if isinstance(outcome, Rejected) and outcome.reason is RejectReason.OVERLOADED and job.demotion is not None:
+            lower = job.demoted(job.demotion)
+            below = await self._client.submit(lower.requests)
+            if not isinstance(below, Rejected):
+                self._metrics.count_demoted(job.tier.name, lower.tier.name)
+                job, outcome = lower, below
         if isinstance(outcome, Rejected):
             self._metrics.count_rejected(job.tier.name, outcome.reason.value)
             raise rejected(outcome, job.tier)
@@ -147,7 +167,7 @@ class CompletionService:
                         prompt_token_ids=prompt.token_ids,
                         sampling=_sampling(request, self._defaults, prompt.max_tokens, seed + j),
                         arrival_ms=arrival_ms,
-                        deadline_ms=arrival_ms + tier.deadline_ms,
+                        deadline_ms=arrival_ms + _patience_ms(request, tier),
                         reply_to=self._client.gateway_id,
                         delivery=delivery,
                         cache_salt=salt,
@@ -173,6 +193,17 @@ def _check_choices(request: AnyRequest, n: int, tier: Tier) -> None:
     limit = min(MAX_CHOICES, tier.queue_limit)
     if num_choices > limit:
         raise invalid_value("n", f"Invalid value for 'n': {num_choices} choices in all, {limit} at most.")
+
+
+def _patience_ms(request: AnyRequest, tier: Tier) -> int:
+    """From arrival to deadline: the tier's, or less if the request says so. A latency promise leaves nothing to say."""
+    if request.deadline_ms is None or tier.is_interactive:
+        return tier.deadline_ms
+    return min(request.deadline_ms, tier.deadline_ms)
+
+
+def _demotion(to: ResolvedTier, answer_as: Callable[[str], Answer], request: AnyRequest, arrival_ms: int) -> Demotion:
+    return Demotion(to.tier, answer_as(to.answer), arrival_ms + _patience_ms(request, to.tier))
 
 
 def _delivery(request: AnyRequest, tier: Tier) -> Delivery:

@@ -8,7 +8,7 @@ from fastapi import Request, Response
 
 from gateway.answer import encode_json
 from gateway.disconnect import ClientDisconnected, until_disconnect
-from gateway.identity import ApiKey, resolve_tier
+from gateway.identity import ApiKey, demotion_of, resolve_tier
 from gateway.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.sse import EventStreamResponse
 from gateway.state import Gateway
@@ -20,20 +20,22 @@ async def deliver(
     request: Request, gateway: Gateway, body: ChatCompletionRequest | CompletionRequest, key: ApiKey | None
 ) -> Response:
     """Resolve the tier, submit, answer. Whatever refuses the request does so before any header is sent."""
-    resolved = resolve_tier(body.service_tier, key, gateway.tiers)
-    tier = resolved.tier
-    structlog.contextvars.bind_contextvars(tier=tier.name)
+    tiers = gateway.tiers
+    resolved = resolve_tier(body.service_tier, key, tiers)
+    structlog.contextvars.bind_contextvars(tier=resolved.tier.name)
     job = await gateway.completions.prepare(
         body,
-        tier=tier,
+        tier=resolved.tier,
         answer=resolved.answer,
         request_id=request.state.request_id,
         owner=key.name if key else None,
+        demotion=demotion_of(resolved.tier, key, tiers),
     )
     answering = await gateway.completions.submit(job)
+    structlog.contextvars.bind_contextvars(tier=answering.tier.name)
 
     def hung_up() -> None:
-        gateway.metrics.count_disconnect(tier.name)
+        gateway.metrics.count_disconnect(answering.tier.name)
         request.state.hung_up = True  # for gateway/middleware.py
 
     if body.stream:

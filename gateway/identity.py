@@ -25,12 +25,14 @@ ANSWERABLE = ("default", "flex", "scale", "priority")  # what its response types
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A caller. `tiers`: what it may use, None for all; `default_tier`: where it goes when it asks for nothing."""
+    """A caller. `tiers`: what it may use, None for all; `default_tier`: where it goes when it asks for nothing;
+    `admin`: may change the tiers of all."""
 
     name: str
     sha256: bytes
     tiers: frozenset[str] | None = None
     default_tier: str | None = None
+    admin: bool = False
 
     def may_use(self, tier: Tier) -> bool:
         return self.tiers is None or tier.name in self.tiers
@@ -45,6 +47,14 @@ class Keyring:
     @property
     def is_open(self) -> bool:
         return not self._keys
+
+    def objection(self, tiers: TierSet) -> str:
+        """A sentence about the first key that names a tier which is not among `tiers`; empty: there is none."""
+        for key in self._keys:
+            named = (key.tiers or frozenset()) | ({key.default_tier} if key.default_tier else set())
+            if missing := sorted(named - set(tiers.tiers)):
+                return f"The API key {key.name!r} names the tier {missing[0]!r}."
+        return ""
 
     def authenticate(self, authorization: str | None) -> ApiKey | None:
         """The caller behind an `Authorization` header; None where access is open. Raises `ApiError` 401."""
@@ -79,6 +89,14 @@ def resolve_tier(service_tier: str | None, key: ApiKey | None, tiers: TierSet) -
     if wish in ANSWERABLE and tier is tiers.for_service_tier(service_tier or ""):
         return ResolvedTier(tier, wish)
     return ResolvedTier(tier, answer_of(tier))
+
+
+def demotion_of(tier: Tier, key: ApiKey | None, tiers: TierSet) -> ResolvedTier | None:
+    """Where `tier` may send what it cannot serve in time, if `key` may go there."""
+    lower = tiers.tiers.get(tier.admission.demote_to or "")
+    if lower is None or (key is not None and not key.may_use(lower)):
+        return None
+    return ResolvedTier(lower, answer_of(lower))
 
 
 def answer_of(tier: Tier) -> str:
@@ -117,6 +135,7 @@ class _Entry(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
     tiers: Annotated[list[str], Field(min_length=1)] | None = None
     default_tier: str | None = None
+    admin: bool = False
 
     @model_validator(mode="after")
     def _one_secret(self) -> Self:
@@ -126,7 +145,8 @@ class _Entry(BaseModel):
 
     def to_key(self) -> ApiKey:
         digest = bytes.fromhex(self.sha256) if self.sha256 else hashlib.sha256((self.key or "").encode()).digest()
-        return ApiKey(self.name, digest, frozenset(self.tiers) if self.tiers else None, self.default_tier)
+        tiers = frozenset(self.tiers) if self.tiers else None
+        return ApiKey(self.name, digest, tiers, self.default_tier, self.admin)
 
 
 class _File(BaseModel):
@@ -136,7 +156,7 @@ class _File(BaseModel):
 
 
 def load_keyring(path: Path, tiers: TierSet) -> Keyring:
-    """Read `keys: [{name, key | sha256, tiers?, default_tier?}]`. Raises `KeyringError`."""
+    """Read `keys: [{name, key | sha256, tiers?, default_tier?, admin?}]`. Raises `KeyringError`."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
         entries = _File.model_validate(data).keys

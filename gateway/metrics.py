@@ -3,7 +3,11 @@
 Knows prometheus-client; the rest of the gateway calls methods and attributes of `GatewayMetrics`.
 """
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from scheduler.queue.base import Backlog
 
 HTTP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 
@@ -30,6 +34,24 @@ class GatewayMetrics:
             ["tier", "reason"],
             registry=self.registry,
         )
+        self.requests_demoted = Counter(
+            "tidegate_requests_demoted_total",
+            "Requests served in a lower tier, because theirs could not have kept its promise.",
+            ["tier", "to"],
+            registry=self.registry,
+        )
+        self.predicted_ttft = Gauge(
+            "tidegate_predicted_ttft_seconds",
+            "When a short request that came now would get its first token, where that can be foretold.",
+            ["tier"],
+            registry=self.registry,
+        )
+        self.queued_tokens = Gauge(
+            "tidegate_queued_tokens",
+            "Tokens of the requests that wait; kind: prompt, or the most output that may come.",
+            ["tier", "kind"],
+            registry=self.registry,
+        )
         self.client_disconnects = Counter(
             "tidegate_client_disconnects_total",
             "Clients that hung up before their answer was complete.",
@@ -45,6 +67,19 @@ class GatewayMetrics:
 
     def count_rejected(self, tier: str, reason: str) -> None:
         self.requests_rejected.labels(tier, reason).inc()
+
+    def count_demoted(self, tier: str, to: str) -> None:
+        self.requests_demoted.labels(tier, to).inc()
+
+    def show_backlogs(self, backlogs: Mapping[str, Backlog], predicted_ttfts_s: Mapping[str, float]) -> None:
+        """What waits in each tier now, and what that means; without what is not known any more."""
+        self.queued_tokens.clear()
+        self.predicted_ttft.clear()
+        for tier, backlog in backlogs.items():
+            self.queued_tokens.labels(tier, "prompt").set(backlog.prompt_tokens)
+            self.queued_tokens.labels(tier, "output").set(backlog.output_tokens)
+        for tier, seconds in predicted_ttfts_s.items():
+            self.predicted_ttft.labels(tier).set(seconds)
 
     def count_disconnect(self, tier: str) -> None:
         self.client_disconnects.labels(tier).inc()

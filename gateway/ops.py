@@ -55,6 +55,8 @@ async def exposition(gateway: Gateway) -> bytes:
     snapshots: dict[str, str] = {}
     with suppress(Exception):  # as above: without the store, the gateway's own numbers matter all the more
         async with asyncio.timeout(STORE_TIMEOUT_S):
+            backlogs = await gateway.client.backlogs()
+            metrics.show_backlogs(backlogs, gateway.client.predicted_ttfts_s(backlogs))
             snapshots = await gateway.client.worker_metrics()
             for status, count in (await gateway.batches.counts_by_status() if gateway.batches else {}).items():
                 metrics.batches.labels(status).set(count)

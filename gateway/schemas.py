@@ -165,6 +165,7 @@ class GenerationRequest(Body):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     service_tier: Text | None = None
+    deadline_ms: Annotated[int, Field(ge=1, le=2**53)] | None = None  # from arrival to the last token, at most
     user: Text | None = None
     cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None  # vLLM's: who shares cached KV
     metadata: Metadata | None = None

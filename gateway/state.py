@@ -15,6 +15,7 @@ from gateway.tokenizer import Tokenizer
 from scheduler.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
+from scheduler.tier_change import TierChanges
 
 if TYPE_CHECKING:
     from gateway.batches import BatchService
@@ -28,7 +29,6 @@ class Gateway:
     model_names: tuple[str, ...]
     created: int  # Unix seconds, as `/v1/models` reports it
     client: SchedulerClient
-    tiers: TierSet
     clock: Clock
     tokenizer: Tokenizer
     keyring: Keyring
@@ -36,7 +36,13 @@ class Gateway:
     metrics: GatewayMetrics
     files: "FileStore | None" = None
     batches: "BatchService | None" = None
+    tier_changes: TierChanges | None = None
     max_body_bytes: int = 16 * 2**20  # a JSON body; uploads to /v1/files have their own limit
+
+    @property
+    def tiers(self) -> TierSet:
+        """Those in force; look once a request."""
+        return self.client.tiers
 
 
 def gateway_of(request: Request) -> Gateway:

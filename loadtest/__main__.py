@@ -3,24 +3,27 @@
 Knows flags, exit codes and where results are written; each command's work is in the module of its name.
 """
 
-import asyncio
-import os
 import sys
-from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, CliSubCommand, SettingsConfigDict
 
 from loadtest import report
+from loadtest.calibration.command import Calibrate
+from loadtest.coserve.command import Coserve
+from loadtest.coserve.locust_command import Locust
 from loadtest.dummy_model import write_dummy_model
 from loadtest.engine_bench.commands import Engine, Growth, Soak
-from loadtest.http_client import Target, TargetError, discover_model, parse_target
-from loadtest.mixed import Timing, run_mixed
+from loadtest.http_client import Target
+from loadtest.mixed import run_mixed
 from loadtest.nonce import run_nonces
-from loadtest.scenario import ScenarioError, load_scenario
+from loadtest.runner import Timing
+from loadtest.running import run_to_end, running_server, say_progress
+from loadtest.scenario import load_scenario
+from loadtest.simulation.commands import Compare, Queue, Simulate
 from loadtest.streams import run_streams
 
 
@@ -36,8 +39,7 @@ class _AgainstServer(BaseModel):
     )
 
     async def target(self) -> Target:
-        target = parse_target(self.url, self.allow_remote, os.environ.get("TIDEGATE_API_KEY", ""))
-        return replace(target, model=self.model or await discover_model(target))
+        return await running_server(self.url, self.allow_remote, self.model)
 
     def conclude(self, target: Target, text: str, result: dict[str, Any], *, passed: bool) -> None:
         print(text)
@@ -51,23 +53,25 @@ class Mixed(_AgainstServer):
     """Interactive alone, bulk alone and both, interleaved: a table per class and the isolation ratios."""
 
     scenario: str = Field("chat-and-bulk", description="A shipped scenario, or a YAML file.")
+    bulk_pool: str = Field("", description="A shipped bulk pool in place of the scenario's own bulk.")
+    scale: float = Field(1.0, gt=0, le=10, description="Lengths × this, for models of a shorter context.")
     duration: float = Field(30.0, gt=0, le=3600, description="Seconds measured of each arm.")
     rounds: int = Field(2, ge=1, le=100, description="Parts that each arm's duration is cut into.")
     lead: float = Field(3.0, ge=0, le=60, description="Seconds of bulk before each part is measured.")
     settle: float = Field(1.0, ge=0, le=60, description="Seconds of rest before each part.")
 
     def cli_cmd(self) -> None:
-        _run(self._measure())
+        run_to_end(self._measure())
 
     async def _measure(self) -> None:
-        scenario = load_scenario(self.scenario)
+        scenario = load_scenario(self.scenario, self.bulk_pool).with_lengths_scaled(self.scale)
         target = await self.target()
         result = await run_mixed(
             target,
             scenario,
             Timing(self.duration, self.rounds, self.lead, self.settle),
             self.seed,
-            _progress,
+            say_progress,
         )
         described = {"scenario": scenario.model_dump(mode="json"), **report.mixed_as_dict(result)}
         self.conclude(target, report.render_mixed(result), described, passed=result.has_answers)
@@ -81,7 +85,7 @@ class Nonce(_AgainstServer):
     timeout: float = Field(120.0, gt=0, le=3600, description="Seconds for all of them.")
 
     def cli_cmd(self) -> None:
-        _run(self._verify())
+        run_to_end(self._verify())
 
     async def _verify(self) -> None:
         target = await self.target()
@@ -108,7 +112,7 @@ class Streams(_AgainstServer):
     timeout: float = Field(600.0, gt=0, le=3600, description="Seconds for all of it.")
 
     def cli_cmd(self) -> None:
-        _run(self._compare())
+        run_to_end(self._compare())
 
     async def _compare(self) -> None:
         target = await self.target()
@@ -121,7 +125,7 @@ class Streams(_AgainstServer):
             service_tier=self.service_tier or None,
             seed=self.seed,
             timeout_s=self.timeout,
-            report_progress=_progress,
+            report_progress=say_progress,
         )
         failed = result.together.errors + result.one_at_a_time.errors
         passed = not failed and result.speedup is not None and result.speedup >= self.at_least
@@ -140,8 +144,16 @@ class DummyModel(BaseModel):
 class LoadTest(BaseSettings):
     """Load tests for Tidegate and any other OpenAI-compatible server: open-loop, seeded, interleaved.
 
-    mixed: what interactive traffic notices of bulk. nonce: no answer is another's. streams: what batching
-    gains. dummy-model: a reference shape to serve. A server's API key is read from TIDEGATE_API_KEY."""
+    Against a server: mixed: what interactive traffic notices of bulk. coserve: that under several policies, against
+    goals. locust: continuous batching against one at a time. nonce: no answer is another's. streams: what batching
+    gains. dummy-model: a reference shape to serve. A server's API key is read from TIDEGATE_API_KEY.
+
+    Against an engine: engine: ours beside others. growth: a step against streams, context, model. soak: under load for
+    long. calibrate: what its steps cost, as a card for the simulator.
+
+    In virtual time: simulate: the shipped scheduler on modeled engines (also `tidegate simulate`). compare: that
+    against a measured run. queue: what a real store carries. Plots and Locust need `pip install
+    'tidegate[loadtest]'`."""
 
     model_config = SettingsConfigDict(
         env_prefix="TIDEGATE_LOADTEST_",
@@ -152,38 +164,37 @@ class LoadTest(BaseSettings):
     )
 
     mixed: CliSubCommand[Mixed]
+    coserve: CliSubCommand[Coserve]
+    locust: CliSubCommand[Locust]
     nonce: CliSubCommand[Nonce]
     streams: CliSubCommand[Streams]
     engine: CliSubCommand[Engine]
     growth: CliSubCommand[Growth]
     soak: CliSubCommand[Soak]
+    simulate: CliSubCommand[Simulate]
+    calibrate: CliSubCommand[Calibrate]
+    compare: CliSubCommand[Compare]
+    queue: CliSubCommand[Queue]
     dummy_model: CliSubCommand[DummyModel]
 
     def cli_cmd(self) -> None:
         CliApp.run_subcommand(self)
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    """Run a command's work; what the user can mend becomes one sentence and exit code 2."""
-    try:
-        asyncio.run(work)
-    except (TargetError, ScenarioError) as error:
-        raise SystemExit(_say(str(error))) from error
-    except TimeoutError as error:
-        raise SystemExit(_say("not done within the timeout")) from error
-
-
-def _say(sentence: str) -> int:
-    print(f"loadtest: {sentence}", file=sys.stderr)
-    return 2
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    CliApp.run(LoadTest, cli_args=list(sys.argv[1:] if argv is None else argv))
+    try:
+        CliApp.run(LoadTest, cli_args=list(sys.argv[1:] if argv is None else argv))
+    except ValidationError as error:
+        if error.title != LoadTest.__name__:  # not of the command line
+            raise
+        raise SystemExit(_refuse(error)) from error
+
+
+def _refuse(error: ValidationError) -> int:
+    for found in error.errors(include_url=False):
+        *command, flag = map(str, found["loc"])
+        print(f"loadtest: {' '.join(command)} --{flag.replace('_', '-')}: {found['msg']}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

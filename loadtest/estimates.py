@@ -7,6 +7,7 @@ as independent; a quantile of few samples has a wide one, and that is the point 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -71,6 +72,38 @@ def ratio(above: Distribution, below: Distribution, q: float) -> Estimate | None
     return Estimate(over.value / under.value, float(low), float(high))
 
 
+class HasLatencies(Protocol):
+    """A class or an arm, summed up."""
+
+    @property
+    def ttft(self) -> Distribution: ...
+    @property
+    def itl(self) -> Distribution: ...
+    @property
+    def e2e(self) -> Distribution: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyRatios:
+    """Interactive traffic beside bulk ÷ alone: isolation."""
+
+    ttft_p50: Estimate | None
+    ttft_p99: Estimate | None
+    itl_p99: Estimate | None
+    e2e_p50: Estimate | None
+    e2e_p99: Estimate | None
+
+
+def latency_ratios(beside: HasLatencies, alone: HasLatencies) -> LatencyRatios:
+    return LatencyRatios(
+        ttft_p50=ratio(beside.ttft, alone.ttft, 0.5),
+        ttft_p99=ratio(beside.ttft, alone.ttft, 0.99),
+        itl_p99=ratio(beside.itl, alone.itl, 0.99),
+        e2e_p50=ratio(beside.e2e, alone.e2e, 0.5),
+        e2e_p99=ratio(beside.e2e, alone.e2e, 0.99),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
     """One traffic class in one arm, over all rounds. TTFT and E2E hold what open-loop requests had waited when
@@ -116,6 +149,18 @@ def harvest(bulk_mixed: float, bulk_alone: float, busy_share_alone: float | None
     if busy_share_alone is None or bulk_alone == 0 or busy_share_alone >= 1:
         return None
     return bulk_mixed / (bulk_alone * (1 - busy_share_alone))
+
+
+def busy_share(runs: Sequence[ArmRun]) -> float | None:
+    """Engine time ÷ wall time over the measured windows; None where one of them is without it."""
+    busy = [run.busy_s for run in runs if run.busy_s is not None]
+    return sum(busy) / sum(run.duration_s for run in runs) if len(busy) == len(runs) else None
+
+
+def lag_p99_s(runs: Iterable[ArmRun]) -> float:
+    """How late the client sent its open-loop requests."""
+    lags = [lag for run in runs for lag in run.lag_s]
+    return float(np.quantile(lags, 0.99)) if lags else 0.0
 
 
 def pooled(summaries: Mapping[str, ClassSummary], names: Sequence[str]) -> float:

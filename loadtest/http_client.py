@@ -19,6 +19,7 @@ import msgspec
 from loadtest.answer import AnswerReader, Outcome
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
+MAX_QUOTED = 500  # bytes of an answer that is not 200
 
 
 class TargetError(Exception):
@@ -171,11 +172,20 @@ def completion_body(
 
 async def get(target: Target, path: str, timeout_s: float = 10.0) -> bytes:
     """The body of a GET. Raises `TargetError` unless it is answered with 200."""
+    return await _call(target, "GET", path, b"", timeout_s)
+
+
+async def post(target: Target, path: str, body: dict[str, Any], timeout_s: float = 30.0) -> bytes:
+    """The body of a POST of JSON. Raises `TargetError` unless it is answered with 200."""
+    return await _call(target, "POST", path, msgspec.json.encode(body), timeout_s)
+
+
+async def _call(target: Target, method: str, path: str, body: bytes, timeout_s: float) -> bytes:
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(target.host, target.port)
             try:
-                writer.write(target.head("GET", path, b""))
+                writer.write(target.head(method, path, body) + body)
                 response = await reader.read()
             finally:
                 writer.close()
@@ -203,7 +213,8 @@ def _body_of(response: bytes, path: str) -> bytes:
     except httptools.HttpParserError as error:
         raise TargetError(f"{path}: not HTTP: {error}") from error
     if parser.get_status_code() != 200:
-        raise TargetError(f"{path}: HTTP {parser.get_status_code()}")
+        said = collected.body[:MAX_QUOTED].decode(errors="replace")
+        raise TargetError(f"{path}: HTTP {parser.get_status_code()}: {said}")
     return collected.body
 
 

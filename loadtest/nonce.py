@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from loadtest.answer import Outcome
 from loadtest.http_client import Target, completion_body, send
-from loadtest.workload import draw_nonces
+from loadtest.prompts import draw_nonces
 
 MAX_NONCE_TOKENS = 48
 LEAK = "holds the nonce of another request"

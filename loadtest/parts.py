@@ -5,11 +5,13 @@ One that fails, hangs or leaves processes behind does not touch the next. Standa
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import tempfile
 import time
 import traceback
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +22,8 @@ SHORTEST_S = 5.0  # with less left, a part is not begun
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A command, its limit, and the file or last line of output in which it leaves a JSON object (if it does)."""
+    """A command, its limit, and the file or last line of output in which it leaves a JSON object (if it does).
+    `needs`: modules without which it is not begun."""
 
     name: str
     command: tuple[str, ...]
@@ -28,6 +31,7 @@ class Part:
     result_file: Path | None = None
     has_result_line: bool = False
     must_say: str = ""  # in its output, or it did nothing: tests that were all skipped, say
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -36,6 +40,7 @@ class Outcome:
 
     name: str
     command: str
+    was_begun: bool = False
     passed: bool = False
     exit_code: int | None = None
     seconds: float = 0.0
@@ -47,6 +52,8 @@ class Outcome:
         if self.passed:
             return f"passed in {self.seconds:.0f} s"
         reason = self.problem.strip().splitlines()[-1] if self.problem else f"exit code {self.exit_code}"
+        if not self.was_begun:
+            return reason
         return f"FAILED after {self.seconds:.0f} s: {reason}"
 
 
@@ -59,13 +66,28 @@ class PartRunner:
         self._environment = environment
         self._until_s = time.monotonic() + budget_s
 
-    def run(self, part: Part) -> Outcome:
-        outcome = Outcome(part.name, " ".join(part.command))
-        left_s = self._until_s - time.monotonic()
-        limit_s = min(part.limit_s, left_s)
-        if left_s < min(part.limit_s, SHORTEST_S):
+    def run_all(self, parts: Sequence[Part], missing: Collection[str] = ()) -> list[Outcome]:
+        """The time that is left is shared out among the parts that are left, in proportion to their limits: what one
+        does not use, the others have."""
+        waiting, outcomes = list(parts), list[Outcome]()
+        while waiting:
+            runnable_s = sum(part.limit_s for part in waiting if not set(part.needs) & set(missing))
+            part = waiting.pop(0)
+            left_s = self._until_s - time.monotonic()
+            share_s = left_s * part.limit_s / max(runnable_s, part.limit_s)
+            outcomes.append(self.run(part, missing, share_s))
+        return outcomes
+
+    def run(self, part: Part, missing: Collection[str] = (), share_s: float | None = None) -> Outcome:
+        """Within `share_s`, or its own limit, or what is left of the time."""
+        outcome = Outcome(part.name, shlex.join(part.command))
+        limit_s = min(part.limit_s if share_s is None else share_s, self._until_s - time.monotonic())
+        if lacking := [name for name in part.needs if name in missing]:
+            outcome.problem = f"not begun: without {', '.join(lacking)}"
+        elif limit_s < min(part.limit_s, SHORTEST_S):
             outcome.problem = "not begun: the time was used up"
         else:
+            outcome.was_begun = True
             self._say(f"== {part.name}: {outcome.command}")
             try:
                 self._execute(part, limit_s, outcome)

@@ -4,10 +4,7 @@ Knows how results look; it computes nothing that is not a unit or a rounding.
 """
 
 import json
-import os
-import platform
-import shutil
-import subprocess
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -16,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.estimates import QUANTILES, ClassSummary, Distribution, Estimate
+from loadtest.machine import hardware
 from loadtest.mixed import MixedResult
 from loadtest.nonce import NonceResult
 from loadtest.streams import StreamsResult, Throughput
@@ -28,12 +26,12 @@ def render_mixed(result: MixedResult) -> str:
     parts = [_mixed_table(result), "", "interactive beside bulk ÷ alone (95 % interval)"]
     header = ("class", "TTFT p50", "TTFT p99", "ITL p99", "E2E p50")
     rows = [
-        (name, *(_interval(e) for e in (i.ttft_p50, i.ttft_p99, i.itl_p99, i.e2e_p50)))
+        (name, *(interval(e) for e in (i.ttft_p50, i.ttft_p99, i.itl_p99, i.e2e_p50)))
         for name, i in result.isolation.items()
     ]
     parts += [table(header, rows), ""]
-    parts.append(f"bulk kept, mixed ÷ alone: {_number(result.bulk_kept, 2)}")
-    parts.append(f"bulk harvest, of what interactive leaves: {_number(result.bulk_harvest, 2)}")
+    parts.append(f"bulk kept, mixed ÷ alone: {number(result.bulk_kept)}")
+    parts.append(f"bulk harvest, of what interactive leaves: {number(result.bulk_harvest)}")
     lag_ms = 1e3 * result.lag_p99_s
     parts.append(f"client: {result.client_cpu_share:.0%} of a core, requests sent {lag_ms:.1f} ms late (p99)")
     parts += [f"WARNING: {warning}" for warning in result.warnings]
@@ -71,7 +69,7 @@ def _class_cells(summary: ClassSummary) -> tuple[str, ...]:
 def mixed_as_dict(result: MixedResult) -> dict[str, Any]:
     return {
         "arms": {
-            arm: {name: _summary_as_dict(summary) for name, summary in classes.items()}
+            arm: {name: summary_as_dict(summary) for name, summary in classes.items()}
             for arm, classes in result.summaries.items()
         },
         "isolation": {name: asdict(isolation) for name, isolation in result.isolation.items()},
@@ -83,7 +81,7 @@ def mixed_as_dict(result: MixedResult) -> dict[str, Any]:
     }
 
 
-def _summary_as_dict(summary: ClassSummary) -> dict[str, Any]:
+def summary_as_dict(summary: ClassSummary) -> dict[str, Any]:
     return {
         "offered": summary.offered,
         "completed": summary.completed,
@@ -129,7 +127,7 @@ def render_streams(result: StreamsResult) -> str:
     ]
     lines = [table(("way", "requests", "errors", "tokens", "seconds", "tok/s"), rows)]
     lines += [f"ERROR: {example}" for example in result.error_examples]
-    return "\n".join([*lines, f"ratio: {_number(result.speedup, 2)}"])
+    return "\n".join([*lines, f"ratio: {number(result.speedup)}"])
 
 
 def _throughput_cells(way: str, t: Throughput) -> tuple[str, ...]:
@@ -149,7 +147,7 @@ def streams_as_dict(result: StreamsResult) -> dict[str, Any]:
 def write_json(path: Path, result: dict[str, Any], *, seed: int, model: str) -> None:
     """The result with its provenance."""
     record = {
-        "command": " ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
+        "command": shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": hardware(),
         "model": model,
@@ -158,34 +156,6 @@ def write_json(path: Path, result: dict[str, Any], *, seed: int, model: str) -> 
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def hardware() -> str:
-    """The client's machine in one line; where the server is on loopback, it is the server's too."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = [f"{_cpu_name()}, {cores} cores", f"{platform.system()} {platform.machine()}"]
-    parts.append(f"Python {sys.version_info.major}.{sys.version_info.minor}")
-    return "; ".join([*parts, *_gpu_names()])
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or "unknown CPU"
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or "unknown CPU")
-
-
-def _gpu_names() -> list[str]:
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in listed.stdout.splitlines() if line.strip()]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -206,9 +176,9 @@ def _ms(estimate: Estimate | None) -> str:
     return ABSENT if estimate is None else f"{1e3 * estimate.value:.0f}"
 
 
-def _interval(estimate: Estimate | None) -> str:
+def interval(estimate: Estimate | None) -> str:
     return ABSENT if estimate is None else f"{estimate.value:.2f} ({estimate.low:.2f}–{estimate.high:.2f})"
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int = 2) -> str:
     return ABSENT if value is None else f"{value:.{digits}f}"

@@ -11,7 +11,8 @@ from time import perf_counter
 
 from loadtest.answer import Outcome
 from loadtest.http_client import Target, completion_body, send
-from loadtest.workload import PlannedRequest, generator, token_prompt
+from loadtest.prompts import token_prompt
+from loadtest.workload import PlannedRequest, generator
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,12 @@ The gateway refuses most of these before; what gets here was checked against ano
 from engine.interface import EngineInfo
 from scheduler.request import Claimed
 
-MAX_ATTEMPTS = 5  # claims of one request that nobody finished or gave back
 
-
-def reason_against(claimed: Claimed, engine: EngineInfo) -> str:
-    """A sentence for the user; empty where nothing speaks against it."""
-    if claimed.attempt > MAX_ATTEMPTS:  # one that ends its worker each time would otherwise go round for ever
-        return f"The request was given up: {MAX_ATTEMPTS} attempts at it ended without a result."
+def reason_against(claimed: Claimed, engine: EngineInfo, max_attempts: int) -> str:
+    """A sentence for the user; empty where nothing speaks against it. `max_attempts`: claims that nobody finished or
+    gave back."""
+    if claimed.attempt > max_attempts:  # one that ends its worker each time would otherwise go round for ever
+        return f"The request was given up: {max_attempts} attempts at it ended without a result."
     request = claimed.request
     capacity = engine.num_blocks * engine.block_size
     room = min(engine.max_model_len, capacity)

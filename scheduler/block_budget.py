@@ -43,15 +43,21 @@ class BlockBudget:
         for state in promised:
             self._promised[state.id] = self._promise(state)
         self._total_promised = sum(self._promised.values())
+        self._any_resident = any_resident
         self._watermark = view.watermark_blocks if any_resident else 0
         self.swap_s = 0.0  # time that the plan's copies take
 
     def take(
-        self, state: RequestState, num_tokens: int, candidates: Callable[[], Iterable[RequestState]]
+        self,
+        state: RequestState,
+        num_tokens: int,
+        candidates: Callable[[], Iterable[RequestState]],
+        reserve_blocks: int = 0,
     ) -> list[tuple[RequestState, PreemptionMode]] | None:
         """Reserve what `state` needs to run `num_tokens` more, by evicting some of `candidates` where that is allowed
-        and enough; who is evicted, and how. None: it cannot be had, and nothing has changed."""
-        need, spare = self._demand(state, num_tokens)
+        and enough; who is evicted, and how. None: it cannot be had, and nothing has changed. `reserve_blocks` stay free
+        when it starts."""
+        need, spare = self._demand(state, num_tokens, reserve_blocks)
         victims = self._victims(state, need - spare, candidates) if need > spare else []
         if victims is None:
             return None
@@ -63,11 +69,12 @@ class BlockBudget:
             self.swap_s += blocks_for(state.num_computed_tokens, self._view.block_size) * self._view.swap_block_s
         return evicted
 
-    def _demand(self, state: RequestState, num_tokens: int) -> tuple[int, int]:
+    def _demand(self, state: RequestState, num_tokens: int, reserve_blocks: int) -> tuple[int, int]:
         """The blocks that `state` needs, and those that it may have without harming anybody."""
         size = self._view.block_size
         if not state.is_resident:
-            return self._goal(state), self._free - self._total_promised - self._watermark
+            kept = max(self._watermark, reserve_blocks if self._any_resident else 0)
+            return self._goal(state), self._free - self._total_promised - kept
         need = max(0, blocks_for(state.num_computed_tokens + num_tokens, size) - state.blocks_held(size))
         promised = self._promised.get(state.id, 0)
         return need, self._free if need <= promised else self._free - self._total_promised + promised
@@ -112,3 +119,11 @@ class BlockBudget:
         if victim.id in self._promised:
             self._keep_promise(victim.id, self._promised[victim.id])
         return mode
+
+
+def has_blocks(newcomer: RequestState, view: EngineView, below: Iterable[RequestState]) -> bool:
+    """Those free, and those that `below` would give up, are enough for all its tokens."""
+    need = blocks_for(newcomer.num_tokens, view.block_size)
+    if need <= view.free_blocks:
+        return True
+    return need <= view.free_blocks + sum(s.own_blocks(view.block_size) for s in below)

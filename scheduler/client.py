@@ -5,18 +5,19 @@ one client; its id names the event stream that workers reply to.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
 
 from scheduler import admission
 from scheduler.admission import Rejected
 from scheduler.clock import Clock
-from scheduler.config import TierSet
+from scheduler.config import Tier, TierSet
 from scheduler.events.base import EventChannel
-from scheduler.queue.base import Queue
+from scheduler.forecast import Forecast
+from scheduler.gate import Gate
+from scheduler.generation import Generation
+from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
 from scheduler.registry.base import WorkerRegistry
 from scheduler.request import EventKind, Request, TokenEvent, WorkerStatus
 
@@ -44,6 +45,7 @@ class SchedulerClient:
         self._registry = registry
         self._tiers = tiers
         self._clock = clock
+        self._gate = Gate(tiers)
         self.gateway_id = gateway_id
         self._waiting: dict[str, Generation] = {}
         self._entering: set[str] = set()  # those of them whose `put` has not returned
@@ -93,6 +95,20 @@ class SchedulerClient:
         """Workers alive at the last refresh."""
         return self._workers
 
+    @property
+    def tiers(self) -> TierSet:
+        """Those in force."""
+        return self._tiers
+
+    def reconfigure(self, tiers: TierSet) -> None:
+        """Other tiers from now on; requests under way are not touched."""
+        self._tiers = tiers
+        self._gate.reconfigure(tiers)
+
+    async def worker_sla(self) -> dict[str, str]:
+        """What each worker's controller does and why, as a JSON object, by worker id."""
+        return await self._registry.sla()
+
     async def worker_metrics(self) -> dict[str, str]:
         """The workers' own metrics, as Prometheus text, by worker id."""
         return await self._registry.metrics()
@@ -100,29 +116,58 @@ class SchedulerClient:
     async def depths(self) -> dict[str, int]:
         return await self._queue.depths(list(self._tiers.tiers))
 
-    async def submit(self, requests: Sequence[Request]) -> "Generation | Rejected":
+    async def backlogs(self) -> dict[str, Backlog]:
+        """What waits in each tier, with its tokens."""
+        return await self._queue.backlogs(list(self._tiers.tiers))
+
+    def predicted_ttfts_s(self, backlogs: Mapping[str, Backlog]) -> dict[str, float]:
+        """When a short request that came now would get its first token, by tier, as far as that can be foretold."""
+        now = self._clock.now()
+        predicted = {t.name: self._gate.predicted_ttft_s(t, backlogs, now) for t in self._tiers.tiers.values()}
+        return {tier: seconds for tier, seconds in predicted.items() if seconds is not None}
+
+    async def submit(self, requests: Sequence[Request]) -> Generation | Rejected:
         """Enqueue `requests` (of one tier), all or none."""
         if self._draining:
             return admission.draining()
         if not self._has_engine():
             return admission.no_engine()
-        generation = Generation(self, requests)
+        tier = self._tiers[requests[0].tier]
+        forecast = self._gate.forecast(tier, requests, self._clock.now(), self._clock.wall_ms())
+        rejected = self._gate.crowd(tier, forecast) if forecast is not None else None
+        if rejected is not None:
+            return rejected
+        generation = Generation(self.cancel, requests)
+        refused = await self._enter(generation, tier, requests, forecast)
+        match refused:
+            case QueueFull():
+                return admission.queue_full(tier, refused.depth, self._workers)
+            case TooFarBehind() if forecast is not None:
+                return self._gate.refuse(tier, forecast, refused.ahead)
+        if forecast is not None:
+            self._gate.admitted(tier)
+        return generation
+
+    async def _enter(
+        self, generation: Generation, tier: Tier, requests: Sequence[Request], forecast: Forecast | None
+    ) -> QueueFull | TooFarBehind | None:
+        """Counted as under way before anything is awaited: whoever comes meanwhile sees it."""
         request_ids = [request.id for request in requests]
         self._waiting.update(dict.fromkeys(request_ids, generation))  # the first event may come before `put` returns
         self._entering.update(request_ids)
-        tier = self._tiers[requests[0].tier]
+        self._gate.enter(tier, requests, forecast, self._clock.now())
+        ahead = self._gate.limit(tier, forecast) if forecast is not None else None
         try:
-            full = await self._queue.put(requests, limit=tier.queue_limit)
+            refused = await self._queue.put(requests, tier.queue_limit, ahead)
         except BaseException:
             self._forget(request_ids)
             self._withdraw(request_ids)
             raise
         finally:
             self._entering.difference_update(request_ids)
-        if full is not None:
+        if refused is not None:
             self._forget(request_ids)
-            return admission.queue_full(tier, full.depth, self._workers)
-        return generation
+        return refused
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         self._forget(request_ids)
@@ -131,6 +176,7 @@ class SchedulerClient:
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
+            self._gate.leave(request_id)
 
     def _withdraw(self, request_ids: Sequence[str]) -> None:
         """Cancel what an interrupted `put` may have entered all the same, without keeping its caller."""
@@ -166,12 +212,14 @@ class SchedulerClient:
             await self._clock.sleep(REFRESH_S)
 
     def _dispatch(self, message: Sequence[TokenEvent]) -> None:
+        now = self._clock.now()
         for event in message:
             generation = self._waiting.get(event.request_id)
             if generation is None:
                 continue
             if event.is_last:
                 del self._waiting[event.request_id]
+            self._gate.hear(event, now)
             generation.deliver(event)
 
     async def _keep_fresh(self) -> None:
@@ -188,6 +236,7 @@ class SchedulerClient:
 
     async def _refresh(self) -> None:
         self._workers = await self._registry.workers()
+        self._gate.see(self._workers, self._clock.now(), self._clock.wall_ms())
         if self._workers:
             self._worker_seen_s = self._clock.now()
 
@@ -202,85 +251,3 @@ class SchedulerClient:
         if lost:
             log.warning("requests were lost", count=len(lost))
             self._fail(lost, "The request was lost. Please try again.")
-
-
-class Generation:
-    """The token events of one `submit`, merged. Use as `async with generation as events: async for e in events`.
-
-    Every request gets tokens in order, without gaps or repeats, and exactly one last event; then the iteration
-    ends. Leaving the block earlier cancels what is unfinished.
-    """
-
-    def __init__(self, client: SchedulerClient, requests: Sequence[Request]) -> None:
-        self._client = client
-        self._received: dict[str, list[int]] = {r.id: [] for r in requests}
-        self._unfinished = set(self._received)
-        self._inbox: asyncio.Queue[TokenEvent | None] = asyncio.Queue()  # None: look again whether it has ended
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._unfinished:
-            await asyncio.shield(self._client.cancel(sorted(self._unfinished)))
-
-    def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        return self
-
-    async def __anext__(self) -> TokenEvent:
-        while self._unfinished or not self._inbox.empty():
-            event = await self._inbox.get()
-            if event is None or event.request_id not in self._unfinished:
-                continue
-            if self._diverges(event):
-                return await self._give_up(event.request_id)
-            fresh = self._fresh(event)
-            if fresh is not None:
-                return fresh
-        raise StopAsyncIteration
-
-    async def cancel(self, request_id: str) -> None:
-        """This one request needs no more tokens (a stop string matched): it gets no further event."""
-        if request_id in self._unfinished:
-            self._unfinished.discard(request_id)
-            self._inbox.put_nowait(None)
-            await self._client.cancel([request_id])
-
-    def deliver(self, event: TokenEvent) -> None:
-        self._inbox.put_nowait(event)
-
-    def _known(self, event: TokenEvent) -> list[int]:
-        """What was received already of the event's tokens."""
-        return self._received[event.request_id][event.index : event.index + len(event.token_ids)]
-
-    def _diverges(self, event: TokenEvent) -> bool:
-        """After a requeue the tokens come again from index 0. The same seed gives the same tokens; where it does
-        not, the answer would be a mixture of two."""
-        known = self._known(event)
-        return list(event.token_ids[: len(known)]) != known or event.index > len(self._received[event.request_id])
-
-    async def _give_up(self, request_id: str) -> TokenEvent:
-        await self.cancel(request_id)
-        text = "The generation was interrupted and could not be continued."
-        return TokenEvent(request_id, EventKind.FAILED, index=len(self._received[request_id]), error=text)
-
-    def _fresh(self, event: TokenEvent) -> TokenEvent | None:
-        """The event without what was received already; None where nothing is left of it."""
-        have, known = self._received[event.request_id], self._known(event)
-        new = event.token_ids[len(known) :]
-        have.extend(new)
-        if event.is_last:
-            self._unfinished.discard(event.request_id)
-        elif not new:
-            return None
-        return TokenEvent(
-            request_id=event.request_id,
-            kind=event.kind,
-            index=len(have) - len(new),
-            token_ids=new,
-            finish_reason=event.finish_reason,
-            error=event.error,
-            cached_tokens=event.cached_tokens,
-        )

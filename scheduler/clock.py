@@ -8,6 +8,8 @@ import asyncio
 import time
 from typing import Protocol
 
+NEVER_S = float("inf")
+
 
 class Clock(Protocol):
     def now(self) -> float:

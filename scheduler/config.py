@@ -12,11 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 
 class TierConfigError(Exception):
-    """tiers.yaml cannot be used; the message names file and key."""
+    """tiers.yaml cannot be used; the message names file and key. `key`: the first one at fault, if it is a key's."""
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Bounds(_Strict):
@@ -44,6 +48,13 @@ class SLO(_Strict):
 
     ttft_p99_ms: float | None = Field(default=None, gt=0)
     itl_p99_ms: float | None = Field(default=None, gt=0)
+    tpot_ms: float | None = Field(default=None, gt=0)  # the pace of a whole answer
+
+    @model_validator(mode="after")
+    def _paced_from_the_first(self) -> Self:
+        if self.tpot_ms is not None and self.ttft_p99_ms is None:
+            raise ValueError("tpot_ms counts from the first token's promise: it needs ttft_p99_ms")
+        return self
 
     @property
     def is_interactive(self) -> bool:
@@ -54,6 +65,38 @@ ServiceTierAnswer = Literal["default", "flex", "scale", "priority"]
 TierName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
 
 
+class Pins(_Strict):
+    """Knobs that the controller must leave alone; None: it moves them."""
+
+    max_wait_ms: float | None = Field(default=None, ge=0)
+    batch_size: int | None = Field(default=None, ge=1)
+    batch_tokens: int | None = Field(default=None, ge=1)
+
+
+class Admission(_Strict):
+    """What becomes of a request that the tier cannot serve in time."""
+
+    predict: bool = True  # False: only the queue's length is looked at
+    demote_to: str | None = None  # a lower tier that takes what this one cannot serve in time; None: refuse
+    reopen_at: float = Field(default=0.8, gt=0, le=1)  # of the promise: once closed, open again below it
+
+
+class Retry(_Strict):
+    """How often work may be begun again."""
+
+    max_attempts: int = Field(default=5, ge=1)  # claims of a request that ended without a result
+    max_preemptions: int = Field(default=3, ge=0)  # losses of its KV blocks
+
+
+class ControllerSwitches(_Strict):
+    """What the SLA controller may do at all; without all of it, tiers are strict priorities with fixed budgets."""
+
+    dry_run: bool = False  # compute and report every move of a knob, make none
+    feed_forward: bool = True  # bulk's part of each step follows the deadlines of interactive sequences
+    feedback: bool = True  # batch size and max-wait follow the observed p99
+    shed: bool = True  # bulk leaves a running step for an interactive arrival where that costs less than waiting
+
+
 class Tier(_Strict):
     name: str
     priority: int
@@ -62,10 +105,33 @@ class Tier(_Strict):
     slo: SLO = SLO()
     max_wait_ms: Bounds = Bounds(min=0, start=0, max=0)
     batch_size: CountBounds = CountBounds(min=1, start=64, max=256)
+    batch_tokens: CountBounds = CountBounds(min=16, start=2048, max=65536)
+    pinned: Pins = Pins()
     floor: float = Field(default=0.0, ge=0, lt=0.5)
     queue_limit: int = Field(default=10_000, ge=1)
     deadline_ms: int = Field(default=60_000, ge=1)
     timeout_ms: int | None = Field(default=None, ge=1)
+    aging_ms: int | None = Field(default=None, ge=1)
+    urgent_ms: int = Field(default=0, ge=0)
+    admission: Admission = Admission()
+    retry: Retry = Retry()
+
+    @model_validator(mode="after")
+    def _says_nothing_idle(self) -> Self:
+        """A key that would do nothing is a mistake that nobody would notice."""
+        if self.is_interactive:
+            owner, is_set = "without a", {"floor": self.floor, "aging_ms": self.aging_ms, "urgent_ms": self.urgent_ms}
+        else:
+            owner, is_set = "with a", {"admission.reopen_at": self.admission.reopen_at != Admission().reopen_at}
+        idle = next((key for key, value in is_set.items() if value), None)
+        if idle is not None:
+            raise ValueError(f"{idle} is for tiers {owner} latency promise, and does nothing for {self.name!r}")
+        return self
+
+    @property
+    def can_press(self) -> bool:
+        """Its work is raised above other work when its deadline nears, or when it has waited long."""
+        return not self.is_interactive and bool(self.urgent_ms or self.aging_ms)
 
     @property
     def is_interactive(self) -> bool:
@@ -78,6 +144,7 @@ class TierSet(_Strict):
 
     default_tier: str
     batch_tier: str
+    controller: ControllerSwitches = ControllerSwitches()
     tiers: dict[TierName, Tier] = Field(min_length=1)
 
     @model_validator(mode="before")
@@ -95,14 +162,23 @@ class TierSet(_Strict):
             if getattr(self, key) not in self.tiers:
                 raise ValueError(f"{key}: there is no tier {getattr(self, key)!r}")
         owner: dict[str, str] = {}
-        for tier in self.tiers.values():
+        for name, tier in self.tiers.items():
+            if tier.name != name:
+                raise ValueError(f"tiers.{name}.name: is {name!r}, as its key says, or left out")
             for service_tier in tier.service_tiers:
                 if service_tier in owner:
                     raise ValueError(
                         f"tiers.{tier.name}.service_tiers: {service_tier!r} belongs to {owner[service_tier]!r} already"
                     )
                 owner[service_tier] = tier.name
+        for tier in self.tiers.values():
+            self._check_demotion(tier)
         return self
+
+    def _check_demotion(self, tier: Tier) -> None:
+        to = tier.admission.demote_to
+        if to is not None and (to not in self.tiers or self.tiers[to].priority >= tier.priority):
+            raise ValueError(f"tiers.{tier.name}.admission.demote_to: {to!r} is not a tier of a lower priority")
 
     @property
     def by_priority(self) -> tuple[Tier, ...]:
@@ -114,6 +190,13 @@ class TierSet(_Strict):
 
     def for_service_tier(self, service_tier: str) -> Tier | None:
         return next((t for t in self.tiers.values() if service_tier in t.service_tiers), None)
+
+    def document(self, *, defaults: bool) -> dict[str, Any]:
+        """Plain data of which `parse_tiers` makes this again; with `defaults`, also the keys that nobody has set."""
+        document = self.model_dump(mode="json", exclude_unset=not defaults)
+        for tier in document["tiers"].values():
+            del tier["name"]
+        return document
 
 
 def load_tiers(path: Path) -> TierSet:
@@ -134,7 +217,8 @@ def parse_tiers(data: object, source: str = "tiers.yaml") -> TierSet:
         return TierSet.model_validate(data)
     except ValidationError as error:
         lines = [_describe(e["loc"], e["msg"]) for e in error.errors(include_url=False)]
-        raise TierConfigError(f"{source}: " + "; ".join(lines)) from error
+        key, _, _ = lines[0].partition(": ")
+        raise TierConfigError(f"{source}: " + "; ".join(lines), key) from error
 
 
 def _describe(loc: tuple[int | str, ...], message: str) -> str:

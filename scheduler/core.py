@@ -1,11 +1,11 @@
 """The scheduler without I/O: takes requests in, makes plans, takes results in, says what to report.
 
-`SchedulerCore` owns every `RequestState` and is their only writer. It knows tiers and tokens; it does not know queues,
-engines, clocks or metrics: those meet in `loop`. Conservation holds at every instant:
-accepted = finished + failed + cancelled + released + held.
+`SchedulerCore` owns every `RequestState`; only what it owns itself (`roster`, `reporting`) writes to them. It knows
+tiers and tokens; it does not know queues, engines, clocks or metrics: those meet in `loop`. Conservation holds at every
+instant: accepted = finished + failed + cancelled + released + held.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -16,23 +16,27 @@ from engine.interface import (
     SequenceOutput,
     StepPlan,
     StepResult,
-    blocks_for,
 )
-from engine.latency_model import StepTimeModel
+from engine.latency_model import StepCost, StepTimeModel
+from scheduler import reporting
 from scheduler.acceptance import reason_against
-from scheduler.batch import Budgets, form_batch
+from scheduler.batch import form_batch
+from scheduler.block_budget import has_blocks
+from scheduler.budgets import Budgets
+from scheduler.claims import claim_limits
+from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
 from scheduler.continuation import continuation
 from scheduler.engine_books import EngineBooks
+from scheduler.pressing import raised_priority, urgencies
 from scheduler.queue.base import Lease
-from scheduler.report import Ended, PrefixLookup, Sample, StepReport
-from scheduler.request import Claimed, Delivery, EventKind, TokenEvent
+from scheduler.report import Reaction, Sample, StepReport
+from scheduler.request import Claimed, TokenEvent
 from scheduler.roster import Roster
+from scheduler.running_step import RunningStep
 from scheduler.sla import SLAController
 from scheduler.states import RequestState, Status
-
-BULK_REPORT_S = 0.1  # between two token events of a stream without a latency promise
-PREFETCH = 4  # claimed beyond the free slots, so that a slot freed in a step is filled in the next
+from scheduler.waiting import idle_until_s
 
 
 class SchedulerCore:
@@ -42,64 +46,51 @@ class SchedulerCore:
         self._engine = engine
         self.controller = controller
         self.step_time = StepTimeModel()
-        self._states: dict[str, RequestState] = {}
-        self._roster = Roster(self.tiers)
+        self.running = RunningStep()
+        self.roster = Roster(self.tiers)
+        self._states = self.roster.states
         self._books = EngineBooks(engine)
         self._refused: list[tuple[RequestState, str]] = []
         self._next_step_id = 0
+        self._owed: frozenset[str] = frozenset()  # tiers whose floor the newest plan pays
+        self._idle_until_s = NEVER_S
+        self.used_s: defaultdict[str, float] = defaultdict(float)  # engine time, by tier
+        self.recomputed_tokens: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.preemptions: Counter[tuple[str, str]] = Counter()  # (tier, mode)
 
     # -- what is held ------------------------------------------------------------------------------------------
 
     @property
-    def states(self) -> Iterable[RequestState]:
-        return self._states.values()
-
-    @property
     def num_held(self) -> int:
-        return len(self._states)
+        return len(self.roster)
 
     @property
     def kv_usage(self) -> float:
         return self._books.kv_usage
-
-    def holds(self, request_id: str) -> bool:
-        return request_id in self._states
 
     @property
     def is_step_in_flight(self) -> bool:
         """A plan was made whose result has not been applied."""
         return self._books.is_step_in_flight
 
-    def tier_of(self, request_id: str) -> str:
-        return self._states[request_id].tier.name
-
-    def leases(self) -> list[Lease]:
-        return [Lease(s.id, s.fence) for s in self._states.values()]
-
-    def num_held_of(self, tier: str) -> int:
-        return self._roster.count(tier)
-
-    def count(self, tier: str, *statuses: Status) -> int:
-        """Looks at all states of the tier: for upkeep, not for every step."""
-        return sum(s.status in statuses for s in self._roster.of_tier(tier))
-
     def _budgets(self, now: float) -> Budgets:
-        interactive = [s for t in self.tiers if t.is_interactive for s in self._roster.of_tier(t.name)]
-        return self.controller.budgets(interactive, self.step_time.cost(), now)
+        return self.controller.budgets(list(self.roster.interactive()), self._cost(), now)
+
+    def _cost(self) -> StepCost:
+        """Of the kind of step that is likely next: with prefills, or of decodes only."""
+        return self.step_time.cost(mixed=self.roster.any_pending)
 
     def claim_limits(self, now: float) -> dict[str, int]:
-        """How many more of each tier to take from the queue, highest tier first. The engine's own queue stays
-        shallow: policy can only reorder what still waits in the store."""
-        budgets = self._budgets(now)
-        limits: dict[str, int] = {}
-        for tier in self.tiers:
-            budget = budgets.tiers[tier.name]
-            room = budget.max_num_seqs + (PREFETCH if tier.is_interactive else 0) - self._roster.count(tier.name)
-            if room > 0 and not budget.paused:
-                limits[tier.name] = room
-        return limits
+        """How many more of each tier to take from the queue, highest tier first."""
+        max_step_tokens = self._engine.max_step_tokens
+        return claim_limits(self.tiers, self.roster, self._budgets(now), max_step_tokens, self._ending())
+
+    def _ending(self) -> Counter[str]:
+        """Sequences that end with the step that runs, for certain, by tier."""
+        running = self._books.running
+        ran = ((run, self._states.get(run.seq_id)) for run in running.run) if running is not None else ()
+        return Counter(s.tier.name for run, s in ran if s is not None and s.ends_with(run.num_tokens))
 
     # -- in ----------------------------------------------------------------------------------------------------
 
@@ -114,18 +105,38 @@ class SchedulerCore:
             age_s = max(0, wall_ms - request.arrival_ms) / 1000
             state = RequestState(
                 request=request,
-                tier=self._tier_of[request.tier],
+                tier=self._tier_of.get(request.tier, self.tiers[-1]),  # it may have been removed just now
                 fence=item.fence,
                 arrived_s=now - age_s,
                 claimed_s=now,
+                bulk_seen_s=self.running.bulk_total_s,
+                found_step_s=self.running.step_s if self.is_step_in_flight else 0.0,
             )
             self.counts["accepted"] += 1
-            reason = reason_against(item, self._engine)
+            reason = reason_against(item, self._engine, state.tier.retry.max_attempts)
             if reason:
                 self._refused.append((state, reason))
             else:
-                self._states[request.id] = state
-                self._roster.file(state)
+                self.roster.file(state)
+
+    def leave_for(self, request_ids: Iterable[str], now: float) -> Sequence[str]:
+        """Who shall leave the step in flight, so that one of these requests is begun sooner: nobody, if that does not
+        pay, or if none of them could be in the very next step."""
+        if not self.is_step_in_flight:
+            return ()
+        for request_id in request_ids:
+            state = self._states.get(request_id)
+            if state is not None and state.tier.is_interactive and self._could_start(state):
+                leavers = self.running.leavers(state, self.controller.sheds, now)
+                if leavers:
+                    return leavers
+        return ()
+
+    def _could_start(self, state: RequestState) -> bool:
+        """It has a slot, and blocks that are free or held by lower tiers."""
+        slots = self.controller.max_num_seqs(state.tier.name)
+        below = (s for t in self.tiers if t.priority < state.priority for s in self.roster.of_tier(t.name))
+        return self.roster.num_resident(state.tier.name) < slots and has_blocks(state, self._books.view(), below)
 
     def cancel(self, request_ids: Iterable[str]) -> list[Lease]:
         """Drop requests; their sequences leave the batch in the next step. The leases of those held."""
@@ -149,12 +160,12 @@ class SchedulerCore:
                 self._books.abandon(state)
             state.move(status)
             self.counts[counter] += 1
-            leases.append(Lease(request_id, state.fence))
+            leases.append(state.lease)
         return leases
 
     def _forget(self, request_id: str) -> RequestState:
-        state = self._states.pop(request_id)
-        self._roster.remove(state)
+        state = self._states[request_id]
+        self.roster.remove(state)
         return state
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -162,44 +173,44 @@ class SchedulerCore:
     def plan(self, now: float) -> StepPlan:
         """The next step, already entered into the states: the caller must execute it."""
         # One that has come back while its old life is to be aborted starts in the step after that.
-        barred = frozenset(self._books.aborts)
-        plan = form_batch(
-            self._next_step_id, self._books.view(), self.tiers, self._roster, self._budgets(now), now, barred
-        )
+        barred, budgets = frozenset(self._books.aborts), self._budgets(now)
+        plan = form_batch(self._next_step_id, self._books.view(), self.tiers, self.roster, budgets, now, barred)
         plan = replace(plan, abort=self._books.take_aborts())
+        self._idle_until_s = idle_until_s(self.tiers, self.roster, budgets, now) if plan.is_empty else NEVER_S
         if not plan.is_empty:
             self._next_step_id += 1
+            self._owed = frozenset(name for name, budget in budgets.tiers.items() if budget.owed)
             self._enter(plan, now)
         return plan
+
+    @property
+    def idle_until_s(self) -> float:
+        """Where the newest plan was empty though requests wait: when they will have waited for company long enough."""
+        return self._idle_until_s
 
     def plan_ahead(self, now: float) -> StepPlan | None:
         """The step after the one that runs, as far as that is certain already: the same decodes, without those that
         end there. None where there is anything to decide."""
         running = self._books.running
-        if running is None or self._engine.steps_ahead < 1 or self._refused:
+        if running is None or self._engine.steps_ahead < 1 or self._refused or self._books.num_abandoned:
             return None
-        plan = continuation(running, self._next_step_id, self._books.view(), self._roster)
-        if plan is None or self._books.num_abandoned:
+        plan = continuation(running, self._next_step_id, self._books.view(), self.roster)
+        if plan is None:
             return None
         self._next_step_id += 1
         self._enter(plan, now)
         return plan
 
-    def predicted_s(self, plan: StepPlan) -> float:
-        """How long a step of decodes will take."""
-        cost = self.step_time.cost()
-        states = (self._states.get(run.seq_id) for run in plan.run)
-        return cost.step_s + sum(cost.decode(s.num_computed_tokens) for s in states if s is not None)
-
     def _enter(self, plan: StepPlan, now: float) -> None:
         self._books.enter(plan, self._states)
+        self.running.begin(plan, self._states, self._cost(), now, self._owed)
         for preempt in plan.preempt:
             self._enter_preemption(self._states[preempt.seq_id], preempt.mode)
         for seq_id in (*plan.resume, *(new.seq_id for new in plan.start)):
             self._states[seq_id].move(Status.RUNNING)
-            self._roster.file(self._states[seq_id])
+            self.roster.file(self._states[seq_id])
         if plan.run:
-            self._roster.note_run([run.seq_id for run in plan.run])
+            self.roster.note_run([run.seq_id for run in plan.run])
         for run in plan.run:
             state = self._states[run.seq_id]
             state.last_step = plan.step_id
@@ -211,15 +222,23 @@ class SchedulerCore:
         if mode is PreemptionMode.PAUSE:
             state.move(Status.PAUSED)
         else:
+            if mode is PreemptionMode.RECOMPUTE:
+                self.recomputed_tokens[state.tier.name] += state.num_computed_tokens
             state.lose_blocks(Status.SWAPPED if mode is PreemptionMode.SWAP else Status.PREEMPTED)
-            self._roster.file(state)
+            self.roster.file(state)
 
     def apply(self, result: StepResult, now: float) -> StepReport:
         """Take a step's result in."""
         report = StepReport()
         work = self._books.settle(result)
         if work is not None:
+            report.work, report.predicted_s = work, self.step_time.predict(work)
             self.step_time.observe(work, result.elapsed_s)
+        report.used_s = self.running.end(result)
+        for tier, seconds in report.used_s.items():
+            self.used_s[tier] += seconds
+        if result.shed:
+            self.roster.note_left(result.shed)
         for seq_id, num_shared in result.shared_blocks:
             if seq_id in self._states and not self._books.is_abandoned(seq_id):
                 self._states[seq_id].num_shared_blocks = num_shared
@@ -247,44 +266,20 @@ class SchedulerCore:
         state.num_computed_tokens = output.num_computed_tokens
         if state.num_cached_tokens is None:
             state.num_cached_tokens = output.num_cached_tokens
-            self._report_lookup(state, report)
+            report.lookups += filter(None, [reporting.lookup(state)])
         state.output_token_ids.extend(output.token_ids)
-        self._roster.file(state)
+        self.roster.file(state)
         if output.token_ids:
-            report.samples += state.time_token(now)
+            if state.awaits_first_token and state.reaction_steps is not None:
+                report.reactions.append(Reaction(state.tier.name, state.reaction_steps))
+            report.samples += state.time_token(now, self.running.bulk_total_s)
         if output.finish_reason is not None:
             self._finish(state, output.finish_reason, now, report)
-        elif output.token_ids and self._is_due(state, now):
-            event = TokenEvent(
-                request_id=state.id,
-                kind=EventKind.TOKENS,
-                index=state.num_reported,
-                token_ids=state.report_tokens(now),
-                cached_tokens=state.num_cached_tokens,
-            )
-            report.events[state.request.reply_to].append(event)
-
-    def _report_lookup(self, state: RequestState, report: StepReport) -> None:
-        if state.request.sampling.prompt_logprobs is None:  # else nothing was looked up
-            queried = len(state.request.prompt_token_ids)
-            report.lookups.append(PrefixLookup(state.tier.name, queried, state.num_cached_tokens or 0))
-
-    def _is_due(self, state: RequestState, now: float) -> bool:
-        """A stream without a latency promise gets its tokens a few at a time: reported one by one, those of a full
-        bulk batch would keep the gateway busy while interactive ones wait their turn there."""
-        if state.request.delivery is Delivery.AT_END:
-            return False
-        return state.tier.is_interactive or state.reported_s is None or now - state.reported_s >= BULK_REPORT_S
+        elif output.token_ids and reporting.is_due(state, now):
+            report.events[state.request.reply_to].append(reporting.progress_event(state, now))
 
     def _finish(self, state: RequestState, reason: FinishReason, now: float, report: StepReport) -> None:
-        event = TokenEvent(
-            request_id=state.id,
-            kind=EventKind.FINISHED,
-            index=state.num_reported,
-            token_ids=state.report_tokens(now),
-            finish_reason=reason,
-            cached_tokens=state.num_cached_tokens or 0,
-        )
+        event = reporting.finished_event(state, reason, now)
         self._forget(state.id)
         state.move(Status.FINISHED)
         self.counts["finished"] += 1
@@ -294,23 +289,30 @@ class SchedulerCore:
     def _fail(self, state: RequestState, reason: str, now: float, report: StepReport) -> None:
         state.move(Status.FAILED)
         self.counts["failed"] += 1
-        event = TokenEvent(state.id, EventKind.FAILED, index=state.num_reported, error=reason)
-        self._end(state, event, "failed", now, report)
+        self._end(state, reporting.failed_event(state, reason), "failed", now, report)
 
     def _end(self, state: RequestState, event: TokenEvent, reason: str, now: float, report: StepReport) -> None:
         state.ended_s = now
         report.events[state.request.reply_to].append(event)
-        report.leases.append(Lease(state.id, state.fence))
-        prompt, output = len(state.request.prompt_token_ids), len(state.output_token_ids)
-        met_slo = state.status is Status.FINISHED and state.met_slo()
-        report.ended.append(Ended(state.tier.name, reason, prompt, output, met_slo))
+        report.leases.append(state.lease)
+        report.ended.append(reporting.ended(state, reason, now))
 
-    def check(self) -> None:
-        """Raise AssertionError where a law is broken. Cheap enough for every step of a test."""
-        ends = sum(self.counts[k] for k in ("finished", "failed", "cancelled", "released"))
-        held = len(self._states) + len(self._refused)
-        assert self.counts["accepted"] == ends + held, "conservation"
-        own = [s.own_blocks(self._engine.block_size) for s in self._states.values()]
-        assert min(own, default=0) >= 0 and sum(own) <= self._engine.num_blocks, "blocks"
-        need = [blocks_for(s.num_computed_tokens, self._engine.block_size) for s in self.states]
-        assert all(n <= self._engine.num_blocks for n in need)
+    # -- upkeep ------------------------------------------------------------------------------------------------
+
+    def review(self, now: float) -> None:
+        """Now and then: whose deadline nears, or who has waited too long; and what blocks interactive tiers hold."""
+        cost, top = self.step_time.cost(), raised_priority(self.tiers)
+        raised: list[str] = []
+        for tier in self.tiers:
+            pressing = urgencies(tier, self.roster.of_tier(tier.name), cost, now)
+            self.controller.set_urgency(tier.name, max(pressing.values(), default=0.0))
+            raised += pressing
+        self.roster.raise_up(raised, top)
+        held = sum(s.blocks_held(self._engine.block_size) for s in self.roster.interactive())
+        self.controller.observe_blocks(held, self._engine.num_blocks)
+
+    def reconfigure(self, tiers: TierSet) -> None:
+        """Other promises, bounds, floors, tiers. Those that are gone must hold nothing."""
+        self.tiers, self._tier_of = tiers.by_priority, tiers.tiers
+        self.roster.reconfigure(self._tier_of)
+        self.controller.reconfigure(tiers)

@@ -109,7 +109,7 @@ class EngineBooks:
 
     def settle(self, result: StepResult) -> StepWork | None:
         """Take a result in; the work that was really done (what came from the prefix cache was none), or None where
-        the time it took says nothing about that: blocks were copied, or a sequence failed half-way."""
+        the time it took says nothing about that: blocks were copied, or a sequence left or failed half-way."""
         self._free_blocks, self._free_swap_blocks = result.free_blocks, result.free_swap_blocks
         for output in result.outputs:
             if output.seq_id in self._abandoned:
@@ -119,7 +119,7 @@ class EngineBooks:
             if seq_id in self._abandoned:
                 self._abandoned[seq_id].num_shared = num_shared
         step = self._in_flight.pop(result.step_id, None)
-        if step is None or step.swaps or result.failures or not result.outputs:
+        if step is None or step.swaps or result.failures or result.shed or not result.outputs:
             return None
         work = StepWork()
         for output in result.outputs:

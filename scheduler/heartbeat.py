@@ -1,16 +1,21 @@
-"""A worker's sign of life: who it is, what it holds, how fast it drains, and its metrics as text.
+"""A worker's sign of life: who it is, what it holds, how fast it drains, its metrics, what its controller does and why.
 
 Knows the registry and what to tell it; decides nothing. Without it, a worker counts as dead after a few seconds.
 """
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from engine.interface import EngineInfo
+from scheduler.capacity import CapacityBooks
 from scheduler.core import SchedulerCore
 from scheduler.metrics import SchedulerMetrics
 from scheduler.registry.base import WorkerRegistry
-from scheduler.request import TierStatus, WorkerStatus
+from scheduler.report import Ended
+from scheduler.request import TierCapacity, TierStatus, WorkerStatus
 from scheduler.sla import TierOutputs
 from scheduler.states import Status
 
@@ -40,37 +45,53 @@ class Heartbeat:
         self._core = core
         self._engine = engine
         self._identity = identity
+        self._capacity = CapacityBooks(engine)
         self._finished: Counter[str] = Counter()  # since the last beat
         self._rate_per_s: dict[str, float] = {}
         self._last_s: float | None = None
+        self.is_alone = True  # no other worker was alive at the last beat
 
-    def count_finished(self, tier: str) -> None:
-        self._finished[tier] += 1
+    def count_ended(self, end: Ended) -> None:
+        self._finished[end.tier] += 1
+        self._capacity.enter(end)
 
-    async def beat(self, now: float) -> None:
+    async def beat(self, now: float, wall_ms: int) -> None:
         interval_s = max(now - self._last_s, 1e-3) if self._last_s is not None else 1.0
         self._last_s = now
         outputs = self._core.controller.outputs(now)
-        tiers = {tier: self._tier(tier, outputs[tier], interval_s) for tier in outputs}
+        capacities = self._capacity.measure(self._core, outputs, now, interval_s)
+        tiers = {tier: self._tier(tier, outputs[tier], capacities[tier], interval_s) for tier in outputs}
         self._finished.clear()
-        await self._registry.announce(self._status(tiers), self._metrics.text())
+        sla_json = msgspec.json.encode(self._explanation(now, wall_ms)).decode()
+        await self._registry.announce(self._status(tiers, wall_ms), self._metrics.text(), sla_json)
+        self.is_alone = len(await self._registry.workers()) <= 1
 
     async def withdraw(self) -> None:
         await self._registry.withdraw(self._identity.worker_id)
 
-    def _tier(self, tier: str, output: TierOutputs, interval_s: float) -> TierStatus:
+    def _explanation(self, now: float, wall_ms: int) -> dict[str, Any]:
+        """What the controller does and why, as of `at_ms`."""
+        return {
+            "at_ms": wall_ms,
+            "kv_usage": self._core.kv_usage,
+            "step_time_error": self._core.step_time.mean_absolute_error,
+            **self._core.controller.explain(now),
+        }
+
+    def _tier(self, tier: str, output: TierOutputs, capacity: TierCapacity, interval_s: float) -> TierStatus:
         rate = self._finished[tier] / interval_s
         before = self._rate_per_s.get(tier, rate)
         self._rate_per_s[tier] = (1 - SMOOTHING) * before + SMOOTHING * rate
         return TierStatus(
-            queued=self._core.count(tier, Status.WAITING),
-            running=self._core.count(tier, Status.RUNNING, Status.PAUSED),
+            queued=self._core.roster.count_status(tier, Status.WAITING),
+            running=self._core.roster.count_status(tier, Status.RUNNING, Status.PAUSED),
             batch_size=output.batch_size,
             max_wait_ms=output.max_wait_s * 1000,
             finished_per_s=self._rate_per_s[tier],
+            capacity=capacity,
         )
 
-    def _status(self, tiers: dict[str, TierStatus]) -> WorkerStatus:
+    def _status(self, tiers: dict[str, TierStatus], wall_ms: int) -> WorkerStatus:
         return WorkerStatus(
             worker_id=self._identity.worker_id,
             model_names=self._identity.model_names,
@@ -80,4 +101,5 @@ class Heartbeat:
             eos_token_ids=self._engine.eos_token_ids,
             device=self._engine.device,
             tiers=tiers,
+            at_ms=wall_ms,
         )

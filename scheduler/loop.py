@@ -1,36 +1,33 @@
 """The only driver: claim → accept → plan → engine → apply → publish, on whatever clock, queue and engine it is given.
 
 The simulator runs this very loop. It decides nothing: `SchedulerCore` plans, the engine computes, Lua moves queue
-entries. Four small tasks share the core on one thread: the step loop; intake (claims as soon as something is put, also
-while a step runs, so that an arrival is in the very next step); the outbox (events, then acknowledgements, in order);
-and upkeep (leases, heartbeat, the controller's outer loop).
+entries. Four small tasks share the core on one thread: the step loop here; the intake, which claims (also while a step
+runs); the outbox, which sends events and then acknowledgements; and upkeep (leases, heartbeat, the controller's outer
+loop).
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-
-import structlog
+from contextlib import suppress
 
 from engine.interface import Engine, StepPlan, StepResult
+from engine.latency_model import StepWork
 from scheduler.clock import Clock
 from scheduler.core import SchedulerCore
 from scheduler.events.base import EventChannel
+from scheduler.feedback import UPDATE_S
 from scheduler.heartbeat import Heartbeat, WorkerIdentity
+from scheduler.intake import Intake
 from scheduler.metrics import SchedulerMetrics
 from scheduler.outbox import Outbox
 from scheduler.queue.base import Lease, Queue
 from scheduler.registry.base import WorkerRegistry
 from scheduler.report import StepReport
-from scheduler.sla import UPDATE_S, Load
+from scheduler.step_log import NoStepLog, StepEntry, StepLog
+from scheduler.upkeep import Upkeep
 
-log = structlog.get_logger()
-
-LEASE_S = 10.0
-RENEW_EVERY = 6  # upkeep rounds
-HEARTBEAT_EVERY = 2
 PLANNING_S = 0.003  # a plan made ahead is made this long before the running step is expected to end
-IDLE_S = 0.5  # the longest sleep of an idle loop: bounds a lost wake-up
 
 
 class SchedulerLoop:
@@ -44,21 +41,22 @@ class SchedulerLoop:
         metrics: SchedulerMetrics,
         clock: Clock,
         identity: WorkerIdentity,
+        step_log: StepLog | None = None,
     ) -> None:
         self._core = core
         self._engine = engine
         self._queue = queue
-        self._events = events
         self._metrics = metrics
         self._clock = clock
+        self._step_log = step_log or NoStepLog()
         self._worker_id = identity.worker_id
         self._heartbeat = Heartbeat(registry, metrics, core, engine.info, identity)
         self._changed = asyncio.Event()  # something for the step loop to look at
-        self._room = asyncio.Event()  # something for the intake to claim for
         self._outbox = Outbox(queue, events, self._drop)
-        self._waiting: dict[str, int] = {}
-        self._claimed: Counter[str] = Counter()  # since the last look at the depths
-        self._known_empty = False  # the last claim found less than it asked for; nothing was put since
+        self._upkeep = Upkeep(
+            core, queue, events, metrics, self._heartbeat, clock, drop=self._drop, notify=self._changed.set
+        )
+        self._intake = Intake(core, engine, queue, self._upkeep, self._heartbeat, clock, self._refuse, self._drop)
         self._draining = False
         self._stopped = False
 
@@ -67,7 +65,7 @@ class SchedulerLoop:
         and is raised; a new loop may then go on with the same engine and core."""
         try:
             await self._start_empty()
-            await self._heartbeat.beat(self._clock.now())
+            await self._heartbeat.beat(self._clock.now(), self._clock.wall_ms())
             await self._run_tasks()
             await self._give_back()
             await self._heartbeat.withdraw()
@@ -77,8 +75,8 @@ class SchedulerLoop:
     async def _run_tasks(self) -> None:
         outbox = asyncio.create_task(self._outbox.run())
         background = [
-            asyncio.create_task(self._take_in()),
-            asyncio.create_task(self._upkeep()),
+            asyncio.create_task(self._intake.run()),
+            asyncio.create_task(self._upkeep.run()),
         ]
         steps = asyncio.create_task(self._step_loop())
         try:
@@ -106,12 +104,13 @@ class SchedulerLoop:
     def drain(self) -> None:
         """Claim nothing more; `run` returns when what is held has ended."""
         self._draining = True
+        self._intake.close()
         self._changed.set()
 
     def stop(self) -> None:
         """`run` returns after the step in flight; the rest goes back to the queue."""
-        self._draining = self._stopped = True
-        self._changed.set()
+        self._stopped = True
+        self.drain()
 
     # -- the step loop -----------------------------------------------------------------------------------------
 
@@ -126,10 +125,11 @@ class SchedulerLoop:
 
     async def _run(self, plan: StepPlan) -> None:
         """This step, and those that could be planned while the one before them ran."""
+        begun_s = self._clock.now()
         self._engine.submit(plan)
         ran = self._count_tiers(plan)
         if not self._engine.info.steps_ahead:
-            self._take_result(await self._engine.collect(), ran)
+            self._take_result(await self._engine.collect(), ran, begun_s)
             return
         following: StepPlan | None = plan
         while following is not None:
@@ -137,14 +137,14 @@ class SchedulerLoop:
             try:
                 following = await self._submit_next(following, collecting)
                 following_ran = self._count_tiers(following) if following is not None else Counter[str]()
-                self._take_result(await collecting, ran)
+                self._take_result(await collecting, ran, begun_s)
             finally:
                 collecting.cancel()  # where this was: the engine still has the result
-            ran = following_ran
+            ran, begun_s = following_ran, self._clock.now()
 
     async def _submit_next(self, plan: StepPlan, collecting: asyncio.Task[StepResult]) -> StepPlan | None:
         """Towards the end of the step that runs: the longer it is put off, the more of what arrives is in the plan."""
-        wait_s = self._core.predicted_s(plan) - PLANNING_S
+        wait_s = self._core.running.step_s - PLANNING_S
         if wait_s > 0:
             await asyncio.wait({collecting}, timeout=wait_s)
         following = None if self._stopped else self._core.plan_ahead(self._clock.now())
@@ -153,136 +153,65 @@ class SchedulerLoop:
         return following
 
     async def _idle(self) -> None:
-        """Nothing can run: sleep until something changes."""
-        self._room.set()
-        await self._changed.wait()
+        """Nothing can run: sleep until something changes, or until somebody has waited for company long enough."""
+        self._intake.note_room()
+        left_s = self._core.idle_until_s - self._clock.now()
+        with suppress(TimeoutError):  # upkeep has it look again every half second, in any case
+            async with asyncio.timeout(max(0.0, left_s) if left_s < UPDATE_S else None):
+                await self._changed.wait()
 
-    def _take_result(self, result: StepResult, ran: Counter[str]) -> None:
+    def _take_result(self, result: StepResult, ran: Counter[str], begun_s: float) -> None:
         now = self._clock.now()
         report = self._core.apply(result, now)
         if ran:
             self._metrics.record_step(result.elapsed_s, ran)
-            self._core.controller.observe_step(result.elapsed_s, ran, self._wanting() | set(ran))
+            self._log_step(result, report, ran, now)
+            overhead_s = max(0.0, now - begun_s - result.elapsed_s)
+            wanting = self._wanting() | set(ran)
+            self._core.controller.observe_step(result.elapsed_s, report.used_s, wanting, now, overhead_s)
         self._send(report, now)
-        self._room.set()
+        self._intake.note_room()
+
+    def _log_step(self, result: StepResult, report: StepReport, ran: Counter[str], now: float) -> None:
+        if report.work is not None or result.shed:
+            work = report.work or StepWork()
+            entry = StepEntry.of(work, result.elapsed_s, now, report.predicted_s, len(result.shed), ran)
+            self._step_log.record(entry)
 
     def _wanting(self) -> set[str]:
         """Tiers with work, here or in the queue."""
-        held = {tier.name for tier in self._core.tiers if self._core.num_held_of(tier.name)}
-        return held | {tier for tier, depth in self._waiting.items() if depth}
+        held = {tier.name for tier in self._core.tiers if self._core.roster.count(tier.name)}
+        return held | {tier for tier, depth in self._upkeep.waiting.items() if depth}
 
     def _count_tiers(self, plan: StepPlan) -> Counter[str]:
-        return Counter(self._core.tier_of(run.seq_id) for run in plan.run)
+        return Counter(self._core.roster.states[run.seq_id].tier.name for run in plan.run)
 
     def _send(self, report: StepReport, now: float) -> None:
         controller = self._core.controller
         for sample in report.samples:
-            if sample.kind in ("ttft", "itl"):
-                controller.observe_latency(sample.tier, sample.kind, sample.seconds, now)
+            if sample.kind in ("ttft", "itl", "service"):
+                controller.observe_latency(sample.tier, sample.kind, sample.seconds, now, sample.bulk_s)
         for end in report.ended:
-            controller.observe_end(end.tier, end.met_slo, now)
-            self._heartbeat.count_finished(end.tier)
+            controller.observe_end(end.tier, end.met_slo, max(0, end.output_tokens - 1), now)
+            self._heartbeat.count_ended(end)
         self._outbox.send(report)
         self._metrics.record_report(report)
 
-    # -- intake ------------------------------------------------------------------------------------------------
+    # -- what leaves before its end ------------------------------------------------------------------------------
 
-    async def _take_in(self) -> None:
-        """Claim when work was put and when room has come up. Runs beside the step in flight."""
-        work = asyncio.create_task(self._queue.wait_for_work(IDLE_S))
-        room = asyncio.create_task(self._room.wait())
-        try:
-            while True:
-                await asyncio.wait((work, room), return_when=asyncio.FIRST_COMPLETED)
-                if room.done():
-                    self._room.clear()
-                    room = asyncio.create_task(self._room.wait())
-                if work.done():
-                    work.result()
-                    work = asyncio.create_task(self._queue.wait_for_work(IDLE_S))
-                    self._known_empty = False
-                self._drop(self._queue.cancelled())
-                if not self._draining:
-                    await self._claim()
-        finally:
-            work.cancel()
-            room.cancel()
-
-    async def _claim(self) -> None:
-        limits = self._core.claim_limits(self._clock.now())
-        if not limits or self._known_empty:
-            return
-        claimed = await self._queue.claim(limits, LEASE_S)
-        got = Counter(c.request.tier for c in claimed)
-        everything_asked = len(limits) == len(self._core.tiers)
-        self._known_empty = everything_asked and all(got[tier] < n for tier, n in limits.items())
-        if not claimed:
-            return
-        self._claimed += got
+    def _refuse(self) -> None:
+        """What was claimed and can never run."""
         now = self._clock.now()
-        self._core.accept(claimed, now, self._clock.wall_ms())
         self._send(self._core.refuse(now), now)
         self._changed.set()
 
     def _drop(self, request_ids: Sequence[str]) -> None:
-        tiers = [self._core.tier_of(i) for i in request_ids if self._core.holds(i)]
+        held = self._core.roster.states
+        tiers = [held[i].tier.name for i in request_ids if i in held]
         if self._core.cancel(request_ids):
             for tier in tiers:
                 self._metrics.record_cancelled(tier)
             self._changed.set()
-
-    # -- upkeep ------------------------------------------------------------------------------------------------
-
-    async def _upkeep(self) -> None:
-        rounds = 0
-        while True:
-            await self._clock.sleep(UPDATE_S)
-            rounds += 1
-            self._count_arrivals(await self._queue.depths([t.name for t in self._core.tiers]))
-            self._control()
-            self._changed.set()  # an idle loop looks again: budgets change with time, too
-            if rounds % HEARTBEAT_EVERY == 0:
-                await self._heartbeat.beat(self._clock.now())
-            if rounds % RENEW_EVERY == 0:
-                await self._renew()
-                await self._drop_orphans()
-                await self._queue.requeue_expired()
-
-    def _count_arrivals(self, waiting: dict[str, int]) -> None:
-        """Whatever was claimed or made the queue longer has arrived; other workers' claims are not seen."""
-        for tier, depth in waiting.items():
-            arrived = self._claimed[tier] + depth - self._waiting.get(tier, 0)
-            self._core.controller.observe_arrivals(tier, max(0, arrived))
-        self._claimed.clear()
-        self._waiting = waiting
-
-    def _control(self) -> None:
-        now = self._clock.now()
-        held = {tier.name: self._core.num_held_of(tier.name) for tier in self._core.tiers}
-        load = Load(kv_usage=self._core.kv_usage, held=held, waiting=self._waiting)
-        decisions = self._core.controller.update(load, now)
-        for d in decisions:
-            log.info("knob moved", tier=d.tier, knob=d.knob, old=d.old, new=d.new, signal=d.signal, reason=d.reason)
-        self._metrics.record_decisions(decisions)
-        self._metrics.record_state(self._core, self._waiting, self._core.controller.outputs(now))
-
-    async def _renew(self) -> None:
-        leases = self._core.leases()
-        kept = await self._queue.renew(leases, LEASE_S) if leases else []
-        held = set(self._core.leases())  # not what came back under a newer lease meanwhile
-        lost = [lease for lease, ok in zip(leases, kept, strict=True) if not ok]
-        if self._core.release([lease.request_id for lease in lost if lease in held]):
-            self._changed.set()
-
-    async def _drop_orphans(self) -> None:
-        """Drop what a gateway that is gone has asked for: an answer at the end would be computed for nobody."""
-        asked: dict[str, list[str]] = {}
-        for state in self._core.states:
-            asked.setdefault(state.request.reply_to, []).append(state.id)
-        for reply_to, request_ids in asked.items():
-            if not await self._events.publish(reply_to, ()):
-                await self._queue.cancel(request_ids)
-                self._drop(request_ids)
 
 
 async def _first_error_or(main: asyncio.Task[None], others: Sequence[asyncio.Task[None]]) -> None:

@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from scheduler.config import TierSet
 from scheduler.core import SchedulerCore
+from scheduler.knobs import Decision
 from scheduler.report import StepReport
-from scheduler.sla import Decision, TierOutputs
+from scheduler.sla import TierOutputs
 from scheduler.states import Status
 
 SECONDS = (
@@ -19,6 +20,7 @@ SECONDS = (
     1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 600.0, 3600.0,
 )  # fmt: skip
 GAP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+STEPS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
 SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 
 
@@ -42,7 +44,11 @@ class SchedulerMetrics:
             "itl": histogram("inter_token_latency_seconds", "Gap between two tokens.", GAP_SECONDS, tier),
             "e2e": histogram("e2e_request_latency_seconds", "Arrival to last token.", SECONDS, tier),
             "queue": histogram("request_queue_time_seconds", "Arrival to first step.", SECONDS, tier),
+            "service": histogram("first_token_service_seconds", "First step to first token.", SECONDS, tier),
         }
+        self._reaction = histogram(
+            "reaction_steps", "Arrival to first step, in lengths of the step that ran.", STEPS, tier
+        )
         self._batch = histogram("step_batch_size", "Sequences of the tier in a step.", SEQUENCES, tier)
         self._step = histogram("step_seconds", "Time the engine took for a step.", GAP_SECONDS, [])
         self._waiting = gauge("num_requests_waiting", "Requests in the tier's sorted set.", "tier")
@@ -61,6 +67,15 @@ class SchedulerMetrics:
         self._attainment = gauge("slo_attainment_ratio", "Share of requests ended lately that met all.", "tier")
         self._max_wait = gauge("controller_max_wait_seconds", "The controller's max-wait.", "tier")
         self._batch_size = gauge("controller_batch_size", "The controller's batch size.", "tier")
+        self._batch_tokens = gauge("controller_batch_tokens", "The controller's tokens of the tier a step.", "tier")
+        self._margin = gauge("controller_margin_ratio", "Share of a deadline that is kept as a margin.", "tier")
+        self._arriving = gauge("arrivals_per_second", "Smoothed arrivals, as this worker sees them.", "tier")
+        self._reserve = gauge("kv_reserve_blocks", "KV blocks that bulk leaves free for interactive sequences.")
+        self._error = gauge("step_time_error_ratio", "Mean |measured ÷ predicted - 1| of lately run steps.")
+        self._shed = counter("steps_shed", "Steps that bulk left for an interactive arrival.")
+        self._wasted = counter("shed_seconds", "Engine time thrown away with them.")
+        self._used = counter("engine_seconds", "Engine time that was of use to the tier.", "tier")
+        self._recomputed = counter("recomputed_tokens", "Tokens whose KV was given up and computed again.", "tier")
         self._preempted = counter("num_preemptions", "Sequences preempted.", "tier", "mode")
         self._prompt = counter("prompt_tokens", "Prompt tokens of ended requests.", "tier")
         self._generated = counter("generation_tokens", "Tokens generated.", "tier")
@@ -68,14 +83,14 @@ class SchedulerMetrics:
         self._hit = counter("prefix_cache_hits", "Prompt tokens found in it.", "tier")
         self._finished = counter("requests_finished", "Ended requests.", "tier", "reason")
         self._decided = counter("controller_decisions", "Moves of a knob.", "tier", "knob", "direction", "reason")
-        self._preempted_before: dict[tuple[str, str], int] = {}
+        self._counted: dict[tuple[str, ...], float] = {}
         self._show_from_the_start()
 
     def _show_from_the_start(self) -> None:
         """Make every family visible before its first event, so that rates start at zero."""
         for tier in self._tiers.by_priority:
-            counters = (self._prompt, self._generated, self._queried, self._hit)
-            for family in (*self._latency.values(), self._batch, *counters):
+            counters = (self._prompt, self._generated, self._queried, self._hit, self._recomputed, self._used)
+            for family in (*self._latency.values(), self._reaction, self._batch, *counters):
                 family.labels(tier.name)
             for mode in ("pause", "swap", "recompute"):
                 self._preempted.labels(tier.name, mode)
@@ -83,8 +98,21 @@ class SchedulerMetrics:
                 self._finished.labels(tier.name, reason)
             targets = {"ttft": tier.slo.ttft_p99_ms, "itl": tier.slo.itl_p99_ms}
             for metric, target_ms in targets.items():
-                if target_ms is not None:
-                    self._target.labels(tier.name, metric, "0.99").set(target_ms / 1000)
+                target_s = None if target_ms is None else target_ms / 1000
+                _set_or_remove(self._target, (tier.name, metric, "0.99"), target_s)
+
+    def reconfigure(self, tiers: TierSet) -> None:
+        """Show what is promised now. Of a tier that is gone, the counters stay and the gauges go."""
+        for name in set(self._tiers.tiers) - set(tiers.tiers):
+            held = (self._waiting, self._running, self._paused, self._swapped)
+            knobs = (self._max_wait, self._batch_size, self._batch_tokens, self._margin)
+            for gauge in (*held, *knobs, self._arriving, self._attainment):
+                gauge.remove(name)
+            for metric in ("ttft", "itl"):
+                self._target.remove(name, metric, "0.99")
+                self._observed.remove(name, metric, "0.99")
+        self._tiers = tiers
+        self._show_from_the_start()
 
     def record_step(self, elapsed_s: float, ran: Mapping[str, int]) -> None:
         """One executed step with `ran` sequences of each tier."""
@@ -97,6 +125,10 @@ class SchedulerMetrics:
             self._latency[sample.kind].labels(sample.tier).observe(sample.seconds)
             if sample.kind in ("ttft", "itl"):
                 self._generated.labels(sample.tier).inc()
+        for reaction in report.reactions:
+            self._reaction.labels(reaction.tier).observe(reaction.steps)
+        for tier, seconds in report.used_s.items():
+            self._used.labels(tier).inc(seconds)
         for end in report.ended:
             self._finished.labels(end.tier, end.reason).inc()
             self._prompt.labels(end.tier).inc(end.prompt_tokens)
@@ -117,17 +149,31 @@ class SchedulerMetrics:
         self._kv.set(core.kv_usage)
         for tier in self._tiers.tiers:
             self._waiting.labels(tier).set(waiting.get(tier, 0))
-            self._running.labels(tier).set(core.count(tier, Status.RUNNING))
-            self._paused.labels(tier).set(core.count(tier, Status.PAUSED))
-            self._swapped.labels(tier).set(core.count(tier, Status.SWAPPED))
+            self._running.labels(tier).set(core.roster.count_status(tier, Status.RUNNING))
+            self._paused.labels(tier).set(core.roster.count_status(tier, Status.PAUSED))
+            self._swapped.labels(tier).set(core.roster.count_status(tier, Status.SWAPPED))
             self._record_outputs(tier, outputs[tier])
         for key, count in core.preemptions.items():
-            self._preempted.labels(*key).inc(count - self._preempted_before.get(key, 0))
-            self._preempted_before[key] = count
+            self._count_up(self._preempted.labels(*key), ("preempted", *key), count)
+        for tier, count in core.recomputed_tokens.items():
+            self._count_up(self._recomputed.labels(tier), ("recomputed", tier), count)
+        credit = core.running.credit
+        self._count_up(self._shed, ("shed",), credit.num_shed)
+        self._count_up(self._wasted, ("wasted",), credit.wasted_s)
+        self._error.set(core.step_time.mean_absolute_error)
+        self._reserve.set(core.controller.kv_reserve_blocks)
+
+    def _count_up(self, counter: Counter, key: tuple[str, ...], total: float) -> None:
+        """Bring a counter to a total that somebody else keeps."""
+        counter.inc(total - self._counted.get(key, 0))
+        self._counted[key] = total
 
     def _record_outputs(self, tier: str, output: TierOutputs) -> None:
         self._max_wait.labels(tier).set(output.max_wait_s)
         self._batch_size.labels(tier).set(output.batch_size)
+        self._batch_tokens.labels(tier).set(output.batch_tokens)
+        self._margin.labels(tier).set(output.margin)
+        self._arriving.labels(tier).set(output.arrivals_per_s)
         for metric, seconds in (("ttft", output.ttft_p99_s), ("itl", output.itl_p99_s)):
             _set_or_remove(self._observed, (tier, metric, "0.99"), seconds)
         _set_or_remove(self._attainment, (tier,), output.attainment)

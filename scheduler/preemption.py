@@ -1,11 +1,11 @@
 """Who gives way, and how. Pure choices over request states; no clock, no I/O.
 
-The rules, each paid for by somebody's incident: a newcomer only takes from a strictly higher distance (its tier's
-priority above the victim's); inside a tier only an older sequence that must grow may take from a newer one, so that
-two equals never evict each other in turn; lowest tier first, then the newest (least sunk cost), sparing what is nearly
-done; nobody loses its blocks more than `MAX_PREEMPTIONS` times, to whomever. Who has come that far returns only when
-there is room for all that it may ever need, and keeps that room to its end: nobody has to wait for a place that only
-a worn victim could give, longer than until that one ends.
+The rules, each paid for by somebody's incident: a newcomer only takes from a strictly higher distance (its priority
+above the victim's); inside a tier only an older sequence that must grow may take from a newer one, so that two equals
+never evict each other in turn; lowest tier first, then the newest (least sunk cost), sparing what is nearly done;
+nobody loses its blocks more often than its tier's `retry.max_preemptions` says, to whomever. Who has come that far
+returns only when there is room for all that it may ever need, and keeps that room to its end: nobody has to wait for
+a place that only a worn victim could give, longer than until that one ends.
 """
 
 from collections.abc import Iterable
@@ -14,18 +14,17 @@ from engine.interface import PreemptionMode
 from engine.latency_model import StepCost
 from scheduler.states import RequestState
 
-MAX_PREEMPTIONS = 3
 NEARLY_DONE = 0.9  # of its max_tokens
 
 
 def is_worn(state: RequestState) -> bool:
     """It may not lose its blocks again."""
-    return state.num_preemptions >= MAX_PREEMPTIONS
+    return state.num_preemptions >= state.tier.retry.max_preemptions
 
 
 def newcomer_victims(newcomer: RequestState, resident: Iterable[RequestState]) -> list[RequestState]:
     """Whom `newcomer` may evict to start, best victim first."""
-    lower = (s for s in resident if s.tier.priority < newcomer.tier.priority)
+    lower = (s for s in resident if s.priority < newcomer.priority)
     return sorted((s for s in lower if not is_worn(s)), key=_victim_key)
 
 
@@ -49,13 +48,13 @@ def cheapest_mode(
 
 
 def _below(victim: RequestState, needy: RequestState) -> bool:
-    if victim.tier.priority != needy.tier.priority:
-        return victim.tier.priority < needy.tier.priority
+    if victim.priority != needy.priority:
+        return victim.priority < needy.priority
     return victim.edf_key > needy.edf_key
 
 
-def _victim_key(state: RequestState) -> tuple[int, bool, float, str]:
-    return (state.tier.priority, _is_nearly_done(state), -state.claimed_s, state.id)
+def _victim_key(state: RequestState) -> tuple[float, bool, float, str]:
+    return (state.priority, _is_nearly_done(state), -state.claimed_s, state.id)
 
 
 def _is_nearly_done(state: RequestState) -> bool:

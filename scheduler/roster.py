@@ -1,18 +1,20 @@
-"""The states that have not ended, filed by tier and by what the next plan may do with them.
+"""The requests that a worker holds, filed by tier and by what the next plan may do with them.
 
 A plan then looks at as many states as it can use, however many wait or rest. Knows states and orders; decides nothing.
-Owner: `SchedulerCore`, which files a state anew whenever its place may have changed.
+Owner: `SchedulerCore`, which files a state anew whenever its place may have changed; others only read.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import chain
 
 from sortedcontainers import SortedDict
 
 from scheduler.config import Tier
 from scheduler.preemption import is_worn
+from scheduler.queue.base import Lease
 from scheduler.states import RequestState, Status
 
 _AbsentKey = tuple[bool, tuple[int, int, str]]
@@ -37,30 +39,40 @@ class _TierFiles:
 
 class Roster:
     def __init__(self, tiers: Iterable[Tier]) -> None:
-        self._files = {tier.name: _TierFiles() for tier in tiers}
-        self._places: dict[str, tuple[_Place, RequestState, _AbsentKey]] = {}
+        self._tiers = tuple(tiers)
+        self._files = {tier.name: _TierFiles() for tier in self._tiers}
+        self._states: dict[str, RequestState] = {}
+        self._places: dict[str, tuple[_Place, _AbsentKey]] = {}
         self._worn: dict[str, RequestState] = {}  # residents whose whole length must fit
         self._last_run: Sequence[str] = ()
+        self._raised: frozenset[str] = frozenset()
 
-    @classmethod
-    def of(cls, tiers: Iterable[Tier], states: Iterable[RequestState]) -> "Roster":
-        """In the order in which such states would have come to be."""
-        roster = cls(tiers)
-        for state in sorted(states, key=lambda s: (s.last_step, s.edf_key)):
-            roster.file(state)
-        newest = max((s.last_step for s in roster), default=-1)
-        roster._last_run = [s.id for s in roster if s.last_step == newest]
-        return roster
+    # -- what is held ------------------------------------------------------------------------------------------
+
+    @property
+    def states(self) -> Mapping[str, RequestState]:
+        """By id."""
+        return self._states
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._states)
 
     def __iter__(self) -> Iterator[RequestState]:
-        return (state for _, state, _ in self._places.values())
+        return iter(self._states.values())
 
     def count(self, tier: str) -> int:
         files = self._files[tier]
         return len(files.decodes) + len(files.prefills) + len(files.absent)
+
+    def count_status(self, tier: str, *statuses: Status) -> int:
+        """Looks at all states of the tier: for upkeep, not for every step."""
+        return sum(state.status in statuses for state in self.of_tier(tier))
+
+    def interactive(self) -> Iterator[RequestState]:
+        return (state for tier in self._tiers if tier.is_interactive for state in self.of_tier(tier.name))
+
+    def leases(self) -> list[Lease]:
+        return [state.lease for state in self]
 
     # -- for a plan --------------------------------------------------------------------------------------------
 
@@ -71,8 +83,19 @@ class Roster:
         yield from files.absent.values()
 
     def decodes(self, tier: str) -> Iterable[RequestState]:
-        """Those that sat out longest first; equals in the order of their last step."""
-        return self._files[tier].decodes.values()
+        """Those that press first, then those that sat out longest; equals in the order of their last step."""
+        decodes = self._files[tier].decodes.values()
+        pressing = [s for s in decodes if s.id in self._raised] if self._raised else []
+        return chain(pressing, (s for s in decodes if s.id not in self._raised)) if pressing else decodes
+
+    def raise_up(self, request_ids: Collection[str], priority: float) -> None:
+        """These press from now on, and no others."""
+        for request_id in self._raised:
+            if request_id in self._states:
+                self._states[request_id].raised_to = None
+        self._raised = frozenset(request_ids)
+        for request_id in self._raised:
+            self._states[request_id].raised_to = priority
 
     def prefills(self, tier: str) -> list[RequestState]:
         """Residents with tokens to catch up with, by deadline."""
@@ -96,6 +119,11 @@ class Roster:
         return len(self._files[tier].decodes) + len(self._files[tier].prefills)
 
     @property
+    def any_pending(self) -> bool:
+        """Somebody has tokens to catch up with."""
+        return any(files.prefills or files.absent for files in self._files.values())
+
+    @property
     def any_resident(self) -> bool:
         return any(self.num_resident(tier) for tier in self._files)
 
@@ -113,10 +141,9 @@ class Roster:
     def last_run(self, tier: str) -> Iterator[RequestState]:
         """Those of the newest plan that have not ended."""
         for request_id in self._last_run:
-            if request_id in self._places:
-                state = self._places[request_id][1]
-                if state.tier.name == tier:
-                    yield state
+            state = self._states.get(request_id)
+            if state is not None and state.tier.name == tier:
+                yield state
 
     # -- filing ------------------------------------------------------------------------------------------------
 
@@ -126,10 +153,11 @@ class Roster:
         filed = self._places.get(state.id)
         key = (state.status is Status.WAITING, state.edf_key)
         if filed is not None:
-            if filed[0] is place and (place is not _Place.ABSENT or filed[2] == key):
+            if filed[0] is place and (place is not _Place.ABSENT or filed[1] == key):
                 return
             self.remove(state)
-        self._places[state.id] = (place, state, key)
+        self._states[state.id] = state
+        self._places[state.id] = (place, key)
         files = self._files[state.tier.name]
         if place is _Place.ABSENT:
             files.absent[key] = state
@@ -139,7 +167,8 @@ class Roster:
             self._worn[state.id] = state
 
     def remove(self, state: RequestState) -> None:
-        place, _, key = self._places.pop(state.id)
+        del self._states[state.id]
+        place, key = self._places.pop(state.id)
         files = self._files[state.tier.name]
         if place is _Place.ABSENT:
             del files.absent[key]
@@ -151,9 +180,27 @@ class Roster:
         """They are in the newest plan: behind all others from now on."""
         self._last_run = request_ids
         for request_id in request_ids:
-            place, state, _ = self._places[request_id]
-            if place is _Place.DECODES:
-                self._files[state.tier.name].decodes.move_to_end(request_id)
+            if self._places[request_id][0] is _Place.DECODES:
+                self._decodes_beside(request_id).move_to_end(request_id)
+
+    def note_left(self, request_ids: Sequence[str]) -> None:
+        """They left the newest step before its end: their turn comes again, in the same order."""
+        for request_id in reversed(request_ids):
+            filed = self._places.get(request_id)
+            if filed is not None and filed[0] is _Place.DECODES:
+                self._decodes_beside(request_id).move_to_end(request_id, last=False)
+
+    def _decodes_beside(self, request_id: str) -> OrderedDict[str, RequestState]:
+        return self._files[self._states[request_id].tier.name].decodes
+
+    def reconfigure(self, tiers: Mapping[str, Tier]) -> None:
+        """Tiers have changed, come or gone; none that is gone may have states."""
+        assert all(name in tiers or not self.count(name) for name in self._files), "a tier with states cannot go"
+        self._tiers = tuple(tiers.values())
+        self._files = {name: self._files.get(name) or _TierFiles() for name in tiers}
+        for state in self:
+            state.tier = tiers[state.tier.name]
+        self._worn = {state.id: state for state in self.residents() if is_worn(state)}
 
 
 def _place_of(state: RequestState) -> _Place:

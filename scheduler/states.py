@@ -8,6 +8,7 @@ from enum import Enum
 
 from engine.interface import blocks_for
 from scheduler.config import Tier
+from scheduler.queue.base import Lease
 from scheduler.report import Sample
 from scheduler.request import Request
 
@@ -62,11 +63,18 @@ class RequestState:
     num_preemptions: int = 0  # losses of its place on the device; pauses lose nothing and do not count
     gaps: int = 0  # inter-token gaps, and how many broke the tier's promise
     gaps_missed: int = 0
+    raised_to: float | None = None  # the priority that its nearing deadline, or its long wait, gives it
+    bulk_seen_s: float = 0.0  # engine time that had gone into bulk when it came, or got its last token
+    found_step_s: float = 0.0  # predicted length of the step that it found running when it came; 0: none
     _status: Status = Status.WAITING
 
     @property
     def id(self) -> str:
         return self.request.id
+
+    @property
+    def lease(self) -> Lease:
+        return Lease(self.id, self.fence)
 
     @property
     def status(self) -> Status:
@@ -78,6 +86,15 @@ class RequestState:
         self._status = to
 
     @property
+    def priority(self) -> float:
+        return self.tier.priority if self.raised_to is None else max(self.raised_to, self.tier.priority)
+
+    @property
+    def deadline_s(self) -> float:
+        """On the worker's clock."""
+        return self.arrived_s + (self.request.deadline_ms - self.request.arrival_ms) / 1000
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and output so far."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
@@ -85,6 +102,14 @@ class RequestState:
     @property
     def num_uncomputed(self) -> int:
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def reaction_steps(self) -> float | None:
+        """From arrival to the step that holds it, in lengths of the step that it found running; None: it found none, or
+        runs in none yet."""
+        if self.first_scheduled_s is None or not self.found_step_s:
+            return None
+        return (self.first_scheduled_s - self.arrived_s) / self.found_step_s
 
     @property
     def is_resident(self) -> bool:
@@ -95,6 +120,11 @@ class RequestState:
     def is_decode(self) -> bool:
         """Its next run is a single token behind its own output."""
         return self.is_resident and self.num_uncomputed == 1 and bool(self.output_token_ids)
+
+    def ends_with(self, num_tokens: int) -> bool:
+        """A run of so many tokens gives it the last one that was asked for."""
+        is_last = len(self.output_token_ids) + 1 >= self.request.sampling.max_tokens
+        return is_last and self.num_uncomputed <= num_tokens
 
     @property
     def awaits_first_token(self) -> bool:
@@ -120,19 +150,24 @@ class RequestState:
         if to is Status.PREEMPTED:
             self.num_computed_tokens = 0
 
-    def time_token(self, now: float) -> list[Sample]:
-        """A token came at `now`; the latencies that it completes."""
+    def time_token(self, now: float, bulk_total_s: float = 0.0) -> list[Sample]:
+        """A token came at `now`, when `bulk_total_s` of engine time had gone into bulk; the latencies that it
+        completes."""
         tier, last_s = self.tier.name, self.last_token_s
+        bulk_s, self.bulk_seen_s = bulk_total_s - self.bulk_seen_s, bulk_total_s
         self.last_token_s = now
         if last_s is None:
             assert self.first_scheduled_s is not None
             self.first_token_s = now
-            queued_s = self.first_scheduled_s - self.arrived_s
-            return [Sample("queue", tier, queued_s), Sample("ttft", tier, now - self.arrived_s)]
+            return [
+                Sample("queue", tier, self.first_scheduled_s - self.arrived_s),
+                Sample("ttft", tier, now - self.arrived_s, bulk_s),
+                Sample("service", tier, now - self.first_scheduled_s),
+            ]
         target_ms = self.tier.slo.itl_p99_ms
         self.gaps += 1
         self.gaps_missed += target_ms is not None and (now - last_s) * 1000 > target_ms
-        return [Sample("itl", tier, now - last_s)]
+        return [Sample("itl", tier, now - last_s, bulk_s)]
 
     def report_tokens(self, now: float) -> tuple[int, ...]:
         """The output tokens not sent yet; from now on they count as sent."""

@@ -1,58 +1,118 @@
 """A few synthetic steps at start: they warm the engine up and give the step-time model its first data.
 
-Uses nothing but the engine's own interface, and leaves nothing behind.
+Decode-only steps, prefills alone and both together, with few and with all sequences, and where the time allows it a
+long context. Uses nothing but the engine's own interface, and leaves nothing behind.
 """
 
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 
-from engine.interface import Engine, EngineInfo, NewSequence, Run, SamplingParams, StepPlan
+from engine.interface import Engine, EngineInfo, NewSequence, Run, SamplingParams, StepPlan, blocks_for
 from engine.latency_model import StepTimeModel, StepWork
 from scheduler.clock import Clock
 
 PROMPTS = (48, 16, 96, 32, 64, 24, 16, 80)  # tokens; different, so that the coefficients can be told apart
-DECODES = 6  # steps after each new sequence
+MOST_DECODES = 64  # tokens that a sequence may grow by
+CROWD = 24  # more sequences, started in one step
+CROWD_PROMPT = 4
+LONG_PROMPT = 1024
+LONG_CHUNK = 128
+LONG_DECODES = 4
+BARE_SAMPLING = SamplingParams(max_tokens=1 << 30, temperature=0.0, ignore_eos=True)
 
 
 async def warm_up(engine: Engine, model: StepTimeModel, clock: Clock, budget_s: float = 1.0) -> None:
     """Run prefills and growing decode batches, teaching `model`, for about `budget_s` at most."""
     until_s = clock.now() + budget_s
-    started: dict[str, int] = {}  # sequence → tokens computed
-    room = engine.info.num_blocks * engine.info.block_size // 2
-    steps = _steps(engine.info, room)
-    step_id = -1
-    with suppress(StopIteration):
-        while clock.now() < until_s:
-            length = next(steps)
-            plan = _plan(step_id, started, length)
-            work = StepWork()
-            for run in plan.run:
-                work.add(run.num_tokens, started.get(run.seq_id, 0))
-                started[run.seq_id] = started.get(run.seq_id, 0) + run.num_tokens
-            engine.submit(plan)
-            result = await engine.collect()
-            if step_id < -1:  # the first step also pays for lazy initialisation
-                model.observe(work, result.elapsed_s)
-            step_id -= 1
-    engine.submit(StepPlan(step_id, abort=tuple(started)))
+    course = _Course(engine.info)
+    for plan in course.plans():
+        if clock.now() >= until_s:
+            break
+        work = course.enter(plan)
+        engine.submit(plan)
+        result = await engine.collect()
+        if plan.step_id < -1:  # the first step also pays for lazy initialisation
+            model.observe(work, result.elapsed_s)
+    engine.submit(course.end())
     await engine.collect()
 
 
-def _steps(info: EngineInfo, room: int) -> Iterator[int]:
-    """Prompt length of the sequence to start in each step; 0: decode what runs."""
-    for prompt in PROMPTS:
-        length = prompt + DECODES * len(PROMPTS)
-        if length >= info.max_model_len or length > room:
+class _Course:
+    """The steps in their order, the most telling first; and what its sequences hold so far."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+        self._blocks_left = info.num_blocks // 2
+        self._lengths: dict[str, int] = {}  # sequence → tokens computed
+        self._step_id = 0
+
+    def plans(self) -> Iterator[StepPlan]:
+        for number, prompt in enumerate(PROMPTS):
+            # Every other prefill runs beside the decodes of all that came before.
+            beside = list(self._lengths) if number % 2 else []
+            if not self._fits(prompt) or len(beside) + 2 > self._info.max_step_tokens:
+                return
+            new = self._new(min(prompt, self._info.max_step_tokens - len(beside)))
+            yield self._plan(beside, new, len(new.prompt_token_ids))
+            running = list(self._lengths)
+            yield self._plan(running)
+            yield self._plan(running[: 1 + number // 2])
+        yield from self._crowd()
+        yield from self._long_context()
+
+    def _crowd(self) -> Iterator[StepPlan]:
+        crowd = [self._new(CROWD_PROMPT, number) for number in range(CROWD) if self._fits(CROWD_PROMPT)]
+        if not crowd or len(crowd) * CROWD_PROMPT > self._info.max_step_tokens:
             return
-        room -= length
-        yield min(prompt, info.max_step_tokens)
-        yield from [0] * DECODES
+        self._step_id -= 1
+        run = tuple(Run(new.seq_id, CROWD_PROMPT) for new in crowd)
+        yield StepPlan(self._step_id, start=tuple(crowd), run=run)
+        running = list(self._lengths)
+        for count in (len(running), len(running) // 2, len(running) * 3 // 4):
+            yield self._plan(running[:count])
 
+    def _long_context(self) -> Iterator[StepPlan]:
+        if not self._fits(LONG_PROMPT):
+            return
+        new, running = self._new(LONG_PROMPT), list(self._lengths)
+        chunk = min(LONG_CHUNK, self._info.max_step_tokens - len(running))
+        yield self._plan([], new, chunk)
+        while (left := LONG_PROMPT - self._lengths[new.seq_id]) > 0:
+            is_last = left <= chunk
+            yield self._plan(running if is_last else [], new, min(chunk, left), start=False)
+        for number in range(LONG_DECODES):
+            yield self._plan([new.seq_id] if number % 2 else [new.seq_id, *running])
 
-def _plan(step_id: int, started: dict[str, int], length: int) -> StepPlan:
-    if length == 0:
-        return StepPlan(step_id, run=tuple(Run(seq_id, 1) for seq_id in started))
-    sampling = SamplingParams(max_tokens=1 << 30, temperature=0.0, ignore_eos=True)
-    seq_id = f"warm-up-{len(started)}"
-    new = NewSequence(seq_id, tuple([1] * length), sampling, cache_salt=seq_id)  # nothing is spared its prefill
-    return StepPlan(step_id, start=(new,), run=(Run(new.seq_id, length),))
+    def enter(self, plan: StepPlan) -> StepWork:
+        """What the step does; it is taken to have been done."""
+        work = StepWork()
+        for run in plan.run:
+            computed = self._lengths.get(run.seq_id, 0)
+            work.add(run.num_tokens, computed)
+            self._lengths[run.seq_id] = computed + run.num_tokens
+        return work
+
+    def end(self) -> StepPlan:
+        self._step_id -= 1
+        return StepPlan(self._step_id, abort=tuple(self._lengths))
+
+    def _fits(self, prompt: int) -> bool:
+        length = prompt + MOST_DECODES
+        blocks = blocks_for(length, self._info.block_size)
+        if length >= self._info.max_model_len or blocks > self._blocks_left:
+            return False
+        self._blocks_left -= blocks
+        return True
+
+    def _new(self, length: int, number: int = 0) -> NewSequence:
+        seq_id = f"warm-up-{len(self._lengths) + number}"
+        return NewSequence(seq_id, (1,) * length, BARE_SAMPLING, cache_salt=seq_id)  # nothing is spared its prefill
+
+    def _plan(
+        self, decodes: Sequence[str], chunk_of: NewSequence | None = None, chunk: int = 0, *, start: bool = True
+    ) -> StepPlan:
+        self._step_id -= 1
+        run = tuple(Run(seq_id, 1) for seq_id in decodes)
+        if chunk_of is None:
+            return StepPlan(self._step_id, run=run)
+        run = (*run, Run(chunk_of.seq_id, chunk))
+        return StepPlan(self._step_id, start=(chunk_of,) if start else (), run=run)

@@ -9,6 +9,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from scheduler.clock import NEVER_S
+
 WINDOW_S = 30.0
 SLICE_S = 0.5
 MIN_SAMPLES = 20  # with fewer, a p99 says nothing
@@ -33,17 +35,26 @@ class _Slices:
     def __init__(self) -> None:
         self._slices: deque[_Slice] = deque()
 
-    def at(self, now: float) -> _Slice:
-        """The slice to count in."""
+    def count(self, now: float, is_miss: bool) -> _Slice:
+        """One more; the slice that it is counted in."""
         if not self._slices or now - self._slices[-1].first_s >= SLICE_S:
             self._expire(now)
             self._slices.append(_Slice(now, now))
-        self._slices[-1].last_s = now
-        return self._slices[-1]
+        newest = self._slices[-1]
+        newest.last_s = now
+        newest.count += 1
+        newest.missed += is_miss
+        return newest
 
-    def since(self, now: float, since_s: float = float("-inf")) -> Iterator[_Slice]:
+    def since(self, now: float, since_s: float = -NEVER_S) -> Iterator[_Slice]:
         self._expire(now)
         return (s for s in self._slices if s.first_s >= since_s)
+
+    def missed_share(self, now: float, since_s: float, least: int) -> float | None:
+        """None of fewer than `least`."""
+        slices = list(self.since(now, since_s))
+        total = sum(s.count for s in slices)
+        return sum(s.missed for s in slices) / total if total >= least else None
 
     def _expire(self, now: float) -> None:
         while self._slices and self._slices[0].last_s < now - WINDOW_S:
@@ -53,17 +64,15 @@ class _Slices:
 class LatencyWindow:
     """The latencies of the last `WINDOW_S` seconds, against a target in seconds."""
 
-    def __init__(self, target_s: float = float("inf")) -> None:
+    def __init__(self, target_s: float = NEVER_S) -> None:
         self._target_s = target_s
         self._slices = _Slices()
 
     def add(self, now: float, seconds: float) -> None:
-        counted = self._slices.at(now)
-        counted.count += 1
-        counted.missed += seconds > self._target_s
+        counted = self._slices.count(now, seconds > self._target_s)
         counted.buckets[round(math.log(max(seconds, SHORTEST_S)) / BUCKET_WIDTH)] += 1
 
-    def p99(self, now: float, since_s: float = float("-inf")) -> float | None:
+    def p99(self, now: float, since_s: float = -NEVER_S) -> float | None:
         """Seconds, of what came since `since_s`; None without enough data."""
         buckets: Counter[int] = Counter()
         for counted in self._slices.since(now, since_s):
@@ -80,9 +89,21 @@ class LatencyWindow:
 
     def miss_share(self, now: float, since_s: float) -> float | None:
         """Share of latencies above the target since `since_s`; None without enough data."""
-        slices = list(self._slices.since(now, since_s))
-        total = sum(s.count for s in slices)
-        return sum(s.missed for s in slices) / total if total >= MIN_SAMPLES else None
+        return self._slices.missed_share(now, since_s, MIN_SAMPLES)
+
+
+class MissWindow:
+    """Of what was counted in the last `WINDOW_S` seconds, the share that missed."""
+
+    def __init__(self) -> None:
+        self._slices = _Slices()
+
+    def add(self, now: float, is_miss: bool) -> None:
+        self._slices.count(now, is_miss)
+
+    def miss_share(self, now: float, since_s: float) -> float | None:
+        """Since `since_s`; None without enough data."""
+        return self._slices.missed_share(now, since_s, MIN_SAMPLES)
 
 
 class ShareWindow:
@@ -92,15 +113,12 @@ class ShareWindow:
         self._slices = _Slices()
 
     def add(self, now: float, well: bool) -> None:
-        counted = self._slices.at(now)
-        counted.count += 1
-        counted.missed += not well
+        self._slices.count(now, not well)
 
     def share(self, now: float) -> float | None:
         """None when nothing ended."""
-        slices = list(self._slices.since(now))
-        total = sum(s.count for s in slices)
-        return 1.0 - sum(s.missed for s in slices) / total if total else None
+        missed = self._slices.missed_share(now, -NEVER_S, 1)
+        return None if missed is None else 1.0 - missed
 
 
 class ArrivalRate:

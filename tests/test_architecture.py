@@ -39,7 +39,11 @@ ENGINE_WITHOUT_TORCH = {
     "step_batch",
     "engine_thread",
     "latency_model",
+    "step_regression",
+    "row_table",
     "modeled_engine",
+    "loop_timer",
+    "shedding",
 }
 # Runs in a process of its own: what the device can do, measured with torch itself.
 MEASURES_THE_DEVICE = {"loadtest.engine_bench.device_probe"}
@@ -54,6 +58,12 @@ POLICY = (
     "sla",
     "preemption",
     "admission",
+    "urgency",
+    "forecast",
+    "gate",
+    "in_flight",
+    "hindsight",
+    "capacity",
     "states",
     "windows",
     "config",

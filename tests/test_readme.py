@@ -15,6 +15,9 @@ MAPPED = (
     "engine/cpu",
     "engine/cuda",
     "loadtest/engine_bench",
+    "loadtest/coserve",
+    "loadtest/simulation",
+    "loadtest/calibration",
 )
 
 

@@ -35,6 +35,7 @@ commands:
   gateway    the HTTP side only, on an existing Redis or Valkey (--redis-url)
   worker     one engine only, on an existing Redis or Valkey (--redis-url)
   demo       start everything on free ports, ask a question, run bulk beside chat, print one table
+  simulate   a load on virtual workers in virtual time: its p99s, and how many workers it needs
   loadtest   load generators; see `tidegate loadtest --help`
 
 `tidegate COMMAND --help` lists a command's flags. Each can also be set as TIDEGATE_<FLAG> in the environment
@@ -87,7 +88,29 @@ def _demo(args: list[str]) -> int:
 
 
 def _loadtest(args: list[str]) -> int:
+    if args[:1] == ["queue"] and not any(a.startswith(("--redis-url", "--help", "-h")) for a in args):
+        return _queue_bench(args)
     os.execv(sys.executable, [sys.executable, "-m", "loadtest", *args])
+
+
+def _queue_bench(args: list[str]) -> int:
+    """The queue's measurement, on an embedded store that is gone afterwards."""
+    import subprocess
+    import tempfile
+
+    from tidegate.valkey import ValkeyError, running_valkey
+
+    try:
+        with tempfile.TemporaryDirectory() as data_dir, running_valkey(Path(data_dir)) as url:
+            command = [sys.executable, "-m", "loadtest", *args, "--redis-url", url]
+            return subprocess.run(command, check=False).returncode
+    except ValkeyError as error:
+        print(f"tidegate: {error}", file=sys.stderr)
+        return EX_USAGE
+
+
+def _simulate(args: list[str]) -> int:
+    return _loadtest(["simulate", *args])
 
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -95,6 +118,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "gateway": _gateway,
     "worker": _worker,
     "demo": _demo,
+    "simulate": _simulate,
     "loadtest": _loadtest,
 }
 

@@ -28,6 +28,7 @@ from gateway.identity import Keyring, KeyringError, load_keyring
 from gateway.metrics import GatewayMetrics
 from gateway.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from gateway.state import Gateway
+from gateway.tiers import GatewayTiers
 from gateway.tokenizer import Tokenizer
 from scheduler import store
 from scheduler.client import SchedulerClient
@@ -36,6 +37,11 @@ from scheduler.config import TierConfigError, TierSet, load_tiers
 from scheduler.events.redis import RedisEventChannel
 from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
+from scheduler.tier_change import TierChanges
+from scheduler.tier_follower import TierFollower
+from scheduler.tier_store import TierStore
+from tidegate.background import Background
+from tidegate.process import gateway_name, hangup_calls, ignore_hangup
 from tidegate.settings import GatewaySettings
 from tidegate.supervisor import EX_CONFIG
 
@@ -62,6 +68,7 @@ class BadSamplingDefaults(Exception):
 def run_gateway(settings: GatewaySettings) -> int:
     """Serve until SIGTERM or SIGINT; the exit code."""
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside every counter
+    ignore_hangup()
     try:
         with (
             listen(settings.host, settings.port) as listener,
@@ -87,11 +94,12 @@ def listen(host: str, port: int) -> socket.socket:
         raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
-def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock: Clock) -> FastAPI:
-    """Wire the gateway to Redis."""
+def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock: Clock, part: str) -> FastAPI:
+    """Wire the gateway to Redis. `part` is its name among the store's gateways and workers."""
     gateway_id = secrets.token_hex(8)
+    queue = RedisQueue(redis, clock)
     client = SchedulerClient(
-        queue=RedisQueue(redis, clock),
+        queue=queue,
         events=RedisEventChannel(redis),
         registry=RedisWorkerRegistry(redis),
         tiers=tiers,
@@ -104,21 +112,24 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
     defaults = load_sampling_defaults(settings)
     completions = CompletionService(client, clock, tokenizer, metrics, names, defaults=defaults)
     files = FileStore(redis, settings.data_dir, clock)
+    keyring = load_keyring(settings.api_keys, tiers) if settings.api_keys else Keyring()
+    max_body_bytes = settings.max_body_mb * 2**20
+    batches = BatchService(redis, files, completions, tiers, names, clock, max_body_bytes=max_body_bytes)
+    subject, tier_store = GatewayTiers(client, keyring, batches), TierStore(redis)
+    follower = TierFollower(tier_store, subject, part, tiers, settings.tiers_path, clock)
     gateway = Gateway(
         model_names=names,
         created=clock.wall_ms() // 1000,
         client=client,
-        tiers=tiers,
         clock=clock,
         tokenizer=tokenizer,
-        keyring=load_keyring(settings.api_keys, tiers) if settings.api_keys else Keyring(),
+        keyring=keyring,
         completions=completions,
         metrics=metrics,
         files=files,
-        batches=BatchService(
-            redis, files, completions, tiers, names, clock, max_body_bytes=settings.max_body_mb * 2**20
-        ),
-        max_body_bytes=settings.max_body_mb * 2**20,
+        batches=batches,
+        tier_changes=TierChanges(tier_store, follower, queue.depths, settings.tiers_path, clock),
+        max_body_bytes=max_body_bytes,
     )
     return create_app(gateway)
 
@@ -151,7 +162,8 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
     clock = SystemClock()
     tiers = load_tiers(settings.tiers_path)
     redis = store.connect(str(settings.redis_url))
-    app = build_gateway(settings, redis, tiers, clock)
+    port: int = listener.getsockname()[1]
+    app = build_gateway(settings, redis, tiers, clock, gateway_name(port))
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -161,10 +173,14 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
         timeout_graceful_shutdown=max(MIN_DRAIN_S, math.ceil(settings.drain_s)),
     )
     server = _Server(config)
-    _drain_on_signals(_Shutdown(server, app.state.gateway.client))
-    log.info("the gateway serves", host=settings.host, port=listener.getsockname()[1])
+    shutdown = _Shutdown(server, app.state.gateway.client)
+    _drain_on_signals(shutdown)
+    changes, background = app.state.gateway.tier_changes, Background()
+    log.info("the gateway serves", host=settings.host, port=port)
     try:
-        await server.serve(sockets=[listener])
+        with hangup_calls(lambda: background.start(changes.reload_on_signal()), shutdown):
+            async with background:
+                await server.serve(sockets=[listener])
     finally:
         await redis.aclose()
     log.info("the gateway has drained")

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 import structlog
@@ -18,6 +19,8 @@ from redis.exceptions import RedisError
 from scheduler import store
 from scheduler.config import TierConfigError, load_tiers
 from scheduler.registry.redis import RedisWorkerRegistry
+from scheduler.tier_store import TierStore
+from tidegate.process import gateway_name, worker_name
 from tidegate.settings import CommonSettings, GatewaySettings, ServeSettings, WorkerSettings
 from tidegate.supervisor import EX_CONFIG, Part, Stage, Supervisor
 from tidegate.valkey import EmbeddedValkey, ValkeyError
@@ -82,21 +85,36 @@ async def _reach(redis_url: str) -> None:
 
 async def _supervise(parts: list[Part], settings: ServeSettings, on_ready: Callable[[], None]) -> int:
     async with store.connect(str(settings.redis_url)) as client:
-        parts = [*parts, _worker(settings, client), _gateway(settings)]
+        parts = [*parts, _worker(settings, client), _gateway(settings, client)]
         return await Supervisor(parts, drain_s=settings.drain_s, on_ready=on_ready).run()
 
 
 def _worker(settings: ServeSettings, client: Redis) -> Part:
     announced = Announced(RedisWorkerRegistry(client), str(settings.worker_id))
     argv = _command("worker", settings, WorkerSettings)
-    return Part(
-        "worker", Stage.WORKER, argv, settings.secret_env, ready=announced.is_there, before_start=announced.forget
-    )
+    part = worker_name(str(settings.worker_id))
+
+    async def forget() -> None:
+        await announced.forget()
+        await _forget_follower(client, part)
+
+    ready = announced.is_there
+    return Part("worker", Stage.WORKER, argv, settings.secret_env, ready=ready, before_start=forget, reloads=True)
 
 
-def _gateway(settings: ServeSettings) -> Part:
+def _gateway(settings: ServeSettings, client: Redis) -> Part:
     argv = _command("gateway", settings, GatewaySettings)
-    return Part("gateway", Stage.GATEWAY, argv, settings.secret_env, ready=_Answering(settings.host, settings.port))
+    forget = partial(_forget_follower, client, gateway_name(settings.port))
+    ready = _Answering(settings.host, settings.port)
+    return Part("gateway", Stage.GATEWAY, argv, settings.secret_env, ready=ready, before_start=forget, reloads=True)
+
+
+async def _forget_follower(client: Redis, part: str) -> None:
+    """A killed part would for some seconds count among those whose tiers a starting one takes. Where the store is
+    away, its report lapses by itself."""
+    with contextlib.suppress(RedisError, OSError):  # the timeout's is one of them
+        async with asyncio.timeout(FORGET_TIMEOUT_S):
+            await TierStore(client).leave(part)
 
 
 def _command(name: str, settings: ServeSettings, kind: type[CommonSettings]) -> tuple[str, ...]:

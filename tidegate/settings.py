@@ -141,6 +141,9 @@ class WorkerSettings(CommonSettings):
     cuda_graphs: bool = Field(default=True, description="run decode steps as captured graphs, on a GPU")
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine")
     optimize: bool = Field(default=True, description="faster layers where a trial shows that they compute the same")
+    step_log: Path | None = Field(
+        default=None, description="append each step's work and time to this file, at most 1 GB; for loadtest calibrate"
+    )
 
 
 class GatewaySettings(CommonSettings):

@@ -15,7 +15,7 @@ from enum import IntEnum
 
 import structlog
 
-from tidegate.process import dies_with_parent, exit_text, signals_call
+from tidegate.process import dies_with_parent, exit_text, hangup_calls, ignore_hangup, signals_call
 
 log = structlog.get_logger()
 
@@ -43,7 +43,8 @@ class Stage(IntEnum):
 class Part:
     """A process to keep running: SIGTERM asks it to drain, a second one to end now. `ready`: True once it can serve;
     without it, a part counts as ready when it has run for `SETTLED_S`. `before_start` comes before each start. `env`
-    adds to the supervisor's own. `hint` tells an operator where to look when the part is given up."""
+    adds to the supervisor's own. `hint` tells an operator where to look when the part is given up. `reloads`: SIGHUP,
+    passed on to it, makes it read its files again."""
 
     name: str
     stage: Stage
@@ -53,6 +54,7 @@ class Part:
     before_start: Callable[[], Awaitable[None]] | None = None
     pass_fds: tuple[int, ...] = ()
     hint: str = ""
+    reloads: bool = False
 
 
 class Supervisor:
@@ -80,10 +82,14 @@ class Supervisor:
             self._killing.set()
         self._stopping.set()
 
+    def reload(self) -> None:
+        for keeper in self._keepers:
+            keeper.reload()
+
     async def run(self) -> int:
         """The exit code: 0 after a clean drain; 78 when a part never could start, and said so; else 1: a part kept
         dying, had to be killed, or ended its drain badly."""
-        with signals_call(self.stop):
+        with signals_call(self.stop), hangup_calls(self.reload, self.stop):
             starting = asyncio.create_task(self._start())
             await self._stopping.wait()
             starting.cancel()
@@ -132,6 +138,10 @@ class _Keeper:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep(), name=f"keep-{self.part.name}")
+
+    def reload(self) -> None:
+        if self.part.reloads:
+            self._signal(signal.SIGHUP)
 
     async def stop(self, drain_s: float, killing: asyncio.Event) -> bool:
         """SIGTERM, after `drain_s` another; SIGKILL `KILL_GRACE_S` later or when `killing`. True if it ended well."""
@@ -203,7 +213,7 @@ class _Keeper:
             pass_fds=self.part.pass_fds,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=dies_with_parent(),
+            preexec_fn=_in_child(),
         )
         log.info("started", part=self.part.name, pid=self._process.pid)
         if self._stopping.is_set():  # asked to, while the process was being made
@@ -239,12 +249,26 @@ class _Keeper:
         return is_ready
 
     def _terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+                self._process.send_signal(number)
 
     def _kill(self) -> None:
         """The process and what it may have started."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _in_child() -> Callable[[], None]:
+    """A `preexec_fn`: bound to this process, and deaf to SIGHUP until it says what that shall mean."""
+    bind = dies_with_parent()
+
+    def prepare() -> None:
+        ignore_hangup()
+        bind()
+
+    return prepare

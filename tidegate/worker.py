@@ -30,8 +30,13 @@ from scheduler.metrics import SchedulerMetrics
 from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.sla import SLAController
+from scheduler.step_log import StepLogError, open_step_log
+from scheduler.tier_change import TierChanges
+from scheduler.tier_follower import TierFollower
+from scheduler.tier_store import TierStore
 from scheduler.warmup import warm_up
-from tidegate.process import signals_call
+from tidegate.background import Background
+from tidegate.process import hangup_calls, ignore_hangup, signals_call, worker_name
 from tidegate.settings import WorkerSettings
 from tidegate.supervisor import EX_CONFIG
 
@@ -47,12 +52,13 @@ def run_worker(settings: WorkerSettings) -> int:
     """Serve until SIGTERM or SIGINT; the exit code."""
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside every counter
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    ignore_hangup()
     try:
         tiers = load_tiers(settings.tiers_path)
         with contextlib.closing(_start_engine(settings)) as engine:
             asyncio.run(_serve(settings, tiers, engine))
         return 0
-    except (EngineStartError, TierConfigError) as error:
+    except (EngineStartError, TierConfigError, StepLogError) as error:
         log.error("the worker cannot start", reason=str(error))
         return EX_CONFIG
     except KeyboardInterrupt:
@@ -87,23 +93,51 @@ def _start_engine(settings: WorkerSettings) -> Engine:
 
 async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> None:
     clock = SystemClock()
-    core = SchedulerCore(tiers, engine.info, SLAController(tiers))
+    core = SchedulerCore(tiers, engine.info, SLAController(tiers, engine.info.sheds))
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
     identity = WorkerIdentity(worker_id, settings.model_names, clock.wall_ms())
     metrics = SchedulerMetrics(CollectorRegistry(), tiers)
     ending = Ending(settings.drain_s)
-    with signals_call(ending):
+    with signals_call(ending), contextlib.closing(open_step_log(settings.step_log, engine.info)) as step_log:
         await teach(engine, core, clock)
         async with store.connect(str(settings.redis_url)) as redis:
+            tier_store = TierStore(redis)
+            subject = WorkerTiers(core, metrics)
+            follower = TierFollower(tier_store, subject, worker_name(worker_id), tiers, settings.tiers_path, clock)
+            changes = TierChanges(tier_store, follower, RedisQueue(redis, clock).depths, settings.tiers_path, clock)
 
             def build() -> SchedulerLoop:
                 queue = RedisQueue(redis, clock, worker_id)
                 events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
-                return SchedulerLoop(core, engine, queue, events, registry, metrics, clock, identity)
+                return SchedulerLoop(core, engine, queue, events, registry, metrics, clock, identity, step_log)
 
             log.info("the worker serves", step_cost=str(core.step_time.cost()))
-            await keep_serving(build, ending, clock)
+            background = Background()
+            with hangup_calls(lambda: background.start(changes.reload_on_signal()), ending):
+                async with follower, background:
+                    await keep_serving(build, ending, clock)
     log.info("the worker has drained")
+
+
+class WorkerTiers:
+    """What a worker uses the tiers for: implements `scheduler.tier_follower.Subject`."""
+
+    def __init__(self, core: SchedulerCore, metrics: SchedulerMetrics) -> None:
+        self._core = core
+        self._metrics = metrics
+        self._names = {tier.name for tier in core.tiers}
+
+    def objection(self, tiers: TierSet) -> str:
+        """What is held of a tier must end before the tier goes."""
+        for name in sorted(self._names - set(tiers.tiers)):
+            if held := self._core.roster.count(name):
+                return f"The tier {name!r} cannot be removed: requests of it are under way here ({held})."
+        return ""
+
+    def reconfigure(self, tiers: TierSet) -> None:
+        self._names = set(tiers.tiers)
+        self._core.reconfigure(tiers)
+        self._metrics.reconfigure(tiers)
 
 
 async def teach(engine: Engine, core: SchedulerCore, clock: Clock) -> None:

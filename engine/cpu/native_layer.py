@@ -14,6 +14,7 @@ from engine.attention_kernels import Scoring
 from engine.cpu.kernels import CpuKernels
 from engine.cpu.products import LinearArguments, PackedWeight, goes_into_panels
 from engine.fused_layer import head_shape, norm_of
+from engine.layer_boundary import close_ranks
 from engine.layer_kernels import Norm
 from engine.paged_attention import PagedAttention
 from engine.step_tensors import StepTensors
@@ -86,7 +87,7 @@ class StepInC:
         return int(self._kept[0].shape[-1])
 
     def _fill(self, step: StepTensors, position_embeddings: tuple[Tensor, Tensor]) -> None:
-        cosines, sines = (t[0].to(torch.bfloat16).contiguous() for t in position_embeddings)
+        cosines, sines = (step.own_rows(t[0]).to(torch.bfloat16).contiguous() for t in position_embeddings)
         self._kept = (cosines, sines)
         own = self._arguments
         own.rows, own.slots = len(step.slots), step.slots.data_ptr()
@@ -145,6 +146,8 @@ class NativeDecoderLayer(nn.Module):
         return arguments
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
+        if (staying := self._attention.enter_layer()) is not None:
+            close_ranks(hidden_states[0], staying)
         step = self._step.address(self._attention.step, position_embeddings)
         self._arguments.heads.rotary = self._step.rotary_dim
         self._compute(hidden_states.data_ptr(), ctypes.addressof(self._arguments), step)

@@ -3,11 +3,9 @@
 Knows flags, files and exit codes; what is measured is in the modules that the commands import when they run.
 """
 
-import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,9 @@ from loadtest.engine_bench.protocol import KV_ROUNDING, SystemSpec
 from loadtest.engine_bench.shapes import ShapeError, read_config, shape_with_weights
 from loadtest.engine_bench.system_process import SYSTEMS
 from loadtest.engine_bench.work import WorkKind, longest_sequence
+from loadtest.extras import PLOTS, PROCESSES, require
+from loadtest.machine import usable_cores
+from loadtest.running import one_sentence, say_progress
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo_model" / "weights"
 
@@ -46,8 +47,7 @@ class OfModel(BaseModel):
 
     @property
     def num_threads(self) -> int:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return self.threads or cores or 1
+        return self.threads or len(usable_cores())
 
     def model_dir(self) -> Path:
         """Raises `ShapeError`."""
@@ -76,7 +76,7 @@ class Engine(OfModel):
     logs: Path | None = Field(None, description="Directory for the systems' logs; without it they are not kept.")
 
     def cli_cmd(self) -> None:
-        with _one_sentence(), tempfile.TemporaryDirectory() as scratch:
+        with one_sentence(ShapeError, ValueError), tempfile.TemporaryDirectory() as scratch:
             passed = self._measure(self.logs or Path(scratch))
         if not passed:
             raise SystemExit(1)
@@ -89,7 +89,7 @@ class Engine(OfModel):
         peaks = measure_peaks(self.device, self.dtype, self.num_threads)
         with ExitStack() as stack:
             contestants = [stack.enter_context(c) for c in self._contestants(plan, model_dir, shape, logs)]
-            comparison = compare(plan, contestants, _progress)
+            comparison = compare(plan, contestants, say_progress)
         if "vllm" in self._names() and not self.vllm_python:
             comparison.unavailable["vllm"] = "no --vllm-python was given"
         self._conclude(ComparisonReport(comparison, shape, peaks), str(model_dir))
@@ -146,6 +146,8 @@ class Growth(OfModel):
     out: Path = Field(Path("growth"), description="Directory for growth.json and the plots.")
 
     def cli_cmd(self) -> None:
+        with one_sentence():
+            require(PLOTS, "growth")
         from loadtest.engine_bench.growth import QUICK_SWEEP, GrowthBench, Machine, Sweep  # torch
         from loadtest.engine_bench.growth_report import growth_as_dict, plot_growth, render_growth  # matplotlib
 
@@ -153,7 +155,7 @@ class Growth(OfModel):
         machine = Machine(self.dtype, self.device, self.num_threads, self.seed, peaks)
         sweep = QUICK_SWEEP if self.quick else Sweep(self.shape)
         with tempfile.TemporaryDirectory() as scratch:
-            growth = GrowthBench(machine, Path(scratch), _progress).run(sweep)
+            growth = GrowthBench(machine, Path(scratch), say_progress).run(sweep)
         plots = plot_growth(growth, self.out)
         self.json_file = self.json_file or self.out / "growth.json"
         self.conclude(render_growth(growth), growth_as_dict(growth), sweep.shape)
@@ -167,9 +169,8 @@ class Soak(OfModel):
     kv_mib: int = Field(64, ge=1, description="KV memory; little, so that blocks are scarce.")
 
     def cli_cmd(self) -> None:
-        from loadtest.engine_bench.soak import run_soak  # torch
-
-        with _one_sentence():
+        with one_sentence(ShapeError, ValueError):
+            require(PROCESSES, "soak")
             model_dir = self.model_dir()
         config = EngineConfig(
             model=str(model_dir),
@@ -178,26 +179,14 @@ class Soak(OfModel):
             kv_cache_bytes=self.kv_mib * 2**20,
             num_threads=self.num_threads,
         )
-        result = run_soak(config, 60 * self.minutes, self.seed, _progress)
+        from loadtest.engine_bench.soak import run_soak  # torch, psutil
+
+        result = run_soak(config, 60 * self.minutes, self.seed, say_progress)
         described = asdict(result) | {"growth": result.growth, "passed": result.passed}
         self.conclude(result.render(), described, str(model_dir))
         if not result.passed:
             raise SystemExit(1)
 
 
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    """What the user can mend becomes one sentence and exit code 2."""
-    try:
-        yield
-    except (ShapeError, ValueError) as error:
-        print(f"loadtest: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
-
-
 def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from typing import IO, Self
 
 from loadtest.engine_bench.protocol import Done, Failed, Message, Order, Ready, SystemSpec, decode, encode
 from loadtest.engine_bench.work import Job
+from loadtest.machine import usable_cores
 
 LOAD_TIMEOUT_S = 600.0  # vLLM compiles for more than a minute the first time
 END_TIMEOUT_S = 20.0
@@ -51,7 +52,7 @@ class Contestant:
     def start(self) -> None:
         """Load the system. Raises `SystemUnavailable`."""
         command = [self._interpreter, "-m", "loadtest.engine_bench.system_process", self.name]
-        environment = environment_of(self._spec)
+        environment = environment_of(self.name, self._spec)
         try:
             with self._log_file.open("w", encoding="utf-8") as log:
                 self._process = subprocess.Popen(
@@ -123,10 +124,17 @@ class Contestant:
 
 def python_environment(num_threads: int) -> dict[str, str]:
     """This process's, for a Python that imports what this one does, with so many threads and without network."""
-    found = os.environ.get("PYTHONPATH")
+    return threads_environment(num_threads) | {"PYTHONPATH": python_path()}
+
+
+def python_path() -> str:
+    """So that a child of this Python finds the same source tree, whatever its directory."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+def threads_environment(num_threads: int) -> dict[str, str]:
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), found))),
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
         "TOKENIZERS_PARALLELISM": "false",
@@ -134,20 +142,28 @@ def python_environment(num_threads: int) -> dict[str, str]:
     }
 
 
-def environment_of(spec: SystemSpec) -> dict[str, str]:
-    """The same threads for everybody, and nobody who spins while waiting for work."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(spec.num_threads)
-    kv_gib = max(1, -(-spec.kv_tokens * spec.kv_token_bytes // 2**30))
+def vllm_environment(num_threads: int, kv_gib: str) -> dict[str, str]:
+    """For a Python of its own: as many threads as ours, on the same cores, and a KV cache that holds the load. Without
+    this process's PYTHONPATH, whose packages are of other versions than its own."""
+    kept = {name: value for name, value in threads_environment(num_threads).items() if name != "PYTHONPATH"}
     return (
-        python_environment(spec.num_threads)
+        kept
         | {
             "KMP_BLOCKTIME": "1",  # ms that an OpenMP thread of Intel's spins; GNU's ones stop by themselves
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in list(cores)[: spec.num_threads]),
+            "VLLM_CPU_KVCACHE_SPACE": kv_gib,
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, usable_cores()[:num_threads])),
         }
     )
+
+
+def environment_of(name: str, spec: SystemSpec) -> dict[str, str]:
+    """The same threads for everybody, and nobody who spins while waiting for work."""
+    if name != "vllm":
+        return python_environment(spec.num_threads) | {"KMP_BLOCKTIME": "1"}
+    kv_gib = max(1, -(-spec.kv_tokens * spec.kv_token_bytes // 2**30))
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}  # of ours it imports the protocol alone
+    return vllm_environment(spec.num_threads, str(kv_gib)) | own
 
 
 def _pipe(pipe: IO[str] | None) -> IO[str]:

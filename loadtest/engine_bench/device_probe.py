@@ -23,7 +23,7 @@ from engine.device import choose_device
 from loadtest.engine_bench.floors import ModelShape, Peaks
 from loadtest.engine_bench.protocol import KV_ROUNDING, SystemSpec
 from loadtest.engine_bench.scheduled_system import ScheduledEngine
-from loadtest.engine_bench.shapes import read_config
+from loadtest.engine_bench.shapes import read_config, shape_with_weights
 from loadtest.engine_bench.work import Job, WorkShape, make_job
 
 READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 33}  # far more than any cache
@@ -142,6 +142,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--model", default="")
+    parser.add_argument("--shape", default="", help="busy: this one with random weights, in place of --model")
+    parser.add_argument("--weights-dir", type=Path, default=None, help="where they are, or are made")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -154,7 +156,10 @@ def main() -> None:
     elif asked.command == "weights":
         write_weights(Path(asked.model), dtype, device, asked.seed)
     else:
-        result |= busy_share(asked.model, asked.dtype, asked.streams, asked.new_tokens)
+        model = asked.model
+        if asked.shape:
+            model = str(shape_with_weights(asked.shape, asked.dtype, asked.device, asked.seed, asked.weights_dir))
+        result |= busy_share(model, asked.dtype, asked.streams, asked.new_tokens)
     print(json.dumps(result))
 
 

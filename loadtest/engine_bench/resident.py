@@ -65,8 +65,8 @@ class ResidentBench:
         self._count = count
         self._kind = kind
         tiers = _tiers(max(count, 1))
-        self._core = SchedulerCore(tiers, engine.info, SLAController(tiers))
-        self._core.step_time = _FreeBulk()
+        self._core = SchedulerCore(tiers, engine.info, SLAController(tiers, engine.info.sheds))
+        self._core.step_time = _KnownCost()
         self._now = 0.0
         self._fence = 0
 
@@ -86,7 +86,7 @@ class ResidentBench:
                 for taken, seconds in zip(_parts(times), measured, strict=True):
                     taken.append(seconds)
         profile = self._profile(steps)
-        held = [s for s in self._core.states if s.tier.name == "bulk"]
+        held = [s for s in self._core.roster if s.tier.name == "bulk"]
         resident = sum(s.is_resident for s in held)
         self._finish()
         return ResidentCost(self._kind, self._count, len(held), resident, times, profile)
@@ -113,7 +113,7 @@ class ResidentBench:
 
     def _make_resident(self) -> None:
         """Run bulk until every sequence has its first token, and so its KV."""
-        while any(not s.output_token_ids for s in self._core.states):
+        while any(not s.output_token_ids for s in self._core.roster):
             self._step(lambda seconds: None)
 
     def _step(self, note: Callable[[float], None]) -> StepPlan:
@@ -145,15 +145,16 @@ class ResidentBench:
 
     def _finish(self) -> None:
         """Leave nothing in the engine."""
-        self._core.cancel([s.id for s in self._core.states])
+        self._core.cancel([s.id for s in self._core.roster])
         self._engine.step(self._core.plan(self._now))
 
 
-class _FreeBulk(StepTimeModel):
-    """Predicts next to nothing and learns nothing: plans then depend on states alone, not on this machine's speed."""
+class _KnownCost(StepTimeModel):
+    """Learns nothing: plans then depend on states alone, not on this machine's speed. A decode costs as much as a step
+    does anyhow, so that no bulk rides along where a first token is awaited."""
 
     def __init__(self) -> None:
-        super().__init__(StepCost(step_s=1e-3, prefill_token_s=0.0, decode_s=0.0))
+        super().__init__(StepCost(step_s=1e-3, prefill_token_s=0.0, decode_s=1e-3))
 
     def observe(self, work: Any, elapsed_s: float) -> None:
         pass

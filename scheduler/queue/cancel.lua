@@ -5,7 +5,10 @@ for i, id in ipairs(ARGV) do
   local fields = redis.call('HMGET', key, 'tier', 'member')
   if fields[1] then
     redis.call('DEL', key)
-    redis.call('ZREM', QUEUE .. fields[1], fields[2])
+    if redis.call('ZREM', QUEUE .. fields[1], fields[2]) == 1 then
+      local prompt, output = read_member(fields[2])
+      count_tokens(fields[1], 0 - prompt, 0 - output)
+    end
     local leased = redis.call('ZREM', LEASES, id) == 1
     redis.call('PUBLISH', WAKE, leased and 'cancel:' .. id or 'wake')
   end

@@ -6,11 +6,16 @@ local worker, now_ms, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local ids = {}
 for i = 4, #ARGV, 2 do
   local popped = redis.call('ZPOPMIN', QUEUE .. ARGV[i], ARGV[i + 1])
+  local left_prompt, left_output = 0, 0
   for j = 1, #popped, 2 do
-    local id = string.sub(popped[j], 18) -- after 16 digits and a colon
+    local prompt, output, id = read_member(popped[j])
+    left_prompt, left_output = left_prompt - prompt, left_output - output
     if redis.call('EXISTS', REQUEST .. id) == 1 then
       ids[#ids + 1] = id
     end
+  end
+  if #popped > 0 then
+    count_tokens(ARGV[i], left_prompt, left_output)
   end
 end
 if #ids == 0 then

@@ -5,13 +5,14 @@ Handles made with `for_worker` share one queue, as several workers share one Red
 """
 
 import heapq
-from collections import Counter, defaultdict
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.clock import Clock
 from scheduler.queue.announcements import Announcements
-from scheduler.queue.base import Lease, QueueFull
+from scheduler.queue.base import AheadLimit, Backlog, Lease, QueueFull, TooFarBehind
 from scheduler.request import Claimed, Request
 
 
@@ -28,12 +29,42 @@ class _Record:
 
 
 @dataclass(slots=True)
+class _Waiting:
+    """What waits in one tier, summed. Deadlines in order."""
+
+    deadlines_ms: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def backlog(self) -> Backlog:
+        return Backlog(len(self.deadlines_ms), self.prompt_tokens, self.output_tokens)
+
+    def enter(self, request: Request) -> None:
+        insort(self.deadlines_ms, request.deadline_ms)
+        self.prompt_tokens += len(request.prompt_token_ids)
+        self.output_tokens += request.sampling.max_tokens
+
+    def leave(self, request: Request) -> None:
+        del self.deadlines_ms[bisect_left(self.deadlines_ms, request.deadline_ms)]
+        self.prompt_tokens -= len(request.prompt_token_ids)
+        self.output_tokens -= request.sampling.max_tokens
+
+    def until(self, deadline_ms: int) -> Backlog:
+        """What has a deadline no later; its tokens, as many as its share of the requests."""
+        if not self.deadlines_ms:
+            return Backlog()
+        depth, ahead = len(self.deadlines_ms), bisect_right(self.deadlines_ms, deadline_ms)
+        return Backlog(ahead, self.prompt_tokens * ahead // depth, self.output_tokens * ahead // depth)
+
+
+@dataclass(slots=True)
 class _Shared:
     """What all handles of one queue see. Heap entries whose record has moved on are skipped when popped."""
 
     records: dict[str, _Record] = field(default_factory=dict)
     heaps: dict[str, list[tuple[int, int, str]]] = field(default_factory=lambda: defaultdict(list))
-    depths: Counter[str] = field(default_factory=Counter)
+    waiting: dict[str, _Waiting] = field(default_factory=lambda: defaultdict(_Waiting))
     sequence: int = 0
     listeners: list[Announcements] = field(default_factory=list)
 
@@ -52,7 +83,9 @@ class MemoryQueue:
         """Another handle on the same queue."""
         return MemoryQueue(self._clock, worker_id, shared=self._shared)
 
-    async def put(self, requests: Sequence[Request], limit: int | None = None) -> QueueFull | None:
+    async def put(
+        self, requests: Sequence[Request], limit: int | None = None, ahead: AheadLimit | None = None
+    ) -> QueueFull | TooFarBehind | None:
         if not requests:
             return None
         tier = requests[0].tier
@@ -65,9 +98,13 @@ class MemoryQueue:
                 fresh.setdefault(request.id, request)
         if not fresh:
             return None
-        depth = shared.depths[tier]
+        depth = shared.waiting[tier].backlog.requests
         if limit is not None and depth + len(fresh) > limit:
             return QueueFull(tier, depth, limit)
+        if ahead is not None:
+            waits = self._ahead(tier, max(r.deadline_ms for r in fresh.values()), ahead.above)
+            if not ahead.admits(waits):
+                return TooFarBehind(tier, waits)
         first = self._take_numbers(len(fresh))
         for number, request in enumerate(fresh.values(), first):
             shared.records[request.id] = record = _Record(request, number)
@@ -129,7 +166,7 @@ class MemoryQueue:
             if record is None:
                 continue
             if record.fence is None:
-                self._shared.depths[record.request.tier] -= 1
+                self._shared.waiting[record.request.tier].leave(record.request)
                 self._wake()
             else:
                 for listener in self._shared.listeners:
@@ -140,7 +177,10 @@ class MemoryQueue:
         return [request_id in self._shared.records for request_id in request_ids]
 
     async def depths(self, tiers: Sequence[str]) -> dict[str, int]:
-        return {tier: self._shared.depths[tier] for tier in tiers}
+        return {tier: backlog.requests for tier, backlog in (await self.backlogs(tiers)).items()}
+
+    async def backlogs(self, tiers: Sequence[str]) -> dict[str, Backlog]:
+        return {tier: self._shared.waiting[tier].backlog for tier in tiers}
 
     async def wait_for_work(self, timeout_s: float) -> bool:
         return await self._announcements.wait(timeout_s)
@@ -160,7 +200,16 @@ class MemoryQueue:
     def _enqueue(self, record: _Record) -> None:
         request = record.request
         heapq.heappush(self._shared.heaps[request.tier], (request.deadline_ms, record.number, request.id))
-        self._shared.depths[request.tier] += 1
+        self._shared.waiting[request.tier].enter(request)
+
+    def _ahead(self, tier: str, deadline_ms: int, above: Sequence[str]) -> Backlog:
+        own = self._shared.waiting[tier].until(deadline_ms)
+        others = [self._shared.waiting[name] for name in above]
+        return Backlog(
+            own.requests,
+            own.prompt_tokens + sum(w.prompt_tokens for w in others),
+            own.output_tokens + sum(w.output_tokens for w in others),
+        )
 
     def _pop(self, tier: str, limit: int) -> list[_Record]:
         popped: list[_Record] = []
@@ -170,7 +219,7 @@ class MemoryQueue:
             record = self._shared.records.get(request_id)
             if record is not None and record.number == number:
                 popped.append(record)
-        self._shared.depths[tier] -= len(popped)
+                self._shared.waiting[tier].leave(record.request)
         return popped
 
     def _held(self, lease: Lease) -> _Record | None:

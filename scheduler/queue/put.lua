@@ -1,32 +1,58 @@
 -- Enqueue all of some requests or none.
--- ARGV: tier, limit (-1: none), now_ms, then id, deadline_ms, payload of each.
--- Returns -1, or the tier's depth if the requests that are not known yet would exceed the limit.
+-- ARGV: tier, limit (-1: none), now_ms, then of what may wait ahead: requests, seconds, seconds a prompt token, seconds
+-- an output token, number of tiers above and their names; then id, deadline_ms, prompt, output, payload of each.
+-- Returns an empty list, or {'full', depth} if the requests that are not known yet would exceed the limit, or {'behind',
+-- requests, prompt, output} with what waits ahead of them if that is more than may.
 local tier, limit, now_ms = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local queue = QUEUE .. tier
+local max_ahead, max_s, prompt_s, output_s = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local num_above = tonumber(ARGV[8])
+local queue, first_request = QUEUE .. tier, 9 + num_above
 
 local fresh, seen = {}, {}
-for i = 4, #ARGV, 3 do
+local latest_ms
+for i = first_request, #ARGV, 5 do
   local id = ARGV[i]
   if not seen[id] and redis.call('EXISTS', REQUEST .. id) == 0 then
     fresh[#fresh + 1] = i
+    latest_ms = math.max(latest_ms or 0, tonumber(ARGV[i + 1]))
   end
   seen[id] = true
 end
 if #fresh == 0 then
-  return -1
+  return {}
 end
 
 local depth = redis.call('ZCARD', queue)
 if limit >= 0 and depth + #fresh > limit then
-  return depth
+  return { 'full', depth }
+end
+
+-- In its own tier, what has a deadline no later is ahead; its tokens, as many as its share of the requests. Of the tiers
+-- above, everything.
+local ahead, prompt, output = 0, 0, 0
+if depth > 0 then
+  ahead = redis.call('ZCOUNT', queue, '-inf', latest_ms)
+  local sum_prompt, sum_output = waiting_tokens(tier)
+  prompt, output = math.floor(sum_prompt * ahead / depth), math.floor(sum_output * ahead / depth)
+end
+for i = 9, 8 + num_above do
+  local above_prompt, above_output = waiting_tokens(ARGV[i])
+  prompt, output = prompt + above_prompt, output + above_output
+end
+if ahead > max_ahead or prompt * prompt_s + output * output_s > max_s then
+  return { 'behind', ahead, prompt, output }
 end
 
 local first = take_numbers(#fresh, now_ms)
+local fresh_prompt, fresh_output = 0, 0
 for n, i in ipairs(fresh) do
-  local id, deadline_ms, payload = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-  local member = string.format('%016.0f:', first + n - 1) .. id
+  local id, deadline_ms, payload = ARGV[i], ARGV[i + 1], ARGV[i + 4]
+  local prompt_tokens, output_tokens = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
+  local member = make_member(first + n - 1, prompt_tokens, output_tokens, id)
   redis.call('HSET', REQUEST .. id, 'tier', tier, 'member', member, 'deadline_ms', deadline_ms, 'payload', payload)
   redis.call('ZADD', queue, deadline_ms, member)
+  fresh_prompt, fresh_output = fresh_prompt + prompt_tokens, fresh_output + output_tokens
 end
+count_tokens(tier, fresh_prompt, fresh_output)
 redis.call('PUBLISH', WAKE, 'wake')
-return -1
+return {}

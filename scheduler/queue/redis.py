@@ -1,6 +1,6 @@
 """The queue in Redis or Valkey: the product's. One sorted set per tier, one of leases, a hash per request.
 
-A request is an opaque payload with an id, a tier and a deadline. Every move is one Lua script and one round
+A request is an opaque payload with an id, a tier, a deadline and its tokens. Every move is one Lua script and one round
 trip; what to move is decided by the caller. Times come from the injected clock and travel as arguments, so
 that order and leases can be tested without waiting. The clocks of all workers must therefore agree to well within
 a lease: one that is ahead by more takes the leases of the others for expired.
@@ -8,6 +8,7 @@ a lease: one that is ahead by more takes the leases of the others for expired.
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -18,10 +19,11 @@ from scheduler import store
 from scheduler.clock import Clock
 from scheduler.queue import keys
 from scheduler.queue.announcements import Announcements
-from scheduler.queue.base import Lease, QueueFull
+from scheduler.queue.base import AheadLimit, Backlog, Lease, QueueFull, TooFarBehind
 from scheduler.queue.scripts import Scripts
 from scheduler.request import Claimed, Request
 
+NO_LIMIT = AheadLimit(math.inf, math.inf, 0.0, 0.0)
 RESUBSCRIBE_S = 10.0  # of silence: a connection that broke without a word is silent, too
 
 
@@ -42,16 +44,19 @@ class RedisQueue:
         self._announcements = Announcements(clock)
         self._listener: asyncio.Task[None] | None = None
 
-    async def put(self, requests: Sequence[Request], limit: int | None = None) -> QueueFull | None:
+    async def put(
+        self, requests: Sequence[Request], limit: int | None = None, ahead: AheadLimit | None = None
+    ) -> QueueFull | TooFarBehind | None:
         if not requests:
             return None
         tier = requests[0].tier
         if any(r.tier != tier for r in requests):
             raise ValueError("one put is for one tier")
-        payloads = [(r.id, r.deadline_ms, self._encoder.encode(r)) for r in requests]
-        bound = -1 if limit is None else limit
-        depth = await self._scripts.put(tier, bound, self._clock.wall_ms(), payloads)
-        return None if depth is None else QueueFull(tier, depth, bound)
+        rows = [
+            (r.id, r.deadline_ms, len(r.prompt_token_ids), r.sampling.max_tokens, self._encoder.encode(r))
+            for r in requests
+        ]
+        return await self._scripts.put(tier, limit, self._clock.wall_ms(), ahead or NO_LIMIT, rows)
 
     async def claim(self, limits: Mapping[str, int], lease_s: float) -> list[Claimed]:
         self._start_listening()
@@ -92,6 +97,14 @@ class RedisQueue:
         for tier in tiers:
             pipeline.zcard(keys.tier_queue(tier))
         return dict(zip(tiers, await pipeline.execute(), strict=True))
+
+    async def backlogs(self, tiers: Sequence[str]) -> dict[str, Backlog]:
+        pipeline = self._client.pipeline(transaction=True)
+        for tier in tiers:
+            pipeline.zcard(keys.tier_queue(tier))
+            pipeline.hmget(keys.tier_waiting(tier), "prompt", "output")
+        replies = iter(await pipeline.execute())
+        return {tier: Backlog(next(replies), *(int(tokens or 0) for tokens in next(replies))) for tier in tiers}
 
     async def wait_for_work(self, timeout_s: float) -> bool:
         self._start_listening()

@@ -12,12 +12,15 @@ from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
 from scheduler.queue import keys
-from scheduler.queue.base import Lease
+from scheduler.queue.base import AheadLimit, Backlog, Lease, QueueFull, TooFarBehind
 
 _KEY_NAMES = f"""\
-local QUEUE, REQUEST = '{keys.QUEUE_PREFIX}', '{keys.REQUEST_PREFIX}'
+local QUEUE, WAITING, REQUEST = '{keys.QUEUE_PREFIX}', '{keys.WAITING_PREFIX}', '{keys.REQUEST_PREFIX}'
 local LEASES, SEQUENCE, WAKE = '{keys.LEASES}', '{keys.SEQUENCE}', '{keys.WAKE}'
 """
+
+
+MANY = 1e15  # no limit: infinity has no spelling that every Lua reads
 
 
 class Scripts:
@@ -33,10 +36,24 @@ class Scripts:
         self._requeue_worker = _script(client, "requeue_worker")
         self._cancel = _script(client, "cancel")
 
-    async def put(self, tier: str, limit: int, now_ms: int, requests: Sequence[tuple[str, int, bytes]]) -> int | None:
-        """None when all are enqueued, else the tier's depth. `requests`: id, deadline_ms, payload."""
-        depth = await self._put(args=[tier, limit, now_ms, *(field for r in requests for field in r)])
-        return None if depth < 0 else int(depth)
+    async def put(
+        self,
+        tier: str,
+        limit: int | None,
+        now_ms: int,
+        ahead: AheadLimit,
+        requests: Sequence[tuple[str, int, int, int, bytes]],
+    ) -> QueueFull | TooFarBehind | None:
+        """None when all are enqueued. `requests`: id, deadline_ms, prompt tokens, most output tokens, payload."""
+        bounds = (min(ahead.max_requests, MANY), min(ahead.max_s, MANY), ahead.prompt_token_s, ahead.output_token_s)
+        rows = (part for request in requests for part in request)
+        most = -1 if limit is None else limit
+        match await self._put(args=[tier, most, now_ms, *bounds, len(ahead.above), *ahead.above, *rows]):
+            case [b"full", depth]:
+                return QueueFull(tier, depth, limit or 0)
+            case [b"behind", *counts]:
+                return TooFarBehind(tier, Backlog(*counts))
+        return None
 
     async def claim(
         self, worker_id: str, now_ms: int, lease_ms: int, limits: Mapping[str, int]

@@ -1,4 +1,4 @@
--- Put in front of every script of this folder, after the key names of keys.py (QUEUE, REQUEST, LEASES,
+-- Put in front of every script of this folder, after the key names of keys.py (QUEUE, WAITING, REQUEST, LEASES,
 -- SEQUENCE, WAKE). Scripts move requests atomically; they decide nothing.
 --
 -- Redis undoes nothing when a script fails half-way, so scripts check before they write and step over a
@@ -13,11 +13,54 @@ local function take_numbers(count, now_ms)
   return first
 end
 
+-- A member of a tier's set tells its own size: what leaves the set can be taken off the sums without its hash.
+local function make_member(number, prompt, output, id)
+  return string.format('%016.0f:%.0f:%.0f:', number, prompt, output) .. id
+end
+
+local function read_member(member)
+  local prompt, output, id = string.match(member, '^%d+:(%d+):(%d+):(.*)$')
+  return tonumber(prompt), tonumber(output), id
+end
+
+-- The sums over all members, from the members: for a hash that somebody else has removed.
+local function recount(tier)
+  local prompt, output = 0, 0
+  for _, member in ipairs(redis.call('ZRANGE', QUEUE .. tier, 0, -1)) do
+    local p, o = read_member(member)
+    prompt, output = prompt + p, output + o
+  end
+  redis.call('HSET', WAITING .. tier, 'prompt', prompt, 'output', output)
+end
+
+-- Say how the sums of a tier have changed, after its set has. An empty tier has no hash: nothing can drift for long.
+local function count_tokens(tier, prompt, output)
+  local key = WAITING .. tier
+  if redis.call('EXISTS', QUEUE .. tier) == 0 then
+    redis.call('DEL', key)
+  elseif redis.call('EXISTS', key) == 0 then
+    recount(tier)
+  else
+    redis.call('HINCRBY', key, 'prompt', prompt)
+    redis.call('HINCRBY', key, 'output', output)
+  end
+end
+
+-- Waiting prompt tokens and output tokens of a tier.
+local function waiting_tokens(tier)
+  if redis.call('EXISTS', QUEUE .. tier) == 0 then
+    return 0, 0
+  end
+  count_tokens(tier, 0, 0)
+  local sums = redis.call('HMGET', WAITING .. tier, 'prompt', 'output')
+  return tonumber(sums[1]), tonumber(sums[2])
+end
+
 local function holds(id, fence)
   return redis.call('HGET', REQUEST .. id, 'fence') == fence
 end
 
--- From the lease set back into the tier's set, to the old place.
+-- From the lease set back into the tier's set, to the old place. No limit counts here: it was admitted once.
 local function give_back(id)
   local key = REQUEST .. id
   local fields = redis.call('HMGET', key, 'tier', 'deadline_ms', 'member')
@@ -26,7 +69,10 @@ local function give_back(id)
     return false
   end
   redis.call('HDEL', key, 'fence', 'worker')
-  redis.call('ZADD', QUEUE .. fields[1], fields[2], fields[3])
+  if redis.call('ZADD', QUEUE .. fields[1], fields[2], fields[3]) == 1 then
+    local prompt, output = read_member(fields[3])
+    count_tokens(fields[1], prompt, output)
+  end
   return true
 end
 

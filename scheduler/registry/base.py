@@ -1,7 +1,7 @@
-"""The worker registry: which workers are alive, what they can do, and their metrics.
+"""The worker registry: which workers are alive, what they can do, their metrics, and what their controllers do.
 
 Workers announce themselves every second or so; who stops announcing is gone a few seconds later. Gateways
-read it for admission, `/ready`, `/v1/models` and `/metrics`.
+read it for admission, `/ready`, `/v1/models`, `/metrics` and `/admin/sla`.
 """
 
 from typing import Protocol
@@ -10,8 +10,8 @@ from scheduler.request import WorkerStatus
 
 
 class WorkerRegistry(Protocol):
-    async def announce(self, status: WorkerStatus, metrics_text: str) -> None:
-        """I am alive; `metrics_text` is Prometheus exposition text."""
+    async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> None:
+        """I am alive. `metrics_text`: Prometheus exposition text; `sla_json`: what the controller does and why."""
         ...
 
     async def withdraw(self, worker_id: str) -> None:
@@ -24,4 +24,8 @@ class WorkerRegistry(Protocol):
 
     async def metrics(self) -> dict[str, str]:
         """The last announced metrics of those alive, by worker id."""
+        ...
+
+    async def sla(self) -> dict[str, str]:
+        """What their controllers said last, as JSON objects, by worker id."""
         ...

@@ -11,6 +11,7 @@ from scheduler.request import WorkerStatus
 class _Announcement:
     status: WorkerStatus
     metrics_text: str
+    sla_json: str
     expires_s: float
 
 
@@ -22,9 +23,9 @@ class MemoryWorkerRegistry:
         self._ttl_s = ttl_s
         self._announced: dict[str, _Announcement] = {}
 
-    async def announce(self, status: WorkerStatus, metrics_text: str) -> None:
+    async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> None:
         expires_s = self._clock.now() + self._ttl_s
-        self._announced[status.worker_id] = _Announcement(status, metrics_text, expires_s)
+        self._announced[status.worker_id] = _Announcement(status, metrics_text, sla_json, expires_s)
 
     async def withdraw(self, worker_id: str) -> None:
         self._announced.pop(worker_id, None)
@@ -34,6 +35,9 @@ class MemoryWorkerRegistry:
 
     async def metrics(self) -> dict[str, str]:
         return {worker_id: a.metrics_text for worker_id, a in self._alive().items()}
+
+    async def sla(self) -> dict[str, str]:
+        return {worker_id: a.sla_json for worker_id, a in self._alive().items()}
 
     def _alive(self) -> dict[str, _Announcement]:
         now = self._clock.now()

@@ -19,10 +19,11 @@ class RedisWorkerRegistry:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(WorkerStatus)
 
-    async def announce(self, status: WorkerStatus, metrics_text: str) -> None:
+    async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> None:
         key = keys.worker(status.worker_id)
         pipeline = self._client.pipeline(transaction=True)
-        pipeline.hset(key, mapping={"status": self._encoder.encode(status), "metrics": metrics_text})
+        encoded = self._encoder.encode(status)
+        pipeline.hset(key, mapping={"status": encoded, "metrics": metrics_text, "sla": sla_json})
         pipeline.pexpire(key, self._ttl_ms)
         pipeline.sadd(keys.WORKERS, status.worker_id)
         await pipeline.execute()
@@ -38,6 +39,9 @@ class RedisWorkerRegistry:
 
     async def metrics(self) -> dict[str, str]:
         return {worker_id: text.decode() for worker_id, text in (await self._fields("metrics")).items()}
+
+    async def sla(self) -> dict[str, str]:
+        return {worker_id: text.decode() for worker_id, text in (await self._fields("sla")).items()}
 
     async def _fields(self, name: str) -> dict[str, bytes]:
         """One field of every live worker, by worker id. Ids whose hash has expired leave the index; should

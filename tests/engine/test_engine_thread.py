@@ -3,14 +3,14 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from engine.engine_thread import EngineThread
-from engine.interface import EngineDead, EngineInfo, PlanError, StepPlan, StepResult
+from engine.interface import EngineDead, EngineInfo, PlanError, Shedding, StepPlan, StepResult
 
 INFO = EngineInfo("none", max_model_len=8, vocab_size=4, block_size=4, num_blocks=2, max_step_tokens=8)
 
@@ -22,12 +22,16 @@ class FakeStepper:
         self.info = INFO
         self.threads: set[int] = set()
         self.num_closed = 0
+        self.asked: list[tuple[int, set[str]]] = []
         self._answer = answer
 
     def step(self, plan: StepPlan) -> StepResult:
         self.threads.add(threading.get_ident())
         self._answer(plan)
         return StepResult(plan.step_id)
+
+    def shed(self, step_id: int, seq_ids: Collection[str]) -> None:
+        self.asked.append((step_id, set(seq_ids)))
 
     def close(self) -> None:
         self.threads.add(threading.get_ident())
@@ -235,3 +239,27 @@ async def test_a_launch_that_ends_the_engine_ends_the_step_before_it() -> None:
         engine.submit(StepPlan(2, ahead=True))
         with pytest.raises(EngineDead):
             await engine.collect()
+
+
+async def test_a_wish_is_for_the_step_in_flight() -> None:
+    release = threading.Event()
+    stepper = FakeStepper(lambda plan: assert_set(release))
+    stepper.info = replace(INFO, sheds=Shedding.STEPS)
+    async with serving(stepper) as engine:
+        engine.shed({"nobody"})
+        for step_id in (7, 8):
+            engine.submit(StepPlan(step_id))
+            engine.shed({"a", "b"})
+            release.set()
+            await engine.collect()
+            engine.shed({"late"})
+    assert stepper.asked == [(7, {"a", "b"}), (8, {"a", "b"})]
+
+
+async def test_an_engine_that_lets_nothing_go_is_not_asked() -> None:
+    stepper = FakeStepper()
+    async with serving(stepper) as engine:
+        engine.submit(StepPlan(1))
+        engine.shed({"a"})
+        await engine.collect()
+    assert stepper.asked == []

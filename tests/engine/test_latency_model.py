@@ -163,3 +163,169 @@ def test_a_chunk_attends_to_its_context_and_to_half_of_itself() -> None:
     assert cost.run(1, 100) == cost.decode(100) == 101
     whole, parts = cost.attend_s * 20 * 10, sum(10 * (c + 5) for c in (0, 10))
     assert whole == parts, "cutting a prefill changes nothing about what it attends to"
+
+
+# -- decode-only and mixed steps -------------------------------------------------------------------------------------
+
+OF_MIXED = StepCost(step_s=0.03, prefill_token_s=0.0005, attend_s=1e-7, context_token_s=2e-6, decode_s=0.0012)
+
+
+def either(rng: random.Random) -> list[tuple[int, int]]:
+    """As often decodes only as not, in any number and with any context."""
+    decodes = [(1, rng.randint(10, 2000)) for _ in range(rng.randint(1, 60))]
+    return decodes if rng.random() < 0.5 else [*decodes, (rng.randint(16, 400), rng.randint(0, 900))]
+
+
+def of_its_kind(*runs: tuple[int, int]) -> float:
+    """What a step takes on an engine whose decodes cost more beside a prefill."""
+    return duration(OF_MIXED if any(n > 1 for n, _ in runs) else TRUTH, *runs)
+
+
+def taught_both(steps: int, noise: float = 0.03) -> StepTimeModel:
+    model, rng = StepTimeModel(), random.Random(5)
+    for _ in range(steps):
+        runs = either(rng)
+        model.observe(make_work(*runs), of_its_kind(*runs) * rng.gauss(1.0, noise))
+    return model
+
+
+def test_each_kind_of_step_has_coefficients_of_its_own() -> None:
+    model = taught_both(800)
+    rng = random.Random(6)
+    steps = [either(rng) for _ in range(200)]
+    errors = [abs(model.predict(make_work(*runs)) / of_its_kind(*runs) - 1) for runs in steps]
+    assert sum(errors) / len(errors) < 0.04, "one set for both is 13 % wrong"
+    for cost, truth in ((model.cost(mixed=False), TRUTH), (model.cost(mixed=True), OF_MIXED)):
+        for name in ("step_s", "context_token_s", "decode_s"):
+            assert getattr(cost, name) == pytest.approx(getattr(truth, name), rel=0.25)
+
+
+def test_a_kind_that_was_never_seen_is_believed_to_be_like_the_other() -> None:
+    model = StepTimeModel()
+    teach(model, TRUTH, 300, lambda rng: [(1, rng.randint(10, 900)) for _ in range(rng.randint(1, 60))])
+    beside = [*[(1, 300)] * 40, (16, 0)]
+    assert model.predict(make_work(*beside)) == pytest.approx(duration(TRUTH, *beside), rel=0.15)
+
+
+def test_what_a_prefill_costs_is_known_in_either_set() -> None:
+    """A plan begins as decodes only, and asks what a chunk would add."""
+    model = taught_both(800, noise=0.0)
+    decodes = [(1, 300)] * 30
+    added_s = duration(OF_MIXED, *decodes, (200, 100)) - duration(TRUTH, *decodes)
+    assert model.cost(mixed=False).prefill(200, 100) == pytest.approx(added_s, rel=0.1)
+
+
+# -- drift, outliers, steps that the line cannot explain -------------------------------------------------------------
+
+
+def scaled(factor: float) -> StepCost:
+    return StepCost(*(getattr(TRUTH, k) * factor for k in TRUTH.__dataclass_fields__))
+
+
+@pytest.mark.parametrize("factor", [1.3, 0.7])
+def test_a_drift_of_the_whole_engine_is_followed_within_thirty_steps(factor: float) -> None:
+    model = StepTimeModel()
+    teach(model, TRUTH, 500, noise=0.02)
+    teach(model, scaled(factor), 30, noise=0.02, seed=2)
+    assert error(model, scaled(factor)) < 0.05
+
+
+def test_a_drift_seen_in_decodes_is_believed_of_prefills() -> None:
+    model = StepTimeModel()
+    teach(model, TRUTH, 500, noise=0.02)
+    teach(model, scaled(1.3), 60, lambda rng: [(1, rng.randint(10, 900)) for _ in range(rng.randint(1, 60))])
+    prefill = [(300, 0)]
+    assert model.predict(make_work(*prefill)) == pytest.approx(1.3 * duration(TRUTH, *prefill), rel=0.08)
+
+
+def test_one_slow_step_is_dropped_and_the_second_in_a_row_is_believed() -> None:
+    model, work = StepTimeModel(), make_work((1, 300), (1, 200))
+    teach(model, TRUTH, 500, noise=0.0)
+    before = model.predict(work)
+    model.observe(work, 100 * before)
+    assert model.predict(work) == before
+    model.observe(work, before)
+    model.observe(work, 100 * before)
+    assert model.predict(work) == pytest.approx(before, rel=0.01), "the next slow one is alone again"
+    for _ in range(60):
+        model.observe(work, 10 * before)
+    assert model.predict(work) == pytest.approx(10 * before, rel=0.1)
+
+
+def in_tiles(rng: random.Random) -> tuple[StepWork, float]:
+    """Decodes that are computed eight at a time."""
+    count = rng.randint(1, 64)
+    return make_work(*[(1, 100)] * count), 0.008 + 0.008 * -(-count // 8)
+
+
+def test_where_the_line_fits_poorly_the_table_takes_over() -> None:
+    model, rng = StepTimeModel(), random.Random(8)
+    for _ in range(3000):
+        model.observe(*in_tiles(rng))
+    fresh = [in_tiles(rng) for _ in range(300)]
+    errors = [abs(model.predict(work) / seconds - 1) for work, seconds in fresh]
+    of_line = [abs(model.cost(mixed=False).of(work) / seconds - 1) for work, seconds in fresh]
+    assert sum(errors) < 0.6 * sum(of_line)
+    assert sum(errors) / len(errors) < 0.04
+
+
+def test_the_safety_factor_covers_what_the_line_gets_wrong() -> None:
+    model, rng = StepTimeModel(), random.Random(9)
+    for _ in range(1000):
+        model.observe(*in_tiles(rng))
+    fresh = [in_tiles(rng) for _ in range(300)]
+    longer = sum(seconds > model.cost(mixed=False).of(work) for work, seconds in fresh)
+    assert longer <= 0.08 * len(fresh)
+
+
+def test_no_step_is_shorter_than_the_floor() -> None:
+    """Up to eight decodes cost what one does."""
+    model, rng = StepTimeModel(), random.Random(10)
+    for _ in range(1500):
+        count = rng.randint(1, 40)
+        model.observe(make_work(*[(1, 10)] * count), max(0.010, 0.00125 * count) * rng.gauss(1.0, 0.02))
+    assert model.predict(make_work((1, 10))) == pytest.approx(0.010, rel=0.1)
+    assert model.cost(mixed=False).of(make_work((1, 10))) >= 0.009
+
+
+def test_steps_that_were_all_long_are_not_taken_for_the_floor() -> None:
+    model = StepTimeModel(TRUTH)
+    teach(model, TRUTH, 400, lambda rng: [(1000, rng.randint(0, 2000))])
+    assert model.cost().floor_s < 0.2, "the shortest took 0.47"
+    assert model.predict(make_work((16, 0))) < 0.2
+
+
+def test_more_work_never_costs_less() -> None:
+    model = taught_both(600, noise=0.1)
+    rng = random.Random(11)
+    for _ in range(200):
+        runs = either(rng)
+        more = (rng.choice([1, 1, 64]), rng.randint(0, 900))
+        mixed = any(n > 1 for n, _ in runs)
+        if mixed or more[0] == 1:
+            cost = model.cost(mixed)
+            assert cost.of(make_work(*runs, more)) >= cost.of(make_work(*runs)) >= cost.floor_s
+
+
+def test_the_error_is_that_of_predictions_made_before_the_steps_were_known() -> None:
+    calm, slowing = StepTimeModel(), StepTimeModel()
+    teach(calm, TRUTH, 500, noise=0.05)
+    assert 0.02 < calm.mean_absolute_error < 0.06
+    teach(slowing, TRUTH, 300, noise=0.0)
+    before = slowing.mean_absolute_error
+    for step in range(60):
+        teach(slowing, scaled(1.02**step), 1, noise=0.0, seed=step)
+    assert slowing.mean_absolute_error > before + 0.01, "always a little too short"
+
+
+def test_a_cost_is_made_once_between_two_steps() -> None:
+    model = taught_both(100)
+    assert model.cost() is model.cost()
+    before = model.cost(mixed=False)
+    model.observe(make_work((1, 50)), 0.02)
+    assert model.cost(mixed=False) is not before
+
+
+def test_a_whole_step_is_the_sum_of_its_runs() -> None:
+    runs = [(1, 300), (1, 20), (64, 128)]
+    assert TRUTH.of(make_work(*runs)) == pytest.approx(duration(TRUTH, *runs))

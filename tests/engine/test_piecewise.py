@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,11 +36,11 @@ class ScarceMemory:
         self.num_refused = 0
         run = ModelRunner.run
 
-        def refuse(runner: ModelRunner, batch: StepBatch) -> Tensor | None:
+        def refuse(runner: ModelRunner, batch: StepBatch, **more: Any) -> Tensor | None:
             if batch.num_rows > self.most_rows or batch.positions.max() > self.last_position:
                 self.num_refused += 1
                 raise error
-            return run(runner, batch)
+            return run(runner, batch, **more)
 
         monkeypatch.setattr(ModelRunner, "run", refuse)
 

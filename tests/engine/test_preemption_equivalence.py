@@ -101,9 +101,9 @@ def count_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[TorchEngine], list[
         rows: list[int] = []
         run = engine._runner.run
 
-        def counted(batch: StepBatch) -> Tensor | None:
+        def counted(batch: StepBatch, **more: Any) -> Tensor | None:
             rows.append(batch.num_rows)
-            return run(batch)
+            return run(batch, **more)
 
         monkeypatch.setattr(engine._runner, "run", counted)
         return rows

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.cpu.build import load_library
 from engine.cpu.sampler import CpuSampler
 from engine.interface import SamplingParams
 from engine.sampler import Sampler, SamplingRow, uniform
 from engine.sampler import sample as sample_by_torch
+from tests.engine.cpu.compiled import compiled_library
 
 
 @pytest.fixture(scope="module", params=["torch", "c++"])
@@ -22,10 +22,7 @@ def sample(request: pytest.FixtureRequest) -> Sampler:
     """Both samplers must do the same."""
     if request.param == "torch":
         return sample_by_torch
-    library = load_library()
-    if library is None:
-        pytest.skip("there is no C++ compiler")
-    return CpuSampler(library)
+    return CpuSampler(compiled_library())
 
 
 def row(index: int = 0, **params: object) -> SamplingRow:

@@ -57,6 +57,7 @@ class Reference:
         self.shared: dict[str, int] = {}  # as reported
         self.num_hits = 0
         self.num_refused = 0
+        self.num_left = 0
         self._count = 0
 
     @property
@@ -64,7 +65,7 @@ class Reference:
         return [seq_id for seq_id in self.salts if seq_id in self.table]
 
     def step(self) -> None:
-        plan = self._random_plan()
+        rng, plan = self.rng, self._random_plan()
         before = self._books()
         try:
             self.table.check(plan)
@@ -81,9 +82,14 @@ class Reference:
         assert [c.sequence.seq_id for c in chunks] == [r.seq_id for r in plan.run]
         for chunk, run in zip(chunks, plan.run, strict=True):
             assert 1 <= chunk.num_tokens <= run.num_tokens
-            self._compute(chunk)
+        leaving = [chunk for chunk in chunks if rng.random() < 0.15]
         for chunk in chunks:
-            self._advance(chunk)
+            self._compute(chunk, is_leaving=chunk in leaving)
+        for chunk in chunks:
+            if chunk in leaving:
+                self._leave(chunk)
+            else:
+                self._advance(chunk)
         self._check_books()
 
     def _random_plan(self) -> StepPlan:
@@ -113,7 +119,7 @@ class Reference:
         sampling = SamplingParams(max_tokens=rng.randint(1, 9), prompt_logprobs=rng.choice((None, None, None, 0)))
         return NewSequence(str(self._count), (*head, *tail), sampling, rng.choice("xy"), rng.randint(0, 2))
 
-    def _compute(self, chunk: Chunk) -> None:
+    def _compute(self, chunk: Chunk, is_leaving: bool) -> None:
         sequence = chunk.sequence
         salt = self.salts[sequence.seq_id]
         self.num_hits += chunk.num_cached > 0
@@ -124,13 +130,20 @@ class Reference:
             if position < chunk.start:
                 assert self.device[sequence.block_table[block]][slot] == contents
             else:
-                self.device[sequence.block_table[block]][slot] = contents
+                self.device[sequence.block_table[block]][slot] = None if is_leaving else contents
 
     def _advance(self, chunk: Chunk) -> None:
         if self.rng.random() < 0.03:
             self._fail(chunk)
         else:
             self.table.advance(chunk, self.rng.randint(4, 5) if chunk.samples else None)
+
+    def _leave(self, chunk: Chunk) -> None:
+        """It has written some of its keys and values, and some not: nobody may read any of them."""
+        self.num_left += 1
+        known = len(chunk.sequence.token_ids)
+        self.table.leave(chunk)
+        assert (chunk.sequence.num_computed_tokens, len(chunk.sequence.token_ids)) == (chunk.start, known)
 
     def _fail(self, chunk: Chunk) -> None:
         """Its KV is broken: from now on nobody may find it, though whoever shares it may go on."""
@@ -175,6 +188,7 @@ def test_the_reference_sees_hits_and_refusals() -> None:
         reference.step()
     assert reference.num_hits > 20
     assert reference.num_refused > 5
+    assert reference.num_left > 20
 
 
 # -- the prefix cache, step by step ------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 
 from engine.interface import EngineInfo, Run, StepPlan
 from engine.sequence_table import SequenceTable
-from engine.step_batch import in_one_group, pack_step
+from engine.step_batch import in_one_group, pack_step, rows_of
 from tests.engine.drive import make_new
 
 INFO = EngineInfo("none", max_model_len=64, vocab_size=100, block_size=4, num_blocks=32, max_step_tokens=64)
@@ -74,3 +74,16 @@ def test_groups_become_one_that_is_as_wide_as_the_widest(monkeypatch: pytest.Mon
     assert group.block_table[:2].tolist() == batch.decode_groups[0].block_table.tolist()
     assert all(len(set(row)) == 1 for row in group.block_table[2:].tolist())  # padded with their own
     assert in_one_group(one) is one
+
+
+def test_the_rows_of_some_are_in_the_order_of_a_batch_of_their_own() -> None:
+    table = make_table(a=4, b=3, c=11, d=0, e=7)
+    runs = (Run("a", 3), Run("b", 1), Run("c", 1), Run("d", 2), Run("e", 1))
+    chunks = table.begin(StepPlan(1, run=runs))
+    whole = pack_step(chunks, INFO.block_size)
+    for names in ("a", "b", "ce", "bd", "abe", "ecd", "abcde"):
+        some = [chunk for chunk in chunks if chunk.sequence.seq_id in names]
+        own = pack_step(some, INFO.block_size)
+        rows = rows_of(some, chunks)
+        assert whole.token_ids[rows].tolist() == own.token_ids.tolist()
+        assert whole.slots[rows].tolist() == own.slots.tolist()

@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import uvicorn
+from redis.asyncio import Redis
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -26,6 +28,7 @@ from gateway.identity import Keyring
 from gateway.metrics import GatewayMetrics
 from gateway.sampling_defaults import SamplingDefaults
 from gateway.state import Gateway
+from gateway.tiers import GatewayTiers
 from gateway.tokenizer import Tokenizer
 from scheduler.client import SchedulerClient
 from scheduler.clock import SystemClock
@@ -34,7 +37,20 @@ from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.base import Lease
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
-from scheduler.request import Claimed, Delivery, EventKind, Request, TierStatus, TokenEvent, WorkerStatus
+from scheduler.request import (
+    Claimed,
+    Delivery,
+    EventKind,
+    Request,
+    TierCapacity,
+    TierStatus,
+    TokenEvent,
+    WorkerStatus,
+)
+from scheduler.tier_change import TierChanges
+from scheduler.tier_follower import TierFollower
+from scheduler.tier_store import TierStore
+from tests.scheduler.builders import tiers_document
 from tests.waiting import until
 
 MODEL = "tide/tiny"
@@ -47,21 +63,18 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-TIERS: dict[str, Any] = {
-    "default_tier": "realtime",
-    "batch_tier": "batch",
-    "tiers": {
-        "realtime": {
-            "priority": 100,
-            "service_tiers": ["default", "auto", "priority", "fast"],
-            "slo": {"ttft_p99_ms": 500},
-            "queue_limit": 64,
-            "timeout_ms": 20_000,
-        },
-        "bulk": {"priority": 10, "service_tiers": ["flex"], "queue_limit": 64},
-        "batch": {"priority": 0, "answers_as": "flex"},
+_TIERS: dict[str, dict[str, Any]] = {
+    "realtime": {
+        "priority": 100,
+        "service_tiers": ["default", "auto", "priority", "fast"],
+        "slo": {"ttft_p99_ms": 500},
+        "queue_limit": 64,
+        "timeout_ms": 20_000,
     },
+    "bulk": {"priority": 10, "service_tiers": ["flex"], "queue_limit": 64},
+    "batch": {"priority": 0, "answers_as": "flex"},
 }
+TIERS = tiers_document(_TIERS, {})
 
 
 @cache
@@ -120,6 +133,7 @@ class ScriptedWorker:
     events: MemoryEventChannel
     registry: MemoryWorkerRegistry
     script: Scripting
+    capacity: TierCapacity | None = None  # what it says it can do for each tier; None: it does not know
     claims: bool = True
     served: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -127,7 +141,10 @@ class ScriptedWorker:
     _serving: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def announce(self, metrics: str = "") -> None:
-        tiers = {name: TierStatus(finished_per_s=rate) for name, rate in FINISHED_PER_S.items()}
+        tiers = {
+            name: TierStatus(batch_size=64, finished_per_s=rate, capacity=self.capacity)
+            for name, rate in FINISHED_PER_S.items()
+        }
         status = WorkerStatus("w1", (MODEL,), CONTEXT, len(pretrained()), 0, device="cpu", tiers=tiers)
         await self.registry.announce(status, metrics)
 
@@ -188,8 +205,7 @@ class Stand:
 
 def make_tiers(**changes: dict[str, Any]) -> TierSet:
     """The shipped shape of tiers, with `changes` to single tiers."""
-    tiers = {name: {**tier, **changes.get(name, {})} for name, tier in TIERS["tiers"].items()}
-    return parse_tiers({**TIERS, "tiers": tiers})
+    return parse_tiers(tiers_document(_TIERS, changes))
 
 
 @asynccontextmanager
@@ -199,14 +215,17 @@ async def running_stand(
     tiers: TierSet | None = None,
     keyring: Keyring | None = None,
     with_worker: bool = True,
+    capacity: TierCapacity | None = None,
     ping_s: float = 15.0,
     max_body_bytes: int = 2**20,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    administered: tuple[Redis, Path] | None = None,
 ) -> AsyncIterator[Stand]:
+    """`administered`: the store and the file that the tiers can be changed through."""
     clock, tiers = SystemClock(), tiers or make_tiers()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
     script = answer_with(script) if isinstance(script, str) else script
-    worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script)
+    worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)
     client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1")
     metrics, names = GatewayMetrics(), (MODEL, "alias")
     service = CompletionService(client, clock, tiny_tokenizer(), metrics, names, defaults=defaults, ping_s=ping_s)
@@ -214,12 +233,12 @@ async def running_stand(
         model_names=names,
         created=1_700_000_000,
         client=client,
-        tiers=tiers,
         clock=clock,
         tokenizer=tiny_tokenizer(),
         keyring=keyring or Keyring(),
         completions=service,
         metrics=metrics,
+        tier_changes=administered and _tier_changes(*administered, client, queue, keyring or Keyring()),
         max_body_bytes=max_body_bytes,
     )
     async with AsyncExitStack() as stack:
@@ -236,6 +255,15 @@ async def running_stand(
             http_client=plain, base_url=f"{url}/v1", api_key="sk-test", max_retries=0, _strict_response_validation=True
         )
         yield Stand(gateway, worker, url, http, await stack.enter_async_context(api))
+
+
+def _tier_changes(
+    redis: Redis, path: Path, client: SchedulerClient, queue: MemoryQueue, keyring: Keyring
+) -> TierChanges:
+    clock, tier_store = SystemClock(), TierStore(redis)
+    subject = GatewayTiers(client, keyring, None)
+    follower = TierFollower(tier_store, subject, "gateway 1", client.tiers, path, clock)
+    return TierChanges(tier_store, follower, queue.depths, path, clock)
 
 
 @asynccontextmanager

@@ -85,6 +85,11 @@ INVALID_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": "yes"}, "stream", "invalid_type"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "invalid_type"),
+    ({"deadline_ms": 0}, "deadline_ms", "invalid_value"),
+    ({"deadline_ms": -5}, "deadline_ms", "invalid_value"),
+    ({"deadline_ms": 1.5}, "deadline_ms", "invalid_type"),
+    ({"deadline_ms": "1000"}, "deadline_ms", "invalid_type"),
+    ({"deadline_ms": True}, "deadline_ms", "invalid_type"),
     ({"service_tier": "platinum"}, "service_tier", "invalid_value"),
     ({"service_tier": 5}, "service_tier", "invalid_type"),
     ({"metadata": {"a": 5}}, "metadata.a", "invalid_type"),
@@ -352,4 +357,10 @@ def test_retry_after_stays_where_clients_obey(seconds: float, whole: str, millis
 def test_every_reason_to_reject_has_its_status() -> None:
     tier = make_tiers()["realtime"]
     statuses = {r: rejected(Rejected(r, "x", 1), tier).status for r in RejectReason}
-    assert statuses == {RejectReason.QUEUE_FULL: 429, RejectReason.NO_ENGINE: 503, RejectReason.DRAINING: 503}
+    assert statuses == {
+        RejectReason.QUEUE_FULL: 429,
+        RejectReason.OVERLOADED: 503,
+        RejectReason.DEADLINE: 429,
+        RejectReason.NO_ENGINE: 503,
+        RejectReason.DRAINING: 503,
+    }

@@ -1,5 +1,6 @@
 """Files through the official client, on a real store."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -92,8 +93,7 @@ async def test_sweeps_ask_about_many_files_at_once(
         asked += 1
         return await get_connection(*args, **more)
 
-    for _ in range(30):
-        await gateway.upload(b"x")
+    await asyncio.gather(*(gateway.upload(b"x") for _ in range(30)))
     for number in range(30):
         (gateway.files.data_dir / "files" / f"file-lost{number}").write_bytes(b"lost")
     gateway.clock.shift_s = 31 * DAY_S

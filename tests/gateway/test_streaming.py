@@ -175,6 +175,29 @@ async def test_tokens_that_come_again_after_a_requeue_are_dropped() -> None:
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "abcdef"
 
 
+@pytest.mark.parametrize("stop", ["wo t", "two tx"], ids=["a stop string", "one that it is not after all"])
+async def test_a_requeue_in_a_stop_string_loses_neither_its_tail_nor_usage(stop: str) -> None:
+    """Trap 14: what was held back is held back still, and what comes again is neither told nor counted again."""
+    ids = token_ids("one two three")
+    body = {**CHAT, "stop": stop, "stream_options": {"include_usage": True}}
+    seen = []
+    async with running_stand() as stand:
+        for come_before in (0, *range(len(token_ids("one tw")), len(token_ids("one two t")) + 1)):
+
+            def script(request: Request, come_before: int = come_before) -> list[TokenEvent]:
+                whole = token_by_token(request, ids, cached=2)
+                return [*whole[:come_before], *whole]
+
+            stand.worker.script = script
+            chunks = chunks_of(await frames_of(stand, "/v1/chat/completions", body))
+            text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1])
+            seen.append((text, chunks[-2]["choices"][0]["finish_reason"], chunks[-1]["usage"]))
+    undisturbed, *requeued = seen
+    assert undisturbed[:2] == ("one two three".partition(stop)[0], "stop")
+    assert undisturbed[2]["prompt_tokens_details"]["cached_tokens"] == 2
+    assert len(requeued) >= 3 and all(answer == undisturbed for answer in requeued)
+
+
 async def test_what_came_meanwhile_is_one_chunk() -> None:
     async with running_stand("abcdefgh") as stand:
         body = {**CHAT, "service_tier": "flex"}

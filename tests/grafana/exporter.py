@@ -5,54 +5,44 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import cast
 
 from prometheus_client import CollectorRegistry
 
 from gateway.metrics import GatewayMetrics
 from gateway.ops import render
 from scheduler.config import load_tiers
-from scheduler.core import SchedulerCore
+from scheduler.knobs import Decision
 from scheduler.metrics import SchedulerMetrics
-from scheduler.report import Ended, PrefixLookup, Sample, StepReport
-from scheduler.sla import Decision, TierOutputs
-from scheduler.states import Status
+from scheduler.report import Ended, PrefixLookup, Reaction, Sample, StepReport
+from scheduler.sla import TierOutputs
+from tests.scheduler.builders import make_core
 
 TIERS = load_tiers(Path(__file__).parents[2] / "tiers.yaml")
 WORKERS = ("worker-a", "worker-b")
-
-
-class BusyCore:
-    """What the metrics read of a `SchedulerCore`."""
-
-    kv_usage = 0.4
-
-    def __init__(self) -> None:
-        self.preemptions: dict[tuple[str, str], int] = {}
-
-    def count(self, tier: str, status: Status) -> int:
-        return 3
-
-    def preempt_some(self) -> None:
-        for tier in TIERS.tiers:
-            for mode in ("pause", "swap", "recompute"):
-                key = (tier, mode)
-                self.preemptions[key] = self.preemptions.get(key, 0) + 1
 
 
 class Worker:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.metrics = SchedulerMetrics(self.registry, TIERS)
-        self._core = BusyCore()
+        self._core = make_core(TIERS)
+
+    def preempt_some(self) -> None:
+        for tier in TIERS.tiers:
+            for mode in ("pause", "swap", "recompute"):
+                self._core.preemptions[tier, mode] += 1
+            self._core.recomputed_tokens[tier] += 32
+        self._core.running.credit.spend(0.02)
 
     def serve_some_traffic(self) -> None:
         report = StepReport()
         for tier in TIERS.tiers:
-            report.samples += [Sample(kind, tier, 0.03) for kind in ("ttft", "itl", "e2e", "queue")]
+            report.samples += [Sample(kind, tier, 0.03) for kind in ("ttft", "itl", "e2e", "queue", "service")]
             reasons = ("stop", "length", "failed", "cancelled")
             report.ended += [Ended(tier, reason, 10, 20, met_slo=True) for reason in reasons]
             report.lookups.append(PrefixLookup(tier, 10, 4))
+            report.reactions.append(Reaction(tier, 0.7))
+            report.used_s[tier] = 0.01
         self.metrics.record_report(report)
         self.metrics.record_step(0.02, dict.fromkeys(TIERS.tiers, 4))
         knobs = ("batch_size", "max_wait_ms")
@@ -62,11 +52,9 @@ class Worker:
             for knob in knobs
             for new in (4, 16)
         )
-        self._core.preempt_some()
+        self.preempt_some()
         outputs = TierOutputs(8, 0.02, 0.1, ttft_p99_s=0.2, itl_p99_s=0.05, attainment=0.99)
-        self.metrics.record_state(
-            cast(SchedulerCore, self._core), dict.fromkeys(TIERS.tiers, 7), dict.fromkeys(TIERS.tiers, outputs)
-        )
+        self.metrics.record_state(self._core, dict.fromkeys(TIERS.tiers, 7), dict.fromkeys(TIERS.tiers, outputs))
 
 
 class Deployment:
@@ -91,6 +79,10 @@ class Deployment:
         for tier in TIERS.tiers:
             self.gateway.count_rejected(tier, "queue_full")
             self.gateway.count_disconnect(tier)
+            self.gateway.requests_demoted.labels(tier, "bulk").inc()
+            self.gateway.predicted_ttft.labels(tier).set(0.3)
+            for kind in ("prompt", "output"):
+                self.gateway.queued_tokens.labels(tier, kind).set(900)
         self.gateway.workers_alive.set(len(self.workers))
         self.gateway.batches.labels("in_progress").set(1)
 

@@ -35,6 +35,7 @@ class FakeServer:
     requests: list[Body] = field(default_factory=list)
     contents_asked: list[str] = field(default_factory=list)  # paths
     lines: list[Body] = field(default_factory=list)  # of the uploaded batch file
+    tiers: list[Body] = field(default_factory=list)  # every document that was put in force, in order
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -67,6 +68,11 @@ class FakeServer:
         elif path == "/metrics":
             text = f"# TYPE tidegate_step_seconds summary\ntidegate_step_seconds_sum {self.step_seconds}\n"
             await self._send(writer, 200, text.encode(), "text/plain")
+        elif path == "/admin/tiers":
+            self.tiers += [json.loads(raw)] if raw else []
+            await self._whole(writer, 200, {"document": self.tiers[-1] if self.tiers else {}})
+        elif path == "/admin/sla":
+            await self._whole(writer, 200, {"workers": []})
         elif path.startswith(("/v1/files", "/v1/batches")):
             await self._batch(path, raw, writer)
         elif self.is_silent(json.loads(raw)):

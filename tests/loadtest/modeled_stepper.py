@@ -4,13 +4,14 @@ import asyncio
 from typing import Any
 
 from engine.interface import EngineInfo, StepPlan, StepResult
+from engine.latency_model import StepCost
 from engine.modeled_engine import ModeledEngine
 
 
 class ModeledStepper:
     """Keeps the plans it was given. Each step takes no time at all."""
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, cost: StepCost | None = None, decode_cost: StepCost | None = None, **changes: Any) -> None:
         values: dict[str, Any] = {
             "max_model_len": 128,
             "vocab_size": 512,
@@ -19,7 +20,8 @@ class ModeledStepper:
             "max_step_tokens": 64,
             **changes,
         }
-        self.engine = ModeledEngine(EngineInfo("model", **values), lambda seconds: asyncio.sleep(0))
+        info = EngineInfo("model", **values)
+        self.engine = ModeledEngine(info, lambda seconds: asyncio.sleep(0), cost=cost, decode_cost=decode_cost)
         self.plans: list[StepPlan] = []
 
     @property
@@ -30,3 +32,6 @@ class ModeledStepper:
         self.plans.append(plan)
         self.engine.submit(plan)
         return asyncio.run(self.engine.collect())
+
+    def close(self) -> None:
+        """There is nothing to give back."""

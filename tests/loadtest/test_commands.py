@@ -3,13 +3,17 @@
 import asyncio
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
+import pytest
+
 from loadtest.dummy_model import write_dummy_model
 from loadtest.http_client import parse_target
-from loadtest.mixed import BULK, INTERACTIVE, MIXED, Timing, run_mixed
-from loadtest.report import render_mixed, table
+from loadtest.mixed import BULK, INTERACTIVE, MIXED, run_mixed
+from loadtest.report import render_mixed, table, write_json
+from loadtest.runner import Timing
 from loadtest.scenario import Scenario
 from tests.loadtest.fake_server import Body, FakeServer, repeat_or_count
 
@@ -70,8 +74,9 @@ async def test_a_nonce_of_another_request_is_named_a_leak() -> None:
 async def test_streams_prints_both_ways_and_their_ratio() -> None:
     async with FakeServer() as server:
         args = ("streams", "--url", server.url, "--streams", "4", "--output-tokens", "5")
-        code, out, err = await loadtest(*args)
-        too_much, _, _ = await loadtest(*args, "--at-least", "1000000")
+        (code, out, err), (too_much, _, _) = await asyncio.gather(
+            loadtest(*args), loadtest(*args, "--at-least", "1000000")
+        )
     assert (code, too_much) == (0, 1), err
     rows = {line.split("  ")[0]: line.split() for line in out.splitlines()}
     assert rows["4 at once"][3:6] == ["8", "0", "40"]
@@ -134,12 +139,13 @@ async def test_mixed_as_a_command_writes_its_table_and_says_what_failed(tmp_path
 async def test_what_the_user_can_mend_is_one_sentence_and_exit_2() -> None:
     async with FakeServer() as server:
         pass
-    for args, sentence in [
+    mistakes = [
         (["nonce", "--url", server.url], "/v1/models: "),
         (["nonce", "--url", "http://example.com"], "--allow-remote"),
         (["mixed", "--url", server.url, "--scenario", "nothing.yaml"], "shipped scenarios: "),
-    ]:
-        code, out, err = await loadtest(*args)
+    ]
+    said = await asyncio.gather(*(loadtest(*args) for args, _ in mistakes))
+    for (code, out, err), (_, sentence) in zip(said, mistakes, strict=True):
         assert (code, out) == (2, ""), err
         assert err.count("\n") == 1 and sentence in err
 
@@ -152,6 +158,14 @@ def test_the_dummy_model_is_the_reference_shape(tmp_path: Path) -> None:
     parameters = config["vocab_size"] * hidden + layers * layer + hidden
     assert (config["num_hidden_layers"], config["num_attention_heads"]) == (layers, heads)
     assert 134e6 < parameters < 136e6
+
+
+def test_the_command_line_in_a_result_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ["/usr/bin/python3", "-m", "loadtest", "coserve", "--server-flags", "--device cuda", "--model", "it's"]
+    monkeypatch.setattr(sys, "orig_argv", line)
+    write_json(tmp_path / "r.json", {}, seed=1, model="m")
+    command = json.loads((tmp_path / "r.json").read_text())["command"]
+    assert shlex.split(command) == ["python3", *line[1:]]
 
 
 def test_tables_align_words_left_and_numbers_right() -> None:

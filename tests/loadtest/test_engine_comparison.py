@@ -7,7 +7,7 @@ import pytest
 
 from loadtest.engine_bench.comparison import Comparison, Plan, compare
 from loadtest.engine_bench.comparison_report import ComparisonReport
-from loadtest.engine_bench.contestant import Contestant, SystemUnavailable
+from loadtest.engine_bench.contestant import ROOT, Contestant, SystemUnavailable, environment_of, vllm_environment
 from loadtest.engine_bench.floors import ModelShape, Peaks
 from loadtest.engine_bench.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
 from loadtest.engine_bench.work import STEP_TOKENS, Job, WorkKind
@@ -122,3 +122,13 @@ def test_an_interpreter_that_is_not_there_and_one_that_dies(tmp_path: Path) -> N
     gone = Contestant("vllm", SPEC, tmp_path / "b.log", str(dying))
     with gone, pytest.raises(SystemUnavailable, match="no such luck"):
         gone.start()
+
+
+def test_vllm_does_not_see_the_packages_of_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/of/this/python")
+    server, offline, ours = vllm_environment(2, "3"), environment_of("vllm", SPEC), environment_of("tidegate", SPEC)
+    assert "PYTHONPATH" not in server and offline["PYTHONPATH"] == str(ROOT)
+    assert "/of/this/python" in ours["PYTHONPATH"] and str(ROOT) in ours["PYTHONPATH"]
+    assert (server["OMP_NUM_THREADS"], server["VLLM_CPU_KVCACHE_SPACE"]) == ("2", "3")
+    assert {env["OMP_NUM_THREADS"] for env in (offline, ours)} == {"1"}
+    assert server["PATH"] == ours["PATH"]

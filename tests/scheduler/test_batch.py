@@ -1,14 +1,17 @@
 """Batch formation: one plan at a time, from states made by hand."""
 
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from engine.interface import StepPlan
 from engine.latency_model import StepCost
-from scheduler.batch import MIN_CHUNK, Budgets, TierBudget, form_batch
+from scheduler.batch import MIN_CHUNK, form_batch
+from scheduler.budgets import Budgets, TierBudget
 from scheduler.config import TierSet
-from scheduler.roster import Roster
 from scheduler.states import RequestState, Status
-from tests.scheduler.builders import make_decode, make_state, make_tiers, make_view, preempted, ran
+from tests.scheduler.builders import make_decode, make_roster, make_state, make_tiers, make_view, preempted, ran
 
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.001)
 
@@ -32,7 +35,7 @@ def form(
         0,
         make_view(**(view or {})),
         tiers.by_priority,
-        Roster.of(tiers.by_priority, states),
+        make_roster(tiers, states),
         Budgets(of_tier, COST),
         now,
     )
@@ -137,24 +140,50 @@ WAIT = budget(max_num_seqs=4, max_wait_s=0.02)
 
 
 def test_newcomers_wait_for_company_beside_other_work() -> None:
-    states = [make_decode("busy", "realtime"), make_state("new", claimed_s=1.0)]
-    assert list(ran(form(states, now=1.01, realtime=WAIT))) == ["busy"]
-    assert list(ran(form(states, now=1.021, realtime=WAIT))) == ["busy", "new"]
+    states = [make_decode("busy", "realtime"), make_state("new", "bulk", claimed_s=1.0)]
+    assert list(ran(form(states, now=1.01, bulk=WAIT))) == ["busy"]
+    assert list(ran(form(states, now=1.021, bulk=WAIT))) == ["busy", "new"]
 
 
 def test_a_full_batch_does_not_wait() -> None:
-    states = [make_decode("busy", "realtime"), *(make_state(f"new{i}", claimed_s=1.0) for i in range(3))]
-    assert len(form(states, now=1.0, realtime=WAIT).run) == 4
+    states = [make_decode("busy", "realtime"), *(make_state(f"new{i}", "bulk", claimed_s=1.0) for i in range(4))]
+    assert len(form(states, now=1.0, bulk=WAIT).run) == 5
 
 
-def test_an_idle_engine_never_waits() -> None:
-    states = [make_state("new", claimed_s=1.0), make_decode("below", "bulk")]
-    assert "new" in ran(form(states, now=1.0, realtime=WAIT))
+@pytest.mark.parametrize("busy", [make_decode("busy", "realtime"), make_decode("busy", "bulk")], ids=["same", "below"])
+def test_interactive_newcomers_never_wait_where_the_engine_is_busy(busy: RequestState) -> None:
+    """What arrives during a step batches for free."""
+    keen = replace(WAIT, gap_s=0.0001)
+    assert "new" in ran(form([make_state("new", claimed_s=1.0), busy], now=1.0, realtime=keen))
+
+
+@pytest.mark.parametrize(("gap_s", "waits"), [(0.001, True), (1.0, False)])
+def test_an_idle_engine_waits_only_where_another_arrival_is_worth_it(gap_s: float, waits: bool) -> None:
+    plan = form([make_state("new", claimed_s=1.0)], now=1.01, realtime=replace(WAIT, gap_s=gap_s))
+    assert plan.is_empty == waits
+    assert ran(form([make_state("new", claimed_s=1.0)], now=1.021, realtime=replace(WAIT, gap_s=gap_s)))
 
 
 def test_what_was_preempted_never_waits_for_company() -> None:
     states = [make_decode("busy", "bulk"), make_state("lost", "bulk", Status.PREEMPTED, claimed_s=1.0)]
     assert set(ran(form(states, now=1.0, bulk=WAIT))) == {"busy", "lost"}
+
+
+# -- which prefill first -------------------------------------------------------------------------------------------
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_that_is_due_at_about_the_same_time() -> None:
+    states = [make_state("long", prompt=400), make_state("short", prompt=20, claimed_s=0.05)]
+    assert list(ran(form(states, now=0.05))) == ["short", "long"]
+    waited = [make_state("long", prompt=400), make_state("short", prompt=20, claimed_s=0.45)]
+    assert list(ran(form(waited, now=0.45))) == ["short", "long"], "the long one is late for certain by now"
+
+
+def test_what_can_be_in_time_goes_before_a_huge_prompt_that_cannot() -> None:
+    """One poison prompt must not make all others late."""
+    huge = make_state("huge", prompt=900)
+    states = [huge, *(make_state(f"r{i}", prompt=20, claimed_s=5.0) for i in range(3))]
+    assert list(ran(form(states, now=5.0))) == ["r0", "r1", "r2", "huge"]
 
 
 # -- pausing -------------------------------------------------------------------------------------------------------
@@ -178,6 +207,18 @@ def test_bulk_flows_back_who_sat_out_longest_first() -> None:
     plan = form(states)
     assert plan.resume == ("b2", "b1", "b0")
     assert list(ran(plan)) == ["b2", "b1", "b0"]
+
+
+def test_bulk_that_rides_along_makes_nobodys_token_late() -> None:
+    """An interactive prefill has filled the step up to the next token's deadline: nothing is left to stretch."""
+    states = [make_state("rt", prompt=200), *(make_decode(f"b{i}") for i in range(9))]
+    full_s = 0.111  # the fixed cost, and 101 tokens
+    rides = ran(form(states, realtime=budget(step_time_s=full_s), bulk=budget(paused=True, stretch=0.03)))
+    assert rides == {"rt": 101, "b0": 1, "b1": 1, "b2": 1}
+    bound = ran(
+        form(states, realtime=budget(step_time_s=full_s), bulk=budget(paused=True, stretch=0.03, within_s=full_s))
+    )
+    assert bound == {"rt": 101}
 
 
 def test_bulk_is_not_paused_for_work_that_cannot_start() -> None:
@@ -267,3 +308,10 @@ def test_lower_tiers_start_nothing_while_a_higher_one_waits_for_blocks() -> None
     """Else small bulk prompts keep taking the blocks that the big interactive one waits for."""
     states = [make_state("big", prompt=160), make_state("small", "bulk", prompt=16), make_decode("d", "realtime")]
     assert list(ran(form(states, view={"free_blocks": 3}))) == ["d"]
+
+
+def test_late_prefills_that_hold_all_slots_go_on_beside_newcomers_who_wait_for_one() -> None:
+    """Else no slot would ever come free again."""
+    late = [make_state(f"late{i}", "realtime", Status.RUNNING, prompt=400, computed=100) for i in range(2)]
+    newcomer = make_state("new", prompt=20, claimed_s=5.0)
+    assert set(ran(form([*late, newcomer], now=5.0, realtime=budget(max_num_seqs=2)))) == {"late0", "late1"}

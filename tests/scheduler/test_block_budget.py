@@ -5,9 +5,8 @@ import pytest
 from engine.interface import PreemptionMode
 from engine.latency_model import StepCost
 from scheduler.block_budget import BlockBudget
-from scheduler.preemption import MAX_PREEMPTIONS
 from scheduler.states import RequestState, Status
-from tests.scheduler.builders import make_decode, make_state, make_view
+from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_state, make_view
 
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.001)
 RECOMPUTE, SWAP = PreemptionMode.RECOMPUTE, PreemptionMode.SWAP

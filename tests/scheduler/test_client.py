@@ -1,18 +1,20 @@
 """The gateway's side: what reaches whoever asked, and what is refused. Workers' events are played by hand."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from engine.interface import FinishReason
 from scheduler.admission import Rejected, RejectReason
-from scheduler.client import CHECK_EVERY, REFRESH_S, WORKER_GRACE_S, Generation, SchedulerClient
+from scheduler.client import CHECK_EVERY, REFRESH_S, WORKER_GRACE_S, SchedulerClient
 from scheduler.events.memory import MemoryEventChannel
-from scheduler.queue.base import QueueFull
+from scheduler.forecast import STALE_S
+from scheduler.generation import Generation
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
-from scheduler.request import EventKind, Request, TierStatus, TokenEvent, WorkerStatus
+from scheduler.request import EventKind, Request, TierCapacity, TierStatus, TokenEvent, WorkerStatus
 from scheduler.virtual_time import VirtualClock
 from tests.scheduler.builders import make_request, make_tiers
 from tests.scheduler.world import run_bounded
@@ -201,9 +203,9 @@ def test_a_request_that_is_still_being_put_is_not_lost() -> None:
     async def story(stage: Stage) -> None:
         put = stage.queue.put
 
-        async def slow_put(requests: Sequence[Request], limit: int | None = None) -> QueueFull | None:
+        async def slow_put(*arguments: Any) -> Any:
             await stage.clock.sleep(2 * LOST_WITHIN_S)
-            return await put(requests, limit)
+            return await put(*arguments)
 
         stage.queue.put = slow_put  # type: ignore[method-assign]
         async with await stage.submit(make_request("r")) as events:
@@ -306,10 +308,10 @@ def test_a_submit_cancelled_on_its_way_leaves_nothing_in_the_queue() -> None:
     async def story(stage: Stage) -> None:
         put = stage.queue.put
 
-        async def slow_answer(requests: Sequence[Request], limit: int | None = None) -> QueueFull | None:
-            full = await put(requests, limit)
+        async def slow_answer(*arguments: Any) -> Any:
+            refused = await put(*arguments)
             await stage.clock.sleep(1.0)
-            return full
+            return refused
 
         stage.queue.put = slow_answer  # type: ignore[method-assign]
         submitting = asyncio.create_task(stage.submit(make_request("a"), make_request("b")))
@@ -349,14 +351,92 @@ def test_a_full_queue_refuses_all_or_none_and_n_counts_as_n() -> None:
     play(story)
 
 
-def test_a_burst_of_submits_does_not_slip_through() -> None:
-    """Trap 4."""
+def test_trap_4_a_burst_of_submits_does_not_slip_through() -> None:
 
     async def story(stage: Stage) -> None:
         burst = [stage.client.submit([make_request(f"r{i}")]) for i in range(20)]
         outcomes = await asyncio.gather(*burst)
         assert sum(isinstance(o, Generation) for o in outcomes) == 4
         assert await stage.depth() == 4
+
+    play(story)
+
+
+CAPACITY = TierCapacity(slots_free=64, drain_per_s=1.0, prefill_tokens_per_s=1000.0, output_tokens_per_s=1000.0)
+PREDICTING = make_tiers(realtime={"admission": {"predict": True}}, bulk={"admission": {"predict": True}})
+
+
+async def foretelling(stage: Stage, gateway_id: str) -> SchedulerClient:
+    """A client that has heard what the worker can do: within the 0.5 s promised, 500 prompt tokens."""
+    client = SchedulerClient(stage.queue, stage.events, stage.registry, PREDICTING, stage.clock, gateway_id)
+    tiers = {name: TierStatus(batch_size=64, capacity=CAPACITY) for name in PREDICTING.tiers}
+    wall_ms = stage.clock.wall_ms()
+    await stage.registry.announce(WorkerStatus("w", ("model",), 512, 1000, 0, tiers=tiers, at_ms=wall_ms), "")
+    await client.start()
+    return client
+
+
+async def let_in(*submits: Awaitable[Generation | Rejected]) -> int:
+    outcomes = await asyncio.gather(*submits)
+    assert {o.reason for o in outcomes if isinstance(o, Rejected)} <= {RejectReason.OVERLOADED}
+    return sum(isinstance(o, Generation) for o in outcomes)
+
+
+def test_trap_4_of_a_burst_over_two_gateways_only_what_will_be_in_time_gets_in() -> None:
+    async def story(stage: Stage) -> None:
+        clients = [await foretelling(stage, f"gateway-{n}") for n in range(2)]
+        bursts = [c.submit([make_request(f"{c.gateway_id}-{i}", prompt=100)]) for i in range(20) for c in clients]
+        assert await let_in(*bursts) == 5
+        for client in clients:
+            await client.close()
+
+    play(story)
+
+
+def test_trap_4_a_burst_that_was_claimed_at_once_still_counts() -> None:
+    """The queue is empty again, and the next heartbeat is a second away."""
+
+    async def story(stage: Stage) -> None:
+        client = await foretelling(stage, "gateway-1")
+        for i in range(20):
+            await client.submit([make_request(f"r{i}", prompt=100)])
+            await stage.queue.for_worker("w").claim({"realtime": 99}, 10.0)
+        assert client.num_waiting == 5
+        await client.close()
+
+    play(story)
+
+
+def test_trap_15_n_choices_are_that_many_prompts_to_admission() -> None:
+    async def story(stage: Stage) -> None:
+        client = await foretelling(stage, "gateway-1")
+        four = [make_request(f"four-{n}", prompt=70) for n in range(4)]
+        assert await let_in(client.submit(four)) == 1
+        assert await let_in(client.submit([make_request(f"more-{n}", prompt=70) for n in range(5)])) == 0
+        assert await let_in(client.submit([make_request("one", prompt=70)])) == 1
+        await client.close()
+
+    play(story)
+
+
+def test_trap_7_a_flood_of_bulk_stops_no_chat() -> None:
+    async def story(stage: Stage) -> None:
+        client = await foretelling(stage, "gateway-1")
+        flood = [make_request(f"b{n}", "bulk", prompt=500, deadline_ms=2**50) for n in range(500)]
+        assert await let_in(client.submit(flood)) == 1
+        assert await let_in(client.submit([make_request("chat", prompt=100)])) == 1
+        await client.close()
+
+    play(story)
+
+
+def test_trap_8_heartbeats_that_cease_refuse_nobody() -> None:
+    async def story(stage: Stage) -> None:
+        client = await foretelling(stage, "gateway-1")
+        assert await let_in(*(client.submit([make_request(f"a{n}", prompt=100)]) for n in range(9))) == 5
+        await stage.clock.sleep(STALE_S + REFRESH_S)
+        assert await let_in(*(client.submit([make_request(f"b{n}", prompt=100)]) for n in range(9))) == 9
+        await client.close()
 
     play(story)
 

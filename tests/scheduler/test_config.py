@@ -1,11 +1,15 @@
 """tiers.yaml: the shipped one works, and an error names the key."""
 
+import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import yaml
+from pydantic import BaseModel
 
-from scheduler.config import TierConfigError, load_tiers, parse_tiers
+from scheduler.config import TierConfigError, TierSet, load_tiers, parse_tiers
 from tests.scheduler.builders import make_tiers
 
 SHIPPED = Path(__file__).parents[2] / "tiers.yaml"
@@ -51,6 +55,11 @@ def tier(**changes: Any) -> dict[str, Any]:
         (tier(slo={"ttft_p99": 3}), "tiers.t.slo.ttft_p99: Extra inputs are not permitted"),
         (tier(slo={"ttft_p99_ms": 0}), "tiers.t.slo.ttft_p99_ms: "),
         (tier(floor=0.5), "tiers.t.floor: "),
+        (tier(slo={"tpot_ms": 50}), "tiers.t.slo: tpot_ms counts from the first token's promise: it needs ttft_p99_ms"),
+        (tier(slo={"itl_p99_ms": 50}, floor=0.1), "tiers.t: floor is for tiers without a latency promise"),
+        (tier(slo={"itl_p99_ms": 50}, aging_ms=9), "tiers.t: aging_ms is for tiers without a latency promise"),
+        (tier(slo={"itl_p99_ms": 50}, urgent_ms=9), "tiers.t: urgent_ms is for tiers without a latency promise"),
+        (tier(admission={"reopen_at": 0.5}), "tiers.t: admission.reopen_at is for tiers with a latency promise"),
         (tier(prioritiy=1), "tiers.t.prioritiy: Extra inputs are not permitted"),
         (tier(answers_as="bulk"), "tiers.t.answers_as: "),
         ({**tier(), "default_tier": "x"}, "default_tier: there is no tier 'x'"),
@@ -92,3 +101,63 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path.write_text("tiers: [")
     with pytest.raises(TierConfigError, match="not YAML"):
         load_tiers(path)
+
+
+# -- the shipped file as documentation -----------------------------------------------------------------------------
+
+
+def keys_of(model: type[BaseModel]) -> set[str]:
+    """All keys that a file may have, at any depth; not the names of tiers."""
+    keys = set(model.model_fields) - {"name"}
+    kinds = {kind for field in model.model_fields.values() for kind in _models_in(field.annotation)}
+    return keys.union(*(keys_of(kind) for kind in kinds))
+
+
+def _models_in(annotation: Any) -> set[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {annotation}
+    return {model for part in get_args(annotation) for model in _models_in(part)}
+
+
+def test_every_key_is_in_the_shipped_file() -> None:
+    text = SHIPPED.read_text(encoding="utf-8")
+    keys = keys_of(TierSet)
+    assert {"default_tier", "priority", "min", "dry_run", "demote_to", "max_preemptions"} <= keys
+    assert {key for key in keys if not re.search(rf"\b{key}:(\s|$)", text, re.MULTILINE)} == set()
+
+
+def test_the_keys_that_it_only_shows_are_right_too() -> None:
+    shown, count = re.subn(r"^( *)# (?=\w+: )", r"\1", SHIPPED.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    tiers = parse_tiers(yaml.safe_load(shown))
+    assert count >= 5
+    assert tiers["realtime"].pinned.batch_size == 64
+    assert tiers["realtime"].admission.demote_to == "bulk"
+    assert tiers["bulk"].aging_ms == 300_000
+
+
+@pytest.mark.parametrize("defaults", [False, True])
+def test_a_document_makes_the_same_tiers_again(defaults: bool) -> None:
+    tiers = load_tiers(SHIPPED)
+    document = tiers.document(defaults=defaults)
+    assert parse_tiers(json.loads(json.dumps(document))) == tiers
+    assert ("urgent_ms" in document["tiers"]["bulk"]) is defaults
+
+
+def test_an_error_says_its_key() -> None:
+    with pytest.raises(TierConfigError) as refusal:
+        parse_tiers(tier(floor=2, priority="high"))
+    assert refusal.value.key == "tiers.t.priority"
+    with pytest.raises(TierConfigError) as refusal:
+        parse_tiers({**tier(), "batch_tier": "none"})
+    assert refusal.value.key == "batch_tier"
+    with pytest.raises(TierConfigError) as refusal:
+        parse_tiers([])
+    assert refusal.value.key is None
+
+
+@pytest.mark.parametrize(("changes", "key"), [({"name": "u"}, "tiers.t.name"), ({"deadline_ms": 1.5}, "deadline_ms")])
+def test_a_tier_goes_by_its_key_and_numbers_are_finite(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(TierConfigError, match=key):
+        parse_tiers(tier(**changes))
+    with pytest.raises(TierConfigError, match=r"tiers\.t\.max_wait_ms\.max"):
+        parse_tiers(tier(max_wait_ms={"min": 0, "start": 0, "max": float("inf")}))

@@ -2,14 +2,13 @@
 
 from engine.interface import Run, StepPlan
 from scheduler.continuation import continuation
-from scheduler.roster import Roster
 from scheduler.states import RequestState, Status
-from tests.scheduler.builders import make_decode, make_state, make_tiers, make_view
+from tests.scheduler.builders import make_decode, make_roster, make_state, make_tiers, make_view
 
 
 def follow(states: list[RequestState], running: str, **view: int) -> StepPlan | None:
     plan = StepPlan(4, run=tuple(Run(name, 1) for name in running))
-    return continuation(plan, 5, make_view(**view), Roster.of(make_tiers().by_priority, states))
+    return continuation(plan, 5, make_view(**view), make_roster(make_tiers(), states))
 
 
 def test_decodes_go_on_in_their_order() -> None:

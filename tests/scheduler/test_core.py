@@ -4,9 +4,7 @@ import pytest
 
 from engine.interface import FinishReason, SequenceFailure, StepResult
 from engine.latency_model import StepCost, StepTimeModel, StepWork
-from scheduler.acceptance import MAX_ATTEMPTS
-from scheduler.core import PREFETCH
-from scheduler.preemption import MAX_PREEMPTIONS
+from scheduler.claims import PREFETCH
 from scheduler.queue.base import Lease
 from scheduler.request import Claimed, Delivery, EventKind
 from scheduler.states import Status
@@ -14,6 +12,7 @@ from scheduler.virtual_time import EPOCH_MS
 from tests.scheduler.bench import Bench
 from tests.scheduler.builders import (
     FAST,
+    MAX_PREEMPTIONS,
     expected_tokens,
     fixed,
     make_core,
@@ -54,7 +53,7 @@ def test_bulk_pauses_with_its_kv_resident_and_flows_back_in_order() -> None:
     used = bench.engine.used_blocks
     bench.accept(make_request("rt", prompt=16, max_tokens=3))
     bench.step()
-    assert bench.core.count("bulk", Status.PAUSED) == 4
+    assert bench.core.roster.count_status("bulk", Status.PAUSED) == 4
     assert bench.engine.used_blocks == used + 1, "nothing of bulk was freed"
     plan = bench.step()
     assert plan.resume == ("b0", "b1", "b2", "b3")
@@ -105,10 +104,10 @@ def test_a_victim_stays_held_and_loses_its_kv_a_bounded_number_of_times() -> Non
         bench.accept(make_request(f"rt{i}", prompt=180, max_tokens=2))
         for _ in range(6):
             bench.step()
-        assert bench.core.holds("b")
-        assert Lease("b", 1) in bench.core.leases()
+        assert "b" in bench.core.roster.states
+        assert Lease("b", 1) in bench.core.roster.leases()
     bench.run()
-    assert bench.core.life("b").num_preemptions <= 3
+    assert bench.core.life("b").num_preemptions == MAX_PREEMPTIONS
     assert bench.tokens("b") == expected_tokens(bulk)
     assert bench.core.counts["finished"] == 7
 
@@ -131,7 +130,7 @@ def test_growth_too_evicts_a_bounded_number_of_times() -> None:
     bench.step()
     for i in range(5):
         bench.accept(make_request(f"rt{i}", prompt=60, max_tokens=150))
-        while bench.core.holds(f"rt{i}"):
+        while f"rt{i}" in bench.core.roster.states:
             bench.step()
         for _ in range(3):
             bench.step()
@@ -151,7 +150,7 @@ def test_the_worn_come_back_only_with_room_for_all_that_they_may_need() -> None:
     worn.num_preemptions = MAX_PREEMPTIONS - 1
     bench.accept(make_request("big", prompt=100, max_tokens=5))
     assert preempted(bench.step()) == {"worn": "recompute"}
-    while bench.core.holds("rt"):
+    while "rt" in bench.core.roster.states:
         assert worn.status is Status.PREEMPTED, "6 to 10 blocks are free, since `big` has ended"
         bench.step()
     bench.step()
@@ -253,7 +252,7 @@ def test_cached_tokens_are_reported_and_are_no_work() -> None:
     assert told == {"first": 0, "second": 96, "third": 96}
     assert all(e.cached_tokens == told[e.request_id] for e in bench.events)
     lookups = [lookup for report in bench.reports for lookup in report.lookups]
-    assert [(lk.queried_tokens, lk.hit_tokens) for lk in lookups] == [(100, 0), (100, 96), (97, 96)]
+    assert [(lk.queried_tokens, lk.hit_tokens) for lk in lookups] == [(100, 0), (97, 96), (100, 96)]
 
 
 def test_what_a_victim_finds_of_itself_again_is_nobodys_saving() -> None:
@@ -377,7 +376,7 @@ def test_claiming_again_what_is_held_goes_on_under_the_newer_lease() -> None:
     bench.accept(make_request("r", max_tokens=4))
     bench.step()
     bench.core.accept([Claimed(bench.core.life("r").request, fence=9, attempt=2)], bench.now, bench.wall_ms)
-    assert bench.core.leases() == [Lease("r", 9)]
+    assert bench.core.roster.leases() == [Lease("r", 9)]
     bench.run()
     assert bench.reports[-1].leases == [Lease("r", 9)]
     assert bench.core.counts["accepted"] == 1
@@ -409,13 +408,13 @@ def test_a_request_that_can_never_run_fails_with_the_reason_and_harms_nobody(
 
 
 def test_a_request_that_ends_its_worker_each_time_is_given_up() -> None:
-    core = make_core()
+    core = make_core(make_tiers(realtime={"retry": {"max_attempts": 2}}))
     request = make_request("poison")
-    core.accept([Claimed(request, fence=1, attempt=MAX_ATTEMPTS)], 0.0, EPOCH_MS)
-    assert core.holds("poison")
+    core.accept([Claimed(request, fence=1, attempt=2)], 0.0, EPOCH_MS)
+    assert "poison" in core.roster.states
     core.release_all()
-    core.accept([Claimed(request, fence=2, attempt=MAX_ATTEMPTS + 1)], 0.0, EPOCH_MS)
-    assert not core.holds("poison")
+    core.accept([Claimed(request, fence=2, attempt=3)], 0.0, EPOCH_MS)
+    assert "poison" not in core.roster.states
     report = core.refuse(0.0)
     [event] = report.events["gateway"]
     assert (event.kind, event.request_id) == (EventKind.FAILED, "poison")
@@ -484,6 +483,7 @@ def test_latencies_count_from_the_arrival_at_the_gateway() -> None:
     assert samples == {
         "queue": pytest.approx(0.1),
         "ttft": pytest.approx(0.1 + first_s),
+        "service": pytest.approx(first_s),
         "itl": pytest.approx(second_s),
         "e2e": pytest.approx(0.1 + first_s + second_s),
     }
@@ -500,7 +500,7 @@ def test_a_broken_sequence_fails_alone_and_counts_as_a_miss() -> None:
     assert (event.request_id, event.kind, event.error) == ("bad", EventKind.FAILED, "NaN in the logits")
     assert report.leases == [Lease("bad", 1)]
     assert [(e.reason, e.met_slo) for e in report.ended] == [("failed", False)]
-    assert core.holds("good") and not core.holds("bad")
+    assert "good" in core.roster.states and "bad" not in core.roster.states
 
 
 # -- claims --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """One simulated minute as text: chat in two waves over endless bulk. Any change of policy shows as a diff to read.
 
 `TIDEGATE_UPDATE_GOLDEN=1 pytest tests/scheduler/test_golden_minute.py` writes the file anew. The engine's noise is off
-and the step times are known, so that the text is the same on every machine.
+and the step times are known, so that the text is the same on every machine. Of the two ceilings that move together,
+slots and tokens, it shows the slots.
 """
 
 import asyncio
@@ -87,7 +88,7 @@ def _slices(world: World, decisions: list[tuple[float, Decision]]) -> Iterator[s
         )
         first = f"{len(waits)}, {waits[len(waits) // 2]} {waits[-1]}" if waits else "-"
         yield f"{begin_s:3}-{end_s:3} | {len(plans):5}  {chat:8}  {bulk:8}  {pauses:6} | {first}"
-        made = [(now, d) for now, d in decisions if begin_s <= now < end_s]
+        made = [(now, d) for now, d in decisions if begin_s <= now < end_s and d.knob != "batch_tokens"]
         for _, run in groupby(made, key=lambda m: (m[1].tier, m[1].knob, m[1].signal)):
             moves = list(run)
             (now, first_move), last_move = moves[0], moves[-1][1]

@@ -9,16 +9,17 @@ from prometheus_client import CollectorRegistry
 
 from engine.interface import EngineDead, StepPlan
 from engine.modeled_engine import ModeledEngine
-from scheduler.acceptance import MAX_ATTEMPTS
+from scheduler.config import Retry
 from scheduler.heartbeat import WorkerIdentity
-from scheduler.loop import IDLE_S, LEASE_S, RENEW_EVERY, SchedulerLoop
+from scheduler.intake import LISTEN_S
+from scheduler.loop import SchedulerLoop
 from scheduler.metrics import SchedulerMetrics
 from scheduler.queue.base import Lease
 from scheduler.request import Claimed, Delivery, EventKind, TokenEvent
 from scheduler.sla import UPDATE_S
-from scheduler.states import Status
+from scheduler.upkeep import LEASE_S, RENEW_EVERY
 from tests.scheduler.builders import FAST, expected_tokens, fixed, make_core, make_info, make_tiers, preempted, ran
-from tests.scheduler.world import World, run_bounded, run_world, start_world
+from tests.scheduler.world import Answer, World, run_bounded, run_world, start_world
 
 STEP_S = 0.02  # about what a step of a few sequences takes
 
@@ -360,7 +361,7 @@ def test_a_request_that_kills_every_worker_is_given_up() -> None:
             world.running.cancel()
             await asyncio.gather(world.running, return_exceptions=True)
             deaths += 1
-            assert deaths <= MAX_ATTEMPTS + 1
+            assert deaths <= Retry().max_attempts + 1
             queue, metrics = world.queue.for_worker("worker"), SchedulerMetrics(CollectorRegistry(), world.tiers)
             core, identity = make_core(), WorkerIdentity("worker", ("model",), 0)
             engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
@@ -368,7 +369,7 @@ def test_a_request_that_kills_every_worker_is_given_up() -> None:
             world.running = asyncio.create_task(heir.run())
             await world.settle()
         assert (await poison).events[-1].kind is EventKind.FAILED
-        assert deaths == MAX_ATTEMPTS
+        assert deaths == Retry().max_attempts
         heir.drain()
         await world.running
         await world.client.close()
@@ -408,7 +409,7 @@ def test_an_error_in_any_task_ends_all_of_them_and_is_raised(break_it: Callable[
         break_it(world)
         await world.queue.put([world.request("r")])
         tasks = len(asyncio.all_tasks())
-        async with asyncio.timeout(2 * IDLE_S + UPDATE_S):
+        async with asyncio.timeout(2 * LISTEN_S + UPDATE_S):
             with pytest.raises(Broken):
                 await world.running
         assert len(asyncio.all_tasks()) < tasks, "no task of the loop is left"
@@ -465,19 +466,43 @@ def test_the_controllers_view_is_fed() -> None:
     run_world(story)
 
 
-def test_paused_bulk_is_owed_its_floor_also_when_its_queue_is_empty() -> None:
-    """The debt counts what is held, not only what still waits in the store."""
+async def _bulk_share_under_a_flood(world: World, bulk: list[asyncio.Task[Answer]]) -> float:
+    """Of the engine's time, that `bulk` has while interactive prompts wait: both last longer than it is looked at."""
+    flood = [asyncio.create_task(world.ask(f"rt{i}", prompt=500, max_tokens=1)) for i in range(99)]
+    await world.clock.sleep(0.3)
+    before_s = dict(world.core.used_s)
+    await world.clock.sleep(7.0)
+    used_s = {tier: seconds - before_s[tier] for tier, seconds in world.core.used_s.items()}
+    assert not all(request.done() for request in flood) and not all(request.done() for request in bulk)
+    await asyncio.gather(*flood, *bulk)
+    return used_s["bulk"] / sum(used_s.values())
 
-    async def story(world: World) -> Mapping[str, float]:
-        bulk = asyncio.create_task(world.ask("b", "bulk", max_tokens=400))
+
+@pytest.mark.parametrize("floor", [0.0, 0.02])
+def test_paused_bulk_gets_its_floor_also_when_its_queue_is_empty(floor: float) -> None:
+    """The debt counts what is held, not only what still waits in the store. Prompts do not ride along as decodes do."""
+
+    async def story(world: World) -> float:
+        bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", prompt=500, max_tokens=1)) for i in range(4)]
+        await world.clock.sleep(0.06)
+        assert (await world.queue.depths(["bulk"]))["bulk"] == 0 and world.core.num_held == 4
+        return await _bulk_share_under_a_flood(world, bulk)
+
+    tiers = make_tiers(bulk={"floor": floor})
+    share = run_world(story, known=FAST, info=make_info(max_step_tokens=128), tiers=tiers)
+    assert share == pytest.approx(floor, abs=0.005)
+
+
+@pytest.mark.parametrize("floor", [0.05, 0.2])
+def test_bulk_that_decodes_gets_its_floor_though_every_step_could_be_full_of_prompts(floor: float) -> None:
+    """One token each a step is hardly anything beside prompts that take a tenth of a second: what is owed is paid in
+    steps that these do not fill."""
+
+    async def story(world: World) -> float:
+        bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", prompt=16, max_tokens=480)) for i in range(12)]
         await world.clock.sleep(0.2)
-        before = world.core.controller._knobs["bulk"].debt_s
-        flood = [asyncio.create_task(world.ask(f"rt{i}", prompt=500, max_tokens=1)) for i in range(99)]
-        await world.clock.sleep(1.0)
-        assert world.core.count("bulk", Status.PAUSED) == 1
-        after = world.core.controller._knobs["bulk"].debt_s
-        await asyncio.gather(*flood, bulk)
-        return {"before": before, "after": after}
+        return await _bulk_share_under_a_flood(world, bulk)
 
-    debts = run_world(story, known=FAST)
-    assert debts["after"] > debts["before"]
+    tiers = make_tiers(bulk={"floor": floor}, realtime={"slo": {"ttft_p99_ms": 500}})
+    share = run_world(story, known=FAST, tiers=tiers)
+    assert 0.9 * floor <= share <= floor + 0.02

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from scheduler.config import parse_tiers
+from scheduler.knobs import Decision
 from scheduler.metrics import SchedulerMetrics
 from scheduler.report import Ended, PrefixLookup, Sample, StepReport
-from scheduler.sla import Decision
 from scheduler.windows import WINDOW_S
 from tests.scheduler.builders import make_tiers
 from tests.scheduler.world import World, run_world
@@ -18,6 +19,8 @@ HISTOGRAMS = {
     "tidegate_inter_token_latency_seconds",
     "tidegate_e2e_request_latency_seconds",
     "tidegate_request_queue_time_seconds",
+    "tidegate_first_token_service_seconds",
+    "tidegate_reaction_steps",
     "tidegate_step_batch_size",
     "tidegate_step_seconds",
 }
@@ -32,6 +35,11 @@ GAUGES = {
     "tidegate_slo_attainment_ratio",
     "tidegate_controller_max_wait_seconds",
     "tidegate_controller_batch_size",
+    "tidegate_controller_batch_tokens",
+    "tidegate_controller_margin_ratio",
+    "tidegate_arrivals_per_second",
+    "tidegate_kv_reserve_blocks",
+    "tidegate_step_time_error_ratio",
 }
 COUNTERS = {
     "tidegate_num_preemptions",
@@ -41,6 +49,10 @@ COUNTERS = {
     "tidegate_prefix_cache_hits",
     "tidegate_requests_finished",
     "tidegate_controller_decisions",
+    "tidegate_steps_shed",
+    "tidegate_shed_seconds",
+    "tidegate_engine_seconds",
+    "tidegate_recomputed_tokens",
 }
 
 
@@ -154,3 +166,21 @@ def test_the_gauges_show_the_moment_and_preemptions_are_counted_once() -> None:
         assert value(registry, "requests_finished_total", tier="bulk", reason="length") == 3
 
     run_world(story)
+
+
+def test_other_tiers_show_other_promises_and_keep_what_was_counted() -> None:
+    metrics, registry = make_metrics()
+    metrics.record_report(StepReport(ended=[Ended("bulk", "stop", 7, 3, True)]))
+    before = make_tiers()
+    without = {name: tier for name, tier in before.document(defaults=False)["tiers"].items() if name != "bulk"}
+    without["realtime"]["slo"] = {"ttft_p99_ms": 750}
+    tiers = parse_tiers({"default_tier": "realtime", "batch_tier": "eco", "tiers": {**without, "eco": {"priority": 1}}})
+    metrics._waiting.labels("bulk").set(1)
+    metrics._waiting.labels("realtime").set(2)
+    metrics.reconfigure(tiers)
+    assert value(registry, "num_requests_waiting", tier="bulk") is None
+    assert value(registry, "num_requests_waiting", tier="realtime") == 2
+    assert value(registry, "slo_target_seconds", tier="realtime", metric="ttft", quantile="0.99") == 0.75
+    assert value(registry, "slo_target_seconds", tier="realtime", metric="itl", quantile="0.99") is None
+    assert value(registry, "prompt_tokens_total", tier="bulk") == 7
+    assert value(registry, "prompt_tokens_total", tier="eco") == 0

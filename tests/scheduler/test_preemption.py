@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from engine.interface import PreemptionMode
 from engine.latency_model import StepCost
-from scheduler.preemption import MAX_PREEMPTIONS, cheapest_mode, growth_victims, newcomer_victims
+from scheduler.preemption import cheapest_mode, growth_victims, newcomer_victims
 from scheduler.states import RequestState, Status
-from tests.scheduler.builders import make_decode, make_state
+from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_state
 
 TIERS = ("realtime", "bulk", "batch")
 

@@ -9,12 +9,11 @@ import pytest
 
 from engine.interface import EngineInfo
 from scheduler.core import SchedulerCore
-from scheduler.preemption import MAX_PREEMPTIONS
 from scheduler.request import Claimed
 from scheduler.roster import Roster
 from scheduler.sla import SLAController
 from scheduler.states import RequestState, Status
-from tests.scheduler.builders import make_decode, make_request, make_state, make_tiers
+from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_request, make_roster, make_state, make_tiers
 
 TIERS = make_tiers()
 
@@ -43,7 +42,7 @@ def test_each_state_is_where_its_status_says() -> None:
 
 
 def test_who_ran_goes_behind_those_who_sat_out() -> None:
-    roster = Roster.of(TIERS.by_priority, [make_decode(name, "realtime") for name in "abcd"])
+    roster = make_roster(TIERS, [make_decode(name, "realtime") for name in "abcd"])
     roster.note_run(["a", "c"])
     assert ids(roster.decodes("realtime")) == ["b", "d", "a", "c"]
     roster.note_run(["b"])
@@ -54,10 +53,21 @@ def test_who_ran_goes_behind_those_who_sat_out() -> None:
 def test_the_worn_keep_promises_while_they_decode() -> None:
     worn = make_decode("worn")
     worn.num_preemptions = MAX_PREEMPTIONS
-    roster = Roster.of(TIERS.by_priority, [worn, make_decode("fresh")])
+    roster = make_roster(TIERS, [worn, make_decode("fresh")])
     assert ids(roster.promised()) == ["worn"]
     roster.remove(worn)
     assert ids(roster.promised()) == []
+
+
+def test_a_reload_says_anew_who_is_worn() -> None:
+    """Else one that may not lose its blocks again has no room to grow into, or one that may keeps it from others."""
+    once = make_decode("once")
+    once.num_preemptions = 1
+    roster = make_roster(TIERS, [once])
+    for most, worn in ((1, ["once"]), (2, [])):
+        roster.reconfigure(make_tiers(bulk={"retry": {"max_preemptions": most}}).tiers)
+        assert ids(roster.promised()) == worn
+        assert once.tier.retry.max_preemptions == most
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -74,7 +84,7 @@ def test_filing_again_and_again_is_filing_once(seed: int) -> None:
             _change(state, rng)
             held[state.id] = state
             roster.file(state)
-        fresh = Roster.of(TIERS.by_priority, held.values())
+        fresh = make_roster(TIERS, held.values())
         for tier in ("realtime", "bulk"):
             assert sorted(ids(roster.decodes(tier))) == sorted(ids(fresh.decodes(tier)))
             for look in ("prefills", "evicted", "waiting"):
@@ -102,7 +112,7 @@ def test_a_plan_costs_the_same_beside_ten_and_ten_thousand_idle_requests() -> No
 def _calls_of_a_plan(num_idle: int) -> int:
     """Function calls that planning an interactive step takes while a first token is awaited above `num_idle` others."""
     info = EngineInfo("m", 512, 100, block_size=16, num_blocks=50_000, max_step_tokens=512)
-    core = SchedulerCore(TIERS, info, SLAController(TIERS))
+    core = SchedulerCore(TIERS, info, SLAController(TIERS, info.sheds))
     idle = [make_request(f"b{i}", "bulk", prompt=32) for i in range(num_idle)]
     chat = [make_request(f"c{i}", "realtime", prompt=32) for i in range(4)]
     core.accept([Claimed(request, 1) for request in (*idle, *chat)], 0.0, 0)

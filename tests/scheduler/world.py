@@ -9,17 +9,20 @@ from prometheus_client import CollectorRegistry
 
 from engine.interface import EngineInfo, FinishReason
 from engine.latency_model import StepCost
+from engine.loop_timer import LoopTimer
 from engine.modeled_engine import ModeledEngine
 from scheduler.admission import Rejected
-from scheduler.client import Generation, SchedulerClient
+from scheduler.client import SchedulerClient
 from scheduler.config import TierSet
 from scheduler.events.memory import MemoryEventChannel
+from scheduler.generation import Generation
 from scheduler.heartbeat import WorkerIdentity
 from scheduler.loop import SchedulerLoop
 from scheduler.metrics import SchedulerMetrics
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request, TokenEvent
+from scheduler.step_log import StepLog
 from scheduler.virtual_time import VirtualClock, run_virtual
 from tests.scheduler.builders import FAST, CheckedCore, make_core, make_info, make_request, make_tiers
 
@@ -117,6 +120,10 @@ def run_world(
         world = await start_world(tiers or make_tiers(), info or make_info(), cost, known, noise, seed, prefix_cache)
         try:
             result = await story(world)
+        except asyncio.CancelledError:
+            if world.running.done():
+                world.running.result()  # why the story waits for ever
+            raise
         finally:
             await world.client.close()
             world.loop.drain()
@@ -145,16 +152,18 @@ async def start_world(
     noise: float = 0.0,
     seed: int = 0,
     prefix_cache: bool = False,
+    step_log: StepLog | None = None,
 ) -> World:
     clock = VirtualClock()
     queue = MemoryQueue(clock)
     events, registry = MemoryEventChannel(), MemoryWorkerRegistry(clock)
     core = make_core(tiers, info, known)
-    engine = ModeledEngine(info, clock.sleep, cost, noise, seed, prefix_cache=prefix_cache)
+    engine = ModeledEngine(info, clock.sleep, cost, noise, seed, prefix_cache=prefix_cache, timer=LoopTimer())
     prometheus = CollectorRegistry()
     metrics = SchedulerMetrics(prometheus, tiers)
     identity = WorkerIdentity("worker", ("model",), clock.wall_ms())
-    loop = SchedulerLoop(core, engine, queue.for_worker("worker"), events, registry, metrics, clock, identity)
+    of_worker = queue.for_worker("worker")
+    loop = SchedulerLoop(core, engine, of_worker, events, registry, metrics, clock, identity, step_log)
     running = asyncio.create_task(loop.run())
     await asyncio.sleep(0)  # the worker announces itself
     client = SchedulerClient(queue, events, registry, tiers, clock, "gateway")

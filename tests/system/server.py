@@ -39,6 +39,7 @@ class Server:
         self.port = port
         self.root = f"http://127.0.0.1:{port}"
         self.base_url = f"{self.root}/v1"
+        self.data_dir = data_dir
         self.socket_url = f"unix://{data_dir}/valkey.sock"
 
     def log_lines(self) -> list[dict[str, object]]:

@@ -9,10 +9,11 @@ import pytest
 from redis.asyncio import Redis
 
 from engine.interface import SamplingParams
-from scheduler.client import Generation, SchedulerClient
+from scheduler.client import SchedulerClient
 from scheduler.clock import SystemClock
 from scheduler.config import load_tiers
 from scheduler.events.redis import RedisEventChannel
+from scheduler.generation import Generation
 from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.request import Request, TokenEvent
@@ -21,8 +22,10 @@ from tidegate.settings import WorkerSettings
 
 pytestmark = pytest.mark.timeout(120)
 
-# A worker as it is shipped, but for its device: after a number of steps that serve somebody, nothing works on it.
+# A worker as it is shipped, but for two things: it serves when it is told to, and after a number of steps that serve
+# somebody, nothing works on its device.
 WORKER = """
+import asyncio
 import sys
 from engine.model_runner import ModelRunner
 from tidegate import worker
@@ -31,15 +34,16 @@ from tidegate.settings import WorkerSettings
 url, steps_left = sys.argv[1], float(sys.argv[2])
 teach, run = worker.teach, ModelRunner.run
 
-def run_until_it_breaks(self, batch):
+def run_until_it_breaks(self, batch, **more):
     global steps_left
     steps_left -= 1
     if steps_left < 0:
         raise RuntimeError("CUDA error: unspecified launch failure")
-    return run(self, batch)
+    return run(self, batch, **more)
 
 async def teach_then_count(*args):
     await teach(*args)
+    await asyncio.to_thread(sys.stdin.readline)
     ModelRunner.run = run_until_it_breaks
 
 worker.teach = teach_then_count
@@ -56,15 +60,23 @@ async def worker(url: str, steps: float) -> AsyncIterator[asyncio.subprocess.Pro
         WORKER,
         url,
         str(steps),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
     )
+    assert process.stdin is not None
     try:
         yield process
     finally:
         if process.returncode is None:
             process.terminate()
+        process.stdin.close()
         await process.wait()
+
+
+def serve(process: asyncio.subprocess.Process) -> None:
+    assert process.stdin is not None
+    process.stdin.write(b"serve\n")
 
 
 @asynccontextmanager
@@ -93,20 +105,25 @@ async def submit(client: SchedulerClient, request: Request) -> Generation:
 
 
 async def test_the_worker_exits_with_1_and_the_next_one_does_its_work(valkey_url: str, redis_client: Redis) -> None:
-    async with client_of(redis_client) as client:
-        async with worker(valkey_url, steps=30) as dying:
-            await until(lambda: bool(client.workers), 60)
-            generation = await submit(client, make_request("r"))
-            assert await asyncio.wait_for(dying.wait(), 60) == 1
-        events: list[TokenEvent] = []
-        async with worker(valkey_url, steps=float("inf")) as heir:
-            async with generation as stream:
-                async for event in stream:
-                    events.append(event)
-            async with await submit(client, make_request("again")) as stream:
-                undisturbed = [token_id async for event in stream for token_id in event.token_ids]
-            heir.terminate()
-            assert await asyncio.wait_for(heir.wait(), 60) == 0
+    """Trap 16."""
+    events: list[TokenEvent] = []
+    async with (
+        client_of(redis_client) as client,
+        worker(valkey_url, steps=30) as dying,
+        worker(valkey_url, steps=float("inf")) as heir,
+    ):
+        serve(dying)
+        await until(lambda: bool(client.workers), 60)
+        generation = await submit(client, make_request("r"))
+        assert await asyncio.wait_for(dying.wait(), 60) == 1
+        serve(heir)
+        async with generation as stream:
+            async for event in stream:
+                events.append(event)
+        async with await submit(client, make_request("again")) as stream:
+            undisturbed = [token_id async for event in stream for token_id in event.token_ids]
+        heir.terminate()
+        assert await asyncio.wait_for(heir.wait(), 60) == 0
     assert 0 < events[0].index + len(events[0].token_ids) < 80
     assert [token_id for event in events for token_id in event.token_ids] == undisturbed
     assert len(undisturbed) == 80

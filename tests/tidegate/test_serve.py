@@ -6,9 +6,12 @@ import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
+from scheduler import store
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.request import WorkerStatus
-from tidegate.serve import Announced, run_serve, with_address
+from scheduler.tier_store import Follower, TierStore
+from tidegate.process import gateway_name, worker_name
+from tidegate.serve import Announced, _gateway, _worker, run_serve, with_address
 from tidegate.settings import ServeSettings
 
 
@@ -25,7 +28,8 @@ def status(worker_id: str) -> WorkerStatus:
 @pytest.mark.parametrize(
     "url", ["redis://user:sesame@127.0.0.1:{}/3", "unix:///nowhere/{}.sock", "http://127.0.0.1:{}"]
 )
-def test_a_store_that_does_not_answer_is_named_without_its_password(url: str) -> None:
+def test_a_store_that_does_not_answer_is_named_without_its_password(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "RETRIES", 1)  # else they take two seconds
     with capture_logs() as logs:
         assert run_serve(ServeSettings(redis_url=url.format(free_port()))) == 78
     assert [line["event"] for line in logs] == ["cannot start"]
@@ -83,3 +87,15 @@ async def test_it_is_forgotten_later_where_the_store_was_away(redis_client: Redi
     assert not await announced.is_there()
     await registry.announce(status("mine"), "")
     assert await announced.is_there()
+
+
+async def test_a_killed_part_does_not_count_among_those_that_follow_the_tiers(redis_client: Redis) -> None:
+    tiers = TierStore(redis_client)
+    settings = with_address(ServeSettings(port=8123, worker_id="mine"))
+    for name in (worker_name("mine"), gateway_name(8123), worker_name("other")):
+        await tiers.report(Follower(name))
+    for part in (_worker(settings, redis_client), _gateway(settings, redis_client)):
+        assert part.reloads
+        assert part.before_start is not None
+        await part.before_start()
+    assert [f.part for f in await tiers.followers()] == ["worker other"]

@@ -20,7 +20,7 @@ from tidegate.supervisor import EX_CONFIG, Part, Stage, Supervisor
 from tidegate.valkey import EmbeddedValkey
 
 # Usage: NAME JOURNAL BEHAVIOUR. Writes "start NAME PID" when it is up and "stop NAME PID" on SIGTERM; SIGUSR1 ends it
-# as a part that cannot start.
+# as a part that cannot start. One that reloads writes "reload NAME PID" on SIGHUP.
 CHILD = """
 import os, signal, sys
 name, journal, behaviour = sys.argv[1:]
@@ -30,17 +30,24 @@ def note(event):
         file.write(f"{event} {name} {os.getpid()}\\n")
 
 awaited = {signal.SIGTERM, signal.SIGUSR1}
+if behaviour == "reload":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    awaited.add(signal.SIGHUP)
 signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
 note("start")
 if behaviour.startswith("exit"):
     sys.exit(int(behaviour.split()[1]))
 stops = 0
 while True:
-    if signal.sigwait(awaited) == signal.SIGUSR1:
+    number = signal.sigwait(awaited)
+    if number == signal.SIGUSR1:
         sys.exit(78)
+    if number == signal.SIGHUP:
+        note("reload")
+        continue
     note("stop")
     stops += 1
-    if behaviour == "serve" or (behaviour == "serve on" and stops == 2):
+    if behaviour in ("serve", "reload") or (behaviour == "serve on" and stops == 2):
         sys.exit(0)
     if behaviour == "end badly":
         sys.exit(3)
@@ -424,3 +431,23 @@ async def test_parts_die_with_a_killed_supervisor(journal: Journal, spawn: Spawn
     process.kill()
     process.wait(10)
     await until(lambda: gone(journal.pids("worker")[0]) and gone(journal.pids("gateway")[0]))
+
+
+# -- reloading -----------------------------------------------------------------------------------------------------
+
+
+async def test_sighup_is_passed_on_to_those_that_reload_and_ends_nobody(journal: Journal) -> None:
+    deaf = journal.part("deaf")
+    reloading = replace(journal.part("gateway", behaviour="reload"), reloads=True)
+    other = replace(journal.part("worker", behaviour="reload"), reloads=False)
+    starting = replace(journal.part("starting"), reloads=True)  # has said nothing about SIGHUP yet
+    async with running(Supervisor([deaf, reloading, other, starting])) as run:
+        await until(lambda: len(journal.events()) == 4)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: journal.count("reload gateway") == 1)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: journal.count("reload gateway") == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await exit_code(run) == 0
+    assert journal.count("reload worker") == 0
+    assert {journal.count(f"start {name}") for name in ("deaf", "gateway", "worker", "starting")} == {1}

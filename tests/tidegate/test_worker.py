@@ -11,14 +11,16 @@ from redis.exceptions import ConnectionError as StoreUnreachable
 
 from engine.interface import EngineDead, EngineInfo, PlanError, StepPlan, StepResult
 from engine.modeled_engine import ModeledEngine
-from scheduler.client import Generation, SchedulerClient
+from scheduler.client import SchedulerClient
 from scheduler.events.memory import MemoryEventChannel
+from scheduler.generation import Generation
 from scheduler.heartbeat import WorkerIdentity
-from scheduler.loop import LEASE_S, SchedulerLoop
+from scheduler.loop import SchedulerLoop
 from scheduler.metrics import SchedulerMetrics
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request
+from scheduler.upkeep import LEASE_S
 from scheduler.virtual_time import VirtualClock
 from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_request, make_tiers
 from tests.scheduler.world import run_bounded

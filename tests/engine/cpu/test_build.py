@@ -5,17 +5,28 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from engine.cpu import build
 from engine.cpu.build import load_library
+from tests.engine.cpu.compiled import compiled_library
 
 
-def test_a_library_is_built_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_is_built_once_and_found_again_until_its_source_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small one: the kernels themselves take seconds."""
+    source = tmp_path / "answer.cpp"
+    source.write_text('extern "C" int answer() { return 1; }\n')
+    monkeypatch.setattr(build, "_SOURCES", (source,))
+    monkeypatch.setattr(build, "_HEADERS", ())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    if load_library() is None:
-        pytest.skip("there is no C++ compiler")
+    assert compiled_library().answer() == 1
     (built,) = (tmp_path / "tidegate").iterdir()
     before = built.stat().st_mtime_ns
-    assert load_library() is not None
+    assert compiled_library().answer() == 1
     assert [path.stat().st_mtime_ns for path in (tmp_path / "tidegate").iterdir()] == [before]
+    source.write_text('extern "C" int answer() { return 2; }\n')
+    assert compiled_library().answer() == 2
+    assert len(list((tmp_path / "tidegate").iterdir())) == 2
 
 
 def test_without_a_compiler_there_is_no_library_and_the_log_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.attention_kernels import HeadShape, PagedChunks, PagedRows, Scoring
-from engine.cpu.build import load_library
 from engine.cpu.kernels import CpuKernels, Norm
+from tests.engine.cpu.compiled import compiled_library
 
 DTYPES = (torch.float32, torch.bfloat16)
 BLOCK_SIZE = 4
@@ -24,10 +24,7 @@ def dtype(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def kernels(dtype: torch.dtype) -> CpuKernels:
-    library = load_library()
-    if library is None:
-        pytest.skip("there is no C++ compiler")
-    return CpuKernels(library, dtype)
+    return CpuKernels(compiled_library(), dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -212,8 +209,6 @@ def test_a_nan_in_a_context_is_seen_in_its_own_row_only(kernels: CpuKernels, dty
 
 
 def test_no_kernels_for_other_dtypes() -> None:
-    library = load_library()
-    if library is None:
-        pytest.skip("there is no C++ compiler")
+    library = compiled_library()
     with pytest.raises(ValueError, match="float16"):
         CpuKernels(library, torch.float16)

@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from engine.config import EngineConfig
-from engine.cpu.build import load_library
 from engine.cpu.native_layer import NativeDecoderLayer
 from engine.factory import build_torch_engine
 from engine.interface import NewSequence, Run, SamplingParams, StepPlan
 from engine.sequence_table import SequenceTable
 from engine.step_batch import pack_step
+from tests.engine.cpu.compiled import library_with_products
 from tests.engine.models import save_model
 
 SIZES: dict[str, Any] = {
@@ -52,9 +52,7 @@ STEPS = (
 
 @pytest.fixture(autouse=True)
 def products() -> None:
-    library = load_library()
-    if library is None or not library.has_products():
-        pytest.skip("no compiler, or a processor without bfloat16 products")
+    library_with_products()
 
 
 def logits_of_steps(directory: Path, optimize: bool) -> tuple[Any, list[Tensor]]:

@@ -10,9 +10,9 @@ from torch import nn
 
 from engine import factory
 from engine.config import EngineConfig, EngineStartError
-from engine.cpu.build import load_library
 from engine.cpu.packed_linear import PackedLinear, can_pack
 from engine.factory import build_torch_engine
+from tests.engine.cpu.compiled import compiled_library
 from tests.engine.drive import drive, make_new
 from tests.engine.models import CONFIGS, save_model
 
@@ -21,8 +21,7 @@ FUSED = ("llama", "llama-mqa-tied", "qwen3", "mistral")
 
 @pytest.fixture(autouse=True)
 def compiler() -> None:
-    if load_library() is None:
-        pytest.skip("there is no C++ compiler")
+    compiled_library()
 
 
 def build(directory: Path, **options: Any) -> tuple[Any, dict[str, Any]]:

@@ -6,16 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from engine.cpu.build import load_library
 from engine.cpu.products import PackedWeight, PanelLinear, Products, goes_into_panels
+from tests.engine.cpu.compiled import library_with_products
 
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    library = load_library()
-    if library is None or not library.has_products():
-        pytest.skip("no compiler, or a processor without bfloat16 products")
-    return library
+    return library_with_products()
 
 
 def make_layer(in_features: int, out_features: int, bias: bool = False) -> nn.Linear:

@@ -168,7 +168,7 @@ def test_the_trial_finds_nothing_wrong(kernels: AttentionKernels, dtype: torch.d
 
 
 @pytest.mark.skipif(HAS_GPU, reason="test_cuda.py has them on the GPU")
-@pytest.mark.parametrize(("name", "has_graphs"), [("llama", False), ("gemma2", False), ("gemma2", True)])
+@pytest.mark.parametrize(("name", "has_graphs"), [("llama", False), ("gemma2", True)])
 def test_an_engine_with_them_gives_the_tokens_of_generate(
     name: str, has_graphs: bool, kernels: AttentionKernels, make_engine: MakeEngine, model_directory: ModelDirectory
 ) -> None:
@@ -176,8 +176,8 @@ def test_an_engine_with_them_gives_the_tokens_of_generate(
     engine = with_graphs(plain, [1, 3], kernels)[0] if has_graphs else with_kernels(plain, kernels)
     rng = random.Random(3)
     prompts = {f"s{i}": tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(n)) for i, n in enumerate((12, 3, 1))}
-    news = [make_new(seq_id, prompt, max_tokens=5) for seq_id, prompt in prompts.items()]
+    news = [make_new(seq_id, prompt, max_tokens=3) for seq_id, prompt in prompts.items()]
     driven = drive(engine, news, random_chunks(rng, 9), arrivals_a_step=2)
-    expected = {seq_id: generate(model_directory(name)[1], prompt, 5) for seq_id, prompt in prompts.items()}
+    expected = {seq_id: generate(model_directory(name)[1], prompt, 3) for seq_id, prompt in prompts.items()}
     assert {seq_id: tuple(d.output) for seq_id, d in driven.items()} == expected
     assert engine._runner.attention.decodes_in_kernels

@@ -1,13 +1,14 @@
 """What the queue's tests share: a clock they move themselves, requests, and both queues behind one face."""
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
 from engine.interface import SamplingParams
 from scheduler.clock import Clock
-from scheduler.queue.base import Lease, Queue
+from scheduler.queue.base import AheadLimit, Lease, Queue
 from scheduler.queue.memory import MemoryQueue
 from scheduler.queue.redis import RedisQueue
 from scheduler.request import Claimed, Request
@@ -35,13 +36,13 @@ class ManualClock:
 
 
 def make_request(
-    request_id: str = "r1", tier: str = "realtime", deadline_ms: int = START_MS + 1000, tokens: int = 3
+    request_id: str = "r1", tier: str = "realtime", deadline_ms: int = START_MS + 1000, tokens: int = 3, output: int = 8
 ) -> Request:
     return Request(
         id=request_id,
         tier=tier,
         prompt_token_ids=tuple(range(tokens)),
-        sampling=SamplingParams(max_tokens=8, seed=7, stop_token_ids=(2,)),
+        sampling=SamplingParams(max_tokens=output, seed=7, stop_token_ids=(2,)),
         arrival_ms=START_MS,
         deadline_ms=deadline_ms,
         reply_to="gateway-1",
@@ -50,6 +51,13 @@ def make_request(
 
 def lease_of(claimed: Claimed) -> Lease:
     return Lease(claimed.request.id, claimed.fence)
+
+
+def may_wait(
+    requests: float = math.inf, seconds: float = math.inf, per_prompt: float = 1.0, per_output: float = 0.0, *above: str
+) -> AheadLimit:
+    """By default a prompt token is a second."""
+    return AheadLimit(requests, seconds, per_prompt, per_output, above)
 
 
 def ids(claimed: list[Claimed]) -> list[str]:

@@ -1,11 +1,12 @@
 """What every queue promises: one suite, run on the memory queue and on a real server."""
 
 import asyncio
+import math
 
 import pytest
 
-from scheduler.queue.base import Lease, Queue, QueueFull
-from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, ids, lease_of, make_request
+from scheduler.queue.base import Backlog, Lease, Queue, QueueFull, TooFarBehind
+from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, ids, lease_of, make_request, may_wait
 from tests.waiting import until
 
 LEASE_S = 10.0
@@ -94,6 +95,78 @@ async def test_limits_count_waiting_requests_only_and_requeued_work_is_exempt(ha
     assert await queue.put([make_request("b")], limit=1) is None
     assert await queue.release([lease_of(claimed)]) == [True]
     assert await queue.depths(["realtime"]) == {"realtime": 2}
+
+
+async def test_trap_3_a_queue_limit_spares_what_was_preempted_or_requeued(handles: Handles, clock: ManualClock) -> None:
+    """Admitted work comes back to its old place, whatever waits by then and however small the limits are."""
+    queue, none = handles(), may_wait(requests=0, seconds=0)
+    await queue.put([make_request(name, deadline_ms=START_MS + n) for n, name in enumerate("abc")])
+    a, b, c = await handles("w").claim({"realtime": 3}, LEASE_S)
+    assert await queue.put([make_request("later", deadline_ms=START_MS + 9)], limit=1, ahead=none) is None
+    assert await handles("w").release([lease_of(b)]) == [True]
+    clock.advance(LEASE_S)
+    assert await queue.requeue_expired() == ["a", "c"]
+    assert await queue.put([make_request("refused")], limit=1) == QueueFull("realtime", depth=4, limit=1)
+    assert ids(await queue.claim({"realtime": 9}, LEASE_S)) == ["a", "b", "c", "later"]
+
+
+async def test_trap_4_of_a_burst_no_more_gets_in_than_may_wait_ahead(handles: Handles) -> None:
+    """Counted and entered in one move: puts at the same time see each other, from whichever gateway they come."""
+    puts = [
+        handles(f"gateway-{n}").put([make_request(f"r{n}", tokens=10)], limit=100, ahead=may_wait(seconds=35))
+        for n in range(20)
+    ]
+    refused = [outcome for outcome in await asyncio.gather(*puts) if outcome is not None]
+    assert refused == [TooFarBehind("realtime", Backlog(4, 40, 32))] * 16
+    assert await handles().backlogs(["realtime"]) == {"realtime": Backlog(4, 40, 32)}
+
+
+async def test_trap_15_each_of_n_choices_counts_with_its_tokens(handles: Handles) -> None:
+    queue = handles()
+    await queue.put([make_request("before", tokens=1, output=1)])
+    assert await queue.put([make_request(f"r-{n}", tokens=10, output=5) for n in range(8)], limit=9) is None
+    assert await queue.backlogs(["realtime"]) == {"realtime": Backlog(9, 81, 41)}
+    assert await queue.put([make_request("one")], limit=9) == QueueFull("realtime", depth=9, limit=9)
+    assert await queue.put([make_request("one")], ahead=may_wait(requests=8)) is not None
+
+
+async def test_what_waits_is_counted_through_every_move(handles: Handles, clock: ManualClock) -> None:
+    queue = handles()
+
+    async def waiting() -> Backlog:
+        return (await queue.backlogs(["realtime"]))["realtime"]
+
+    await queue.put([make_request(name, tokens=2**n, output=10) for n, name in enumerate("abcde")])
+    assert await waiting() == Backlog(5, 31, 50)
+    a, b, c = await handles("w").claim({"realtime": 3}, LEASE_S)
+    assert await waiting() == Backlog(2, 24, 20)
+    await queue.release([lease_of(a)])
+    assert await waiting() == Backlog(3, 25, 30)
+    await queue.cancel(["b", "d"])
+    assert await waiting() == Backlog(2, 17, 20)
+    clock.advance(LEASE_S)
+    await queue.requeue_expired()
+    assert await waiting() == Backlog(3, 21, 30)
+    assert ids(await queue.claim({"realtime": 9}, LEASE_S)) == ["a", "c", "e"]
+    assert await waiting() == Backlog()
+
+
+async def test_ahead_is_what_has_a_deadline_no_later_and_the_tiers_above(handles: Handles) -> None:
+    queue, none = handles(), may_wait(0, math.inf, 1, 1, "realtime")
+    await queue.put([make_request(f"b{n}", "bulk", START_MS + n, tokens=10, output=3) for n in range(4)])
+    await queue.put([make_request("r", "realtime", tokens=100, output=1)])
+    await queue.put([make_request("x", "batch", tokens=1000)])
+    late, early = make_request("late", "bulk", START_MS + 9), make_request("early", "bulk", START_MS + 1)
+    assert await queue.put([late], ahead=none) == TooFarBehind("bulk", Backlog(4, 140, 13))
+    assert await queue.put([early], ahead=none) == TooFarBehind("bulk", Backlog(2, 120, 7))
+    assert await queue.put([early], ahead=may_wait(2, 127, 1, 1, "realtime")) is None
+    assert await queue.put([late], ahead=may_wait(5, 100, 1, 1, "realtime")) is not None
+
+
+async def test_a_limit_below_nothing_refuses_even_the_first(handles: Handles) -> None:
+    assert await handles().put([make_request("a")], ahead=may_wait(seconds=-0.1)) is not None
+    assert await handles().put([make_request("a")], ahead=may_wait(0, 0)) is None
+    assert await handles().put([make_request("a")], ahead=may_wait(-1, -1)) is None, "it is known already"
 
 
 async def test_ack_forgets_a_request_once(handles: Handles) -> None:

@@ -8,8 +8,9 @@ from redis.asyncio import Redis
 
 from scheduler import store
 from scheduler.queue import keys
+from scheduler.queue.base import Backlog, TooFarBehind
 from scheduler.queue.redis import RedisQueue
-from tests.scheduler.queue.harness import START_MS, ManualClock, lease_of, make_request
+from tests.scheduler.queue.harness import START_MS, ManualClock, lease_of, make_request, may_wait
 from tests.scheduler.stalling_proxy import StallingProxy
 from tests.waiting import until
 
@@ -79,6 +80,50 @@ async def test_a_removed_payload_does_not_poison_the_queue(queue: RedisQueue, re
     assert await queue.ack([lease_of(c)]) == [True]
 
 
+async def test_sums_are_right_although_a_payload_was_removed(queue: RedisQueue, redis_client: Redis) -> None:
+    await queue.put([make_request(name, tokens=10, output=2) for name in "abc"])
+    await redis_client.delete(keys.REQUEST_PREFIX + "a")
+    assert await queue.cancel(["a", "b"]) == [False, True]
+    assert await queue.backlogs(["realtime"]) == {"realtime": Backlog(2, 20, 4)}
+    assert len(await queue.claim({"realtime": 5}, 5)) == 1
+    assert await queue.backlogs(["realtime"]) == {"realtime": Backlog()}
+    await queue.cancel(["c"])
+
+
+@pytest.mark.parametrize("move", ["put", "claim", "cancel", "refused"])
+async def test_lost_sums_are_counted_anew(queue: RedisQueue, redis_client: Redis, move: str) -> None:
+    await queue.put([make_request(name, tokens=10, output=2) for name in "abc"])
+    await redis_client.delete(keys.tier_waiting("realtime"))
+    match move:
+        case "put":
+            await queue.put([make_request("d", tokens=10, output=2)])
+        case "claim":
+            await queue.claim({"realtime": 1}, 5)
+        case "cancel":
+            await queue.cancel(["a"])
+        case "refused":
+            refused = await queue.put([make_request("d")], ahead=may_wait(seconds=29))
+            assert refused == TooFarBehind("realtime", Backlog(3, 30, 6))
+    left = {"put": 4, "claim": 2, "cancel": 2, "refused": 3}[move]
+    assert await queue.backlogs(["realtime"]) == {"realtime": Backlog(left, 10 * left, 2 * left)}
+    await queue.cancel(list("abcd"))
+
+
+async def test_trap_13_a_request_is_one_member_of_a_sorted_set(queue: RedisQueue, redis_client: Redis) -> None:
+    """Not a list in one JSON value: moving one of a thousand requests writes one member, not a thousand."""
+    await queue.put([make_request(f"r{n}", tokens=3, output=8) for n in range(1000)])
+    assert await redis_client.type(keys.tier_queue("realtime")) == b"zset"
+    members = await redis_client.zrange(keys.tier_queue("realtime"), 0, -1)
+    assert sorted(m.decode().split(":", 3)[3] for m in members) == sorted(f"r{n}" for n in range(1000))
+    assert max(map(len, members)) < 32, "a member is a name, not a request"
+    before = set(members)
+    [claimed] = await queue.claim({"realtime": 1}, 5)
+    left = set(await redis_client.zrange(keys.tier_queue("realtime"), 0, -1))
+    assert left < before and len(before - left) == 1
+    await queue.ack([lease_of(claimed)])
+    await queue.cancel([f"r{n}" for n in range(1000)])
+
+
 async def test_only_those_who_claim_or_wait_listen(queue: RedisQueue, redis_client: Redis) -> None:
     await queue.put([make_request("a")])
     await queue.cancel(["a"])
@@ -126,7 +171,8 @@ async def test_put_and_claim_are_one_cheap_call_each(queue: RedisQueue, redis_cl
     await queue.cancel(["warm"])
     await redis_client.config_resetstat()
     for n in range(100):
-        await queue.put([make_request(f"r{n}", tokens=200)], limit=1000)
+        ahead = may_wait(500, 1e9, 0.1, 0.1, "bulk", "batch")
+        await queue.put([make_request(f"r{n}", tokens=200)], limit=1000, ahead=ahead)
     for _ in range(25):
         assert len(await queue.claim({"realtime": 4, "bulk": 4, "batch": 4}, 5)) == 4
     stats = await redis_client.info("commandstats")

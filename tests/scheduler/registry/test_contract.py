@@ -47,6 +47,14 @@ async def test_announced_workers_are_listed_by_id_with_everything_they_said(regi
     assert await registry.metrics() == {"w1": "# HELP ünï\none 1\n", "w2": "two 2\n"}
 
 
+async def test_what_their_controllers_do_is_told_beside(registry: WorkerRegistry) -> None:
+    await registry.announce(status("w1"), "", '{"tiers": {"ünï": 1}}')
+    await registry.announce(status("w2"), "")
+    assert await registry.sla() == {"w1": '{"tiers": {"ünï": 1}}', "w2": "{}"}
+    await registry.withdraw("w1")
+    assert await registry.sla() == {"w2": "{}"}
+
+
 async def test_the_latest_announcement_counts(registry: WorkerRegistry) -> None:
     await registry.announce(status("w1", running=1), "a 1\n")
     await registry.announce(status("w1", running=2), "a 2\n")

@@ -1,0 +1,49 @@
+"""By how much a straight line is wrong, by the number of rows in a step: the fallback where a linear model fits poorly.
+
+Kernels work in tiles, choose other code for other sizes, and have floors: on a CPU four decodes cost what one does. One
+ratio of measured ÷ linear for each number of rows, and for ranges of them where they are many. It is used only while
+its errors are smaller than those of the line alone. Knows numbers only.
+"""
+
+import math
+
+EXACT_ROWS = 32  # an own cell for each number up to here; then a quarter of an octave wide, and less
+CELLS_AN_OCTAVE = 8
+TRUST = 2.0  # a cell is believed as far as n ÷ (n + this) after n steps
+MEMORY = 100  # steps; older ones fade
+LEAST, MOST = 0.5, 2.0
+ERROR_WEIGHT = 0.02  # of a new error in the running means
+BETTER = 0.95  # the table's error must be below this share of the line's
+
+
+class RowTable:
+    def __init__(self) -> None:
+        self._cells: dict[int, tuple[float, float]] = {}  # cell → (steps, mean of measured ÷ linear)
+        self._line_error = self._table_error = 0.0
+        self.is_used = False
+
+    def ratio(self, rows: int) -> float:
+        """What to multiply the linear prediction with."""
+        return self._ratio(_cell(rows)) if self.is_used else 1.0
+
+    def observe(self, rows: int, ratio: float) -> None:
+        """A step with `rows` took `ratio` times the linear prediction."""
+        cell = _cell(rows)
+        self._compare(ratio, ratio / self._ratio(cell))
+        steps, mean = self._cells.get(cell, (0.0, 1.0))
+        steps = min(steps + 1.0, MEMORY)
+        self._cells[cell] = (steps, mean + (min(max(ratio, LEAST), MOST) - mean) / steps)
+
+    def _ratio(self, cell: int) -> float:
+        steps, mean = self._cells.get(cell, (0.0, 1.0))
+        return 1.0 + (mean - 1.0) * steps / (steps + TRUST)
+
+    def _compare(self, of_line: float, of_table: float) -> None:
+        """Measured ÷ predicted, by the line alone and by the table."""
+        self._line_error += ERROR_WEIGHT * (min(abs(1.0 / of_line - 1.0), 1.0) - self._line_error)
+        self._table_error += ERROR_WEIGHT * (min(abs(1.0 / of_table - 1.0), 1.0) - self._table_error)
+        self.is_used = self._table_error < BETTER * self._line_error
+
+
+def _cell(rows: int) -> int:
+    return rows if rows <= EXACT_ROWS else EXACT_ROWS + int(CELLS_AN_OCTAVE * math.log2(rows / EXACT_ROWS))

@@ -1,0 +1,102 @@
+"""`loadtest calibrate`: a cost card for the simulator, from a step log or from an engine that it drives itself.
+
+Knows flags, files and exit codes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import Field
+
+from engine.config import EngineConfig
+from engine.interface import EngineInfo
+from loadtest.calibration.fit import Calibration, calibrate
+from loadtest.calibration.report import calibration_as_dict, cost_card, render_calibration
+from loadtest.calibration.sweep import Sweep, SweepLimits, repeated_mape
+from loadtest.engine_bench.commands import OfModel
+from loadtest.engine_bench.shapes import ShapeError
+from loadtest.extras import PLOTS, require
+from loadtest.machine import hardware
+from loadtest.running import one_sentence
+from scheduler.step_log import StepEntry, read_step_log
+
+QUICK_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Steps of one engine. `repeated_mape`: by how much identical ones differ; None: there were none."""
+
+    engine: EngineInfo
+    entries: Sequence[StepEntry]
+    repeated_mape: float | None = None
+
+
+class Calibrate(OfModel):
+    """Fit a cost card for the simulator: from a worker's --step-log, or from an engine driven through a sweep."""
+
+    step_log: Path | None = Field(None, description="What `tidegate worker --step-log` wrote; without it: a sweep.")
+    out: Path = Field(Path("cost-card.json"), description="Where the card is written.")
+    plot: Path | None = Field(None, description="Also draw predicted against measured to this PNG.")
+    name: str = Field("", description="The card's name; default: the model's.")
+    price_per_hour: float = Field(0.0, ge=0, description="Of one worker; the simulator computes costs with it.")
+    seconds: float = Field(60.0, gt=0, le=3600, description="Length of the sweep.")
+    max_decodes: int = Field(64, ge=1, le=4096, description="Most decodes in one step of the sweep.")
+    max_context: int = Field(4096, ge=32, description="Longest sequence of the sweep.")
+    kv_mib: int = Field(0, ge=0, description="KV memory of the sweep's engine; 0: the engine's default.")
+
+    def cli_cmd(self) -> None:
+        with one_sentence(ShapeError, ValueError, OSError):
+            if self.plot is not None:
+                require(PLOTS, "--plot")
+            measured = self._measured()
+            calibration = calibrate(measured.entries)
+        if self.step_log is None:  # the sweep's own Python ran between its steps, not a scheduler
+            calibration = replace(calibration, host_overhead_s=0.0)
+        self._write(measured, calibration)
+
+    def _write(self, measured: _Measured, calibration: Calibration) -> None:
+        model = Path(measured.engine.model_path).name
+        date = datetime.now(UTC).date().isoformat()
+        measured_on = f"{hardware()}; {model}, {measured.engine.dtype} on {measured.engine.device}; {date}"
+        card = cost_card(calibration, measured.engine, self.name or model, measured_on, self.price_per_hour)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.write_text(card.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        if self.plot is not None:
+            from loadtest.calibration.plot import plot_calibration  # matplotlib
+
+            plot_calibration(calibration, self.plot)
+        result = calibration_as_dict(calibration, measured.repeated_mape)
+        self.conclude(render_calibration(calibration, measured.repeated_mape), result, measured.engine.model_path)
+        print(f"\nwritten: {self.out}")
+
+    def _measured(self) -> _Measured:
+        if self.step_log is None:
+            return self._sweep()
+        records = read_step_log(self.step_log)
+        if records.engine is None:
+            raise ValueError(f"{self.step_log} does not say what the engine is: its first line is missing")
+        return _Measured(records.engine, records.entries)
+
+    def _sweep(self) -> _Measured:
+        from engine.factory import build_torch_engine  # torch
+
+        config = EngineConfig(
+            model=str(self.model_dir()),
+            dtype=self.dtype,
+            device=self.device,
+            kv_cache_bytes=self.kv_mib * 2**20 or None,
+            num_threads=self.num_threads,
+            steps_ahead=0,  # each step by itself: what it takes is what it holds
+        )
+        engine = build_torch_engine(config)
+        seconds = min(self.seconds, QUICK_S) if self.quick else self.seconds
+        limits = SweepLimits(seconds=seconds, max_decodes=self.max_decodes, max_context=self.max_context)
+        sweep = Sweep(engine, limits, self.seed)
+        try:
+            entries = list(sweep.run())
+            return _Measured(engine.info, entries, repeated_mape(sweep.repeat()))
+        finally:
+            engine.close()

@@ -1,0 +1,167 @@
+"""Fits the step-time model's coefficients to logged steps, and says how wrong they are on steps held out.
+
+The same line as the online model's (engine/latency_model.py), fitted to all steps at once: least squares of the
+relative error with coefficients ≥ 0, decode-only and mixed steps each for themselves, without outliers. Knows numbers;
+not where the steps come from and not how results look.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from engine.latency_model import StepCost, StepTimeModel
+from engine.step_regression import Matrix, Vector, solve_nonnegative
+from scheduler.step_log import StepEntry
+
+HELD_OUT_BLOCK = 20  # steps; of each five blocks one is held out: neighbours are too much alike to test each other
+HELD_OUT_EVERY = 5
+LEAST_STEPS = 50  # of a kind
+OUTLIER_SPREADS = 5.0
+LEAST_SPREAD = 0.02
+RIDGE = 1e-9
+IDLE_S = 0.25  # a longer gap between two steps is for want of work
+FLOOR_QUANTILE = 0.01
+WARM_STEPS = 50  # of the online model, not counted
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Of predicted ÷ measured − 1 over `steps` steps; `ratio_p95` of measured ÷ predicted."""
+
+    steps: int
+    mape: float
+    signed: float
+    worst_p95: float
+    ratio_p95: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    entry: StepEntry
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KindFit:
+    """Steps of one kind: coefficients, errors on those held out, and of the online model replayed over all of them,
+    each step predicted before it is learned."""
+
+    kind: str  # "decode" | "mixed"
+    cost: StepCost
+    fitted: int
+    outliers: int
+    held_out: Errors
+    online: Errors | None
+    predictions: tuple[Prediction, ...]  # of the steps held out
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    decode: KindFit
+    mixed: KindFit
+    floor_s: float
+    noise: float  # standard deviation of measured ÷ predicted, without outliers
+    host_overhead_s: float
+
+    @property
+    def kinds(self) -> tuple[KindFit, KindFit]:
+        return (self.decode, self.mixed)
+
+
+def calibrate(entries: Sequence[StepEntry]) -> Calibration:
+    """Raises ValueError where there are too few steps of a kind."""
+    usable = [e for e in entries if not e.shed and e.elapsed_s > 0 and e.decodes + e.prefills]
+    online = _replay(usable)
+    floor_s = float(np.quantile([e.elapsed_s for e in usable], FLOOR_QUANTILE)) if usable else 0.0
+    decode, mixed = (_fit_kind(name, usable, online, floor_s) for name in ("decode", "mixed"))
+    ratios = [p.entry.elapsed_s / p.predicted_s for fit in (decode, mixed) for p in fit.predictions]
+    return Calibration(decode, mixed, floor_s, _spread(ratios), _host_overhead(entries))
+
+
+def errors(predictions: Sequence[Prediction]) -> Errors:
+    """Raises ValueError for none."""
+    ratios = np.array([p.predicted_s / p.entry.elapsed_s for p in predictions])
+    if not len(ratios):
+        raise ValueError("there is no step to compare with")
+    off = np.abs(ratios - 1.0)
+    return Errors(
+        steps=len(ratios),
+        mape=float(off.mean()),
+        signed=float(ratios.mean() - 1.0),
+        worst_p95=float(np.quantile(off, 0.95)),
+        ratio_p95=float(np.quantile(1.0 / ratios, 0.95)),
+    )
+
+
+def _fit_kind(name: str, usable: Sequence[StepEntry], online: Sequence[Prediction], floor_s: float) -> KindFit:
+    is_mixed = name == "mixed"
+    of_kind = [e for e in usable if e.work.is_mixed == is_mixed]
+    if len(of_kind) < LEAST_STEPS:
+        raise ValueError(f"{len(of_kind)} {name} steps are too few: {LEAST_STEPS} are needed")
+    held_out = [e for i, e in enumerate(of_kind) if i // HELD_OUT_BLOCK % HELD_OUT_EVERY == 1]
+    fitted = [e for i, e in enumerate(of_kind) if i // HELD_OUT_BLOCK % HELD_OUT_EVERY != 1]
+    cost, outliers = _robust_fit(fitted, floor_s)
+    predictions = tuple(Prediction(e, cost.of(e.work)) for e in held_out)
+    replayed = [p for p in online if p.entry.work.is_mixed == is_mixed]
+    return KindFit(
+        kind=name,
+        cost=cost,
+        fitted=len(fitted),
+        outliers=outliers,
+        held_out=errors(predictions),
+        online=errors(replayed) if replayed else None,
+        predictions=predictions,
+    )
+
+
+def _robust_fit(entries: Sequence[StepEntry], floor_s: float) -> tuple[StepCost, int]:
+    """The fit without steps that are far off a first fit, and the number of those."""
+    first = _fit(entries, floor_s)
+    ratios = np.array([e.elapsed_s / first.of(e.work) for e in entries])
+    off = np.abs(ratios - np.median(ratios))
+    limit = OUTLIER_SPREADS * max(1.48 * float(np.median(off)), LEAST_SPREAD)
+    kept = [e for e, distance in zip(entries, off, strict=True) if distance <= limit]
+    return _fit(kept, floor_s), len(entries) - len(kept)
+
+
+def _fit(entries: Sequence[StepEntry], floor_s: float) -> StepCost:
+    x, scale = _features(entries)
+    moments = x.T @ x
+    moments += RIDGE * len(entries) * np.eye(len(moments))
+    step_s, prefill_token_s, attend_s, context_token_s, decode_s = (
+        float(k) for k in solve_nonnegative(moments, x.sum(axis=0)) * scale
+    )
+    return StepCost(step_s, prefill_token_s, attend_s, context_token_s, decode_s, floor_s)
+
+
+def _features(entries: Sequence[StepEntry]) -> tuple[Matrix, Vector]:
+    """Features ÷ measured seconds, scaled to a mean square of 1; and the scale."""
+    x = np.array(
+        [(1.0, e.prefill_tokens, e.attended, e.context_tokens, e.decodes) for e in entries], dtype=np.float64
+    ) / np.array([[e.elapsed_s] for e in entries])
+    size = np.sqrt((x**2).mean(axis=0))
+    scale = np.where(size > 0, 1.0 / np.where(size > 0, size, 1.0), 0.0)  # what no step has costs nothing
+    return x * scale, scale
+
+
+def _replay(entries: Sequence[StepEntry]) -> list[Prediction]:
+    model, predictions = StepTimeModel(), []
+    for number, entry in enumerate(entries):
+        if number >= WARM_STEPS:
+            predictions.append(Prediction(entry, model.predict(entry.work)))
+        model.observe(entry.work, entry.elapsed_s)
+    return predictions
+
+
+def _spread(ratios: Sequence[float]) -> float:
+    """Standard deviation of those that are not far off: half the width that the middle 68 % take."""
+    low, high = np.quantile(ratios, (0.16, 0.84))
+    return float(high - low) / 2
+
+
+def _host_overhead(entries: Sequence[StepEntry]) -> float:
+    """Median time between two steps in which the engine had nothing to do, though there was work."""
+    gaps = (after.t - before.t - after.elapsed_s for before, after in zip(entries, entries[1:], strict=False))
+    return max(0.0, median([gap for gap in gaps if gap < IDLE_S] or [0.0]))

@@ -1,0 +1,100 @@
+"""A calibration as a cost card, a table and plain data. Fits nothing, draws nothing."""
+
+from dataclasses import asdict
+from typing import Any
+
+from engine.interface import EngineInfo
+from engine.latency_model import StepCost
+from loadtest.calibration.fit import Calibration, Errors, KindFit
+from loadtest.report import ABSENT, table
+from loadtest.simulation.cost_card import Coefficients, CostCard
+
+MAX_NOISE = 0.5  # what a card takes
+
+
+def cost_card(
+    calibration: Calibration, info: EngineInfo, name: str, measured_on: str, price_per_hour: float
+) -> CostCard:
+    return CostCard(
+        name=name,
+        measured_on=measured_on,
+        decode=_coefficients(calibration.decode.cost),
+        mixed=_coefficients(calibration.mixed.cost),
+        floor_s=calibration.floor_s,
+        noise=min(calibration.noise, MAX_NOISE),
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_step_tokens=info.max_step_tokens,
+        max_model_len=info.max_model_len,
+        sheds=info.sheds,
+        host_overhead_s=calibration.host_overhead_s,
+        num_swap_blocks=info.num_swap_blocks,
+        swap_block_s=info.swap_block_s,
+        price_per_hour=price_per_hour,
+    )
+
+
+def _coefficients(cost: StepCost) -> Coefficients:
+    return Coefficients(
+        step_s=cost.step_s,
+        prefill_token_s=cost.prefill_token_s,
+        attend_s=cost.attend_s,
+        context_token_s=cost.context_token_s,
+        decode_s=cost.decode_s,
+    )
+
+
+def render_calibration(calibration: Calibration, repeated_mape: float | None) -> str:
+    coefficients = table(
+        ("steps", "fitted", "outliers", "step ms", "prefill µs/token", "attend ns", "context µs/token", "decode µs"),
+        [_coefficient_cells(fit) for fit in calibration.kinds],
+    )
+    header = ("steps", "predicted by", "number", "MAPE", "signed", "p95 of |error|", "p95 of T ÷ predicted")
+    rows = [_error_cells(fit.kind, "the card, held out", fit.held_out) for fit in calibration.kinds]
+    rows += [_error_cells(fit.kind, "the online model", fit.online) for fit in calibration.kinds if fit.online]
+    repeated = ABSENT if repeated_mape is None else f"{repeated_mape:.1%}"
+    more = (
+        f"floor {1e3 * calibration.floor_s:.2f} ms; noise {calibration.noise:.1%}; host between two steps "
+        f"{1e3 * calibration.host_overhead_s:.2f} ms; identical steps differ from their median by {repeated}"
+    )
+    return "\n".join([coefficients, "", table(header, rows), "", more])
+
+
+def _coefficient_cells(fit: KindFit) -> tuple[str, ...]:
+    cost = fit.cost
+    return (
+        fit.kind,
+        str(fit.fitted),
+        str(fit.outliers),
+        f"{1e3 * cost.step_s:.2f}",
+        f"{1e6 * cost.prefill_token_s:.1f}" if fit.kind == "mixed" else ABSENT,
+        f"{1e9 * cost.attend_s:.1f}" if fit.kind == "mixed" else ABSENT,
+        f"{1e6 * cost.context_token_s:.3f}",
+        f"{1e6 * cost.decode_s:.1f}",
+    )
+
+
+def _error_cells(kind: str, by: str, errors: Errors) -> tuple[str, ...]:
+    shares = (errors.mape, errors.signed, errors.worst_p95)
+    cells = (f"{shares[0]:.2%}", f"{shares[1]:+.2%}", f"{shares[2]:.1%}")
+    return (kind, by, str(errors.steps), *cells, f"{errors.ratio_p95:.3f}")
+
+
+def calibration_as_dict(calibration: Calibration, repeated_mape: float | None) -> dict[str, Any]:
+    kinds = {
+        fit.kind: {
+            "coefficients": asdict(fit.cost),
+            "fitted": fit.fitted,
+            "outliers": fit.outliers,
+            "held_out": asdict(fit.held_out),
+            "online_model": asdict(fit.online) if fit.online else None,
+        }
+        for fit in calibration.kinds
+    }
+    return {
+        **kinds,
+        "floor_s": calibration.floor_s,
+        "noise": calibration.noise,
+        "host_overhead_s": calibration.host_overhead_s,
+        "repeated_steps_mape": repeated_mape,
+    }

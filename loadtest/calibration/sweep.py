@@ -1,0 +1,175 @@
+"""Drives an engine through random steps of every kind, to see what they cost: the data of a cost card.
+
+Decode-only, prefill-only and mixed steps in turn, each with a number of sequences and tokens drawn evenly on a
+logarithmic scale, from a pool of sequences of many lengths: so no two features of the steps go together, as they do
+under any real load. Knows the engine's plain seam; not what is fitted from the steps.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from time import perf_counter
+
+from engine.interface import NewSequence, Run, StepPlan, StepResult
+from engine.latency_model import StepWork
+from loadtest.engine_bench.offline import Stepper, greedy
+from scheduler.step_log import StepEntry
+
+KINDS = ("decode", "prefill", "mixed", "decode", "mixed")
+WARM_UP_STEPS = 8  # kernels are compiled and caches filled in these
+MIN_CHUNK = 16
+SHARE_OF_BLOCKS = 0.9
+LONGEST_CHUNK = 1024  # a longer one says nothing that its halves do not
+SHORTEST_LIMIT = 64  # of chunks, on an engine that is slow
+LONGEST_STEP = 1 / 60  # of the sweep's time: where one takes longer, chunks become shorter
+REPEATED_DECODES = (1, 4, 16, 32, 64)
+REPEATED_CONTEXT = 64
+REPEATS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class SweepLimits:
+    seconds: float = 60.0
+    max_decodes: int = 64
+    max_context: int = 4096
+
+
+@dataclass(slots=True)
+class _Resident:
+    prompt_tokens: int
+    num_computed: int = 0
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_computed >= self.prompt_tokens
+
+
+class Sweep:
+    """One engine and its pool of sequences. `clock` gives seconds."""
+
+    def __init__(
+        self, engine: Stepper, limits: SweepLimits, seed: int, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._clock = clock
+        self._random = random.Random(seed)
+        info = engine.info
+        self._longest = min(limits.max_context, info.max_model_len - 1)
+        self._room = int(SHARE_OF_BLOCKS * info.num_blocks)
+        self._most_decodes = min(limits.max_decodes, info.max_step_tokens // 2)
+        self._longest_chunk = min(LONGEST_CHUNK, info.max_step_tokens, self._longest)
+        self._pool: dict[str, _Resident] = {}
+        self._abort: list[str] = []
+        self._step_id = 0
+        self._num_started = 0
+
+    def run(self) -> Iterator[StepEntry]:
+        """The steps, until the time is over; nothing is left in the engine."""
+        for _ in range(WARM_UP_STEPS):
+            self._step("mixed")
+        until_s = self._clock() + self._limits.seconds
+        while self._clock() < until_s:
+            yield self._step(KINDS[self._step_id % len(KINDS)])
+        self._clear()
+
+    def repeat(self) -> list[list[float]]:
+        """Seconds of steps that are all alike, a list for each number of decodes; nothing is left in the engine. How
+        much these differ is the machine's own noise: no model can be better."""
+        counts = [n for n in REPEATED_DECODES if n <= self._most_decodes]
+        length = min(REPEATED_CONTEXT, self._longest - REPEATS * len(counts) - 1, self._longest_chunk)
+        seconds: list[list[float]] = []
+        for count in counts if length > 1 else ():
+            while len(self._pool) < count:
+                new = self._new_sequence(length)
+                self._submit(StepPlan(self._step_id, start=(new,), run=(Run(new.seq_id, length),)))
+            run = tuple(Run(seq_id, 1) for seq_id in self._pool)
+            seconds.append([self._submit(StepPlan(self._step_id, run=run)).elapsed_s for _ in range(REPEATS)])
+        self._clear()
+        return seconds
+
+    def _clear(self) -> None:
+        self._engine.step(StepPlan(self._step_id, abort=(*self._abort, *self._pool)))
+        self._step_id += 1
+        self._abort.clear()
+        self._pool.clear()
+
+    def _step(self, kind: str) -> StepEntry:
+        self._retire()
+        decoding = sorted((i for i, r in self._pool.items() if r.is_decoding), key=lambda i: self._pool[i].num_computed)
+        runs: list[Run] = []
+        start: tuple[NewSequence, ...] = ()
+        if kind != "prefill" and decoding:
+            runs += [Run(seq_id, 1) for seq_id in self._draw_decodes(decoding)]
+        if kind != "decode" or not runs:
+            chunk, start = self._draw_chunk(self._engine.info.max_step_tokens - len(runs))
+            runs.append(chunk)
+        plan = StepPlan(self._step_id, abort=tuple(self._abort), start=start, run=tuple(runs))
+        self._abort.clear()
+        return self._take_in(self._submit(plan))
+
+    def _submit(self, plan: StepPlan) -> StepResult:
+        self._step_id += 1
+        return self._engine.step(plan)
+
+    def _draw_decodes(self, decoding: list[str]) -> list[str]:
+        """Neighbours by length: short ones together in one step, long ones in another."""
+        count = min(len(decoding), self._log_uniform(1, self._most_decodes))
+        first = self._random.randint(0, len(decoding) - count)
+        return decoding[first : first + count]
+
+    def _draw_chunk(self, most: int) -> tuple[Run, tuple[NewSequence, ...]]:
+        """Of the sequence that has not got all of its prompt, or of a new one."""
+        wanted = min(most, self._log_uniform(MIN_CHUNK, self._longest_chunk))
+        for seq_id, resident in self._pool.items():
+            left = resident.prompt_tokens - resident.num_computed
+            if left > 1:
+                return Run(seq_id, min(wanted, left)), ()
+        length = self._log_uniform(MIN_CHUNK, self._longest)
+        new = self._new_sequence(length)
+        return Run(new.seq_id, min(wanted, length)), (new,)
+
+    def _new_sequence(self, length: int) -> NewSequence:
+        seq_id = f"sweep-{self._num_started}"
+        self._num_started += 1
+        token_ids = tuple(self._random.randrange(self._engine.info.vocab_size) for _ in range(length))
+        self._pool[seq_id] = _Resident(length)
+        return NewSequence(seq_id, token_ids, greedy(1 << 30), cache_salt=seq_id)  # nothing is spared its prefill
+
+    def _take_in(self, result: StepResult) -> StepEntry:
+        work = StepWork()
+        for output in result.outputs:
+            resident = self._pool[output.seq_id]
+            work.add(output.num_computed_tokens - resident.num_computed, resident.num_computed)
+            resident.num_computed = output.num_computed_tokens
+            if output.finish_reason is not None:
+                del self._pool[output.seq_id]
+        for failure in result.failures:
+            del self._pool[failure.seq_id]
+        if result.elapsed_s > LONGEST_STEP * self._limits.seconds and work.prefill_tokens > SHORTEST_LIMIT:
+            self._longest_chunk = max(SHORTEST_LIMIT, self._longest_chunk // 2)
+        return StepEntry.of(work, result.elapsed_s, self._clock())
+
+    def _retire(self) -> None:
+        """Make room for the longest chunk: sequences go at random."""
+        block_size = self._engine.info.block_size
+        while self._pool:
+            held = sum(-(-r.num_computed // block_size) + 1 for r in self._pool.values())
+            decoding = [i for i, r in self._pool.items() if r.is_decoding]
+            too_many = len(decoding) > 2 * self._most_decodes
+            if held + self._longest_chunk // block_size + 1 <= self._room and not too_many:
+                return
+            gone = self._random.choice(decoding or list(self._pool))
+            self._abort.append(gone)
+            del self._pool[gone]
+
+    def _log_uniform(self, low: int, high: int) -> int:
+        """An integer from `low` to `high`, each octave as likely as the next."""
+        return round(low * (high / low) ** self._random.random()) if high > low else high
+
+
+def repeated_mape(alike: Sequence[Sequence[float]]) -> float | None:
+    """Mean of |seconds ÷ their median − 1| over steps that are alike; None without any."""
+    off = [abs(s / median(group) - 1.0) for group in alike for s in group]
+    return fmean(off) if off else None

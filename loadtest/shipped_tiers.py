@@ -1,0 +1,18 @@
+"""Where the product's own tiers.yaml lies, and what it says: what a load test takes unless it is told otherwise."""
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def shipped_tiers_path() -> Path:
+    """Beside the package `tidegate` in an installed wheel, at the top of a source tree."""
+    installed = Path(str(files("tidegate") / "tiers.yaml"))
+    return installed if installed.exists() else installed.parents[1] / "tiers.yaml"
+
+
+def read_shipped_tiers() -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load(shipped_tiers_path().read_text(encoding="utf-8"))
+    return document

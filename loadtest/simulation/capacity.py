@@ -1,0 +1,74 @@
+"""How much is enough: the fewest workers, or the highest rate, with which every promise is kept. By bisection.
+
+Each probe is a whole simulated run. Knows summaries; not how a run is made. Promises are assumed to break once and for
+all as load grows; every probe is reported, so that a reader sees where that is not so.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from loadtest.simulation.summary import Summary
+
+MOST_WORKERS = 1024
+IDLE_SHARE = 0.02  # of the engines' time: where they are as idle as that, more of them keep no promise
+RATE_BOUNDS = (1 / 64, 64.0)
+RATE_WIDTH = 0.05  # of the rate: how exactly it is found
+
+T = TypeVar("T", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe(Generic[T]):
+    amount: T  # workers, or times the load
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity(Generic[T]):
+    """`best`: the last amount that keeps every promise; None where none within bounds does."""
+
+    probes: list[Probe[T]]
+    best: Probe[T] | None
+
+
+def fewest_workers(run: Callable[[int], Summary], most: int = MOST_WORKERS) -> Capacity[int]:
+    """Doubled from one until the promises are kept, then halved in between."""
+    probes: list[Probe[int]] = []
+    broken, workers = 0, 1
+    best = _probe(run, workers, probes)
+    while best is None and workers < most and probes[-1].summary.engines.busy_share > IDLE_SHARE:
+        broken, workers = workers, min(2 * workers, most)
+        best = _probe(run, workers, probes)
+    while best is not None and best.amount - broken > 1:
+        middle = (best.amount + broken) // 2
+        kept = _probe(run, middle, probes)
+        best, broken = (kept, broken) if kept is not None else (best, middle)
+    return Capacity(probes, best)
+
+
+def highest_rate(run: Callable[[float], Summary]) -> Capacity[float]:
+    """Doubled from one until a promise breaks, or halved until all are kept; then in between."""
+    lowest, highest = RATE_BOUNDS
+    probes: list[Probe[float]] = []
+    rate, broken = 1.0, None
+    best = _probe(run, rate, probes)
+    while best is not None and broken is None and rate < highest:
+        rate *= 2
+        kept = _probe(run, rate, probes)
+        best, broken = (best, rate) if kept is None else (kept, None)
+    while best is None and rate > lowest:
+        broken, rate = rate, rate / 2
+        best = _probe(run, rate, probes)
+    while best is not None and broken is not None and broken - best.amount > RATE_WIDTH * best.amount:
+        middle = (best.amount + broken) / 2
+        kept = _probe(run, middle, probes)
+        best, broken = (kept, broken) if kept is not None else (best, middle)
+    return Capacity(probes, best)
+
+
+def _probe(run: Callable[[T], Summary], amount: T, probes: list[Probe[T]]) -> Probe[T] | None:
+    """The probe where every promise is kept, else None; noted in either case."""
+    probe = Probe(amount, run(amount))
+    probes.append(probe)
+    return probe if probe.summary.keeps_promises else None

@@ -1,0 +1,191 @@
+"""Simulated clients: offer the traffic through the gateway's own `SchedulerClient`, and write down what they receive.
+
+Arrivals wait for nobody's answers. A client has the patience that tiers.yaml gives it, and does not ask again when it
+was refused; a backlog waits as long as it was told, then sends its next request. Knows requests and time; not workers.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from engine.interface import SamplingParams
+from loadtest.simulation.deployment import Deployment
+from loadtest.simulation.observation import Observation, RequestRecord
+from loadtest.simulation.traffic import Backlog, OfferedRequest, Traffic
+from scheduler.admission import Rejected, RejectReason
+from scheduler.generation import Generation
+from scheduler.request import EventKind, Request, TokenEvent
+
+UNFINISHED = "unfinished when the run ended"
+TIMED_OUT = "no token within the tier's timeout"
+
+
+class SimulatedClients:
+    """`gather_s` > 0: arrivals of one tier within as much time enter the queue together, as a gateway under thousands
+    of requests a second would put them; they count as arrived when they came."""
+
+    def __init__(self, deployment: Deployment, observation: Observation, gather_s: float = 0.0) -> None:
+        self._deployment = deployment
+        self._clock = deployment.clock
+        self._client = deployment.client
+        self._tiers = deployment.tiers
+        self._observation = observation
+        self._gather_s = gather_s
+        self._asking: dict[asyncio.Task[object], None] = {}  # in the order of their start
+        self._streams: list[asyncio.Task[None]] = []
+        self._broken: list[BaseException] = []
+
+    def fill(self, traffic: Traffic) -> None:
+        """Begin with the backlogs."""
+        for name in traffic.classes:
+            self._observation.gaps_s[name] = array("d")
+        self._streams = [
+            asyncio.create_task(self._stream(backlog)) for backlog in traffic.backlogs for _ in range(backlog.streams)
+        ]
+
+    async def offer(self, arrivals: Sequence[OfferedRequest], duration_s: float) -> None:
+        """Everything that comes within `duration_s`."""
+        await self._send(arrivals)
+        await self._sleep_until(duration_s)
+
+    async def finish(self, drain_s: float) -> None:
+        """Wait up to `drain_s` for the answers to what has arrived, beside the backlogs that it met. Raises what a
+        client raised."""
+        if self._asking:
+            await asyncio.wait(self._asking, timeout=drain_s)
+        left = [*self._asking, *self._streams]
+        for task in left:
+            task.cancel()
+        ended = await asyncio.gather(*left, return_exceptions=True)
+        broken = [e for e in ended if isinstance(e, Exception)]
+        for error in [*self._broken, *broken]:
+            raise error
+
+    async def _send(self, arrivals: Sequence[OfferedRequest]) -> None:
+        if not self._gather_s:
+            for offered in arrivals:
+                await self._sleep_until(offered.at_s)
+                self._start([offered])
+            return
+        for tick, together in groupby(arrivals, key=lambda r: int(r.at_s / self._gather_s)):
+            await self._sleep_until((tick + 1) * self._gather_s)
+            by_tier: dict[str, list[OfferedRequest]] = {}
+            for offered in together:
+                by_tier.setdefault(offered.tier, []).append(offered)
+            for group in by_tier.values():
+                self._start(group)
+
+    def _start(self, group: Sequence[OfferedRequest]) -> None:
+        task: asyncio.Task[object] = asyncio.create_task(self._ask(group))
+        self._asking[task] = None
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: "asyncio.Task[object]") -> None:
+        self._asking.pop(task, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._broken.append(error)
+
+    async def _stream(self, backlog: Backlog) -> None:
+        for offered in backlog.requests:
+            rejected = await self._ask([offered], at_s=self._now_s())
+            if rejected is not None:
+                await self._clock.sleep(rejected.retry_after_s)
+
+    async def _ask(self, group: Sequence[OfferedRequest], at_s: float | None = None) -> Rejected | None:
+        """Send requests of one tier and receive them to their end. `at_s`: they arrive now, not when planned."""
+        arrived_s = [offered.at_s if at_s is None else at_s for offered in group]
+        records = [_record(offered, when) for offered, when in zip(group, arrived_s, strict=True)]
+        self._observation.requests += records
+        requests = [self._request(offered, when) for offered, when in zip(group, arrived_s, strict=True)]
+        outcome = await self._submit(requests, records)
+        if isinstance(outcome, Rejected):
+            for record in records:
+                record.rejected = outcome.reason.value
+            return outcome
+        by_id = {request.id: record for request, record in zip(requests, records, strict=True)}
+        await self._receive(outcome, by_id)
+        return None
+
+    async def _submit(self, requests: list[Request], records: Sequence[RequestRecord]) -> Generation | Rejected:
+        """To the tier below, where the tier gives away what it cannot serve in time."""
+        outcome = await self._client.submit(requests)
+        below = self._tiers[requests[0].tier].admission.demote_to
+        if below is None or not isinstance(outcome, Rejected) or outcome.reason is not RejectReason.OVERLOADED:
+            return outcome
+        for record in records:
+            record.served_tier = below
+        deadline_ms = self._tiers[below].deadline_ms
+        return await self._submit(
+            [replace(r, tier=below, deadline_ms=r.arrival_ms + deadline_ms) for r in requests], records
+        )
+
+    async def _receive(self, generation: Generation, records: dict[str, RequestRecord]) -> None:
+        tier = self._tiers[next(iter(records.values())).tier]
+        patience_s = None if tier.timeout_ms is None else tier.timeout_ms / 1000
+        target_ms = tier.slo.itl_p99_ms
+        target_s = float("inf") if target_ms is None else target_ms / 1000
+        loop = asyncio.get_running_loop()
+        failure = UNFINISHED
+        try:
+            async with asyncio.timeout(patience_s) as patience, generation as events:
+                async for event in events:
+                    self._take(records[event.request_id], event, target_s)
+                    if patience_s is not None:
+                        patience.reschedule(loop.time() + patience_s)
+        except TimeoutError:
+            failure = TIMED_OUT
+        finally:
+            for record in records.values():
+                if record.ended_s is None:
+                    record.failed = failure
+
+    def _take(self, record: RequestRecord, event: TokenEvent, target_s: float) -> None:
+        now_s = self._now_s()
+        if event.token_ids:
+            record.output_tokens += len(event.token_ids)
+            if record.last_token_s is None:
+                record.first_token_s, record.first_tokens = now_s, record.output_tokens
+            else:
+                gap_s = now_s - record.last_token_s
+                record.gaps += 1
+                record.gaps_missed += gap_s > target_s
+                self._observation.gaps_s[record.traffic_class].append(gap_s)
+            record.last_token_s = now_s
+            if 0 <= now_s <= self._observation.duration_s:
+                self._observation.tokens[record.traffic_class] += len(event.token_ids)
+        if event.is_last:
+            record.ended_s = now_s
+            if event.kind is not EventKind.FINISHED:
+                record.failed = event.error or event.kind.value
+
+    def _request(self, offered: OfferedRequest, arrived_s: float) -> Request:
+        arrival_ms = self._clock.wall_ms() - round(1000 * (self._now_s() - arrived_s))
+        tier = self._tiers[offered.tier]
+        deadline_ms = tier.deadline_ms if offered.deadline_s is None else round(1000 * offered.deadline_s)
+        return Request(
+            id=offered.id,
+            tier=offered.tier,
+            prompt_token_ids=offered.prompt_token_ids,
+            sampling=SamplingParams(
+                max_tokens=offered.output_tokens, temperature=0.0, seed=offered.seed, ignore_eos=True
+            ),
+            arrival_ms=arrival_ms,
+            deadline_ms=arrival_ms + deadline_ms,
+            reply_to=self._client.gateway_id,
+        )
+
+    def _now_s(self) -> float:
+        return self._clock.now() - self._deployment.begins_s
+
+    async def _sleep_until(self, when_s: float) -> None:
+        delay_s = when_s - self._now_s()
+        if delay_s > 0:
+            await self._clock.sleep(delay_s)
+
+
+def _record(offered: OfferedRequest, arrived_s: float) -> RequestRecord:
+    name, tier, prompt = offered.traffic_class, offered.tier, len(offered.prompt_token_ids)
+    return RequestRecord(offered.id, name, tier, arrived_s, prompt, offered.deadline_s, served_tier=tier)

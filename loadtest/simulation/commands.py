@@ -1,0 +1,173 @@
+"""The commands `simulate`, `compare` and `queue`: flags to an experiment, its result to text and JSON.
+
+Knows flags and exit codes; the work is in `experiment`, `capacity` and `comparison`.
+"""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+import structlog
+from pydantic import AliasChoices, BaseModel, Field
+from pydantic_settings import CliPositionalArg
+from redis.exceptions import RedisError
+
+from loadtest.report import table
+from loadtest.running import one_sentence, say_progress
+from loadtest.scenario import ScenarioError
+from loadtest.simulation.capacity import Capacity, Probe, fewest_workers, highest_rate
+from loadtest.simulation.comparison import ComparisonError, compare_arm, read_result, render_comparison
+from loadtest.simulation.cost_card import CostCardError, load_cost_card
+from loadtest.simulation.experiment import Experiment, find_tiers, read_whole_trace
+from loadtest.simulation.json_report import write_report
+from loadtest.simulation.run import DRAIN_S
+from loadtest.simulation.store_bench import StoreRate, measure_store, render_store
+from loadtest.simulation.summary import Summary
+from loadtest.simulation.text_report import render
+from loadtest.simulation.trace import TraceError
+from loadtest.simulation.traffic import TrafficError
+from scheduler.config import TierConfigError
+
+AUTO = "auto"
+
+
+class Simulate(BaseModel):
+    """The shipped scheduler on a virtual clock with modeled engines: what a load would see, and how many it needs."""
+
+    scenario: str = Field("chat-and-bulk", description="A shipped scenario, or a YAML file.")
+    bulk_pool: str = Field("", description="A shipped bulk pool in place of the scenario's own bulk.")
+    trace: Path | None = Field(None, description="JSONL or CSV of requests, in place of a scenario.")
+    tiers: str = Field("", description="The tiers file; unset: the shipped tiers.yaml.")
+    model_shape: str = Field("135m-cpu", description="A shipped cost card, or one that `loadtest calibrate` wrote.")
+    duration: float = Field(120.0, gt=0, le=7 * 86400, description="Seconds of load; virtual ones.")
+    workers: str = Field("1", pattern=r"^([1-9][0-9]{0,3}|auto)$", description="How many engines; auto: the fewest.")
+    rate: float = Field(1.0, gt=0, le=1000, description="Times as many clients: more or fewer, never faster ones.")
+    find_capacity: Literal["", "workers", "rate"] = Field(
+        "", description="Search for the fewest workers, or the highest rate, that keep all promises."
+    )
+    drain: float = Field(DRAIN_S, ge=0, le=86400, description="Seconds that requests have to end after the load.")
+    gather_ms: float = Field(0.0, ge=0, le=1000, description="Arrivals within as much enter the queue together.")
+    drift: float = Field(1.0, gt=0, le=10, description="Step times are multiplied by this in the second half.")
+    seed: int = Field(1, ge=0, description="The same seed gives the same report, to the byte.")
+    json_file: Path | None = Field(
+        None, validation_alias=AliasChoices("json"), description="Also write everything to this file."
+    )
+
+    def cli_cmd(self) -> None:
+        _quieten()
+        with one_sentence(CostCardError, ScenarioError, TierConfigError, TraceError, TrafficError, said_by="simulate"):
+            kept = self._answer(self._experiment())
+        if not kept:
+            raise SystemExit(1)
+
+    def _experiment(self) -> Experiment:
+        return Experiment(
+            tiers=find_tiers(self.tiers),
+            card=load_cost_card(self.model_shape),
+            duration_s=self.duration,
+            scenario=self.scenario,
+            bulk_pool=self.bulk_pool,
+            trace=read_whole_trace(self.trace) if self.trace is not None else (),
+            workers=1 if self.workers == AUTO else int(self.workers),
+            rate=self.rate,
+            seed=self.seed,
+            drain_s=self.drain,
+            gather_s=self.gather_ms / 1000,
+            drift=self.drift,
+        )
+
+    def _answer(self, experiment: Experiment) -> bool:
+        """Print what was asked for; whether it was found. A single run is a look, whatever it shows."""
+        if self.find_capacity == "rate":
+            found = highest_rate(lambda rate: _progress("rate", rate, experiment.with_rate(rate)))
+            print(_probes("rate", found))
+            return self._conclude(experiment.with_rate, found)
+        if self.find_capacity == "workers" or self.workers == AUTO:
+            fewest = fewest_workers(lambda n: _progress("workers", n, experiment.with_workers(n)))
+            print(_probes("workers", fewest))
+            return self._conclude(experiment.with_workers, fewest)
+        self._report(experiment)
+        return True
+
+    def _conclude(self, at: Any, found: Capacity[Any]) -> bool:
+        if found.best is None:
+            print("no amount within bounds keeps every promise")
+            return False
+        self._report(at(found.best.amount))
+        return True
+
+    def _report(self, experiment: Experiment) -> None:
+        summary, observation = experiment.run()
+        print(render(self._title(experiment), summary, experiment.card), end="")
+        if self.json_file is not None:
+            write_report(self.json_file, self.model_dump(mode="json", exclude={"json_file"}), summary, observation)
+
+    def _title(self, experiment: Experiment) -> str:
+        load = str(self.trace) if self.trace is not None else self.scenario
+        rate = f", {experiment.rate:.3g} times the clients" if experiment.rate != 1 else ""
+        engines = f"{experiment.workers} x {experiment.card.name}"
+        return f"{experiment.duration_s:g} s of {load}{rate} on {engines}, seed {experiment.seed}"
+
+
+class Compare(BaseModel):
+    """Hold the simulator against a measured run: an arm of a `coserve` result, simulated on a cost card."""
+
+    result: CliPositionalArg[Path] = Field(description="The JSON file of `loadtest coserve`.")
+    arm: str = Field("OURS", description="Which of its arms.")
+    model_shape: str = Field("135m-cpu", description="A shipped cost card, or one that `loadtest calibrate` wrote.")
+    gateway_ms: float = Field(0.0, ge=0, description="What HTTP and the gateway add to a first token.")
+    within: float = Field(0.0, ge=0, description="Exit 1 where a ratio is further from 1; 0: it is only shown.")
+
+    def cli_cmd(self) -> None:
+        _quieten()
+        with one_sentence(ComparisonError, CostCardError, TierConfigError, TrafficError, said_by="compare"):
+            card = load_cost_card(self.model_shape)
+            compared = compare_arm(read_result(self.result), self.arm, card, self.gateway_ms / 1000)
+        print(render_comparison(self.arm, card, compared))
+        ratios = [ratio for c in compared for ratio in c.ratios() if ratio is not None]
+        if self.within and not (ratios and all(abs(ratio - 1) <= self.within for ratio in ratios)):
+            raise SystemExit(1)
+
+
+class Queue(BaseModel):
+    """Requests a second through a real store: put, claim and ack, beside what a design needs."""
+
+    redis_url: str = Field(description="redis://… or unix://… of a store to measure; requests go through it.")
+    requests: int = Field(20_000, ge=64, le=1_000_000, description="Requests a round.")
+    batches: str = Field("1,64", pattern=r"^[1-9]\d*(,[1-9]\d*)*$", description="Requests a call, a round for each.")
+    prompt_tokens: int = Field(128, ge=1, le=100_000, description="Tokens of each.")
+    needed: float = Field(10_000, gt=0, description="Requests a second to compare with.")
+
+    def cli_cmd(self) -> None:
+        with one_sentence(RedisError, OSError, ValueError, said_by="queue"):  # of URLs, redis-py says the last
+            rates = asyncio.run(self._measure())
+        print(render_store(rates, self.needed))
+
+    async def _measure(self) -> list[StoreRate]:
+        sizes = [int(part) for part in self.batches.split(",")]
+        return [await measure_store(self.redis_url, self.requests, size, self.prompt_tokens) for size in sizes]
+
+
+def _quieten() -> None:
+    """A moved knob is a line of the report here, not of the log."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+
+
+def _progress(what: str, amount: float, experiment: Experiment) -> Summary:
+    summary, _ = experiment.run()
+    verdict = "all promises kept" if summary.keeps_promises else "not all promises kept"
+    say_progress(f"{what} {amount:.4g}: {verdict}")
+    return summary
+
+
+def _probes(what: str, found: Capacity[Any]) -> str:
+    header = (what, "busy", "promises", "broken")
+    rows = [_probe_cells(probe) for probe in sorted(found.probes, key=lambda p: p.amount)]
+    return table(header, rows) + "\n"
+
+
+def _probe_cells(probe: Probe[Any]) -> tuple[str, ...]:
+    broken = [f"{p.tier} {p.what}" for p in probe.summary.promises if not p.is_kept]
+    busy = f"{100 * probe.summary.engines.busy_share:.1f} %"
+    return (f"{probe.amount:.4g}", busy, "kept" if not broken else "broken", ", ".join(broken) or "–")

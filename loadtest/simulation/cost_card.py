@@ -1,0 +1,97 @@
+"""The cost card: what the simulator believes of one engine on one machine, validated from JSON.
+
+Coefficients of a step, what the engine can hold, and what an hour of it costs. `loadtest calibrate` writes such cards
+from a real run's step log; the shipped ones lie in `cards/`. Knows numbers; not how they are used (`deployment`).
+"""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.interface import EngineInfo, Shedding
+from engine.latency_model import StepCost
+
+VOCAB_SIZE = 1 << 32  # ids stand for themselves: no tokenizer is at work
+
+
+class CostCardError(Exception):
+    """The card cannot be used; the message names file and key."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Coefficients(_Strict):
+    """Seconds: of a step, and of each thing in it. `attend_s` is for each pair of a prefill token and one it attends
+    to, `context_token_s` for each cached token of a decode."""
+
+    step_s: float = Field(ge=0)
+    prefill_token_s: float = Field(ge=0)
+    attend_s: float = Field(ge=0)
+    context_token_s: float = Field(ge=0)
+    decode_s: float = Field(ge=0)
+
+
+class CostCard(_Strict):
+    name: str
+    measured_on: str = Field(description="machine, model and date, in words")
+    decode: Coefficients = Field(description="steps of decodes only")
+    mixed: Coefficients = Field(description="steps with a prefill in them")
+    floor_s: float = Field(default=0.0, ge=0, description="no step is shorter")
+    noise: float = Field(ge=0, le=0.5, description="standard deviation of measured ÷ modeled step times")
+    num_blocks: int = Field(ge=1)
+    block_size: int = Field(ge=1)
+    max_step_tokens: int = Field(ge=1)
+    max_model_len: int = Field(ge=2)
+    sheds: Shedding = Shedding.NOTHING
+    host_overhead_s: float = Field(default=0.0, ge=0, description="between two steps, with the engine idle")
+    num_swap_blocks: int = Field(default=0, ge=0)
+    swap_block_s: float = Field(default=0.0, ge=0)
+    price_per_hour: float = Field(default=0.0, ge=0, description="of one worker, in whatever currency")
+
+    def step_cost(self, mixed: bool) -> StepCost:
+        """Of a step with a prefill in it, or without."""
+        coefficients = self.mixed if mixed else self.decode
+        return StepCost(**coefficients.model_dump(), floor_s=self.floor_s)
+
+    def engine_info(self) -> EngineInfo:
+        modes = ("pause", "swap", "recompute") if self.num_swap_blocks else ("pause", "recompute")
+        return EngineInfo(
+            model_path=self.name,
+            max_model_len=self.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_step_tokens=self.max_step_tokens,
+            device="modeled",
+            preemption_modes=modes,
+            num_swap_blocks=self.num_swap_blocks,
+            swap_block_s=self.swap_block_s,
+            sheds=self.sheds,
+        )
+
+
+def shipped_cards() -> list[str]:
+    folder = files("loadtest") / "simulation" / "cards"
+    return sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
+
+
+def load_cost_card(name_or_path: str) -> CostCard:
+    """A shipped card by its name, or a file. Raises `CostCardError`."""
+    try:
+        if name_or_path in shipped_cards():
+            text = (files("loadtest") / "simulation" / "cards" / f"{name_or_path}.json").read_text(encoding="utf-8")
+        else:
+            text = Path(name_or_path).read_text(encoding="utf-8")
+        return CostCard.model_validate(json.loads(text))
+    except OSError as error:
+        known = ", ".join(shipped_cards())
+        raise CostCardError(f"{name_or_path}: {error.strerror} (shipped cards: {known})") from error
+    except json.JSONDecodeError as error:
+        raise CostCardError(f"{name_or_path}: not JSON: {error}") from error
+    except ValidationError as error:
+        lines = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        raise CostCardError(f"{name_or_path}: " + "; ".join(lines)) from error

@@ -1,0 +1,127 @@
+"""A deployment in one process and virtual time: N workers and a gateway's client on one queue.
+
+Wires the shipped loop, core, controller, memory queue and client around modeled engines, as `tidegate.worker` wires
+them around a real one. There is no second scheduler. Knows the parts; not what is offered to them (`clients`).
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.interface import Engine, EngineInfo
+from engine.loop_timer import LoopTimer
+from engine.modeled_engine import ModeledEngine
+from loadtest.simulation.cost_card import CostCard
+from loadtest.simulation.observation import EngineRecord, Observation
+from loadtest.simulation.watched_engine import WatchedEngine
+from loadtest.simulation.watched_metrics import WatchedMetrics
+from scheduler.client import SchedulerClient
+from scheduler.clock import Clock
+from scheduler.config import TierSet
+from scheduler.core import SchedulerCore
+from scheduler.events.memory import MemoryEventChannel
+from scheduler.heartbeat import WorkerIdentity
+from scheduler.loop import SchedulerLoop
+from scheduler.queue.memory import MemoryQueue
+from scheduler.registry.memory import MemoryWorkerRegistry
+from scheduler.sla import SLAController
+from scheduler.virtual_time import VirtualClock
+from scheduler.warmup import warm_up
+
+WARM_UP_S = 1.0  # what a worker gives its engine's first steps
+MODEL_NAMES = ("model",)
+
+BuildCore = Callable[[TierSet, EngineInfo], SchedulerCore]
+
+
+def build_core(tiers: TierSet, info: EngineInfo) -> SchedulerCore:
+    """The shipped one, which has to learn its engine."""
+    return SchedulerCore(tiers, info, SLAController(tiers, info.sheds))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a run is made of, besides its traffic. Backlogs fill the engines for `lead_s` before the load begins;
+    `drift` maps seconds since then to a factor on step times."""
+
+    tiers: TierSet
+    card: CostCard
+    workers: int = 1
+    seed: int = 0
+    prefix_cache: bool = False
+    lead_s: float = 0.0
+    drift: Callable[[float], float] | None = None
+    build_core: BuildCore = build_core
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    core: SchedulerCore
+    loop: SchedulerLoop
+    record: EngineRecord
+    running: "asyncio.Task[None]"
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    clock: Clock
+    tiers: TierSet
+    queue: MemoryQueue
+    client: SchedulerClient
+    workers: Sequence[Worker]
+    begins_s: float  # when the load begins, on the clock
+
+    async def end(self) -> None:
+        """Stop the workers; what is left goes back to the queue, and is forgotten with it."""
+        await self.client.close()
+        for worker in self.workers:
+            worker.loop.stop()
+        await asyncio.gather(*(worker.running for worker in self.workers))
+
+
+async def start_deployment(setting: Setting, observation: Observation) -> Deployment:
+    """Bring the workers up, each with the synthetic first steps that a real one has, too."""
+    clock = VirtualClock()
+    queue = MemoryQueue(clock)
+    events, registry = MemoryEventChannel(), MemoryWorkerRegistry(clock)
+    up_s = clock.now() + WARM_UP_S + 1.0  # the same for any engine
+    begins_s = up_s + setting.lead_s
+    workers = []
+    for number in range(setting.workers):
+        record = EngineRecord()
+        engine = _build_engine(setting, clock, begins_s, number, record)
+        core = setting.build_core(setting.tiers, engine.info)
+        metrics = WatchedMetrics(setting.tiers, observation, number, clock, begins_s)
+        identity = WorkerIdentity(f"worker-{number}", MODEL_NAMES, clock.wall_ms())
+        loop = SchedulerLoop(
+            core, engine, queue.for_worker(identity.worker_id), events, registry, metrics, clock, identity
+        )
+        running = asyncio.create_task(_serve(loop, core, engine, clock))
+        workers.append(Worker(core, loop, record, running))
+    await clock.sleep(up_s - clock.now())
+    client = SchedulerClient(queue, events, registry, setting.tiers, clock, "gateway")
+    await client.start()
+    return Deployment(clock, setting.tiers, queue, client, workers, begins_s)
+
+
+async def _serve(loop: SchedulerLoop, core: SchedulerCore, engine: Engine, clock: Clock) -> None:
+    await warm_up(engine, core.step_time, clock, WARM_UP_S)
+    await loop.run()
+
+
+def _build_engine(
+    setting: Setting, clock: VirtualClock, begins_s: float, number: int, record: EngineRecord
+) -> WatchedEngine:
+    card, drift = setting.card, setting.drift
+    modeled = ModeledEngine(
+        card.engine_info(),
+        clock.sleep,
+        card.step_cost(mixed=True),
+        card.noise,
+        seed=1_000_003 * setting.seed + number,
+        decode_cost=card.step_cost(mixed=False),
+        prefix_cache=setting.prefix_cache,
+        timer=LoopTimer(),
+        drift=None if drift is None else lambda now_s: drift(now_s - begins_s),
+    )
+    return WatchedEngine(modeled, clock.sleep, card.host_overhead_s, record)

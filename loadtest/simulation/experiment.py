@@ -1,0 +1,84 @@
+"""One experiment: options turned into a setting and traffic, run, and summed up; as often as a search wants it.
+
+The composition of the simulator: knows where scenarios, traces, cards and tiers come from. Not flags, not text.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+
+from loadtest.scenario import load_scenario
+from loadtest.shipped_tiers import shipped_tiers_path
+from loadtest.simulation.cost_card import CostCard
+from loadtest.simulation.deployment import Setting
+from loadtest.simulation.observation import Observation
+from loadtest.simulation.run import DRAIN_S, simulate
+from loadtest.simulation.summary import Summary, summarize
+from loadtest.simulation.trace import TraceRow, read_trace
+from loadtest.simulation.traffic import Traffic, scenario_traffic, trace_traffic
+from scheduler.config import TierSet, load_tiers
+
+SHIPPED = ""  # the name of the shipped tiers.yaml
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """`rate` multiplies the clients: of the scenario's interactive classes, or of a trace. `drift`: step times are
+    multiplied by it in the second half."""
+
+    tiers: TierSet
+    card: CostCard
+    duration_s: float
+    scenario: str = ""
+    bulk_pool: str = ""
+    trace: "tuple[TraceRow, ...]" = ()
+    workers: int = 1
+    rate: float = 1.0
+    seed: int = 1
+    drain_s: float = DRAIN_S
+    gather_s: float = 0.0
+    drift: float = 1.0
+
+    def run(self) -> tuple[Summary, Observation]:
+        traffic = self.traffic()
+        setting = Setting(
+            tiers=self.tiers,
+            card=self.card,
+            workers=self.workers,
+            seed=self.seed,
+            prefix_cache=traffic.shares_prefixes,
+            drift=self._drift() if self.drift != 1.0 else None,
+        )
+        observation = simulate(setting, traffic, self.duration_s, drain_s=self.drain_s, gather_s=self.gather_s)
+        return summarize(observation, self.tiers), observation
+
+    def traffic(self) -> Traffic:
+        """Raises `ScenarioError` or `TrafficError`."""
+        if self.trace:
+            return trace_traffic(self.trace, self.tiers, self.duration_s, self.seed, self.rate)
+        scenario = load_scenario(self.scenario, self.bulk_pool).with_load_scaled(self.rate)
+        scenario = scenario.with_lengths_scaled(scenario.scale_for(self.card.max_model_len))
+        return scenario_traffic(scenario, self.tiers, self.duration_s, self.seed)
+
+    def with_workers(self, workers: int) -> "Experiment":
+        return replace(self, workers=workers)
+
+    def with_rate(self, rate: float) -> "Experiment":
+        return replace(self, rate=rate)
+
+    def _drift(self) -> Callable[[float], float]:
+        return lambda since_s: self.drift if since_s >= self.duration_s / 2 else 1.0
+
+
+def read_whole_trace(path: Path) -> "tuple[TraceRow, ...]":
+    """Raises `TraceError`."""
+    return tuple(read_trace(path))
+
+
+def find_tiers(name_or_path: str) -> TierSet:
+    """The shipped tiers.yaml, one of the simulator's own by its name, or a file. Raises `TierConfigError`."""
+    if name_or_path == SHIPPED:
+        return load_tiers(shipped_tiers_path())
+    own = Path(str(files("loadtest") / "simulation" / "tiers" / f"{name_or_path}.yaml"))
+    return load_tiers(own if own.exists() else Path(name_or_path))

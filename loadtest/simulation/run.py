@@ -1,0 +1,92 @@
+"""One simulated run: a deployment, the traffic offered to it, and a look at everything once a second.
+
+`simulate` is the simulator's whole surface: pure in that the same setting, traffic and seed give the same observation
+to the byte. Knows virtual time; reads no real clock.
+"""
+
+import asyncio
+from dataclasses import replace
+
+from loadtest.simulation.clients import SimulatedClients
+from loadtest.simulation.deployment import Deployment, Setting, start_deployment
+from loadtest.simulation.observation import Moment, Observation, TierMoment
+from loadtest.simulation.traffic import Traffic
+from scheduler.virtual_time import run_virtual
+
+DRAIN_S = 120.0
+MOMENT_S = 1.0
+
+
+def simulate(
+    setting: Setting, traffic: Traffic, duration_s: float, *, drain_s: float = DRAIN_S, gather_s: float = 0.0
+) -> Observation:
+    """Offer `traffic` for `duration_s`, then let what has arrived end for up to `drain_s`."""
+    return run_virtual(_play(setting, traffic, duration_s, drain_s, gather_s))
+
+
+async def _play(setting: Setting, traffic: Traffic, duration_s: float, drain_s: float, gather_s: float) -> Observation:
+    observation = Observation(duration_s, traffic.classes)
+    deployment = await start_deployment(setting, observation)
+    clients = SimulatedClients(deployment, observation, gather_s)
+    load = asyncio.create_task(_load(clients, deployment, traffic, observation, drain_s))
+    watch = asyncio.create_task(_watch(deployment, observation))
+    await _until_done(load, [watch, *(worker.running for worker in deployment.workers)])
+    watch.cancel()
+    await deployment.end()
+    return observation
+
+
+async def _load(
+    clients: SimulatedClients, deployment: Deployment, traffic: Traffic, observation: Observation, drain_s: float
+) -> None:
+    clients.fill(traffic)
+    await deployment.clock.sleep(deployment.begins_s - deployment.clock.now())
+    for worker in deployment.workers:
+        worker.record.clear()
+    await clients.offer(traffic.arrivals, observation.duration_s)
+    observation.engines = [replace(worker.record) for worker in deployment.workers]
+    for worker in deployment.workers:
+        observation.preemptions.update(worker.core.preemptions)
+    await clients.finish(drain_s)
+
+
+async def _until_done(load: "asyncio.Task[None]", others: "list[asyncio.Task[None]]") -> None:
+    """Nothing but the load may end; what does ends the run, with its error."""
+    await asyncio.wait({load, *others}, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        if task.done():
+            load.cancel()
+            task.result()
+            raise RuntimeError("a worker stopped while it was needed")
+    load.result()
+
+
+async def _watch(deployment: Deployment, observation: Observation) -> None:
+    await deployment.clock.sleep(deployment.begins_s - deployment.clock.now())
+    busy_s = [0.0 for _ in deployment.workers]
+    while True:
+        await deployment.clock.sleep(MOMENT_S)
+        now_busy_s = [worker.record.busy_s for worker in deployment.workers]
+        share = (sum(now_busy_s) - sum(busy_s)) / (MOMENT_S * len(busy_s))
+        busy_s = now_busy_s
+        observation.moments.append(await _look(deployment, share))
+
+
+async def _look(deployment: Deployment, busy_share: float) -> Moment:
+    now = deployment.clock.now()
+    cores = [worker.core for worker in deployment.workers]
+    outputs = cores[0].controller.outputs(now)
+    depths = await deployment.queue.depths(list(deployment.tiers.tiers))
+    tiers = {
+        name: TierMoment(
+            queued=depths[name],
+            held=sum(core.roster.count(name) for core in cores),
+            batch_size=outputs[name].batch_size,
+            max_wait_s=outputs[name].max_wait_s,
+            margin=outputs[name].margin,
+        )
+        for name in deployment.tiers.tiers
+    }
+    kv_usage = max(core.kv_usage for core in cores)
+    error = sum(core.step_time.mean_absolute_error for core in cores) / len(cores)
+    return Moment(now - deployment.begins_s, busy_share, kv_usage, error, tiers)

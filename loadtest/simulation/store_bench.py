@@ -1,0 +1,138 @@
+"""How many requests a second a real store moves through the product's queue: put, claim and acknowledge, in batches.
+
+The store is one thread: its own CPU seconds a request say where it would be full, whatever the clients beside it cost;
+what one client process reaches is reported, too. Knows the queue's protocol; not what is simulated.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from redis.asyncio import Redis
+
+from engine.interface import SamplingParams
+from loadtest.report import table
+from scheduler import store
+from scheduler.clock import SystemClock
+from scheduler.queue.base import Lease
+from scheduler.queue.redis import RedisQueue
+from scheduler.request import Claimed, Request
+
+TIER = "store-bench"
+LEASE_S = 60.0
+IN_FLIGHT = 8  # commands of one client at once
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StorePhase:
+    """One kind of move, of all requests. `server_s`: CPU seconds of the store."""
+
+    name: str
+    requests: int
+    elapsed_s: float
+    server_s: float
+
+    @property
+    def per_s(self) -> float:
+        return self.requests / self.elapsed_s
+
+    @property
+    def server_us(self) -> float:
+        """Microseconds of the store's CPU a request."""
+        return 1e6 * self.server_s / self.requests
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRate:
+    batch: int
+    prompt_tokens: int
+    phases: Sequence[StorePhase]
+
+    @property
+    def server_us(self) -> float:
+        """Of the store's CPU for one request from end to end."""
+        return sum(phase.server_us for phase in self.phases)
+
+    @property
+    def full_at_per_s(self) -> float:
+        """Requests a second that keep the store's one thread busy all the time."""
+        return 1e6 / self.server_us
+
+
+async def measure_store(url: str, requests: int, batch: int, prompt_tokens: int) -> StoreRate:
+    """Put, claim and acknowledge `requests` in batches of `batch`. Leaves nothing behind."""
+    async with store.connect(url) as client:
+        await client.ping()  # before anything is made that would have to be taken back
+        queue = RedisQueue(client, SystemClock(), "store-bench")
+        batches = _batches(requests, batch, prompt_tokens)
+        claimed: list[list[Claimed]] = []
+
+        async def put(group: Sequence[Request]) -> None:
+            await queue.put(group)
+
+        async def claim(group: Sequence[Request]) -> None:
+            claimed.append(await queue.claim({TIER: len(group)}, LEASE_S))
+
+        async def ack(group: Sequence[Claimed]) -> None:
+            await queue.ack([Lease(c.request.id, c.fence) for c in group])
+
+        try:
+            phases = [await _phase(client, "put", put, batches), await _phase(client, "claim", claim, batches)]
+            phases.append(await _phase(client, "ack", ack, claimed))
+        finally:
+            await queue.cancel([request.id for group in batches for request in group])
+            await queue.close()
+    return StoreRate(batch, prompt_tokens, phases)
+
+
+def render_store(rates: Sequence[StoreRate], needed_per_s: float) -> str:
+    header = ("requests a call", "move", "requests/s", "store, us each")
+    rows = [
+        (str(rate.batch), phase.name, f"{phase.per_s:.0f}", f"{phase.server_us:.1f}")
+        for rate in rates
+        for phase in rate.phases
+    ]
+    lines = [table(header, rows)]
+    for rate in rates:
+        share = needed_per_s / rate.full_at_per_s
+        lines.append(
+            f"{rate.batch} a call: a request costs the store {rate.server_us:.1f} us from put to ack; it is full at "
+            f"{rate.full_at_per_s:.0f} requests/s, and {needed_per_s:.0f} keep it busy {100 * share:.0f} % of the time"
+        )
+    return "\n".join(lines)
+
+
+async def _phase(
+    client: Redis, name: str, move: Callable[[Sequence[T]], Awaitable[None]], groups: Sequence[Sequence[T]]
+) -> StorePhase:
+    waiting = iter(list(groups))
+
+    async def work() -> None:
+        for group in waiting:
+            await move(group)
+
+    before_s, started_s = await _server_s(client), time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(IN_FLIGHT)))
+    elapsed_s = time.perf_counter() - started_s
+    return StorePhase(name, sum(map(len, groups)), elapsed_s, await _server_s(client) - before_s)
+
+
+async def _server_s(client: Redis) -> float:
+    """CPU seconds of the store so far, in user and system mode."""
+    info = await client.info("cpu")
+    return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
+
+
+def _batches(requests: int, batch: int, prompt_tokens: int) -> list[list[Request]]:
+    prompt, sampling = tuple(range(prompt_tokens)), SamplingParams(max_tokens=1)
+    now_ms = SystemClock().wall_ms()
+    made = [
+        Request(f"store-bench-{batch}-{i}", TIER, prompt, sampling, now_ms, now_ms + 60_000, "store-bench")
+        for i in range(requests)
+    ]
+    return [made[i : i + batch] for i in range(0, requests, batch)]

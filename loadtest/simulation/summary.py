@@ -1,0 +1,211 @@
+"""What a simulated run comes to: latencies, attainment and shares, from its observation. Pure.
+
+A quantile is the smallest sample that as large a share of the samples does not exceed: no interpolation, so that the
+same run gives the same digits anywhere. Whoever was refused or got no answer waited for ever. Knows records; not text.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadtest.simulation.clients import UNFINISHED
+from loadtest.simulation.observation import Observation, RequestRecord, TierMoment
+from scheduler.config import Tier, TierSet
+
+ON_TIME = 0.99  # share of the requests with a deadline that must meet it
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Seconds; None without samples. Infinite where that many were never answered."""
+
+    count: int
+    p50: float | None
+    p95: float | None
+    p99: float | None
+    max: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSummary:
+    name: str
+    tier: str
+    offered: int
+    admitted: int
+    demoted: int
+    rejected: dict[str, int]  # by reason
+    failed: dict[str, int]
+    done: int
+    unfinished: int
+    ttft: Spread  # of the answered
+    itl: Spread  # between two messages
+    e2e: Spread  # of the finished
+    attainment: float | None  # of the offered; None: nothing was promised
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """One promise of one tier, over everything offered to it."""
+
+    tier: str
+    what: str
+    target: float
+    observed: float | None  # None: nothing to judge by
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EnginesSummary:
+    """All engines together, while the load went on."""
+
+    workers: int
+    busy_share: float
+    steps: int
+    sequences_per_step: float
+    tokens_per_step: float
+    lost_tokens: int
+    shed_steps: int
+    shed_rows: int
+    wasted_share: float  # of the busy time
+    predictor_error: float  # mean |measured ÷ predicted − 1|
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    duration_s: float
+    classes: Sequence[ClassSummary]
+    queue: dict[str, Spread]  # by tier: arrival to first step
+    promises: Sequence[Promise]
+    engines: EnginesSummary
+    preemptions: dict[tuple[str, str], int]  # (tier, mode)
+    moves: dict[tuple[str, str, str], tuple[int, int]]  # (tier, knob, signal) → (up, down)
+    knobs: dict[str, TierMoment]  # by tier: of the first worker, when the load ended
+
+    @property
+    def keeps_promises(self) -> bool:
+        return all(promise.is_kept for promise in self.promises)
+
+    @property
+    def done(self) -> int:
+        return sum(c.done for c in self.classes)
+
+
+def summarize(observation: Observation, tiers: TierSet) -> Summary:
+    by_class: dict[str, list[RequestRecord]] = {name: [] for name in observation.classes}
+    for record in observation.requests:
+        by_class[record.traffic_class].append(record)
+    classes = [_class_summary(name, records, observation, tiers) for name, records in by_class.items()]
+    moves: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for move in observation.moves:
+        key = (move.decision.tier, move.decision.knob, move.decision.signal)
+        up, down = moves.get(key, (0, 0))
+        is_up = move.decision.new > move.decision.old
+        moves[key] = (up + is_up, down + (not is_up))
+    return Summary(
+        duration_s=observation.duration_s,
+        classes=classes,
+        queue={tier: spread(observation.queue_s.get(tier, ())) for tier in tiers.tiers},
+        promises=_promises(observation, tiers),
+        engines=_engines_summary(observation),
+        preemptions=dict(sorted(observation.preemptions.items())),
+        moves=dict(sorted(moves.items())),
+        knobs=next((m.tiers for m in reversed(observation.moments) if m.at_s <= observation.duration_s), {}),
+    )
+
+
+def spread(samples: Iterable[float]) -> Spread:
+    ordered = np.sort(np.fromiter(samples, dtype=np.float64))
+    return Spread(
+        len(ordered),
+        quantile(ordered, 0.5),
+        quantile(ordered, 0.95),
+        quantile(ordered, 0.99),
+        float(ordered[-1]) if len(ordered) else None,
+    )
+
+
+def quantile(ordered: np.ndarray, q: float) -> float | None:
+    """Of samples in ascending order."""
+    return float(ordered[max(0, math.ceil(q * len(ordered) - 1e-9) - 1)]) if len(ordered) else None
+
+
+def meets_promise(record: RequestRecord, tier: Tier) -> bool | None:
+    """None: there is no promise to judge it by. As the scheduler judges: TTFT in time, and at most one gap in a hundred
+    too long; a deadline of its own besides."""
+    if not tier.is_interactive and record.deadline_s is None:
+        return None
+    if not record.is_done or record.ttft_s is None or record.ended_s is None:
+        return False
+    target_ms = tier.slo.ttft_p99_ms
+    in_time = target_ms is None or 1000 * record.ttft_s <= target_ms
+    on_time = record.deadline_s is None or record.ended_s - record.arrived_s <= record.deadline_s
+    return in_time and on_time and 100 * record.gaps_missed <= record.gaps
+
+
+def _class_summary(
+    name: str, records: Sequence[RequestRecord], observation: Observation, tiers: TierSet
+) -> ClassSummary:
+    tier = tiers[observation.classes[name]]
+    judged = [met for met in (meets_promise(r, tier) for r in records) if met is not None]
+    rejected = Counter(r.rejected for r in records if r.rejected)
+    failed = Counter(r.failed for r in records if r.failed and r.failed != UNFINISHED)
+    return ClassSummary(
+        name=name,
+        tier=tier.name,
+        offered=len(records),
+        admitted=len(records) - rejected.total(),
+        demoted=sum(r.served_tier != r.tier for r in records if not r.rejected),
+        rejected=dict(sorted(rejected.items())),
+        failed=dict(sorted(failed.items())),
+        done=sum(r.is_done for r in records),
+        unfinished=sum(r.failed == UNFINISHED for r in records),
+        ttft=spread(r.ttft_s for r in records if r.ttft_s is not None),
+        itl=spread(observation.gaps_s.get(name, ())),
+        e2e=spread(r.ended_s - r.arrived_s for r in records if r.is_done and r.ended_s is not None),
+        attainment=sum(judged) / len(judged) if judged else None,
+        tokens_per_s=observation.tokens[name] / observation.duration_s,
+    )
+
+
+def _promises(observation: Observation, tiers: TierSet) -> list[Promise]:
+    promises: list[Promise] = []
+    for tier in tiers.by_priority:
+        records = [r for r in observation.requests if r.tier == tier.name]
+        if tier.slo.ttft_p99_ms is not None:
+            waits = (math.inf if r.ttft_s is None else r.ttft_s for r in records)
+            promises.append(_promise(tier.name, "TTFT p99", tier.slo.ttft_p99_ms / 1000, spread(waits).p99))
+        if tier.slo.itl_p99_ms is not None:
+            names = [n for n, t in observation.classes.items() if t == tier.name]
+            gaps = [gap for n in names for gap in observation.gaps_s.get(n, ())]
+            promises.append(_promise(tier.name, "ITL p99", tier.slo.itl_p99_ms / 1000, spread(gaps).p99))
+        due = [meets_promise(r, tier) is True for r in records if r.deadline_s is not None]
+        if due:
+            share = sum(due) / len(due)
+            promises.append(Promise(tier.name, "deadlines met", ON_TIME, share, share >= ON_TIME))
+    return promises
+
+
+def _promise(tier: str, what: str, target_s: float, observed_s: float | None) -> Promise:
+    return Promise(tier, what, target_s, observed_s, observed_s is None or observed_s <= target_s)
+
+
+def _engines_summary(observation: Observation) -> EnginesSummary:
+    engines = observation.engines
+    steps, busy_s = sum(e.steps for e in engines), sum(e.busy_s for e in engines)
+    errors = [m.predictor_error for m in observation.moments]
+    return EnginesSummary(
+        workers=len(engines),
+        busy_share=busy_s / (observation.duration_s * len(engines)),
+        steps=steps,
+        sequences_per_step=sum(e.rows for e in engines) / max(steps, 1),
+        tokens_per_step=sum(e.planned_tokens for e in engines) / max(steps, 1),
+        lost_tokens=sum(e.lost_tokens for e in engines),
+        shed_steps=sum(e.shed_steps for e in engines),
+        shed_rows=sum(e.shed_rows for e in engines),
+        wasted_share=sum(e.wasted_s for e in engines) / busy_s if busy_s else 0.0,
+        predictor_error=sum(errors) / max(len(errors), 1),
+    )

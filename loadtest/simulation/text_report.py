@@ -1,0 +1,129 @@
+"""A simulated run as text: the same digits for the same run, on any machine, so that two runs can be compared by diff.
+
+Knows how results look; computes nothing that is not a unit or a rounding.
+"""
+
+import math
+from collections.abc import Sequence
+
+from loadtest.report import ABSENT, table
+from loadtest.simulation.cost_card import CostCard
+from loadtest.simulation.observation import TierMoment
+from loadtest.simulation.summary import ClassSummary, EnginesSummary, Promise, Summary
+
+
+def render(title: str, summary: Summary, card: CostCard) -> str:
+    parts = [
+        f"{title}; times in ms",
+        "",
+        _requests(summary.classes),
+        "",
+        _latencies(summary.classes),
+        "",
+        _queues(summary),
+        "",
+        _engines(summary.engines),
+        *_preemptions(summary),
+        _cost(summary, card),
+        "",
+        _moves(summary),
+        *(f"at the end: {tier} {_knobs(moment)}" for tier, moment in summary.knobs.items()),
+        "",
+        *(_promise(promise) for promise in summary.promises),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _requests(classes: Sequence[ClassSummary]) -> str:
+    header = ("class", "tier", "offered", "admitted", "demoted", "done", "failed", "unfinished", "kept", "tok/s")
+    rows = [
+        (
+            c.name,
+            c.tier,
+            *(str(n) for n in (c.offered, c.admitted, c.demoted, c.done, sum(c.failed.values()), c.unfinished)),
+            _percent(c.attainment),
+            f"{c.tokens_per_s:.1f}",
+        )
+        for c in classes
+    ]
+    reasons = [
+        f"{c.name}: {count} {kind} ({reason})"
+        for c in classes
+        for kind, counted in (("rejected", c.rejected), ("failed", c.failed))
+        for reason, count in counted.items()
+    ]
+    return "\n".join([table(header, rows), *reasons])
+
+
+def _latencies(classes: Sequence[ClassSummary]) -> str:
+    header = ("class", "TTFT p50", "p95", "p99", "ITL p50", "p99", "max", "E2E p50", "p95", "p99")
+    rows = [
+        (
+            c.name,
+            *_cells(c.ttft.p50, c.ttft.p95, c.ttft.p99),
+            *_cells(c.itl.p50, c.itl.p99, c.itl.max),
+            *_cells(c.e2e.p50, c.e2e.p95, c.e2e.p99),
+        )
+        for c in classes
+    ]
+    return table(header, rows)
+
+
+def _queues(summary: Summary) -> str:
+    header = ("tier", "started", "queued p50", "p95", "p99", "max")
+    rows = [
+        (tier, str(waited.count), *_cells(waited.p50, waited.p95, waited.p99, waited.max))
+        for tier, waited in summary.queue.items()
+    ]
+    return table(header, rows)
+
+
+def _engines(engines: EnginesSummary) -> str:
+    return (
+        f"engines: {engines.workers}, busy {_percent(engines.busy_share)}; {engines.steps} steps of "
+        f"{engines.sequences_per_step:.1f} sequences and {engines.tokens_per_step:.1f} tokens; "
+        f"predictor error {_percent(engines.predictor_error)}"
+    )
+
+
+def _preemptions(summary: Summary) -> list[str]:
+    engines = summary.engines
+    counted = ", ".join(f"{tier} {mode} {n}" for (tier, mode), n in summary.preemptions.items())
+    return [
+        f"preemptions: {counted or 'none'}; {engines.lost_tokens} tokens lost with their KV",
+        f"shed: {engines.shed_steps} steps, {engines.shed_rows} sequences; wasted {_percent(engines.wasted_share)}",
+    ]
+
+
+def _cost(summary: Summary, card: CostCard) -> str:
+    paid = card.price_per_hour * summary.engines.workers * summary.duration_s / 3600
+    tokens = sum(c.tokens_per_s for c in summary.classes) * summary.duration_s
+    if not paid or not summary.done:
+        return "cost: no price is on the card" if not paid else "cost: nothing was done"
+    per_request, per_token = 1e6 * paid / summary.done, 1e6 * paid / max(tokens, 1.0)
+    return f"cost: {per_request:.2f} a million requests, {per_token:.2f} a million output tokens"
+
+
+def _moves(summary: Summary) -> str:
+    rows = [(*key, str(up), str(down)) for key, (up, down) in summary.moves.items()]
+    return table(("tier", "knob", "moved by", "up", "down"), rows) if rows else "the controller moved no knob"
+
+
+def _knobs(moment: TierMoment) -> str:
+    wait_ms = 1000 * moment.max_wait_s
+    return f"batch size {moment.batch_size:g}, max-wait {wait_ms:.1f} ms, margin {moment.margin:.3f}"
+
+
+def _promise(promise: Promise) -> str:
+    is_share = promise.what == "deadlines met"
+    observed = _percent(promise.observed) if is_share else _cells(promise.observed)[0]
+    target = f"at least {_percent(promise.target)}" if is_share else f"at most {1000 * promise.target:.0f}"
+    return f"{promise.tier} {promise.what}: {observed}, promised {target}: {'kept' if promise.is_kept else 'BROKEN'}"
+
+
+def _cells(*seconds: float | None) -> tuple[str, ...]:
+    return tuple(ABSENT if s is None else "never" if math.isinf(s) else f"{1000 * s:.1f}" for s in seconds)
+
+
+def _percent(share: float | None) -> str:
+    return ABSENT if share is None else f"{100 * share:.2f} %"

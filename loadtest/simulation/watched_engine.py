@@ -1,0 +1,76 @@
+"""An engine with a notebook: passes everything on to the modeled one, and writes down what came of it.
+
+Adds what the modeled one leaves out: the host's time between two steps, in which the device has nothing to do.
+"""
+
+from collections.abc import Awaitable, Callable, Collection
+
+from engine.interface import Engine, EngineInfo, PreemptionMode, StepPlan, StepResult
+from loadtest.simulation.observation import EngineRecord
+
+
+class WatchedEngine:
+    """Implements `Engine`. `sleep` is the virtual clock's."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sleep: Callable[[float], Awaitable[None]],
+        host_overhead_s: float,
+        record: EngineRecord,
+    ) -> None:
+        self._engine = engine
+        self._sleep = sleep
+        self._host_overhead_s = host_overhead_s
+        self._record = record
+        self._computed: dict[str, int] = {}  # tokens with KV, by sequence
+        self._submitted: StepPlan | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    def submit(self, plan: StepPlan) -> None:
+        self._engine.submit(plan)
+        self._submitted = plan
+        for seq_id in plan.abort:
+            self._computed.pop(seq_id, None)
+        for preempt in plan.preempt:
+            if preempt.mode is PreemptionMode.RECOMPUTE:
+                self._record.lost_tokens += self._computed.pop(preempt.seq_id, 0)
+
+    async def collect(self) -> StepResult:
+        result = await self._engine.collect()
+        if self._submitted is not None and self._submitted.run:
+            self._note(self._submitted, result)
+            if self._host_overhead_s:
+                await self._sleep(self._host_overhead_s)
+        return result
+
+    def shed(self, seq_ids: Collection[str]) -> None:
+        self._engine.shed(seq_ids)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _note(self, plan: StepPlan, result: StepResult) -> None:
+        record, computed = self._record, self._computed
+        record.steps += 1
+        record.busy_s += result.elapsed_s
+        record.rows += len(plan.run)
+        for output in result.outputs:
+            if output.finish_reason is None:
+                computed[output.seq_id] = output.num_computed_tokens
+            else:
+                computed.pop(output.seq_id, None)
+        record.planned_tokens += plan.num_tokens
+        if result.shed:
+            self._note_shed(plan, result)
+
+    def _note_shed(self, plan: StepPlan, result: StepResult) -> None:
+        """Their part of the step's time counts as wasted, by tokens: at most that, as they left before its end."""
+        left = set(result.shed)
+        shed_tokens = sum(run.num_tokens for run in plan.run if run.seq_id in left)
+        self._record.shed_steps += 1
+        self._record.shed_rows += len(left)
+        self._record.wasted_s += result.elapsed_s * shed_tokens / plan.num_tokens

@@ -1,0 +1,50 @@
+"""The worker's metrics in the simulator: what the loop reports goes into the run's observation, not to Prometheus.
+
+Nobody scrapes a simulated worker, and rendering its families once a second would cost more than scheduling does.
+"""
+
+from array import array
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry
+
+from loadtest.simulation.observation import MovedKnob, Observation
+from scheduler.clock import Clock
+from scheduler.config import TierSet
+from scheduler.core import SchedulerCore
+from scheduler.knobs import Decision
+from scheduler.metrics import SchedulerMetrics
+from scheduler.report import StepReport
+from scheduler.sla import TierOutputs
+
+
+class WatchedMetrics(SchedulerMetrics):
+    """`begins_s` is when the load begins, on the clock."""
+
+    def __init__(self, tiers: TierSet, observation: Observation, worker: int, clock: Clock, begins_s: float) -> None:
+        super().__init__(CollectorRegistry(), tiers)
+        self._observation = observation
+        self._worker = worker
+        self._clock = clock
+        self._begins_s = begins_s
+
+    def record_step(self, elapsed_s: float, ran: Mapping[str, int]) -> None:
+        pass
+
+    def record_report(self, report: StepReport) -> None:
+        for sample in report.samples:
+            if sample.kind == "queue":
+                self._observation.queue_s.setdefault(sample.tier, array("d")).append(sample.seconds)
+
+    def record_cancelled(self, tier: str) -> None:
+        pass
+
+    def record_decisions(self, decisions: Iterable[Decision]) -> None:
+        at_s = self._clock.now() - self._begins_s
+        self._observation.moves += [MovedKnob(at_s, self._worker, d) for d in decisions]
+
+    def record_state(self, core: SchedulerCore, waiting: Mapping[str, int], outputs: Mapping[str, TierOutputs]) -> None:
+        pass
+
+    def text(self) -> str:
+        return ""

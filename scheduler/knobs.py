@@ -1,0 +1,88 @@
+"""The knobs that the SLA controller moves, each inside its bounds, and the record of every move.
+
+Knows bounds, pins and the dry-run switch; not what makes a knob move. Owner: the controller.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler.config import Bounds, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One move of one knob, and why. `acted` is False in a dry run: so it would have been."""
+
+    tier: str
+    knob: str  # "batch_size" | "batch_tokens" | "max_wait_ms"
+    old: float
+    new: float
+    signal: str
+    reason: str
+    acted: bool = True
+
+    @property
+    def direction(self) -> str:
+        return "up" if self.new > self.old else "down"
+
+
+class Knob:
+    """`chosen` is what the controller wants, `value` what is in force: the pinned value where there is one, the start
+    value in a dry run."""
+
+    def __init__(self, tier: str, name: str, bounds: Bounds, pinned: float | None, dry_run: bool) -> None:
+        self.tier, self.name = tier, name
+        self.bounds = bounds
+        self.pinned = pinned
+        self._dry_run = dry_run
+        self._is_count = isinstance(bounds.start, int)
+        self.chosen: float = bounds.start
+
+    @property
+    def value(self) -> float:
+        if self.pinned is not None:
+            return self.pinned
+        return self.bounds.start if self._dry_run else self.chosen
+
+    def move(self, to: float, signal: str, reason: str) -> Decision | None:
+        """Towards `to`, as far as the bounds allow; None where that changes nothing."""
+        if self.pinned is not None:
+            return None
+        to = min(self.bounds.max, max(self.bounds.min, int(to) if self._is_count else to))
+        old, self.chosen = self.chosen, to
+        if to == old:
+            return None
+        return Decision(self.tier, self.name, old, to, signal, reason, acted=not self._dry_run)
+
+    def take_over(self, before: "Knob") -> None:
+        """Go on from where `before` stood. What has other bounds begins anew: where it stood was learned for those."""
+        if self.bounds == before.bounds and before.pinned is None:
+            self.chosen = before.chosen
+
+    def explain(self) -> dict[str, Any]:
+        return {
+            "value": self.value,
+            "chosen": self.chosen,
+            "min": self.bounds.min,
+            "max": self.bounds.max,
+            "pinned": self.pinned is not None,
+            "dry_run": self._dry_run,
+        }
+
+
+class TierKnobs:
+    """The three knobs of one tier."""
+
+    def __init__(self, tier: Tier, dry_run: bool = False) -> None:
+        pins = tier.pinned
+        self.batch_size = Knob(tier.name, "batch_size", tier.batch_size, pins.batch_size, dry_run)
+        self.batch_tokens = Knob(tier.name, "batch_tokens", tier.batch_tokens, pins.batch_tokens, dry_run)
+        self.max_wait_ms = Knob(tier.name, "max_wait_ms", tier.max_wait_ms, pins.max_wait_ms, dry_run)
+
+    def __iter__(self) -> Iterator[Knob]:
+        return iter((self.batch_size, self.batch_tokens, self.max_wait_ms))
+
+    def take_over(self, before: "TierKnobs") -> None:
+        for knob, old in zip(self, before, strict=True):
+            knob.take_over(old)

@@ -1,0 +1,180 @@
+"""A log of steps: what each held, what it was predicted to take and what it took. One JSON object a line.
+
+What a cost card is fitted from (`python -m loadtest calibrate --step-log FILE`). The first line of a run says what the
+engine is. It knows numbers and tier names; not requests, not texts. Bounded: when a file has half of the limit it
+becomes FILE.1, and the one that had this name goes.
+"""
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.interface import EngineInfo, Shedding
+from engine.latency_model import StepWork
+
+LIMIT_BYTES = 1 << 30  # of FILE and FILE.1 together
+BUFFER_BYTES = 1 << 16  # about 300 steps: a crash loses no more than those
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """One step. Its features as `StepWork` has them; `prefills` counts chunks."""
+
+    t: float  # the loop's clock, when the result was taken in
+    elapsed_s: float
+    prefill_tokens: int
+    attended: float
+    context_tokens: int
+    decodes: int
+    prefills: int
+    predicted_s: float = 0.0  # before the step, without a safety factor; 0: no prediction was made
+    shed: int = 0  # sequences that left it before its end: what it took says nothing about what it held
+    tiers: Mapping[str, int] = field(default_factory=dict)  # sequences that ran, by tier
+
+    @classmethod
+    def of(
+        cls,
+        work: StepWork,
+        elapsed_s: float,
+        t: float,
+        predicted_s: float = 0.0,
+        shed: int = 0,
+        tiers: Mapping[str, int] | None = None,
+    ) -> "StepEntry":
+        features = (work.prefill_tokens, work.attended, work.context_tokens, work.decodes, work.prefills)
+        return cls(t, elapsed_s, *features, predicted_s, shed, tiers or {})
+
+    @property
+    def work(self) -> StepWork:
+        return StepWork(self.prefill_tokens, self.attended, self.context_tokens, self.decodes, self.prefills)
+
+
+class StepLogError(Exception):
+    """The log cannot be written; the message is one sentence."""
+
+
+class StepLog(Protocol):
+    def record(self, entry: StepEntry) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoStepLog:
+    """Keeps nothing."""
+
+    def record(self, entry: StepEntry) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def open_step_log(path: Path | None, info: EngineInfo) -> StepLog:
+    """Raises `StepLogError`."""
+    if path is None:
+        return NoStepLog()
+    try:
+        return FileStepLog(path, info)
+    except OSError as error:
+        raise StepLogError(f"the step log {path} cannot be written: {error.strerror}") from error
+
+
+class FileStepLog:
+    """Appends to `path`. The disk is written to every few hundred steps, and at `close`. Raises OSError where the
+    file cannot be opened; a disk that fills up later ends the log, not the loop."""
+
+    def __init__(self, path: Path, info: EngineInfo, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._path = path
+        self._info = info
+        self._half_bytes = limit_bytes // 2
+        self._is_broken = False
+        self._open()
+
+    def record(self, entry: StepEntry) -> None:
+        if self._is_broken:
+            return
+        try:
+            if self._size >= self._half_bytes:
+                self._file.close()
+                self._path.replace(_older(self._path))
+                self._open()
+            self._write({name: getattr(entry, name) for name in StepEntry.__slots__})
+        except OSError:
+            self._is_broken = True
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+    def _open(self) -> None:
+        self._file = self._path.open("ab", buffering=BUFFER_BYTES)
+        self._size = self._path.stat().st_size
+        self._write({"engine": asdict(self._info)})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps(record, separators=(",", ":"), default=_plain).encode() + b"\n"
+        self._file.write(line)
+        self._size += len(line)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecords:
+    """What a log holds. `engine` is the last that wrote to it; the entries are that engine's."""
+
+    engine: EngineInfo | None
+    entries: tuple[StepEntry, ...]
+
+
+def read_step_log(path: Path, most: int = 200_000) -> StepRecords:
+    """The newest `most` steps, oldest first. A last line cut short by a crash is left out, and keys that this version
+    does not know are ignored. Raises OSError, and ValueError for what is no step log."""
+    engine: EngineInfo | None = None
+    entries: deque[StepEntry] = deque(maxlen=most)
+    older = _older(path)
+    for file in (older, path) if older.exists() else (path,):
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith("\n"):
+                    continue
+                record = _parsed(line, f"{file}:{number}")
+                if isinstance(record, StepEntry):
+                    entries.append(record)
+                elif record != engine:
+                    engine = record
+                    entries.clear()
+    return StepRecords(engine, tuple(entries))
+
+
+def _parsed(line: str, place: str) -> StepEntry | EngineInfo:
+    try:
+        record = json.loads(line)
+        if "engine" in record:
+            return _engine(record["engine"])
+        known = {f.name for f in fields(StepEntry)}
+        return StepEntry(**{key: value for key, value in record.items() if key in known})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{place} is no step: {error}") from error
+
+
+def _engine(record: dict[str, Any]) -> EngineInfo:
+    known = {f.name for f in fields(EngineInfo)}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items() if k in known}
+    if "sheds" in values:
+        values["sheds"] = Shedding(values["sheds"])
+    return EngineInfo(**values)
+
+
+def _plain(value: object) -> object:
+    """What JSON has no word for: a setting's name."""
+    if isinstance(value, Enum):
+        return value.value
+    raise TypeError(f"{value!r} has no place in a step log")
+
+
+def _older(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")

@@ -1,0 +1,67 @@
+"""Steps an engine and asks sequences to leave its steps at layers that a test names: no clock, no other thread."""
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from engine.interface import EngineInfo, Shedding, StepPlan, StepResult
+from engine.torch_engine import TorchEngine
+
+Wishes = Mapping[int, set[str]]  # by layer: who is asked to leave when it is reached
+Choose = Callable[[StepPlan], Wishes]
+
+
+class Shedder:
+    """A stepper around `engine`, which it gets for good. What comes back is held against what was asked."""
+
+    def __init__(self, engine: TorchEngine, choose: Choose) -> None:
+        self.engine = engine
+        self.shed: list[tuple[str, ...]] = []  # of each step
+        self.num_layers: list[int] = []  # that each step has reached
+        self._choose = choose
+        self._step_id = 0
+        self._wishes: Wishes = {}
+        self._enter = engine._runner.attention.enter_layer
+        engine._runner.attention.enter_layer = self._enter_layer  # type: ignore[method-assign]
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    def step(self, plan: StepPlan) -> StepResult:
+        before = {run.seq_id: self._num_computed(run.seq_id) for run in plan.run}
+        reset = {p.seq_id for p in plan.preempt}
+        self._step_id, self._wishes = plan.step_id, self._choose(plan)
+        self.num_layers.append(0)
+        result = self.engine.step(plan)
+        self.shed.append(result.shed)
+        asked = set().union(*self._wishes.values())
+        ran = [run.seq_id for run in plan.run]
+        assert set(result.shed) <= asked.intersection(ran)
+        if self.info.sheds is Shedding.STEPS and result.shed:
+            assert list(result.shed) == ran
+        outputs = {output.seq_id: output for output in result.outputs}
+        for seq_id in result.shed:
+            output = outputs[seq_id]
+            assert (output.token_ids, output.finish_reason, output.logprobs, output.prompt_logprobs) == (
+                (),
+                None,
+                (),
+                (),
+            )
+            if seq_id not in reset:
+                assert output.num_computed_tokens == before[seq_id] + output.num_cached_tokens
+        assert result.free_blocks + self.engine.num_used_blocks == self.info.num_blocks
+        return result
+
+    def _num_computed(self, seq_id: str) -> int:
+        table = self.engine._table
+        return table[seq_id].num_computed_tokens if seq_id in table else 0
+
+    def _enter_layer(self) -> Tensor | None:
+        if self.num_layers:
+            layer = self.num_layers[-1]
+            self.num_layers[-1] += 1
+            if layer in self._wishes:
+                self.engine.shed(self._step_id, self._wishes[layer])
+        return self._enter()

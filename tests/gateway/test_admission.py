@@ -1,0 +1,214 @@
+"""Admission as a client meets it: refused with a reason and a time, demoted and told so, or late at its own wish."""
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.identity import ApiKey, Keyring, demotion_of
+from scheduler.request import Request, TierCapacity, TokenEvent
+from tests.gateway.stand import Stand, answer_with, make_tiers, running_stand
+from tests.gateway.test_errors import CHAT, error_of
+from tests.waiting import until
+
+SLOW = TierCapacity(step_s=0.01, slots_free=64, prefill_tokens_per_s=10.0, output_tokens_per_s=10.0)
+# One chat keeps the 500 ms that the realtime tier promises; one more ahead of it is too much.
+JUST = replace(SLOW, prefill_tokens_per_s=25.0)
+BULK = {**CHAT, "service_tier": "flex"}
+HELLO = answer_with("Hello!")
+
+
+@pytest.fixture(autouse=True)
+def heartbeats_never_get_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand's worker says only once what it can do."""
+    monkeypatch.setattr("scheduler.forecast.STALE_S", math.inf)
+
+
+def silent_above(request: Request) -> Sequence[TokenEvent]:
+    """Realtime requests get no token."""
+    return [] if request.tier == "realtime" else HELLO(request)
+
+
+async def occupy(stand: Stand, body: dict[str, Any] = CHAT) -> "asyncio.Task[Any]":
+    """A request that waits for its first token."""
+    before = stand.waiting
+    waiting = asyncio.create_task(stand.post("/v1/chat/completions", body))
+    await until(lambda: stand.waiting > before)
+    return waiting
+
+
+async def test_an_overloaded_tier_refuses_with_a_reason_and_a_time() -> None:
+    async with running_stand(silent_above, capacity=JUST) as stand:
+        first = await occupy(stand)
+        response = await stand.post("/v1/chat/completions", {**CHAT, "stream": True})
+        with pytest.raises(openai.InternalServerError) as raised:
+            await stand.client.chat.completions.create(**CHAT)
+        metrics = (await stand.http.get("/metrics")).text
+        refused = stand.metric("tidegate_requests_rejected_total", tier="realtime", reason="overloaded")
+        first.cancel()
+    error = error_of(response, 503)
+    assert (error["type"], error["code"], error["param"]) == ("server_error", "server_overloaded", None)
+    assert error["message"].startswith("The realtime tier is overloaded: a first token would take about")
+    assert error["message"].endswith(f"Try again in {response.headers['retry-after']} s.")
+    assert 1 <= int(response.headers["retry-after"]) <= 120
+    assert 0 < int(response.headers["retry-after-ms"]) <= 1000 * int(response.headers["retry-after"])
+    assert raised.value.code == "server_overloaded"
+    assert refused == 2
+    assert 'tidegate_predicted_ttft_seconds{tier="realtime"}' in metrics
+    assert 'tidegate_queued_tokens{kind="prompt",tier="bulk"} 0.0' in metrics
+
+
+async def test_the_openai_client_comes_back_by_itself_and_is_served() -> None:
+    async with running_stand(silent_above, capacity=JUST) as stand:
+        first = await occupy(stand)
+        patient = stand.client.with_options(max_retries=2)
+        asking = asyncio.create_task(patient.chat.completions.create(**CHAT))
+        await until(lambda: stand.metric("tidegate_requests_rejected_total", tier="realtime", reason="overloaded") > 0)
+        first.cancel()
+        stand.worker.script = HELLO
+        answer = await asking
+    assert answer.choices[0].message.content == "Hello!"
+
+
+async def test_what_a_tier_cannot_serve_in_time_is_served_below_and_told_so() -> None:
+    tiers = make_tiers(realtime={"admission": {"demote_to": "bulk"}})
+    async with running_stand(silent_above, capacity=JUST, tiers=tiers) as stand:
+        first = await occupy(stand)
+        whole = await stand.client.chat.completions.create(**CHAT)
+        stream = await stand.client.chat.completions.create(**CHAT, stream=True)
+        chunks = [chunk async for chunk in stream]
+        demoted = stand.metric("tidegate_requests_demoted_total", tier="realtime", to="bulk")
+        refused = stand.metric("tidegate_requests_rejected_total", tier="realtime", reason="overloaded")
+        first.cancel()
+        served = [r for r in stand.worker.served if r.tier == "bulk"]
+    assert whole.service_tier == "flex" and {chunk.service_tier for chunk in chunks} == {"flex"}
+    assert (demoted, refused) == (2, 0)
+    assert {r.deadline_ms - r.arrival_ms for r in served} == {tiers["bulk"].deadline_ms}
+
+
+async def test_nobody_is_demoted_into_a_full_queue() -> None:
+    tiers = make_tiers(realtime={"admission": {"demote_to": "bulk"}}, bulk={"queue_limit": 1})
+    async with running_stand(silent_above, capacity=JUST, tiers=tiers) as stand:
+        stand.worker.claims = False
+        waiting = [await occupy(stand), await occupy(stand)]
+        response = await stand.post("/v1/chat/completions", CHAT)
+        for task in waiting:
+            task.cancel()
+    assert error_of(response, 503)["message"].startswith("The realtime tier is overloaded")
+
+
+def test_trap_12_a_keys_entitlement_clamps_demotion_too() -> None:
+    tiers = make_tiers(realtime={"admission": {"demote_to": "bulk"}})
+    both, realtime = (ApiKey("k", b"", frozenset(names)) for names in (("realtime", "bulk"), ("realtime",)))
+    lower = demotion_of(tiers["realtime"], both, tiers)
+    assert lower is not None and (lower.tier.name, lower.answer) == ("bulk", "flex")
+    assert demotion_of(tiers["realtime"], None, tiers) == lower
+    assert demotion_of(tiers["realtime"], realtime, tiers) is None
+    assert demotion_of(tiers["bulk"], both, tiers) is None
+
+
+@pytest.mark.parametrize("priority", [-(10**6), -1, 0, 1, 10**6])
+async def test_trap_12_a_number_lifts_nobody_over_what_its_key_may_use(priority: int) -> None:
+    """vLLM's `priority` counts downwards, others' upwards; here tiers have names, and the key decides which."""
+    secret = Keyring([ApiKey("k", hashlib.sha256(b"sk-bulk").digest(), frozenset({"bulk"}))])
+    async with running_stand(keyring=secret) as stand:
+        for asked in ({}, {"service_tier": "priority"}, {"service_tier": "default"}):
+            body = {**CHAT, **asked, "priority": priority}
+            answer = await stand.post("/v1/chat/completions", body, headers={"authorization": "Bearer sk-bulk"})
+            assert answer.json()["service_tier"] == "flex"
+        number = await stand.post(
+            "/v1/chat/completions",
+            {**CHAT, "service_tier": priority},
+            headers={"authorization": "Bearer sk-bulk"},
+        )
+        assert error_of(number, 400)["param"] == "service_tier"
+        assert {r.tier for r in stand.worker.served} == {"bulk"}
+
+
+async def test_trap_15_n_choices_take_n_places_and_n_prompts() -> None:
+    """Behind one prompt there is time for another, behind four there is none."""
+    fast = TierCapacity(step_s=0.0, slots_free=64, prefill_tokens_per_s=60.0, output_tokens_per_s=60.0)
+    async with running_stand(silent_above, capacity=fast) as stand:
+        stand.worker.claims = False
+        singles = [await occupy(stand), await occupy(stand)]
+        tokens = (await stand.gateway.client.backlogs())["realtime"].prompt_tokens // 2
+        assert 2 * tokens < 0.5 * 60 < 5 * tokens
+        for task in singles:
+            task.cancel()
+        await until(lambda: stand.waiting == 0)
+        four = await occupy(stand, {**CHAT, "n": 4})
+        backlog = (await stand.gateway.client.backlogs())["realtime"]
+        assert (backlog.requests, backlog.prompt_tokens) == (4, 4 * tokens)
+        assert error_of(await stand.post("/v1/chat/completions", CHAT), 503)["code"] == "server_overloaded"
+        four.cancel()
+
+
+# -- deadlines -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "service_tier", "left_ms"),
+    [
+        (None, "flex", 60_000),
+        (5_000, "flex", 5_000),
+        (10**12, "flex", 60_000),
+        (5_000, "default", 10_000),
+    ],
+)
+async def test_a_deadline_can_only_be_earlier_and_only_where_no_latency_is_promised(
+    asked: int | None, service_tier: str, left_ms: int
+) -> None:
+    tiers = make_tiers(realtime={"deadline_ms": 10_000}, bulk={"deadline_ms": 60_000})
+    async with running_stand(tiers=tiers) as stand:
+        body = {**CHAT, "service_tier": service_tier, "deadline_ms": asked}
+        assert (await stand.post("/v1/chat/completions", body)).status_code == 200
+        [served] = stand.worker.served
+    assert served.deadline_ms - served.arrival_ms == left_ms
+
+
+async def test_a_deadline_that_would_be_missed_is_refused_at_once() -> None:
+    async with running_stand(silent_above, capacity=SLOW) as stand:
+        stand.worker.claims = False
+        soon = {**BULK, "deadline_ms": 6000}
+        waiting = [await occupy(stand, soon) for _ in range(5)]  # each takes 1.1 s
+        response = await stand.post("/v1/chat/completions", soon)
+        later = await occupy(stand, BULK)
+        before = await occupy(stand, {**BULK, "deadline_ms": 2000})  # what has more time is not ahead of it
+        refused = stand.metric("tidegate_requests_rejected_total", tier="bulk", reason="deadline")
+        for task in (*waiting, later, before):
+            task.cancel()
+    error = error_of(response, 429)
+    assert (error["type"], error["code"]) == ("resource_unavailable", "resource_unavailable")
+    assert error["message"].startswith("The bulk tier cannot finish this by its deadline: it would take about")
+    assert 1 <= int(response.headers["retry-after"]) <= 120 and "x-should-retry" not in response.headers
+    assert refused == 1
+
+
+async def test_a_deadline_shorter_than_the_work_itself_is_final() -> None:
+    async with running_stand(capacity=SLOW) as stand:
+        response = await stand.post("/v1/chat/completions", {**BULK, "deadline_ms": 10})
+        with pytest.raises(openai.RateLimitError) as raised:
+            retrying = stand.client.with_options(max_retries=2)
+            await retrying.chat.completions.create(**BULK, extra_body={"deadline_ms": 10})
+        refused = stand.metric("tidegate_requests_rejected_total", tier="bulk", reason="deadline")
+    assert "ask for a later deadline" in error_of(response, 429)["message"]
+    assert response.headers["x-should-retry"] == "false"
+    assert raised.value.code == "resource_unavailable"
+    assert refused == 2, "the client did not try again"
+
+
+async def test_bulk_that_cannot_be_served_stops_no_chat() -> None:
+    """Trap 7, over HTTP."""
+    async with running_stand(capacity=SLOW) as stand:
+        stand.worker.claims = False
+        waiting = [await occupy(stand, BULK) for _ in range(20)]
+        assert (await stand.post("/v1/chat/completions", {**BULK, "deadline_ms": 10})).status_code == 429
+        stand.worker.claims = True
+        assert (await stand.post("/v1/chat/completions", CHAT)).status_code == 200
+        for task in waiting:
+            task.cancel()

@@ -1,0 +1,167 @@
+"""Whole runs: to the byte the same for a seed, nothing lost, and what the clients see is what the parts did."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.interface import PlanError, StepResult
+from loadtest.simulation.clients import TIMED_OUT
+from loadtest.simulation.experiment import Experiment, find_tiers
+from loadtest.simulation.json_report import write_report
+from loadtest.simulation.observation import Observation
+from loadtest.simulation.text_report import render
+from loadtest.simulation.trace import TraceRow
+from loadtest.simulation.watched_engine import WatchedEngine
+from tests.loadtest.simulation.builders import COEFFICIENTS, chats, make_card, make_scenario, make_tiers, run_scenario
+
+
+def make_trace(
+    count: int, gap_s: float, *, tier: str = "default", prompt: int = 64, output: int = 4
+) -> Sequence[TraceRow]:
+    row = {"tier": tier, "prompt_tokens": prompt, "output_tokens": output}
+    return tuple(TraceRow.model_validate({"arrival_s": i * gap_s, **row}) for i in range(count))
+
+
+def make_experiment(trace: Sequence[TraceRow], duration_s: float = 20.0, **more: object) -> Experiment:
+    known: dict[str, object] = {"tiers": make_tiers(), "card": make_card(), "duration_s": duration_s}
+    return Experiment(trace=tuple(trace), **{**known, **more})  # type: ignore[arg-type]
+
+
+def report(tmp_path: Path, seed: int) -> tuple[str, bytes]:
+    experiment = Experiment(make_tiers(), make_card(), 20.0, scenario="chat-and-bulk", seed=seed)
+    summary, observation = experiment.run()
+    write_report(tmp_path / f"{seed}.json", {"seed": seed}, summary, observation)
+    return render("run", summary, experiment.card), (tmp_path / f"{seed}.json").read_bytes()
+
+
+def test_the_same_seed_is_the_same_report_and_another_is_another(tmp_path: Path) -> None:
+    first, again, other = report(tmp_path, 1), report(tmp_path, 1), report(tmp_path, 2)
+    assert first == again
+    assert first[0] != other[0] and first[1] != other[1]
+
+
+def test_an_idle_engine_answers_in_the_time_of_its_steps() -> None:
+    card = make_card(noise=0.0)
+    summary, observation = make_experiment(make_trace(10, 1.0), card=card).run()
+    first_s = 0.02 + 64 * 0.0005 + 1e-8 * 64 * 32  # one prefill step
+    for record in observation.requests:
+        assert record.ttft_s == pytest.approx(first_s, abs=1e-4)
+    assert summary.classes[0].done == 10
+    assert summary.engines.busy_share == pytest.approx(10 * (first_s + 3 * 0.0211) / 20, rel=0.01)
+
+
+def test_the_hosts_time_between_steps_is_not_the_engines() -> None:
+    slow, fast = (
+        make_experiment(make_trace(8, 2.0), card=make_card(noise=0.0, host_overhead_s=s)) for s in (0.05, 0.0)
+    )
+    (slow_summary, _), (fast_summary, _) = slow.run(), fast.run()
+    assert slow_summary.engines.busy_share == pytest.approx(fast_summary.engines.busy_share, rel=1e-6)
+    slow_s, fast_s = slow_summary.classes[0].e2e.p50, fast_summary.classes[0].e2e.p50
+    assert slow_s is not None and fast_s is not None
+    assert slow_s - fast_s == pytest.approx(4 * 0.05, abs=1e-4), "once a step"
+
+
+def test_two_workers_share_one_queue() -> None:
+    """Work for one worker and a third: one falls further and further behind, two have time left."""
+    trace = make_trace(160, 0.125, prompt=256, output=2)
+    tiers = make_tiers(realtime={"admission": {"predict": False}})  # all shall wait, however long
+    one, two = (make_experiment(trace, workers=n, tiers=tiers).run()[0] for n in (1, 2))
+    assert one.engines.busy_share > 0.95 and 0.6 < two.engines.busy_share < 0.9
+    assert two.classes[0].done == 160
+    one_s, two_s = one.classes[0].ttft.p50, two.classes[0].ttft.p50
+    assert one_s is not None and two_s is not None and two_s < one_s / 4
+
+
+def test_what_comes_goes_to_whoever_is_idle() -> None:
+    """Four workers and work for one and a half: hardly anybody waits for a step of another's to end."""
+    summary, _ = make_experiment(make_trace(400, 0.05, prompt=64, output=4), workers=4).run()
+    first_s = 0.02 + 64 * 0.0005
+    assert summary.engines.busy_share < 0.6
+    assert summary.classes[0].ttft.p95 is not None and summary.classes[0].ttft.p95 < 2 * first_s
+
+
+def test_batches_of_an_engine_that_takes_fixed_ones_are_full_under_a_flood() -> None:
+    """A call lasts as long with one request as with sixteen: the next one's must be there when it ends."""
+    fixed = {**dict.fromkeys(COEFFICIENTS, 0.0), "step_s": 0.1}
+    card = make_card(decode=fixed, mixed=fixed, max_step_tokens=16 * 32)
+    size = {"min": 16, "start": 16, "max": 16}
+    tokens = {"min": 512, "start": 512, "max": 512}
+    tiers = make_tiers(realtime={"batch_size": size, "batch_tokens": tokens, "queue_limit": 10_000})
+    trace = make_trace(3000, 1 / 300, prompt=32, output=1)  # 94 % of what two engines carry
+    summary, _ = make_experiment(trace, 10.0, card=card, tiers=tiers, workers=2).run()
+    assert summary.classes[0].done == 3000
+    assert summary.engines.sequences_per_step > 13
+
+
+def test_a_full_queue_refuses_and_the_refused_are_counted() -> None:
+    tiers = make_tiers(realtime={"queue_limit": 5, "admission": {"predict": False}})
+    summary, _ = make_experiment(make_trace(300, 0.01, prompt=512), tiers=tiers).run()
+    (chat,) = summary.classes
+    assert set(chat.rejected) == {"queue_full"} and chat.done > 5
+    assert chat.offered == 300 == chat.done + sum(chat.rejected.values())
+
+
+def test_patience_ends_where_the_tier_says() -> None:
+    tiers = make_tiers(realtime={"timeout_ms": 2000, "admission": {"predict": False}})
+    summary, observation = make_experiment(make_trace(200, 0.01, prompt=512), tiers=tiers).run()
+    timed_out = [r for r in observation.requests if r.failed == TIMED_OUT]
+    answered = [r.ttft_s for r in observation.requests if r.is_done and r.ttft_s is not None]
+    assert summary.classes[0].failed == {TIMED_OUT: len(timed_out)} == {TIMED_OUT: 200 - len(answered)}
+    assert all(r.first_token_s is None or r.output_tokens < 4 for r in timed_out)
+    assert answered and max(answered) <= 2.0
+
+
+def test_prompts_that_share_a_prefix_are_computed_once() -> None:
+    plain = make_trace(20, 0.5, prompt=512, output=2)
+    shared = [row.model_copy(update={"prefix_id": "system", "prefix_tokens": 480}) for row in plain]
+    without, with_prefix = (make_experiment(rows).run()[0] for rows in (plain, shared))
+    assert with_prefix.engines.busy_share < 0.6 * without.engines.busy_share
+
+
+def test_a_drift_slows_the_second_half_down() -> None:
+    experiment = make_experiment(make_trace(40, 0.5, prompt=48), card=make_card(noise=0.0))
+    even, drifted = experiment.run()[1], replace(experiment, drift=2.0).run()[1]
+
+    def busy(observation: Observation, half: int) -> float:
+        return sum(m.busy_share for m in observation.moments[10 * half : 10 * half + 10])
+
+    assert busy(drifted, 0) == pytest.approx(busy(even, 0), rel=0.05)
+    assert busy(drifted, 1) == pytest.approx(2 * busy(even, 1), rel=0.1)
+
+
+def test_arrivals_gathered_into_one_put_are_as_old_as_they_are() -> None:
+    """Two or three a tenth of a second: 60 ms in the middle, and then a step of all of them."""
+    trace, card = make_trace(100, 0.04, prompt=16, output=1), make_card(noise=0.0)
+    alone, gathered = (make_experiment(trace, card=card, gather_s=s).run()[0] for s in (0.0, 0.1))
+    assert (alone.classes[0].done, alone.engines.steps) == (100, 100)
+    assert (gathered.classes[0].done, gathered.engines.steps) == (100, 40)
+    alone_s, gathered_s = alone.classes[0].ttft.p50, gathered.classes[0].ttft.p50
+    assert alone_s is not None and gathered_s is not None
+    assert gathered_s - alone_s == pytest.approx(0.06 + 1.5 * 16 * 0.0005, abs=0.005), "they wait for each other"
+
+
+def test_a_worker_that_dies_ends_the_run_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = WatchedEngine.collect
+    steps = iter(range(400))
+
+    async def breaks(engine: WatchedEngine) -> StepResult:
+        if next(steps) == 300:
+            raise PlanError("broken on purpose")
+        return await collect(engine)
+
+    monkeypatch.setattr(WatchedEngine, "collect", breaks)
+    with pytest.raises(PlanError, match="on purpose"):
+        run_scenario(make_scenario(), 30.0)
+
+
+def test_the_shipped_tiers_and_those_of_the_simulator_are_found() -> None:
+    assert "realtime" in find_tiers("").tiers
+    assert find_tiers("fixed-64")["realtime"].batch_size.max == 64
+
+
+def test_chats_beside_bulk_are_done_and_bulk_takes_the_rest() -> None:
+    observation = run_scenario(make_scenario(rate_per_s=1.0), 20.0)
+    assert all(r.is_done for r in chats(observation))
+    assert sum(e.busy_s for e in observation.engines) > 0.9 * 20.0

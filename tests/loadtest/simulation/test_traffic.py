@@ -1,0 +1,79 @@
+"""Traffic: more load is more of the same clients, less is fewer of them, and prompts share what they should."""
+
+from itertools import islice
+
+import pytest
+
+from loadtest.scenario import load_scenario
+from loadtest.simulation.trace import TraceRow
+from loadtest.simulation.traffic import OfferedRequest, Traffic, TrafficError, scenario_traffic, trace_traffic
+from tests.loadtest.simulation.builders import make_scenario, make_tiers
+
+
+def make_rows(count: int, **more: object) -> list[TraceRow]:
+    return [
+        TraceRow.model_validate(
+            {"arrival_s": i / 2, "tier": "default", "prompt_tokens": 10 + i % 7, "output_tokens": 3, **more}
+        )
+        for i in range(count)
+    ]
+
+
+def trace(rate: float, rows: list[TraceRow]) -> Traffic:
+    return trace_traffic(rows, make_tiers(), 100, seed=3, rate=rate)
+
+
+def test_a_scenario_becomes_arrivals_and_backlogs() -> None:
+    traffic = scenario_traffic(make_scenario(rate_per_s=5), make_tiers(), 20, seed=1)
+    assert traffic.classes == {"chat": "realtime", "bulk": "bulk"}
+    assert 60 < len(traffic.arrivals) < 140
+    assert [r.at_s for r in traffic.arrivals] == sorted(r.at_s for r in traffic.arrivals)
+    (backlog,) = traffic.backlogs
+    first = list(islice(backlog.requests, 300))
+    assert backlog.streams == 32 and len({r.id for r in first}) == 300
+    assert {r.tier for r in first} == {"bulk"}
+
+
+def test_half_the_rate_is_half_of_the_same_requests() -> None:
+    whole, half = (trace(rate, make_rows(200)) for rate in (1.0, 0.5))
+    assert [r.at_s for r in whole.arrivals] == [i / 2 for i in range(200)]
+    assert 70 <= len(half.arrivals) <= 130
+    assert {(r.id, r.at_s) for r in half.arrivals} <= {(r.id, r.at_s) for r in whole.arrivals}
+
+
+def test_a_larger_rate_keeps_what_a_smaller_one_has_and_time_as_it_is() -> None:
+    smaller, larger = (trace(rate, make_rows(200)) for rate in (1.4, 2.3))
+    assert {(r.id, r.at_s) for r in smaller.arrivals} < {(r.id, r.at_s) for r in larger.arrivals}
+    assert 400 < len(larger.arrivals) < 520
+    assert all(0 <= r.at_s < 100 for r in larger.arrivals)
+
+
+def test_prompts_of_a_trace_share_their_prefix_and_nothing_else() -> None:
+    rows = make_rows(4, prefix_id="a", prefix_tokens=8) + make_rows(2, prefix_id="b", prefix_tokens=8)
+    traffic = trace(1.0, rows)
+    assert traffic.shares_prefixes
+    prompts = [r.prompt_token_ids for r in traffic.arrivals]
+    assert len({p[:8] for p in prompts}) == 2 and len({p[:9] for p in prompts}) == 6
+    assert sorted(map(len, prompts)) == sorted(row.prompt_tokens for row in rows)
+
+
+def test_turns_of_a_session_begin_with_what_was_said() -> None:
+    scenario = load_scenario("w4-agents")
+    traffic = scenario_traffic(scenario, make_tiers(), 60, seed=2)
+    assert traffic.shares_prefixes
+    chats = [r for r in traffic.arrivals if r.traffic_class == "agent"]
+    continued = [(a, b) for a in chats for b in chats if a is not b and _continues(a, b)]
+    assert continued, "no turn holds the one before"
+
+
+def _continues(earlier: OfferedRequest, later: OfferedRequest) -> bool:
+    said = earlier.prompt_token_ids
+    return earlier.at_s < later.at_s and later.prompt_token_ids[: len(said)] == said
+
+
+def test_names_that_no_tier_has_are_refused() -> None:
+    with pytest.raises(TrafficError, match="'gold'"):
+        trace(1.0, make_rows(1, tier="gold"))
+    with pytest.raises(TrafficError, match="in two tiers"):
+        rows = make_rows(1, **{"class": "a"}) + make_rows(1, **{"class": "a", "tier": "flex"})
+        trace(1.0, rows)

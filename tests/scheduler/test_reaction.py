@@ -1,0 +1,117 @@
+"""A real-time arrival is in the very next step, and the bulk that made room for it loses nothing."""
+
+import asyncio
+
+import pytest
+
+from engine.interface import Shedding, StepPlan
+from tests.scheduler.builders import FAST, expected_tokens, fixed, make_info, make_tiers, ran
+from tests.scheduler.world import World, run_world
+
+LONG_STEP = [f"b{i}" for i in range(40)]  # 0.01 + 40 · 0.0005 s a step and more
+
+
+async def _bulk(world: World) -> list[asyncio.Task[object]]:
+    tasks = [asyncio.create_task(world.ask(name, "bulk", 32, 40)) for name in LONG_STEP]
+    await world.clock.sleep(0.5)  # all of them decode
+    return tasks  # type: ignore[return-value]
+
+
+async def _begin_of_a_step(world: World) -> None:
+    """A little after the next step has begun."""
+    num_plans = len(world.core.plans)
+    while len(world.core.plans) == num_plans:
+        await world.clock.sleep(0.0005)
+
+
+def _following(world: World, now: float) -> StepPlan:
+    return next(plan for at, plan in world.core.plans if at > now)
+
+
+@pytest.mark.parametrize("sheds", list(Shedding))
+def test_an_arrival_is_in_the_very_next_step_and_bulk_loses_no_token(sheds: Shedding) -> None:
+    async def story(world: World) -> None:
+        bulk = await _bulk(world)
+        arrived_s = world.clock.now()
+        answer = await world.ask("rt", max_tokens=3)
+        assert "rt" in ran(_following(world, arrived_s))
+        assert answer.token_ids == expected_tokens(answer.request)
+        await asyncio.gather(*bulk)
+        for name in LONG_STEP:
+            assert world.answers[name].token_ids == expected_tokens(world.answers[name].request)
+
+    run_world(story, known=FAST, info=make_info(sheds=sheds))
+
+
+@pytest.mark.parametrize("sheds", [Shedding.STEPS, Shedding.ROWS])
+def test_the_step_that_an_arrival_finds_ends_early_and_its_bulk_comes_back_in_order(sheds: Shedding) -> None:
+    async def story(world: World) -> None:
+        bulk = await _bulk(world)
+        await _begin_of_a_step(world)
+        step_s = world.core.results[-1].elapsed_s
+        before = [run.seq_id for run in world.core.plans[-1][1].run]
+        arrived_s = world.clock.now()
+        asked = asyncio.create_task(world.ask("rt", max_tokens=3))
+        await world.clock.sleep(step_s)
+        [left] = [r for r in world.core.results if r.shed]
+        assert set(left.shed) == set(before) and left.elapsed_s < 0.5 * step_s
+        assert all(not output.token_ids for output in left.outputs)
+        await asked
+        await asyncio.gather(*bulk)
+        later = [run.seq_id for at, plan in world.core.plans if at > arrived_s for run in plan.run]
+        assert [name for name in dict.fromkeys(later) if name in before] == before
+
+    run_world(story, known=FAST, info=make_info(sheds=sheds))
+
+
+def test_bulk_rows_leave_a_step_that_interactive_decodes_finish() -> None:
+    async def story(world: World) -> None:
+        bulk = await _bulk(world)
+        first = asyncio.create_task(world.ask("rt0", max_tokens=60))
+        await world.clock.sleep(0.2)
+        await _begin_of_a_step(world)
+        second = await world.ask("rt1", max_tokens=2)
+        [*_, left] = [r for r in world.core.results if r.shed]
+        assert [o.seq_id for o in left.outputs if o.token_ids] == ["rt0"]
+        assert (await first).token_ids == expected_tokens(first.result().request)
+        assert second.token_ids == expected_tokens(second.request)
+        await asyncio.gather(*bulk)
+
+    run_world(story, known=FAST, info=make_info(sheds=Shedding.ROWS))
+
+
+@pytest.mark.parametrize(("slots", "leaves"), [(4, False), (5, True)])
+def test_nobody_leaves_for_one_that_could_not_start(slots: int, leaves: bool) -> None:
+    """Trap 2: without a slot for it, leaving would save it nothing."""
+
+    async def story(world: World) -> None:
+        bulk = await _bulk(world)
+        residents = [asyncio.create_task(world.ask(f"rt{i}", max_tokens=200)) for i in range(4)]
+        await world.clock.sleep(0.3)
+        await _begin_of_a_step(world)
+        begun_s, found = world.core.plans[-1]
+        assert {"rt0", "rt1", "rt2", "rt3"} < set(ran(found)), "bulk rides with four that decode"
+        late = asyncio.create_task(world.ask("late", max_tokens=2))
+        await world.clock.sleep(0.1)
+        [result] = [r for r in world.core.results if r.step_id == found.step_id]
+        assert set(result.shed) == (set(ran(found)) - {"rt0", "rt1", "rt2", "rt3"} if leaves else set())
+        assert ("late" in ran(_following(world, begun_s))) == leaves
+        await asyncio.gather(*bulk, *residents, late)
+
+    tiers = make_tiers(realtime={"batch_size": fixed(slots)})
+    run_world(story, known=FAST, info=make_info(sheds=Shedding.ROWS), tiers=tiers)
+
+
+def test_reactions_are_reported_in_steps() -> None:
+    async def story(world: World) -> None:
+        bulk = await _bulk(world)
+        await world.ask("rt", max_tokens=1)
+        count = world.prometheus.get_sample_value("tidegate_reaction_steps_count", {"tier": "realtime"})
+        assert count == 1
+        at_most_one = world.prometheus.get_sample_value(
+            "tidegate_reaction_steps_bucket", {"tier": "realtime", "le": "1.0"}
+        )
+        assert at_most_one == 1
+        await asyncio.gather(*bulk)
+
+    run_world(story, known=FAST, info=make_info(sheds=Shedding.ROWS))

@@ -1,0 +1,40 @@
+"""Signals as a process takes them."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+PROGRAM = """
+import asyncio
+from tidegate.process import hangup_calls, ignore_hangup
+
+async def main():
+    ignore_hangup()
+    said, ended = print, asyncio.Event()
+    with hangup_calls(lambda: said("reload", flush=True), ended.set):
+        said("ready", flush=True)
+        await ended.wait()
+    said("stopped", flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_sighup_reloads_until_it_says_that_the_terminal_is_gone() -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=theirs, stdout=subprocess.PIPE, text=True)
+    os.close(theirs)
+    try:
+        with process.stdout as said:  # type: ignore[union-attr]
+            assert said.readline() == "ready\n"
+            process.send_signal(signal.SIGHUP)
+            assert said.readline() == "reload\n"
+            os.close(ours)
+            process.send_signal(signal.SIGHUP)
+            assert said.readline() == "stopped\n"
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()

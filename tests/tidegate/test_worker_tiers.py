@@ -1,0 +1,87 @@
+"""A worker whose tiers change while its loop serves: nothing is lost, and what is held keeps its tier from going."""
+
+import asyncio
+from typing import Any
+
+from scheduler.config import TierSet, parse_tiers
+from scheduler.request import Claimed
+from tests.scheduler.builders import make_tiers
+from tests.scheduler.world import World, run_world
+from tidegate.worker import WorkerTiers
+
+
+def without(*names: str, **more: dict[str, Any]) -> TierSet:
+    """The builders' tiers, less some and with others."""
+    document = make_tiers().document(defaults=False)
+    kept = {name: tier for name, tier in document["tiers"].items() if name not in names}
+    return parse_tiers({**document, "batch_tier": "realtime", "tiers": {**kept, **more}})
+
+
+class Administered:
+    """Both sides of a world, changed at once."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.subject = WorkerTiers(world.core, world.loop._metrics)
+
+    def change(self, tiers: TierSet) -> None:
+        assert self.subject.objection(tiers) == ""
+        self.subject.reconfigure(tiers)
+        self._world.client.reconfigure(tiers)
+        self._world.tiers = tiers
+
+
+def test_requests_that_run_and_wait_outlive_a_change_of_everything() -> None:
+    async def story(world: World) -> None:
+        one = {"min": 1, "start": 1, "max": 1}
+        admin = Administered(world)
+        admin.change(make_tiers(bulk={"batch_size": one}))
+        answers = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=40)) for i in range(5)]
+        await world.clock.sleep(0.3)
+        changed = make_tiers(bulk={"batch_size": one, "priority": 500, "slo": {"itl_p99_ms": 5000}, "floor": 0.0})
+        admin.change(changed)
+        world.core.check()
+        assert world.core.num_held > 0
+        assert all(state.tier is changed["bulk"] for state in world.core.roster)
+        await world.clock.sleep(0.3)
+        admin.change(make_tiers(bulk={"batch_size": {"min": 1, "start": 64, "max": 64}}))
+        for answer in answers:
+            assert len((await answer).token_ids) == 40
+
+    run_world(story)
+
+
+def test_a_tier_goes_when_its_last_request_has_ended_and_not_before() -> None:
+    async def story(world: World) -> None:
+        admin = Administered(world)
+        answer = asyncio.create_task(world.ask("b", "bulk", max_tokens=40))
+        await world.clock.sleep(0.1)
+        assert "'bulk' cannot be removed: requests of it are under way here (1)" in admin.subject.objection(
+            without("bulk")
+        )
+        assert admin.subject.objection(without("batch")) == ""
+        await answer
+        admin.change(without("bulk", eco={"priority": 5}))
+        eco = await world.ask("e", "eco", max_tokens=4)
+        assert len(eco.token_ids) == 4
+        await world.clock.sleep(3.0)  # some rounds of upkeep
+        assert not world.running.done()
+        assert {tier for worker in await world.registry.workers() for tier in worker.tiers} == {
+            "realtime",
+            "batch",
+            "eco",
+        }
+
+    run_world(story)
+
+
+def test_a_request_claimed_while_its_tier_was_removed_is_served_all_the_same() -> None:
+    async def story(world: World) -> None:
+        admin = Administered(world)
+        stray = world.request("stray", "bulk", max_tokens=4)
+        admin.change(without("bulk"))
+        world.core.accept([Claimed(stray, fence=1)], world.clock.now(), world.clock.wall_ms())
+        assert world.core.roster.states["stray"].tier.name == "batch"
+        world.core.release_all()
+
+    run_world(story)
