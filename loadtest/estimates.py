@@ -110,13 +110,14 @@ class ClassSummary:
     they were given up: where there are any, the upper quantiles are lower bounds."""
 
     offered: int
+    answered: int  # that brought tokens, at whatever time
     completed: int
     errors: int
     unfinished: int
     ttft: Distribution
     itl: Distribution
     e2e: Distribution
-    tokens_per_s: float
+    tokens_per_s: float  # in the window
     answered_as: tuple[str, ...]  # the service tiers that the server says it used
     error_examples: tuple[str, ...]
 
@@ -131,6 +132,7 @@ def summarize(runs: Sequence[ArmRun], name: str) -> ClassSummary:
     errors = [o.error for o in outcomes if o.error not in (None, UNFINISHED)]
     return ClassSummary(
         offered=len(outcomes),
+        answered=sum(bool(o.progress) for _, o in sent),
         completed=sum(o.is_complete for o in outcomes),
         errors=len(errors),
         unfinished=sum(o.error == UNFINISHED for o in outcomes),

@@ -42,7 +42,7 @@ class MixedResult:
     @property
     def has_answers(self) -> bool:
         """Each class got tokens in each of its arms: otherwise there is nothing to compare."""
-        return all(s.tokens_per_s > 0 for arm in self.summaries.values() for s in arm.values())
+        return all(s.answered > 0 for arm in self.summaries.values() for s in arm.values())
 
 
 async def run_mixed(

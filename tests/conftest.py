@@ -1,14 +1,19 @@
-"""Shared by all tests: one real embedded Valkey, emptied for each test that asks for it."""
+"""Shared by all tests: one real embedded Valkey, emptied for each test that asks for it; no timing fails a property."""
 
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import redis as sync_redis
+from hypothesis import HealthCheck, settings
 from redis.asyncio import Redis
 
 from scheduler import store
 from scheduler.queue import keys
 from tidegate.valkey import running_valkey
+
+OFF = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # properties empty what they are given themselves
+settings.register_profile("tidegate", deadline=None, suppress_health_check=OFF)
+settings.load_profile("tidegate")
 
 PERMANENT_KEYS = {keys.SEQUENCE, keys.DURABLE}
 

@@ -55,7 +55,7 @@ class Result:
     def has_answers(self) -> bool:
         """Each class got tokens in each arm that offered it anything."""
         summaries = [s for arm in self.arms.values() for s in arm.classes.values()]
-        return bool(summaries) and all(s.tokens_per_s > 0 for s in summaries if s.offered)
+        return bool(summaries) and all(s.answered > 0 for s in summaries if s.offered)
 
     @property
     def has_jobs(self) -> bool:

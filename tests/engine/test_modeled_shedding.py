@@ -193,7 +193,7 @@ def test_in_such_runs_sequences_do_leave(sheds: Shedding) -> None:
     assert sum(left) >= 20 if sheds is not Shedding.NOTHING else sum(left) == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
 def test_tokens_and_books_are_what_they_are_when_nobody_leaves(seed: int) -> None:
     undisturbed, _ = run_shedding(seed, Shedding.NOTHING)

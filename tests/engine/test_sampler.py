@@ -53,7 +53,7 @@ def test_greedy_is_the_argmax(sample: Sampler) -> None:
     assert sample(logits[:4], rows) == logits[:4].argmax(-1).tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     temperature=st.floats(0.2, 3.0),
     top_p=st.floats(0.05, 1.0),

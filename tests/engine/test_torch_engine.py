@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
@@ -35,7 +35,7 @@ def start(engine: TorchEngine, seq_id: str = "a", prompt: range = range(1, 11), 
     return engine.step(StepPlan(0, start=(new,), run=(Run(seq_id, len(new.prompt_token_ids)),)))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 6))
 def test_blocks_are_conserved_after_every_step(make_engine: MakeEngine, seed: int, count: int) -> None:
     rng = random.Random(seed)

@@ -1,7 +1,7 @@
 """The store's promises: transitions by the table only, each result once, nothing from a stale owner."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
@@ -39,7 +39,7 @@ async def test_a_record_comes_back_as_it_was(store: BatchStore) -> None:
     assert await store.get("batch_2") is None
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(targets=st.lists(st.sampled_from(list(S)), max_size=8))
 async def test_only_transitions_of_the_table_happen(redis_client: Redis, targets: list[BatchStatus]) -> None:
     await redis_client.flushdb()

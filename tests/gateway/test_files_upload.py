@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
@@ -183,7 +183,7 @@ async def test_a_client_that_goes_away_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(content=st.binary(max_size=300), cuts=st.lists(st.integers(0, 600), max_size=6), salt=st.booleans())
 async def test_the_split_into_chunks_does_not_matter(
     tmp_path: Path, content: bytes, cuts: list[int], salt: bool

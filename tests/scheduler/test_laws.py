@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.interface import FinishReason
@@ -20,7 +20,7 @@ from tests.scheduler.world import Answer, World, run_world
 
 TIERS = ("realtime", "bulk", "batch")
 GREATEST_BATCH = 8
-law = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+law = settings(max_examples=50)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import ctypes
 import shutil
 
 import pytest
+import torch
 
 from engine.cpu.build import load_library
 
@@ -27,3 +28,9 @@ def library_with_products() -> ctypes.CDLL:
     if not library.has_products():
         pytest.skip("a processor without bfloat16 products")
     return library
+
+
+def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor without AMX: where it has that, models are given oneDNN's products rather than ours."""
+    capabilities = {**torch.cpu.get_capabilities(), "amx_bf16": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)

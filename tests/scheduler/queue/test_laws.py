@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field
 
 import redis as sync_redis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
@@ -186,7 +186,7 @@ async def scenario_with_losses(url: str, done: list[tuple]) -> None:  # type: ig
         await client.aclose()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(done=st.lists(operations, min_size=5, max_size=30))
 def test_both_queues_agree_and_conserve(valkey_url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
     with sync_redis.Redis.from_url(valkey_url) as client:
@@ -195,7 +195,7 @@ def test_both_queues_agree_and_conserve(valkey_url: str, done: list[tuple]) -> N
         runner.run(scenario(valkey_url, done))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(done=st.lists(st.one_of(operations, losses), min_size=5, max_size=30))
 def test_the_sums_are_those_of_what_waits_whatever_is_lost(valkey_url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
     with sync_redis.Redis.from_url(valkey_url) as client:
