@@ -57,10 +57,11 @@ def run_soak(config: EngineConfig, seconds: float, seed: int, report_progress: C
 
 
 class Soak:
-    """One soak of one engine; not to be used twice."""
+    """One soak of one engine; not to be used twice. `now_s` reads a clock that never goes back."""
 
-    def __init__(self, engine: Stepper, seed: int) -> None:
+    def __init__(self, engine: Stepper, seed: int, now_s: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
+        self._now_s = now_s
         self._info = engine.info
         self._random = random.Random(seed)
         self._held: dict[str, _Held] = {}
@@ -72,10 +73,10 @@ class Soak:
         """Raises `GenerationFailed` where a sequence breaks, and whatever the engine raises."""
         memory = psutil.Process().memory_info
         samples: list[int] = []
-        began_s = time.monotonic()
+        began_s = self._now_s()
         every_s = max(seconds / 200, 0.02)
         next_s = began_s + SETTLE_SHARE * seconds
-        while (now_s := time.monotonic()) - began_s < seconds:
+        while (now_s := self._now_s()) - began_s < seconds:
             self._step()
             if now_s >= next_s:
                 samples.append(memory().rss)
