@@ -15,6 +15,15 @@ extern "C" int has_products() {
 #endif
 }
 
+// Whether products are made by tiles from now on: where they are wanted, are in this processor, and Linux lets us.
+extern "C" int use_tiles([[maybe_unused]] int wanted) {
+#ifdef TIDEGATE_TILES
+    return g_uses_tiles = wanted && ask_for_tiles();
+#else
+    return 0;
+#endif
+}
+
 #ifdef __AVX512BF16__
 
 namespace {

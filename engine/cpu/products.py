@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from engine.fused_layer import bias_of
 
-PANEL = 16  # kPanel of products.h
+PANEL = 16  # kPanel of linear.h
 
 
 class LinearArguments(ctypes.Structure):
-    """`Linear` of products.h."""
+    """`Linear` of linear.h."""
 
     _fields_ = [
         ("weight", ctypes.c_void_p),
@@ -53,10 +53,11 @@ class Products:
 
     @staticmethod
     def available(library: ctypes.CDLL | None, dtype: torch.dtype) -> bool:
-        """Not where the processor has tiles (AMX) as well: oneDNN uses them, and they are several times as fast."""
-        if library is None or dtype is not torch.bfloat16 or torch.cpu.get_capabilities().get("amx_bf16", False):
+        """By tiles from here on where the processor has them (AMX); not where Linux keeps them from us: oneDNN asks
+        for them in other ways."""
+        if library is None or dtype is not torch.bfloat16 or not library.has_products():
             return False
-        return bool(library.has_products())
+        return not torch.cpu.get_capabilities().get("amx_bf16", False) or bool(library.use_tiles(True))
 
     def multiply(self, rows: Tensor, weight: PackedWeight) -> Tensor:
         """(T, in), contiguous, to (T, out)."""

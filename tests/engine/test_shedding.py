@@ -25,7 +25,7 @@ from engine.interface import (
 from engine.token_chooser import TokenChooser
 from engine.torch_engine import TorchEngine
 from tests.engine.conftest import MakeEngine, ModelDirectory
-from tests.engine.cpu.compiled import has_compiler, library_with_products, without_tiles
+from tests.engine.cpu.compiled import has_compiler, library_with
 from tests.engine.cpu.test_native_layer import CONFIGS as NATIVE_CONFIGS
 from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
 from tests.engine.models import CONFIGS, generate, save_model
@@ -329,10 +329,9 @@ def test_a_broken_sequence_fails_and_those_that_left_it_do_not(tmp_path: Path) -
 # -- decoder layers in one call ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def make_native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    library_with_products()
-    without_tiles(monkeypatch)
+@pytest.fixture(params=["dots", "tiles"])
+def make_native(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    library_with(request.param, monkeypatch)
 
     def make(name: str) -> TorchEngine:
         if not (tmp_path / "config.json").exists():

@@ -30,7 +30,13 @@ def library_with_products() -> ctypes.CDLL:
     return library
 
 
-def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor without AMX: where it has that, models are given oneDNN's products rather than ours."""
-    capabilities = {**torch.cpu.get_capabilities(), "amx_bf16": False}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+def library_with(products: str, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """It makes its products by `tiles`, or by `dots` as on a processor without AMX, whatever asks for products."""
+    library = library_with_products()
+    if products == "tiles" and not library.use_tiles(True):
+        pytest.skip("a processor without tiles")
+    if products == "dots":
+        library.use_tiles(False)
+        capabilities = {**torch.cpu.get_capabilities(), "amx_bf16": False}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    return library

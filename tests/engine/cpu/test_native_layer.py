@@ -15,7 +15,7 @@ from engine.factory import build_torch_engine
 from engine.interface import NewSequence, Run, SamplingParams, StepPlan
 from engine.sequence_table import SequenceTable
 from engine.step_batch import pack_step
-from tests.engine.cpu.compiled import library_with_products, without_tiles
+from tests.engine.cpu.compiled import library_with
 from tests.engine.models import save_model
 
 SIZES: dict[str, Any] = {
@@ -50,10 +50,9 @@ STEPS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def products(monkeypatch: pytest.MonkeyPatch) -> None:
-    library_with_products()
-    without_tiles(monkeypatch)
+@pytest.fixture(autouse=True, params=["dots", "tiles"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    library_with(request.param, monkeypatch)
 
 
 def logits_of_steps(directory: Path, optimize: bool) -> tuple[Any, list[Tensor]]:

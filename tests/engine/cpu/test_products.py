@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from engine.cpu.products import PackedWeight, PanelLinear, Products, goes_into_panels
-from tests.engine.cpu.compiled import library_with_products
+from tests.engine.cpu.compiled import library_with
 
 
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    return library_with_products()
+@pytest.fixture(params=["dots", "tiles"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    return library_with(request.param, monkeypatch)
 
 
 def make_layer(in_features: int, out_features: int, bias: bool = False) -> nn.Linear:
@@ -21,8 +21,10 @@ def make_layer(in_features: int, out_features: int, bias: bool = False) -> nn.Li
         return nn.Linear(in_features, out_features, bias=bias, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 33])
-@pytest.mark.parametrize(("in_features", "out_features"), [(2, 16), (34, 48), (64, 64), (128, 176), (70, 400)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 33, 48, 51])
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(2, 16), (34, 48), (64, 64), (96, 112), (128, 176), (70, 400)]
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_products(library: ctypes.CDLL, rows: int, in_features: int, out_features: int, bias: bool) -> None:
     layer = make_layer(in_features, out_features, bias)
@@ -32,6 +34,15 @@ def test_products(library: ctypes.CDLL, rows: int, in_features: int, out_feature
         actual = PanelLinear(layer, Products(library))(x)
     assert actual.dtype is torch.bfloat16
     torch.testing.assert_close(actual.double(), expected, atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize("rows", [2, 5, 16, 17, 40])
+def test_a_row_is_the_same_in_any_company(library: ctypes.CDLL, rows: int) -> None:
+    products, weight = Products(library), PackedWeight([make_layer(128, 176, bias=True)])
+    x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
+    together = products.multiply(x, weight)
+    alone = torch.cat([products.multiply(x[i : i + 1].clone(), weight) for i in range(rows)])
+    assert torch.equal(together, alone)
 
 
 def test_weights_side_by_side(library: ctypes.CDLL) -> None:
