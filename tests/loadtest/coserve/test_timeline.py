@@ -62,8 +62,9 @@ async def test_a_server_is_read_again_and_again_until_cancelled() -> None:
     async with FakeServer(step_seconds=1.5) as server:
         target, timeline = parse_target(server.url), Timeline()
         watching = asyncio.create_task(watch(target, timeline, every_s=0.01))
-        while len(timeline.readings) < 3:
-            await asyncio.sleep(0.005)
+        async with asyncio.timeout(10):
+            while len(timeline.readings) < 3:
+                await asyncio.sleep(0.005)
         watching.cancel()
         assert (await read_metrics(target)).lines == ("tidegate_step_seconds_sum 1.5",)
     assert timeline.delta("tidegate_step_seconds_sum") == 0
