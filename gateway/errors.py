@@ -111,7 +111,7 @@ def store_unreachable() -> ApiError:
 def rejected(reason: Rejected, tier: Tier) -> ApiError:
     """Admission's answer: the client's own flood is a 429, the server's plight a 503."""
     headers = retry_after(reason.retry_after_s) | ({"x-should-retry": "false"} if reason.is_final else {})
-    if reason.reason in (RejectReason.DRAINING, RejectReason.OVERLOADED):
+    if reason.reason in (RejectReason.DRAINING, RejectReason.OVERLOADED, RejectReason.TIER_GONE):
         return ApiError(503, reason.message, "server_error", code="server_overloaded", headers=headers)
     if reason.reason is RejectReason.NO_ENGINE:
         return ApiError(503, reason.message, "server_error", code="engine_overloaded", headers=headers)

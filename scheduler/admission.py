@@ -23,6 +23,7 @@ class RejectReason(Enum):
     DEADLINE = "deadline"  # it would end after its deadline
     NO_ENGINE = "no_engine"  # no worker is alive to serve anybody
     DRAINING = "draining"
+    TIER_GONE = "tier_gone"  # removed between the request's classification and its entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ def no_engine() -> Rejected:
 def draining() -> Rejected:
     message = f"The server is shutting down and takes no new requests. {_again(RESTART_S)}"
     return Rejected(RejectReason.DRAINING, message, RESTART_S)
+
+
+def tier_gone(tier: str) -> Rejected:
+    message = f"The {tier} tier was removed just now: asked for again, the request goes to another."
+    return Rejected(RejectReason.TIER_GONE, f"{message} {_again(MIN_RETRY_S)}", MIN_RETRY_S)
 
 
 def _clamped(seconds: float) -> float:

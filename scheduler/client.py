@@ -132,7 +132,9 @@ class SchedulerClient:
             return admission.draining()
         if not self._has_engine():
             return admission.no_engine()
-        tier = self._tiers[requests[0].tier]
+        tier = self._tiers.tiers.get(requests[0].tier)
+        if tier is None:
+            return admission.tier_gone(requests[0].tier)
         forecast = self._gate.forecast(tier, requests, self._clock.now(), self._clock.wall_ms())
         rejected = self._gate.crowd(tier, forecast) if forecast is not None else None
         if rejected is not None:

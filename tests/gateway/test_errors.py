@@ -363,4 +363,5 @@ def test_every_reason_to_reject_has_its_status() -> None:
         RejectReason.DEADLINE: 429,
         RejectReason.NO_ENGINE: 503,
         RejectReason.DRAINING: 503,
+        RejectReason.TIER_GONE: 503,
     }

@@ -70,6 +70,7 @@ def test_no_engine_and_draining() -> None:
     [
         admission.no_engine(),
         admission.draining(),
+        admission.tier_gone("realtime"),
         admission.overloaded(TIER, 1e6),
         admission.overloaded(TIER, 0.0),
         admission.too_late(BULK, 1e6, 5.0, 1.0),

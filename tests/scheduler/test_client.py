@@ -486,6 +486,17 @@ def test_a_draining_gateway_refuses_new_requests_and_serves_the_old() -> None:
     play(story)
 
 
+def test_a_request_whose_tier_was_removed_meanwhile_is_asked_to_come_again() -> None:
+    async def story(stage: Stage) -> None:
+        stage.client.reconfigure(make_tiers(gold={"priority": 5}))
+        late = make_request("r", tier="gold")
+        stage.client.reconfigure(make_tiers())
+        assert (await refused(stage, late)).reason is RejectReason.TIER_GONE
+        assert stage.client.num_waiting == 0
+
+    play(story)
+
+
 def test_a_put_that_breaks_leaves_nothing_behind() -> None:
     async def story(stage: Stage) -> None:
         async def breaks(*_: object, **__: object) -> None:
