@@ -58,13 +58,31 @@ struct Step {
     int32_t threads;
 };
 
-template <typename T> struct Buffer {
-    explicit Buffer(Index n) : numbers(new (std::align_val_t(64)) T[n]) {}
-    ~Buffer() { ::operator delete[](numbers, std::align_val_t(64)); }
+// Numbers between two parts of a layer. Kept from call to call, since fresh pages cost a long prefill a tenth of its time:
+// a thread holds what its longest step took.
+class Buffer {
+  public:
+    Buffer() = default;
+    ~Buffer() { release(); }
     Buffer(const Buffer &) = delete;
     Buffer &operator=(const Buffer &) = delete;
-    T *numbers;
+
+    bf16 *of(Index n) {
+        if (n > size) {
+            release();
+            numbers = new (std::align_val_t(64)) bf16[n];
+            size = n;
+        }
+        return numbers;
+    }
+
+  private:
+    void release() { ::operator delete[](numbers, std::align_val_t(64)); }
+    bf16 *numbers = nullptr;
+    Index size = 0;
 };
+
+thread_local Buffer t_normed, t_qkv, t_attended, t_gate_up, t_activated;
 
 }  // namespace
 
@@ -81,30 +99,30 @@ void decoder_layer_bfloat16(bf16 *hidden, const Layer *layer, const Step *step) 
     const Index rows = step->rows, n = layer->qkv.in, inner = layer->down.in, width = layer->qkv.out;
     const Heads heads = layer->heads;
     const Index query_width = heads.query * heads.dim;
-    Buffer<bf16> normed(rows * n), qkv(rows * width), attended(rows * query_width);
+    bf16 *normed = t_normed.of(rows * n), *qkv = t_qkv.of(rows * width), *attended = t_attended.of(rows * query_width);
 #pragma omp parallel num_threads(step->threads) if (step->threads > 1)
     {
-        rms_norm(normed.numbers, hidden, layer->input.weight, rows, n, layer->input.eps);
-        multiply<false>(qkv.numbers, normed.numbers, layer->qkv, rows);
-        rotate_and_write(qkv.numbers, layer->cache, step->slots, step->cosines, step->sines, layer->query.weight,
+        rms_norm(normed, hidden, layer->input.weight, rows, n, layer->input.eps);
+        multiply<false>(qkv, normed, layer->qkv, rows);
+        rotate_and_write(qkv, layer->cache, step->slots, step->cosines, step->sines, layer->query.weight,
                          layer->key.weight, layer->query.eps, rows, layer->num_slots, heads);
     }
     if (step->decode_rows)
-        paged_decode(attended.numbers, qkv.numbers, width, heads.dim, layer->cache, layer->num_slots, step->block_table,
+        paged_decode(attended, qkv, width, heads.dim, layer->cache, layer->num_slots, step->block_table,
                      step->table_stride, step->lengths, nullptr, step->decode_rows, heads, layer->block_size,
                      layer->scoring, step->threads);
     if (step->num_chunks)
-        paged_prefill(attended.numbers + step->decode_rows * query_width, qkv.numbers + step->decode_rows * width, width,
+        paged_prefill(attended + step->decode_rows * query_width, qkv + step->decode_rows * width, width,
                       heads.dim, layer->cache, layer->num_slots, step->chunk_tables, step->chunks, step->num_chunks,
                       nullptr, heads, layer->block_size, layer->scoring, step->threads);
-    Buffer<bf16> gate_up(rows * 2 * inner), activated(rows * inner);
+    bf16 *gate_up = t_gate_up.of(rows * 2 * inner), *activated = t_activated.of(rows * inner);
 #pragma omp parallel num_threads(step->threads) if (step->threads > 1)
     {
-        multiply<true>(hidden, attended.numbers, layer->out, rows);
-        rms_norm(normed.numbers, hidden, layer->mlp.weight, rows, n, layer->mlp.eps);
-        multiply<false>(gate_up.numbers, normed.numbers, layer->gate_up, rows);
-        silu_and_mul(activated.numbers, gate_up.numbers, rows, inner);
-        multiply<true>(hidden, activated.numbers, layer->down, rows);
+        multiply<true>(hidden, attended, layer->out, rows);
+        rms_norm(normed, hidden, layer->mlp.weight, rows, n, layer->mlp.eps);
+        multiply<false>(gate_up, normed, layer->gate_up, rows);
+        silu_and_mul(activated, gate_up, rows, inner);
+        multiply<true>(hidden, activated, layer->down, rows);
     }
 }
 
