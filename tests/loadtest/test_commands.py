@@ -107,6 +107,7 @@ async def test_interactive_requests_without_an_end_are_counted_and_warned_of() -
         result = await run_mixed(parse_target(server.url), scenario, timing, 1, lambda _: None)
     chat = result.summaries[MIXED]["chat"]
     assert chat.unfinished == chat.offered > 0 and chat.errors == chat.completed == 0
+    assert chat.answered == 0 and not result.has_answers
     shortest = chat.ttft.samples.min()
     assert shortest >= timing.drain_s and chat.e2e.samples.min() == shortest
     text = render_mixed(result)
