@@ -9,25 +9,25 @@ import structlog
 import torch
 from torch import nn
 
-from engine.attention_kernels import AttentionKernels
 from engine.config import EngineConfig, EngineStartError
-from engine.cpu.build import load_library
-from engine.cpu.kernels import CpuKernels
-from engine.cpu.optimize import optimize_for_cpu
-from engine.cpu.sampler import CpuSampler
-from engine.cpu.shed_trial import rows_may_leave
-from engine.cuda.bring_up import captured_graphs, fuse_layers, graph_bytes, graph_sizes, working_kernels
-from engine.device import choose_device, choose_dtype, free_bytes
-from engine.engine_thread import EngineThread
-from engine.fusion import is_same_model, trial_logits
 from engine.interface import Engine, EngineInfo, Shedding, blocks_for
-from engine.kv_cache import KVCache, LayerShape, block_bytes
-from engine.layer_probe import LayerSpec, probe_layers
-from engine.model_loader import context_limit, eos_token_ids, is_quantised, load_config, load_model
-from engine.model_runner import ModelRunner
-from engine.sampler import sample
-from engine.swap_space import make_swap_space
-from engine.torch_engine import TorchEngine
+from engine.native.attention.kernels import AttentionKernels
+from engine.native.cpu.build import load_library
+from engine.native.cpu.kernels import CpuKernels
+from engine.native.cpu.sampler import CpuSampler
+from engine.native.device import choose_device, choose_dtype, free_bytes
+from engine.native.execution.model_runner import ModelRunner
+from engine.native.execution.torch_engine import TorchEngine
+from engine.native.kv.cache import KVCache, LayerShape, block_bytes
+from engine.native.kv.swap import make_swap_space
+from engine.native.model.loader import context_limit, eos_token_ids, is_quantised, load_config, load_model
+from engine.native.model.probe import LayerSpec, probe_layers
+from engine.native.sampling.sampler import sample
+from engine.native.startup.cpu_eviction_trial import rows_may_leave
+from engine.native.startup.cpu_optimize import optimize_for_cpu
+from engine.native.startup.cuda_bring_up import captured_graphs, fuse_layers, graph_bytes, graph_sizes, working_kernels
+from engine.native.startup.fusion import is_same_model, trial_logits
+from engine.thread import EngineThread
 
 _CPU_SHARE = 0.25  # of the free memory, for KV
 _CUDA_SHARE = 0.92  # of what the weights and the largest step leave

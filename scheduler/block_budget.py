@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine.interface import PreemptionMode, blocks_for
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 from scheduler.preemption import cheapest_mode, growth_victims, is_worn, newcomer_victims
 from scheduler.states import RequestState, Status
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from engine.interface import EngineInfo
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 from scheduler.budgets import PREFILL_STRETCH
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier

@@ -3,7 +3,7 @@
 Pure: tokens and predicted seconds in, tokens out.
 """
 
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 
 MIN_CHUNK = 16  # tokens; a smaller prefill chunk is not worth a step's overhead
 CRUMB_SHARE = (

@@ -17,7 +17,7 @@ from engine.interface import (
     StepPlan,
     StepResult,
 )
-from engine.latency_model import StepCost, StepTimeModel
+from engine.step_time.model import StepCost, StepTimeModel
 from scheduler import reporting
 from scheduler.acceptance import reason_against
 from scheduler.batch import form_batch

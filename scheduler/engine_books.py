@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from engine.interface import EngineInfo, PreemptionMode, StepPlan, StepResult, blocks_for
-from engine.latency_model import StepWork
+from engine.step_time.model import StepWork
 from scheduler.block_budget import EngineView
 from scheduler.states import RequestState, Status
 

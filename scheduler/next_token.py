@@ -9,7 +9,7 @@ with n the number of the token to come. What is not promised does not bind.
 
 from collections.abc import Iterable
 
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.states import RequestState
 

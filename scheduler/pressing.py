@@ -7,7 +7,7 @@ tier's floor.
 
 from collections.abc import Iterable, Sequence
 
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.states import RequestState

@@ -6,7 +6,7 @@ Plain data, made by the core, taken apart by the loop; it knows neither queues n
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from engine.latency_model import StepWork
+from engine.step_time.model import StepWork
 from scheduler.queue.base import Lease
 from scheduler.request import TokenEvent
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.interface import Shedding, StepPlan, StepResult
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 from scheduler.shedding import StepInFlight, WasteCredit, exchange
 from scheduler.states import RequestState
 

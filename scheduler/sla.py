@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from engine.interface import Shedding
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 from scheduler import feedback
 from scheduler.budgets import PREFILL_STRETCH, Budgets, TierBudget
 from scheduler.clock import NEVER_S

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 from scheduler.clock import Clock
 from scheduler.core import SchedulerCore
 from scheduler.events.base import EventChannel

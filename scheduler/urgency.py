@@ -4,7 +4,7 @@ Pure: numbers and states in, numbers out; knows no clock. Laxity is the time tha
 what has none left must run in every step from now on, or its deadline passes.
 """
 
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 from scheduler.states import RequestState
 
 

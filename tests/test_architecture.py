@@ -1,12 +1,15 @@
-"""The shape of the program, read from its source: who imports whom, what costs torch, what policy may know.
+"""The shape of the program, read from its source: which room may import which, what costs torch, what policy may know.
 
-`gateway → scheduler → engine.interface`, one way; `tidegate` and `loadtest` on top, imported by nobody.
+A room is a module or a folder directly inside its house. `HOUSES` gives each house's rooms in the order in which they
+import: a room imports itself and rooms of the levels before its own, never one beside or behind it.
 """
 
 import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,74 +22,45 @@ INITS = [path for path in MODULES if path.name == "__init__.py"]
 # What a package may import of the others. The composition root knows every part.
 MAY_IMPORT = {
     "engine": {"engine"},
-    "scheduler": {"scheduler", "engine.interface", "engine.latency_model"},
+    "scheduler": {"scheduler", "engine.interface", "engine.step_time"},
     "gateway": {"gateway", "scheduler", "engine.interface"},
     "loadtest": {"loadtest", "scheduler", "engine", "gateway"},
     "demo_model": {"demo_model"},
     "tidegate": {"tidegate", "gateway", "scheduler", "engine", "demo_model"},
 }
-# The engine's files that never touch a device: importing them must not cost torch.
-ENGINE_WITHOUT_TORCH = {
-    "interface",
-    "config",
-    "block_pool",
-    "prefix_cache",
-    "plan_check",
-    "sequence",
-    "sequence_table",
-    "outcome",
-    "token_counts",
-    "step_batch",
-    "engine_thread",
-    "latency_model",
-    "step_regression",
-    "row_table",
-    "modeled_engine",
-    "loop_timer",
-    "shedding",
+# The levels of each house from the bottom up; the rooms of one level do not import each other.
+HOUSES = {
+    "engine": "interface config → step_time sequences thread → modeled native → factory",
+    "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",
 }
-# Runs in a process of its own: what the device can do, measured with torch itself.
-MEASURES_THE_DEVICE = {"loadtest.engine_bench.device_probe"}
-POLICY = (
-    "batch",
-    "acceptance",
-    "block_budget",
-    "continuation",
-    "roster",
-    "core",
-    "engine_books",
-    "sla",
-    "preemption",
-    "admission",
-    "urgency",
-    "forecast",
-    "gate",
-    "in_flight",
-    "hindsight",
-    "capacity",
-    "states",
-    "windows",
-    "config",
-    "request",
-)
-# What pure policy has no business with: clocks, I/O, logs, metrics, tensors.
+# Where tensors live. What is elsewhere must start without torch; the model's trainer is a program of its own, and
+# the device probe runs in a process of its own.
+TORCH_ROOMS = {"engine.native", "engine.factory", "demo_model", "loadtest.engine_bench.device_probe"}
+# Decisions without clocks, I/O, logs, metrics or tensors: only drivers have those.
+PURE_ROOMS: tuple[str, ...] = ()
 IMPURE = {"time", "datetime", "asyncio", "random", "logging", "structlog", "prometheus_client", "redis", "torch"}
+ABSENT = {"torch", "transformers", "redis", "prometheus_client", "fastapi"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
 
 
 def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports_of(path: Path) -> Iterator[str]:
+@cache
+def imports_of(path: Path) -> tuple[str, ...]:
     """Every module that is imported anywhere in the file, also inside functions."""
+    return tuple(_imports_of(path))
+
+
+def _imports_of(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             module = node.module or ""
-            # `from scheduler import admission` names a module; `from scheduler.config import Tier` does not.
+            # `from scheduler.client import rejection` names a module; `from scheduler.config import Tier` does not.
             submodules = [f"{module}.{a.name}" for a in node.names if _is_module(f"{module}.{a.name}")]
             yield from submodules or [module]
 
@@ -104,13 +78,27 @@ def is_within(name: str, allowed: set[str]) -> bool:
     return any(name == a or name.startswith(f"{a}.") for a in allowed)
 
 
+def levels_of(house: str) -> list[list[str]]:
+    return [level.split() for level in HOUSES[house].split("→")]
+
+
+def room_of(name: str, house: str) -> str | None:
+    """The room of `house` that the module lies in; None: it lies in another house."""
+    prefix = house.replace("/", ".") + "."
+    return name.removeprefix(prefix).split(".")[0] if name.startswith(prefix) else None
+
+
+def modules_in(rooms: tuple[str, ...]) -> list[Path]:
+    return [path for path in MODULES if path not in INITS and is_within(name_of(path), set(rooms))]
+
+
 def test_there_is_something_to_look_at() -> None:
     assert {top_level(name_of(path)) for path in MODULES} == set(PACKAGES)
     assert len(MODULES) > 50
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_imports_run_one_way(package: str) -> None:
+def test_imports_run_one_way_between_packages(package: str) -> None:
     wrong = [
         f"{name_of(path)} imports {imported}"
         for path in MODULES
@@ -121,45 +109,64 @@ def test_imports_run_one_way(package: str) -> None:
     assert not wrong
 
 
-def test_torch_stays_in_the_engines_device_files() -> None:
-    """The model's trainer is a program of its own; everything else that serves must start without torch."""
+@pytest.mark.parametrize("house", HOUSES)
+def test_every_room_has_its_place_in_the_order(house: str) -> None:
+    rooms = {room_of(name_of(path), house) for path in MODULES} - {None, "__main__"}
+    assert sorted(room for level in levels_of(house) for room in level) == sorted(room for room in rooms if room)
+
+
+@pytest.mark.parametrize("house", HOUSES)
+def test_rooms_import_only_rooms_below_them(house: str) -> None:
+    level_of = {room: number for number, level in enumerate(levels_of(house)) for room in level}
+    wrong = []
+    for path in MODULES:
+        room = room_of(name_of(path), house)
+        for imported in imports_of(path) if room in level_of else ():
+            target = room_of(imported, house)
+            if target in level_of and target != room and level_of[target] >= level_of[room]:
+                wrong.append(f"{name_of(path)} imports {imported}")
+    assert not wrong
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    names = {name_of(path) for path in MODULES}
+    try:
+        TopologicalSorter({name_of(path): set(imports_of(path)) & names for path in MODULES}).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle: {' → '.join(error.args[1])}")
+
+
+def test_torch_stays_in_its_rooms() -> None:
     wrong = [
         f"{name_of(path)} imports {imported}"
         for path in MODULES
-        if top_level(name_of(path)) != "demo_model"
-        and name_of(path) not in MEASURES_THE_DEVICE
-        and not (path.is_relative_to(ROOT / "engine") and path.stem not in ENGINE_WITHOUT_TORCH)
+        if not is_within(name_of(path), TORCH_ROOMS)
         for imported in imports_of(path)
         if top_level(imported) == "torch"
     ]
     assert not wrong
 
 
-def test_the_engines_plain_files_do_not_lead_to_its_device_files() -> None:
+def test_policy_knows_no_clock_no_store_and_no_metrics() -> None:
     wrong = [
-        f"engine.{name} imports {imported}"
-        for name in sorted(ENGINE_WITHOUT_TORCH)
-        for imported in imports_of(ROOT / "engine" / f"{name}.py")
-        if top_level(imported) == "engine" and imported.removeprefix("engine.") not in ENGINE_WITHOUT_TORCH
+        f"{name_of(path)} imports {imported}"
+        for path in modules_in(PURE_ROOMS)
+        for imported in imports_of(path)
+        if top_level(imported) in IMPURE
     ]
     assert not wrong
 
 
-@pytest.mark.parametrize("module", POLICY)
-def test_policy_knows_no_clock_no_store_and_no_metrics(module: str) -> None:
-    imported = {top_level(name) for name in imports_of(ROOT / "scheduler" / f"{module}.py")}
-    assert not imported & IMPURE
-
-
-def test_policy_imports_where_torch_redis_and_prometheus_are_absent() -> None:
+def test_pure_rooms_import_where_torch_redis_and_prometheus_are_absent() -> None:
     """In a fresh interpreter whose import system refuses them, so that no detour counts either."""
-    names = [f"scheduler.{module}" for module in POLICY] + [f"engine.{m}" for m in sorted(ENGINE_WITHOUT_TORCH)]
+    plain = [path for path in modules_in(("engine",)) if not is_within(name_of(path), TORCH_ROOMS)]
+    names = [name_of(path) for path in [*modules_in(PURE_ROOMS), *plain]]
     program = f"""
 import importlib, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {{"torch", "transformers", "redis", "prometheus_client", "fastapi"}}:
+        if name.split(".")[0] in {ABSENT!r}:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Refuse())

@@ -1,6 +1,6 @@
 """Fits the step-time model's coefficients to logged steps, and says how wrong they are on steps held out.
 
-The same line as the online model's (engine/latency_model.py), fitted to all steps at once: least squares of the
+The same line as the online model's (engine/step_time/model.py), fitted to all steps at once: least squares of the
 relative error with coefficients ≥ 0, decode-only and mixed steps each for themselves, without outliers. Knows numbers;
 not where the steps come from and not how results look.
 """
@@ -11,8 +11,8 @@ from statistics import median
 
 import numpy as np
 
-from engine.latency_model import StepCost, StepTimeModel
-from engine.step_regression import Matrix, Vector, solve_nonnegative
+from engine.step_time.model import StepCost, StepTimeModel
+from engine.step_time.regression import Matrix, Vector, solve_nonnegative
 from scheduler.step_log import StepEntry
 
 HELD_OUT_BLOCK = 20  # steps; of each five blocks one is held out: neighbours are too much alike to test each other

@@ -12,7 +12,7 @@ from statistics import fmean, median
 from time import perf_counter
 
 from engine.interface import NewSequence, Run, StepPlan, StepResult
-from engine.latency_model import StepWork
+from engine.step_time.model import StepWork
 from loadtest.engine_bench.offline import Stepper, greedy
 from scheduler.step_log import StepEntry
 

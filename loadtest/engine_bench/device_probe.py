@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from engine.device import choose_device
+from engine.native.device import choose_device
 from loadtest.engine_bench.floors import ModelShape, Peaks
 from loadtest.engine_bench.protocol import KV_ROUNDING, SystemSpec
 from loadtest.engine_bench.scheduled_system import ScheduledEngine

@@ -13,7 +13,7 @@ from statistics import median
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
 from engine.interface import StepPlan, StepResult
-from engine.torch_engine import TorchEngine
+from engine.native.execution.torch_engine import TorchEngine
 from loadtest.engine_bench.floors import ModelShape, Peaks, decode_step
 from loadtest.engine_bench.offline import generate_offline
 from loadtest.engine_bench.resident import BULK_PROMPT, BULK_TOKENS, ResidentBench, ResidentCost

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.interface import StepPlan
-from engine.latency_model import StepCost, StepTimeModel
+from engine.step_time.model import StepCost, StepTimeModel
 from loadtest.engine_bench.offline import Stepper, greedy
 from scheduler.config import TierSet, parse_tiers
 from scheduler.core import SchedulerCore

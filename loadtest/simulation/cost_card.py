@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.interface import EngineInfo, Shedding
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 
 VOCAB_SIZE = 1 << 32  # ids stand for themselves: no tokenizer is at work
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.interface import Engine, EngineInfo
-from engine.loop_timer import LoopTimer
-from engine.modeled_engine import ModeledEngine
+from engine.modeled.engine import ModeledEngine
+from engine.modeled.timer import LoopTimer
 from loadtest.simulation.cost_card import CostCard
 from loadtest.simulation.observation import EngineRecord, Observation
 from loadtest.simulation.watched_engine import WatchedEngine

@@ -9,7 +9,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
-from engine.torch_engine import TorchEngine
+from engine.native.execution.torch_engine import TorchEngine
 from tests.engine.models import CONFIGS, save_model
 
 ModelDirectory = Callable[[str], tuple[Path, Any]]

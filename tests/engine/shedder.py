@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from engine.interface import EngineInfo, Shedding, StepPlan, StepResult
-from engine.torch_engine import TorchEngine
+from engine.native.execution.torch_engine import TorchEngine
 
 Wishes = Mapping[int, set[str]]  # by layer: who is asked to leave when it is reached
 Choose = Callable[[StepPlan], Wishes]

@@ -31,9 +31,9 @@ from transformers import (
 )
 
 from engine.config import EngineConfig, EngineStartError
-from engine.device import choose_device, choose_dtype
 from engine.factory import build_engine, build_torch_engine
 from engine.interface import Run, StepPlan
+from engine.native.device import choose_device, choose_dtype
 from tests.engine.conftest import MakeEngine
 from tests.engine.drive import drive, make_new
 from tests.engine.models import CONFIGS

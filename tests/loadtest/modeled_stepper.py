@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 from engine.interface import EngineInfo, StepPlan, StepResult
-from engine.latency_model import StepCost
-from engine.modeled_engine import ModeledEngine
+from engine.modeled.engine import ModeledEngine
+from engine.step_time.model import StepCost
 
 
 class ModeledStepper:

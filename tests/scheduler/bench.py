@@ -4,8 +4,8 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from engine.interface import StepPlan
-from engine.latency_model import StepCost
-from engine.modeled_engine import ModeledEngine
+from engine.modeled.engine import ModeledEngine
+from engine.step_time.model import StepCost
 from scheduler.report import StepReport
 from scheduler.request import Claimed, Request, TokenEvent
 from scheduler.virtual_time import EPOCH_MS

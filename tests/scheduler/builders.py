@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.interface import EngineInfo, SamplingParams, StepPlan, StepResult, blocks_for
-from engine.latency_model import StepCost, StepTimeModel, StepWork
-from engine.modeled_engine import modeled_token
+from engine.modeled.engine import modeled_token
+from engine.step_time.model import StepCost, StepTimeModel, StepWork
 from scheduler.block_budget import EngineView
 from scheduler.config import Retry, TierSet, parse_tiers
 from scheduler.core import SchedulerCore

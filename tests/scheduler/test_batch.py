@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.interface import StepPlan
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 from scheduler.batch import MIN_CHUNK, form_batch
 from scheduler.budgets import Budgets, TierBudget
 from scheduler.config import TierSet

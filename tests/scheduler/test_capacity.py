@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.latency_model import StepCost, StepWork
-from engine.step_regression import WARM_STEPS
+from engine.step_time.model import StepCost, StepWork
+from engine.step_time.regression import WARM_STEPS
 from scheduler.capacity import ENOUGH_SEEN, CapacityBooks
 from scheduler.report import Ended
 from scheduler.request import Claimed, TierCapacity

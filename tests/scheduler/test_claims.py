@@ -1,6 +1,6 @@
 """How many a worker takes from each queue."""
 
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 from scheduler.budgets import Budgets, TierBudget
 from scheduler.claims import KNOWN_WAITING, PREFETCH, claim_limits
 from scheduler.config import TierSet

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.interface import FinishReason, SequenceFailure, StepResult
-from engine.latency_model import StepCost, StepTimeModel, StepWork
+from engine.step_time.model import StepCost, StepTimeModel, StepWork
 from scheduler.claims import PREFETCH
 from scheduler.queue.base import Lease
 from scheduler.request import Claimed, Delivery, EventKind

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from engine.interface import EngineDead, StepPlan
-from engine.modeled_engine import ModeledEngine
+from engine.modeled.engine import ModeledEngine
 from scheduler.config import Retry
 from scheduler.heartbeat import WorkerIdentity
 from scheduler.intake import LISTEN_S

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.interface import PreemptionMode
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 from scheduler.preemption import cheapest_mode, growth_victims, newcomer_victims
 from scheduler.states import RequestState, Status
 from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_state

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.interface import Run, Shedding, StepPlan, StepResult
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 from scheduler.running_step import RunningStep
 from scheduler.shedding import CREDIT_START_S
 from scheduler.states import RequestState

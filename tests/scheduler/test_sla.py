@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.interface import Shedding
-from engine.latency_model import StepCost
+from engine.step_time.model import StepCost
 from scheduler.budgets import Budgets
 from scheduler.config import ControllerSwitches, TierSet
 from scheduler.feedback import UPDATE_S, Load

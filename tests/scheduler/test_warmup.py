@@ -3,8 +3,8 @@
 import pytest
 
 from engine.interface import EngineInfo
-from engine.latency_model import StepCost, StepTimeModel
-from engine.modeled_engine import ModeledEngine
+from engine.modeled.engine import ModeledEngine
+from engine.step_time.model import StepCost, StepTimeModel
 from scheduler.virtual_time import VirtualClock
 from scheduler.warmup import warm_up
 from tests.scheduler.builders import make_info

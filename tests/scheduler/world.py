@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 
 from engine.interface import EngineInfo, FinishReason
-from engine.latency_model import StepCost
-from engine.loop_timer import LoopTimer
-from engine.modeled_engine import ModeledEngine
+from engine.modeled.engine import ModeledEngine
+from engine.modeled.timer import LoopTimer
+from engine.step_time.model import StepCost
 from scheduler.admission import Rejected
 from scheduler.client import SchedulerClient
 from scheduler.config import TierSet

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(120)
 WORKER = """
 import asyncio
 import sys
-from engine.model_runner import ModelRunner
+from engine.native.execution.model_runner import ModelRunner
 from tidegate import worker
 from tidegate.settings import WorkerSettings
 

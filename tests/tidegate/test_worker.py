@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from redis.exceptions import ConnectionError as StoreUnreachable
 
 from engine.interface import EngineDead, EngineInfo, PlanError, StepPlan, StepResult
-from engine.modeled_engine import ModeledEngine
+from engine.modeled.engine import ModeledEngine
 from scheduler.client import SchedulerClient
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.generation import Generation

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.interface import EngineInfo, Shedding
-from engine.latency_model import StepWork
+from engine.step_time.model import StepWork
 from loadtest.__main__ import main
 from loadtest.calibration import command
 from loadtest.calibration.sweep import Sweep

@@ -1,0 +1,201 @@
+"""An engine that computes nothing: steps take modeled time, tokens are a hash of (seed, position).
+
+It keeps its books in the real one's table (sequences, blocks, finish reasons, and where wanted the prefix cache), so it
+refuses the same bad plans: the scheduler's loop can be run, tested and simulated without torch, on whatever clock it is
+given. Its coefficients, noise and drift are its own; the controller must learn them, it is never told.
+"""
+
+import random
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from engine.interface import EngineInfo, PlanError, SequenceOutput, Shedding, StepPlan, StepResult
+from engine.sequences.sequence_table import Chunk, SequenceTable
+from engine.step_time.model import StepCost
+
+FIRST_ORDINARY_TOKEN = 3  # ids below are never generated; a real model's special ids
+
+
+def modeled_token(seed: int, index: int, vocab_size: int) -> int:
+    """The `index`-th output token of a sequence with `seed`: the same on any engine, after any preemption."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed ^= mixed >> 31
+    return FIRST_ORDINARY_TOKEN + mixed % (vocab_size - FIRST_ORDINARY_TOKEN)
+
+
+class Timer(Protocol):
+    """A clock whose wait can be shortened while it lasts, as `LoopTimer`'s."""
+
+    def now(self) -> float: ...
+
+    async def wait_until(self, when_s: float) -> None: ...
+
+    def move(self, when_s: float) -> None: ...
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step that runs. `slowness` is the noise and drift that it was drawn. It was at `progress` (0 … 1) `mark_s`
+    behind its start, and will have taken `duration_s`."""
+
+    step_id: int
+    chunks: list[Chunk]
+    staying: list[Chunk]
+    copying_s: float
+    slowness: float
+    duration_s: float
+    started_s: float = 0.0
+    mark_s: float = 0.0
+    progress: float = 0.0
+
+    def progress_at(self, elapsed_s: float) -> float:
+        left_s = self.duration_s - self.mark_s
+        return 1.0 if left_s <= 0 else self.progress + (1 - self.progress) * (elapsed_s - self.mark_s) / left_s
+
+
+class ModeledEngine:
+    """Implements `Engine`. `sleep` is the clock's: virtual in the simulator, real in a test of the real loop. Traces
+    name lengths, not texts, and texts made up for them would be found in a prefix cache: it is off unless asked for.
+
+    With a `timer`, which then waits instead of `sleep`, sequences leave running steps as far as `info.sheds` says, at
+    the next of `num_layers` layers. `drift` is what all times are multiplied by at an instant of the timer's.
+    `decode_cost` is that of steps without a prefill; None: the same.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        sleep: Callable[[float], Awaitable[None]],
+        cost: StepCost | None = None,
+        noise: float = 0.05,
+        seed: int = 0,
+        *,
+        decode_cost: StepCost | None = None,
+        prefix_cache: bool = False,
+        timer: Timer | None = None,
+        num_layers: int = 30,
+        drift: Callable[[float], float] | None = None,
+    ) -> None:
+        """Raises `ValueError` for a drift without a timer."""
+        if drift is not None and timer is None:
+            raise ValueError("a drift over time needs a timer that tells it")
+        self._info = info if timer is not None else replace(info, sheds=Shedding.NOTHING)
+        self._sleep = sleep
+        self._cost = cost or StepCost()
+        self._decode_cost = decode_cost or self._cost
+        self._noise = noise
+        self._random = random.Random(seed)
+        self._prefix_cache = prefix_cache
+        self._timer = timer
+        self._num_layers = num_layers
+        self._drift = drift
+        self._table = SequenceTable(info, prefix_cache=prefix_cache)
+        self._running: _Step | None = None
+        self._wished: set[str] = set()  # away from the running step
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def used_blocks(self) -> int:
+        return self._table.pool.num_used
+
+    @property
+    def used_swap_blocks(self) -> int:
+        return self._table.swap_pool.num_used
+
+    def submit(self, plan: StepPlan) -> None:
+        """The step begins. Raises `PlanError` for a plan that breaks the rules."""
+        if self._running is not None:
+            raise PlanError("one step in flight, not more")
+        self._table.check(plan)
+        self._wished.clear()
+        self._running = self._begin(plan)
+
+    async def collect(self) -> StepResult:
+        """Cancelling it loses nothing where there is a timer."""
+        step = self._running
+        if step is None:
+            raise RuntimeError("no step is in flight: submit one first")
+        if self._timer is None:
+            await self._sleep(step.duration_s)
+        else:
+            await self._timer.wait_until(step.started_s + step.duration_s)
+        self._running = None
+        return self._result(step)
+
+    def shed(self, seq_ids: Collection[str]) -> None:
+        """Too late in the last layer."""
+        step = self._running
+        if step is None or self._timer is None or self._info.sheds is Shedding.NOTHING:
+            return
+        self._wished.update(seq_ids)
+        staying = [c for c in step.staying if c.sequence.seq_id not in self._wished]
+        if len(staying) == len(step.staying) or (staying and self._info.sheds is Shedding.STEPS):
+            return
+        elapsed_s = self._timer.now() - step.started_s
+        progress = step.progress_at(elapsed_s)
+        if progress < 1 - 1 / self._num_layers:
+            self._shorten(step, staying, elapsed_s, progress)
+            self._timer.move(step.started_s + step.duration_s)
+
+    def close(self) -> None:
+        self._table = SequenceTable(self._info, prefix_cache=self._prefix_cache)
+        self._running = None
+
+    def _begin(self, plan: StepPlan) -> _Step:
+        started_s = 0.0 if self._timer is None else self._timer.now()
+        chunks = self._table.begin(plan)
+        copying_s = len(self._table.copies) * self._info.swap_block_s
+        slowness = max(0.1, self._random.gauss(1.0, self._noise)) if chunks else 1.0
+        if self._drift is not None:
+            slowness *= self._drift(started_s)
+        duration_s = (copying_s + self._computing_s(chunks)) * slowness
+        return _Step(plan.step_id, chunks, chunks, copying_s, slowness, duration_s, started_s)
+
+    def _computing_s(self, chunks: list[Chunk]) -> float:
+        if not chunks:
+            return 0.0
+        cost = self._cost if any(chunk.num_tokens > 1 for chunk in chunks) else self._decode_cost
+        run = cost.run
+        return max(cost.floor_s, cost.step_s + sum([run(chunk.num_tokens, chunk.start) for chunk in chunks]))
+
+    def _shorten(self, step: _Step, staying: list[Chunk], elapsed_s: float, progress: float) -> None:
+        """The layer that runs is computed with all of them, the others with those that stay."""
+        layer = 1 / self._num_layers
+        layer_s = (step.duration_s - elapsed_s) / (1 - progress) * layer
+        whole_s = (step.copying_s + self._computing_s(staying)) * step.slowness if staying else 0.0
+        step.mark_s, step.progress, step.staying = elapsed_s, progress, staying
+        step.duration_s = elapsed_s + layer_s + whole_s * (1 - progress - layer)
+
+    def _result(self, step: _Step) -> StepResult:
+        if step.staying is step.chunks:  # as nearly always
+            outputs, shed = [self._advance(chunk) for chunk in step.chunks], []
+        else:
+            stayed = {chunk.sequence.seq_id for chunk in step.staying}
+            shed = [c.sequence.seq_id for c in step.chunks if c.sequence.seq_id not in stayed]
+            outputs = [self._advance(c) if c.sequence.seq_id in stayed else self._leave(c) for c in step.chunks]
+        return StepResult(
+            step.step_id,
+            tuple(outputs),
+            free_blocks=self._table.pool.num_free,
+            elapsed_s=step.duration_s,
+            free_swap_blocks=self._table.swap_pool.num_free,
+            shared_blocks=self._table.pool.take_changes(),
+            shed=tuple(shed),
+        )
+
+    def _advance(self, chunk: Chunk) -> SequenceOutput:
+        sequence, end = chunk.sequence, chunk.end
+        if end < sequence.num_tokens:
+            self._table.advance(chunk, None)
+            return SequenceOutput(sequence.seq_id, end, num_cached_tokens=chunk.num_cached)
+        token = modeled_token(sequence.sampling.seed, end - sequence.num_prompt_tokens, self._info.vocab_size)
+        reason = self._table.advance(chunk, token)
+        return SequenceOutput(sequence.seq_id, end, (token,), reason, chunk.num_cached)
+
+    def _leave(self, chunk: Chunk) -> SequenceOutput:
+        self._table.leave(chunk)
+        return SequenceOutput(chunk.sequence.seq_id, chunk.start, num_cached_tokens=chunk.num_cached)

@@ -1,0 +1,170 @@
+"""A step's chunks packed into one row of tokens, with all that the device must know about them as integers.
+
+Pure host work with numpy: knows chunks, block tables and rows; not tensors and not layers. It is done once a
+step, and goes to the device in one copy.
+
+    rows       | decode | decode | decode | prefill chunk ......... | prefill chunk .... |
+               |<---- one group ---------->|
+
+One-token chunks come first, longest context first, so that a group of similar length is a slice of rows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.interface import blocks_for
+from engine.sequences.sequence_table import Chunk
+
+Ints = npt.NDArray[np.int64]
+
+# A group is padded to its longest context. Splitting one costs about five operator calls a layer, as long as
+# it takes to copy the keys and values of this many padded tokens.
+_PADDED_TOKENS_WORTH_A_GROUP = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Rows `first_row …` are one token each of `num_rows` sequences. `block_table` is (num_rows, blocks) and
+    `context_lens` counts the tokens that each row sees, itself included."""
+
+    first_row: int
+    num_rows: int
+    block_table: Ints
+    context_lens: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Rows `first_row …` are the tokens `start … end - 1` of one sequence; (end - start ≥ 2)."""
+
+    first_row: int
+    start: int
+    end: int
+    block_table: Ints
+
+    @property
+    def num_rows(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """`slots[row]` is where the row's key and value go: block × block_size + offset. `sampled_rows` are the
+    rows whose logits are wanted: the last one of each of `sampled_chunks`, then those that the `scored` prompt
+    tokens of each of `scored_chunks` follow, in this order."""
+
+    token_ids: Ints
+    positions: Ints
+    slots: Ints
+    sampled_rows: Ints
+    sampled_chunks: tuple[Chunk, ...]
+    decode_groups: tuple[DecodeGroup, ...]
+    prefill_chunks: tuple[PrefillChunk, ...]
+    unfilled_blocks: tuple[int, ...] = field(default=())
+    scored_chunks: tuple[Chunk, ...] = field(default=())
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids)
+
+
+def pack_step(chunks: list[Chunk], block_size: int) -> StepBatch:
+    """Lay out the chunks of one step; at least one."""
+    decodes, prefills = _in_order(chunks)
+    ordered = decodes + prefills
+    first_rows = list(accumulate((c.num_tokens for c in ordered), initial=0))
+    sampled = [i for i, chunk in enumerate(ordered) if chunk.samples]
+    scored = [i for i, chunk in enumerate(ordered) if chunk.scored]
+    return StepBatch(
+        token_ids=_concatenate([_tokens(c) for c in prefills], [c.sequence.token_ids[c.start] for c in decodes]),
+        positions=_concatenate([np.arange(c.start, c.end) for c in prefills], [c.start for c in decodes]),
+        slots=_concatenate([_slots(c, block_size) for c in prefills], [_slot(c, block_size) for c in decodes]),
+        sampled_rows=_concatenate(
+            [np.array(ordered[i].scored) - 1 - ordered[i].start + first_rows[i] for i in scored],
+            [first_rows[i + 1] - 1 for i in sampled],
+        ),
+        sampled_chunks=tuple(ordered[i] for i in sampled),
+        decode_groups=tuple(_decode_groups(decodes, block_size)),
+        prefill_chunks=tuple(
+            PrefillChunk(row, c.start, c.end, np.array(c.sequence.block_table, dtype=np.int64))
+            for c, row in zip(prefills, first_rows[len(decodes) :], strict=False)
+        ),
+        unfilled_blocks=tuple(c.unfilled_block for c in chunks if c.unfilled_block is not None),
+        scored_chunks=tuple(ordered[i] for i in scored),
+    )
+
+
+def rows_of(some: list[Chunk], chunks: list[Chunk]) -> Ints:
+    """Where the rows of `some` of `chunks` lie in the batch of all of them; in the order of a batch of their own."""
+    names = {chunk.sequence.seq_id for chunk in some}
+    decodes, prefills = _in_order(chunks)
+    ordered = decodes + prefills
+    is_wanted = np.array([chunk.sequence.seq_id in names for chunk in ordered])
+    return np.flatnonzero(np.repeat(is_wanted, [chunk.num_tokens for chunk in ordered]))
+
+
+def in_one_group(batch: StepBatch) -> StepBatch:
+    """For kernels that read no further than a row's own context: padding costs them nothing, a call does."""
+    groups = batch.decode_groups
+    if len(groups) < 2:
+        return batch
+    widest = max(group.block_table.shape[1] for group in groups)
+    tables = [np.pad(g.block_table, ((0, 0), (0, widest - g.block_table.shape[1])), mode="edge") for g in groups]
+    context_lens = np.concatenate([group.context_lens for group in groups])
+    one = DecodeGroup(groups[0].first_row, len(context_lens), np.concatenate(tables), context_lens)
+    return replace(batch, decode_groups=(one,))
+
+
+def _in_order(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+    """Decodes and prefills. Some of the chunks alone are in the same order as among all."""
+    decodes = sorted((c for c in chunks if c.num_tokens == 1), key=lambda c: -c.end)
+    return decodes, [c for c in chunks if c.num_tokens > 1]
+
+
+def _concatenate(prefills: list[Ints], decodes: list[int]) -> Ints:
+    first = np.array(decodes, dtype=np.int64)
+    return np.concatenate([first, *prefills]) if prefills else first
+
+
+def _tokens(chunk: Chunk) -> Ints:
+    return np.array(chunk.sequence.token_ids[chunk.start : chunk.end], dtype=np.int64)
+
+
+def _slot(chunk: Chunk, block_size: int) -> int:
+    block, offset = divmod(chunk.start, block_size)
+    return chunk.sequence.block_table[block] * block_size + offset
+
+
+def _slots(chunk: Chunk, block_size: int) -> Ints:
+    positions = np.arange(chunk.start, chunk.end)
+    table = np.array(chunk.sequence.block_table, dtype=np.int64)
+    return table[positions // block_size] * block_size + positions % block_size
+
+
+def _decode_groups(decodes: list[Chunk], block_size: int) -> Iterator[DecodeGroup]:
+    """Cut where the padding inside a group would come to be worth a group of its own."""
+    first, padding = 0, 0
+    for i, chunk in enumerate(decodes):
+        padding += decodes[first].end - chunk.end
+        if padding > _PADDED_TOKENS_WORTH_A_GROUP:
+            yield _decode_group(decodes[first:i], first, block_size)
+            first, padding = i, 0
+    if decodes:
+        yield _decode_group(decodes[first:], first, block_size)
+
+
+def _decode_group(decodes: list[Chunk], first_row: int, block_size: int) -> DecodeGroup:
+    context_lens = np.array([c.end for c in decodes], dtype=np.int64)
+    num_blocks = blocks_for(decodes[0].end, block_size)
+    table = np.empty((len(decodes), num_blocks), dtype=np.int64)
+    for row, chunk in zip(table, decodes, strict=True):
+        # A piece of a chunk has blocks ahead of it, too, which nobody has written to.
+        own = chunk.sequence.block_table[: -(-chunk.end // block_size)]
+        row[: len(own)] = own
+        # Masked anyway; the sequence's own block keeps what other sequences computed out of its arithmetic.
+        row[len(own) :] = own[0]
+    return DecodeGroup(first_row, len(decodes), table, context_lens)

@@ -1,0 +1,169 @@
+"""The Triton kernels as calls on tensors: grids and tiles for a shape, a dtype and a device.
+
+Knows shapes and strides; not layers or sequences, and not what the kernels compute with them.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.native.attention.kernels import HeadShape, PagedChunks, PagedRows, Scoring
+from engine.native.cuda.triton_kernels import FACTORS, decode_merge_kernel, decode_split_kernel, prefill_kernel
+
+_LARGEST_HEAD_DIM = 256
+_LARGEST_GROUP = 64
+_SMALLEST_TILE = 16  # of a side of a product on tensor cores
+_TILE_BYTES = 16 << 10  # of a tile of keys: with its values, and that of the next two in flight, 96 KiB
+_MOST_SPLITS = 32  # of one context
+_PROGRAMS_A_PROCESSOR = 4
+
+
+class TritonKernels:
+    """Calls for one device. Rows of length 0 come out as zeros."""
+
+    def __init__(self, num_processors: int, least_split: int = 128) -> None:
+        """Contexts are split as far as it takes to give `num_processors` something to do, in pieces of at least
+        `least_split` keys."""
+        self._num_programs = _PROGRAMS_A_PROCESSOR * num_processors
+        self._least_split = least_split
+
+    @staticmethod
+    def can_attend(shape: HeadShape) -> bool:
+        group = shape.num_query_heads // shape.num_kv_heads
+        return shape.head_dim <= _LARGEST_HEAD_DIM and group <= _LARGEST_GROUP
+
+    def paged_decode(self, query: Tensor, num_kv_heads: int, paged: PagedRows, scoring: Scoring) -> Tensor:
+        """As `AttentionKernels` has it."""
+        heads, rows, dim = query.shape
+        group = _group_of(query, num_kv_heads, paged.slots)
+        if len(paged.context_lens) != rows:
+            raise ValueError(f"{rows} queries and {len(paged.context_lens)} contexts")
+        tile = _tile(dim, query.dtype)
+        least = max(tile, self._least_split // tile * tile)
+        splits = self._num_splits(rows * num_kv_heads)
+        partial = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=query.device)
+        state = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
+        out = query.new_empty(rows, heads, dim)
+        window = scoring.window or 0
+        decode_split_kernel[(rows, num_kv_heads, splits)](
+            query,
+            paged.slots,
+            paged.block_table,
+            paged.context_lens,
+            partial,
+            state,
+            scoring.scaling,
+            scoring.softcap or 0.0,
+            window,
+            len(paged.slots) // (2 * num_kv_heads),
+            query.stride(1),
+            query.stride(0),
+            paged.block_table.stride(0),
+            BLOCK_SIZE=paged.block_size,
+            HEAD_DIM=dim,
+            PADDED_DIM=_padded(dim),
+            GROUP=group,
+            PADDED_GROUP=_padded(group),
+            KV_HEADS=num_kv_heads,
+            TILE=tile,
+            LEAST=least,
+            HAS_SOFTCAP=scoring.softcap is not None,
+            HAS_WINDOW=scoring.window is not None,
+            FACTOR=_factor(query),
+        )
+        decode_merge_kernel[(rows, heads)](
+            partial,
+            state,
+            paged.context_lens,
+            state if scoring.sinks is None else scoring.sinks,
+            out,
+            window,
+            splits,
+            HEADS=heads,
+            HEAD_DIM=dim,
+            PADDED_DIM=_padded(dim),
+            MOST_SPLITS=_MOST_SPLITS,
+            TILE=tile,
+            LEAST=least,
+            HAS_WINDOW=scoring.window is not None,
+            HAS_SINKS=scoring.sinks is not None,
+        )
+        return out
+
+    def paged_prefill(self, query: Tensor, num_kv_heads: int, chunks: PagedChunks, scoring: Scoring) -> Tensor | None:
+        """As `AttentionKernels` has it."""
+        heads, rows, dim = query.shape
+        group = _group_of(query, num_kv_heads, chunks.slots)
+        padded_rows = max(_padded(group), _rows(dim, query.dtype))
+        tokens = padded_rows // group
+        out = query.new_empty(rows, heads, dim)
+        grid = (-(-chunks.longest // tokens), len(chunks.extents), num_kv_heads)
+        prefill_kernel[grid](
+            query,
+            chunks.slots,
+            chunks.block_tables,
+            chunks.extents,
+            out if scoring.sinks is None else scoring.sinks,
+            out,
+            scoring.scaling,
+            scoring.softcap or 0.0,
+            scoring.window or 0,
+            len(chunks.slots) // (2 * num_kv_heads),
+            query.stride(1),
+            query.stride(0),
+            BLOCK_SIZE=chunks.block_size,
+            HEAD_DIM=dim,
+            PADDED_DIM=_padded(dim),
+            GROUP=group,
+            KV_HEADS=num_kv_heads,
+            TOKENS=tokens,
+            ROWS=padded_rows,
+            TILE=_tile(dim, query.dtype),
+            HAS_SOFTCAP=scoring.softcap is not None,
+            HAS_WINDOW=scoring.window is not None,
+            HAS_SINKS=scoring.sinks is not None,
+            FACTOR=_factor(query),
+        )
+        return out
+
+    def _num_splits(self, num_contexts: int) -> int:
+        """The same for any lengths, so that a captured grid serves them all."""
+        return max(1, min(_MOST_SPLITS, -(-self._num_programs // num_contexts)))
+
+
+def _group_of(query: Tensor, num_kv_heads: int, slots: Tensor) -> int:
+    """Query heads of a KV head."""
+    heads, _, dim = query.shape
+    if slots.shape[1] != dim or heads % num_kv_heads or query.stride(-1) != 1 or not slots.is_contiguous():
+        raise ValueError(f"{tuple(query.shape)} queries do not go with this cache and its {num_kv_heads} KV heads")
+    return heads // num_kv_heads
+
+
+@cache
+def _padded(size: int) -> int:
+    """The power of 2 that a product takes."""
+    return max(_SMALLEST_TILE, 1 << (size - 1).bit_length())
+
+
+@cache
+def _rows(head_dim: int, dtype: torch.dtype) -> int:
+    """Of a prefill program: as many as make a product worth its operands, and whose sums fit in registers. Products of
+    float32 are no tensor core's: larger ones are not faster, and take many seconds to compile."""
+    if dtype is torch.float32:
+        return 32
+    return 128 if _padded(head_dim) <= 64 else 64
+
+
+@cache
+def _tile(head_dim: int, dtype: torch.dtype) -> int:
+    """Keys at once."""
+    most = 32 if dtype is torch.float32 else 64
+    return max(_SMALLEST_TILE, min(most, _TILE_BYTES // (_padded(head_dim) * dtype.itemsize)))
+
+
+def _factor(query: Tensor) -> Any:
+    """What products take. Triton's interpreter, which is where kernels meet tensors on a CPU, would multiply bfloat16
+    numbers as the integers that it keeps them as."""
+    return FACTORS[query.dtype if query.is_cuda or query.dtype is not torch.bfloat16 else torch.float32]

@@ -1,0 +1,81 @@
+"""The layers' Triton kernels as calls on tensors. Knows shapes; not what is computed with them, nor for which layer."""
+
+import torch
+from torch import Tensor
+
+from engine.native.attention.kernels import HeadShape
+from engine.native.cuda.triton_layers import rms_norm_kernel, rotate_and_write_kernel, silu_and_mul_kernel
+from engine.native.model.layer_kernels import Norm
+
+_TILE = 1024  # numbers of one program
+
+
+class TritonLayerKernels:
+    """As `LayerKernels` has them. Nothing waits for the device."""
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return _rms_norm(x, None, norm)
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
+        return _rms_norm(x, residual, norm)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        rows, width = gate_up.shape
+        out = gate_up.new_empty(rows, width // 2)
+        silu_and_mul_kernel[(rows, -(-(width // 2) // _TILE))](gate_up, out, N=width // 2, TILE=_TILE)
+        return out
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        shape: HeadShape,
+        slots: Tensor,
+        slot_ids: Tensor,
+        cosines: Tensor,
+        sines: Tensor,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+    ) -> None:
+        if qkv.shape[1] != shape.query_width + 2 * shape.kv_width or slots.shape[1] != shape.head_dim:
+            raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not go with {shape}")
+        rotate_and_write_kernel[(len(qkv), shape.num_query_heads + shape.num_kv_heads)](
+            qkv,
+            slots,
+            slot_ids,
+            cosines,
+            sines,
+            query_norm.weight if query_norm else qkv,
+            key_norm.weight if key_norm else qkv,
+            query_norm.eps if query_norm else 0.0,
+            key_norm.eps if key_norm else 0.0,
+            len(slots) // (2 * shape.num_kv_heads),
+            HEADS=shape.num_query_heads,
+            KV_HEADS=shape.num_kv_heads,
+            HEAD_DIM=shape.head_dim,
+            PADDED_DIM=_power_of_2(shape.head_dim),
+            ROTARY=cosines.shape[-1],
+            HAS_QUERY_NORM=query_norm is not None,
+            HAS_KEY_NORM=key_norm is not None,
+            num_warps=1,
+        )
+
+
+def _rms_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
+    out = torch.empty_like(x)
+    rows, n = x.shape
+    rms_norm_kernel[(rows,)](
+        x,
+        x if residual is None else residual,
+        norm.weight,
+        out,
+        norm.eps,
+        N=n,
+        PADDED_N=_power_of_2(n),
+        HAS_RESIDUAL=residual is not None,
+        num_warps=8 if n > _TILE else 4,
+    )
+    return out
+
+
+def _power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,122 @@
+"""One forward pass over a packed step. Knows the model, its KV cache and device; not sequences' fates, not
+sampling."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine.native.attention.kernels import AttentionKernels
+from engine.native.attention.paged import Boundary, PagedAttention, bind
+from engine.native.batch.eviction import Departure
+from engine.native.batch.layer_boundary import LayerBoundary, LetGo
+from engine.native.batch.packing import StepBatch, in_one_group
+from engine.native.batch.sampled_tokens import fill_in
+from engine.native.batch.tensors import StepTensors, Upload, UploadedStep, to_cpu, upload_step
+from engine.native.cuda.decode_graphs import DecodeGraphs
+from engine.native.cuda.launch_pace import LaunchPace
+from engine.native.cuda.pinned_ring import PinnedRing
+from engine.native.kv.cache import KVCache
+from engine.native.model.loader import forward
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: KVCache,
+        windows: list[int | None],
+        device: torch.device,
+        kernels: AttentionKernels | None = None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._device = device
+        self.attention = PagedAttention(cache, windows, kernels)
+        bind(model, self.attention)
+        self._kernels = kernels
+        self._upload: Upload = PinnedRing(device).upload if device.type == "cuda" else to_cpu
+        self._graphs: DecodeGraphs | None = None
+        self._pace = LaunchPace() if device.type == "cuda" else None
+        self._first_row = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the cache, and of what the model computes in."""
+        return self._cache.dtype
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._cache.layers)
+
+    def use_graphs(self, graphs: DecodeGraphs) -> None:
+        """From now on, for the steps that they can do."""
+        self._graphs = graphs
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch, previous: Tensor | None = None, let_go: LetGo | None = None) -> Tensor | None:
+        """Write the batch's keys and values; logits of its sampled rows, (rows, vocab), if it has any. They are good
+        until the next run. `previous`: the ids that place holders among the batch's tokens stand for. `let_go`: who
+        leaves at a layer; the logits are those of the batch that it left. Raises `StepShed` where that is nobody."""
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            logits = None if self._graphs is None else self._graphs.run(batch, previous)
+            if logits is None:
+                return self._run_eagerly(batch, previous, let_go)
+            return self._sampled(logits, batch)
+
+    def _run_eagerly(self, batch: StepBatch, previous: Tensor | None, let_go: LetGo | None) -> Tensor | None:
+        uploaded = self._uploaded(batch)
+        if batch.unfilled_blocks:
+            # Slots not yet written are read, and masked; but a NaN that a former owner left there would stay
+            # NaN under any mask.
+            self._cache.clear(uploaded.unfilled_blocks)
+        if previous is not None:
+            uploaded.step.token_ids = fill_in(uploaded.step.token_ids, previous)
+        rows = uploaded.sampled_rows if len(batch.sampled_rows) else self._first_row
+        if let_go is None:
+            logits = self.compute(uploaded.step, rows)
+            return logits if len(batch.sampled_rows) else None
+        boundary = LayerBoundary(batch, rows, self._paced(let_go), self._uploaded)
+        logits = self.compute(uploaded.step, rows, boundary)
+        return logits if len(boundary.batch.sampled_rows) else None
+
+    def _uploaded(self, batch: StepBatch) -> UploadedStep:
+        if self._kernels is not None:
+            batch = in_one_group(batch)
+        return upload_step(batch, self._cache.num_blocks, self._cache.block_size, self._upload)
+
+    def _paced(self, let_go: LetGo) -> LetGo:
+        """The host may be many layers ahead of the device: where it looks, the device has to be, too."""
+        pace = self._pace
+        if pace is None:
+            return let_go
+
+        def wait_and_let_go() -> Departure | None:
+            pace.next_layer()
+            return let_go()
+
+        return wait_and_let_go
+
+    def _sampled(self, logits: Tensor, batch: StepBatch) -> Tensor | None:
+        """Of the logits of all rows those that are wanted: mostly all of them, in their order."""
+        if np.array_equal(batch.sampled_rows, np.arange(len(logits))):
+            return logits
+        if not len(batch.sampled_rows):
+            return None
+        return logits[self._upload([batch.sampled_rows])]
+
+    def compute(self, step: StepTensors, rows: Tensor, boundary: Boundary | None = None) -> Tensor:
+        """Write the step's keys and values; logits of `rows`, (rows, vocab)."""
+        self.attention.begin(step, boundary)
+        return forward(self._model, step.token_ids, step.positions, rows)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def release_memory(self) -> None:
+        """Give back what torch keeps for later, and with it what lies in pieces."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()

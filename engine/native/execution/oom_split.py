@@ -1,0 +1,97 @@
+"""A step that does not fit in memory is computed in pieces: the same plan, only slower.
+
+Knows chunks and how to cut them; not what computing one is. A piece that fits is computed once; only where even a
+single token does not fit does its sequence fail, alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import structlog
+import torch
+
+from engine.native.sampling.outcome import Outcome
+from engine.sequences.sequence_table import Chunk
+
+Outcomes = dict[str, Outcome]  # by sequence
+
+_TOO_LARGE = Outcome(failure="not enough memory to compute a single token of it")
+# What torch and the libraries below it say where they do not raise `OutOfMemoryError`.
+_OUT_OF_MEMORY_TEXTS = (
+    "can't allocate memory",
+    "not enough memory",
+    "std::bad_alloc",
+    "CUDA error: out of memory",
+    "_ALLOC_FAILED",
+)
+
+
+class PiecewiseComputation:
+    """`compute` takes the chunks of a step, may be called again for any of them, and raises when memory runs out;
+    `release` then makes room."""
+
+    def __init__(
+        self, compute: Callable[[list[Chunk]], Outcomes], release: Callable[[], None], block_size: int
+    ) -> None:
+        self._compute = compute
+        self._release = release
+        self._block_size = block_size
+
+    def __call__(self, chunks: list[Chunk]) -> Outcomes:
+        """Errors of `compute` other than running out of memory are raised."""
+        outcomes = self._attempt(chunks)
+        if outcomes is None:
+            num_tokens = sum(chunk.num_tokens for chunk in chunks)
+            structlog.get_logger(__name__).warning(
+                "out of memory: the step is computed in pieces", chunks=len(chunks), tokens=num_tokens
+            )
+            outcomes = self._in_halves(chunks)
+        return outcomes
+
+    def _attempt(self, chunks: list[Chunk]) -> Outcomes | None:
+        """None: it does not fit. By then the error is gone, and with it the attempt's tensors that it held on to."""
+        try:
+            return self._compute(chunks)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
+    def _in_halves(self, chunks: list[Chunk]) -> Outcomes:
+        """Of chunks that do not fit together."""
+        self._release()
+        if len(chunks) > 1:
+            middle = len(chunks) // 2
+            return self._piece(chunks[:middle]) | self._piece(chunks[middle:])
+        (chunk,) = chunks
+        seq_id = chunk.sequence.seq_id
+        if chunk.num_tokens == 1:
+            return {seq_id: _TOO_LARGE}
+        earlier, later = cut(chunk, self._block_size)
+        outcome = self._piece([earlier])[seq_id]
+        if outcome.is_computed:
+            outcome = outcome.then(self._piece([later])[seq_id])
+        return {seq_id: outcome}
+
+    def _piece(self, chunks: list[Chunk]) -> Outcomes:
+        outcomes = self._attempt(chunks)
+        return self._in_halves(chunks) if outcomes is None else outcomes
+
+
+def cut(chunk: Chunk, block_size: int) -> tuple[Chunk, Chunk]:
+    """Two chunks of about half the tokens. The block that they share, if it was new to the sequence, is the earlier
+    one's to clear: later it holds keys and values."""
+    num_earlier = chunk.num_tokens // 2
+    middle = chunk.start + num_earlier
+    shared = chunk.sequence.block_table[middle // block_size] if middle % block_size else None
+    is_new = middle // block_size * block_size >= chunk.start
+    earlier = replace(chunk, num_tokens=num_earlier, unfilled_block=shared if is_new else None)
+    unfilled = None if chunk.unfilled_block == shared else chunk.unfilled_block
+    return earlier, replace(chunk, start=middle, num_tokens=chunk.num_tokens - num_earlier, unfilled_block=unfilled)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """The CPU's allocator raises a plain `RuntimeError`."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)

@@ -1,0 +1,69 @@
+"""What the chunks of a step come to: forward pass, choice of tokens, log probabilities of the prompt.
+
+Knows rows, logits and outcomes; not the table of sequences. Nothing is remembered of a computation: it may be done
+again for the same chunks, all of them or some.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.interface import EngineInfo, Shedding, TokenLogprobs
+from engine.native.batch.eviction import RunningChunks, StepShed
+from engine.native.execution.model_runner import ModelRunner
+from engine.native.execution.oom_split import Outcomes
+from engine.native.sampling.logprobs import token_logprobs
+from engine.native.sampling.outcome import Outcome
+from engine.native.sampling.pipeline import TokenChooser
+from engine.sequences.sequence_table import Chunk
+
+
+class StepComputation:
+    """`wished` says at any time who is to leave the step that is computed."""
+
+    def __init__(
+        self, info: EngineInfo, runner: ModelRunner, chooser: TokenChooser, wished: Callable[[], frozenset[str]]
+    ) -> None:
+        self._info = info
+        self._runner = runner
+        self._chooser = chooser
+        self._wished = wished
+
+    @torch.inference_mode()
+    def __call__(self, chunks: list[Chunk]) -> Outcomes:
+        running = RunningChunks(chunks, self._info.block_size, self._info.sheds, self._wished)
+        outcomes = {chunk.sequence.seq_id: Outcome(is_shed=True) for chunk in chunks}
+        let_go = None if self._info.sheds is Shedding.NOTHING else running.let_go
+        try:
+            logits = self._runner.run(running.batch, let_go=let_go)
+        except StepShed:
+            return outcomes
+        batch = running.batch
+        outcomes.update((chunk.sequence.seq_id, Outcome()) for chunk in running.chunks)
+        if logits is None:
+            self._runner.synchronize()
+            return outcomes
+        num_sampled = len(batch.sampled_chunks)
+        if num_sampled:
+            sequences = [chunk.sequence for chunk in batch.sampled_chunks]
+            chosen = self._chooser.choose(logits[:num_sampled], sequences)
+            outcomes.update(zip((s.seq_id for s in sequences), chosen, strict=True))
+        for chunk, found in _score_prompts(logits[num_sampled:], batch.scored_chunks):
+            seq_id = chunk.sequence.seq_id
+            outcomes[seq_id] = replace(outcomes[seq_id], prompt_logprobs=found)
+        return outcomes
+
+
+def _score_prompts(logits: Tensor, chunks: tuple[Chunk, ...]) -> list[tuple[Chunk, tuple[TokenLogprobs, ...]]]:
+    """What `logits`, a row for each prompt token that the chunks score, make of these tokens."""
+    scored = []
+    first = 0
+    for chunk in chunks:
+        tokens = chunk.sequence.token_ids[chunk.scored.start : chunk.scored.stop].tolist()
+        num_top = chunk.sequence.sampling.prompt_logprobs or 0
+        rows = logits[first : first + len(tokens)]
+        scored.append((chunk, tuple(token_logprobs(rows, tokens, [num_top] * len(tokens)))))
+        first += len(tokens)
+    return scored

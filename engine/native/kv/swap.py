@@ -1,0 +1,103 @@
+"""Host memory for the KV of swapped sequences, and copying blocks there and back.
+
+Knows block numbers and the KV cache; not sequences, nor which host block is free (the `SequenceTable`'s matter). On
+CUDA the memory is pinned and copies are queued on the stream that computes, in the order of the calls: what is copied
+out is safe from whoever gets the block next, and what is copied back is there for the step that reads it.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig, EngineStartError
+from engine.native.device import free_bytes
+from engine.native.kv.cache import KVCache
+from engine.sequences.sequence_table import BlockCopies
+
+_CUDA_BYTES = 4 << 30  # unless configured, and at most this share of the free host memory
+_HOST_SHARE = 0.25
+_GROUP = 64  # blocks in one copy: bounds the memory that it takes on the device
+_MEASURED = 16  # blocks copied to see how long it takes
+
+Pair = tuple[int, int]
+
+
+def make_swap_space(config: EngineConfig, cache: KVCache, block_bytes: int, device: torch.device) -> "SwapSpace | None":
+    """As large as was asked for, else by the device: beside a CPU's memory there is no other to swap to. None where
+    not even a block fits. Raises `EngineStartError`."""
+    free = free_bytes(torch.device("cpu"))
+    wanted = config.swap_bytes
+    if wanted is None:
+        wanted = min(_CUDA_BYTES, int(_HOST_SHARE * free)) if device.type == "cuda" else 0
+    elif wanted > free:
+        raise EngineStartError(f"swap_bytes is {wanted} and the host has {free} free")
+    num_blocks = wanted // block_bytes
+    return SwapSpace(cache, num_blocks, device) if num_blocks else None
+
+
+class SwapSpace:
+    """`num_blocks` host blocks, for each pool of the cache one tensor (num_blocks, a block …)."""
+
+    def __init__(self, cache: KVCache, num_blocks: int, device: torch.device) -> None:
+        self._cache = cache
+        self._device = device
+        self.num_blocks = num_blocks
+        shapes = [(num_blocks, *block.shape[1:]) for block in cache.read_blocks(self._ids([0]))]
+        try:
+            self._host = [torch.empty(shape, dtype=cache.dtype, pin_memory=device.type == "cuda") for shape in shapes]
+        except RuntimeError as error:
+            raise EngineStartError(f"not enough host memory to swap {num_blocks} KV blocks") from error
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Device to host, then host to device."""
+        for group in _groups(copies.out):
+            self._copy_out([device for device, _ in group], [host for _, host in group])
+        for group in _groups(copies.back):
+            self._copy_back([host for host, _ in group], [device for _, device in group])
+
+    def measure(self) -> float:
+        """Seconds to copy a block either way. To be called while the cache is empty."""
+        count = min(_MEASURED, self.num_blocks, self._cache.num_blocks)
+        there = [(i, i) for i in range(count)]
+        self.copy(BlockCopies(there, there))  # the first time pays for what is set up once
+        self._synchronize()
+        started = perf_counter()
+        self.copy(BlockCopies(there, there))
+        self._synchronize()
+        return (perf_counter() - started) / (2 * count)
+
+    def _copy_out(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        for host, blocks in zip(self._host, self._cache.read_blocks(self._ids(device_blocks)), strict=True):
+            for start, end in _neighbours(host_blocks):
+                first = host_blocks[start]
+                host[first : first + end - start].copy_(blocks[start:end], non_blocking=True)
+
+    def _copy_back(self, host_blocks: Sequence[int], device_blocks: Sequence[int]) -> None:
+        contents: list[Tensor] = []
+        for host in self._host:
+            blocks = torch.empty((len(host_blocks), *host.shape[1:]), dtype=host.dtype, device=self._device)
+            for start, end in _neighbours(host_blocks):
+                first = host_blocks[start]
+                blocks[start:end].copy_(host[first : first + end - start], non_blocking=True)
+            contents.append(blocks)
+        self._cache.write_blocks(self._ids(device_blocks), contents)
+
+    def _ids(self, blocks: Sequence[int]) -> Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self._device)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _groups(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
+    return (pairs[i : i + _GROUP] for i in range(0, len(pairs), _GROUP))
+
+
+def _neighbours(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Slices of `blocks` in which each number is one more than the last: one copy each."""
+    cuts = [i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1]
+    return pairwise((0, *cuts, len(blocks)))

@@ -1,0 +1,95 @@
+"""A decoder layer of the common kind in eight calls instead of some sixty.
+
+RMS norms before attention and MLP, rotary positions, a SiLU-gated MLP: Llama, Qwen, Mistral and many more. Knows the
+arithmetic of such a layer and where paged attention keeps KV; not which layers of a model are one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.native.attention.kernels import HeadShape
+from engine.native.attention.paged import PagedAttention
+from engine.native.batch.layer_boundary import close_ranks
+from engine.native.model.layer_kernels import LayerKernels, Norm
+
+Join = Callable[[Sequence[nn.Linear]], nn.Module]  # several linear layers as one
+
+
+class FusedDecoderLayer(nn.Module):
+    """Takes the place of `layer`, whose weights it copies side by side. Rows come and go as (1, T, hidden); the
+    residual stream is changed in place."""
+
+    def __init__(self, layer: Any, attention: PagedAttention, kernels: LayerKernels, join: Join | None = None) -> None:
+        super().__init__()
+        own, join = layer.self_attn, join or side_by_side
+        self.attention_type = getattr(layer, "attention_type", None)  # some models look it up to choose a mask
+        self._layer_idx = int(own.layer_idx)
+        self._shape = head_shape(layer)
+        self._scaling = float(own.scaling)
+        self._attention = attention
+        self._kernels = kernels
+        self._input_norm = norm_of(layer.input_layernorm)
+        self._mlp_norm = norm_of(layer.post_attention_layernorm)
+        self._query_norm = norm_of(own.q_norm) if hasattr(own, "q_norm") else None
+        self._key_norm = norm_of(own.k_norm) if hasattr(own, "k_norm") else None
+        self._qkv = join([own.q_proj, own.k_proj, own.v_proj])
+        self._out = join([own.o_proj])
+        self._gate_up = join([layer.mlp.gate_proj, layer.mlp.up_proj])
+        self._down = join([layer.mlp.down_proj])
+
+    def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
+        residual = hidden_states[0]
+        if (staying := self._attention.enter_layer()) is not None:
+            close_ranks(residual, staying)
+        if self._attention.step.origin is not None:
+            residual = residual[: len(self._attention.step.slots)]
+        attended = self._attend(self._kernels.rms_norm(residual, self._input_norm), position_embeddings)
+        normed = self._kernels.add_rms_norm(residual, self._out(attended), self._mlp_norm)
+        activated = self._kernels.silu_and_mul(self._gate_up(normed))
+        residual.add_(self._down(activated))
+        return hidden_states
+
+    def _attend(self, normed: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+        """(T, hidden) to (T, heads × head_dim)."""
+        shape, attention = self._shape, self._attention
+        qkv = self._qkv(normed)
+        cosines, sines = (attention.step.own_rows(t[0]).to(qkv.dtype).contiguous() for t in position_embeddings)
+        slots = attention.layer(self._layer_idx).slots
+        self._kernels.rotate_and_write(
+            qkv, shape, slots, attention.step.slots, cosines, sines, self._query_norm, self._key_norm
+        )
+        widths = (shape.query_width, shape.kv_width, shape.kv_width)
+        query, key, value = (
+            part.unflatten(1, (-1, shape.head_dim)).transpose(0, 1) for part in qkv.split(widths, dim=1)
+        )
+        return attention.attend(self._layer_idx, query, key, value, self._scaling).flatten(1)
+
+
+def head_shape(layer: Any) -> HeadShape:
+    own = layer.self_attn
+    dim = int(own.head_dim)
+    return HeadShape(own.q_proj.out_features // dim, own.k_proj.out_features // dim, dim)
+
+
+def norm_of(module: Any) -> Norm:
+    """Of an RMS norm as transformers writes them."""
+    eps = getattr(module, "variance_epsilon", None)
+    return Norm(module.weight.detach().contiguous(), float(module.eps if eps is None else eps))
+
+
+def side_by_side(layers: Sequence[nn.Linear]) -> nn.Module:
+    """One linear layer that gives what `layers` give, concatenated."""
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    has_bias = any(layer.bias is not None for layer in layers)
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if has_bias:
+        joined.bias = nn.Parameter(torch.cat([bias_of(layer) for layer in layers]), requires_grad=False)
+    return joined
+
+
+def bias_of(layer: nn.Linear) -> Tensor:
+    return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()

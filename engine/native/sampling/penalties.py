@@ -1,0 +1,97 @@
+"""What sampling options do to a sequence's logits before a token is drawn: bias, penalties, and no end too early.
+
+Knows logits and the tokens of sequences; not grammars, not drawing. All rows that have rules are changed together:
+numpy lays the indices of their tokens end to end, and the device gathers, computes and scatters once.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.interface import SamplingParams
+from engine.native.sampling.token_counts import TokenCounts
+from engine.sequences.sequence import Sequence
+
+Ids = npt.NDArray[np.int64]
+
+
+class LogitRules:
+    """One sequence's. Follows its list of tokens, whatever else happens to the sequence in between."""
+
+    __slots__ = ("params", "counts", "bias_ids", "biases", "_stop_ids", "held_back_ids")
+
+    def __init__(self, sequence: Sequence, vocab_size: int) -> None:
+        params = self.params = sequence.sampling
+        self.counts: TokenCounts | None = None
+        if _penalises(params):
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+            self.counts = TokenCounts(prompt if params.repetition_penalty != 1 else ())
+        bias = [(token_id, value) for token_id, value in params.logit_bias if 0 <= token_id < vocab_size]
+        self.bias_ids: Ids = np.array([token_id for token_id, _ in bias], dtype=np.int64)
+        self.biases = np.array([value for _, value in bias], dtype=np.float32)
+        self._stop_ids: Ids = np.array([i for i in sequence.stop_ids if 0 <= i < vocab_size], dtype=np.int64)
+        self.held_back_ids = self._stop_ids  # tokens that would end the sequence, as long as it must not end
+
+    def follow(self, sequence: Sequence) -> None:
+        """Take in the tokens that `sequence` has got since the last time."""
+        if self.counts is not None:
+            self.counts.count(sequence.token_ids[sequence.num_prompt_tokens + self.counts.num_counted :])
+        must_go_on = sequence.num_output_tokens < self.params.min_tokens
+        self.held_back_ids = self._stop_ids if must_go_on else self._stop_ids[:0]
+
+
+def penalise(logits: Tensor, rules: list[LogitRules]) -> None:
+    """In place, (rows, vocab) in float32: the repetition penalty as Hugging Face defines it (of prompt and output),
+    then presence and frequency penalty as OpenAI does (of the output)."""
+    penalised = [(row, rule.params, rule.counts) for row, rule in enumerate(rules) if rule.counts is not None]
+    if not penalised:
+        return
+    ids = [counts.token_ids for _, _, counts in penalised]
+    index = _flat_index(logits, [row for row, _, _ in penalised], ids)
+    factors, reductions = _to_device(
+        logits,
+        np.repeat(np.array([p.repetition_penalty for _, p, _ in penalised], np.float32), [len(i) for i in ids]),
+        np.concatenate([_reductions(params, counts.output_counts) for _, params, counts in penalised]),
+    )
+    flat = logits.view(-1)
+    values = flat[index]
+    flat[index] = torch.where(values > 0, values / factors, values * factors) - reductions
+
+
+def add_bias(logits: Tensor, rules: list[LogitRules]) -> None:
+    """In place."""
+    rows = [row for row, rule in enumerate(rules) if len(rule.bias_ids)]
+    if rows:
+        index = _flat_index(logits, rows, [rules[row].bias_ids for row in rows])
+        (biases,) = _to_device(logits, np.concatenate([rules[row].biases for row in rows]))
+        logits.view(-1).index_add_(0, index, biases)
+
+
+def hold_back_stops(logits: Tensor, rules: list[LogitRules]) -> None:
+    """In place: -inf for the tokens that would end a sequence below its `min_tokens`. Rows with a grammar do this in
+    the grammar's mask: where it has come to its end, there is nothing else to generate."""
+    rows = [row for row, rule in enumerate(rules) if rule.params.grammar is None and len(rule.held_back_ids)]
+    if rows:
+        index = _flat_index(logits, rows, [rules[row].held_back_ids for row in rows])
+        logits.view(-1).index_fill_(0, index, float("-inf"))
+
+
+def _penalises(params: SamplingParams) -> bool:
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+
+
+def _reductions(params: SamplingParams, counts: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    presence, frequency = np.float32(params.presence_penalty), np.float32(params.frequency_penalty)
+    return presence * (counts > 0) + frequency * counts
+
+
+def _flat_index(logits: Tensor, rows: list[int], ids: list[Ids]) -> Tensor:
+    """Where `ids[i]` of row `rows[i]` lie in the flattened logits."""
+    vocab_size = logits.shape[-1]
+    flat = [own + row * vocab_size for row, own in zip(rows, ids, strict=True)]
+    return torch.from_numpy(np.concatenate(flat)).to(logits.device)
+
+
+def _to_device(logits: Tensor, *arrays: npt.NDArray[np.float32]) -> tuple[Tensor, ...]:
+    return tuple(torch.from_numpy(array).to(logits.device) for array in arrays)

@@ -1,0 +1,65 @@
+"""Whether single sequences may leave a running step: a trial of it at the start, on the model as it will be used.
+
+Knows which layers can go on with fewer rows. What modeling code does around them, the trial says: the logits of those
+that stay have to be what they are when nobody leaves.
+"""
+
+import structlog
+from torch import nn
+
+from engine.interface import EngineInfo, Shedding
+from engine.native.batch.eviction import RunningChunks
+from engine.native.cpu.native_layer import NativeDecoderLayer
+from engine.native.execution.model_runner import ModelRunner
+from engine.native.model.fused_layer import FusedDecoderLayer
+from engine.native.model.loader import first_line
+from engine.native.startup.fusion import has_room, is_same_model, trial_chunks
+from engine.sequences.sequence_table import Chunk
+
+
+def rows_may_leave(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> bool:
+    """The engine must be without sequences: the trial writes to its first KV blocks."""
+    layers = [m for m in model.modules() if isinstance(m, FusedDecoderLayer | NativeDecoderLayer)]
+    if len(layers) != runner.num_layers or not has_room(info):
+        return False
+    try:
+        if _is_undisturbed(runner, info, trial_chunks(info)):
+            return True
+        reason = "it changes what the others get"
+    except Exception as error:  # modeling code may count on its rows in any way
+        reason = first_line(error)
+    structlog.get_logger(__name__).warning("no single sequence leaves a running step", reason=reason)
+    return False
+
+
+def _is_undisturbed(runner: ModelRunner, info: EngineInfo, chunks: list[Chunk]) -> bool:
+    """The prefill leaves after the first layer, and one of the decodes before the last."""
+    everybody = RunningChunks(chunks, info.block_size, Shedding.ROWS, frozenset)
+    expected = runner.run(everybody.batch)
+    assert expected is not None
+    names = [chunk.sequence.seq_id for chunk in everybody.batch.sampled_chunks]
+    expected = expected.float().clone()
+    first, second, last = (chunk.sequence.seq_id for chunk in chunks)
+    early = [frozenset(), *[frozenset({first})] * runner.num_layers]
+    wishes = _Wishes([*early[: runner.num_layers - 1], frozenset({first, second})])
+    running = RunningChunks(chunks, info.block_size, Shedding.ROWS, wishes.next)
+    found = runner.run(running.batch, let_go=running.let_go)
+    if found is None or wishes.num_left or len(found) != 1:
+        return False
+    own = expected[names.index(last)][None]
+    return is_same_model(own, found.float(), runner.dtype)
+
+
+class _Wishes:
+    """One after another, a layer each."""
+
+    def __init__(self, wishes: list[frozenset[str]]) -> None:
+        self._wishes = wishes
+
+    @property
+    def num_left(self) -> int:
+        return len(self._wishes)
+
+    def next(self) -> frozenset[str]:
+        """Raises `IndexError` where there are more layers than wishes."""
+        return self._wishes.pop(0)

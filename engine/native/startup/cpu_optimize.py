@@ -1,0 +1,77 @@
+"""What makes a loaded model fast on a CPU: common decoder layers fused, linear layers packed.
+
+Knows which of the CPU's means are there for a dtype and a layer's sizes; whether a layer may be replaced at all is
+`engine.native.startup.fusion`'s matter.
+"""
+
+import ctypes
+from collections.abc import Callable, Collection
+
+import structlog
+import torch
+from torch import nn
+
+from engine.interface import EngineInfo
+from engine.native.cpu.kernels import CpuKernels
+from engine.native.cpu.native_layer import NativeDecoderLayer, StepInC
+from engine.native.cpu.packed_linear import PackedLinear, can_pack
+from engine.native.cpu.products import PanelLinear, Products, goes_into_panels
+from engine.native.execution.model_runner import ModelRunner
+from engine.native.model.fused_layer import FusedDecoderLayer, side_by_side
+from engine.native.startup.fusion import Replacement, fuse_layers, watch
+
+LinearReplacement = Callable[[nn.Linear], nn.Module | None]
+
+
+def optimize_for_cpu(model: nn.Module, runner: ModelRunner, library: ctypes.CDLL | None, info: EngineInfo) -> None:
+    """Changes `model` in place; the engine must be without sequences: the trial writes to its first KV blocks."""
+    seen = watch(model, runner, info)
+    dtype = next(model.parameters()).dtype
+    num_fused = 0
+    if library is not None and CpuKernels.knows(dtype):
+        num_fused = fuse_layers(model, runner, _cpu_layers(runner, library, dtype), seen.layers)
+    num_packed = _replace_linears(model, seen.linears, _packing(library, dtype))
+    structlog.get_logger().info("model optimized", fused_layers=num_fused, packed_linears=num_packed)
+
+
+def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype) -> Replacement:
+    """In one call where the library has products for it, else in eight."""
+    kernels, step = CpuKernels(library, dtype), StepInC()
+    has_products = Products.available(library, dtype)
+    join = PackedLinear if can_pack(dtype) else side_by_side
+
+    def fuse(layer: nn.Module) -> nn.Module:
+        if has_products and NativeDecoderLayer.can_take(layer):
+            return NativeDecoderLayer(layer, runner.attention, library, step)
+        return FusedDecoderLayer(layer, runner.attention, kernels, join)
+
+    return fuse
+
+
+def _packing(library: ctypes.CDLL | None, dtype: torch.dtype) -> LinearReplacement:
+    """How a linear layer is packed; None for one that cannot be."""
+    products = Products(library) if library is not None and Products.available(library, dtype) else None
+    has_onednn = can_pack(dtype)
+
+    def pack(linear: nn.Linear) -> nn.Module | None:
+        if products is not None and goes_into_panels(linear):
+            return PanelLinear(linear, products)
+        return PackedLinear([linear]) if has_onednn else None
+
+    return pack
+
+
+def _replace_linears(model: nn.Module, wanted: Collection[nn.Module], pack: LinearReplacement) -> int:
+    """How many there were."""
+    found = [
+        (module, name, child)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.Linear) and child in wanted
+    ]
+    num_packed = 0
+    for module, name, child in found:
+        if (packed := pack(child)) is not None:
+            setattr(module, name, packed)
+            num_packed += 1
+    return num_packed

@@ -1,0 +1,84 @@
+"""Whether attention kernels do here what torch's operators do: asked once, before anybody depends on them.
+
+Knows a small step and two ways to attend in it; not what is done about the answer.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.native.attention.kernels import AttentionKernels
+from engine.native.attention.paged import PagedAttention
+from engine.native.batch.packing import DecodeGroup, PrefillChunk, StepBatch
+from engine.native.batch.tensors import StepTensors, to_cpu, upload_step
+from engine.native.kv.cache import KVCache, LayerShape
+from engine.native.model.probe import LayerSpec
+
+_BLOCK_SIZE = 16
+_NUM_BLOCKS = 6
+_WINDOW = 9
+_CONTEXTS = (40, 7)  # of the decode rows
+_CHUNK = (3, 22)  # first token and end of the prefill chunk
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+@torch.inference_mode()
+def find_fault(
+    kernels: AttentionKernels,
+    specs: Sequence[LayerSpec],
+    num_query_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    """What is wrong with `kernels` for such layers, if anything is. Raises whatever they raise."""
+    for shape, has_window in dict.fromkeys((spec.shape, spec.window is not None) for spec in specs):
+        error = _error(kernels, shape, _WINDOW if has_window else None, num_query_heads, dtype, device)
+        if not error <= _TOLERANCES[dtype]:
+            return f"they are {error:.2g} off for KV heads of {shape.head_dim}{', with a window' * has_window}"
+    return None
+
+
+def _error(
+    kernels: AttentionKernels,
+    shape: LayerShape,
+    window: int | None,
+    num_query_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """The largest difference to torch's operators; values are about 1."""
+    cache = KVCache([shape], _NUM_BLOCKS, _BLOCK_SIZE, dtype, device)
+    generator = torch.Generator().manual_seed(0)
+    cache.layers[0].slots.copy_(torch.randn(cache.layers[0].slots.shape, generator=generator))
+    step = _trial_step(device)
+    heads = max(1, num_query_heads // shape.num_kv_heads) * shape.num_kv_heads
+    size = (heads, step.token_ids.shape[1], shape.head_dim)
+    query = torch.randn(size, generator=generator).to(device, dtype)
+    unused = query[: shape.num_kv_heads]  # the cache has keys and values: no chunk begins at 0
+    attended = []
+    for way in (kernels, None):
+        attention = PagedAttention(cache, [window], way)
+        attention.begin(step)
+        attended.append(attention.attend(0, query, unused, unused, shape.head_dim**-0.5).float())
+    return float((attended[0] - attended[1]).abs().max())
+
+
+def _trial_step(device: torch.device) -> StepTensors:
+    """Two decode rows and a chunk, in blocks that lie in no order."""
+    tables = np.array([[4, 1, 3], [5, 5, 5]])
+    contexts = np.array(_CONTEXTS)
+    start, end = _CHUNK
+    num_rows = len(contexts) + end - start
+    zeros = np.zeros(num_rows, dtype=np.int64)
+    batch = StepBatch(
+        token_ids=zeros,
+        positions=zeros,
+        slots=zeros,
+        sampled_rows=zeros[:0],
+        sampled_chunks=(),
+        decode_groups=(DecodeGroup(0, len(contexts), tables, contexts),),
+        prefill_chunks=(PrefillChunk(len(contexts), start, end, np.array([2, 0])),),
+    )
+    upload = upload_step(batch, _NUM_BLOCKS, _BLOCK_SIZE, lambda arrays: to_cpu(arrays).to(device))
+    return upload.step

@@ -1,0 +1,192 @@
+"""Common decoder layers replaced by faster ones, where a trial shows that they compute the same.
+
+Knows what a fusable layer looks like from outside. Whether it is one, a small packed step says: both give the same
+on it, or the layer stays as it was.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan, blocks_for
+from engine.native.batch.packing import StepBatch, pack_step
+from engine.native.execution.model_runner import ModelRunner
+from engine.sequences.sequence_table import Chunk, SequenceTable
+
+Replacement = Callable[[nn.Module], nn.Module]
+
+_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+# A layer's output may differ by these shares of what the layer adds and of the stream that it adds to: rounding.
+_TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (0.02, 0.006), torch.float16: (0.005, 0.002)}
+_MODEL_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # of logits: gross errors only
+_TRIAL_LENGTHS = (7, 1, 1)  # tokens of each sequence in the trial step: a prefill and two decodes
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a layer got and gave in the model's own forward pass, (1, T, hidden) each."""
+
+    hidden: Tensor
+    options: dict[str, Any]
+    output: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the trial step came by: layers that may be fused, and linear layers that are called, which is not true of
+    all: some models read a layer's weight and multiply for themselves."""
+
+    layers: dict[nn.Module, Trial] = field(default_factory=dict)
+    linears: WeakSet[nn.Module] = field(default_factory=WeakSet)  # not to keep those alive that are replaced
+
+
+def watch(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> Seen:
+    """One forward pass of the trial step, seen by its modules. The engine must be without sequences: it writes to the
+    first KV blocks. Where there are not enough of them, nothing is seen."""
+    seen = Seen()
+    if not has_room(info):
+        return seen
+
+    def note_layer(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        if len(args) == 1 and isinstance(output, Tensor) and "position_embeddings" in options:
+            seen.layers[layer] = Trial(args[0], options, output)
+
+    def note_linear(linear: nn.Module, *_: Any) -> None:
+        seen.linears.add(linear)
+
+    handles = [m.register_forward_hook(note_linear) for m in model.modules() if is_plain_linear(m)]
+    handles += [m.register_forward_hook(note_layer, with_kwargs=True) for m in model.modules() if is_fusable(m)]
+    try:
+        runner.run(_trial_batch(info))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def trial_logits(runner: ModelRunner, info: EngineInfo) -> Tensor | None:
+    """What the model says at the ends of the trial step's sequences; None where there is no room for it. The engine
+    must be without sequences."""
+    logits = runner.run(_trial_batch(info)) if has_room(info) else None
+    return None if logits is None else logits.float().clone()
+
+
+def is_same_model(before: Tensor | None, after: Tensor | None, dtype: torch.dtype) -> bool:
+    """By its `trial_logits`: layers may each be right and the model still not, where it keeps what they were given."""
+    if before is None or after is None or not before.isfinite().all():
+        return True
+    return bool((after - before).norm() <= _MODEL_TOLERANCES[dtype] * before.norm())
+
+
+def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials: dict[nn.Module, Trial]) -> int:
+    """The number of layers replaced; one by one, so that no more than one layer's weights exist twice: `trials` gives
+    up its layers, too."""
+    places = [
+        (layers, i)
+        for layers in model.modules()
+        if isinstance(layers, nn.ModuleList)
+        for i, layer in enumerate(layers)
+        if layer in trials
+    ]
+    num_fused = 0
+    for layers, i in places:
+        trial = trials.pop(layers[i])
+        fused = fuse(layers[i])
+        if _agrees(fused, trial):
+            layers[i] = fused
+            num_fused += 1
+            runner.release_memory()  # that of the weights it took the place of
+        elif num_fused == 0:
+            return 0  # not this kind of model
+    return num_fused
+
+
+def has_room(info: EngineInfo) -> bool:
+    """For the trial step."""
+    return info.num_blocks >= len(_TRIAL_LENGTHS) * blocks_for(max(_TRIAL_LENGTHS), info.block_size)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter
+
+
+def is_fusable(layer: Any) -> bool:
+    """Whether `layer` has the parts of a common decoder layer, in sizes that fit; what it does with them is not looked
+    at."""
+    if _parts(layer) != _LAYER_PARTS or _parts(layer.mlp) != _MLP_PARTS:
+        return False
+    if any(True for _ in layer.self_attn.parameters(recurse=False)):  # sinks, say
+        return False
+    norms = _parts(layer.self_attn) - {"rotary_emb"} - _PROJECTIONS
+    if not (_parts(layer.self_attn) >= _PROJECTIONS and norms in (set(), _HEAD_NORMS)):
+        return False
+    return _has_common_linears(layer) and _has_common_norms(layer, norms)
+
+
+def _parts(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _has_common_linears(layer: Any) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = [getattr(attention, name) for name in _PROJECTIONS] + [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    if not all(is_plain_linear(linear) for linear in linears):
+        return False
+    if not all(hasattr(attention, name) for name in ("head_dim", "scaling", "layer_idx")):
+        return False
+    query, key, value = (p.out_features for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    whole_heads = query % attention.head_dim == key % attention.head_dim == 0 and query % key == 0
+    return whole_heads and key == value and bool(attention.o_proj.in_features == query)
+
+
+def _has_common_norms(layer: Any, head_norms: set[str]) -> bool:
+    attention = layer.self_attn
+    hidden, dtype = attention.q_proj.in_features, attention.q_proj.weight.dtype
+    of_stream = [layer.input_layernorm, layer.post_attention_layernorm]
+    of_heads = [getattr(attention, name) for name in head_norms]
+    return all(_is_rms_norm(norm, hidden, dtype) for norm in of_stream) and all(
+        _is_rms_norm(norm, attention.head_dim, dtype) for norm in of_heads
+    )
+
+
+def _is_rms_norm(module: Any, size: int, dtype: torch.dtype) -> bool:
+    has_eps = hasattr(module, "variance_epsilon") or isinstance(getattr(module, "eps", None), float)
+    parameters = {name: (tuple(p.shape), p.dtype) for name, p in module.named_parameters()}
+    return has_eps and parameters == {"weight": ((size,), dtype)}
+
+
+def trial_chunks(info: EngineInfo) -> list[Chunk]:
+    """A prefill and two decodes over the engine's first blocks. There has to be room for them."""
+    num_tokens = sum(_TRIAL_LENGTHS)
+    tokens = [(7919 * i + 1) % info.vocab_size for i in range(num_tokens)]
+    news, runs = [], []
+    for i, length in enumerate(_TRIAL_LENGTHS):
+        prompt, tokens = tuple(tokens[:length]), tokens[length:]
+        news.append(NewSequence(f"trial-{i}", prompt, SamplingParams(max_tokens=1)))
+        runs.append(Run(f"trial-{i}", length))
+    return SequenceTable(info).begin(StepPlan(0, start=tuple(news), run=tuple(runs)))
+
+
+def _trial_batch(info: EngineInfo) -> StepBatch:
+    """At positions from all over the context: what a layer does may depend on them."""
+    batch = pack_step(trial_chunks(info), info.block_size)
+    positions = np.linspace(0, info.max_model_len - 1, batch.num_rows).astype(np.int64)
+    return replace(batch, positions=positions)
+
+
+@torch.inference_mode()
+def _agrees(fused: nn.Module, trial: Trial) -> bool:
+    """The runner's step is still the trial's, so that attention finds its rows."""
+    result = fused(trial.hidden.clone(), **trial.options)
+    error, expected, given = ((t.float()) for t in (result - trial.output, trial.output, trial.hidden))
+    of_added, of_stream = _TOLERANCES[trial.hidden.dtype]
+    allowed = of_added * (expected - given).norm() + of_stream * expected.norm()
+    return bool(error.norm() <= allowed)

@@ -1,0 +1,145 @@
+"""The rules of a `StepPlan`: what makes an engine refuse one. Reads sequences and pools; changes nothing.
+
+The plan is followed in its order on a copy of what it touches. What the prefix cache will spare a run is not counted:
+a plan that passes has the blocks it needs without it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.interface import EngineInfo, NewSequence, PlanError, Preempt, PreemptionMode, Run, StepPlan, blocks_for
+from engine.sequences.block_pool import BlockPool
+from engine.sequences.sequence import Sequence, SequenceStatus
+
+# mode: (from which states, into which). Evicting a paused sequence reclaims its memory.
+_ON_DEVICE = frozenset({SequenceStatus.ACTIVE, SequenceStatus.PAUSED})
+PREEMPTIONS = {
+    PreemptionMode.PAUSE: (frozenset({SequenceStatus.ACTIVE}), SequenceStatus.PAUSED),
+    PreemptionMode.SWAP: (_ON_DEVICE, SequenceStatus.SWAPPED),
+    PreemptionMode.RECOMPUTE: (_ON_DEVICE, SequenceStatus.EVICTED),
+}
+
+
+@dataclass(slots=True)
+class _Foreseen:
+    """A sequence as it will be when the plan's runs begin."""
+
+    status: SequenceStatus
+    num_tokens: int
+    num_computed: int
+    num_blocks: int
+    num_swapped: int
+
+
+class PlanCheck:
+    """Follows one plan. `run` is called once."""
+
+    def __init__(
+        self, info: EngineInfo, sequences: Mapping[str, Sequence], pool: BlockPool, swap_pool: BlockPool
+    ) -> None:
+        self._info = info
+        self._sequences = sequences
+        self._pool = pool
+        self._foreseen: dict[str, _Foreseen | None] = {}  # None: gone
+        self._leaving: list[Sequence] = []  # they let go of all their blocks
+        self._num_needed = 0
+        self._num_swap_free = swap_pool.num_free
+
+    def run(self, plan: StepPlan) -> None:
+        """Raises `PlanError` for the first rule that `plan`, executed in order, would break."""
+        if plan.num_tokens > self._info.max_step_tokens:
+            raise PlanError(f"{plan.num_tokens} tokens in a step, at most {self._info.max_step_tokens} allowed")
+        for seq_id in plan.abort:
+            self._abort(seq_id)
+        for preempt in plan.preempt:
+            self._preempt(preempt)
+        for seq_id in plan.resume:
+            self._resume(seq_id)
+        for new in plan.start:
+            self._start(new)
+        self._runs(plan.run)
+        num_free = self._pool.num_free + self._pool.num_freed_by(s.block_table for s in self._leaving)
+        if self._num_needed > num_free:
+            raise PlanError(f"the plan needs {self._num_needed} KV blocks and {num_free} are free")
+
+    def _look_up(self, seq_id: str) -> _Foreseen:
+        if seq_id not in self._foreseen and seq_id in self._sequences:
+            s = self._sequences[seq_id]
+            self._foreseen[seq_id] = _Foreseen(
+                s.status, s.num_tokens, s.num_computed_tokens, len(s.block_table), len(s.swap_table)
+            )
+        sequence = self._foreseen.get(seq_id)
+        if sequence is None:
+            raise PlanError(f"there is no sequence {seq_id}")
+        return sequence
+
+    def _abort(self, seq_id: str) -> None:
+        self._num_swap_free += self._look_up(seq_id).num_swapped
+        self._foreseen[seq_id] = None
+        self._leaving.append(self._sequences[seq_id])
+
+    def _preempt(self, preempt: Preempt) -> None:
+        sequence = self._look_up(preempt.seq_id)
+        if preempt.mode.value not in self._info.preemption_modes:
+            raise PlanError(f"this engine cannot preempt by {preempt.mode.value}")
+        sources, target = PREEMPTIONS[preempt.mode]
+        if sequence.status not in sources:
+            raise PlanError(f"{preempt.seq_id} is {sequence.status.value}: no preemption by {preempt.mode.value}")
+        sequence.status = target
+        if target is SequenceStatus.PAUSED:
+            return
+        self._leaving.append(self._sequences[preempt.seq_id])
+        if target is SequenceStatus.SWAPPED:
+            self._swap_out(preempt.seq_id, sequence)
+        else:
+            sequence.num_computed = 0
+        sequence.num_blocks = 0
+
+    def _swap_out(self, seq_id: str, sequence: _Foreseen) -> None:
+        if sequence.num_blocks > self._num_swap_free:
+            raise PlanError(f"{seq_id}: {sequence.num_blocks} KV blocks to swap, host memory has {self._num_swap_free}")
+        self._num_swap_free -= sequence.num_blocks
+        sequence.num_swapped = sequence.num_blocks
+
+    def _resume(self, seq_id: str) -> None:
+        sequence = self._look_up(seq_id)
+        if sequence.status is SequenceStatus.ACTIVE:
+            raise PlanError(f"{seq_id} is not preempted and cannot be resumed")
+        sequence.status = SequenceStatus.ACTIVE
+        self._num_needed += sequence.num_swapped
+        sequence.num_blocks += sequence.num_swapped
+        sequence.num_swapped = 0
+
+    def _start(self, new: NewSequence) -> None:
+        if self._foreseen.get(new.seq_id) or (new.seq_id not in self._foreseen and new.seq_id in self._sequences):
+            raise PlanError(f"{new.seq_id} exists already")
+        num_prompt = len(new.prompt_token_ids)
+        if not 1 <= num_prompt < self._info.max_model_len:
+            raise PlanError(f"{new.seq_id}: a prompt of {num_prompt} tokens, not 1 … {self._info.max_model_len - 1}")
+        if new.sampling.max_tokens < 1:
+            raise PlanError(f"{new.seq_id}: max_tokens is {new.sampling.max_tokens}, not at least 1")
+        if min(new.prompt_token_ids) < 0 or max(new.prompt_token_ids) >= self._info.vocab_size:
+            raise PlanError(f"{new.seq_id}: a token id outside the vocabulary of {self._info.vocab_size}")
+        self._foreseen[new.seq_id] = _Foreseen(SequenceStatus.ACTIVE, num_prompt, 0, 0, 0)
+
+    def _runs(self, runs: tuple[Run, ...]) -> None:
+        seen: set[str] = set()
+        for run in runs:
+            if run.seq_id in seen:
+                raise PlanError(f"{run.seq_id} is run twice")
+            seen.add(run.seq_id)
+            known = None if run.seq_id in self._foreseen else self._sequences.get(run.seq_id)
+            if known is None:
+                s = self._look_up(run.seq_id)
+                self._run(run, s.status, s.num_tokens, s.num_computed, s.num_blocks)
+            else:  # most are touched by nothing else in the plan, and need no copy
+                self._run(run, known.status, known.num_tokens, known.num_computed_tokens, len(known.block_table))
+
+    def _run(self, run: Run, status: SequenceStatus, num_tokens: int, num_computed: int, num_blocks: int) -> None:
+        if status is not SequenceStatus.ACTIVE:
+            raise PlanError(f"{run.seq_id} is {status.value} and cannot be run")
+        if not 1 <= run.num_tokens <= num_tokens - num_computed:
+            raise PlanError(f"{run.seq_id}: {run.num_tokens} tokens of {num_tokens - num_computed} uncomputed")
+        missing = blocks_for(num_computed + run.num_tokens, self._info.block_size) - num_blocks
+        if missing > 0:
+            self._num_needed += missing

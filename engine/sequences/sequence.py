@@ -1,0 +1,117 @@
+"""One sequence as the engine sees it: tokens, how many of them are computed, and where their KV lies.
+
+Knows when a sequence is finished; not how tokens are computed, nor who else is in the batch. The owner of all
+of them is the `SequenceTable`.
+"""
+
+from array import array
+from enum import Enum
+
+from engine.interface import FinishReason, NewSequence, SamplingParams
+from engine.sequences.prefix_cache import block_digest, root_digest
+
+
+class SequenceStatus(Enum):
+    ACTIVE = "active"  # may be run
+    PAUSED = "paused"  # KV resident; may not be run until resumed
+    SWAPPED = "swapped"  # KV in host memory; may not be run until resumed
+    EVICTED = "evicted"  # KV freed, to be recomputed; may not be run until resumed
+
+
+class Sequence:
+    """Mutable; written by `SequenceTable` only. Prompt and output are one list of known tokens, of which the
+    first `num_computed_tokens` have their KV in `block_table`, or in `swap_table` while it is swapped."""
+
+    __slots__ = (
+        "seq_id",
+        "sampling",
+        "retention",
+        "token_ids",
+        "num_prompt_tokens",
+        "num_computed_tokens",
+        "block_table",
+        "swap_table",
+        "num_known_blocks",
+        "status",
+        "alters_logits",
+        "num_scored_tokens",
+        "stop_ids",
+        "_cache_salt",
+        "_digests",
+        "_max_tokens_total",
+        "__weakref__",
+    )
+
+    def __init__(self, new: NewSequence, max_model_len: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.seq_id = new.seq_id
+        self.sampling = new.sampling
+        self.retention = new.retention
+        # Arrays, so that a step's metadata is made of memory copies, not of Python loops over tokens.
+        self.token_ids = array("q", new.prompt_token_ids)
+        self.num_prompt_tokens = len(new.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.block_table = array("q")
+        self.swap_table: list[int] = []  # blocks of host memory
+        self.num_known_blocks = 0  # so many of the first in `block_table` the prefix cache has been told of
+        self.status = SequenceStatus.ACTIVE
+        self._cache_salt = new.cache_salt
+        self._digests: list[bytes] = []
+        self.alters_logits = _alters_logits(new.sampling)
+        self.num_scored_tokens = 1  # prompt tokens whose log probabilities are reported; the first has none
+        # A grammar's end is told by such a token, and nothing could follow it.
+        eos = () if new.sampling.ignore_eos and new.sampling.grammar is None else eos_token_ids
+        self.stop_ids = frozenset(new.sampling.stop_token_ids).union(eos)
+        self._max_tokens_total = min(max_model_len, self.num_prompt_tokens + new.sampling.max_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def digests(self, num_blocks: int, block_size: int) -> list[bytes]:
+        """Of the first `num_blocks` blocks at least; they must be full of known tokens. Each is computed once."""
+        known = self._digests
+        for i in range(len(known), num_blocks):
+            parent = known[-1] if known else root_digest(self._cache_salt)
+            known.append(block_digest(parent, self.token_ids[i * block_size : (i + 1) * block_size]))
+        return known
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Take a sampled token; say whether, and why, it was the last."""
+        self.token_ids.append(token_id)
+        return self._finish_reason(len(self.token_ids) - 1)
+
+    def append_pending(self, place_holder: int) -> None:
+        """Take a token that only the device knows yet."""
+        self.token_ids.append(place_holder)
+
+    def settle(self, index: int, token_id: int) -> FinishReason | None:
+        """Token `index` has become known; say whether, and why, it was the last."""
+        self.token_ids[index] = token_id
+        return self._finish_reason(index)
+
+    def _finish_reason(self, index: int) -> FinishReason | None:
+        if self.token_ids[index] in self.stop_ids:
+            return FinishReason.STOP
+        if index + 1 >= self._max_tokens_total:
+            return FinishReason.LENGTH
+        return None
+
+
+def _alters_logits(params: SamplingParams) -> bool:
+    """Its tokens are not chosen from the model's logits as they are."""
+    return bool(
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1
+        or params.logit_bias
+        or params.min_tokens
+        or params.grammar is not None
+    )

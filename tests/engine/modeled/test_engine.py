@@ -1,0 +1,205 @@
+"""The modeled engine keeps a real one's books and rules, and costs what it is told."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.interface import (
+    EngineInfo,
+    FinishReason,
+    NewSequence,
+    PlanError,
+    Preempt,
+    PreemptionMode,
+    Run,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
+from engine.modeled.engine import FIRST_ORDINARY_TOKEN, ModeledEngine, modeled_token
+from engine.step_time.model import StepCost
+
+INFO = EngineInfo("m", max_model_len=64, vocab_size=100, block_size=4, num_blocks=20, max_step_tokens=50)
+COST = StepCost(step_s=1.0, prefill_token_s=0.1, attend_s=0.0, context_token_s=0.0, decode_s=0.01)
+SWAPPING = replace(INFO, preemption_modes=("pause", "swap", "recompute"), num_swap_blocks=8, swap_block_s=0.25)
+PAUSE, SWAP, RECOMPUTE = PreemptionMode.PAUSE, PreemptionMode.SWAP, PreemptionMode.RECOMPUTE
+
+
+class Driver:
+    """Runs plans; `slept` is all the time that passed."""
+
+    def __init__(self, noise: float = 0.0, info: EngineInfo = INFO) -> None:
+        self.slept = 0.0
+        self.engine = ModeledEngine(info, self._sleep, COST, noise)
+        self._next_id = 0
+
+    async def _sleep(self, seconds: float) -> None:
+        self.slept += seconds
+
+    async def step(self, **plan: Any) -> StepResult:
+        self._next_id += 1
+        self.engine.submit(StepPlan(self._next_id, **plan))
+        return await self.engine.collect()
+
+    async def start(self, seq_id: str = "s", prompt: int = 8, **sampling: Any) -> StepResult:
+        sampling.setdefault("max_tokens", 10)
+        return await self.step(start=(new(seq_id, prompt, **sampling),), run=(Run(seq_id, prompt),))
+
+
+def new(seq_id: str, prompt: int, **sampling: Any) -> NewSequence:
+    return NewSequence(seq_id, (7,) * prompt, SamplingParams(**sampling))
+
+
+async def test_a_sequence_from_its_prompt_to_its_last_token() -> None:
+    driver = Driver()
+    result = await driver.start(prompt=8, max_tokens=3, seed=5)
+    tokens = list(result.outputs[0].token_ids)
+    assert result.free_blocks == 18
+    while not result.outputs[0].finish_reason:
+        result = await driver.step(run=(Run("s", 1),))
+        tokens += result.outputs[0].token_ids
+    assert tokens == [modeled_token(5, i, 100) for i in range(3)]
+    assert result.outputs[0].finish_reason is FinishReason.LENGTH
+    assert result.free_blocks == 20 and driver.engine.used_blocks == 0
+
+
+async def test_a_token_is_sampled_when_the_prefill_has_caught_up() -> None:
+    driver = Driver()
+    first = await driver.step(start=(new("s", 10, max_tokens=2),), run=(Run("s", 6),))
+    assert first.outputs[0].token_ids == () and first.outputs[0].num_computed_tokens == 6
+    second = await driver.step(run=(Run("s", 4),))
+    assert len(second.outputs[0].token_ids) == 1 and second.outputs[0].num_computed_tokens == 10
+
+
+@pytest.mark.parametrize("mode", PreemptionMode)
+async def test_preemption_changes_when_and_never_what(mode: PreemptionMode) -> None:
+    driver = Driver(info=SWAPPING)
+    tokens = list((await driver.start(seed=9)).outputs[0].token_ids)
+    tokens += (await driver.step(run=(Run("s", 1),))).outputs[0].token_ids
+    used = driver.engine.used_blocks
+    result = await driver.step(preempt=(Preempt("s", mode),))
+    assert driver.engine.used_blocks == (used if mode is PAUSE else 0)
+    assert driver.engine.used_swap_blocks == (3 if mode is SWAP else 0)
+    copying_s = 3 * SWAPPING.swap_block_s if mode is SWAP else 0.0
+    assert result.elapsed_s == copying_s
+    behind = 8 + 2 if mode is RECOMPUTE else 1
+    result = await driver.step(resume=("s",), run=(Run("s", behind),))
+    assert result.elapsed_s == pytest.approx(copying_s + 1.0 + (1.0 if mode is RECOMPUTE else 0.01))
+    assert result.free_swap_blocks == 8
+    tokens += result.outputs[0].token_ids
+    assert tokens == [modeled_token(9, i, 100) for i in range(3)]
+
+
+async def test_what_the_prefix_cache_holds_costs_no_time_and_is_off_unless_asked_for() -> None:
+    driver = Driver()
+    costs = []
+    for prefix_cache in (False, True):
+        driver.engine = ModeledEngine(INFO, driver._sleep, COST, noise=0.0, prefix_cache=prefix_cache)
+        for seq_id in "ab":
+            result = await driver.start(seq_id, prompt=10)
+            costs.append((result.outputs[0].num_cached_tokens, round(result.elapsed_s, 9)))
+    assert costs == [(0, 2.0), (0, 2.0), (0, 2.0), (8, 1.2)]
+    assert result.shared_blocks == (("a", 2), ("b", 2))
+
+
+async def test_stop_tokens_and_the_models_context_end_a_sequence() -> None:
+    driver = Driver()
+    stop = modeled_token(1, 0, 100)
+    result = await driver.start("a", seed=1, stop_token_ids=(stop,))
+    assert result.outputs[0].finish_reason is FinishReason.STOP
+    result = await driver.step(start=(new("b", 63, max_tokens=50),), run=(Run("b", 50),))
+    result = await driver.step(run=(Run("b", 13),))
+    assert result.outputs[0].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_step_costs_its_work() -> None:
+    driver = Driver()
+    assert (await driver.start("a", prompt=10)).elapsed_s == pytest.approx(2.0)
+    assert (await driver.start("b", prompt=20)).elapsed_s == pytest.approx(3.0)
+    result = await driver.step(run=(Run("a", 1), Run("b", 1)))
+    assert result.elapsed_s == pytest.approx(1.02)
+    assert driver.slept == pytest.approx(6.02)
+
+
+async def test_noise_is_the_seeds() -> None:
+    async def times(seed: int) -> list[float]:
+        async def no_time(seconds: float) -> None:
+            pass
+
+        engine = ModeledEngine(INFO, no_time, COST, noise=0.1, seed=seed)
+        elapsed = []
+        for i in range(20):
+            start = (new("s", 8, max_tokens=50),) if i == 0 else ()
+            engine.submit(StepPlan(i, start=start, run=(Run("s", 8 if i == 0 else 1),)))
+            elapsed.append((await engine.collect()).elapsed_s)
+        return elapsed
+
+    assert await times(1) == await times(1) != await times(2)
+
+
+async def test_tokens_are_ordinary_and_depend_on_seed_and_position() -> None:
+    tokens = [modeled_token(seed, i, 100) for seed in range(-3, 60) for i in range(60)]
+    assert min(tokens) >= FIRST_ORDINARY_TOKEN and max(tokens) < 100
+    assert len(set(tokens)) > 80
+    assert modeled_token(1, 0, 1000) != modeled_token(2, 0, 1000)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"run": (Run("unknown", 1),)},
+        {"abort": ("unknown",)},
+        {"resume": ("unknown",)},
+        {"preempt": (Preempt("unknown", PAUSE),)},
+        {"preempt": (Preempt("s", SWAP),)},
+        {"preempt": (Preempt("s", PAUSE),), "run": (Run("s", 1),)},
+        {"resume": ("s",)},
+        {"start": (new("s", 4, max_tokens=1),)},
+        {"start": (new("t", 4, max_tokens=0),)},
+        {"start": (new("t", 64, max_tokens=1),)},
+        {"run": (Run("s", 0),)},
+        {"run": (Run("s", 2),)},
+        {"run": (Run("s", 1), Run("s", 1))},
+        {"start": (new("t", 60, max_tokens=1),), "run": (Run("t", 51),)},
+        {"start": (new("t", 63, max_tokens=1), new("u", 30, max_tokens=1)), "run": (Run("t", 45), Run("u", 5))},
+    ],
+)
+async def test_a_plan_that_breaks_the_rules_is_refused_and_leaves_no_trace(plan: dict[str, Any]) -> None:
+    driver = Driver(info=EngineInfo("m", 64, 100, 4, 14, 50))
+    await driver.start(prompt=8)
+    with pytest.raises(PlanError):
+        await driver.step(**plan)
+    assert driver.engine.used_blocks == 2
+    assert (await driver.step(run=(Run("s", 1),))).outputs[0].seq_id == "s"
+
+
+async def test_one_step_in_flight_not_more() -> None:
+    driver = Driver()
+    driver.engine.submit(StepPlan(1, start=(new("s", 4, max_tokens=2),)))
+    with pytest.raises(PlanError, match="in flight"):
+        driver.engine.submit(StepPlan(2))
+    await driver.engine.collect()
+
+
+async def test_submit_returns_at_once_and_collect_waits() -> None:
+    gate = asyncio.Event()
+
+    async def wait(seconds: float) -> None:
+        await gate.wait()
+
+    engine = ModeledEngine(INFO, wait, COST)
+    engine.submit(StepPlan(1, start=(new("s", 4, max_tokens=2),), run=(Run("s", 4),)))
+    collected = asyncio.create_task(engine.collect())
+    await asyncio.sleep(0)
+    assert not collected.done()
+    gate.set()
+    assert (await collected).step_id == 1
+
+
+async def test_closing_forgets_everything() -> None:
+    driver = Driver()
+    await driver.start()
+    driver.engine.close()
+    assert driver.engine.used_blocks == 0

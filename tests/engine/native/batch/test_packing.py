@@ -1,0 +1,89 @@
+"""The layout of a packed step, written out."""
+
+import pytest
+
+from engine.interface import EngineInfo, Run, StepPlan
+from engine.native.batch.packing import in_one_group, pack_step, rows_of
+from engine.sequences.sequence_table import SequenceTable
+from tests.engine.drive import make_new
+
+INFO = EngineInfo("none", max_model_len=64, vocab_size=100, block_size=4, num_blocks=32, max_step_tokens=64)
+
+
+def make_table(**computed: int) -> SequenceTable:
+    """Sequences of 12 tokens, whose ids tell sequence and position, of which so many are computed."""
+    table = SequenceTable(INFO)
+    news = [make_new(name, [12 * i + k for k in range(12)]) for i, name in enumerate(computed)]
+    table.begin(StepPlan(0, start=tuple(news)))
+    for name, count in computed.items():
+        if count:
+            (chunk,) = table.begin(StepPlan(0, run=(Run(name, count),)))
+            table.advance(chunk, None)
+    return table
+
+
+def test_single_tokens_come_first_and_the_longest_context_first_among_them() -> None:
+    table = make_table(a=0, b=3, c=11)
+    chunks = table.begin(StepPlan(1, run=(Run("a", 5), Run("b", 1), Run("c", 1))))
+    batch = pack_step(chunks, INFO.block_size)
+    assert batch.token_ids.tolist() == [24 + 11, 12 + 3, 0, 1, 2, 3, 4]
+    assert batch.positions.tolist() == [11, 3, 0, 1, 2, 3, 4]
+    assert [c.sequence.seq_id for c in batch.sampled_chunks] == ["c"]
+    assert batch.sampled_rows.tolist() == [0]
+    b_block, *c_blocks = 0, 1, 2, 3
+    a_blocks = (4, 5)
+    assert batch.slots.tolist() == [
+        4 * c_blocks[2] + 3,
+        4 * b_block + 3,
+        *(4 * a_blocks[0] + k for k in range(4)),
+        4 * a_blocks[1],
+    ]
+    (group,) = batch.decode_groups
+    assert group.context_lens.tolist() == [12, 4]
+    assert group.block_table.tolist() == [c_blocks, [b_block] * 3]  # padded with the sequence's own block
+    (prefill,) = batch.prefill_chunks
+    assert (prefill.first_row, prefill.start, prefill.end) == (2, 0, 5)
+    assert batch.unfilled_blocks == (a_blocks[1],)
+
+
+def test_the_last_row_of_a_finished_prefill_is_sampled() -> None:
+    table = make_table(a=4, b=0)
+    batch = pack_step(table.begin(StepPlan(1, run=(Run("b", 12), Run("a", 8)))), INFO.block_size)
+    assert batch.sampled_rows.tolist() == [11, 19]
+    assert [c.sequence.seq_id for c in batch.sampled_chunks] == ["b", "a"]
+    assert batch.decode_groups == ()
+
+
+def test_decodes_are_cut_into_groups_where_padding_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.native.batch.packing._PADDED_TOKENS_WORTH_A_GROUP", 9)
+    table = make_table(a=11, b=1, c=2, d=10)
+    runs = tuple(Run(name, 1) for name in "abcd")
+    batch = pack_step(table.begin(StepPlan(1, run=runs)), INFO.block_size)
+    assert [g.context_lens.tolist() for g in batch.decode_groups] == [[12, 11], [3, 2]]
+    assert [g.first_row for g in batch.decode_groups] == [0, 2]
+
+
+def test_groups_become_one_that_is_as_wide_as_the_widest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.native.batch.packing._PADDED_TOKENS_WORTH_A_GROUP", 9)
+    table = make_table(a=11, b=1, c=2, d=10)
+    batch = pack_step(table.begin(StepPlan(1, run=tuple(Run(name, 1) for name in "abcd"))), INFO.block_size)
+    one = in_one_group(batch)
+    (group,) = one.decode_groups
+    assert (group.first_row, group.num_rows) == (0, 4)
+    assert group.context_lens.tolist() == [12, 11, 3, 2]
+    assert group.block_table[:2].tolist() == batch.decode_groups[0].block_table.tolist()
+    assert all(len(set(row)) == 1 for row in group.block_table[2:].tolist())  # padded with their own
+    assert in_one_group(one) is one
+
+
+def test_the_rows_of_some_are_in_the_order_of_a_batch_of_their_own() -> None:
+    table = make_table(a=4, b=3, c=11, d=0, e=7)
+    runs = (Run("a", 3), Run("b", 1), Run("c", 1), Run("d", 2), Run("e", 1))
+    chunks = table.begin(StepPlan(1, run=runs))
+    whole = pack_step(chunks, INFO.block_size)
+    for names in ("a", "b", "ce", "bd", "abe", "ecd", "abcde"):
+        some = [chunk for chunk in chunks if chunk.sequence.seq_id in names]
+        own = pack_step(some, INFO.block_size)
+        rows = rows_of(some, chunks)
+        assert whole.token_ids[rows].tolist() == own.token_ids.tolist()
+        assert whole.slots[rows].tolist() == own.slots.tolist()

@@ -1,0 +1,88 @@
+"""A model whose layers are single calls against the same model as transformers computes it, in bfloat16: prefills,
+chunks behind a context, and decodes, mixed in one step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from engine.config import EngineConfig
+from engine.factory import build_torch_engine
+from engine.interface import NewSequence, Run, SamplingParams, StepPlan
+from engine.native.batch.packing import pack_step
+from engine.native.cpu.native_layer import NativeDecoderLayer
+from engine.sequences.sequence_table import SequenceTable
+from tests.engine.models import save_model
+from tests.engine.native.cpu.compiled import library_with
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "biases": lambda: LlamaConfig(**SIZES, attention_bias=True),
+    "wide heads": lambda: LlamaConfig(**{**SIZES, "head_dim": 64, "num_key_value_heads": 1}),
+    "qwen2": lambda: Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}),
+    "qwen3": lambda: Qwen3Config(**SIZES),
+    "window": lambda: MistralConfig(**SIZES, sliding_window=9),
+}
+# (sequence, tokens) of each step; three sequences with prompts of 40 tokens.
+STEPS = (
+    ((0, 13),),
+    ((0, 20), (1, 1)),
+    ((0, 6), (1, 1), (2, 40)),
+    ((0, 1), (1, 38)),
+    ((0, 1), (1, 1), (2, 1)),
+)
+
+
+@pytest.fixture(autouse=True, params=["dots", "tiles"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    library_with(request.param, monkeypatch)
+
+
+def logits_of_steps(directory: Path, optimize: bool) -> tuple[Any, list[Tensor]]:
+    """The model, and what it says at the end of each sequence that a step completes."""
+    config = EngineConfig(str(directory), dtype="bfloat16", kv_cache_bytes=1 << 20, optimize=optimize, block_size=8)
+    engine = build_torch_engine(config)
+    table, found = SequenceTable(engine.info), []
+    generator = torch.Generator().manual_seed(5)
+    for step_id, runs in enumerate(STEPS):
+        new = [
+            NewSequence(str(i), tuple(torch.randint(96, (40,), generator=generator).tolist()), SamplingParams(9))
+            for i, _ in runs
+            if str(i) not in table
+        ]
+        plan = StepPlan(step_id, start=tuple(new), run=tuple(Run(str(i), n) for i, n in runs))
+        chunks = table.begin(plan)
+        logits = engine._runner.run(pack_step(chunks, engine.info.block_size))
+        if logits is not None:
+            found.append(logits.float())
+        for chunk in chunks:
+            table.advance(chunk, 7 if chunk.samples else None)
+    return engine._runner._model, found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_layer_in_one_call_computes_the_same(name: str, tmp_path: Path) -> None:
+    save_model(tmp_path, CONFIGS[name]())
+    native, actual = logits_of_steps(tmp_path, optimize=True)
+    _, expected = logits_of_steps(tmp_path, optimize=False)
+    assert sum(isinstance(module, NativeDecoderLayer) for module in native.modules()) == 3
+    assert len(actual) == len(expected) == 3
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert (ours - theirs).norm() < 0.04 * theirs.norm()

@@ -1,0 +1,76 @@
+"""Products of packed weights against plain linear layers, for every way that rows and panels fall into tiles."""
+
+import ctypes
+
+import pytest
+import torch
+from torch import nn
+
+from engine.native.cpu.products import PackedWeight, PanelLinear, Products, goes_into_panels
+from tests.engine.native.cpu.compiled import library_with
+
+
+@pytest.fixture(params=["dots", "tiles"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    return library_with(request.param, monkeypatch)
+
+
+def make_layer(in_features: int, out_features: int, bias: bool = False) -> nn.Linear:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(out_features)
+        return nn.Linear(in_features, out_features, bias=bias, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 33, 48, 51])
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(2, 16), (34, 48), (64, 64), (96, 112), (128, 176), (70, 400)]
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_products(library: ctypes.CDLL, rows: int, in_features: int, out_features: int, bias: bool) -> None:
+    layer = make_layer(in_features, out_features, bias)
+    x = torch.randn(1, rows, in_features, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    with torch.inference_mode():
+        expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+        actual = PanelLinear(layer, Products(library))(x)
+    assert actual.dtype is torch.bfloat16
+    torch.testing.assert_close(actual.double(), expected, atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize("rows", [2, 5, 16, 17, 40])
+def test_a_row_is_the_same_in_any_company(library: ctypes.CDLL, rows: int) -> None:
+    products, weight = Products(library), PackedWeight([make_layer(128, 176, bias=True)])
+    x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
+    together = products.multiply(x, weight)
+    alone = torch.cat([products.multiply(x[i : i + 1].clone(), weight) for i in range(rows)])
+    assert torch.equal(together, alone)
+
+
+def test_weights_side_by_side(library: ctypes.CDLL) -> None:
+    layers = [make_layer(32, 16), make_layer(32, 48, bias=True), make_layer(32, 32)]
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.inference_mode():
+        expected = torch.cat([layer(x) for layer in layers], dim=-1)
+        actual = Products(library).multiply(x, PackedWeight(layers))
+    torch.testing.assert_close(actual, expected, atol=0.02, rtol=0.02)
+
+
+def test_a_nan_stays_in_its_row(library: ctypes.CDLL) -> None:
+    x = torch.ones(9, 32, dtype=torch.bfloat16)
+    x[4, 7] = float("nan")
+    with torch.inference_mode():
+        out = PanelLinear(make_layer(32, 64), Products(library))(x)
+    assert out[4].isnan().all()
+    assert out[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
+
+
+def test_what_does_not_go_into_panels_is_refused() -> None:
+    odd = make_layer(33, 16)
+    assert not goes_into_panels(odd)
+    assert not goes_into_panels(make_layer(32, 17))
+    with pytest.raises(ValueError, match="does not go into panels"):
+        PackedWeight([odd])
+
+
+def test_other_dtypes_have_no_products(library: ctypes.CDLL) -> None:
+    assert not Products.available(library, torch.float32)
+    assert not Products.available(None, torch.bfloat16)

@@ -1,0 +1,76 @@
+"""Engines of `make_engine` with a runner of the test's choice, and graphs that need no CUDA."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from engine.native.attention.kernels import AttentionKernels
+from engine.native.cuda.decode_graphs import DecodeGraphs
+from engine.native.cuda.pinned_ring import PinnedRing
+from engine.native.execution.model_runner import ModelRunner
+from engine.native.execution.torch_engine import TorchEngine
+
+CPU = torch.device("cpu")
+
+
+class NoEvent:
+    """Of copies that are done when the call returns."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class RerunGraph:
+    """Runs the captured function again, over the same tensors: what replaying means."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+        self._function: Callable[[], object] | None = None
+
+    def capture(self, function: Callable[[], object]) -> None:
+        self._function = function
+        function()
+
+    def replay(self) -> None:
+        assert self._function is not None
+        self.num_replays += 1
+        self._function()
+
+
+def plain_ring(depth: int = 2) -> PinnedRing:
+    return PinnedRing(CPU, depth, pin=False, make_event=NoEvent)
+
+
+def with_kernels(engine: TorchEngine, kernels: AttentionKernels | None) -> TorchEngine:
+    """Another engine over the model, which must not be optimized, and memory of `engine`, which is over."""
+    return TorchEngine(engine.info, _runner(engine, kernels))
+
+
+def with_graphs(
+    engine: TorchEngine, sizes: Sequence[int], kernels: AttentionKernels | None = None
+) -> tuple[TorchEngine, DecodeGraphs, dict[int, RerunGraph]]:
+    """The same with decode graphs of these sizes; its last block is theirs."""
+    info = replace(engine.info, num_blocks=engine.info.num_blocks - 1)
+    runner = _runner(engine, kernels)
+    made: list[RerunGraph] = []
+    max_blocks = -(-info.max_model_len // info.block_size)
+    graphs = DecodeGraphs(runner.compute, engine._runner._cache, sizes, max_blocks, plain_ring())
+
+    def make() -> RerunGraph:
+        made.append(RerunGraph())
+        return made[-1]
+
+    graphs.capture(make, lambda: True, limit_s=60.0)
+    runner.use_graphs(graphs)
+    for graph in made:
+        graph.num_replays = 0
+    return TorchEngine(info, runner), graphs, dict(zip(sorted(sizes, reverse=True), made, strict=True))
+
+
+def _runner(engine: TorchEngine, kernels: AttentionKernels | None) -> ModelRunner:
+    old = engine._runner
+    return ModelRunner(old._model, old._cache, old.attention._windows, CPU, kernels)

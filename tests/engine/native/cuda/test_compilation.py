@@ -1,0 +1,73 @@
+"""The Triton kernels compile for the GPU they are meant for (sm_90) down to machine code; that needs none.
+
+What the interpreter takes and the compiler does not, shows here, and how much of a processor's memory a kernel takes.
+"""
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled in the interpreter"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
+]
+
+SHARED_BYTES = 227 << 10  # of a program on sm_90
+HEADS = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "PADDED_DIM": 128, "GROUP": 4, "KV_HEADS": 8, "TILE": 64}
+# What the arguments are, beyond pointers to the elements of the model.
+KINDS = {
+    **dict.fromkeys(("block_table", "block_tables", "context_lens", "extents", "slot_ids"), "*i64"),
+    **dict.fromkeys(("partial", "partial_state", "sinks"), "*fp32"),
+    **dict.fromkeys(("scaling", "softcap", "eps", "query_eps", "key_eps"), "fp32"),
+    **dict.fromkeys(("window", "num_slots", "row_stride", "head_stride", "table_stride", "num_splits"), "i32"),
+}
+
+
+def compile_for_sm90(kernel: Any, element: str, num_warps: int, constants: dict[str, Any]) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    kinds = {name: "constexpr" if name in constants else KINDS.get(name, f"*{element}") for name in kernel.arg_names}
+    # The large tensors begin at multiples of 16 bytes, and rows of heads do, too.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind == f"*{element}"}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=aligned)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+
+
+@pytest.mark.parametrize("element", ["bf16", "fp32"])
+def test_decode(element: str) -> None:
+    from engine.native.cuda import triton_kernels as kernels
+
+    factor = kernels.tl.bfloat16 if element == "bf16" else kernels.tl.float32
+    flags = {"HAS_SOFTCAP": True, "HAS_WINDOW": True}
+    tile = {"TILE": 64 if element == "bf16" else 32}
+    split = {**HEADS, **flags, **tile, "PADDED_GROUP": 16, "LEAST": 128, "FACTOR": factor}
+    compiled = compile_for_sm90(kernels.decode_split_kernel, element, 4, split)
+    assert 0 < compiled.metadata.shared <= SHARED_BYTES // 2  # two programs at once
+    merge = {"HEADS": 32, "HEAD_DIM": 128, "PADDED_DIM": 128, "MOST_SPLITS": 32, "LEAST": 128, **tile}
+    merge |= {"HAS_WINDOW": True, "HAS_SINKS": True}
+    assert compile_for_sm90(kernels.decode_merge_kernel, element, 4, merge).asm["cubin"]
+
+
+def test_prefill() -> None:
+    from engine.native.cuda import triton_kernels as kernels
+
+    constants = {**HEADS, "TOKENS": 16, "ROWS": 64, "HAS_SOFTCAP": False, "HAS_WINDOW": True, "HAS_SINKS": True}
+    constants["FACTOR"] = kernels.tl.bfloat16
+    compiled = compile_for_sm90(kernels.prefill_kernel, "bf16", 4, constants)
+    assert 0 < compiled.metadata.shared <= SHARED_BYTES // 2
+    assert "wgmma" in compiled.asm["ptx"]  # Hopper's products of whole tiles
+
+
+def test_layers() -> None:
+    from engine.native.cuda import triton_layers as kernels
+
+    norm = {"N": 4096, "PADDED_N": 4096, "HAS_RESIDUAL": True}
+    assert compile_for_sm90(kernels.rms_norm_kernel, "bf16", 8, norm).asm["cubin"]
+    assert compile_for_sm90(kernels.silu_and_mul_kernel, "bf16", 4, {"N": 14336, "TILE": 1024}).asm["cubin"]
+    rotate = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PADDED_DIM": 128, "ROTARY": 128}
+    rotate |= {"HAS_QUERY_NORM": True, "HAS_KEY_NORM": False}
+    assert compile_for_sm90(kernels.rotate_and_write_kernel, "bf16", 1, rotate).asm["cubin"]

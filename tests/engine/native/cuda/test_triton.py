@@ -1,0 +1,183 @@
+"""The Triton kernels against the same arithmetic in torch's operators, and in a whole engine.
+
+On a GPU they are compiled and run there. Without one they run in Triton's interpreter, which has to be switched on
+before torch is imported: `test_interpreter.py` starts a process for that, and these tests are skipped in any other.
+"""
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.native.attention.kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
+from engine.native.kv.cache import LayerShape
+from engine.native.model.probe import LayerSpec
+from engine.native.startup.cuda_trial import find_fault
+from tests.engine.conftest import MakeEngine, ModelDirectory
+from tests.engine.drive import drive, make_new, random_chunks
+from tests.engine.models import VOCAB_SIZE, generate
+from tests.engine.native.cuda.rebuilt import with_graphs, with_kernels
+
+HAS_GPU = torch.cuda.is_available()
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.skipif(not (HAS_GPU or IS_INTERPRETED), reason="no GPU, and not in Triton's interpreter"),
+    # The interpreter computes with numpy, which speaks of what becomes of NaN.
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
+]
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+NUM_BLOCKS = 40
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.005, torch.bfloat16: 0.03}
+
+# heads, KV heads, head size; softcap; window; sinks; block size; dtype
+CASES = [
+    (HeadShape(4, 4, 16), None, None, False, 16, torch.float32),
+    (HeadShape(6, 2, 20), 2.0, 5, True, 16, torch.float32),
+    (HeadShape(9, 3, 64), None, 40, False, 32, torch.bfloat16),
+    (HeadShape(17, 1, 80), None, None, True, 16, torch.float32),
+    (HeadShape(4, 1, 128), 3.0, None, False, 32, torch.float16),
+    (HeadShape(2, 1, 256), None, 33, False, 16, torch.bfloat16),
+]
+
+
+def name_of(case: Any) -> str:
+    shape, softcap, window, has_sinks, block_size, dtype = case
+    extras = [f"cap{softcap}"] * bool(softcap) + [f"window{window}"] * bool(window) + ["sinks"] * has_sinks
+    heads = f"{shape.num_query_heads}-{shape.num_kv_heads}-{shape.head_dim}"
+    return "-".join([heads, *extras, f"block{block_size}", str(dtype).removeprefix("torch.")])
+
+
+@pytest.fixture
+def kernels() -> AttentionKernels:
+    from engine.native.cuda.kernels import TritonKernels
+
+    return TritonKernels(num_processors=2, least_split=32)  # splits even short contexts
+
+
+class Cache:
+    """Of random numbers, with a block table for each of some contexts."""
+
+    def __init__(self, shape: HeadShape, block_size: int, dtype: torch.dtype, lengths: list[int]) -> None:
+        self.shape, self.block_size, self.lengths = shape, block_size, lengths
+        generator = torch.Generator().manual_seed(3)
+        size = (2 * shape.num_kv_heads * NUM_BLOCKS * block_size, shape.head_dim)
+        self.slots = torch.randn(size, generator=generator).to(DEVICE, dtype)
+        rng = random.Random(5)
+        self.blocks = [rng.sample(range(NUM_BLOCKS), -(-length // block_size)) for length in lengths]
+        num_rows = 64
+        # A strided part of wider rows, as a fused projection gives it.
+        wide = torch.randn(num_rows, 2 * shape.query_width, generator=generator).to(DEVICE, dtype)
+        self.query = wide[:, : shape.query_width].unflatten(1, (-1, shape.head_dim)).transpose(0, 1)
+        self.sinks = torch.randn(shape.num_query_heads, generator=generator).to(DEVICE)
+
+    def context(self, sequence: int) -> Tensor:
+        """Keys and values: (2, kv_heads, length, head_dim), in float32."""
+        pool = self.slots.view(2, self.shape.num_kv_heads, NUM_BLOCKS, self.block_size, self.shape.head_dim)
+        return pool[:, :, self.blocks[sequence]].flatten(2, 3)[:, :, : self.lengths[sequence]].float()
+
+    def rows(self) -> PagedRows:
+        longest = max(map(len, self.blocks))
+        table = torch.tensor([own + [0] * (longest - len(own)) for own in self.blocks], device=DEVICE)
+        return PagedRows(self.slots, table, torch.tensor(self.lengths, device=DEVICE), self.block_size)
+
+
+def attend(query: Tensor, context: Tensor, scoring: Scoring) -> Tensor:
+    """(heads, d) queries of a context's last token: (heads, d), in float32."""
+    keys, values = (part.repeat_interleave(len(query) // len(part), 0) for part in context)
+    scores = torch.einsum("hd,hld->hl", query.float(), keys) * scoring.scaling
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    if scoring.window is not None:
+        scores[:, : max(0, keys.shape[1] - scoring.window)] = float("-inf")
+    columns = scores if scoring.sinks is None else torch.cat((scores, scoring.sinks[:, None]), dim=-1)
+    return torch.einsum("hl,hld->hd", columns.softmax(-1)[:, : keys.shape[1]], values)
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype is dtype
+    torch.testing.assert_close(actual.float(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_decode(kernels: AttentionKernels, case: Any) -> None:
+    shape, softcap, window, has_sinks, block_size, dtype = case
+    assert kernels.can_attend(shape)
+    cache = Cache(shape, block_size, dtype, [1, block_size, 0, 33, 500])
+    scoring = Scoring(0.2, softcap, window, cache.sinks if has_sinks else None)
+    query = cache.query[:, : len(cache.lengths)]
+    attended = kernels.paged_decode(query, shape.num_kv_heads, cache.rows(), scoring)
+    for row, length in enumerate(cache.lengths):
+        if length == 0:
+            assert (attended[row] == 0).all()
+        else:
+            assert_close(attended[row], attend(query[:, row], cache.context(row), scoring), dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_prefill(kernels: AttentionKernels, case: Any) -> None:
+    """A whole prompt, the end of a longer one, and the middle of another."""
+    shape, softcap, window, has_sinks, block_size, dtype = case
+    extents = [(0, 5), (70, 83), (30, 69)]
+    cache = Cache(shape, block_size, dtype, [end for _, end in extents])
+    scoring = Scoring(0.2, softcap, window, cache.sinks if has_sinks else None)
+    counts = [end - start for start, end in extents]
+    lines = [(sum(counts[:i]), counts[i], extents[i][0], sum(map(len, cache.blocks[:i]))) for i in range(len(extents))]
+    tables = torch.tensor(sum(cache.blocks, []), device=DEVICE)
+    chunks = PagedChunks(cache.slots, tables, torch.tensor(lines, device=DEVICE), block_size, max(counts))
+    query = cache.query[:, : sum(counts)]
+    attended = kernels.paged_prefill(query, shape.num_kv_heads, chunks, scoring)
+    assert attended is not None
+    for i, (first_row, count, start, _) in enumerate(lines):
+        context = cache.context(i)
+        for token in {0, count // 2, count - 1}:
+            row = first_row + token
+            seen = context[:, :, : start + token + 1]
+            assert_close(attended[row], attend(query[:, row], seen, scoring), dtype)
+
+
+def test_a_nan_in_a_context_is_seen_in_its_own_row_only(kernels: AttentionKernels) -> None:
+    shape = HeadShape(2, 1, 16)
+    cache = Cache(shape, 16, torch.float32, [20, 20, 20])
+    cache.blocks = [[0, 1], [2, 3], [4, 5]]
+    cache.slots[3 * 16] = float("nan")
+    cache.slots.view(2, NUM_BLOCKS, 16, 16)[:, 5, 4:] = float("nan")  # left behind a context's end by a former owner
+    query = cache.query[:, :3]
+    attended = kernels.paged_decode(query, 1, cache.rows(), Scoring(1.0))
+    assert attended[0].isfinite().all()
+    assert attended[1].isnan().all()
+    assert attended[2].isfinite().all()
+
+
+def test_queries_that_do_not_go_with_the_cache(kernels: AttentionKernels) -> None:
+    cache = Cache(HeadShape(2, 1, 16), 16, torch.float32, [20])
+    with pytest.raises(ValueError, match="3 queries and 1 contexts"):
+        kernels.paged_decode(cache.query[:, :3], 1, cache.rows(), Scoring(1.0))
+    with pytest.raises(ValueError, match="do not go with this cache"):
+        kernels.paged_decode(cache.query[:, :1, :8], 1, cache.rows(), Scoring(1.0))
+    assert not kernels.can_attend(HeadShape(2, 2, 512))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_the_trial_finds_nothing_wrong(kernels: AttentionKernels, dtype: torch.dtype) -> None:
+    assert find_fault(kernels, [LayerSpec(LayerShape(2, 24), window) for window in (None, 9)], 4, dtype, DEVICE) is None
+
+
+@pytest.mark.skipif(HAS_GPU, reason="test_cuda.py has them on the GPU")
+@pytest.mark.parametrize(("name", "has_graphs"), [("llama", False), ("gemma2", True)])
+def test_an_engine_with_them_gives_the_tokens_of_generate(
+    name: str, has_graphs: bool, kernels: AttentionKernels, make_engine: MakeEngine, model_directory: ModelDirectory
+) -> None:
+    plain = make_engine(name, optimize=False)
+    engine = with_graphs(plain, [1, 3], kernels)[0] if has_graphs else with_kernels(plain, kernels)
+    rng = random.Random(3)
+    prompts = {f"s{i}": tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(n)) for i, n in enumerate((12, 3, 1))}
+    news = [make_new(seq_id, prompt, max_tokens=3) for seq_id, prompt in prompts.items()]
+    driven = drive(engine, news, random_chunks(rng, 9), arrivals_a_step=2)
+    expected = {seq_id: generate(model_directory(name)[1], prompt, 3) for seq_id, prompt in prompts.items()}
+    assert {seq_id: tuple(d.output) for seq_id, d in driven.items()} == expected
+    assert engine._runner.attention.decodes_in_kernels

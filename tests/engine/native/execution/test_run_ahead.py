@@ -1,0 +1,155 @@
+"""Steps launched before the one before them has been looked at: the tokens are those of an engine that always looks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.factory import build_torch_engine
+from engine.interface import NewSequence, Run, StepPlan, StepResult
+from engine.native.execution.torch_engine import TorchEngine
+from engine.thread import EngineThread
+from loadtest.engine_bench import scheduled_system
+from loadtest.engine_bench.protocol import SystemSpec
+from tests.engine.conftest import ModelDirectory
+from tests.engine.drive import drive, make_new
+
+Build = Callable[..., TorchEngine]
+PROMPTS = [range(3, 12), range(20, 24), range(5, 40), range(50, 58)]
+
+
+@pytest.fixture
+def build(model_directory: ModelDirectory) -> Build:
+    def build_one(steps_ahead: Any = 1, **options: Any) -> TorchEngine:
+        directory, _ = model_directory("llama")
+        config = EngineConfig(str(directory), dtype="float32", kv_cache_bytes=1 << 20, block_size=4, **options)
+        return build_torch_engine(replace(config, steps_ahead=steps_ahead))
+
+    return build_one
+
+
+def outputs_ahead(engine: TorchEngine, news: list[NewSequence]) -> dict[str, list[int]]:
+    """Prefills, then decodes, each launched before the one before it is settled."""
+    outputs: dict[str, list[int]] = {new.seq_id: [] for new in news}
+    ended: set[str] = set()
+
+    def take(result: StepResult) -> None:
+        for output in result.outputs:
+            assert output.seq_id not in ended, "nothing comes of what has ended"
+            outputs[output.seq_id] += output.token_ids
+            if output.finish_reason is not None:
+                ended.add(output.seq_id)
+        ended.update(failure.seq_id for failure in result.failures)
+
+    engine.launch(StepPlan(0, start=tuple(news), run=tuple(Run(n.seq_id, len(n.prompt_token_ids)) for n in news)))
+    for step_id in range(1, 200):
+        live = [new.seq_id for new in news if new.seq_id not in ended]
+        if live:
+            engine.launch(StepPlan(step_id, run=tuple(Run(seq_id, 1) for seq_id in live), ahead=True))
+        take(engine.settle())
+        if not live:
+            assert engine.num_used_blocks == 0
+            return outputs
+    raise AssertionError("the sequences do not end")
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "top_p": 0.9}], ids=str)
+def test_lengths_and_stop_tokens(build: Build, sampling: dict[str, Any]) -> None:
+    plain = build(steps_ahead=0)
+    free = drive(plain, [make_new(f"s{i}", p, max_tokens=30, **sampling) for i, p in enumerate(PROMPTS)])
+    # Some end at a token that nobody foresees while the next step is already launched, others at their length.
+    news = [
+        make_new(
+            f"s{i}", p, max_tokens=10 + 5 * i, stop_token_ids=tuple(free[f"s{i}"].output[8:9]) * (i % 2), **sampling
+        )
+        for i, p in enumerate(PROMPTS)
+    ]
+    expected = {name: s.output for name, s in drive(build(steps_ahead=0), news).items()}
+    assert outputs_ahead(build(), news) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"frequency_penalty": 1.0},
+        {"logprobs": 2},
+        {"min_tokens": 9},
+        {"logit_bias": ((5, 3.0),)},
+    ],
+    ids=str,
+)
+def test_what_needs_the_host_is_waited_for(build: Build, options: dict[str, Any]) -> None:
+    """One sequence with such an option among others without."""
+    news = [make_new(f"s{i}", p, max_tokens=20, **(options if i == 1 else {})) for i, p in enumerate(PROMPTS)]
+    expected = {name: s.output for name, s in drive(build(steps_ahead=0), news).items()}
+    assert outputs_ahead(build(), news) == expected
+
+
+def test_a_plan_that_is_not_ahead_waits_for_the_step_before_it(build: Build) -> None:
+    engine, (first, second) = build(), [make_new(name, range(3, 9), max_tokens=9) for name in "ab"]
+    engine.launch(StepPlan(0, start=(first,), run=(Run("a", 6),)))
+    engine.launch(StepPlan(1, abort=("a",), start=(second,), run=(Run("b", 6),)))
+    assert [output.seq_id for output in engine.settle().outputs] == ["a"]
+    assert [output.seq_id for output in engine.settle().outputs] == ["b"]
+
+
+def test_a_block_that_fills_ahead_is_found_with_its_real_tokens(build: Build) -> None:
+    """The prefix cache is told of a block when its tokens are known, not their place holders."""
+    engine = build()
+    new = make_new("a", range(3, 9), max_tokens=18)
+    output = outputs_ahead(engine, [new])["a"]
+    again = NewSequence("b", (*new.prompt_token_ids, *output[:-1]), new.sampling)
+    result = engine.step(StepPlan(500, start=(again,), run=(Run("b", len(again.prompt_token_ids)),)))
+    assert result.outputs[0].num_cached_tokens >= 20
+    assert result.outputs[0].token_ids == (output[-1],)
+
+
+async def test_the_thread_launches_a_plan_behind_the_step_that_runs(build: Build) -> None:
+    new = make_new("a", range(3, 9), max_tokens=40)
+    expected = drive(build(steps_ahead=0), [new])["a"].output
+    engine = EngineThread(build)
+    try:
+        engine.submit(StepPlan(0, start=(new,), run=(Run("a", 6),)))
+        output: list[int] = []
+        for step_id in range(1, 40):
+            engine.submit(StepPlan(step_id, run=(Run("a", 1),), ahead=True))
+            with pytest.raises(RuntimeError, match="in flight already"):
+                engine.submit(StepPlan(1000, run=(Run("a", 1),), ahead=True))
+            output += (await engine.collect()).outputs[0].token_ids
+        output += (await engine.collect()).outputs[0].token_ids
+    finally:
+        engine.close()
+    assert output == expected
+
+
+def test_the_shipped_loop_runs_ahead_and_gives_the_same_tokens(
+    model_directory: ModelDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = model_directory("llama")
+    config = EngineConfig(str(directory), dtype="float32", kv_cache_bytes=1 << 20, block_size=4)
+    monkeypatch.setattr(scheduled_system, "engine_config", lambda spec: replace(config, steps_ahead=1))
+    spec = SystemSpec(str(directory), "float32", "cpu", 1, 128, 8, 1024, 0)
+    plain = drive(
+        build_torch_engine(config),
+        [make_new(f"s{i}", p, max_tokens=20 + i, ignore_eos=True) for i, p in enumerate(PROMPTS)],
+    )
+    system = scheduled_system.ScheduledEngine(spec)
+    try:
+        plans_ahead = 0
+        plan_ahead = system._core.plan_ahead
+
+        def counted(now: float) -> StepPlan | None:
+            nonlocal plans_ahead
+            plan = plan_ahead(now)
+            plans_ahead += plan is not None
+            return plan
+
+        monkeypatch.setattr(system._core, "plan_ahead", counted)
+        outputs = system.generate([list(p) for p in PROMPTS], [20 + i for i in range(4)])
+    finally:
+        system.close()
+    assert outputs == [plain[f"s{i}"].output for i in range(4)]
+    assert plans_ahead > 10

@@ -1,0 +1,241 @@
+"""Weights as they lie on disk: all of them, in their shapes, read once; or one sentence that names what is wrong."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine.config import EngineConfig, EngineStartError
+from engine.factory import build_torch_engine
+from engine.native.model.loader import load_config, load_model
+from tests.engine.drive import drive, make_new
+from tests.engine.models import CONFIGS, generate, save_model
+
+CPU = torch.device("cpu")
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+def make_config(directory: Path, **changes: Any) -> EngineConfig:
+    return EngineConfig(str(directory), **{"dtype": "float32", "device": "cpu", "max_num_seqs": 4, **changes})
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    config = make_config(directory)
+    return load_model(config, load_config(config), dtype, CPU)
+
+
+def refusal(directory: Path, **changes: Any) -> str:
+    with pytest.raises(EngineStartError) as caught:
+        build_torch_engine(make_config(directory, **changes))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def change_weights(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    weights = load_file(directory / SINGLE)
+    change(weights)
+    save_file(weights, directory / SINGLE, metadata={"format": "pt"})
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    save_model(tmp_path, CONFIGS["llama"]())
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    save_model(tmp_path, CONFIGS["llama"]()).save_pretrained(tmp_path, max_shard_size="30KB")
+    (tmp_path / SINGLE).unlink(missing_ok=True)
+    assert (tmp_path / INDEX).is_file()
+    return tmp_path
+
+
+@pytest.mark.parametrize("wanted", DTYPES)
+@pytest.mark.parametrize("stored", DTYPES)
+def test_every_number_format_on_disk_becomes_every_wanted_one(
+    stored: torch.dtype, wanted: torch.dtype, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path, CONFIGS["llama"]()).to(stored)
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path, wanted).state_dict()
+    for name, weight in model.state_dict().items():
+        assert loaded[name].dtype is wanted
+        assert torch.equal(loaded[name], weight.to(wanted)), name
+
+
+def test_shards_are_one_model(sharded: Path) -> None:
+    assert len(list(sharded.glob("model-*.safetensors"))) > 2
+    prompt = (3, 1, 4, 1, 5)
+    model = save_model(sharded / "whole", CONFIGS["llama"]())
+    driven = drive(build_torch_engine(make_config(sharded)), [make_new("a", prompt)])
+    assert tuple(driven["a"].output) == generate(model, prompt, 8)
+
+
+def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
+    save_model(tmp_path, CONFIGS["llama-mqa-tied"]())
+    assert "lm_head.weight" not in load_file(tmp_path / SINGLE)
+    model = load(tmp_path)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's list of mapped files")
+def test_weights_in_the_wanted_format_are_mapped_not_copied(llama: Path) -> None:
+    model = load(llama)
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(llama) in line]
+    ranges = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in mapped]
+    address = model.get_submodule(GATE.removesuffix(".weight")).weight.data_ptr()
+    assert any(start <= address < end for start, end in ranges)
+
+
+def test_all_end_of_sequence_ids_of_the_generation_config_count(llama: Path) -> None:
+    first, *_ = drive(build_torch_engine(make_config(llama)), [make_new("a", [1, 2, 3])])["a"].output
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [96, first]}))
+    engine = build_torch_engine(make_config(llama))
+    assert engine.info.eos_token_ids == (96, first)
+    driven = drive(engine, [make_new("a", [1, 2, 3])])["a"]
+    assert driven.output == [first]
+    assert driven.finish_reason is not None and driven.finish_reason.value == "stop"
+
+
+def test_a_missing_weight_is_not_made_up(llama: Path) -> None:
+    change_weights(llama, lambda weights: weights.pop(GATE))
+    assert refusal(llama).endswith(f"lacks the weights {GATE}")
+
+
+def test_many_missing_weights_are_counted(llama: Path) -> None:
+    change_weights(llama, lambda weights: [weights.pop(name) for name in list(weights) if "layers.1" in name])
+    assert "and 6 more" in refusal(llama)
+
+
+def test_an_untied_head_that_is_missing_is_missed(llama: Path) -> None:
+    change_weights(llama, lambda weights: weights.pop("lm_head.weight"))
+    assert "lm_head.weight" in refusal(llama)
+
+
+def test_a_weight_of_another_shape(llama: Path) -> None:
+    change_config(llama, intermediate_size=40)
+    message = refusal(llama)
+    assert "have another shape than the config says" in message
+    assert "(48, 32) instead of (40, 32)" in message or "(32, 48) instead of (32, 40)" in message
+
+
+def test_weights_that_the_model_does_not_know_are_logged(llama: Path) -> None:
+    change_weights(llama, lambda weights: weights.update({"model.extra.weight": torch.zeros(3)}))
+    with structlog.testing.capture_logs() as logs:
+        load(llama)
+    (entry,) = [entry for entry in logs if entry["event"] == "weights without a use"]
+    assert entry["names"] == "model.extra.weight"
+
+
+@pytest.mark.parametrize("kept", [0, 5, 2000, -7])
+def test_a_truncated_file(kept: int, llama: Path) -> None:
+    file = llama / SINGLE
+    file.write_bytes(file.read_bytes()[:kept])
+    assert f"{SINGLE} is damaged" in refusal(llama)
+
+
+def test_a_truncated_shard_is_named(sharded: Path) -> None:
+    shard = sorted(sharded.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert f"{shard.name} is damaged" in refusal(sharded)
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    shard = sorted(sharded.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert f"{INDEX} names {shard.name}, which is not there" in refusal(sharded)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_an_index_that_is_none(text: str, sharded: Path) -> None:
+    (sharded / INDEX).write_text(text)
+    assert f"{INDEX} is no index of weights" in refusal(sharded)
+
+
+def test_a_directory_without_weights(llama: Path) -> None:
+    (llama / SINGLE).unlink()
+    assert str(llama) in refusal(llama)
+
+
+# The package that each kind needs first on a machine that has none of them, as its refusal names it.
+PACKAGES = {
+    "torchao": "torchao",
+    "gptq": "optimum",
+    "awq": "gptqmodel",
+    "compressed-tensors": "compressed-tensors",
+    "bitsandbytes": "accelerate",
+    "fp8": "accelerate",
+    "hqq": "hqq",
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "torchao": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
+    "gptq": {"bits": 4},
+    "bitsandbytes": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("method", PACKAGES)
+def test_a_quantised_model_names_the_package_that_it_needs(method: str, llama: Path) -> None:
+    package = PACKAGES[method]
+    if importlib.util.find_spec(package.replace("-", "_")):
+        pytest.skip(f"{package} is installed")
+    change_config(llama, quantization_config={"quant_method": method, **SETTINGS.get(method, {})})
+    message = refusal(llama)
+    assert f"is quantised with {method}: " in message
+    assert package in message.split(": ", 1)[1].lower()
+
+
+def test_an_unknown_quantisation_is_not_read_as_plain_weights(llama: Path) -> None:
+    change_config(llama, quantization_config={"quant_method": "no-such-thing"})
+    assert "quantised with no-such-thing, which transformers does not know" in refusal(llama)
+
+
+def test_a_quantised_model_needs_what_it_takes_on_disk(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_disk = (llama / SINGLE).stat().st_size
+    monkeypatch.setattr("engine.native.model.loader.free_bytes", lambda device: on_disk)
+    change_config(llama, hidden_size=3200)
+    assert "not enough memory: the weights take" in refusal(llama)
+    change_config(llama, quantization_config={"quant_method": "torchao", **SETTINGS["torchao"]})
+    assert "not enough memory" not in refusal(llama)  # but no such weights, or no such package
+    monkeypatch.setattr("engine.native.model.loader.free_bytes", lambda device: on_disk - 1)
+    assert "not enough memory: the weights take" in refusal(llama)
+
+
+def test_quantised_weights_generate(llama: Path) -> None:
+    """With the package, which is not among this project's dependencies."""
+    quantization = pytest.importorskip("torchao.quantization")
+    plan = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    model = AutoModelForCausalLM.from_pretrained(llama, quantization_config=plan, attn_implementation="eager")
+    model.save_pretrained(llama / "quantised")
+    prompt = (3, 1, 4, 1, 5)
+    driven = drive(build_torch_engine(make_config(llama / "quantised")), [make_new("a", prompt)])
+    assert tuple(driven["a"].output) == generate(model, prompt, 8)
+
+
+def test_quantised_weights_are_left_to_their_package(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimized: list[Any] = []
+    monkeypatch.setattr("engine.factory.optimize_for_cpu", lambda model, *_: optimized.append(model))
+    build_torch_engine(make_config(llama))
+    assert len(optimized) == 1
+    monkeypatch.setattr("engine.factory.is_quantised", lambda model: True)
+    build_torch_engine(make_config(llama))
+    assert len(optimized) == 1

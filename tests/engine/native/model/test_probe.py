@@ -1,0 +1,125 @@
+"""What is seen of a model by running it: its layers, and whatever would make its tokens other than its own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama import modeling_llama as llama
+
+from engine.config import EngineConfig, EngineStartError
+from engine.native.model.loader import load_config, load_model
+from engine.native.model.probe import LayerSpec, probe_layers
+from tests.engine.models import ARCHITECTURES, CONFIGS
+
+CPU = torch.device("cpu")
+
+
+def probe(directory: Path, config: Any, dtype: torch.dtype = torch.float32) -> list[LayerSpec]:
+    config.save_pretrained(directory)
+    settings = EngineConfig(str(directory), load_format="dummy", device="cpu")
+    hf_config = load_config(settings)
+    return probe_layers(load_model(settings, hf_config, dtype, CPU), hf_config, num_tokens=3, num_rows=2)
+
+
+def shapes(specs: list[LayerSpec]) -> list[tuple[int, int, int | None]]:
+    return [(spec.shape.num_kv_heads, spec.shape.head_dim, spec.window) for spec in specs]
+
+
+def test_layers_are_what_attention_is_asked_for(tmp_path: Path) -> None:
+    assert shapes(probe(tmp_path, CONFIGS["llama"]())) == [(2, 8, None)] * 2
+    assert shapes(probe(tmp_path, CONFIGS["gemma3"]())) == [(2, 8, 7), (2, 8, None)]
+    assert shapes(probe(tmp_path, CONFIGS["phimoe"]())) == [(2, 8, 7)] * 2
+    assert shapes(probe(tmp_path, ARCHITECTURES["gemma4"]())) == [(2, 8, 7), (1, 16, None)]
+
+
+def test_heads_are_as_wide_as_the_wider_of_keys_and_values(tmp_path: Path) -> None:
+    assert shapes(probe(tmp_path, ARCHITECTURES["deepseek-v3"]())) == [(4, 16, None)] * 2
+
+
+def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
+    config = CONFIGS["mistral"]()
+    for window, seen in ((127, 127), (128, None), (4096, None)):
+        config.sliding_window = window
+        assert shapes(probe(tmp_path, config)) == [(2, 8, seen)] * 2
+
+
+def test_the_context_of_a_chunked_model_is_its_first_chunk(tmp_path: Path) -> None:
+    assert shapes(probe(tmp_path, ARCHITECTURES["llama4"]())) == [(2, 8, None)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phimoe"])
+def test_rounding_is_not_taken_for_mixing(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    assert len(probe(tmp_path, CONFIGS[name](), dtype)) == 2
+
+
+def positions_by_place(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model that numbers the tokens of a call itself, as if they were one sequence."""
+    return lambda self, x, position_ids: original(self, x, torch.arange(x.shape[1])[None])
+
+
+def shifted_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model whose MLP looks at the token before, as convolutions and recurrences do."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        return original(self, x + x.roll(1, dims=1))
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("module", "change"), [(llama.LlamaRotaryEmbedding, positions_by_place), (llama.LlamaMLP, shifted_tokens)]
+)
+def test_a_model_that_mixes_the_tokens_of_a_step_is_refused(
+    module: Any, change: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "forward", change(module.forward))
+    with pytest.raises(EngineStartError, match="Llama.* mixes the tokens of a step"):
+        probe(tmp_path, CONFIGS["llama"]())
+
+
+def test_an_option_that_attention_does_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = llama.LlamaAttention.forward
+
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        return original(self, *args, **options, block_indices=torch.zeros(1))
+
+    monkeypatch.setattr(llama.LlamaAttention, "forward", forward)
+    with pytest.raises(EngineStartError, match="its attention wants block_indices"):
+        probe(tmp_path, CONFIGS["llama"]())
+
+
+def test_a_model_that_breaks_on_a_packed_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        raise IndexError("\nno such row\nat all")
+
+    monkeypatch.setattr(llama.LlamaMLP, "forward", forward)
+    with pytest.raises(EngineStartError, match="a packed step fails in it: no such row$"):
+        probe(tmp_path, CONFIGS["llama"]())
+
+
+def test_masks_that_are_no_window_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = llama.create_causal_mask
+
+    def every_other(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query - key) % 2 == 0
+
+    monkeypatch.setattr(
+        llama, "create_causal_mask", lambda **options: original(**options, and_mask_function=every_other)
+    )
+    with pytest.raises(EngineStartError, match="neither causal nor a sliding window"):
+        probe(tmp_path, CONFIGS["llama"]())
+
+
+def test_masks_that_show_the_future_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = llama.create_causal_mask
+
+    def everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= 0) & (key >= 0)
+
+    monkeypatch.setattr(llama, "create_causal_mask", lambda **options: original(**options, or_mask_function=everything))
+    with pytest.raises(EngineStartError, match="not causal"):
+        probe(tmp_path, CONFIGS["llama"]())

@@ -1,0 +1,121 @@
+"""Masks of grammars, on the shipped demo model's tokenizer and on one made up here."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from demo_model.location import demo_model_path
+from engine.interface import EngineInfo
+from engine.native.sampling.grammar import Bits, GrammarError, Grammars, apply_masks, hold_back
+
+DEMO = EngineInfo(
+    str(demo_model_path()),
+    max_model_len=64,
+    vocab_size=1024,
+    block_size=4,
+    num_blocks=4,
+    max_step_tokens=64,
+    eos_token_ids=(4, 0),
+)
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789-"
+
+
+@pytest.fixture
+def letters(tmp_path: Path) -> EngineInfo:
+    """A model of 40 logits whose tokenizer knows 38 tokens: 0 ends, 1 … are the letters."""
+    vocab = {"<|end|>": 0, **{letter: i + 1 for i, letter in enumerate(LETTERS)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return replace(DEMO, model_path=str(tmp_path), vocab_size=40, eos_token_ids=(0,))
+
+
+def regex(pattern: str) -> str:
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def allowed(bits: Bits, vocab_size: int) -> list[set[int]]:
+    logits = torch.zeros(len(bits) + 1, vocab_size)
+    apply_masks(logits, list(range(1, len(bits) + 1)), bits)
+    assert (logits[0] == 0).all(), "a row without a grammar"
+    return [set(row.isfinite().nonzero()[:, 0].tolist()) for row in logits[1:]]
+
+
+def ids(text: str) -> list[int]:
+    return [LETTERS.index(letter) + 1 for letter in text]
+
+
+def test_masks_are_what_the_grammar_allows_next(letters: EngineInfo) -> None:
+    grammars = Grammars(letters)
+    matchers = [grammars.matcher(regex(pattern)) for pattern in ("[a-c]*x", "ab", "(ab)?")]
+    assert allowed(grammars.masks(matchers), 40) == [set(ids("abcx")), set(ids("a")), {*ids("a"), 0}]
+    for matcher in matchers:
+        matcher.consume(ids("a"))
+    assert allowed(grammars.masks(matchers), 40) == [set(ids("abcx")), set(ids("b")), set(ids("b"))]
+    matchers[1].consume(ids("b"))
+    matchers[2].consume(ids("b"))
+    assert allowed(grammars.masks(matchers), 40) == [set(ids("abcx")), {0}, {0}]
+
+
+def test_sequences_of_one_grammar_have_places_of_their_own(letters: EngineInfo) -> None:
+    grammars = Grammars(letters)
+    first, second = grammars.matcher(regex("abc")), grammars.matcher(regex("abc"))
+    first.consume(ids("ab"))
+    third = grammars.matcher(regex("abc"))
+    assert allowed(grammars.masks([first, second, third]), 40) == [set(ids("c")), set(ids("a")), set(ids("a"))]
+    assert [m.num_consumed for m in (first, second, third)] == [2, 0, 0]
+
+
+def test_tokens_of_the_model_that_its_tokenizer_does_not_know_are_forbidden(letters: EngineInfo) -> None:
+    bits = np.full((1, 2), -1, dtype=np.int32)
+    assert allowed(bits, 40) == [set(range(40))]
+    assert allowed(bits, 70) == [set(range(64))]
+    grammars = Grammars(letters)
+    anything = grammars.matcher(regex("[a-z0-9-]*"))
+    assert allowed(grammars.masks([anything]), 64) == [set(range(38))]
+
+
+def test_what_is_held_back_is_forbidden_unless_nothing_else_is_left(letters: EngineInfo) -> None:
+    grammars = Grammars(letters)
+    bits = grammars.masks([grammars.matcher(regex("a?")), grammars.matcher(regex(""))])
+    for row in bits:
+        hold_back(row, [0, 31, 10**6, -1])
+    assert allowed(bits, 40) == [set(ids("a")), {0}]
+    every = np.full((1, 2), -1, dtype=np.int32)
+    hold_back(every[0], [31, 32, 63])
+    assert allowed(every, 64) == [set(range(64)) - {31, 32, 63}]
+
+
+@pytest.mark.parametrize("grammar", ["", "start: /[/", "{}", '{"grammars": []}', "nonsense", regex("(?<=a)b")])
+def test_a_bad_grammar_is_refused_with_a_short_reason(grammar: str) -> None:
+    with pytest.raises(GrammarError, match="does not compile: .") as refused:
+        Grammars(DEMO).matcher(grammar)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_token_that_breaks_the_grammar_is_an_error_for_good(letters: EngineInfo) -> None:
+    grammars = Grammars(letters)
+    matcher = grammars.matcher(regex("abc"))
+    with pytest.raises(GrammarError, match="cannot be followed"):
+        matcher.consume(ids("x"))
+    assert matcher.failure is not None
+    healthy = grammars.matcher(regex("abc"))
+    assert allowed(grammars.masks([matcher, healthy]), 40)[1] == set(ids("a"))
+    assert healthy.failure is None
+
+
+def test_a_model_without_what_grammars_need_refuses_them(tmp_path: Path) -> None:
+    with pytest.raises(GrammarError, match=r"tokenizer\.json"):
+        Grammars(replace(DEMO, model_path=str(tmp_path))).matcher(regex("a"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(GrammarError, match=r"tokenizer\.json"):
+        Grammars(replace(DEMO, model_path=str(tmp_path))).matcher(regex("a"))
+    with pytest.raises(GrammarError, match="end-of-sequence"):
+        Grammars(replace(DEMO, eos_token_ids=())).matcher(regex("a"))

@@ -1,0 +1,328 @@
+"""Sampling options through the whole engine: against transformers, beside each other, and preempted at random."""
+
+import gc
+import json
+import random
+import weakref
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from llguidance import LLMatcher
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from demo_model.location import demo_model_path
+from engine.config import EngineConfig
+from engine.factory import build_torch_engine
+from engine.interface import (
+    EngineInfo,
+    FinishReason,
+    NewSequence,
+    PreemptionMode,
+    Run,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from engine.native.execution.torch_engine import TorchEngine
+from engine.native.sampling.pipeline import TokenChooser
+from engine.sequences.sequence import Sequence
+from tests.engine.conftest import MakeEngine, ModelDirectory
+from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
+from tests.engine.models import CONFIGS, VOCAB_SIZE, save_model
+from tests.engine.native.execution.test_torch_engine import POISON
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "count": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "count", "tags"],
+    "additionalProperties": False,
+}
+# Where whitespace is free, a small model may well write nothing else.
+JSON_GRAMMAR = LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
+
+
+def regex(pattern: str) -> str:
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+
+
+def demo_engine() -> TorchEngine:
+    """The shipped model in fp32, with small blocks."""
+    return build_torch_engine(
+        EngineConfig(
+            str(demo_model_path()), dtype="float32", device="cpu", block_size=8, max_num_seqs=8, max_model_len=512
+        )
+    )
+
+
+class Reported:
+    """Log probabilities by sequence, as the steps bring them."""
+
+    def __init__(self) -> None:
+        self.output: defaultdict[str, list[TokenLogprobs]] = defaultdict(list)
+        self.prompt: defaultdict[str, list[TokenLogprobs]] = defaultdict(list)
+
+    def __call__(self, result: StepResult) -> None:
+        for output in result.outputs:
+            self.output[output.seq_id] += output.logprobs
+            self.prompt[output.seq_id] += output.prompt_logprobs
+
+
+def assert_alike(ours: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
+    """The same tokens; values within what fp32 makes of another order of sums."""
+    assert [entry.token_id for entry in ours] == [entry.token_id for entry in expected]
+    for own, other in zip(ours, expected, strict=True):
+        assert own.logprob == pytest.approx(other.logprob, abs=2e-4)
+        assert [value for _, value in own.top] == pytest.approx([value for _, value in other.top], abs=2e-4)
+        assert [token_id for token_id, _ in own.top] == [token_id for token_id, _ in other.top]
+
+
+# -- against transformers --------------------------------------------------------------------------------------------
+
+PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "repetition": ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
+    "bias": ({"logit_bias": ((3, 4.0), (50, -6.0))}, {"sequence_bias": [[[3], 4.0], [[50], -6.0]]}),
+    "both": (
+        {"repetition_penalty": 0.8, "logit_bias": ((3, 2.0), (8, 2.0))},
+        {"repetition_penalty": 0.8, "sequence_bias": [[[3], 2.0], [[8], 2.0]]},
+    ),
+}
+
+
+@pytest.mark.parametrize("options", PROCESSORS)
+def test_greedy_tokens_with_processors_are_those_of_generate(
+    options: str, make_engine: MakeEngine, model_directory: ModelDirectory
+) -> None:
+    ours, theirs = PROCESSORS[options]
+    rng = random.Random(8)
+    prompts = {f"s{i}": [rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randint(2, 20))] for i in range(5)}
+    plain = drive(make_engine(), [make_new(k, p, max_tokens=12) for k, p in prompts.items()])
+    driven = drive(make_engine(), [make_new(k, p, max_tokens=12, **ours) for k, p in prompts.items()])
+    for seq_id, prompt in prompts.items():
+        ids = torch.tensor([prompt])
+        settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **theirs}
+        expected = model_directory("llama")[1].generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        assert driven[seq_id].output == expected[0, len(prompt) :].tolist()
+    assert any(driven[k].output != plain[k].output for k in prompts), "the options change something"
+
+
+@pytest.mark.parametrize("chunk", [100, 3, 1])
+def test_logprobs_are_the_models_own(chunk: int, make_engine: MakeEngine, model_directory: ModelDirectory) -> None:
+    """Raw ones, whatever the options make of them; of prompts and outputs, in chunks of any size."""
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 4, "prompt_logprobs": 2},
+        {"temperature": 0.7, "top_k": 5, "seed": 3, "logprobs": 0, "prompt_logprobs": 0},
+        {"repetition_penalty": 2.0, "logit_bias": ((5, 50.0),), "seed": 1, "logprobs": 97},
+        {"temperature": 0.0, "prompt_logprobs": 20},
+        {"temperature": 0.0},
+    ]
+    rng = random.Random(chunk)
+    news = [
+        make_new(f"s{i}", [rng.randrange(VOCAB_SIZE) for _ in range(7 + i)], max_tokens=6, **chosen)
+        for i, chosen in enumerate(options)
+    ]
+    reported = Reported()
+    driven = drive(make_engine(), news, chunk=lambda s: chunk, after_step=reported)
+    for new in news:
+        tokens = [*new.prompt_token_ids, *driven[new.seq_id].output]
+        num_prompt = len(new.prompt_token_ids)
+        with torch.no_grad():
+            logprobs = model_directory("llama")[1](torch.tensor([tokens])).logits[0].log_softmax(-1)
+        outputs, prompts = range(num_prompt, len(tokens)), range(1, num_prompt)
+        assert_alike(reported.output[new.seq_id], entries_of(logprobs, tokens, outputs, new.sampling.logprobs))
+        assert_alike(reported.prompt[new.seq_id], entries_of(logprobs, tokens, prompts, new.sampling.prompt_logprobs))
+
+
+def entries_of(logprobs: Tensor, tokens: list[int], positions: range, num_top: int | None) -> list[TokenLogprobs]:
+    """By definition, from the log probabilities after each of `tokens`."""
+    entries = []
+    for at in positions if num_top is not None else ():
+        values, token_ids = logprobs[at - 1].topk(num_top or 0)
+        top = tuple(zip(token_ids.tolist(), values.tolist(), strict=True))
+        entries.append(TokenLogprobs(tokens[at], logprobs[at - 1, tokens[at]].item(), top))
+    return entries
+
+
+# -- preemption ------------------------------------------------------------------------------------------------------
+
+
+def news_with_everything(tokenizer: Tokenizer) -> list[NewSequence]:
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"temperature": 1.2, "top_k": 40, "min_p": 0.02, "presence_penalty": 0.8, "min_tokens": 30},
+        {"temperature": 1.1, "grammar": JSON_GRAMMAR, "repetition_penalty": 1.1, "max_tokens": 120},
+        {"temperature": 0.0, "grammar": regex("([a-m]{3} ){4,9}"), "frequency_penalty": 0.7, "min_tokens": 20},
+        {"temperature": 0.0, "logit_bias": ((4, -100.0), (0, -100.0), (60, 2.0)), "frequency_penalty": 0.2},
+        {"temperature": 0.0},
+    ]
+    base: dict[str, Any] = {"max_tokens": 40, "logprobs": 3, "prompt_logprobs": 1}
+    return [
+        make_new(
+            f"s{i}", tokenizer.encode(f"Tell me about number {i}, and in detail.").ids, **{**base, "seed": i, **chosen}
+        )
+        for i, chosen in enumerate(options)
+    ]
+
+
+def test_preemption_changes_nothing_of_what_options_remember(tokenizer: Tokenizer) -> None:
+    """Trap 14: a resume that loses RNG, penalties, log probabilities or the state of a grammar."""
+    news = news_with_everything(tokenizer)
+    alone, expected = {}, Reported()
+    for new in news:
+        alone.update(drive(demo_engine(), [new], after_step=expected))
+    assert all(d.failure is None and len(d.output) > 10 for d in alone.values())
+    for seed in range(3):
+        engine, reported = demo_engine(), Reported()
+        modes = [mode for mode in PreemptionMode if mode.value in engine.info.preemption_modes]
+        rng = random.Random(seed)
+        preempt = random_preemption(rng, 0.15, *modes)
+        driven = drive(engine, news, random_chunks(rng, 9), preempt, arrivals_a_step=2, after_step=reported)
+        for new in news:
+            own, other = driven[new.seq_id], alone[new.seq_id]
+            assert (own.output, own.finish_reason) == (other.output, other.finish_reason)
+            assert_alike(reported.output[new.seq_id], expected.output[new.seq_id])
+            assert_alike(reported.prompt[new.seq_id], expected.prompt[new.seq_id])
+
+
+def test_neighbours_with_options_do_not_change_the_tokens_of_those_without(tokenizer: Tokenizer) -> None:
+    plain = make_new("plain", tokenizer.encode("What is Tidegate?").ids, max_tokens=30, temperature=0.8, seed=5)
+    alone = drive(demo_engine(), [plain])["plain"].output
+    assert drive(demo_engine(), [*news_with_everything(tokenizer), plain])["plain"].output == alone
+
+
+def test_what_a_sequences_options_remember_goes_with_it() -> None:
+    info = EngineInfo(str(demo_model_path()), 64, 1024, 4, 4, 64, eos_token_ids=(4,))
+    chooser = TokenChooser(info)
+    sequence = Sequence(make_new("a", [1, 2], repetition_penalty=1.5, grammar=regex("a+")), 64, (4,))
+    (outcome,) = chooser.choose(torch.zeros(1, 1024), [sequence])
+    assert outcome.token_id is not None
+    gone = weakref.ref(sequence)
+    del sequence
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
+def test_a_gpu_makes_the_same_of_the_same_logits(tokenizer: Tokenizer) -> None:
+    """All options at once, and rows with and without them."""
+    info = EngineInfo(str(demo_model_path()), 512, 1024, 4, 4, 64, eos_token_ids=(4, 0))
+    sequences = [Sequence(new, 512, info.eos_token_ids) for new in news_with_everything(tokenizer)]
+    on_cpu, on_gpu = TokenChooser(info), TokenChooser(info)
+    for step in range(8):
+        logits = torch.randn(len(sequences), 1024, generator=torch.Generator().manual_seed(step)) * 4
+        expected = on_cpu.choose(logits, sequences)
+        found = on_gpu.choose(logits.cuda(), sequences)
+        assert [outcome.token_id for outcome in found] == [outcome.token_id for outcome in expected]
+        for sequence, outcome, other in zip(sequences, found, expected, strict=True):
+            assert outcome.token_id is not None
+            assert_alike(list(outcome.logprobs), list(other.logprobs))
+            sequence.append(outcome.token_id)
+
+
+# -- grammars --------------------------------------------------------------------------------------------------------
+
+
+def answer(tokenizer: Tokenizer, driven: Driven) -> str:
+    return tokenizer.decode(driven.output)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+def test_a_schema_makes_json_that_validates(temperature: float, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("Give me JSON.").ids
+    options: dict[str, Any] = {"max_tokens": 200, "temperature": temperature, "grammar": JSON_GRAMMAR}
+    news = [make_new(f"s{seed}", prompt, seed=seed, **options) for seed in range(5)]
+    plain = make_new("plain", prompt, max_tokens=20)
+    for seq_id, driven in drive(demo_engine(), [*news, plain], arrivals_a_step=2).items():
+        if seq_id != "plain":
+            assert driven.finish_reason is FinishReason.STOP, driven
+            assert driven.output[-1] in (4, 0)
+            jsonschema.validate(json.loads(answer(tokenizer, driven)), SCHEMA)
+
+
+@pytest.mark.parametrize("options", [{}, {"ignore_eos": True}, {"min_tokens": 15}], ids=["plain", "eos ignored", "min"])
+def test_the_end_of_a_grammar_ends_the_sequence(options: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Nothing is allowed behind it, whatever else was asked for."""
+    new = make_new("a", tokenizer.encode("Hello").ids, max_tokens=20, grammar=regex("yes|no"), **options)
+    driven = drive(demo_engine(), [new])["a"]
+    assert answer(tokenizer, driven) in ("yes", "no")
+    assert driven.finish_reason is FinishReason.STOP
+
+
+def test_within_a_grammar_min_tokens_holds_back_an_end_that_is_only_possible(tokenizer: Tokenizer) -> None:
+    ends = {token: 100.0 for token in (4, 0)}
+    options: dict[str, Any] = {"max_tokens": 30, "grammar": regex("[ab]*"), "logit_bias": tuple(ends.items())}
+    news = [make_new(str(n), tokenizer.encode("Hello").ids, min_tokens=n, **options) for n in (0, 1, 7)]
+    assert {k: len(d.output) - 1 for k, d in drive(demo_engine(), news).items()} == {"0": 0, "1": 1, "7": 7}
+
+
+def test_a_bad_grammar_fails_alone(tokenizer: Tokenizer, make_engine: MakeEngine) -> None:
+    prompt = tokenizer.encode("Hello").ids
+    good = [
+        make_new(f"s{i}", prompt, max_tokens=10, seed=i, temperature=1.0, grammar=g)
+        for i, g in enumerate([None, regex("[ab]+")])
+    ]
+    expected = {k: d.output for k, d in drive(demo_engine(), good).items()}
+    bad = [make_new(f"bad{i}", prompt, grammar=grammar) for i, grammar in enumerate(["start: /[/", "{}"])]
+    engine = demo_engine()
+    driven = drive(engine, [bad[0], *good, bad[1]])
+    assert {k: d.output for k, d in driven.items() if k.startswith("s")} == expected
+    assert all("does not compile" in str(driven[new.seq_id].failure) for new in bad)
+    assert engine.num_used_blocks == 0
+    # A model without a tokenizer.
+    failed = drive(make_engine(), [make_new("a", [1, 2], grammar=regex("a")), make_new("b", [1, 2])])
+    assert "end-of-sequence" in str(failed["a"].failure)
+    assert failed["b"].failure is None
+
+
+# -- ends and failures -----------------------------------------------------------------------------------------------
+
+
+def test_min_tokens_holds_back_every_end(tmp_path: Path, make_engine: MakeEngine) -> None:
+    plain = drive(make_engine(), [make_new("a", range(1, 11), max_tokens=20)])["a"].output
+    _, stop, eos, *_ = dict.fromkeys(plain)
+    config = CONFIGS["llama"]()
+    config.eos_token_id = [95, eos]
+    save_model(tmp_path, config)
+    engine = build_torch_engine(EngineConfig(str(tmp_path), dtype="float32", device="cpu", max_num_seqs=4))
+    news = [
+        make_new(f"{n}", range(1, 11), max_tokens=20, min_tokens=n, stop_token_ids=(stop, 10**6)) for n in (0, 6, 20)
+    ]
+    driven = drive(engine, news)
+    assert driven["0"].output == plain[: plain.index(stop) + 1]
+    for n in (6, 20):
+        assert not {95, stop, eos} & set(driven[str(n)].output[:n])
+        assert len(driven[str(n)].output) >= n
+    assert driven["20"].finish_reason is FinishReason.LENGTH
+
+
+def test_options_that_leave_nothing_to_choose_fail_alone(make_engine: MakeEngine) -> None:
+    nothing = make_new("a", [1, 2], stop_token_ids=tuple(range(VOCAB_SIZE)), min_tokens=2)
+    driven = drive(make_engine(), [nothing, make_new("b", [1, 2])])
+    assert "no token to choose" in str(driven["a"].failure)
+    assert len(driven["b"].output) == 8
+
+
+@pytest.mark.parametrize(
+    "options", [{"repetition_penalty": 1.2}, {"logprobs": 3, "prompt_logprobs": 3}, {"min_tokens": 3}]
+)
+def test_broken_logits_are_found_whatever_the_options(options: dict[str, Any], tmp_path: Path) -> None:
+    save_model(tmp_path, CONFIGS["llama"](), poisoned_token=POISON)
+    engine = build_torch_engine(EngineConfig(str(tmp_path), dtype="float32", device="cpu", max_num_seqs=4))
+    news = [make_new("good", [1, 2, 3], **options), make_new("bad", [1, POISON, 3], **options)]
+    result = engine.step(StepPlan(0, start=tuple(news), run=(Run("good", 3), Run("bad", 3))))
+    assert [output.seq_id for output in result.outputs] == ["good"]
+    assert [failure.seq_id for failure in result.failures] == ["bad"]
+    assert "not finite" in result.failures[0].reason

@@ -1,0 +1,125 @@
+"""Which layers are fused, and that nothing but speed changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import nn
+
+from engine import factory
+from engine.config import EngineConfig, EngineStartError
+from engine.factory import build_torch_engine
+from engine.native.cpu.packed_linear import PackedLinear, can_pack
+from tests.engine.drive import drive, make_new
+from tests.engine.models import CONFIGS, save_model
+from tests.engine.native.cpu.compiled import compiled_library
+
+FUSED = ("llama", "llama-mqa-tied", "qwen3", "mistral")
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> None:
+    compiled_library()
+
+
+def build(directory: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The engine and what was logged about its optimization."""
+    config = EngineConfig(str(directory), kv_cache_bytes=1 << 20, **{"dtype": "float32", **options})
+    with capture_logs() as logs:
+        engine = build_torch_engine(config)
+    found = [entry for entry in logs if entry["event"] == "model optimized"]
+    return engine, found[0] if found else {}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_common_layers_are_fused(name: str, tmp_path: Path) -> None:
+    save_model(tmp_path, CONFIGS[name]())
+    assert build(tmp_path)[1]["fused_layers"] == 2
+
+
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) & {"gemma2", "gemma3", "phi", "gpt2", "gpt-oss", "phimoe"}))
+def test_other_layers_stay_as_they_are(name: str, tmp_path: Path) -> None:
+    save_model(tmp_path, CONFIGS[name]())
+    assert build(tmp_path)[1]["fused_layers"] == 0
+
+
+def test_a_layer_that_looks_common_and_computes_otherwise_stays(tmp_path: Path) -> None:
+    """Granite has Llama's parts, and scales what each of them adds."""
+    from transformers import GraniteConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    save_model(tmp_path, GraniteConfig(vocab_size=97, num_key_value_heads=2, residual_multiplier=0.5, **sizes))
+    assert build(tmp_path)[1]["fused_layers"] == 0
+
+
+def test_optimization_can_be_left_out(tmp_path: Path) -> None:
+    save_model(tmp_path, CONFIGS["llama"]())
+    assert build(tmp_path, optimize=False)[1] == {}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_model_gives_the_plain_ones_tokens(name: str, tmp_path: Path) -> None:
+    save_model(tmp_path, CONFIGS[name]())
+    news = [make_new(f"s{i}", range(3 + i, 12 + 3 * i), max_tokens=24) for i in range(4)]
+    fused, plain = (drive(build(tmp_path, optimize=optimize)[0], news) for optimize in (True, False))
+    assert {k: s.output for k, s in fused.items()} == {k: s.output for k, s in plain.items()}
+
+
+@pytest.mark.parametrize("biases", [(False,), (True, False), (True, True)])
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_packed_products_are_the_plain_ones(biases: tuple[bool, ...], rows: int) -> None:
+    if not can_pack(torch.bfloat16):
+        pytest.skip("this torch has no packed bfloat16 products")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        layers = [nn.Linear(64, 9000 + 8 * i, bias=bias, dtype=torch.bfloat16) for i, bias in enumerate(biases)]
+        x = torch.randn(rows, 64, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        expected = torch.cat([layer(x) for layer in layers], dim=-1)
+        torch.testing.assert_close(PackedLinear(layers)(x), expected, atol=0.02, rtol=0.02)
+
+
+def test_only_bfloat16_is_packed() -> None:
+    assert not can_pack(torch.float32)
+    assert not can_pack(torch.float16)
+
+
+class KeepsItsEmbedding(nn.Module):
+    """A model's body that adds what it began with to what it ends with."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        started_with = None
+
+        def keep(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            nonlocal started_with
+            started_with = output
+
+        handle = self.body.embed_tokens.register_forward_hook(keep)
+        output = self.body(*args, **options)
+        handle.remove()
+        output.last_hidden_state = output.last_hidden_state + 5 * started_with
+        return output
+
+
+def test_a_model_that_looks_back_at_what_its_layers_were_given_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer is right, and still the model is another: they change in place what it has kept."""
+    save_model(tmp_path, CONFIGS["llama"]())
+    load = factory.load_model
+
+    def load_wrapped(*args: Any) -> Any:
+        model: Any = load(*args)
+        model.model = KeepsItsEmbedding(model.model)
+        return model
+
+    monkeypatch.setattr(factory, "load_model", load_wrapped)
+    with pytest.raises(EngineStartError, match="--no-optimize"):
+        build(tmp_path)
+    build(tmp_path, optimize=False)

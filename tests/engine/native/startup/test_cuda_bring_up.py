@@ -1,0 +1,77 @@
+"""What does not work on a device is left out, with its reason in the log; nothing else happens."""
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor
+
+from engine.native.attention.kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
+from engine.native.kv.cache import LayerShape
+from engine.native.model.probe import LayerSpec
+from engine.native.startup.cuda_bring_up import captured_graphs, graph_bytes, graph_sizes, working_kernels
+from engine.native.startup.cuda_trial import find_fault
+from tests.engine.conftest import MakeEngine
+
+CPU = torch.device("cpu")
+SPECS = [LayerSpec(LayerShape(2, 16), None), LayerSpec(LayerShape(2, 16), 40)]
+
+
+class WrongKernels(AttentionKernels):
+    """Says zeros to everything that it answers."""
+
+    def can_attend(self, shape: HeadShape) -> bool:
+        return True
+
+    def paged_decode(self, query: Tensor, num_kv_heads: int, paged: PagedRows, scoring: Scoring) -> Tensor:
+        return torch.zeros_like(query.transpose(0, 1))
+
+    def paged_prefill(self, query: Tensor, num_kv_heads: int, chunks: PagedChunks, scoring: Scoring) -> Tensor | None:
+        return None
+
+
+class NoKernels(WrongKernels):
+    """Has none for any shape."""
+
+    def can_attend(self, shape: HeadShape) -> bool:
+        return False
+
+
+class BrokenKernels(WrongKernels):
+    def paged_decode(self, query: Tensor, num_kv_heads: int, paged: PagedRows, scoring: Scoring) -> Tensor:
+        return super().paged_decode(query, num_kv_heads, paged, scoring) * torch.nan
+
+
+def test_wrong_answers_are_found() -> None:
+    assert "off for KV heads of 16" in (find_fault(WrongKernels(), SPECS, 4, torch.float32, CPU) or "")
+    assert "nan off" in (find_fault(BrokenKernels(), SPECS, 4, torch.float32, CPU) or "")
+    assert find_fault(NoKernels(), SPECS, 4, torch.float32, CPU) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they work on a GPU")
+def test_without_a_working_device_there_are_no_kernels() -> None:
+    with capture_logs() as logs:
+        assert working_kernels(SPECS, 4, torch.float32, torch.device("cuda", 0)) is None
+    (entry,) = logs
+    assert entry["log_level"] == "warning"
+    assert entry["reason"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they work on a GPU")
+def test_what_cannot_be_captured_is_launched(make_engine: MakeEngine) -> None:
+    engine = make_engine("llama", optimize=False)
+    runner = engine._runner
+    with capture_logs() as logs:
+        assert captured_graphs(runner, runner._cache, engine.info, [1, 2], 1 << 30, torch.device("cuda", 0)) is None
+    (entry,) = logs
+    assert entry["event"].startswith("no CUDA graphs")
+    assert entry["reason"]
+
+
+def test_no_more_sizes_than_a_step_has_rows() -> None:
+    assert graph_sizes(256, 20) == [1, 2, 4, 8, 16, 20]
+    assert graph_sizes(5, 2048) == [1, 2, 4, 5]
+
+
+def test_graphs_memory_covers_their_numbers_and_a_steps() -> None:
+    assert graph_bytes([1, 2, 64], 100, step_bytes=1000) > 64 * 105 * 8 + 1000
+    assert graph_bytes([1, 2], 100, 1000) < graph_bytes([1, 2, 4], 100, 1000)

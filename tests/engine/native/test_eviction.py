@@ -1,0 +1,389 @@
+"""Sequences that leave running steps at any layer, any number of times, end as if they never had; so do those that they
+left."""
+
+import asyncio
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.factory import build_torch_engine
+from engine.interface import (
+    FinishReason,
+    NewSequence,
+    PreemptionMode,
+    Run,
+    Shedding,
+    StepPlan,
+    StepResult,
+)
+from engine.native.execution.torch_engine import TorchEngine
+from engine.native.sampling.pipeline import TokenChooser
+from engine.thread import EngineThread
+from tests.engine.conftest import MakeEngine, ModelDirectory
+from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
+from tests.engine.models import CONFIGS, generate, save_model
+from tests.engine.native.cpu.compiled import has_compiler, library_with
+from tests.engine.native.cpu.test_native_layer import CONFIGS as NATIVE_CONFIGS
+from tests.engine.native.execution.test_oom_split import ScarceMemory
+from tests.engine.native.execution.test_torch_engine import POISON
+from tests.engine.native.sampling.test_sampling_options import demo_engine, regex
+from tests.engine.native.test_preemption_equivalence import family
+from tests.engine.shedder import Choose, Shedder, Wishes
+
+MAX_TOKENS = 8
+SWAP_BYTES = 1 << 20
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9, "max_tokens": 3},
+    {"temperature": 1.3, "top_k": 20, "presence_penalty": 0.5},
+    {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "frequency_penalty": 0.7, "logprobs": 2},
+    {"temperature": 0.0, "prompt_logprobs": 1},
+    {"temperature": 1.1, "min_tokens": 4},
+]
+
+
+def at_random(rng: random.Random, num_layers: int, probability: float = 0.6) -> Choose:
+    """Some, or all, at one layer or at two."""
+
+    def choose(plan: StepPlan) -> Wishes:
+        ids = [run.seq_id for run in plan.run]
+        wishes: dict[int, set[str]] = {}
+        while ids and rng.random() < probability and len(wishes) < num_layers:
+            wished = ids if rng.random() < 0.5 else rng.sample(ids, rng.randint(1, len(ids)))
+            wishes[rng.randrange(num_layers)] = {*wished, "nobody"}
+        return wishes
+
+    return choose
+
+
+def at(layer: int, *seq_ids: str) -> Choose:
+    return lambda plan: {layer: set(seq_ids)}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_are_those_of_generate(
+    name: str, make_engine: MakeEngine, model_directory: ModelDirectory
+) -> None:
+    rng = random.Random(name)
+    engine = make_engine(name, swap_bytes=SWAP_BYTES)
+    shedder = Shedder(engine, at_random(rng, engine._runner.num_layers))
+    prompts = family(3, count=5)
+    news = [make_new(k, p, max_tokens=MAX_TOKENS) for k, p in prompts.items()]
+    preempt = random_preemption(rng, 0.1, *PreemptionMode)
+    driven = drive(shedder, news, random_chunks(rng, 9), preempt, arrivals_a_step=1)
+    model = model_directory(name)[1]
+    assert {k: tuple(d.output) for k, d in driven.items()} == {
+        k: generate(model, p, MAX_TOKENS) for k, p in prompts.items()
+    }
+    assert sum(map(bool, shedder.shed)) >= 3
+    assert (engine.num_used_blocks, engine.num_used_swap_blocks) == (0, 0)
+
+
+def test_common_layers_go_on_with_fewer_rows_and_others_let_whole_steps_go(make_engine: MakeEngine) -> None:
+    fused = Shedding.ROWS if has_compiler() else Shedding.STEPS
+    sheds = {name: make_engine(name).info.sheds for name in ("llama", "gemma2", "gpt2")}
+    assert sheds == {"llama": fused, "gemma2": Shedding.STEPS, "gpt2": Shedding.STEPS}
+    assert make_engine(optimize=False).info.sheds is Shedding.STEPS
+    assert make_engine(steps_ahead=1).info.sheds is Shedding.NOTHING
+
+
+def test_what_a_sequence_draws_and_is_told_is_what_it_is_undisturbed(make_engine: MakeEngine) -> None:
+    news = [
+        make_new(k, p, seed=i, **{"max_tokens": MAX_TOKENS, **more})
+        for i, ((k, p), more) in enumerate(zip(family(2).items(), OPTIONS, strict=True))
+    ]
+    alone = told_of(make_engine(prefix_cache=False), news, drive_plainly)
+    for seed in range(3):
+        rng = random.Random(seed)
+        engine = make_engine()
+        shedder = Shedder(engine, at_random(rng, 2))
+
+        def disturbed(
+            _: Any, news: list[NewSequence], after: Any, rng: random.Random = rng, shedder: Shedder = shedder
+        ) -> dict[str, Driven]:
+            return drive(shedder, news, random_chunks(rng, 7), arrivals_a_step=2, after_step=after)
+
+        assert told_of(engine, news, disturbed) == alone
+        assert sum(map(bool, shedder.shed)) >= 3
+        assert engine.num_used_blocks == 0
+
+
+def test_a_grammar_is_where_it_was() -> None:
+    engine, alone = demo_engine(), demo_engine()
+    news = [
+        make_new(f"s{i}", range(20, 30 + i), max_tokens=12, seed=i, temperature=1.0, grammar=regex(pattern))
+        for i, pattern in enumerate(["(yes|no)+", "[a-f]{5,9}", "[0-9]+x"])
+    ]
+    expected = told_of(alone, news, drive_plainly)
+    shedder = Shedder(engine, at_random(random.Random(6), engine._runner.num_layers))
+
+    def disturbed(_: Any, news: list[NewSequence], after: Any) -> dict[str, Driven]:
+        return drive(shedder, news, arrivals_a_step=1, after_step=after)
+
+    assert told_of(engine, news, disturbed) == expected
+    assert sum(map(bool, shedder.shed)) >= 3
+
+
+def drive_plainly(engine: Any, news: list[NewSequence], after: Any) -> dict[str, Driven]:
+    return {new.seq_id: drive(engine, [new], after_step=after)[new.seq_id] for new in news}
+
+
+def told_of(engine: TorchEngine, news: list[NewSequence], run: Any) -> dict[str, Any]:
+    """Tokens, ends, and which tokens' log probabilities were told."""
+    scored: dict[str, list[int]] = {new.seq_id: [] for new in news}
+    logged: dict[str, list[int]] = {new.seq_id: [] for new in news}
+
+    def note(result: StepResult) -> None:
+        for output in result.outputs:
+            scored[output.seq_id] += [entry.token_id for entry in output.prompt_logprobs]
+            logged[output.seq_id] += [entry.token_id for entry in output.logprobs]
+
+    driven = run(engine, news, note)
+    return {k: (d.output, d.finish_reason, scored[k], logged[k]) for k, d in driven.items()}
+
+
+# -- one step ----------------------------------------------------------------------------------------------------------
+
+
+class Story:
+    """Three sequences that decode and one whose prompt is computed, all in one step, which `choose` disturbs."""
+
+    def __init__(self, engine: TorchEngine, choose: Choose = lambda plan: {}, vocab_size: int = POISON) -> None:
+        self.shedder = Shedder(engine, lambda plan: choose(plan) if plan.step_id == 1 else {})
+        rng = random.Random(11)
+        news = [
+            make_new(name, [rng.randrange(1, vocab_size) for _ in range(length)], max_tokens=4)
+            for name, length in zip("abcp", (9, 30, 17, 21), strict=True)
+        ]
+        first = StepPlan(
+            0, start=tuple(news[:3]), run=tuple(Run(new.seq_id, len(new.prompt_token_ids)) for new in news[:3])
+        )
+        self.shedder.step(first)
+        runs = (Run("a", 1), Run("p", 21), Run("b", 1), Run("c", 1))
+        self.result = self.shedder.step(StepPlan(1, start=(news[3],), run=runs))
+
+    @property
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        return {output.seq_id: output.token_ids for output in self.result.outputs}
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("left", ["p", "a", "bp", "abc", "cap"])
+def test_those_who_stay_get_what_they_would_have_got(make_engine: MakeEngine, left: str, layer: int) -> None:
+    expected = Story(make_engine()).tokens
+    story = Story(make_engine(), at(layer, *left))
+    assert set(story.result.shed) == set(left)
+    assert [output.seq_id for output in story.result.outputs] == ["a", "p", "b", "c"], "in the order of the plan"
+    assert story.tokens == {name: () if name in left else tokens for name, tokens in expected.items()}
+    story.shedder._choose = lambda plan: {}
+    again = story.shedder.step(StepPlan(2, run=tuple(Run(name, 21 if name == "p" else 1) for name in left)))
+    assert {output.seq_id: output.token_ids for output in again.outputs} == {name: expected[name] for name in left}
+
+
+def test_one_after_another_leaves(make_engine: MakeEngine) -> None:
+    expected = Story(make_engine()).tokens
+    story = Story(make_engine(), lambda plan: {0: {"b"}, 1: {"p", "a"}})
+    assert story.tokens == {"a": (), "b": (), "p": (), "c": expected["c"]}
+
+
+def test_an_abandoned_step_ends_at_the_layer_where_the_last_one_leaves(make_engine: MakeEngine) -> None:
+    story = Story(make_engine(), lambda plan: {0: {"b"}, 1: {"p", "a", "c"}})
+    assert story.result.shed == ("a", "p", "b", "c")
+    assert story.shedder.num_layers == [2, 2]
+    assert Story(make_engine(), at(0, *"abcp")).shedder.num_layers == [2, 1]
+
+
+def test_who_is_not_in_the_step_cannot_leave_it(make_engine: MakeEngine) -> None:
+    story = Story(make_engine(), at(0, "x", "y"))
+    assert story.result.shed == ()
+    assert all(story.tokens.values())
+
+
+def test_a_model_that_lets_whole_steps_go_only_ignores_other_wishes(make_engine: MakeEngine) -> None:
+    story = Story(make_engine(optimize=False), at(0, "a", "p"))
+    assert story.result.shed == () and all(story.tokens.values())
+    story = Story(make_engine(optimize=False), lambda plan: {0: {"a", "p"}, 1: {"b", "c"}})
+    assert story.result.shed == ("a", "p", "b", "c"), "wishes add up"
+
+
+def test_a_wish_comes_before_its_step_and_not_behind_it(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    new = make_new("s", range(3, 9), max_tokens=4)
+    engine.shed(1, {"s"})
+    assert engine.step(StepPlan(0, start=(new,), run=(Run("s", 6),))).shed == ()
+    assert engine.step(StepPlan(1, run=(Run("s", 1),))).shed == ("s",)
+    engine.shed(1, {"s"})
+    assert engine.step(StepPlan(2, run=(Run("s", 1),))).shed == ()
+
+
+def test_a_step_without_runs_has_nobody_to_leave_it(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.shed(0, {"s"})
+    assert engine.step(StepPlan(0, start=(make_new("s", range(3, 9)),))).shed == ()
+
+
+def test_what_was_found_in_the_prefix_cache_is_kept_and_nothing_half_computed_is_found(make_engine: MakeEngine) -> None:
+    shedder = Shedder(make_engine(), lambda plan: {1: {"late"}} if plan.step_id in (1, 2) else {})
+    prompt = tuple(range(3, 33))
+    first = make_new("first", prompt[:10], max_tokens=1)
+    shedder.step(StepPlan(0, start=(first,), run=(Run("first", 10),)))
+    late = make_new("late", prompt, max_tokens=1)
+    result = shedder.step(StepPlan(1, start=(late,), run=(Run("late", 30),)))
+    (output,) = result.outputs
+    assert (output.num_computed_tokens, output.num_cached_tokens) == (8, 8)
+    assert result.free_blocks == shedder.info.num_blocks - 2
+    (output,) = shedder.step(StepPlan(2, run=(Run("late", 22),))).outputs
+    assert (output.num_computed_tokens, output.num_cached_tokens) == (8, 0)
+    other = make_new("other", prompt, max_tokens=1)
+    (output,) = shedder.step(StepPlan(3, start=(other,), run=(Run("other", 30),))).outputs
+    assert output.num_cached_tokens == 8, "what it had computed of the rest counts for nothing"
+    (again,) = shedder.step(StepPlan(4, run=(Run("late", 22),))).outputs
+    assert again.token_ids == output.token_ids and again.finish_reason is FinishReason.LENGTH
+
+
+async def test_another_thread_asks_while_the_step_runs(make_engine: MakeEngine) -> None:
+    """And before it has begun, with which the next steps have nothing to do."""
+    reached, asked = threading.Event(), threading.Event()
+
+    def make() -> TorchEngine:
+        stepper = make_engine()
+        enter = stepper._runner.attention.enter_layer
+
+        def wait_at_every_layer() -> torch.Tensor | None:
+            reached.set()
+            assert asked.wait(timeout=10)
+            return enter()
+
+        stepper._runner.attention.enter_layer = wait_at_every_layer  # type: ignore[method-assign]
+        return stepper
+
+    engine = EngineThread(make)
+    try:
+        new = make_new("s", range(3, 9), max_tokens=4)
+        engine.submit(StepPlan(0, start=(new,), run=(Run("s", 6),)))
+        await asyncio.to_thread(reached.wait, 10)
+        engine.shed({"s"})
+        asked.set()
+        assert (await engine.collect()).shed == ("s",)
+        engine.submit(StepPlan(1, run=(Run("s", 6),)))
+        assert (await engine.collect()).shed == ()
+        asked.clear()
+        engine.submit(StepPlan(2, run=(Run("s", 1),)))
+        engine.shed({"s"})
+        asked.set()
+        assert (await engine.collect()).shed == ("s",)
+    finally:
+        asked.set()
+        engine.close()
+
+
+# -- beside what else happens to a step --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most_rows", [1, 3, 16])
+def test_a_step_in_pieces_is_left_in_pieces(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, most_rows: int
+) -> None:
+    news = [
+        make_new(k, p, seed=i, repetition_penalty=1.2, prompt_logprobs=0)
+        for i, (k, p) in enumerate(family(5, count=5).items())
+    ]
+    engine, ample, rng = make_engine(), make_engine(), random.Random(most_rows)
+    expected = told_of(ample, news, lambda engine, news, after: drive(engine, news, after_step=after))
+    scarce = ScarceMemory(monkeypatch)
+    scarce.most_rows = most_rows
+    shedders: list[Shedder] = []
+
+    def disturbed(engine: TorchEngine, news: list[NewSequence], after: Any) -> dict[str, Driven]:
+        shedders.append(Shedder(engine, at_random(rng, 9, probability=0.5)))
+        return drive(shedders[0], news, arrivals_a_step=2, after_step=after)
+
+    assert told_of(engine, news, disturbed) == expected
+    assert scarce.num_refused > 0 and any(shedders[0].shed)
+
+
+def test_a_broken_sequence_fails_and_those_that_left_it_do_not(tmp_path: Path) -> None:
+    """The blocks that they gave back may be anybody's then: nothing broken is read from them."""
+    save_model(tmp_path, CONFIGS["llama"](), poisoned_token=POISON)
+    config = EngineConfig(str(tmp_path), dtype="float32", device="cpu", block_size=4, max_model_len=64, max_num_seqs=4)
+    rng = random.Random(4)
+    prompts = {f"s{i}": [rng.randrange(1, POISON) for _ in range(20)] for i in range(3)}
+    expected = drive(build_torch_engine(config), [make_new(k, p) for k, p in prompts.items()])
+    engine = build_torch_engine(config)
+    broken = [make_new(f"broken{i}", [1, 2, POISON, *range(3, 20)]) for i in range(2)]
+    shedder = Shedder(engine, at_random(rng, 2))
+    news = [broken[0], *(make_new(k, p) for k, p in prompts.items()), broken[1]]
+    driven = drive(shedder, news, random_chunks(rng, 9), arrivals_a_step=1)
+    left = {seq_id for shed in shedder.shed for seq_id in shed}
+    assert left & set(prompts) and left & {"broken0", "broken1"}
+    assert all(driven.pop(f"broken{i}").failure for i in range(2))
+    assert {k: d.output for k, d in driven.items()} == {k: d.output for k, d in expected.items()}
+
+
+# -- decoder layers in one call ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["dots", "tiles"])
+def make_native(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    library_with(request.param, monkeypatch)
+
+    def make(name: str) -> TorchEngine:
+        if not (tmp_path / "config.json").exists():
+            save_model(tmp_path, NATIVE_CONFIGS[name]())
+        # Prefills and decodes round differently: what is which must not hang on who left what.
+        config = EngineConfig(str(tmp_path), dtype="bfloat16", kv_cache_bytes=1 << 20, block_size=8, prefix_cache=False)
+        engine = build_torch_engine(config)
+        assert engine.info.sheds is Shedding.ROWS
+        return engine
+
+    return make
+
+
+def by_place(s: Driven) -> int:
+    """The same chunks in any company."""
+    return 1 + (5 * s.num_computed + len(s.new.prompt_token_ids)) % 9
+
+
+@pytest.mark.parametrize("name", NATIVE_CONFIGS)
+def test_native_layers_go_on_with_fewer_rows(name: str, make_native: Any) -> None:
+    news = [make_new(k, [t % 90 for t in p], max_tokens=MAX_TOKENS) for k, p in family(3).items()]
+    expected = drive(make_native(name), news, by_place, arrivals_a_step=2)
+    rng = random.Random(name)
+    shedder = Shedder(make_native(name), at_random(rng, 3))
+    driven = drive(shedder, news, by_place, arrivals_a_step=2)
+    assert {k: d.output for k, d in driven.items()} == {k: d.output for k, d in expected.items()}
+    assert sum(map(bool, shedder.shed)) >= 5
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("left", ["p", "a", "bp", "abc", "cap"])
+def test_those_who_stay_with_native_layers_get_the_same_bits(
+    make_native: Any, monkeypatch: pytest.MonkeyPatch, left: str, layer: int
+) -> None:
+    """Logits, not only tokens."""
+    choose_tokens = TokenChooser.choose
+
+    def logits_of(choose: Choose) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.Tensor]]:
+        engine = make_native("qwen3")
+        seen: dict[str, torch.Tensor] = {}
+
+        def watched(chooser: TokenChooser, logits: torch.Tensor, sequences: Any) -> Any:
+            seen.update((s.seq_id, row.clone()) for s, row in zip(sequences, logits, strict=True))
+            return choose_tokens(chooser, logits, sequences)
+
+        monkeypatch.setattr(TokenChooser, "choose", watched)
+        story = Story(engine, choose, vocab_size=90)
+        return story.tokens, {name: seen[name] for name, tokens in story.tokens.items() if tokens}
+
+    expected_tokens, expected = logits_of(lambda plan: {})
+    tokens, found = logits_of(at(layer, *left))
+    assert tokens == {name: () if name in left else of for name, of in expected_tokens.items()}
+    assert set(found) == set("abcp") - set(left)
+    for name, row in found.items():
+        assert torch.equal(row, expected[name]), name

@@ -1,0 +1,147 @@
+"""The host pool: its copies, its books, and what a swap costs others."""
+
+import pytest
+import torch
+
+from engine.config import EngineStartError
+from engine.interface import PlanError, Preempt, PreemptionMode, Run, StepPlan
+from engine.native.kv.cache import KVCache, LayerShape
+from engine.native.kv.swap import SwapSpace
+from engine.sequences.sequence_table import BlockCopies
+from tests.engine.conftest import MakeEngine
+from tests.engine.drive import drive, make_new
+from tests.engine.native.execution.test_torch_engine import BLOCK_BYTES
+
+SWAP, RECOMPUTE = PreemptionMode.SWAP, PreemptionMode.RECOMPUTE
+CPU = torch.device("cpu")
+
+
+def make_cache(num_blocks: int = 200) -> KVCache:
+    """Three layers of two shapes, filled with numbers that are all different."""
+    cache = KVCache([LayerShape(2, 8), LayerShape(1, 4), LayerShape(2, 8)], num_blocks, 4, torch.float32, CPU)
+    blocks = torch.arange(num_blocks)
+    contents = [torch.rand_like(c) for c in cache.read_blocks(blocks)]
+    cache.write_blocks(blocks, contents)
+    return cache
+
+
+def block(cache: KVCache, number: int) -> list[torch.Tensor]:
+    return cache.read_blocks(torch.tensor([number]))
+
+
+def test_blocks_come_back_as_they_went_wherever_they_come_to_lie() -> None:
+    cache = make_cache()
+    space = SwapSpace(cache, 150, CPU)
+    there = list(zip(range(10, 140), [*range(40, 100), *range(39, -1, -1), *range(120, 150)], strict=True))
+    before = {device: block(cache, device) for device, _ in there}
+    others = {number: block(cache, number) for number in range(200) if number not in before}
+    space.copy(BlockCopies(out=there))
+    for device, _ in there:
+        cache.clear(torch.tensor([device]))
+    back = [(host, 149 - device) for device, host in there]
+    space.copy(BlockCopies(back=back))
+    for device, _ in there:
+        assert all(map(torch.equal, before[device], block(cache, 149 - device)))
+    assert all(map(torch.equal, others[199], block(cache, 199)))
+    assert space.measure() > 0
+
+
+def test_out_comes_before_back() -> None:
+    """A block that one sequence leaves may be the one that another comes back to, in the same step."""
+    cache = make_cache(4)
+    space = SwapSpace(cache, 2, CPU)
+    first, second = block(cache, 0), block(cache, 1)
+    space.copy(BlockCopies(out=[(0, 0)]))
+    space.copy(BlockCopies(out=[(1, 1)], back=[(0, 1)]))
+    assert all(map(torch.equal, block(cache, 1), first))
+    space.copy(BlockCopies(back=[(1, 0)]))
+    assert all(map(torch.equal, block(cache, 0), second))
+
+
+def test_a_swapped_sequence_frees_its_blocks_and_goes_on_where_it_was(make_engine: MakeEngine) -> None:
+    engine = make_engine(swap_bytes=8 * BLOCK_BYTES, kv_cache_bytes=8 * BLOCK_BYTES, prefix_cache=False)
+    assert engine.info.num_swap_blocks == 8
+    assert engine.info.preemption_modes == ("pause", "swap", "recompute")
+    assert engine.info.swap_block_s > 0
+    alone = drive(engine, [make_new("a", range(1, 12), max_tokens=6)])["a"].output
+    first = engine.step(StepPlan(0, start=(make_new("a", range(1, 12), max_tokens=6),), run=(Run("a", 11),)))
+    result = engine.step(StepPlan(1, preempt=(Preempt("a", SWAP),)))
+    assert (result.free_blocks, result.free_swap_blocks) == (8, 5)
+    drive(engine, [make_new("other", range(30, 60), max_tokens=2)])  # in all the blocks that "a" has left
+    result = engine.step(StepPlan(2, resume=("a",), run=(Run("a", 1),)))
+    assert (result.free_blocks, result.free_swap_blocks) == (5, 8)
+    (output,) = result.outputs
+    assert output.num_computed_tokens == 12, "one token was run: nothing was computed again"
+    tokens = [*first.outputs[0].token_ids, *output.token_ids]
+    while output.finish_reason is None:
+        (output,) = engine.step(StepPlan(3, run=(Run("a", 1),))).outputs
+        tokens += output.token_ids
+    assert tokens == alone
+
+
+def test_a_resumed_sequence_shares_again_what_it_finds_in_the_prefix_cache(make_engine: MakeEngine) -> None:
+    engine = make_engine(swap_bytes=8 * BLOCK_BYTES, kv_cache_bytes=12 * BLOCK_BYTES)
+    news = [make_new(name, range(1, 12), max_tokens=6) for name in "ab"]
+    engine.step(StepPlan(0, start=(news[0],), run=(Run("a", 11),)))
+    engine.step(StepPlan(1, start=(news[1],), run=(Run("b", 11),)))
+    assert engine.num_used_blocks == 4, "two shared, and the last of each"
+    engine.step(StepPlan(2, preempt=(Preempt("b", SWAP),)))
+    assert (engine.num_used_blocks, engine.num_used_swap_blocks) == (3, 3)
+    engine.step(StepPlan(3, resume=("b",), run=(Run("b", 1),)))
+    assert (engine.num_used_blocks, engine.num_used_swap_blocks) == (4, 0)
+
+
+BAD = {
+    "swaps more than host memory holds": StepPlan(1, preempt=(Preempt("a", SWAP), Preempt("b", SWAP))),
+    "swaps twice": StepPlan(1, preempt=(Preempt("a", SWAP), Preempt("a", SWAP))),
+    "recomputes what is swapped": StepPlan(1, preempt=(Preempt("a", SWAP), Preempt("a", RECOMPUTE))),
+    "runs what it swaps": StepPlan(1, preempt=(Preempt("a", SWAP),), run=(Run("a", 1),)),
+}
+
+
+@pytest.mark.parametrize("plan", BAD.values(), ids=BAD.keys())
+def test_a_bad_plan_changes_nothing(plan: StepPlan, make_engine: MakeEngine) -> None:
+    engine = make_engine(swap_bytes=5 * BLOCK_BYTES, prefix_cache=False)
+    news = tuple(make_new(name, range(1, 10)) for name in "ab")
+    engine.step(StepPlan(0, start=news, run=(Run("a", 9), Run("b", 9))))
+    with pytest.raises(PlanError):
+        engine.step(plan)
+    assert (engine.num_used_blocks, engine.num_used_swap_blocks) == (6, 0)
+    a, b = engine.step(StepPlan(2, run=(Run("a", 1), Run("b", 1)))).outputs
+    assert a.token_ids == b.token_ids
+
+
+def test_a_resume_needs_its_blocks(make_engine: MakeEngine) -> None:
+    engine = make_engine(swap_bytes=8 * BLOCK_BYTES, kv_cache_bytes=4 * BLOCK_BYTES, prefix_cache=False)
+    engine.step(StepPlan(0, start=(make_new("a", range(1, 10)),), run=(Run("a", 9),)))
+    b = make_new("b", range(20, 26))
+    engine.step(StepPlan(1, preempt=(Preempt("a", SWAP),), start=(b,), run=(Run("b", 6),)))
+    with pytest.raises(PlanError, match="needs 3 KV blocks and 2 are free"):
+        engine.step(StepPlan(2, resume=("a",)))
+    engine.step(StepPlan(3, abort=("b",), resume=("a",), run=(Run("a", 1),)))
+    engine.step(StepPlan(4, preempt=(Preempt("a", SWAP),)))
+    engine.step(StepPlan(5, abort=("a",)))
+    assert (engine.num_used_blocks, engine.num_used_swap_blocks) == (0, 0)
+
+
+def test_without_host_memory_there_is_no_swapping(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    assert engine.info.num_swap_blocks == 0
+    assert "swap" not in engine.info.preemption_modes
+    with pytest.raises(EngineStartError, match="swap_bytes"):
+        make_engine(swap_bytes=1 << 60)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_cuda_host_memory_is_pinned_and_blocks_come_back() -> None:
+    device = torch.device("cuda")
+    cache = KVCache([LayerShape(2, 64)] * 2, 300, 16, torch.bfloat16, device)
+    ids = torch.arange(300, device=device)
+    cache.write_blocks(ids, [torch.rand_like(c) for c in cache.read_blocks(ids)])
+    space = SwapSpace(cache, 200, device)
+    assert all(host.is_pinned() for host in space._host)
+    before = [c.clone() for c in cache.read_blocks(ids)]
+    space.copy(BlockCopies(out=[(i, 199 - i) for i in range(200)]))
+    cache.clear(ids[:200])
+    space.copy(BlockCopies(back=[(199 - i, i) for i in range(200)]))
+    assert all(map(torch.equal, before, cache.read_blocks(ids)))

@@ -1,0 +1,268 @@
+"""The table's books against a memory that remembers what was written where.
+
+The reference writes, for each computed token, everything that its keys and values depend on (salt and all tokens up to
+it) into the slot that the block table names, follows the copies of swaps, and reads the whole context back before each
+chunk: a block shared with a stranger, freed too early, or not copied would show.
+"""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.interface import (
+    EngineInfo,
+    NewSequence,
+    PlanError,
+    Preempt,
+    PreemptionMode,
+    Run,
+    SamplingParams,
+    StepPlan,
+    blocks_for,
+)
+from engine.sequences.sequence import SequenceStatus
+from engine.sequences.sequence_table import Chunk, SequenceTable
+
+SIZE = 4
+PAUSE, SWAP, RECOMPUTE = PreemptionMode.PAUSE, PreemptionMode.SWAP, PreemptionMode.RECOMPUTE
+MODES = ("pause", "swap", "recompute")
+Slot = tuple[str, tuple[int, ...]] | None  # salt and tokens up to the slot's
+
+
+def make_info(num_blocks: int, num_swap_blocks: int = 12) -> EngineInfo:
+    return EngineInfo(
+        "m",
+        max_model_len=40,
+        vocab_size=9,
+        block_size=SIZE,
+        num_blocks=num_blocks,
+        max_step_tokens=60,
+        preemption_modes=MODES,
+        num_swap_blocks=num_swap_blocks,
+    )
+
+
+class Reference:
+    """A table, driven at random, beside memory that can be looked at."""
+
+    def __init__(self, rng: random.Random, num_blocks: int) -> None:
+        self.rng = rng
+        self.info = make_info(num_blocks)
+        self.table = SequenceTable(self.info, prefix_cache=True)
+        self.device: list[list[Slot]] = [[None] * SIZE for _ in range(num_blocks)]
+        self.host: list[list[Slot]] = [[None] * SIZE for _ in range(self.info.num_swap_blocks)]
+        self.salts: dict[str, str] = {}
+        self.shared: dict[str, int] = {}  # as reported
+        self.num_hits = 0
+        self.num_refused = 0
+        self.num_left = 0
+        self._count = 0
+
+    @property
+    def alive(self) -> list[str]:
+        return [seq_id for seq_id in self.salts if seq_id in self.table]
+
+    def step(self) -> None:
+        rng, plan = self.rng, self._random_plan()
+        before = self._books()
+        try:
+            self.table.check(plan)
+        except PlanError:
+            assert self._books() == before
+            self.num_refused += 1
+            return
+        self.salts.update({new.seq_id: new.cache_salt for new in plan.start})
+        chunks = self.table.begin(plan)
+        for source, target in self.table.copies.out:
+            self.host[target] = list(self.device[source])
+        for source, target in self.table.copies.back:
+            self.device[target] = list(self.host[source])
+        assert [c.sequence.seq_id for c in chunks] == [r.seq_id for r in plan.run]
+        for chunk, run in zip(chunks, plan.run, strict=True):
+            assert 1 <= chunk.num_tokens <= run.num_tokens
+        leaving = [chunk for chunk in chunks if rng.random() < 0.15]
+        for chunk in chunks:
+            self._compute(chunk, is_leaving=chunk in leaving)
+        for chunk in chunks:
+            if chunk in leaving:
+                self._leave(chunk)
+            else:
+                self._advance(chunk)
+        self._check_books()
+
+    def _random_plan(self) -> StepPlan:
+        rng, alive = self.rng, self.alive
+        aborted = [s for s in alive if rng.random() < 0.05]
+        rest = [s for s in alive if s not in aborted]
+        active = [s for s in rest if self.table[s].status is SequenceStatus.ACTIVE]
+        preempted = {s: rng.choice((PAUSE, SWAP, RECOMPUTE)) for s in active if rng.random() < 0.2}
+        resumed = [s for s in rest if s not in active and rng.random() < 0.4]
+        started = [self._new() for _ in range(rng.choice((0, 0, 1, 2)))]
+        runnable = [s for s in active if s not in preempted] + resumed + [new.seq_id for new in started]
+        lengths = {new.seq_id: len(new.prompt_token_ids) for new in started}
+        runs = []
+        for seq_id in runnable:
+            left = lengths.get(seq_id) or self.table[seq_id].num_uncomputed_tokens
+            if rng.random() < 0.8:
+                runs.append(Run(seq_id, rng.choice((left, rng.randint(1, left)))))
+        preempts = tuple(Preempt(s, mode) for s, mode in preempted.items())
+        return StepPlan(0, tuple(aborted), preempts, tuple(resumed), tuple(started), tuple(runs))
+
+    def _new(self) -> NewSequence:
+        """Prompts begin alike; a few ask for what nothing may be taken from the cache for."""
+        self._count += 1
+        rng = self.rng
+        head = [1] * rng.randint(0, 20)
+        tail = [rng.randint(2, 3) for _ in range(rng.randint(1, 10))]
+        sampling = SamplingParams(max_tokens=rng.randint(1, 9), prompt_logprobs=rng.choice((None, None, None, 0)))
+        return NewSequence(str(self._count), (*head, *tail), sampling, rng.choice("xy"), rng.randint(0, 2))
+
+    def _compute(self, chunk: Chunk, is_leaving: bool) -> None:
+        sequence = chunk.sequence
+        salt = self.salts[sequence.seq_id]
+        self.num_hits += chunk.num_cached > 0
+        assert not (chunk.num_cached and sequence.sampling.prompt_logprobs is not None)
+        for position in range(chunk.end):
+            block, slot = divmod(position, SIZE)
+            contents = (salt, tuple(sequence.token_ids[: position + 1]))
+            if position < chunk.start:
+                assert self.device[sequence.block_table[block]][slot] == contents
+            else:
+                self.device[sequence.block_table[block]][slot] = None if is_leaving else contents
+
+    def _advance(self, chunk: Chunk) -> None:
+        if self.rng.random() < 0.03:
+            self._fail(chunk)
+        else:
+            self.table.advance(chunk, self.rng.randint(4, 5) if chunk.samples else None)
+
+    def _leave(self, chunk: Chunk) -> None:
+        """It has written some of its keys and values, and some not: nobody may read any of them."""
+        self.num_left += 1
+        known = len(chunk.sequence.token_ids)
+        self.table.leave(chunk)
+        assert (chunk.sequence.num_computed_tokens, len(chunk.sequence.token_ids)) == (chunk.start, known)
+
+    def _fail(self, chunk: Chunk) -> None:
+        """Its KV is broken: from now on nobody may find it, though whoever shares it may go on."""
+        blocks = list(chunk.sequence.block_table)
+        self.table.discard(chunk.sequence.seq_id)
+        assert not any(block in self.table.pool.cache for block in blocks)
+
+    def _check_books(self) -> None:
+        """Law 2, of both pools, and that what is told about sharing is so."""
+        sequences = [self.table[s] for s in self.alive]
+        for pool, tables in (
+            (self.table.pool, [list(s.block_table) for s in sequences]),
+            (self.table.swap_pool, [s.swap_table for s in sequences]),
+        ):
+            held = {block for table in tables for block in table}
+            assert pool.num_used == len(held)
+            assert pool.num_free + pool.num_used == pool.num_blocks
+        self.shared.update(self.table.pool.take_changes())
+        for s in sequences:
+            others = {block for o in sequences if o is not s for block in o.block_table}
+            assert self.shared.get(s.seq_id, 0) == len(others.intersection(s.block_table))
+            on_device = s.status in (SequenceStatus.ACTIVE, SequenceStatus.PAUSED)
+            assert len(s.block_table) == (blocks_for(s.num_computed_tokens, SIZE) if on_device else 0)
+
+    def _books(self) -> object:
+        states = [(s, self.table[s].status, list(self.table[s].block_table)) for s in self.alive]
+        return states, self.table.pool.num_free, self.table.swap_pool.num_free, len(self.table.pool.cache)
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32), num_blocks=st.integers(10, 40))
+def test_every_sequence_reads_what_was_computed_for_its_own_tokens(seed: int, num_blocks: int) -> None:
+    reference = Reference(random.Random(seed), num_blocks)
+    for _ in range(60):
+        reference.step()
+
+
+def test_the_reference_sees_hits_and_refusals() -> None:
+    """Guards the test above: its plans do what it is there for."""
+    reference = Reference(random.Random(1), 16)
+    for _ in range(200):
+        reference.step()
+    assert reference.num_hits > 20
+    assert reference.num_refused > 5
+    assert reference.num_left > 20
+
+
+# -- the prefix cache, step by step ------------------------------------------------------------------------------------
+
+
+class Driven:
+    def __init__(self, num_blocks: int = 20) -> None:
+        self.table = SequenceTable(make_info(num_blocks), prefix_cache=True)
+
+    def run(self, seq_id: str, num_tokens: int, **plan: object) -> Chunk:
+        step = StepPlan(0, run=(Run(seq_id, num_tokens),), **plan)  # type: ignore[arg-type]
+        self.table.check(step)
+        (chunk,) = self.table.begin(step)
+        self.table.advance(chunk, 5 if chunk.samples else None)
+        return chunk
+
+    def start(self, seq_id: str, prompt: int, num_tokens: int | None = None, **new: object) -> Chunk:
+        params = SamplingParams(max_tokens=20)
+        sequence = NewSequence(seq_id, (1,) * prompt, params, **new)  # type: ignore[arg-type]
+        return self.run(seq_id, num_tokens or prompt, start=(sequence,))
+
+
+@pytest.mark.parametrize(("prompt", "cached"), [(3, 0), (4, 0), (5, 4), (12, 8), (13, 12), (20, 12)])
+def test_full_blocks_are_found_and_a_token_is_always_left_to_compute(prompt: int, cached: int) -> None:
+    driven = Driven()
+    driven.start("first", 15)
+    chunk = driven.start("second", prompt)
+    assert (chunk.num_cached, chunk.start, chunk.num_tokens) == (cached, cached, prompt - cached)
+
+
+def test_other_salts_find_nothing() -> None:
+    driven = Driven()
+    driven.start("first", 15, cache_salt="one")
+    assert driven.start("other", 15, cache_salt="two").num_cached == 0
+    assert driven.start("same", 15, cache_salt="one").num_cached == 12
+
+
+def test_blocks_are_found_only_when_they_are_computed() -> None:
+    driven = Driven()
+    new = [NewSequence(s, (1,) * 9, SamplingParams(max_tokens=2)) for s in "ab"]
+    together = StepPlan(0, start=tuple(new), run=(Run("a", 9), Run("b", 9)))
+    assert [c.num_cached for c in driven.table.begin(together)] == [0, 0]
+
+
+def test_recomputing_takes_back_what_is_still_there() -> None:
+    driven = Driven()
+    driven.start("s", 10)
+    for _ in range(3):
+        driven.run("s", 1)
+    driven.table.begin(StepPlan(0, preempt=(Preempt("s", RECOMPUTE),)))
+    chunk = driven.run("s", 14, resume=("s",))
+    assert (chunk.num_cached, chunk.num_tokens) == (12, 2), "the output's blocks, too"
+
+
+def test_a_first_chunk_takes_no_more_than_leaves_the_plan_its_blocks() -> None:
+    """10 blocks: 8 of them cached and idle, and a neighbour that needs all but one."""
+    driven = Driven(num_blocks=10)
+    driven.start("gone", 33)
+    driven.table.begin(StepPlan(0, abort=("gone",)))
+    long = NewSequence("long", (1,) * 39, SamplingParams(max_tokens=1))
+    other = NewSequence("other", (2,) * 30, SamplingParams(max_tokens=1))
+    plan = StepPlan(0, start=(long, other), run=(Run("long", 8), Run("other", 30)))
+    driven.table.check(plan)
+    first, second = driven.table.begin(plan)
+    assert (first.num_cached, second.num_tokens) == (0, 30)
+    assert driven.table.pool.num_free == 0
+
+
+def test_higher_retention_outlives_lower() -> None:
+    driven = Driven(num_blocks=8)
+    for seq_id, salt, retention in (("high", "h", 9), ("low", "l", 0)):
+        driven.start(seq_id, 15, cache_salt=salt, retention=retention)
+        driven.table.begin(StepPlan(0, abort=(seq_id,)))
+    driven.start("newer", 19, cache_salt="n")  # in two blocks that were never cached, and three of the lower
+    driven.table.begin(StepPlan(0, abort=("newer",)))
+    assert driven.start("low again", 9, cache_salt="l").num_cached == 0
+    assert driven.start("high again", 15, cache_salt="h").num_cached == 12

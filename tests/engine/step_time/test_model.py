@@ -1,0 +1,331 @@
+"""The step-time model: what it learns, from what, and what must not disturb it."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan
+from engine.modeled.engine import ModeledEngine
+from engine.step_time.model import StepCost, StepTimeModel, StepWork
+
+TRUTH = StepCost(step_s=0.02, prefill_token_s=0.0004, attend_s=1e-7, context_token_s=1e-6, decode_s=0.0006)
+MAX_LEN = 100_000
+
+
+def make_work(*runs: tuple[int, int]) -> StepWork:
+    """Of runs as (tokens, context)."""
+    work = StepWork()
+    for num_tokens, context in runs:
+        work.add(num_tokens, context)
+    return work
+
+
+def duration(cost: StepCost, *runs: tuple[int, int]) -> float:
+    return cost.step_s + sum(cost.run(n, c) for n, c in runs)
+
+
+Mix = Callable[[random.Random], list[tuple[int, int]]]
+
+
+def mixed(rng: random.Random) -> list[tuple[int, int]]:
+    decodes = [(1, rng.randint(10, 900)) for _ in range(rng.randint(0, 60))]
+    chunks = [(rng.randint(16, 400), rng.randint(0, 900)) for _ in range(rng.randint(0, 2))]
+    return decodes + chunks or [(1, 10)]
+
+
+def decodes_only(rng: random.Random) -> list[tuple[int, int]]:
+    return [(1, 300)] * 32
+
+
+def teach(
+    model: StepTimeModel, truth: StepCost, steps: int, mix: Mix = mixed, noise: float = 0.05, seed: int = 1
+) -> None:
+    rng = random.Random(seed)
+    for _ in range(steps):
+        runs = mix(rng)
+        model.observe(make_work(*runs), duration(truth, *runs) * max(0.1, rng.gauss(1.0, noise)))
+
+
+def error(model: StepTimeModel, truth: StepCost, mix: Mix = mixed) -> float:
+    """Mean of |predicted ÷ true − 1| on fresh steps."""
+    rng = random.Random(99)
+    steps = [mix(rng) for _ in range(200)]
+    return sum(abs(model.predict(make_work(*r)) / duration(truth, *r) - 1) for r in steps) / len(steps)
+
+
+async def test_it_learns_the_modeled_engine_from_its_steps() -> None:
+    """Through the interface: nothing but plans and results."""
+
+    async def no_time(seconds: float) -> None:
+        pass
+
+    engine = ModeledEngine(EngineInfo("m", MAX_LEN, 1000, 16, 10_000, 4096), no_time, TRUTH, noise=0.05)
+    model, rng = StepTimeModel(), random.Random(3)
+    known: dict[str, tuple[int, int]] = {}  # id: (computed, tokens)
+    for step in range(400):
+        start: tuple[NewSequence, ...] = ()
+        if step % 3 == 0 and len(known) < 40:
+            start = (NewSequence(f"s{step}", (5,) * rng.randint(16, 600), SamplingParams(max_tokens=MAX_LEN)),)
+            known[f"s{step}"] = (0, len(start[0].prompt_token_ids))
+        runs, work = [], StepWork()
+        for seq_id, (computed, total) in known.items():
+            num_tokens = min(total - computed, 256)
+            runs.append(Run(seq_id, num_tokens))
+            work.add(num_tokens, computed)
+        engine.submit(StepPlan(step, start=start, run=tuple(runs)))
+        result = await engine.collect()
+        for output in result.outputs:
+            total = known[output.seq_id][1] + len(output.token_ids)
+            known[output.seq_id] = (output.num_computed_tokens, total)
+        model.observe(work, result.elapsed_s)
+    assert error(model, TRUTH) < 0.05
+    learned = model.cost()
+    assert learned.step_s == pytest.approx(TRUTH.step_s, rel=0.15)
+    assert learned.prefill_token_s == pytest.approx(TRUTH.prefill_token_s, rel=0.15)
+
+
+@pytest.mark.parametrize("speed", [0.1, 1.0, 20.0], ids=["GPU", "as it is", "slow CPU"])
+def test_it_learns_any_engine_within_a_few_steps(speed: float) -> None:
+    truth = StepCost(*(getattr(TRUTH, k) * speed for k in TRUTH.__dataclass_fields__))
+    model = StepTimeModel()
+    teach(model, truth, 200)
+    assert error(model, truth) < 0.10
+    assert model.mean_absolute_error < 0.10
+
+
+def test_it_follows_a_drift() -> None:
+    model = StepTimeModel()
+    teach(model, TRUTH, 500)
+    for factor in (1.3, 0.7):
+        drifted = StepCost(*(getattr(TRUTH, k) * factor for k in TRUTH.__dataclass_fields__))
+        teach(model, drifted, 1000)
+        assert error(model, drifted) < 0.05
+
+
+def test_steps_that_look_alike_for_long_neither_blow_it_up_nor_make_it_forget() -> None:
+    model = StepTimeModel()
+    teach(model, TRUTH, 500)
+    before = error(model, TRUTH)
+    teach(model, TRUTH, 5_000, decodes_only)
+    assert error(model, TRUTH, decodes_only) < 0.02
+    assert error(model, TRUTH) < before + 0.10, "what a prefill costs was not forgotten"
+
+
+def test_a_kind_of_work_much_slower_than_believed_is_learned_and_not_taken_for_outliers() -> None:
+    """Warm from decodes only, on an engine whose prefill is 15 times slower than the prior."""
+    slow = StepCost(step_s=0.02, prefill_token_s=0.003, attend_s=0.0, context_token_s=0.0, decode_s=0.0002)
+    model = StepTimeModel()
+    teach(model, slow, 100, decodes_only)
+
+    def both(rng: random.Random) -> list[tuple[int, int]]:
+        return [(400, 0)] if rng.random() < 0.2 else [(1, 300)] * 32
+
+    teach(model, slow, 200, both)
+    assert error(model, slow, both) < 0.10
+
+
+def test_a_page_fault_does_not_move_it() -> None:
+    model = StepTimeModel()
+    teach(model, TRUTH, 500)
+    before = model.predict(make_work((1, 300)))
+    model.observe(make_work((1, 300)), 60.0)
+    teach(model, TRUTH, 16, decodes_only, noise=0.0)
+    assert model.predict(make_work((1, 300))) == pytest.approx(before, rel=0.10)
+
+
+def test_no_coefficient_is_ever_negative() -> None:
+    model = StepTimeModel()
+    for seed in range(20):
+        teach(model, TRUTH, 50, noise=0.8, seed=seed)
+        assert min(getattr(model.cost(), k) for k in TRUTH.__dataclass_fields__) >= 0
+
+
+def test_the_cost_carries_a_safety_factor_for_noise_within_bounds() -> None:
+    calm, noisy = StepTimeModel(), StepTimeModel()
+    teach(calm, TRUTH, 600, noise=0.0)
+    teach(noisy, TRUTH, 600, noise=0.2)
+    work = [(1, 300)] * 16
+    assert duration(calm.cost(), *work) == pytest.approx(duration(TRUTH, *work), rel=0.02)
+    assert 1.15 < duration(noisy.cost(), *work) / noisy.predict(make_work(*work)) <= 2.0
+
+
+def test_before_any_step_the_prior_is_believed() -> None:
+    model = StepTimeModel(TRUTH)
+    for name in TRUTH.__dataclass_fields__:
+        assert getattr(model.cost(), name) == pytest.approx(getattr(TRUTH, name))
+    assert model.mean_absolute_error == 0.0
+
+
+def test_a_chunk_attends_to_its_context_and_to_half_of_itself() -> None:
+    cost = StepCost(step_s=0, prefill_token_s=1, attend_s=1, context_token_s=1, decode_s=1)
+    assert cost.prefill(10, context=100) == 10 + 10 * (100 + 5)
+    assert cost.run(1, 100) == cost.decode(100) == 101
+    whole, parts = cost.attend_s * 20 * 10, sum(10 * (c + 5) for c in (0, 10))
+    assert whole == parts, "cutting a prefill changes nothing about what it attends to"
+
+
+# -- decode-only and mixed steps -------------------------------------------------------------------------------------
+
+OF_MIXED = StepCost(step_s=0.03, prefill_token_s=0.0005, attend_s=1e-7, context_token_s=2e-6, decode_s=0.0012)
+
+
+def either(rng: random.Random) -> list[tuple[int, int]]:
+    """As often decodes only as not, in any number and with any context."""
+    decodes = [(1, rng.randint(10, 2000)) for _ in range(rng.randint(1, 60))]
+    return decodes if rng.random() < 0.5 else [*decodes, (rng.randint(16, 400), rng.randint(0, 900))]
+
+
+def of_its_kind(*runs: tuple[int, int]) -> float:
+    """What a step takes on an engine whose decodes cost more beside a prefill."""
+    return duration(OF_MIXED if any(n > 1 for n, _ in runs) else TRUTH, *runs)
+
+
+def taught_both(steps: int, noise: float = 0.03) -> StepTimeModel:
+    model, rng = StepTimeModel(), random.Random(5)
+    for _ in range(steps):
+        runs = either(rng)
+        model.observe(make_work(*runs), of_its_kind(*runs) * rng.gauss(1.0, noise))
+    return model
+
+
+def test_each_kind_of_step_has_coefficients_of_its_own() -> None:
+    model = taught_both(800)
+    rng = random.Random(6)
+    steps = [either(rng) for _ in range(200)]
+    errors = [abs(model.predict(make_work(*runs)) / of_its_kind(*runs) - 1) for runs in steps]
+    assert sum(errors) / len(errors) < 0.04, "one set for both is 13 % wrong"
+    for cost, truth in ((model.cost(mixed=False), TRUTH), (model.cost(mixed=True), OF_MIXED)):
+        for name in ("step_s", "context_token_s", "decode_s"):
+            assert getattr(cost, name) == pytest.approx(getattr(truth, name), rel=0.25)
+
+
+def test_a_kind_that_was_never_seen_is_believed_to_be_like_the_other() -> None:
+    model = StepTimeModel()
+    teach(model, TRUTH, 300, lambda rng: [(1, rng.randint(10, 900)) for _ in range(rng.randint(1, 60))])
+    beside = [*[(1, 300)] * 40, (16, 0)]
+    assert model.predict(make_work(*beside)) == pytest.approx(duration(TRUTH, *beside), rel=0.15)
+
+
+def test_what_a_prefill_costs_is_known_in_either_set() -> None:
+    """A plan begins as decodes only, and asks what a chunk would add."""
+    model = taught_both(800, noise=0.0)
+    decodes = [(1, 300)] * 30
+    added_s = duration(OF_MIXED, *decodes, (200, 100)) - duration(TRUTH, *decodes)
+    assert model.cost(mixed=False).prefill(200, 100) == pytest.approx(added_s, rel=0.1)
+
+
+# -- drift, outliers, steps that the line cannot explain -------------------------------------------------------------
+
+
+def scaled(factor: float) -> StepCost:
+    return StepCost(*(getattr(TRUTH, k) * factor for k in TRUTH.__dataclass_fields__))
+
+
+@pytest.mark.parametrize("factor", [1.3, 0.7])
+def test_a_drift_of_the_whole_engine_is_followed_within_thirty_steps(factor: float) -> None:
+    model = StepTimeModel()
+    teach(model, TRUTH, 500, noise=0.02)
+    teach(model, scaled(factor), 30, noise=0.02, seed=2)
+    assert error(model, scaled(factor)) < 0.05
+
+
+def test_a_drift_seen_in_decodes_is_believed_of_prefills() -> None:
+    model = StepTimeModel()
+    teach(model, TRUTH, 500, noise=0.02)
+    teach(model, scaled(1.3), 60, lambda rng: [(1, rng.randint(10, 900)) for _ in range(rng.randint(1, 60))])
+    prefill = [(300, 0)]
+    assert model.predict(make_work(*prefill)) == pytest.approx(1.3 * duration(TRUTH, *prefill), rel=0.08)
+
+
+def test_one_slow_step_is_dropped_and_the_second_in_a_row_is_believed() -> None:
+    model, work = StepTimeModel(), make_work((1, 300), (1, 200))
+    teach(model, TRUTH, 500, noise=0.0)
+    before = model.predict(work)
+    model.observe(work, 100 * before)
+    assert model.predict(work) == before
+    model.observe(work, before)
+    model.observe(work, 100 * before)
+    assert model.predict(work) == pytest.approx(before, rel=0.01), "the next slow one is alone again"
+    for _ in range(60):
+        model.observe(work, 10 * before)
+    assert model.predict(work) == pytest.approx(10 * before, rel=0.1)
+
+
+def in_tiles(rng: random.Random) -> tuple[StepWork, float]:
+    """Decodes that are computed eight at a time."""
+    count = rng.randint(1, 64)
+    return make_work(*[(1, 100)] * count), 0.008 + 0.008 * -(-count // 8)
+
+
+def test_where_the_line_fits_poorly_the_table_takes_over() -> None:
+    model, rng = StepTimeModel(), random.Random(8)
+    for _ in range(3000):
+        model.observe(*in_tiles(rng))
+    fresh = [in_tiles(rng) for _ in range(300)]
+    errors = [abs(model.predict(work) / seconds - 1) for work, seconds in fresh]
+    of_line = [abs(model.cost(mixed=False).of(work) / seconds - 1) for work, seconds in fresh]
+    assert sum(errors) < 0.6 * sum(of_line)
+    assert sum(errors) / len(errors) < 0.04
+
+
+def test_the_safety_factor_covers_what_the_line_gets_wrong() -> None:
+    model, rng = StepTimeModel(), random.Random(9)
+    for _ in range(1000):
+        model.observe(*in_tiles(rng))
+    fresh = [in_tiles(rng) for _ in range(300)]
+    longer = sum(seconds > model.cost(mixed=False).of(work) for work, seconds in fresh)
+    assert longer <= 0.08 * len(fresh)
+
+
+def test_no_step_is_shorter_than_the_floor() -> None:
+    """Up to eight decodes cost what one does."""
+    model, rng = StepTimeModel(), random.Random(10)
+    for _ in range(1500):
+        count = rng.randint(1, 40)
+        model.observe(make_work(*[(1, 10)] * count), max(0.010, 0.00125 * count) * rng.gauss(1.0, 0.02))
+    assert model.predict(make_work((1, 10))) == pytest.approx(0.010, rel=0.1)
+    assert model.cost(mixed=False).of(make_work((1, 10))) >= 0.009
+
+
+def test_steps_that_were_all_long_are_not_taken_for_the_floor() -> None:
+    model = StepTimeModel(TRUTH)
+    teach(model, TRUTH, 400, lambda rng: [(1000, rng.randint(0, 2000))])
+    assert model.cost().floor_s < 0.2, "the shortest took 0.47"
+    assert model.predict(make_work((16, 0))) < 0.2
+
+
+def test_more_work_never_costs_less() -> None:
+    model = taught_both(600, noise=0.1)
+    rng = random.Random(11)
+    for _ in range(200):
+        runs = either(rng)
+        more = (rng.choice([1, 1, 64]), rng.randint(0, 900))
+        mixed = any(n > 1 for n, _ in runs)
+        if mixed or more[0] == 1:
+            cost = model.cost(mixed)
+            assert cost.of(make_work(*runs, more)) >= cost.of(make_work(*runs)) >= cost.floor_s
+
+
+def test_the_error_is_that_of_predictions_made_before_the_steps_were_known() -> None:
+    calm, slowing = StepTimeModel(), StepTimeModel()
+    teach(calm, TRUTH, 500, noise=0.05)
+    assert 0.02 < calm.mean_absolute_error < 0.06
+    teach(slowing, TRUTH, 300, noise=0.0)
+    before = slowing.mean_absolute_error
+    for step in range(60):
+        teach(slowing, scaled(1.02**step), 1, noise=0.0, seed=step)
+    assert slowing.mean_absolute_error > before + 0.01, "always a little too short"
+
+
+def test_a_cost_is_made_once_between_two_steps() -> None:
+    model = taught_both(100)
+    assert model.cost() is model.cost()
+    before = model.cost(mixed=False)
+    model.observe(make_work((1, 50)), 0.02)
+    assert model.cost(mixed=False) is not before
+
+
+def test_a_whole_step_is_the_sum_of_its_runs() -> None:
+    runs = [(1, 300), (1, 20), (64, 128)]
+    assert TRUTH.of(make_work(*runs)) == pytest.approx(duration(TRUTH, *runs))

@@ -1,0 +1,75 @@
+"""Least squares that forgets: what it finds, and what it does not lose."""
+
+import random
+
+import numpy as np
+import pytest
+
+from engine.step_time.regression import StepRegression, solve_nonnegative
+
+TRUE = np.array([0.02, 0.3, 0.0, 0.05])
+
+
+def steps(count: int, seed: int = 1) -> list[list[float]]:
+    rng = random.Random(seed)
+    return [[1.0, rng.random(), rng.random(), rng.random()] for _ in range(count)]
+
+
+def taught(true: np.ndarray, rows: list[list[float]], noise: float = 0.0) -> StepRegression:
+    rng = random.Random(2)
+    regression = StepRegression(np.full(4, 0.1))
+    for x in rows:
+        regression.observe(x, float(true @ x) * rng.gauss(1.0, noise))
+    return regression
+
+
+def test_it_finds_the_coefficients() -> None:
+    assert taught(TRUE, steps(200)).theta == pytest.approx(TRUE, abs=1e-3)
+
+
+def test_noise_averages_out_and_makes_nothing_negative() -> None:
+    theta = taught(TRUE, steps(600), noise=0.1).theta
+    assert theta == pytest.approx(TRUE, abs=0.03)
+    assert (theta >= 0).all()
+
+
+def test_a_coefficient_that_would_be_negative_is_zero_and_the_rest_is_solved_again() -> None:
+    x = np.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]])
+    seconds = np.array([3.0, 2.0, 1.0])  # falls with the second feature
+    assert solve_nonnegative(x.T @ x, x.T @ seconds) == pytest.approx([2.0, 0.0])
+
+
+def test_short_steps_count_as_much_as_long_ones() -> None:
+    """Of a feature that the line cannot explain: the relative error is what is made small, not the absolute one."""
+    regression = StepRegression(np.array([1.0]))
+    for seconds in [1.0, 4.0] * 50:
+        regression.observe([1.0], seconds)
+    assert regression.theta[0] < 2.0, "the mean is 2.5; 1.47 has the least relative error"
+
+
+def test_what_no_step_has_shown_is_taken_from_what_is_believed() -> None:
+    regression = StepRegression(np.array([0.1, 0.1]))
+    believed = np.array([0.5, 0.7])
+    for seconds in (0.2, 0.21, 0.19) * 20:
+        regression.observe([1.0, 0.0], seconds, pull_to=believed)
+    assert regression.theta == pytest.approx([0.2, 0.7], rel=0.02)
+
+
+def test_steps_that_are_all_alike_keep_it_steady_and_well_conditioned() -> None:
+    """The recursive form's covariance would have grown by 0.995^-20000, beyond what a float holds."""
+    regression = taught(TRUE, steps(300))
+    x = [1.0, 0.5, 0.5, 0.5]
+    for _ in range(20_000):
+        regression.observe(x, float(TRUE @ x))
+    assert float(regression.theta @ x) == pytest.approx(float(TRUE @ x), rel=1e-3)
+    assert regression.theta == pytest.approx(TRUE, abs=0.02), "and what was known before is still known"
+    regression.observe([1.0, 0.0, 0.0, 1.0], 0.07)
+    assert np.isfinite(regression.theta).all()
+
+
+def test_it_forgets() -> None:
+    rows = steps(1600)
+    regression = taught(TRUE, rows[:800])
+    for x in rows[800:]:
+        regression.observe(x, 1.3 * float(TRUE @ x))
+    assert regression.theta == pytest.approx(1.3 * TRUE, rel=0.03, abs=1e-3)

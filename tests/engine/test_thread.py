@@ -1,0 +1,265 @@
+"""The hand-over between an event loop and an engine that blocks."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from engine.interface import EngineDead, EngineInfo, PlanError, Shedding, StepPlan, StepResult
+from engine.thread import EngineThread
+
+INFO = EngineInfo("none", max_model_len=8, vocab_size=4, block_size=4, num_blocks=2, max_step_tokens=8)
+
+
+class FakeStepper:
+    """Answers every plan with `answer(plan)`; notes on which threads it ran."""
+
+    def __init__(self, answer: Callable[[StepPlan], None] = lambda plan: None) -> None:
+        self.info = INFO
+        self.threads: set[int] = set()
+        self.num_closed = 0
+        self.asked: list[tuple[int, set[str]]] = []
+        self._answer = answer
+
+    def step(self, plan: StepPlan) -> StepResult:
+        self.threads.add(threading.get_ident())
+        self._answer(plan)
+        return StepResult(plan.step_id)
+
+    def shed(self, step_id: int, seq_ids: Collection[str]) -> None:
+        self.asked.append((step_id, set(seq_ids)))
+
+    def close(self) -> None:
+        self.threads.add(threading.get_ident())
+        self.num_closed += 1
+
+
+@asynccontextmanager
+async def serving(stepper: FakeStepper) -> AsyncIterator[EngineThread]:
+    engine = EngineThread(lambda: stepper)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+async def test_steps_run_in_order_on_one_thread_of_their_own() -> None:
+    stepper = FakeStepper()
+    async with serving(stepper) as engine:
+        assert engine.info is INFO
+        for step_id in range(20):
+            engine.submit(StepPlan(step_id))
+            assert (await engine.collect()).step_id == step_id
+    assert len(stepper.threads) == 1
+    assert threading.get_ident() not in stepper.threads
+    assert stepper.num_closed == 1
+
+
+async def test_the_engine_is_made_on_the_thread_that_runs_it() -> None:
+    stepper, made_on = FakeStepper(), set[int]()
+
+    def make() -> FakeStepper:
+        made_on.add(threading.get_ident())
+        return stepper
+
+    engine = EngineThread(make)
+    engine.submit(StepPlan(1))
+    await engine.collect()
+    engine.close()
+    assert made_on == stepper.threads
+
+
+def test_what_making_it_raises_is_raised() -> None:
+    def fail() -> FakeStepper:
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        EngineThread(fail)
+
+
+async def test_submit_returns_while_the_step_runs() -> None:
+    release = threading.Event()
+    async with serving(FakeStepper(lambda plan: assert_set(release))) as engine:
+        engine.submit(StepPlan(1))
+        with pytest.raises(RuntimeError, match="in flight already"):
+            engine.submit(StepPlan(2))
+        release.set()
+        assert (await engine.collect()).step_id == 1
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(timeout=10)
+
+
+async def test_a_cancelled_collect_loses_nothing() -> None:
+    release = threading.Event()
+    async with serving(FakeStepper(lambda plan: assert_set(release))) as engine:
+        engine.submit(StepPlan(5))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.collect(), timeout=0.01)
+        release.set()
+        assert (await engine.collect()).step_id == 5
+
+
+async def test_a_plan_error_is_reported_and_survived() -> None:
+    def refuse(plan: StepPlan) -> None:
+        if plan.step_id == 1:
+            raise PlanError("no such sequence")
+
+    async with serving(FakeStepper(refuse)) as engine:
+        engine.submit(StepPlan(1))
+        with pytest.raises(PlanError, match="no such sequence"):
+            await engine.collect()
+        engine.submit(StepPlan(2))
+        assert (await engine.collect()).step_id == 2
+
+
+class NotAnException(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit, NotAnException])
+async def test_any_other_error_is_the_engines_end(kind: type[BaseException]) -> None:
+    def break_down(plan: StepPlan) -> None:
+        raise kind("device lost")
+
+    stepper = FakeStepper(break_down)
+    async with serving(stepper) as engine:
+        engine.submit(StepPlan(1))
+        with pytest.raises(EngineDead, match="device lost"):
+            await engine.collect()
+        with pytest.raises(EngineDead):
+            engine.submit(StepPlan(2))
+        with pytest.raises(EngineDead):
+            await engine.collect()
+    assert stepper.num_closed == 1
+
+
+async def test_close_finishes_the_step_in_flight_and_may_be_repeated() -> None:
+    stepper = FakeStepper()
+    engine = EngineThread(lambda: stepper)
+    engine.submit(StepPlan(1))
+    engine.close()
+    engine.close()
+    assert stepper.num_closed == 1
+    assert (await engine.collect()).step_id == 1
+    with pytest.raises(EngineDead):
+        engine.submit(StepPlan(2))
+
+
+async def test_collecting_nothing_is_a_mistake() -> None:
+    async with serving(FakeStepper()) as engine:
+        with pytest.raises(RuntimeError, match="submit one first"):
+            await engine.collect()
+
+
+class FakeLauncher(FakeStepper):
+    """Its steps end when `let_end` is set."""
+
+    def __init__(self, answer: Callable[[StepPlan], None] = lambda plan: None) -> None:
+        super().__init__(answer)
+        self.info = replace(INFO, steps_ahead=1)
+        self.let_end = threading.Event()
+        self.launched: list[int] = []
+        self._flying: deque[int] = deque()
+
+    @property
+    def is_settled(self) -> bool:
+        return self.let_end.is_set()
+
+    def launch(self, plan: StepPlan) -> None:
+        self._answer(plan)
+        self.launched.append(plan.step_id)
+        self._flying.append(plan.step_id)
+
+    def settle(self) -> StepResult:
+        assert_set(self.let_end)
+        return StepResult(self._flying.popleft())
+
+
+async def test_a_plan_ahead_is_launched_while_the_step_before_it_runs() -> None:
+    launcher = FakeLauncher()
+    async with serving(launcher) as engine:
+        engine.submit(StepPlan(1))
+        engine.submit(StepPlan(2, ahead=True))
+        while launcher.launched != [1, 2]:
+            await asyncio.sleep(0)
+        launcher.let_end.set()
+        assert [(await engine.collect()).step_id for _ in range(2)] == [1, 2]
+
+
+async def test_only_a_plan_that_says_so_may_follow_a_running_step() -> None:
+    launcher = FakeLauncher()
+    async with serving(launcher) as engine:
+        engine.submit(StepPlan(1))
+        with pytest.raises(RuntimeError, match="in flight already"):
+            engine.submit(StepPlan(2))
+        launcher.let_end.set()
+        assert (await engine.collect()).step_id == 1
+
+
+async def test_closing_ends_what_was_launched() -> None:
+    launcher = FakeLauncher()
+    launcher.let_end.set()
+    async with serving(launcher) as engine:
+        engine.submit(StepPlan(1))
+        engine.submit(StepPlan(2, ahead=True))
+        engine.close()
+        assert [(await engine.collect()).step_id for _ in range(2)] == [1, 2]
+    assert launcher.num_closed == 1
+
+
+@pytest.mark.parametrize("error", [PlanError("no"), OSError("gone")])
+async def test_what_a_launch_raises_reaches_its_own_step(error: Exception) -> None:
+    def refuse(plan: StepPlan) -> None:
+        if plan.step_id == 2:
+            raise error
+
+    launcher = FakeLauncher(refuse)
+    launcher.let_end.set()
+    async with serving(launcher) as engine:
+        engine.submit(StepPlan(1))
+        assert (await engine.collect()).step_id == 1
+        engine.submit(StepPlan(2, ahead=True))
+        with pytest.raises(PlanError if isinstance(error, PlanError) else EngineDead):
+            await engine.collect()
+
+
+async def test_a_launch_that_ends_the_engine_ends_the_step_before_it() -> None:
+    def refuse(plan: StepPlan) -> None:
+        if plan.step_id == 2:
+            raise OSError("gone")
+
+    async with serving(FakeLauncher(refuse)) as engine:
+        engine.submit(StepPlan(1))
+        engine.submit(StepPlan(2, ahead=True))
+        with pytest.raises(EngineDead):
+            await engine.collect()
+
+
+async def test_a_wish_is_for_the_step_in_flight() -> None:
+    release = threading.Event()
+    stepper = FakeStepper(lambda plan: assert_set(release))
+    stepper.info = replace(INFO, sheds=Shedding.STEPS)
+    async with serving(stepper) as engine:
+        engine.shed({"nobody"})
+        for step_id in (7, 8):
+            engine.submit(StepPlan(step_id))
+            engine.shed({"a", "b"})
+            release.set()
+            await engine.collect()
+            engine.shed({"late"})
+    assert stepper.asked == [(7, {"a", "b"}), (8, {"a", "b"})]
+
+
+async def test_an_engine_that_lets_nothing_go_is_not_asked() -> None:
+    stepper = FakeStepper()
+    async with serving(stepper) as engine:
+        engine.submit(StepPlan(1))
+        engine.shed({"a"})
+        await engine.collect()
+    assert stepper.asked == []
