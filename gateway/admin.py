@@ -18,8 +18,8 @@ from gateway.body import parse_json_object
 from gateway.errors import ApiError, invalid_request, retry_after
 from gateway.state import Gateway, gateway_of
 from scheduler.config import TierConfigError
-from scheduler.tier_change import Applied, Late, Outcome, Refused, TierChanges
-from scheduler.tier_store import Follower
+from scheduler.reload.coordinator import Applied, Late, Outcome, Refused, TierChanges
+from scheduler.reload.store import Follower
 
 YAML_TYPES = frozenset({"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"})
 RETRY_S = 5.0

@@ -17,9 +17,9 @@ from gateway.feed import EventFeed
 from gateway.sse import DONE, PING, Write
 from gateway.stops import StopMatcher
 from gateway.tokenizer import Tokenizer
+from scheduler.client.token_stream import Generation
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.generation import Generation
 from scheduler.request import EventKind, Request, TokenEvent
 
 log = structlog.get_logger(__name__)

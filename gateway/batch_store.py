@@ -16,7 +16,7 @@ from redis.asyncio.lock import Lock
 
 from gateway.batch_record import Batch, BatchStatus, LineResult
 from gateway.cursor import Page, index_of, page_of_ids, position_of, text
-from scheduler.store import durable
+from scheduler.store.connection import durable
 
 INDEX = "tidegate:batches"  # sorted set: id by position; one per owner
 POSITION = "tidegate:batches:position"  # counter

@@ -22,8 +22,8 @@ from gateway.prompts import Prompt, encode_prompts, model_limits
 from gateway.sampling_defaults import SamplingDefaults
 from gateway.schemas import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, parse_generation
 from gateway.tokenizer import Tokenizer
-from scheduler.admission import Rejected, RejectReason
-from scheduler.client import SchedulerClient
+from scheduler.client.client import SchedulerClient
+from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.request import Delivery, Request

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
 from gateway.validation import first_fault
-from scheduler.admission import Rejected, RejectReason
+from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.config import Tier
 
 MAX_RETRY_AFTER_S = 120  # the openai client stops retrying on anything longer

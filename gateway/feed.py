@@ -8,7 +8,7 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
-from scheduler.generation import Generation
+from scheduler.client.token_stream import Generation
 from scheduler.request import TokenEvent
 
 

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 from gateway.cursor import Page, index_of, page_of_ids, position_of, text, tombstone_key
 from scheduler.clock import Clock
-from scheduler.store import durable
+from scheduler.store.connection import durable
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from gateway.state import Gateway
-from scheduler.client import SchedulerClient
+from scheduler.client.client import SchedulerClient
 
 log = structlog.get_logger(__name__)
 

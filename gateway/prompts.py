@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gateway.errors import context_length_exceeded, invalid_request, invalid_value
 from gateway.schemas import ChatCompletionRequest, CompletionRequest
 from gateway.tokenizer import ChatTemplateError, TextTooLong, Tokenizer
-from scheduler.request import WorkerStatus
+from scheduler.registry.worker_status import WorkerStatus
 
 DEFAULT_CONTEXT = 4096  # where neither a worker nor the model's config says
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it

@@ -12,10 +12,10 @@ from gateway.completion import CompletionService
 from gateway.identity import Keyring
 from gateway.metrics import GatewayMetrics
 from gateway.tokenizer import Tokenizer
-from scheduler.client import SchedulerClient
+from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
-from scheduler.tier_change import TierChanges
+from scheduler.reload.coordinator import TierChanges
 
 if TYPE_CHECKING:
     from gateway.batches import BatchService

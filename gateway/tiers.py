@@ -2,7 +2,7 @@
 
 from gateway.batches import BatchService
 from gateway.identity import Keyring
-from scheduler.client import SchedulerClient
+from scheduler.client.client import SchedulerClient
 from scheduler.config import TierSet
 
 

@@ -7,8 +7,7 @@ import redis as sync_redis
 from hypothesis import HealthCheck, settings
 from redis.asyncio import Redis
 
-from scheduler import store
-from scheduler.queue import keys
+from scheduler.store import connection, keys
 from tidegate.valkey import running_valkey
 
 OFF = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # properties empty what they are given themselves
@@ -34,7 +33,7 @@ def valkey_url(valkey_server: str) -> str:
 
 @pytest.fixture
 async def redis_client(valkey_url: str) -> AsyncIterator[Redis]:
-    client = store.connect(valkey_url)
+    client = connection.connect(valkey_url)
     yield client
     await client.aclose()
 

@@ -30,16 +30,16 @@ from gateway.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from gateway.state import Gateway
 from gateway.tiers import GatewayTiers
 from gateway.tokenizer import Tokenizer
-from scheduler import store
-from scheduler.client import SchedulerClient
+from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers
 from scheduler.events.redis import RedisEventChannel
 from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
-from scheduler.tier_change import TierChanges
-from scheduler.tier_follower import TierFollower
-from scheduler.tier_store import TierStore
+from scheduler.reload.coordinator import TierChanges
+from scheduler.reload.follower import TierFollower
+from scheduler.reload.store import TierStore
+from scheduler.store import connection
 from tidegate.background import Background
 from tidegate.process import gateway_name, hangup_calls, ignore_hangup
 from tidegate.settings import GatewaySettings
@@ -161,7 +161,7 @@ def load_sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
 async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
     clock = SystemClock()
     tiers = load_tiers(settings.tiers_path)
-    redis = store.connect(str(settings.redis_url))
+    redis = connection.connect(str(settings.redis_url))
     port: int = listener.getsockname()[1]
     app = build_gateway(settings, redis, tiers, clock, gateway_name(port))
     config = uvicorn.Config(

@@ -16,10 +16,10 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from scheduler import store
 from scheduler.config import TierConfigError, load_tiers
 from scheduler.registry.redis import RedisWorkerRegistry
-from scheduler.tier_store import TierStore
+from scheduler.reload.store import TierStore
+from scheduler.store import connection
 from tidegate.process import gateway_name, worker_name
 from tidegate.settings import CommonSettings, GatewaySettings, ServeSettings, WorkerSettings
 from tidegate.supervisor import EX_CONFIG, Part, Stage, Supervisor
@@ -75,7 +75,7 @@ def _free_port(host: str) -> int:
 async def _reach(redis_url: str) -> None:
     """Raises `CannotServe`: later on a store may be away for a while, but the first time the URL may be wrong."""
     try:
-        async with asyncio.timeout(REACH_TIMEOUT_S), store.connect(redis_url) as client:
+        async with asyncio.timeout(REACH_TIMEOUT_S), connection.connect(redis_url) as client:
             await client.ping()
     except (RedisError, OSError, ValueError) as error:
         url = urlsplit(redis_url)
@@ -84,7 +84,7 @@ async def _reach(redis_url: str) -> None:
 
 
 async def _supervise(parts: list[Part], settings: ServeSettings, on_ready: Callable[[], None]) -> int:
-    async with store.connect(str(settings.redis_url)) as client:
+    async with connection.connect(str(settings.redis_url)) as client:
         parts = [*parts, _worker(settings, client), _gateway(settings, client)]
         return await Supervisor(parts, drain_s=settings.drain_s, on_ready=on_ready).run()
 

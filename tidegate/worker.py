@@ -19,22 +19,22 @@ from redis.exceptions import RedisError
 
 from engine.config import EngineConfig, EngineStartError
 from engine.interface import Engine, EngineDead, PlanError
-from scheduler import store
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers
-from scheduler.core import SchedulerCore
+from scheduler.control.controller import SLAController
 from scheduler.events.redis import RedisEventChannel
-from scheduler.heartbeat import WorkerIdentity
-from scheduler.loop import SchedulerLoop
-from scheduler.metrics import SchedulerMetrics
+from scheduler.planning.core import SchedulerCore
 from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
-from scheduler.sla import SLAController
-from scheduler.step_log import StepLogError, open_step_log
-from scheduler.tier_change import TierChanges
-from scheduler.tier_follower import TierFollower
-from scheduler.tier_store import TierStore
-from scheduler.warmup import warm_up
+from scheduler.reload.coordinator import TierChanges
+from scheduler.reload.follower import TierFollower
+from scheduler.reload.store import TierStore
+from scheduler.store import connection
+from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.metrics import SchedulerMetrics
+from scheduler.worker.step_log import StepLogError, open_step_log
+from scheduler.worker.warmup import warm_up
 from tidegate.background import Background
 from tidegate.process import hangup_calls, ignore_hangup, signals_call, worker_name
 from tidegate.settings import WorkerSettings
@@ -100,7 +100,7 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> No
     ending = Ending(settings.drain_s)
     with signals_call(ending), contextlib.closing(open_step_log(settings.step_log, engine.info)) as step_log:
         await teach(engine, core, clock)
-        async with store.connect(str(settings.redis_url)) as redis:
+        async with connection.connect(str(settings.redis_url)) as redis:
             tier_store = TierStore(redis)
             subject = WorkerTiers(core, metrics)
             follower = TierFollower(tier_store, subject, worker_name(worker_id), tiers, settings.tiers_path, clock)
@@ -120,7 +120,7 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> No
 
 
 class WorkerTiers:
-    """What a worker uses the tiers for: implements `scheduler.tier_follower.Subject`."""
+    """What a worker uses the tiers for: implements `scheduler.reload.follower.Subject`."""
 
     def __init__(self, core: SchedulerCore, metrics: SchedulerMetrics) -> None:
         self._core = core

@@ -20,7 +20,7 @@ from loadtest.engine_bench.shapes import ShapeError
 from loadtest.extras import PLOTS, require
 from loadtest.machine import hardware
 from loadtest.running import one_sentence
-from scheduler.step_log import StepEntry, read_step_log
+from scheduler.worker.step_log import StepEntry, read_step_log
 
 QUICK_S = 3.0
 

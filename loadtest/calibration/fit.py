@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.step_time.model import StepCost, StepTimeModel
 from engine.step_time.regression import Matrix, Vector, solve_nonnegative
-from scheduler.step_log import StepEntry
+from scheduler.worker.step_log import StepEntry
 
 HELD_OUT_BLOCK = 20  # steps; of each five blocks one is held out: neighbours are too much alike to test each other
 HELD_OUT_EVERY = 5

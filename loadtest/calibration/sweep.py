@@ -14,7 +14,7 @@ from time import perf_counter
 from engine.interface import NewSequence, Run, StepPlan, StepResult
 from engine.step_time.model import StepWork
 from loadtest.engine_bench.offline import Stepper, greedy
-from scheduler.step_log import StepEntry
+from scheduler.worker.step_log import StepEntry
 
 KINDS = ("decode", "prefill", "mixed", "decode", "mixed")
 WARM_UP_STEPS = 8  # kernels are compiled and caches filled in these

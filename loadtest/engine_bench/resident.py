@@ -18,9 +18,9 @@ from engine.interface import StepPlan
 from engine.step_time.model import StepCost, StepTimeModel
 from loadtest.engine_bench.offline import Stepper, greedy
 from scheduler.config import TierSet, parse_tiers
-from scheduler.core import SchedulerCore
+from scheduler.control.controller import SLAController
+from scheduler.planning.core import SchedulerCore
 from scheduler.request import Claimed, Request
-from scheduler.sla import SLAController
 
 BULK_PROMPT = 4  # tokens: thousands of resident sequences must fit
 BULK_TOKENS = 32

@@ -16,16 +16,16 @@ from loadtest.engine_bench.protocol import SystemSpec
 from loadtest.engine_bench.tidegate_system import engine_config
 from scheduler.clock import SystemClock
 from scheduler.config import TierSet, parse_tiers
-from scheduler.core import SchedulerCore
+from scheduler.control.controller import SLAController
 from scheduler.events.memory import MemoryEventChannel
-from scheduler.heartbeat import WorkerIdentity
-from scheduler.loop import SchedulerLoop
-from scheduler.metrics import SchedulerMetrics
+from scheduler.planning.core import SchedulerCore
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request
-from scheduler.sla import SLAController
-from scheduler.warmup import warm_up
+from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.metrics import SchedulerMetrics
+from scheduler.worker.warmup import warm_up
 
 TIER = "bulk"
 GATEWAY = "benchmark"

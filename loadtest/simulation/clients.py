@@ -14,8 +14,8 @@ from engine.interface import SamplingParams
 from loadtest.simulation.deployment import Deployment
 from loadtest.simulation.observation import Observation, RequestRecord
 from loadtest.simulation.traffic import Backlog, OfferedRequest, Traffic
-from scheduler.admission import Rejected, RejectReason
-from scheduler.generation import Generation
+from scheduler.client.rejection import Rejected, RejectReason
+from scheduler.client.token_stream import Generation
 from scheduler.request import EventKind, Request, TokenEvent
 
 UNFINISHED = "unfinished when the run ended"

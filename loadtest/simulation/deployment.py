@@ -15,18 +15,18 @@ from loadtest.simulation.cost_card import CostCard
 from loadtest.simulation.observation import EngineRecord, Observation
 from loadtest.simulation.watched_engine import WatchedEngine
 from loadtest.simulation.watched_metrics import WatchedMetrics
-from scheduler.client import SchedulerClient
+from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
-from scheduler.core import SchedulerCore
+from scheduler.control.controller import SLAController
 from scheduler.events.memory import MemoryEventChannel
-from scheduler.heartbeat import WorkerIdentity
-from scheduler.loop import SchedulerLoop
+from scheduler.planning.core import SchedulerCore
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
-from scheduler.sla import SLAController
 from scheduler.virtual_time import VirtualClock
-from scheduler.warmup import warm_up
+from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.warmup import warm_up
 
 WARM_UP_S = 1.0  # what a worker gives its engine's first steps
 MODEL_NAMES = ("model",)

@@ -8,7 +8,7 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field, fields
 
-from scheduler.knobs import Decision
+from scheduler.control.knobs import Decision
 
 
 @dataclass(slots=True)

@@ -14,11 +14,10 @@ from redis.asyncio import Redis
 
 from engine.interface import SamplingParams
 from loadtest.report import table
-from scheduler import store
 from scheduler.clock import SystemClock
-from scheduler.queue.base import Lease
 from scheduler.queue.redis import RedisQueue
-from scheduler.request import Claimed, Request
+from scheduler.request import Claimed, Lease, Request
+from scheduler.store import connection
 
 TIER = "store-bench"
 LEASE_S = 60.0
@@ -66,7 +65,7 @@ class StoreRate:
 
 async def measure_store(url: str, requests: int, batch: int, prompt_tokens: int) -> StoreRate:
     """Put, claim and acknowledge `requests` in batches of `batch`. Leaves nothing behind."""
-    async with store.connect(url) as client:
+    async with connection.connect(url) as client:
         await client.ping()  # before anything is made that would have to be taken back
         queue = RedisQueue(client, SystemClock(), "store-bench")
         batches = _batches(requests, batch, prompt_tokens)

@@ -11,11 +11,11 @@ from prometheus_client import CollectorRegistry
 from loadtest.simulation.observation import MovedKnob, Observation
 from scheduler.clock import Clock
 from scheduler.config import TierSet
-from scheduler.core import SchedulerCore
-from scheduler.knobs import Decision
-from scheduler.metrics import SchedulerMetrics
-from scheduler.report import StepReport
-from scheduler.sla import TierOutputs
+from scheduler.control.controller import TierOutputs
+from scheduler.control.knobs import Decision
+from scheduler.planning.core import SchedulerCore
+from scheduler.planning.step_report import StepReport
+from scheduler.worker.metrics import SchedulerMetrics
 
 
 class WatchedMetrics(SchedulerMetrics):

@@ -16,9 +16,8 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from scheduler import store
-from scheduler.queue import keys
 from scheduler.request import TokenEvent
+from scheduler.store import connection, keys
 
 log = structlog.get_logger()
 
@@ -62,7 +61,7 @@ class RedisEventChannel:
     async def listen(self, gateway_id: str) -> AsyncIterator[list[TokenEvent]]:
         if gateway_id not in self._last_ids:
             raise RuntimeError(f"listen before open: {gateway_id}")
-        reader = store.blocking(self._client, self._heartbeat_s)
+        reader = connection.blocking(self._client, self._heartbeat_s)
         loop = asyncio.get_running_loop()
         heartbeat_due_s = loop.time()
         try:

@@ -12,15 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from scheduler.request import Claimed, Request
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The right to work on a request; `fence` must be the newest for it to count."""
-
-    request_id: str
-    fence: int
+from scheduler.request import Claimed, Lease, Request
 
 
 @dataclass(frozen=True, slots=True)

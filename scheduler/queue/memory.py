@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.clock import Clock
-from scheduler.queue.announcements import Announcements
-from scheduler.queue.base import AheadLimit, Backlog, Lease, QueueFull, TooFarBehind
-from scheduler.request import Claimed, Request
+from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
+from scheduler.queue.wakeups import Announcements
+from scheduler.request import Claimed, Lease, Request
 
 
 @dataclass(slots=True)

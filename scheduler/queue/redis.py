@@ -15,13 +15,12 @@ import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 
-from scheduler import store
 from scheduler.clock import Clock
-from scheduler.queue import keys
-from scheduler.queue.announcements import Announcements
-from scheduler.queue.base import AheadLimit, Backlog, Lease, QueueFull, TooFarBehind
+from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.queue.scripts import Scripts
-from scheduler.request import Claimed, Request
+from scheduler.queue.wakeups import Announcements
+from scheduler.request import Claimed, Lease, Request
+from scheduler.store import connection, keys
 
 NO_LIMIT = AheadLimit(math.inf, math.inf, 0.0, 0.0)
 RESUBSCRIBE_S = 10.0  # of silence: a connection that broke without a word is silent, too
@@ -129,7 +128,7 @@ class RedisQueue:
     async def _listen(self) -> None:
         """Turn messages into announcements. Whenever the subscription is made (again), something may have
         been missed: one wake-up makes up for it, and missed cancels show at the next `renew`."""
-        client = store.blocking(self._client, RESUBSCRIBE_S)
+        client = connection.blocking(self._client, RESUBSCRIBE_S)
         try:
             while True:
                 await self._listen_until_silent(client.pubsub())

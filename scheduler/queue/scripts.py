@@ -11,8 +11,9 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
-from scheduler.queue import keys
-from scheduler.queue.base import AheadLimit, Backlog, Lease, QueueFull, TooFarBehind
+from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
+from scheduler.request import Lease
+from scheduler.store import keys
 
 _KEY_NAMES = f"""\
 local QUEUE, WAITING, REQUEST = '{keys.QUEUE_PREFIX}', '{keys.WAITING_PREFIX}', '{keys.REQUEST_PREFIX}'

@@ -6,7 +6,7 @@ read it for admission, `/ready`, `/v1/models`, `/metrics` and `/admin/sla`.
 
 from typing import Protocol
 
-from scheduler.request import WorkerStatus
+from scheduler.registry.worker_status import WorkerStatus
 
 
 class WorkerRegistry(Protocol):

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from scheduler.clock import Clock
-from scheduler.queue import keys
-from scheduler.request import WorkerStatus
+from scheduler.registry.worker_status import WorkerStatus
+from scheduler.store import keys
 
 
 @dataclass(frozen=True, slots=True)

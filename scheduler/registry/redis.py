@@ -6,8 +6,8 @@ The server's own clock decides who is alive, so the machines' clocks need not ag
 import msgspec
 from redis.asyncio import Redis
 
-from scheduler.queue import keys
-from scheduler.request import WorkerStatus
+from scheduler.registry.worker_status import WorkerStatus
+from scheduler.store import keys
 
 
 class RedisWorkerRegistry:

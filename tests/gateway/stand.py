@@ -30,26 +30,17 @@ from gateway.sampling_defaults import SamplingDefaults
 from gateway.state import Gateway
 from gateway.tiers import GatewayTiers
 from gateway.tokenizer import Tokenizer
-from scheduler.client import SchedulerClient
+from scheduler.client.client import SchedulerClient
 from scheduler.clock import SystemClock
 from scheduler.config import TierSet, parse_tiers
 from scheduler.events.memory import MemoryEventChannel
-from scheduler.queue.base import Lease
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
-from scheduler.request import (
-    Claimed,
-    Delivery,
-    EventKind,
-    Request,
-    TierCapacity,
-    TierStatus,
-    TokenEvent,
-    WorkerStatus,
-)
-from scheduler.tier_change import TierChanges
-from scheduler.tier_follower import TierFollower
-from scheduler.tier_store import TierStore
+from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
+from scheduler.reload.coordinator import TierChanges
+from scheduler.reload.follower import TierFollower
+from scheduler.reload.store import TierStore
+from scheduler.request import Claimed, Delivery, EventKind, Lease, Request, TokenEvent
 from tests.scheduler.builders import tiers_document
 from tests.waiting import until
 

@@ -15,8 +15,8 @@ from gateway.admin import told
 from gateway.errors import ApiError
 from gateway.identity import ApiKey, Keyring, KeyringError, load_keyring
 from gateway.tiers import GatewayTiers
-from scheduler.request import TierCapacity
-from scheduler.tier_change import Late
+from scheduler.registry.worker_status import TierCapacity
+from scheduler.reload.coordinator import Late
 from tests.gateway.stand import TIERS, Stand, make_tiers, running_stand
 from tests.scheduler.builders import tiers_document
 from tests.waiting import until

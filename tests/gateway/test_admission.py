@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from gateway.identity import ApiKey, Keyring, demotion_of
-from scheduler.request import Request, TierCapacity, TokenEvent
+from scheduler.registry.worker_status import TierCapacity
+from scheduler.request import Request, TokenEvent
 from tests.gateway.stand import Stand, answer_with, make_tiers, running_stand
 from tests.gateway.test_errors import CHAT, error_of
 from tests.waiting import until
@@ -26,7 +27,7 @@ HELLO = answer_with("Hello!")
 @pytest.fixture(autouse=True)
 def heartbeats_never_get_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand's worker says only once what it can do."""
-    monkeypatch.setattr("scheduler.forecast.STALE_S", math.inf)
+    monkeypatch.setattr("scheduler.client.ttft_forecast.STALE_S", math.inf)
 
 
 def silent_above(request: Request) -> Sequence[TokenEvent]:
@@ -102,6 +103,7 @@ async def test_nobody_is_demoted_into_a_full_queue() -> None:
     assert error_of(response, 503)["message"].startswith("The realtime tier is overloaded")
 
 
+@pytest.mark.trap(12)
 def test_trap_12_a_keys_entitlement_clamps_demotion_too() -> None:
     tiers = make_tiers(realtime={"admission": {"demote_to": "bulk"}})
     both, realtime = (ApiKey("k", b"", frozenset(names)) for names in (("realtime", "bulk"), ("realtime",)))
@@ -112,6 +114,7 @@ def test_trap_12_a_keys_entitlement_clamps_demotion_too() -> None:
     assert demotion_of(tiers["bulk"], both, tiers) is None
 
 
+@pytest.mark.trap(12)
 @pytest.mark.parametrize("priority", [-(10**6), -1, 0, 1, 10**6])
 async def test_trap_12_a_number_lifts_nobody_over_what_its_key_may_use(priority: int) -> None:
     """vLLM's `priority` counts downwards, others' upwards; here tiers have names, and the key decides which."""
@@ -130,6 +133,7 @@ async def test_trap_12_a_number_lifts_nobody_over_what_its_key_may_use(priority:
         assert {r.tier for r in stand.worker.served} == {"bulk"}
 
 
+@pytest.mark.trap(15)
 async def test_trap_15_n_choices_take_n_places_and_n_prompts() -> None:
     """Behind one prompt there is time for another, behind four there is none."""
     fast = TierCapacity(step_s=0.0, slots_free=64, prefill_tokens_per_s=60.0, output_tokens_per_s=60.0)
@@ -202,6 +206,7 @@ async def test_a_deadline_shorter_than_the_work_itself_is_final() -> None:
     assert refused == 2, "the client did not try again"
 
 
+@pytest.mark.trap(7)
 async def test_bulk_that_cannot_be_served_stops_no_chat() -> None:
     """Trap 7, over HTTP."""
     async with running_stand(capacity=SLOW) as stand:

@@ -5,9 +5,9 @@ import asyncio
 from gateway.answer import AnswerHead, TextAnswer
 from gateway.answering import Answering, Job
 from gateway.sse import DONE, PING
-from scheduler.client import SchedulerClient
+from scheduler.client.client import SchedulerClient
+from scheduler.client.token_stream import Generation
 from scheduler.events.memory import MemoryEventChannel
-from scheduler.generation import Generation
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import EventKind, TokenEvent

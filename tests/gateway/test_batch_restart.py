@@ -17,7 +17,7 @@ from gateway.batch_record import Batch, BatchStatus
 from gateway.batch_runner import LOST_S, BatchRun
 from gateway.batch_store import BatchStore
 from gateway.files import FileStore
-from scheduler import store
+from scheduler.store import connection
 from tests.gateway.offline import (
     TERMINAL,
     OfflineGateway,
@@ -168,7 +168,7 @@ def _refusing_one() -> ScriptedCompletions:
 async def test_two_gateways_share_a_batch_without_running_a_line_twice(
     redis_client: Redis, valkey_url: str, tmp_path: Path
 ) -> None:
-    other = store.connect(valkey_url)
+    other = connection.connect(valkey_url)
     completions = _refusing_one()
     async with (
         running_gateway(redis_client, tmp_path, completions=completions) as one,
@@ -199,7 +199,7 @@ async def test_a_gateway_that_lost_its_lock_stops(redis_client: Redis, tmp_path:
 
 
 async def test_cancel_reaches_a_batch_of_another_gateway(redis_client: Redis, valkey_url: str, tmp_path: Path) -> None:
-    other = store.connect(valkey_url)
+    other = connection.connect(valkey_url)
     completions = ScriptedCompletions()
     completions.permits = asyncio.Semaphore(0)
     async with (

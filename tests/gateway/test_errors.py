@@ -11,7 +11,7 @@ import structlog
 
 from gateway.errors import rejected, retry_after
 from gateway.identity import ApiKey, Keyring
-from scheduler.admission import Rejected, RejectReason
+from scheduler.client.rejection import Rejected, RejectReason
 from tests.gateway.stand import CONTEXT, MODEL, Stand, make_tiers, running_stand
 from tests.waiting import until
 

@@ -175,6 +175,7 @@ async def test_tokens_that_come_again_after_a_requeue_are_dropped() -> None:
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "abcdef"
 
 
+@pytest.mark.trap(14)
 @pytest.mark.parametrize("stop", ["wo t", "two tx"], ids=["a stop string", "one that it is not after all"])
 async def test_a_requeue_in_a_stop_string_loses_neither_its_tail_nor_usage(stop: str) -> None:
     """Trap 14: what was held back is held back still, and what comes again is neither told nor counted again."""

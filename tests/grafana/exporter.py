@@ -11,10 +11,11 @@ from prometheus_client import CollectorRegistry
 from gateway.metrics import GatewayMetrics
 from gateway.ops import render
 from scheduler.config import load_tiers
-from scheduler.knobs import Decision
-from scheduler.metrics import SchedulerMetrics
-from scheduler.report import Ended, PrefixLookup, Reaction, Sample, StepReport
-from scheduler.sla import TierOutputs
+from scheduler.control.controller import TierOutputs
+from scheduler.control.knobs import Decision
+from scheduler.planning.step_report import Ended, PrefixLookup, Reaction, StepReport
+from scheduler.request_state import Sample
+from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import make_core
 
 TIERS = load_tiers(Path(__file__).parents[2] / "tiers.yaml")

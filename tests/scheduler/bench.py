@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from engine.interface import StepPlan
 from engine.modeled.engine import ModeledEngine
 from engine.step_time.model import StepCost
-from scheduler.report import StepReport
+from scheduler.planning.step_report import StepReport
 from scheduler.request import Claimed, Request, TokenEvent
 from scheduler.virtual_time import EPOCH_MS
 from tests.scheduler.builders import FAST, CheckedCore, make_core

@@ -6,15 +6,14 @@ from typing import Any
 from engine.interface import EngineInfo, SamplingParams, StepPlan, StepResult, blocks_for
 from engine.modeled.engine import modeled_token
 from engine.step_time.model import StepCost, StepTimeModel, StepWork
-from scheduler.block_budget import EngineView
 from scheduler.config import Retry, TierSet, parse_tiers
-from scheduler.core import SchedulerCore
-from scheduler.queue.base import Lease
-from scheduler.report import StepReport
-from scheduler.request import Claimed, Delivery, Request
-from scheduler.roster import Roster
-from scheduler.sla import SLAController
-from scheduler.states import RequestState, Status
+from scheduler.control.controller import SLAController
+from scheduler.planning.core import SchedulerCore
+from scheduler.planning.kv_budget import EngineView
+from scheduler.planning.request_table import Roster
+from scheduler.planning.step_report import StepReport
+from scheduler.request import Claimed, Delivery, Lease, Request
+from scheduler.request_state import RequestState, Status
 from scheduler.virtual_time import EPOCH_MS
 
 VOCAB = 1000

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from engine.step_time.model import StepCost
-from scheduler.sla import Decision, Load, SLAController
+from scheduler.control.controller import Decision, Load, SLAController
 from tests.scheduler.builders import make_tiers
 from tests.scheduler.world import Answer, World, run_world
 

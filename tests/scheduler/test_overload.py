@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from scheduler.admission import Rejected, RejectReason
+from scheduler.client.rejection import Rejected, RejectReason
 from tests.scheduler.builders import FAST, make_tiers
 from tests.scheduler.world import World, run_world
 

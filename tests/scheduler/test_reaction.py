@@ -80,6 +80,7 @@ def test_bulk_rows_leave_a_step_that_interactive_decodes_finish() -> None:
     run_world(story, known=FAST, info=make_info(sheds=Shedding.ROWS))
 
 
+@pytest.mark.trap(2)
 @pytest.mark.parametrize(("slots", "leaves"), [(4, False), (5, True)])
 def test_nobody_leaves_for_one_that_could_not_start(slots: int, leaves: bool) -> None:
     """Trap 2: without a slot for it, leaving would save it nothing."""

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.step_time.model import StepCost
-from scheduler.urgency import is_urgent, laxity_s, work_s
+from scheduler.deadlines import is_urgent, laxity_s, work_s
 
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0001, decode_s=0.002)
 tokens = st.integers(0, 5000)

@@ -11,19 +11,19 @@ from engine.interface import EngineInfo, FinishReason
 from engine.modeled.engine import ModeledEngine
 from engine.modeled.timer import LoopTimer
 from engine.step_time.model import StepCost
-from scheduler.admission import Rejected
-from scheduler.client import SchedulerClient
+from scheduler.client.client import SchedulerClient
+from scheduler.client.rejection import Rejected
+from scheduler.client.token_stream import Generation
 from scheduler.config import TierSet
 from scheduler.events.memory import MemoryEventChannel
-from scheduler.generation import Generation
-from scheduler.heartbeat import WorkerIdentity
-from scheduler.loop import SchedulerLoop
-from scheduler.metrics import SchedulerMetrics
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request, TokenEvent
-from scheduler.step_log import StepLog
 from scheduler.virtual_time import VirtualClock, run_virtual
+from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.metrics import SchedulerMetrics
+from scheduler.worker.step_log import StepLog
 from tests.scheduler.builders import FAST, CheckedCore, make_core, make_info, make_request, make_tiers
 
 T = TypeVar("T")

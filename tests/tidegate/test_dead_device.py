@@ -9,11 +9,11 @@ import pytest
 from redis.asyncio import Redis
 
 from engine.interface import SamplingParams
-from scheduler.client import SchedulerClient
+from scheduler.client.client import SchedulerClient
+from scheduler.client.token_stream import Generation
 from scheduler.clock import SystemClock
 from scheduler.config import load_tiers
 from scheduler.events.redis import RedisEventChannel
-from scheduler.generation import Generation
 from scheduler.queue.redis import RedisQueue
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.request import Request, TokenEvent
@@ -104,6 +104,7 @@ async def submit(client: SchedulerClient, request: Request) -> Generation:
     return generation
 
 
+@pytest.mark.trap(16)
 async def test_the_worker_exits_with_1_and_the_next_one_does_its_work(valkey_url: str, redis_client: Redis) -> None:
     """Trap 16."""
     events: list[TokenEvent] = []

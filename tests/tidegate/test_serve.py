@@ -6,10 +6,10 @@ import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
-from scheduler import store
 from scheduler.registry.redis import RedisWorkerRegistry
-from scheduler.request import WorkerStatus
-from scheduler.tier_store import Follower, TierStore
+from scheduler.registry.worker_status import WorkerStatus
+from scheduler.reload.store import Follower, TierStore
+from scheduler.store import connection
 from tidegate.process import gateway_name, worker_name
 from tidegate.serve import Announced, _gateway, _worker, run_serve, with_address
 from tidegate.settings import ServeSettings
@@ -29,7 +29,7 @@ def status(worker_id: str) -> WorkerStatus:
     "url", ["redis://user:sesame@127.0.0.1:{}/3", "unix:///nowhere/{}.sock", "http://127.0.0.1:{}"]
 )
 def test_a_store_that_does_not_answer_is_named_without_its_password(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "RETRIES", 1)  # else they take two seconds
+    monkeypatch.setattr(connection, "RETRIES", 1)  # else they take two seconds
     with capture_logs() as logs:
         assert run_serve(ServeSettings(redis_url=url.format(free_port()))) == 78
     assert [line["event"] for line in logs] == ["cannot start"]

@@ -11,17 +11,17 @@ from redis.exceptions import ConnectionError as StoreUnreachable
 
 from engine.interface import EngineDead, EngineInfo, PlanError, StepPlan, StepResult
 from engine.modeled.engine import ModeledEngine
-from scheduler.client import SchedulerClient
+from scheduler.client.client import SchedulerClient
+from scheduler.client.token_stream import Generation
 from scheduler.events.memory import MemoryEventChannel
-from scheduler.generation import Generation
-from scheduler.heartbeat import WorkerIdentity
-from scheduler.loop import SchedulerLoop
-from scheduler.metrics import SchedulerMetrics
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request
-from scheduler.upkeep import LEASE_S
 from scheduler.virtual_time import VirtualClock
+from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.maintenance import LEASE_S
+from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_request, make_tiers
 from tests.scheduler.world import run_bounded
 from tidegate import worker

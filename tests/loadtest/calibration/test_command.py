@@ -15,7 +15,7 @@ from loadtest.calibration.sweep import Sweep
 from loadtest.engine_bench.device_probe import write_weights
 from loadtest.engine_bench.shapes import write_shape
 from loadtest.simulation.cost_card import load_cost_card
-from scheduler.step_log import FileStepLog
+from scheduler.worker.step_log import FileStepLog
 from tests.loadtest.calibration.test_fit import DECODE, MIXED, make_steps
 from tests.loadtest.calibration.test_sweep import ticking
 from tests.loadtest.modeled_stepper import ModeledStepper

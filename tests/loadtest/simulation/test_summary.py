@@ -10,7 +10,7 @@ import pytest
 from loadtest.simulation.clients import UNFINISHED
 from loadtest.simulation.observation import EngineRecord, Moment, MovedKnob, Observation, RequestRecord
 from loadtest.simulation.summary import meets_promise, quantile, spread, summarize
-from scheduler.knobs import Decision
+from scheduler.control.knobs import Decision
 from tests.loadtest.simulation.builders import TTFT_S, make_tiers
 
 

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from engine.interface import FinishReason
-from scheduler import store
 from scheduler.events.base import EventChannel
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.events.redis import RedisEventChannel
 from scheduler.request import EventKind, TokenEvent
+from scheduler.store import connection
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -19,7 +19,7 @@ async def channel(request: pytest.FixtureRequest) -> AsyncIterator[EventChannel]
         yield MemoryEventChannel()
         return
     request.getfixturevalue("no_leaked_keys")
-    client = store.connect(request.getfixturevalue("valkey_url"))
+    client = connection.connect(request.getfixturevalue("valkey_url"))
     channel = RedisEventChannel(client)
     yield channel
     await channel.close()

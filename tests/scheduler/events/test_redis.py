@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from scheduler import store
 from scheduler.events.redis import RedisEventChannel
-from scheduler.queue import keys
 from scheduler.request import EventKind, TokenEvent
+from scheduler.store import connection, keys
 from tests.scheduler.stalling_proxy import StallingProxy
 from tests.waiting import until
 
@@ -58,10 +57,10 @@ async def test_dropped_connections_neither_lose_nor_repeat(
 async def test_a_listener_whose_connection_breaks_without_a_word_is_not_deaf(
     valkey_url: str, redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "REPLY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.1)
     received: list[int] = []
     async with StallingProxy(valkey_url, tmp_path / "proxy.sock").serving() as proxy:
-        client = store.connect(proxy.url)
+        client = connection.connect(proxy.url)
         channel, publisher = RedisEventChannel(client, heartbeat_s=0.05), RedisEventChannel(redis_client)
         await channel.open("g")
 

@@ -2,7 +2,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from scheduler import store
+from scheduler.store import connection
 from tests.scheduler.queue.harness import Handles, ManualClock
 
 
@@ -19,7 +19,7 @@ async def handles(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIt
         yield handles
         await handles.close()
         return
-    client = store.connect(request.getfixturevalue("valkey_url"))
+    client = connection.connect(request.getfixturevalue("valkey_url"))
     handles = Handles(clock, client)
     yield handles
     await handles.close()

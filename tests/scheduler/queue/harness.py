@@ -8,10 +8,10 @@ from redis.asyncio import Redis
 
 from engine.interface import SamplingParams
 from scheduler.clock import Clock
-from scheduler.queue.base import AheadLimit, Lease, Queue
+from scheduler.queue.base import AheadLimit, Queue
 from scheduler.queue.memory import MemoryQueue
 from scheduler.queue.redis import RedisQueue
-from scheduler.request import Claimed, Request
+from scheduler.request import Claimed, Lease, Request
 
 START_MS = 1_700_000_000_000
 

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from scheduler.queue.base import Backlog, Lease, Queue, QueueFull, TooFarBehind
+from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
+from scheduler.request import Lease
 from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, ids, lease_of, make_request, may_wait
 from tests.waiting import until
 
@@ -97,6 +98,7 @@ async def test_limits_count_waiting_requests_only_and_requeued_work_is_exempt(ha
     assert await queue.depths(["realtime"]) == {"realtime": 2}
 
 
+@pytest.mark.trap(3)
 async def test_trap_3_a_queue_limit_spares_what_was_preempted_or_requeued(handles: Handles, clock: ManualClock) -> None:
     """Admitted work comes back to its old place, whatever waits by then and however small the limits are."""
     queue, none = handles(), may_wait(requests=0, seconds=0)
@@ -110,6 +112,7 @@ async def test_trap_3_a_queue_limit_spares_what_was_preempted_or_requeued(handle
     assert ids(await queue.claim({"realtime": 9}, LEASE_S)) == ["a", "b", "c", "later"]
 
 
+@pytest.mark.trap(4)
 async def test_trap_4_of_a_burst_no_more_gets_in_than_may_wait_ahead(handles: Handles) -> None:
     """Counted and entered in one move: puts at the same time see each other, from whichever gateway they come."""
     puts = [
@@ -121,6 +124,7 @@ async def test_trap_4_of_a_burst_no_more_gets_in_than_may_wait_ahead(handles: Ha
     assert await handles().backlogs(["realtime"]) == {"realtime": Backlog(4, 40, 32)}
 
 
+@pytest.mark.trap(15)
 async def test_trap_15_each_of_n_choices_counts_with_its_tokens(handles: Handles) -> None:
     queue = handles()
     await queue.put([make_request("before", tokens=1, output=1)])

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from scheduler import store
-from scheduler.queue import keys
-from scheduler.queue.base import AheadLimit, Backlog, Lease, Queue
-from scheduler.request import Claimed
+from scheduler.queue.base import AheadLimit, Backlog, Queue
+from scheduler.request import Claimed, Lease
+from scheduler.store import connection, keys
 from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, make_request
 
 TIERS = ("realtime", "bulk", "batch")
@@ -147,7 +146,7 @@ async def hashes(client: Redis) -> list[str]:
 
 
 async def scenario(url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
-    client = store.connect(url)
+    client = connection.connect(url)
     memory_clock, redis_clock = ManualClock(), ManualClock()
     memory = Trial(memory_clock, Handles(memory_clock))
     redis = Trial(redis_clock, Handles(redis_clock, client))
@@ -165,7 +164,7 @@ async def scenario(url: str, done: list[tuple]) -> None:  # type: ignore[type-ar
 
 
 async def scenario_with_losses(url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
-    client = store.connect(url)
+    client = connection.connect(url)
     clock = ManualClock()
     trial = Trial(clock, Handles(clock, client))
     try:

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from scheduler import store
-from scheduler.queue import keys
 from scheduler.queue.base import Backlog, TooFarBehind
 from scheduler.queue.redis import RedisQueue
+from scheduler.store import connection, keys
 from tests.scheduler.queue.harness import START_MS, ManualClock, lease_of, make_request, may_wait
 from tests.scheduler.stalling_proxy import StallingProxy
 from tests.waiting import until
@@ -109,6 +108,7 @@ async def test_lost_sums_are_counted_anew(queue: RedisQueue, redis_client: Redis
     await queue.cancel(list("abcd"))
 
 
+@pytest.mark.trap(13)
 async def test_trap_13_a_request_is_one_member_of_a_sorted_set(queue: RedisQueue, redis_client: Redis) -> None:
     """Not a list in one JSON value: moving one of a thousand requests writes one member, not a thousand."""
     await queue.put([make_request(f"r{n}", tokens=3, output=8) for n in range(1000)])
@@ -149,7 +149,7 @@ async def test_a_connection_that_breaks_without_a_word_is_made_again(
 ) -> None:
     monkeypatch.setattr("scheduler.queue.redis.RESUBSCRIBE_S", 0.05)
     async with StallingProxy(valkey_url, tmp_path / "proxy.sock").serving() as proxy:
-        client = store.connect(proxy.url)
+        client = connection.connect(proxy.url)
         queue = RedisQueue(client, clock, worker_id="w1")
         assert await queue.wait_for_work(5) is True
         proxy.stall()

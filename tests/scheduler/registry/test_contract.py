@@ -5,13 +5,12 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from scheduler import store
 from scheduler.clock import SystemClock
-from scheduler.queue import keys
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.registry.redis import RedisWorkerRegistry
-from scheduler.request import TierStatus, WorkerStatus
+from scheduler.registry.worker_status import TierStatus, WorkerStatus
+from scheduler.store import connection, keys
 from tests.waiting import until
 
 TTL_S = 0.25
@@ -22,7 +21,7 @@ async def registry(request: pytest.FixtureRequest) -> AsyncIterator[WorkerRegist
     if request.param == "memory":
         yield MemoryWorkerRegistry(SystemClock(), ttl_s=TTL_S)
         return
-    client = store.connect(request.getfixturevalue("valkey_url"))
+    client = connection.connect(request.getfixturevalue("valkey_url"))
     yield RedisWorkerRegistry(client, ttl_s=TTL_S)
     await client.aclose()
 

@@ -177,6 +177,7 @@ def news_with_everything(tokenizer: Tokenizer) -> list[NewSequence]:
     ]
 
 
+@pytest.mark.trap(14)
 def test_preemption_changes_nothing_of_what_options_remember(tokenizer: Tokenizer) -> None:
     """Trap 14: a resume that loses RNG, penalties, log probabilities or the state of a grammar."""
     news = news_with_everything(tokenizer)

@@ -1,0 +1,128 @@
+"""What the core knows of its engine between two steps: free blocks, the step in flight, what is to be aborted.
+
+Knows plans and results, and reads request states; it decides nothing. Owner: `SchedulerCore`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from engine.interface import EngineInfo, PreemptionMode, StepPlan, StepResult, blocks_for
+from engine.step_time.model import StepWork
+from scheduler.planning.kv_budget import EngineView
+from scheduler.request_state import RequestState, Status
+
+WATERMARK = 0.02  # of all blocks
+
+
+@dataclass(slots=True)
+class _Abandoned:
+    """The blocks that a sequence holds at least, and how many of them others hold as well."""
+
+    num_blocks: int
+    num_shared: int
+
+    @property
+    def own_blocks(self) -> int:
+        return max(0, self.num_blocks - self.num_shared)
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step on its way: the computed tokens that each of its sequences had before."""
+
+    plan: StepPlan
+    num_computed: dict[str, int]
+    swaps: bool
+
+
+class EngineBooks:
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
+        self._free_blocks = info.num_blocks
+        self._free_swap_blocks = info.num_swap_blocks
+        self._abandoned: dict[str, _Abandoned] = {}
+        self._in_flight: dict[int, _InFlight] = {}
+
+    @property
+    def kv_usage(self) -> float:
+        return 1.0 - self._free_blocks / self._info.num_blocks
+
+    @property
+    def is_step_in_flight(self) -> bool:
+        return bool(self._in_flight)
+
+    def view(self) -> EngineView:
+        """What the next plan can have: its aborts come first."""
+        info = self._info
+        return EngineView(
+            free_blocks=self._free_blocks + sum(a.own_blocks for a in self._abandoned.values()),
+            block_size=info.block_size,
+            max_step_tokens=info.max_step_tokens,
+            max_model_len=info.max_model_len,
+            watermark_blocks=int(WATERMARK * info.num_blocks),
+            free_swap_blocks=self._free_swap_blocks,
+            swap_block_s=info.swap_block_s,
+        )
+
+    # -- sequences that the engine knows and nobody wants any more ---------------------------------------------
+
+    def abandon(self, state: RequestState) -> None:
+        self._abandoned[state.id] = _Abandoned(state.blocks_held(self._info.block_size), state.num_shared_blocks)
+
+    @property
+    def num_abandoned(self) -> int:
+        return len(self._abandoned)
+
+    def is_abandoned(self, request_id: str) -> bool:
+        return request_id in self._abandoned
+
+    def forget_abandoned(self, request_id: str) -> None:
+        """It has ended by itself: nothing is left to abort."""
+        del self._abandoned[request_id]
+
+    @property
+    def aborts(self) -> Iterable[str]:
+        """What the next plan is to abort."""
+        return self._abandoned.keys()
+
+    def take_aborts(self) -> tuple[str, ...]:
+        """For a plan that is executed."""
+        aborts = tuple(sorted(self._abandoned))
+        self._abandoned.clear()
+        return aborts
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> StepPlan | None:
+        """The step in flight, if there is just one."""
+        plans = [step.plan for step in self._in_flight.values()]
+        return plans[0] if len(plans) == 1 else None
+
+    def enter(self, plan: StepPlan, states: Mapping[str, RequestState]) -> None:
+        """`states` as they are before the plan, or before the one that it was made ahead of."""
+        swaps = any(p.mode is PreemptionMode.SWAP for p in plan.preempt)
+        swaps = swaps or any(states[seq_id].status is Status.SWAPPED for seq_id in plan.resume)
+        # A plan made ahead goes on where the decodes of the running one end.
+        num_computed = {run.seq_id: states[run.seq_id].num_computed_tokens + plan.ahead for run in plan.run}
+        self._in_flight[plan.step_id] = _InFlight(plan, num_computed, swaps)
+
+    def settle(self, result: StepResult) -> StepWork | None:
+        """Take a result in; the work that was really done (what came from the prefix cache was none), or None where
+        the time it took says nothing about that: blocks were copied, or a sequence left or failed half-way."""
+        self._free_blocks, self._free_swap_blocks = result.free_blocks, result.free_swap_blocks
+        for output in result.outputs:
+            if output.seq_id in self._abandoned:
+                held = blocks_for(output.num_computed_tokens, self._info.block_size)
+                self._abandoned[output.seq_id].num_blocks = held
+        for seq_id, num_shared in result.shared_blocks:
+            if seq_id in self._abandoned:
+                self._abandoned[seq_id].num_shared = num_shared
+        step = self._in_flight.pop(result.step_id, None)
+        if step is None or step.swaps or result.failures or result.shed or not result.outputs:
+            return None
+        work = StepWork()
+        for output in result.outputs:
+            start = step.num_computed[output.seq_id] + output.num_cached_tokens
+            work.add(output.num_computed_tokens - start, start)
+        return work

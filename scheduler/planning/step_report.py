@@ -1,0 +1,108 @@
+"""What one step means outside: events to send, leases to acknowledge, latencies to record.
+
+Plain data that the core makes and the loop takes apart, and the functions that read it off a request's state. Knows
+neither queues nor metrics.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from engine.interface import FinishReason
+from engine.step_time.model import StepWork
+from scheduler.request import Delivery, EventKind, Lease, TokenEvent
+from scheduler.request_state import RequestState, Sample, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    tier: str
+    reason: str  # "stop" | "length" | "failed" | "cancelled"
+    prompt_tokens: int
+    output_tokens: int
+    met_slo: bool
+    held_s: float = 0.0  # since it was claimed
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLookup:
+    """A prompt met the prefix cache: so many tokens were asked for, so many of them found."""
+
+    tier: str
+    queried_tokens: int
+    hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reaction:
+    """A request came while a step ran: in how many lengths of that step it was in one itself."""
+
+    tier: str
+    steps: float
+
+
+@dataclass(slots=True)
+class StepReport:
+    events: dict[str, list[TokenEvent]] = field(default_factory=lambda: defaultdict(list))  # by gateway
+    leases: list[Lease] = field(default_factory=list)  # done: to be acknowledged
+    samples: list[Sample] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+    lookups: list[PrefixLookup] = field(default_factory=list)
+    reactions: list[Reaction] = field(default_factory=list)
+    used_s: dict[str, float] = field(default_factory=dict)  # of the step's time, by tier
+    work: StepWork | None = None  # what the step did, where the time it took says something about that
+    predicted_s: float = 0.0  # that time, before it was known
+
+    def absorb(self, later: "StepReport") -> None:
+        """Take a later step's events and leases in, behind this one's."""
+        for reply_to, events in later.events.items():
+            self.events[reply_to] += events
+        self.leases += later.leases
+
+
+BULK_REPORT_S = 0.1  # between two token events of a stream without a latency promise
+
+
+def is_due(state: RequestState, now: float) -> bool:
+    """A stream without a latency promise gets its tokens a few at a time: reported one by one, those of a full bulk
+    batch would keep the gateway busy while interactive ones wait their turn there."""
+    if state.request.delivery is Delivery.AT_END:
+        return False
+    return state.tier.is_interactive or state.reported_s is None or now - state.reported_s >= BULK_REPORT_S
+
+
+def progress_event(state: RequestState, now: float) -> TokenEvent:
+    return TokenEvent(
+        request_id=state.id,
+        kind=EventKind.TOKENS,
+        index=state.num_reported,
+        token_ids=state.report_tokens(now),
+        cached_tokens=state.num_cached_tokens or 0,
+    )
+
+
+def finished_event(state: RequestState, reason: FinishReason, now: float) -> TokenEvent:
+    return TokenEvent(
+        request_id=state.id,
+        kind=EventKind.FINISHED,
+        index=state.num_reported,
+        token_ids=state.report_tokens(now),
+        finish_reason=reason,
+        cached_tokens=state.num_cached_tokens or 0,
+    )
+
+
+def failed_event(state: RequestState, error: str) -> TokenEvent:
+    return TokenEvent(state.id, EventKind.FAILED, index=state.num_reported, error=error)
+
+
+def lookup(state: RequestState) -> PrefixLookup | None:
+    """None where nothing was looked up."""
+    if state.request.sampling.prompt_logprobs is not None:
+        return None
+    return PrefixLookup(state.tier.name, len(state.request.prompt_token_ids), state.num_cached_tokens or 0)
+
+
+def ended(state: RequestState, reason: str, now: float) -> Ended:
+    prompt, output = len(state.request.prompt_token_ids), len(state.output_token_ids)
+    met_slo = state.status is Status.FINISHED and state.met_slo()
+    return Ended(state.tier.name, reason, prompt, output, met_slo, now - state.claimed_s)

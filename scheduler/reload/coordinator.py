@@ -1,0 +1,199 @@
+"""Changing the tiers at run time, on every gateway and worker of a store or on none.
+
+Two steps: a document is proposed, and every living part looks at it; only what nobody objects to is put in force, and
+then every part makes the change. Knows documents, votes and patience; not who asks for a change, nor how it is told.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+from redis.exceptions import RedisError
+
+from scheduler.clock import Clock
+from scheduler.config import TierConfigError, TierSet, load_tiers, parse_tiers
+from scheduler.reload.follower import InForce, TierFollower
+from scheduler.reload.store import Follower, TierDocument, TierStore
+
+log = structlog.get_logger()
+
+POLL_S = 0.01  # while an answer of others is awaited
+PATIENCE_S = 5.0  # for all parts to look at a change, and again to make it
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """All `parts` have it in force. `changed` is False where it was before."""
+
+    in_force: InForce
+    parts: tuple[str, ...]
+    changed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Nothing has changed anywhere."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Not all did their part in time: `parts` are missing. `in_force`: it holds, and they will follow; else nothing
+    has changed."""
+
+    parts: tuple[str, ...]
+    in_force: bool
+
+
+Outcome = Applied | Refused | Late
+Depths = Callable[[Sequence[str]], Awaitable[Mapping[str, int]]]
+
+
+class TierChanges:
+    """What one process asks of all. Needs its follower to be running."""
+
+    def __init__(self, store: TierStore, follower: TierFollower, depths: Depths, path: Path, clock: Clock) -> None:
+        """`depths`: how many requests wait in the queues of some tiers. `path`: the file that `reload` reads."""
+        self._store = store
+        self.follower = follower
+        self._depths = depths
+        self._path = path
+        self._clock = clock
+
+    async def parts(self) -> list[Follower]:
+        """All living gateways and workers, by name."""
+        return await self._store.followers()
+
+    async def reload(self) -> Outcome:
+        """Read the file again; else as `change`."""
+        return await _logged(self._reload())
+
+    async def change(self, content: object, source: str) -> Outcome:
+        """Put `content` in force on every part. Raises `TierConfigError` where it is not a tiers file's, and what the
+        store's client raises. What becomes of it is logged, too."""
+        return await _logged(self._parse(content, source))
+
+    async def reload_on_signal(self) -> None:
+        """`reload`, where nobody waits to be told what became of it."""
+        try:
+            await self.reload()
+        except TierConfigError:
+            pass
+        except RedisError as error:
+            log.error("the store does not answer; the old tiers stay in force", error=str(error))
+
+    async def _reload(self) -> Outcome:
+        tiers = await asyncio.to_thread(load_tiers, self._path)
+        return await self._change(tiers, str(self._path))
+
+    async def _parse(self, content: object, source: str) -> Outcome:
+        return await self._change(parse_tiers(content, source), source)
+
+    async def _change(self, tiers: TierSet, source: str) -> Outcome:
+        until_s = self._clock.now() + PATIENCE_S
+        # 1. One change at a time; what another one has made of the tiers may be just this.
+        document = None
+        while document is None:
+            if (generation := await self._generation_of(tiers)) is not None:
+                return await self._applied(generation, until_s, changed=False)
+            if self._clock.now() >= until_s:
+                return Refused("Another change of the tiers is under way.")
+            document = await self._propose(tiers, source)
+            if document is None:
+                await self._clock.sleep(POLL_S)
+        # 2. Everybody looks at it.
+        before = self.follower.in_force
+        is_in_force = False
+        try:
+            if (generation := await self._generation_of(tiers)) is not None:  # the other one ended just before
+                return await self._applied(generation, until_s, changed=False)
+            against = await self._against(tiers, document, until_s)
+            if against is not None:
+                return against
+            is_in_force = await self._store.commit(document)
+        finally:
+            if not is_in_force:
+                await asyncio.shield(self._store.withdraw(document))
+        if not is_in_force:
+            return Refused("Agreeing on the change took too long.")
+        # 3. Everybody makes it. What was put into a queue just before would never be served: all go back for it.
+        outcome = await self._applied(document.generation, self._clock.now() + PATIENCE_S, changed=True)
+        if isinstance(outcome, Applied) and (reason := await self._reason_to_keep(before.tiers, tiers)):
+            await self._change(before.tiers, before.source)
+            return Refused(reason)
+        return outcome
+
+    async def _generation_of(self, tiers: TierSet) -> int | None:
+        """Of the document in force, if it says just this."""
+        in_force = (await self._store.read()).in_force
+        is_same = in_force is not None and in_force.content == tiers.document(defaults=False)
+        return in_force.generation if in_force is not None and is_same else None
+
+    async def _propose(self, tiers: TierSet, source: str) -> TierDocument | None:
+        try:
+            return await self._store.propose(tiers.document(defaults=False), source, self._clock.wall_ms())
+        except OverflowError:
+            raise TierConfigError(f"{source}: a number has more than 64 bits") from None
+
+    async def _against(self, tiers: TierSet, document: TierDocument, until_s: float) -> Refused | Late | None:
+        """What speaks against `document`: requests, an objection, or a part that says nothing. None: nothing."""
+        if reason := await self._reason_to_keep(self.follower.in_force.tiers, tiers):
+            return Refused(reason)
+        missing = await self._until_all(lambda f: f.looked_at >= document.generation, until_s)
+        if missing:
+            return Late(missing, in_force=False)
+        objecting = [f for f in await self.parts() if f.looked_at == document.generation and f.objection]
+        return Refused(" ".join(f"{f.part}: {f.objection}" for f in objecting)) if objecting else None
+
+    async def _reason_to_keep(self, before: TierSet, after: TierSet) -> str:
+        """A sentence about a tier that is not in `after` and whose queue is not empty; empty: there is none."""
+        removed = sorted(set(before.tiers) - set(after.tiers))
+        depths = await self._depths(removed) if removed else {}
+        tier = next((tier for tier, depth in depths.items() if depth), None)
+        return f"The tier {tier!r} cannot be removed: {_requests(depths[tier])} in its queue." if tier else ""
+
+    async def _applied(self, generation: int, until_s: float, *, changed: bool) -> Outcome:
+        missing = await self._until_all(lambda f: f.generation >= generation, until_s)
+        if missing:
+            return Late(missing, in_force=True)
+        parts = tuple(f.part for f in await self.parts())
+        return Applied(self.follower.in_force, parts, changed)
+
+    async def _until_all(self, has_done: Callable[[Follower], bool], until_s: float) -> tuple[str, ...]:
+        """Wait for all living parts, this one among them; those that are still missing at `until_s`."""
+        while True:
+            done = {f.part: has_done(f) for f in await self.parts()}
+            missing = tuple(part for part, is_done in {self.follower.part: False, **done}.items() if not is_done)
+            if not missing or self._clock.now() >= until_s:
+                return missing
+            await self._clock.sleep(POLL_S)
+
+
+def _requests(count: int) -> str:
+    return "1 request waits" if count == 1 else f"{count} requests wait"
+
+
+async def _logged(change: Coroutine[Any, Any, Outcome]) -> Outcome:
+    try:
+        outcome = await change
+    except TierConfigError as error:
+        log.error("the tiers are refused; the old ones stay in force", reason=str(error))
+        raise
+    _log_outcome(outcome)
+    return outcome
+
+
+def _log_outcome(outcome: Outcome) -> None:
+    match outcome:
+        case Applied(in_force, parts, changed):
+            event = "the tiers are in force everywhere" if changed else "the tiers are in force already"
+            log.info(event, generation=in_force.generation, source=in_force.source, parts=list(parts))
+        case Refused(message):
+            log.error("the tiers are refused; the old ones stay in force", reason=message)
+        case Late(parts, in_force):
+            event = "parts do not have the new tiers yet" if in_force else "parts do not answer: nothing has changed"
+            log.error(event, missing=list(parts))

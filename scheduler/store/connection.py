@@ -1,0 +1,126 @@
+"""Connections to Redis or Valkey: the one module that owns timeouts, retries and reconnects.
+
+Knows servers and sockets; does not know what is stored. URLs are `redis://host:port/db`, `rediss://…` or
+`unix:///path/to/socket`. Any Redis from 6.2 on and any Valkey serves.
+"""
+
+import asyncio
+import builtins
+from collections.abc import Iterable
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import ResponseError, TimeoutError
+
+from scheduler.store import keys
+
+CONNECT_TIMEOUT_S = 2.0
+REPLY_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 32  # of a process; a burst of commands waits for its turn instead of failing
+HEALTH_CHECK_S = 15  # a connection idle for longer is tried with a PING before it carries a command
+RETRIES = 10  # of a server that refuses connections, about two seconds: a restarting one is back by then
+COMMAND_TIMEOUT_S = 6.0  # with all its retries: also a server that accepts everything and answers nothing has an end
+FOREVER = -1
+
+Command = bytes | str | Iterable[bytes]
+
+
+def connect(url: str) -> Redis:
+    """A client with a pool of connections; opens none yet. Commands ride through a short outage of the
+    server, then raise `redis.exceptions.ConnectionError`, or after `COMMAND_TIMEOUT_S` a `TimeoutError`; a
+    new connection, where one is needed, may take as long again.
+
+    A command whose answer was lost is sent again: callers send only what may happen twice.
+    """
+    tcp_only = {} if url.startswith("unix:") else {"socket_keepalive": True}
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=MAX_CONNECTIONS,
+        timeout=REPLY_TIMEOUT_S,
+        protocol=2,
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        socket_timeout=REPLY_TIMEOUT_S,
+        health_check_interval=HEALTH_CHECK_S,
+        retry=_BoundedRetry(_backoff(), RETRIES),
+        **tcp_only,
+    )
+    pool.connection_class = _SENDING_DIRECTLY[pool.connection_class]
+    return Redis.from_pool(pool)
+
+
+def blocking(client: Redis, longest_s: float) -> Redis:
+    """A second client to the same server, for reads that wait up to `longest_s`. It reconnects for as long as it
+    takes, also when a read has had no answer at all: the other end may be gone without a word. The caller closes
+    it."""
+    pool = client.connection_pool
+    timeout_s = longest_s + REPLY_TIMEOUT_S
+    settings = {**pool.connection_kwargs, "socket_timeout": timeout_s, "retry": Retry(_backoff(), FOREVER)}
+    own_pool = ConnectionPool(connection_class=pool.connection_class, **settings)
+    return Redis.from_pool(own_pool)
+
+
+async def durable(client: Redis, timeout_s: float = 3.0) -> bool:
+    """Wait until everything written so far, on any connection, is on the server's disk. False where the
+    server cannot tell (before Redis 7.2, or without AOF) or did not manage in time."""
+    pipeline = client.pipeline(transaction=False)
+    pipeline.set(keys.DURABLE, b"", px=int(keys.DURABLE_TTL_S * 1000))
+    pipeline.execute_command("WAITAOF", 1, 0, int(timeout_s * 1000))
+    replies = await pipeline.execute(raise_on_error=False)
+    if isinstance(replies[1], ResponseError):
+        return False
+    if isinstance(replies[1], Exception):
+        raise replies[1]
+    return int(replies[1][0]) >= 1
+
+
+class _SendsDirectly(AbstractConnection):
+    """redis-py sends under `asyncio.wait_for`, which before Python 3.12 may swallow the cancellation of the task that
+    sends (cpython #86296), and makes a task of its own for each command. The same limit without it."""
+
+    async def send_packed_command(self, command: Command, check_health: bool = True) -> None:
+        timeout_s, self.socket_timeout = self.socket_timeout, None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await super().send_packed_command(command, check_health)
+        except builtins.TimeoutError as error:
+            raise TimeoutError("Timeout writing to socket") from error
+        finally:
+            self.socket_timeout = timeout_s
+
+
+class _Tcp(_SendsDirectly, Connection):
+    pass
+
+
+class _Tls(_SendsDirectly, SSLConnection):
+    pass
+
+
+class _Unix(_SendsDirectly, UnixDomainSocketConnection):
+    pass
+
+
+_SENDING_DIRECTLY: dict[type[AbstractConnection], type[AbstractConnection]] = {
+    Connection: _Tcp,
+    SSLConnection: _Tls,
+    UnixDomainSocketConnection: _Unix,
+}
+
+
+class _BoundedRetry(Retry):
+    """Ends a command after `COMMAND_TIMEOUT_S`, whichever attempt it is in."""
+
+    async def call_with_retry(self, *args: Any, **options: Any) -> Any:
+        timeout_s = COMMAND_TIMEOUT_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await super().call_with_retry(*args, **options)
+        except builtins.TimeoutError as error:
+            raise TimeoutError(f"The store has not answered within {timeout_s:.0f} seconds.") from error
+
+
+def _backoff() -> ExponentialWithJitterBackoff:
+    return ExponentialWithJitterBackoff(cap=0.5, base=0.01)

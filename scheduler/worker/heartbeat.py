@@ -1,0 +1,105 @@
+"""A worker's sign of life: who it is, what it holds, how fast it drains, its metrics, what its controller does and why.
+
+Knows the registry and what to tell it; decides nothing. Without it, a worker counts as dead after a few seconds.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.interface import EngineInfo
+from scheduler.control.controller import TierOutputs
+from scheduler.planning.core import SchedulerCore
+from scheduler.planning.step_report import Ended
+from scheduler.registry.base import WorkerRegistry
+from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
+from scheduler.request_state import Status
+from scheduler.worker.capacity import CapacityBooks
+from scheduler.worker.metrics import SchedulerMetrics
+
+SMOOTHING = 0.2  # weight of the newest interval in the drain rate
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    worker_id: str
+    model_names: tuple[str, ...]
+    started_ms: int
+
+
+class Heartbeat:
+    """Announces one worker; keeps the drain rates that admission computes its Retry-After from."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        metrics: SchedulerMetrics,
+        core: SchedulerCore,
+        engine: EngineInfo,
+        identity: WorkerIdentity,
+    ) -> None:
+        self._registry = registry
+        self._metrics = metrics
+        self._core = core
+        self._engine = engine
+        self._identity = identity
+        self._capacity = CapacityBooks(engine)
+        self._finished: Counter[str] = Counter()  # since the last beat
+        self._rate_per_s: dict[str, float] = {}
+        self._last_s: float | None = None
+        self.is_alone = True  # no other worker was alive at the last beat
+
+    def count_ended(self, end: Ended) -> None:
+        self._finished[end.tier] += 1
+        self._capacity.enter(end)
+
+    async def beat(self, now: float, wall_ms: int) -> None:
+        interval_s = max(now - self._last_s, 1e-3) if self._last_s is not None else 1.0
+        self._last_s = now
+        outputs = self._core.controller.outputs(now)
+        capacities = self._capacity.measure(self._core, outputs, now, interval_s)
+        tiers = {tier: self._tier(tier, outputs[tier], capacities[tier], interval_s) for tier in outputs}
+        self._finished.clear()
+        sla_json = msgspec.json.encode(self._explanation(now, wall_ms)).decode()
+        await self._registry.announce(self._status(tiers, wall_ms), self._metrics.text(), sla_json)
+        self.is_alone = len(await self._registry.workers()) <= 1
+
+    async def withdraw(self) -> None:
+        await self._registry.withdraw(self._identity.worker_id)
+
+    def _explanation(self, now: float, wall_ms: int) -> dict[str, Any]:
+        """What the controller does and why, as of `at_ms`."""
+        return {
+            "at_ms": wall_ms,
+            "kv_usage": self._core.kv_usage,
+            "step_time_error": self._core.step_time.mean_absolute_error,
+            **self._core.controller.explain(now),
+        }
+
+    def _tier(self, tier: str, output: TierOutputs, capacity: TierCapacity, interval_s: float) -> TierStatus:
+        rate = self._finished[tier] / interval_s
+        before = self._rate_per_s.get(tier, rate)
+        self._rate_per_s[tier] = (1 - SMOOTHING) * before + SMOOTHING * rate
+        return TierStatus(
+            queued=self._core.roster.count_status(tier, Status.WAITING),
+            running=self._core.roster.count_status(tier, Status.RUNNING, Status.PAUSED),
+            batch_size=output.batch_size,
+            max_wait_ms=output.max_wait_s * 1000,
+            finished_per_s=self._rate_per_s[tier],
+            capacity=capacity,
+        )
+
+    def _status(self, tiers: dict[str, TierStatus], wall_ms: int) -> WorkerStatus:
+        return WorkerStatus(
+            worker_id=self._identity.worker_id,
+            model_names=self._identity.model_names,
+            max_model_len=self._engine.max_model_len,
+            vocab_size=self._engine.vocab_size,
+            started_ms=self._identity.started_ms,
+            eos_token_ids=self._engine.eos_token_ids,
+            device=self._engine.device,
+            tiers=tiers,
+            at_ms=wall_ms,
+        )

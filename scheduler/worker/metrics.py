@@ -1,0 +1,191 @@
+"""The worker's Prometheus families: vLLM's names under `tidegate_`, with a `tier` label.
+
+The only writer of metrics in the scheduler; it translates what the core reports and decides nothing. The registry is
+injected, so that two workers in one process (tests, the simulator) do not meet.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from scheduler.config import TierSet
+from scheduler.control.controller import TierOutputs
+from scheduler.control.knobs import Decision
+from scheduler.planning.core import SchedulerCore
+from scheduler.planning.step_report import StepReport
+from scheduler.request_state import Status
+
+SECONDS = (
+    0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
+    1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 600.0, 3600.0,
+)  # fmt: skip
+GAP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+STEPS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
+SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
+
+
+class SchedulerMetrics:
+    def __init__(self, registry: CollectorRegistry, tiers: TierSet) -> None:
+        self._registry = registry
+        self._tiers = tiers
+        tier = ["tier"]
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], labels: list[str]) -> Histogram:
+            return Histogram(f"tidegate_{name}", text, labels, buckets=buckets, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"tidegate_{name}", text, labels, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"tidegate_{name}", text, labels, registry=registry)
+
+        self._latency = {
+            "ttft": histogram("time_to_first_token_seconds", "Arrival to first token.", SECONDS, tier),
+            "itl": histogram("inter_token_latency_seconds", "Gap between two tokens.", GAP_SECONDS, tier),
+            "e2e": histogram("e2e_request_latency_seconds", "Arrival to last token.", SECONDS, tier),
+            "queue": histogram("request_queue_time_seconds", "Arrival to first step.", SECONDS, tier),
+            "service": histogram("first_token_service_seconds", "First step to first token.", SECONDS, tier),
+        }
+        self._reaction = histogram(
+            "reaction_steps", "Arrival to first step, in lengths of the step that ran.", STEPS, tier
+        )
+        self._batch = histogram("step_batch_size", "Sequences of the tier in a step.", SEQUENCES, tier)
+        self._step = histogram("step_seconds", "Time the engine took for a step.", GAP_SECONDS, [])
+        self._waiting = gauge("num_requests_waiting", "Requests in the tier's sorted set.", "tier")
+        self._running = gauge("num_requests_running", "Sequences that may run in the next step.", "tier")
+        self._paused = gauge("num_requests_paused", "Sequences set aside with their KV resident.", "tier")
+        self._swapped = gauge("num_requests_swapped", "Sequences whose KV lies in host memory.", "tier")
+        self._kv = gauge("kv_cache_usage_ratio", "Share of KV blocks in use.")
+        self._target = gauge("slo_target_seconds", "The tier's promise.", "tier", "metric", "quantile")
+        self._observed = gauge(
+            "slo_observed_seconds",
+            "The same quantile as the controller sees it.",
+            "tier",
+            "metric",
+            "quantile",
+        )
+        self._attainment = gauge("slo_attainment_ratio", "Share of requests ended lately that met all.", "tier")
+        self._max_wait = gauge("controller_max_wait_seconds", "The controller's max-wait.", "tier")
+        self._batch_size = gauge("controller_batch_size", "The controller's batch size.", "tier")
+        self._batch_tokens = gauge("controller_batch_tokens", "The controller's tokens of the tier a step.", "tier")
+        self._margin = gauge("controller_margin_ratio", "Share of a deadline that is kept as a margin.", "tier")
+        self._arriving = gauge("arrivals_per_second", "Smoothed arrivals, as this worker sees them.", "tier")
+        self._reserve = gauge("kv_reserve_blocks", "KV blocks that bulk leaves free for interactive sequences.")
+        self._error = gauge("step_time_error_ratio", "Mean |measured ÷ predicted - 1| of lately run steps.")
+        self._shed = counter("steps_shed", "Steps that bulk left for an interactive arrival.")
+        self._wasted = counter("shed_seconds", "Engine time thrown away with them.")
+        self._used = counter("engine_seconds", "Engine time that was of use to the tier.", "tier")
+        self._recomputed = counter("recomputed_tokens", "Tokens whose KV was given up and computed again.", "tier")
+        self._preempted = counter("num_preemptions", "Sequences preempted.", "tier", "mode")
+        self._prompt = counter("prompt_tokens", "Prompt tokens of ended requests.", "tier")
+        self._generated = counter("generation_tokens", "Tokens generated.", "tier")
+        self._queried = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "tier")
+        self._hit = counter("prefix_cache_hits", "Prompt tokens found in it.", "tier")
+        self._finished = counter("requests_finished", "Ended requests.", "tier", "reason")
+        self._decided = counter("controller_decisions", "Moves of a knob.", "tier", "knob", "direction", "reason")
+        self._counted: dict[tuple[str, ...], float] = {}
+        self._show_from_the_start()
+
+    def _show_from_the_start(self) -> None:
+        """Make every family visible before its first event, so that rates start at zero."""
+        for tier in self._tiers.by_priority:
+            counters = (self._prompt, self._generated, self._queried, self._hit, self._recomputed, self._used)
+            for family in (*self._latency.values(), self._reaction, self._batch, *counters):
+                family.labels(tier.name)
+            for mode in ("pause", "swap", "recompute"):
+                self._preempted.labels(tier.name, mode)
+            for reason in ("stop", "length", "failed", "cancelled"):
+                self._finished.labels(tier.name, reason)
+            targets = {"ttft": tier.slo.ttft_p99_ms, "itl": tier.slo.itl_p99_ms}
+            for metric, target_ms in targets.items():
+                target_s = None if target_ms is None else target_ms / 1000
+                _set_or_remove(self._target, (tier.name, metric, "0.99"), target_s)
+
+    def reconfigure(self, tiers: TierSet) -> None:
+        """Show what is promised now. Of a tier that is gone, the counters stay and the gauges go."""
+        for name in set(self._tiers.tiers) - set(tiers.tiers):
+            held = (self._waiting, self._running, self._paused, self._swapped)
+            knobs = (self._max_wait, self._batch_size, self._batch_tokens, self._margin)
+            for gauge in (*held, *knobs, self._arriving, self._attainment):
+                gauge.remove(name)
+            for metric in ("ttft", "itl"):
+                self._target.remove(name, metric, "0.99")
+                self._observed.remove(name, metric, "0.99")
+        self._tiers = tiers
+        self._show_from_the_start()
+
+    def record_step(self, elapsed_s: float, ran: Mapping[str, int]) -> None:
+        """One executed step with `ran` sequences of each tier."""
+        self._step.observe(elapsed_s)
+        for tier, sequences in ran.items():
+            self._batch.labels(tier).observe(sequences)
+
+    def record_report(self, report: StepReport) -> None:
+        for sample in report.samples:
+            self._latency[sample.kind].labels(sample.tier).observe(sample.seconds)
+            if sample.kind in ("ttft", "itl"):
+                self._generated.labels(sample.tier).inc()
+        for reaction in report.reactions:
+            self._reaction.labels(reaction.tier).observe(reaction.steps)
+        for tier, seconds in report.used_s.items():
+            self._used.labels(tier).inc(seconds)
+        for end in report.ended:
+            self._finished.labels(end.tier, end.reason).inc()
+            self._prompt.labels(end.tier).inc(end.prompt_tokens)
+
+        for lookup in report.lookups:
+            self._queried.labels(lookup.tier).inc(lookup.queried_tokens)
+            self._hit.labels(lookup.tier).inc(lookup.hit_tokens)
+
+    def record_cancelled(self, tier: str) -> None:
+        self._finished.labels(tier, "cancelled").inc()
+
+    def record_decisions(self, decisions: Iterable[Decision]) -> None:
+        for d in decisions:
+            self._decided.labels(d.tier, d.knob, d.direction, d.signal).inc()
+
+    def record_state(self, core: SchedulerCore, waiting: Mapping[str, int], outputs: Mapping[str, TierOutputs]) -> None:
+        """The gauges, from the core and the queue as they are now."""
+        self._kv.set(core.kv_usage)
+        for tier in self._tiers.tiers:
+            self._waiting.labels(tier).set(waiting.get(tier, 0))
+            self._running.labels(tier).set(core.roster.count_status(tier, Status.RUNNING))
+            self._paused.labels(tier).set(core.roster.count_status(tier, Status.PAUSED))
+            self._swapped.labels(tier).set(core.roster.count_status(tier, Status.SWAPPED))
+            self._record_outputs(tier, outputs[tier])
+        for key, count in core.preemptions.items():
+            self._count_up(self._preempted.labels(*key), ("preempted", *key), count)
+        for tier, count in core.recomputed_tokens.items():
+            self._count_up(self._recomputed.labels(tier), ("recomputed", tier), count)
+        credit = core.running.credit
+        self._count_up(self._shed, ("shed",), credit.num_shed)
+        self._count_up(self._wasted, ("wasted",), credit.wasted_s)
+        self._error.set(core.step_time.mean_absolute_error)
+        self._reserve.set(core.controller.kv_reserve_blocks)
+
+    def _count_up(self, counter: Counter, key: tuple[str, ...], total: float) -> None:
+        """Bring a counter to a total that somebody else keeps."""
+        counter.inc(total - self._counted.get(key, 0))
+        self._counted[key] = total
+
+    def _record_outputs(self, tier: str, output: TierOutputs) -> None:
+        self._max_wait.labels(tier).set(output.max_wait_s)
+        self._batch_size.labels(tier).set(output.batch_size)
+        self._batch_tokens.labels(tier).set(output.batch_tokens)
+        self._margin.labels(tier).set(output.margin)
+        self._arriving.labels(tier).set(output.arrivals_per_s)
+        for metric, seconds in (("ttft", output.ttft_p99_s), ("itl", output.itl_p99_s)):
+            _set_or_remove(self._observed, (tier, metric, "0.99"), seconds)
+        _set_or_remove(self._attainment, (tier,), output.attainment)
+
+    def text(self) -> str:
+        """The registry in Prometheus' exposition format."""
+        return generate_latest(self._registry).decode()
+
+
+def _set_or_remove(gauge: Gauge, labels: tuple[str, ...], value: float | None) -> None:
+    """No value, no series: the last one of hours ago must not look like the present."""
+    if value is None:
+        gauge.remove(*labels)
+    else:
+        gauge.labels(*labels).set(value)

@@ -1,0 +1,558 @@
+"""The gateway's side: what reaches whoever asked, and what is refused. Workers' events are played by hand."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from engine.interface import FinishReason
+from scheduler.client.client import CHECK_EVERY, REFRESH_S, WORKER_GRACE_S, SchedulerClient
+from scheduler.client.rejection import Rejected, RejectReason
+from scheduler.client.token_stream import Generation
+from scheduler.client.ttft_forecast import STALE_S
+from scheduler.events.memory import MemoryEventChannel
+from scheduler.queue.memory import MemoryQueue
+from scheduler.registry.memory import MemoryWorkerRegistry
+from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
+from scheduler.request import EventKind, Request, TokenEvent
+from scheduler.virtual_time import VirtualClock
+from tests.scheduler.builders import make_request, make_tiers
+from tests.scheduler.world import run_bounded
+
+
+class Stage:
+    """A client alone with its collaborators; the test plays the worker."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.queue = MemoryQueue(self.clock)
+        self.events = MemoryEventChannel()
+        self.registry = MemoryWorkerRegistry(self.clock)
+        tiers = make_tiers(realtime={"queue_limit": 4})
+        self.client = SchedulerClient(self.queue, self.events, self.registry, tiers, self.clock, "gateway")
+
+    async def announce(self, finished_per_s: float = 0.0) -> None:
+        tiers = {"realtime": TierStatus(finished_per_s=finished_per_s)}
+        await self.registry.announce(WorkerStatus("w", ("model",), 512, 1000, 0, tiers=tiers), "text of w")
+
+    async def submit(self, *requests: Request) -> Generation:
+        outcome = await self.client.submit(requests)
+        assert isinstance(outcome, Generation)
+        return outcome
+
+    async def tell(self, *events: TokenEvent) -> None:
+        assert await self.events.publish("gateway", events)
+
+    async def depth(self) -> int:
+        return (await self.client.depths())["realtime"]
+
+
+def play(story: Callable[[Stage], Awaitable[None]], *, worker: bool = True) -> None:
+    async def main() -> None:
+        stage = Stage()
+        if worker:
+            await stage.announce()
+        await stage.client.start()
+        try:
+            await story(stage)
+        finally:
+            await stage.client.close()
+
+    run_bounded(main())
+
+
+def tokens(index: int, *token_ids: int, of: str = "r") -> TokenEvent:
+    return TokenEvent(of, EventKind.TOKENS, index, token_ids)
+
+
+def finished(index: int, *token_ids: int, of: str = "r") -> TokenEvent:
+    return TokenEvent(of, EventKind.FINISHED, index, token_ids, FinishReason.LENGTH)
+
+
+async def received(generation: Generation) -> list[TokenEvent]:
+    async with generation as events:
+        return [event async for event in events]
+
+
+# -- what arrives --------------------------------------------------------------------------------------------------
+
+
+def test_tokens_arrive_in_order_and_end_with_one_last_event() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        await stage.tell(tokens(0, 5), tokens(1, 6, 7))
+        await stage.tell(finished(3, 8))
+        assert await received(generation) == [tokens(0, 5), tokens(1, 6, 7), finished(3, 8)]
+        assert stage.client.num_waiting == 0
+
+    play(story)
+
+
+def test_repeats_after_a_requeue_are_dropped_by_their_index() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        await stage.tell(tokens(0, 5), tokens(1, 6), tokens(0, 5), tokens(1, 6, 7), finished(0, 5, 6, 7, 8))
+        assert await received(generation) == [tokens(0, 5), tokens(1, 6), tokens(2, 7), finished(3, 8)]
+
+    play(story)
+
+
+@pytest.mark.parametrize("other", [tokens(0, 9), tokens(1, 9), finished(0, 5, 9), tokens(4, 8)])
+def test_an_output_that_diverges_fails_and_its_work_is_cancelled(other: TokenEvent) -> None:
+    """A mixture of two answers, or one with a hole, is worse than none."""
+
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
+        await stage.tell(tokens(0, 5), tokens(1, 6))
+        await stage.tell(other)
+        events = await received(generation)
+        assert [(e.kind, e.index) for e in events] == [
+            (EventKind.TOKENS, 0),
+            (EventKind.TOKENS, 1),
+            (EventKind.FAILED, 2),
+        ]
+        assert events[-1].error == "The generation was interrupted and could not be continued."
+        assert await stage.queue.cancel(["r"]) == [False], "the queue has forgotten it"
+        assert stage.queue.cancelled() == ["r"], "and the worker was told"
+        assert stage.client.num_waiting == 0
+
+    play(story)
+
+
+def test_n_sequences_are_one_generation_and_all_of_them_end() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("a"), make_request("b"))
+        await stage.tell(tokens(0, 1, of="a"), finished(0, 2, of="b"))
+        await stage.tell(finished(1, 3, of="a"))
+        events = await received(generation)
+        assert [(e.request_id, e.kind) for e in events] == [
+            ("a", EventKind.TOKENS),
+            ("b", EventKind.FINISHED),
+            ("a", EventKind.FINISHED),
+        ]
+
+    play(story)
+
+
+def test_events_of_others_are_ignored() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        await stage.tell(tokens(0, 1, of="stranger"), finished(0, 5))
+        assert await received(generation) == [finished(0, 5)]
+
+    play(story)
+
+
+def test_a_failure_after_a_requeue_says_where_it_stopped() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        await stage.tell(tokens(0, 5, 6), TokenEvent("r", EventKind.FAILED, index=0, error="broken"))
+        events = await received(generation)
+        assert (events[-1].kind, events[-1].index, events[-1].error) == (EventKind.FAILED, 2, "broken")
+
+    play(story)
+
+
+# -- what is lost --------------------------------------------------------------------------------------------------
+
+LOST_WITHIN_S = (2 * CHECK_EVERY + 1) * REFRESH_S
+
+
+def test_a_request_that_the_queue_has_lost_fails_soon() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("lost"), make_request("kept"))
+        await stage.tell(tokens(0, 5, of="lost"))
+        del stage.queue._shared.records["lost"]  # a failover went back to before the put
+        async with generation as events, asyncio.timeout(LOST_WITHIN_S):
+            assert await anext(events) == tokens(0, 5, of="lost")
+            event = await anext(events)
+        assert (event.request_id, event.kind, event.index) == ("lost", EventKind.FAILED, 1)
+        assert "lost" in event.error
+
+    play(story)
+
+
+def test_what_waits_or_is_leased_is_not_lost_however_long_it_takes() -> None:
+    async def story(stage: Stage) -> None:
+        leased = await stage.submit(make_request("leased"))
+        await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
+        waiting = await stage.submit(make_request("waiting"))
+        await stage.clock.sleep(10 * LOST_WITHIN_S)
+        assert stage.client.num_waiting == 2
+        async with leased, waiting:
+            pass
+
+    play(story)
+
+
+def test_a_last_event_may_come_after_its_request_is_done() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        await stage.clock.sleep(CHECK_EVERY * REFRESH_S - 0.5)
+        del stage.queue._shared.records["r"]  # acknowledged; the event is on its way
+        await stage.clock.sleep(REFRESH_S)
+        await stage.tell(finished(0, 5))
+        assert await received(generation) == [finished(0, 5)]
+        await stage.clock.sleep(3 * LOST_WITHIN_S)
+
+    play(story)
+
+
+def test_a_request_that_is_still_being_put_is_not_lost() -> None:
+    async def story(stage: Stage) -> None:
+        put = stage.queue.put
+
+        async def slow_put(*arguments: Any) -> Any:
+            await stage.clock.sleep(2 * LOST_WITHIN_S)
+            return await put(*arguments)
+
+        stage.queue.put = slow_put  # type: ignore[method-assign]
+        async with await stage.submit(make_request("r")) as events:
+            await stage.tell(finished(0, 5))
+            assert [e async for e in events] == [finished(0, 5)]
+
+    play(story)
+
+
+def test_at_the_end_of_a_drain_every_open_generation_fails_with_the_reason() -> None:
+    async def story(stage: Stage) -> None:
+        first, second = await stage.submit(make_request("a"), make_request("b")), await stage.submit(make_request("c"))
+        await stage.tell(tokens(0, 5, of="a"))
+        await stage.clock.sleep(0.1)
+        stage.client.drain()
+        stage.client.fail_open("The server is shutting down.")
+        ended = [*await received(first), *await received(second)]
+        assert [(e.request_id, e.kind, e.index, e.error) for e in ended[1:]] == [
+            ("a", EventKind.FAILED, 1, "The server is shutting down."),
+            ("b", EventKind.FAILED, 0, "The server is shutting down."),
+            ("c", EventKind.FAILED, 0, "The server is shutting down."),
+        ]
+        assert stage.client.num_waiting == 0
+        await stage.client.close()
+        assert await stage.depth() == 0, "nobody works on them any more"
+
+    play(story)
+
+
+# -- cancel --------------------------------------------------------------------------------------------------------
+
+
+def test_leaving_the_block_cancels_what_is_unfinished() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("a"), make_request("b"))
+        await stage.tell(finished(0, 1, of="a"))
+        async with generation as events:
+            assert (await anext(aiter(events))).request_id == "a"
+        assert await stage.depth() == 1, "a was never acknowledged here, b is gone"
+        assert await stage.queue.cancel(["b"]) == [False]
+        assert stage.client.num_waiting == 0
+
+    play(story)
+
+
+def test_an_error_in_the_block_cancels_too() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        with pytest.raises(ZeroDivisionError):
+            async with generation:
+                raise ZeroDivisionError
+        assert await stage.depth() == 0
+
+    play(story)
+
+
+def test_cancelling_one_choice_leaves_the_others() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("stopped"), make_request("goes on"))
+        await stage.tell(tokens(0, 1, of="stopped"))
+        async with generation as events:
+            await anext(aiter(events))
+            await generation.cancel("stopped")
+            await stage.tell(tokens(1, 2, of="stopped"), finished(0, 3, of="goes on"))
+            assert [e async for e in events] == [finished(0, 3, of="goes on")]
+
+    play(story)
+
+
+def test_cancelling_the_last_choice_ends_whoever_waits_for_it() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        waiting = asyncio.create_task(received(generation))
+        await stage.clock.sleep(0.1)
+        await generation.cancel("r")
+        async with asyncio.timeout(1.0):
+            assert await waiting == []
+
+    play(story)
+
+
+def test_closing_cancels_whatever_still_waits() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.submit(make_request("a"), make_request("b"))
+        await stage.client.close()
+        assert await stage.depth() == 0
+
+    play(story)
+
+
+def test_workers_learn_that_a_closed_client_does_not_listen() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.client.close()
+        assert await stage.events.publish("gateway", [finished(0, 5)]) is False
+
+    play(story)
+
+
+def test_a_submit_cancelled_on_its_way_leaves_nothing_in_the_queue() -> None:
+    async def story(stage: Stage) -> None:
+        put = stage.queue.put
+
+        async def slow_answer(*arguments: Any) -> Any:
+            refused = await put(*arguments)
+            await stage.clock.sleep(1.0)
+            return refused
+
+        stage.queue.put = slow_answer  # type: ignore[method-assign]
+        submitting = asyncio.create_task(stage.submit(make_request("a"), make_request("b")))
+        await stage.clock.sleep(0.5)
+        assert await stage.depth() == 2
+        submitting.cancel()
+        await asyncio.gather(submitting, return_exceptions=True)
+        await stage.clock.sleep(0.1)
+        assert submitting.cancelled()
+        assert await stage.depth() == 0
+        assert stage.client.num_waiting == 0
+
+    play(story)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+async def refused(stage: Stage, *requests: Request) -> Rejected:
+    outcome = await stage.client.submit(requests or [make_request("x")])
+    assert isinstance(outcome, Rejected)
+    assert 1 <= outcome.retry_after_s <= 120
+    return outcome
+
+
+@pytest.mark.trap(4, 15)
+def test_a_full_queue_refuses_all_or_none_and_n_counts_as_n() -> None:
+    """Traps 4 and 15: the limit is checked where the request is entered, in one move."""
+
+    async def story(stage: Stage) -> None:
+        await stage.submit(make_request("a"), make_request("b"))
+        rejected = await refused(stage, *(make_request(f"n{i}") for i in range(3)))
+        assert rejected.reason is RejectReason.QUEUE_FULL
+        assert await stage.depth() == 2
+        assert stage.client.num_waiting == 2, "nothing of the refused is remembered"
+        await stage.submit(make_request("c"), make_request("d"))
+
+    play(story)
+
+
+@pytest.mark.trap(4)
+def test_trap_4_a_burst_of_submits_does_not_slip_through() -> None:
+
+    async def story(stage: Stage) -> None:
+        burst = [stage.client.submit([make_request(f"r{i}")]) for i in range(20)]
+        outcomes = await asyncio.gather(*burst)
+        assert sum(isinstance(o, Generation) for o in outcomes) == 4
+        assert await stage.depth() == 4
+
+    play(story)
+
+
+CAPACITY = TierCapacity(slots_free=64, drain_per_s=1.0, prefill_tokens_per_s=1000.0, output_tokens_per_s=1000.0)
+PREDICTING = make_tiers(realtime={"admission": {"predict": True}}, bulk={"admission": {"predict": True}})
+
+
+async def foretelling(stage: Stage, gateway_id: str) -> SchedulerClient:
+    """A client that has heard what the worker can do: within the 0.5 s promised, 500 prompt tokens."""
+    client = SchedulerClient(stage.queue, stage.events, stage.registry, PREDICTING, stage.clock, gateway_id)
+    tiers = {name: TierStatus(batch_size=64, capacity=CAPACITY) for name in PREDICTING.tiers}
+    wall_ms = stage.clock.wall_ms()
+    await stage.registry.announce(WorkerStatus("w", ("model",), 512, 1000, 0, tiers=tiers, at_ms=wall_ms), "")
+    await client.start()
+    return client
+
+
+async def let_in(*submits: Awaitable[Generation | Rejected]) -> int:
+    outcomes = await asyncio.gather(*submits)
+    assert {o.reason for o in outcomes if isinstance(o, Rejected)} <= {RejectReason.OVERLOADED}
+    return sum(isinstance(o, Generation) for o in outcomes)
+
+
+@pytest.mark.trap(4)
+def test_trap_4_of_a_burst_over_two_gateways_only_what_will_be_in_time_gets_in() -> None:
+    async def story(stage: Stage) -> None:
+        clients = [await foretelling(stage, f"gateway-{n}") for n in range(2)]
+        bursts = [c.submit([make_request(f"{c.gateway_id}-{i}", prompt=100)]) for i in range(20) for c in clients]
+        assert await let_in(*bursts) == 5
+        for client in clients:
+            await client.close()
+
+    play(story)
+
+
+@pytest.mark.trap(4)
+def test_trap_4_a_burst_that_was_claimed_at_once_still_counts() -> None:
+    """The queue is empty again, and the next heartbeat is a second away."""
+
+    async def story(stage: Stage) -> None:
+        client = await foretelling(stage, "gateway-1")
+        for i in range(20):
+            await client.submit([make_request(f"r{i}", prompt=100)])
+            await stage.queue.for_worker("w").claim({"realtime": 99}, 10.0)
+        assert client.num_waiting == 5
+        await client.close()
+
+    play(story)
+
+
+@pytest.mark.trap(15)
+def test_trap_15_n_choices_are_that_many_prompts_to_admission() -> None:
+    async def story(stage: Stage) -> None:
+        client = await foretelling(stage, "gateway-1")
+        four = [make_request(f"four-{n}", prompt=70) for n in range(4)]
+        assert await let_in(client.submit(four)) == 1
+        assert await let_in(client.submit([make_request(f"more-{n}", prompt=70) for n in range(5)])) == 0
+        assert await let_in(client.submit([make_request("one", prompt=70)])) == 1
+        await client.close()
+
+    play(story)
+
+
+@pytest.mark.trap(7)
+def test_trap_7_a_flood_of_bulk_stops_no_chat() -> None:
+    async def story(stage: Stage) -> None:
+        client = await foretelling(stage, "gateway-1")
+        flood = [make_request(f"b{n}", "bulk", prompt=500, deadline_ms=2**50) for n in range(500)]
+        assert await let_in(client.submit(flood)) == 1
+        assert await let_in(client.submit([make_request("chat", prompt=100)])) == 1
+        await client.close()
+
+    play(story)
+
+
+@pytest.mark.trap(8)
+def test_trap_8_heartbeats_that_cease_refuse_nobody() -> None:
+    async def story(stage: Stage) -> None:
+        client = await foretelling(stage, "gateway-1")
+        assert await let_in(*(client.submit([make_request(f"a{n}", prompt=100)]) for n in range(9))) == 5
+        await stage.clock.sleep(STALE_S + REFRESH_S)
+        assert await let_in(*(client.submit([make_request(f"b{n}", prompt=100)]) for n in range(9))) == 9
+        await client.close()
+
+    play(story)
+
+
+@pytest.mark.parametrize(("per_s", "retry_s"), [(0.0, 30.0), (0.5, 2.0), (1000.0, 1.0), (0.001, 120.0)])
+def test_retry_after_comes_from_the_drain_rate(per_s: float, retry_s: float) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.announce(finished_per_s=per_s)
+        await stage.clock.sleep(REFRESH_S * 1.5)
+        await stage.announce(finished_per_s=per_s)
+        await stage.submit(*(make_request(f"r{i}") for i in range(4)))
+        assert (await refused(stage)).retry_after_s == retry_s
+
+    play(story)
+
+
+def test_without_any_engine_requests_are_refused() -> None:
+    async def story(stage: Stage) -> None:
+        assert (await refused(stage)).reason is RejectReason.NO_ENGINE
+        await stage.announce()
+        await stage.clock.sleep(REFRESH_S * 1.5)
+        await stage.submit(make_request("r"))
+
+    play(story, worker=False)
+
+
+def test_a_restarting_engine_is_waited_for_a_while() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.registry.withdraw("w")
+        await stage.clock.sleep(WORKER_GRACE_S - 1)
+        assert stage.client.workers == []
+        await stage.submit(make_request("r"))
+        await stage.clock.sleep(2)
+        assert (await refused(stage)).reason is RejectReason.NO_ENGINE
+
+    play(story)
+
+
+def test_a_draining_gateway_refuses_new_requests_and_serves_the_old() -> None:
+    async def story(stage: Stage) -> None:
+        generation = await stage.submit(make_request("r"))
+        stage.client.drain()
+        assert (await refused(stage)).reason is RejectReason.DRAINING
+        await stage.tell(finished(0, 5))
+        assert await received(generation) == [finished(0, 5)]
+
+    play(story)
+
+
+def test_a_request_whose_tier_was_removed_meanwhile_is_asked_to_come_again() -> None:
+    async def story(stage: Stage) -> None:
+        stage.client.reconfigure(make_tiers(gold={"priority": 5}))
+        late = make_request("r", tier="gold")
+        stage.client.reconfigure(make_tiers())
+        assert (await refused(stage, late)).reason is RejectReason.TIER_GONE
+        assert stage.client.num_waiting == 0
+
+    play(story)
+
+
+def test_a_put_that_breaks_leaves_nothing_behind() -> None:
+    async def story(stage: Stage) -> None:
+        async def breaks(*_: object, **__: object) -> None:
+            raise ConnectionError
+
+        stage.queue.put = breaks  # type: ignore[method-assign]
+        with pytest.raises(ConnectionError):
+            await stage.client.submit([make_request("r")])
+        assert stage.client.num_waiting == 0
+
+    play(story)
+
+
+def test_the_list_of_workers_survives_a_store_that_is_away_for_a_moment() -> None:
+    async def story(stage: Stage) -> None:
+        workers = stage.registry.workers
+
+        async def away() -> list[WorkerStatus]:
+            raise ConnectionError("restarting")
+
+        stage.registry.workers = away  # type: ignore[method-assign]
+        await stage.clock.sleep(3 * REFRESH_S)
+        assert [w.worker_id for w in stage.client.workers] == ["w"]
+        stage.registry.workers = workers  # type: ignore[method-assign]
+        await stage.clock.sleep(2 * REFRESH_S)
+        assert stage.client.workers == await workers()
+
+    play(story)
+
+
+def test_worker_metrics_come_from_the_registry() -> None:
+    async def story(stage: Stage) -> None:
+        assert await stage.client.worker_metrics() == {"w": "text of w"}
+
+    play(story)
+
+
+def test_listening_goes_on_after_an_error() -> None:
+    async def story(stage: Stage) -> None:
+        listen = stage.events.listen
+
+        def broken(gateway_id: str) -> AsyncIterator[list[TokenEvent]]:
+            stage.events.listen = listen  # type: ignore[method-assign]
+            raise RuntimeError("out of order for once")
+
+        stage.events.listen = broken  # type: ignore[method-assign]
+        async with await stage.submit(make_request("a", max_tokens=1)) as generation:
+            await stage.tell(TokenEvent("a", EventKind.FINISHED, 0, (7,), FinishReason.LENGTH))
+            assert [e.token_ids async for e in generation] == [(7,)]
+
+    play(story)

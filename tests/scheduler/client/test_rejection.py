@@ -1,0 +1,81 @@
+"""Refusals: each says why, and when to come back."""
+
+import pytest
+
+from scheduler.client import rejection
+from scheduler.client.rejection import MAX_RETRY_S, MIN_RETRY_S, RejectReason
+from scheduler.registry.worker_status import TierStatus, WorkerStatus
+from tests.scheduler.builders import make_tiers
+
+
+def worker(worker_id: str, per_s: float, tier: str = "realtime") -> WorkerStatus:
+    return WorkerStatus(worker_id, ("m",), 512, 1000, 0, tiers={tier: TierStatus(finished_per_s=per_s)})
+
+
+TIERS = make_tiers(realtime={"queue_limit": 1000})
+TIER, BULK = TIERS["realtime"], TIERS["bulk"]
+
+
+def test_a_full_queue_names_the_tier_and_its_limit() -> None:
+    rejected = rejection.queue_full(TIER, 1000, [])
+    assert rejected.reason is RejectReason.QUEUE_FULL
+    assert rejected.message == "The realtime tier's queue is full (1000 waiting, 1000 at most). Try again in 30 s."
+
+
+def test_the_wait_is_the_time_that_makes_a_little_room_at_the_rate_of_all_workers() -> None:
+    assert (
+        rejection.queue_full(TIER, 1000, [worker("a", 4), worker("b", 6), worker("c", 99, "bulk")]).retry_after_s == 5
+    )
+
+
+@pytest.mark.parametrize("per_s", [0.0, 1e-9, 1.0, 1e9])
+def test_the_wait_stays_where_clients_still_retry(per_s: float) -> None:
+    assert MIN_RETRY_S <= rejection.queue_full(TIER, 1000, [worker("a", per_s)]).retry_after_s <= MAX_RETRY_S
+
+
+def test_an_overloaded_tier_says_what_was_predicted_and_when_it_will_be_open_again() -> None:
+    rejected = rejection.overloaded(TIER, 4.4)
+    assert rejected.message == (
+        "The realtime tier is overloaded: a first token would take about 4.4 s, and 0.5 s are promised. "
+        "Try again in 4 s."
+    )
+    assert (rejected.reason, rejected.retry_after_s) == (RejectReason.OVERLOADED, pytest.approx(4.0))
+
+
+def test_a_tier_that_was_overloaded_says_where_it_opens_again() -> None:
+    assert "0.45 s, and the tier opens again at 0.4 s." in rejection.overloaded(TIER, 0.45).message
+
+
+def test_too_late_says_how_much_is_left() -> None:
+    rejected = rejection.too_late(BULK, predicted_s=90, left_s=30, own_s=5)
+    assert rejected.message == (
+        "The bulk tier cannot finish this by its deadline: it would take about 90 s, and 30 s are left. "
+        "Try again in 60 s."
+    )
+    assert (rejected.reason, rejected.retry_after_s, rejected.is_final) == (RejectReason.DEADLINE, 60, False)
+
+
+def test_what_could_not_even_be_done_alone_need_not_come_back() -> None:
+    rejected = rejection.too_late(BULK, predicted_s=90, left_s=30, own_s=31)
+    assert rejected.is_final and "ask for a later deadline" in rejected.message
+
+
+def test_no_engine_and_draining() -> None:
+    assert rejection.no_engine().reason is RejectReason.NO_ENGINE
+    assert rejection.draining().reason is RejectReason.DRAINING
+
+
+@pytest.mark.parametrize(
+    "rejected",
+    [
+        rejection.no_engine(),
+        rejection.draining(),
+        rejection.tier_gone("realtime"),
+        rejection.overloaded(TIER, 1e6),
+        rejection.overloaded(TIER, 0.0),
+        rejection.too_late(BULK, 1e6, 5.0, 1.0),
+    ],
+)
+def test_every_refusal_says_when_to_come_back(rejected: rejection.Rejected) -> None:
+    assert MIN_RETRY_S <= rejected.retry_after_s <= MAX_RETRY_S
+    assert rejected.message.endswith(f"Try again in {rejected.retry_after_s:.0f} s.")

@@ -1,0 +1,200 @@
+"""Waits foretold: from rates, from what is held and waits, and from heartbeats that have an age."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.client.inflight import Habits
+from scheduler.client.ttft_forecast import LAG_S, STALE_S, Forecast, Heartbeats, completion, first_token
+from scheduler.queue.base import Backlog
+from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
+from tests.scheduler.builders import make_request
+
+CAPACITY = TierCapacity(
+    prompt_tokens=200,
+    output_tokens=1000,
+    step_s=0.02,
+    slots_free=3,
+    drain_per_s=4.0,
+    prefill_tokens_per_s=1000.0,
+    output_tokens_per_s=500.0,
+)
+seconds = st.floats(0, 10)
+counts = st.integers(0, 10_000)
+
+
+def status(
+    worker_id: str = "w", capacity: TierCapacity | None = CAPACITY, *, at_ms: int = 0, slots: int = 8
+) -> WorkerStatus:
+    tiers = {"realtime": TierStatus(batch_size=slots, capacity=capacity)}
+    return WorkerStatus(worker_id, ("m",), 512, 1000, 0, tiers=tiers, at_ms=at_ms)
+
+
+def heartbeats(*statuses: WorkerStatus) -> Heartbeats:
+    heard = Heartbeats()
+    heard.see(statuses, now=0.0, wall_ms=0)
+    return heard
+
+
+# -- a first token -------------------------------------------------------------------------------------------------
+
+
+def test_a_first_token_comes_after_what_is_held_what_waits_and_its_own_prompt() -> None:
+    forecast = first_token([make_request(prompt=50)], CAPACITY, 8, Habits(), promise_s=1.0)
+    assert forecast.own_s == pytest.approx(0.02 + 0.05)
+    assert forecast.seconds(Backlog()) == pytest.approx(0.07 + 0.2)
+    assert forecast.seconds(Backlog(1, 300, 9999)) == pytest.approx(0.07 + 0.2 + 0.3), "outputs ride along"
+
+
+@pytest.mark.trap(15)
+def test_trap_15_a_first_token_waits_for_all_n_choices() -> None:
+    one, eight = (
+        first_token([make_request(f"r{i}", prompt=50) for i in range(n)], CAPACITY, 64, Habits(), 9.0) for n in (1, 8)
+    )
+    assert eight.own_s - one.own_s == pytest.approx(7 * 0.05)
+    assert one.slots_free - eight.slots_free == 7
+
+
+def test_what_waits_for_a_slot_waits_as_long_as_one_is_kept() -> None:
+    forecast = first_token([make_request(prompt=0)], CAPACITY, 8, Habits(), 1.0)
+    assert forecast.slots_free == 2
+    assert forecast.wait_s(Backlog(2, 0, 0)) == pytest.approx(0.2)
+    assert forecast.wait_s(Backlog(6, 0, 0)) == pytest.approx(1.0), "four more, at four a second"
+
+
+def test_where_nobody_knows_how_long_a_slot_is_kept_slots_do_not_count() -> None:
+    forecast = first_token([make_request()], replace(CAPACITY, drain_per_s=0.0), 8, Habits(), 1.0)
+    assert forecast.limit(()).max_requests == math.inf
+    assert forecast.wait_s(Backlog(1000, 0, 0)) == pytest.approx(0.2)
+
+
+def test_cached_prompts_take_less() -> None:
+    forecast = first_token([make_request(prompt=50)], CAPACITY, 8, Habits(cached_share=0.8), 1.0)
+    assert forecast.prompt_token_s == pytest.approx(0.2 / 1000)
+
+
+def test_a_request_too_long_for_the_promise_gets_in_where_little_waits() -> None:
+    """It could never be in time, and turning it away for ever would serve nobody."""
+    forecast = first_token(
+        [make_request(prompt=400)] * 64, replace(CAPACITY, prompt_tokens=0, slots_free=8), 8, Habits(), 0.5
+    )
+    assert forecast.own_s == 0.25 and not forecast.is_whole
+    assert forecast.limit(()).admits(Backlog())
+    assert forecast.limit(()).admits(Backlog(0, 249, 0))
+    assert not forecast.limit(()).admits(Backlog(0, 251, 0))
+
+
+forecasts = st.builds(
+    Forecast,
+    promise_s=seconds,
+    own_s=seconds,
+    held_s=seconds,
+    prompt_token_s=st.floats(1e-6, 1),
+    output_token_s=st.floats(0, 1),
+    slots_free=st.floats(-9, 9),
+    drain_per_s=st.just(0.0) | st.floats(0.01, 9),
+)
+
+
+@given(forecasts, st.builds(Backlog, counts, counts, counts))
+def test_admitted_is_what_is_predicted_to_be_in_time(forecast: Forecast, ahead: Backlog) -> None:
+    if math.isclose(forecast.seconds(ahead), forecast.promise_s, rel_tol=1e-6, abs_tol=1e-6):
+        return  # either, by rounding
+    assert forecast.limit(()).admits(ahead) == (forecast.seconds(ahead) <= forecast.promise_s)
+
+
+def test_everything_slower_is_every_wait_longer_and_own_work_the_same() -> None:
+    forecast = first_token([make_request(prompt=50)], CAPACITY, 8, Habits(), 1.0)
+    for ahead in (Backlog(), Backlog(1, 300, 0), Backlog(9, 300, 0)):
+        assert forecast.slowed(2.0).wait_s(ahead) == pytest.approx(2 * forecast.wait_s(ahead))
+    assert forecast.slowed(2.0).own_s == forecast.own_s
+
+
+# -- a deadline ----------------------------------------------------------------------------------------------------
+
+
+def test_completion_counts_outputs_as_they_usually_become() -> None:
+    requests = [make_request("r", "bulk", prompt=100, max_tokens=1000)]
+    forecast = completion(requests, CAPACITY, Habits(output_share=0.25), left_s=60, spare=False)
+    assert forecast.output_token_s == pytest.approx(0.25 / 500)
+    assert forecast.held_s == pytest.approx(200 / 1000 + 1000 * 0.25 / 500)
+    assert forecast.own_s == pytest.approx(0.02 + 250 * 0.02), "one sequence cannot go faster than its steps"
+
+
+def test_many_choices_take_as_long_as_all_their_tokens() -> None:
+    requests = [make_request(f"r{n}", "bulk", prompt=100, max_tokens=1000) for n in range(64)]
+    forecast = completion(requests, CAPACITY, Habits(output_share=0.25), left_s=600, spare=False)
+    assert forecast.own_s == pytest.approx(0.02 + 64 * (0.1 + 0.5))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "habits"),
+    [(CAPACITY, Habits()), (replace(CAPACITY, output_tokens_per_s=0.0, step_s=0.0), Habits(output_share=0.5))],
+)
+def test_outputs_of_which_nothing_is_known_count_nothing(capacity: TierCapacity, habits: Habits) -> None:
+    forecast = completion([make_request("r", "bulk", max_tokens=10**6)], capacity, habits, 60, spare=False)
+    assert forecast.output_token_s == 0 and forecast.own_s < 0.1
+
+
+def test_only_the_callers_own_deadline_makes_long_work_too_late() -> None:
+    requests = [make_request("r", "bulk", prompt=100, max_tokens=4000)]
+    wished, tiers_own = (completion(requests, CAPACITY, Habits(output_share=1.0), 60, spare=s) for s in (False, True))
+    assert not wished.limit(()).admits(Backlog()) and wished.own_s > 60
+    assert tiers_own.limit(()).admits(Backlog())
+
+
+# -- heartbeats ----------------------------------------------------------------------------------------------------
+
+
+def test_rates_of_several_workers_add_up() -> None:
+    together = heartbeats(status("a"), status("b"))
+    capacity = together.capacity("realtime", 0.0)
+    assert capacity is not None
+    assert (capacity.prompt_tokens, capacity.slots_free, capacity.step_s) == (400, 6, 0.02)
+    assert (capacity.prefill_tokens_per_s, capacity.output_tokens_per_s, capacity.drain_per_s) == (2000, 1000, 8)
+    assert together.slots("realtime") == 16
+
+
+def test_what_is_held_becomes_less_with_a_heartbeats_age() -> None:
+    heard = heartbeats(status())
+    aged = heard.capacity("realtime", 0.15)
+    assert aged is not None and aged.prompt_tokens == 50
+    later = heard.capacity("realtime", 1.5)
+    assert later is not None and (later.prompt_tokens, later.slots_free) == (0, 8), "no more slots than there are"
+
+
+@pytest.mark.parametrize(("said_before_ms", "lag_s"), [(100, 0.1), (-5000, 0.0), (60_000, LAG_S)])
+def test_a_worker_whose_clock_is_wrong_is_believed_within_a_second(said_before_ms: int, lag_s: float) -> None:
+    heard = Heartbeats()
+    heard.see([status(at_ms=1_000_000 - said_before_ms)], now=5.0, wall_ms=1_000_000)
+    capacity = heard.capacity("realtime", 5.0)
+    assert capacity is not None and capacity.prompt_tokens == max(0, 200 - int(1000 * lag_s))
+
+
+@pytest.mark.trap(8)
+def test_trap_8_a_heartbeat_that_stands_still_says_nothing_any_more() -> None:
+    heard = heartbeats(status())
+    for second in range(1, 10):
+        heard.see([status()], now=float(second), wall_ms=1000 * second)
+    assert heard.capacity("realtime", STALE_S - 0.01) is not None
+    assert heard.capacity("realtime", STALE_S + 0.01) is None
+    heard.see([status(at_ms=10_000)], now=10.0, wall_ms=10_000)
+    assert heard.capacity("realtime", 10.0) is not None
+
+
+@pytest.mark.trap(8)
+@pytest.mark.parametrize(
+    "capacity",
+    [None, replace(CAPACITY, prefill_tokens_per_s=0.0)],
+)
+def test_trap_8_one_worker_that_does_not_know_leaves_all_unknown(capacity: TierCapacity | None) -> None:
+    assert heartbeats(status("a"), status("b", capacity)).capacity("realtime", 0.0) is None
+
+
+@pytest.mark.trap(8)
+def test_trap_8_no_worker_and_an_unknown_tier_are_unknown() -> None:
+    assert heartbeats().capacity("realtime", 0.0) is None
+    assert heartbeats(status()).capacity("gold", 0.0) is None

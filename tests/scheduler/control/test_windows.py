@@ -1,0 +1,107 @@
+"""What the controller sees of the past."""
+
+import pytest
+
+from scheduler.control.windows import (
+    BUCKET_WIDTH,
+    MIN_SAMPLES,
+    SLICE_S,
+    WINDOW_S,
+    ArrivalRate,
+    LatencyWindow,
+    ShareWindow,
+)
+
+
+def filled(count: int, seconds: float = 1.0, now: float = 0.0, target_s: float = 0.5) -> LatencyWindow:
+    window = LatencyWindow(target_s)
+    for _ in range(count):
+        window.add(now, seconds)
+    return window
+
+
+def test_with_too_few_samples_a_p99_says_nothing() -> None:
+    assert filled(MIN_SAMPLES - 1).p99(0.0) is None
+    assert filled(MIN_SAMPLES).p99(0.0) == 1.0
+
+
+def test_p99_is_the_quantile() -> None:
+    window = LatencyWindow()
+    for i in range(1, 101):
+        window.add(0.0, i / 100)
+    assert window.p99(0.0) == pytest.approx(0.99, rel=BUCKET_WIDTH)
+
+
+def test_the_past_leaves_the_window() -> None:
+    window = filled(MIN_SAMPLES)
+    assert window.p99(WINDOW_S) == 1.0
+    assert window.p99(WINDOW_S + 0.001) is None
+
+
+def test_only_what_came_since_an_event_counts() -> None:
+    window = filled(MIN_SAMPLES, seconds=1.0, now=1.0)
+    assert window.p99(2.0, since_s=1.5) is None
+    assert window.miss_share(2.0, since_s=1.5) is None
+    for _ in range(MIN_SAMPLES):
+        window.add(2.0, 0.1)
+    assert window.p99(2.0, since_s=1.5) == pytest.approx(0.1, rel=BUCKET_WIDTH)
+    assert window.miss_share(2.0, since_s=1.5) == 0.0
+    assert window.miss_share(2.0, since_s=0.0) == 0.5
+
+
+def test_on_target_is_no_miss() -> None:
+    assert filled(MIN_SAMPLES, seconds=0.5).miss_share(0.0, since_s=0.0) == 0.0
+
+
+def test_the_window_is_the_whole_of_it_at_any_rate() -> None:
+    """A burst of slow tokens half a minute ago still counts after as many fast ones as an engine makes since."""
+    window = LatencyWindow(target_s=1.0)
+    for _ in range(1000):
+        window.add(0.0, 9.0)
+    for n in range(30_000):
+        window.add(0.001 * n, 0.1)
+    assert window.p99(29.9) == pytest.approx(9.0, rel=BUCKET_WIDTH)
+    assert window.miss_share(29.9, since_s=0.0) == 1000 / 31_000
+    assert window.p99(31.0) == pytest.approx(0.1, rel=BUCKET_WIDTH)
+
+
+def test_the_window_holds_counts_and_not_samples() -> None:
+    window = LatencyWindow()
+    for n in range(100_000):
+        window.add(n * 0.01, 0.01 + 0.001 * (n % 7))
+    slices = list(window._slices.since(1000.0))
+    assert len(slices) <= WINDOW_S / SLICE_S + 1
+    assert all(len(s.buckets) <= 7 for s in slices)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-7, 0.0123, 1.0, 77.7, 3600.0])
+def test_a_latency_of_any_size_is_shown_to_half_a_percent(seconds: float) -> None:
+    assert filled(MIN_SAMPLES, seconds).p99(0.0) == pytest.approx(seconds, rel=BUCKET_WIDTH / 2 + 1e-4, abs=1e-6)
+
+
+def test_a_share_is_of_the_window_and_none_without_data() -> None:
+    window = ShareWindow()
+    assert window.share(0.0) is None
+    window.add(0.0, False)
+    window.add(20.0, True)
+    assert window.share(20.0) == 0.5
+    assert window.share(WINDOW_S + 0.1) == 1.0
+    assert window.share(20.1 + WINDOW_S) is None
+
+
+def test_the_arrival_rate_settles_and_decays() -> None:
+    rate = ArrivalRate(tau_s=5.0)
+    rate.update(0.0)
+    for i in range(1, 101):
+        rate.add(10)
+        per_s = rate.update(i * 0.5)
+    assert per_s == pytest.approx(20, rel=0.01)
+    assert rate.update(50.0 + 5.0) == pytest.approx(20 / 2.718, rel=0.02)
+    assert rate.update(500.0) == pytest.approx(0, abs=1e-6)
+
+
+def test_the_rate_starts_with_the_first_interval() -> None:
+    rate = ArrivalRate()
+    rate.add(1000)
+    assert rate.update(7.0) == 0.0, "since when did they arrive?"
+    assert rate.update(7.0) == 0.0

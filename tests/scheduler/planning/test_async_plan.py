@@ -1,0 +1,44 @@
+"""When the next step is certain before the running one has ended, and what it holds."""
+
+from engine.interface import Run, StepPlan
+from scheduler.planning.async_plan import continuation
+from scheduler.request_state import RequestState, Status
+from tests.scheduler.builders import make_decode, make_roster, make_state, make_tiers, make_view
+
+
+def follow(states: list[RequestState], running: str, **view: int) -> StepPlan | None:
+    plan = StepPlan(4, run=tuple(Run(name, 1) for name in running))
+    return continuation(plan, 5, make_view(**view), make_roster(make_tiers(), states))
+
+
+def test_decodes_go_on_in_their_order() -> None:
+    plan = follow([make_decode("a"), make_decode("b")], "ba")
+    assert plan == StepPlan(5, run=(Run("b", 1), Run("a", 1)), ahead=True)
+
+
+def test_who_ends_for_certain_is_left_out() -> None:
+    last = make_decode("a", output=3, max_tokens=4)
+    assert follow([last, make_decode("b")], "ab") == StepPlan(5, run=(Run("b", 1),), ahead=True)
+    assert follow([last], "a") is None
+    assert follow([make_decode("a", prompt=60, output=3)], "a", max_model_len=64) is None
+
+
+def test_nothing_is_foreseen_while_anybody_else_is_there() -> None:
+    """A newcomer, a prefill, a preempted one, a decode that sat out: `form_batch` decides on those."""
+    decode = make_decode("a")
+    for other in (
+        make_state("b"),
+        make_state("b", status=Status.RUNNING, prompt=40, computed=16),
+        make_state("b", status=Status.PREEMPTED),
+        make_decode("b"),
+        make_decode("b", status=Status.PAUSED),
+    ):
+        assert follow([decode, other], "a") is None
+
+
+def test_blocks_for_both_steps_must_be_there() -> None:
+    """Blocks of 16: 31 computed tokens fill the second with the running step and need a third in the next."""
+    state = make_decode("a", prompt=31, output=1)
+    assert state.num_computed_tokens == 31
+    assert follow([state], "a", free_blocks=1) is not None
+    assert follow([state], "a", free_blocks=0) is None

@@ -1,0 +1,551 @@
+"""The core without I/O: a bench steps it by hand against the modeled engine."""
+
+import pytest
+
+from engine.interface import FinishReason, SequenceFailure, StepResult
+from engine.step_time.model import StepCost, StepTimeModel, StepWork
+from scheduler.planning.claims import PREFETCH
+from scheduler.request import Claimed, Delivery, EventKind, Lease
+from scheduler.request_state import Status
+from scheduler.virtual_time import EPOCH_MS
+from tests.scheduler.bench import Bench
+from tests.scheduler.builders import (
+    FAST,
+    MAX_PREEMPTIONS,
+    expected_tokens,
+    fixed,
+    make_core,
+    make_info,
+    make_request,
+    make_tiers,
+    preempted,
+    ran,
+)
+
+
+def small(num_blocks: int = 16) -> Bench:
+    """An engine that holds 256 tokens."""
+    return Bench(make_core(info=make_info(num_blocks=num_blocks, max_model_len=16 * num_blocks)))
+
+
+# -- reaction ------------------------------------------------------------------------------------------------------
+
+
+def test_an_arrival_during_a_step_is_in_the_very_next_one_and_bulk_leaves_it() -> None:
+    bench = Bench()
+    bench.accept(*(make_request(f"b{i}", "bulk", max_tokens=50) for i in range(8)))
+    for _ in range(3):
+        bench.step()
+    bench.submit()
+    bench.accept(make_request("rt", max_tokens=3))
+    bench.collect()
+    plan = bench.step()
+    assert ran(plan) == {"rt": 32}
+    assert preempted(plan) == {f"b{i}": "pause" for i in range(8)}
+
+
+def test_bulk_pauses_with_its_kv_resident_and_flows_back_in_order() -> None:
+    bench = Bench()
+    bench.accept(*(make_request(f"b{i}", "bulk", max_tokens=50) for i in range(4)))
+    for _ in range(3):
+        bench.step()
+    used = bench.engine.used_blocks
+    bench.accept(make_request("rt", prompt=16, max_tokens=3))
+    bench.step()
+    assert bench.core.roster.count_status("bulk", Status.PAUSED) == 4
+    assert bench.engine.used_blocks == used + 1, "nothing of bulk was freed"
+    plan = bench.step()
+    assert plan.resume == ("b0", "b1", "b2", "b3")
+    assert ran(plan) == {"rt": 1, "b0": 1, "b1": 1, "b2": 1, "b3": 1}
+    bench.run()
+    assert all(bench.tokens(f"b{i}") == expected_tokens(bench.core.life(f"b{i}").request) for i in range(4))
+
+
+# -- preemption never changes the output ---------------------------------------------------------------------------
+
+
+def test_a_victim_is_computed_again_and_its_output_is_the_same() -> None:
+    """Law 9."""
+    bench = small()
+    bulk = make_request("b", "bulk", prompt=100, max_tokens=60)
+    bench.accept(bulk)
+    for _ in range(20):
+        bench.step()
+    bench.accept(make_request("rt", prompt=180, max_tokens=5))
+    plan = bench.step()
+    assert preempted(plan) == {"b": "recompute"}
+    assert bench.core.preemptions == {("bulk", "recompute"): 1}
+    bench.run()
+    assert bench.tokens("b") == expected_tokens(bulk)
+    told = [(e.index, len(e.token_ids)) for e in bench.events if e.request_id == "b"]
+    assert [index for index, _ in told] == [sum(n for _, n in told[:i]) for i in range(len(told))], "nothing twice"
+    assert sum(n for _, n in told) == 60
+
+
+def test_a_stream_without_a_promise_gets_its_tokens_a_few_at_a_time() -> None:
+    bench = Bench()
+    bench.accept(make_request("b", "bulk", max_tokens=40), make_request("rt", max_tokens=40))
+    bench.run()
+    events = {name: [e for e in bench.events if e.request_id == name] for name in ("b", "rt")}
+    assert len(events["rt"]) == 40
+    assert len(events["b"]) < 20
+    assert len(events["b"][0].token_ids) == 1, "the first token is told at once"
+    assert len(bench.tokens("b")) == 40
+
+
+@pytest.mark.trap(3)
+def test_a_victim_stays_held_and_loses_its_kv_a_bounded_number_of_times() -> None:
+    """Trap 3: what was preempted is never dropped by a limit, keeps its lease, and is spared in the end."""
+    bench = small()
+    bulk = make_request("b", "bulk", prompt=150, max_tokens=60)
+    bench.accept(bulk)
+    bench.step()
+    for i in range(6):
+        bench.accept(make_request(f"rt{i}", prompt=180, max_tokens=2))
+        for _ in range(6):
+            bench.step()
+        assert "b" in bench.core.roster.states
+        assert Lease("b", 1) in bench.core.roster.leases()
+    bench.run()
+    assert bench.core.life("b").num_preemptions == MAX_PREEMPTIONS
+    assert bench.tokens("b") == expected_tokens(bulk)
+    assert bench.core.counts["finished"] == 7
+
+
+def test_worn_victims_and_a_waiting_newcomer_do_not_wait_for_each_other() -> None:
+    bench = small()
+    bench.accept(make_request("b", "bulk", prompt=200, max_tokens=50))
+    bench.step()
+    bench.core.life("b").num_preemptions = 3
+    bench.accept(make_request("rt", prompt=100, max_tokens=2))
+    bench.run()
+    assert bench.core.counts["finished"] == 2
+
+
+@pytest.mark.trap(3)
+def test_growth_too_evicts_a_bounded_number_of_times() -> None:
+    """Trap 3: beside interactive sequences that grow until nothing is left, one after the other."""
+    bench = small()
+    bulk = make_request("b", "bulk", prompt=20, max_tokens=200)
+    bench.accept(bulk)
+    bench.step()
+    for i in range(5):
+        bench.accept(make_request(f"rt{i}", prompt=60, max_tokens=150))
+        while f"rt{i}" in bench.core.roster.states:
+            bench.step()
+        for _ in range(3):
+            bench.step()
+    bench.run()
+    assert bench.core.life("b").num_preemptions == MAX_PREEMPTIONS
+    assert bench.tokens("b") == expected_tokens(bulk)
+    assert bench.core.counts["finished"] == 6, "and nobody waits for ever"
+
+
+def test_the_worn_come_back_only_with_room_for_all_that_they_may_need() -> None:
+    bench = small()
+    bench.accept(make_request("worn", "bulk", prompt=60, max_tokens=120))  # 4 blocks, and 12 at its end
+    bench.step()
+    bench.accept(make_request("rt", prompt=90, max_tokens=60))
+    bench.step()
+    worn, rt = bench.core.life("worn"), bench.core.life("rt")
+    worn.num_preemptions = MAX_PREEMPTIONS - 1
+    bench.accept(make_request("big", prompt=100, max_tokens=5))
+    assert preempted(bench.step()) == {"worn": "recompute"}
+    while "rt" in bench.core.roster.states:
+        assert worn.status is Status.PREEMPTED, "6 to 10 blocks are free, since `big` has ended"
+        bench.step()
+    bench.step()
+    assert (rt.status, worn.status) == (Status.FINISHED, Status.RUNNING)
+    bench.accept(make_request("next", prompt=100, max_tokens=5))
+    assert "next" not in ran(bench.step()), "what the worn one may still need is not given away"
+    bench.run()
+    assert worn.num_preemptions == MAX_PREEMPTIONS
+    assert bench.core.counts["finished"] == 4
+
+
+# -- swap ----------------------------------------------------------------------------------------------------------
+
+
+def swapping(num_swap_blocks: int = 16, swap_block_s: float = 1e-4) -> Bench:
+    info = make_info(
+        num_blocks=16,
+        max_model_len=256,
+        preemption_modes=("pause", "swap", "recompute"),
+        num_swap_blocks=num_swap_blocks,
+        swap_block_s=swap_block_s,
+    )
+    return Bench(make_core(info=info))
+
+
+def test_a_victim_is_swapped_where_that_is_cheaper_and_goes_on_where_it_was() -> None:
+    bench = swapping()
+    bulk = make_request("b", "bulk", prompt=100, max_tokens=60)
+    bench.accept(bulk)
+    for _ in range(20):
+        bench.step()
+    bench.accept(make_request("rt", prompt=180, max_tokens=5))
+    assert preempted(bench.step()) == {"b": "swap"}
+    assert bench.core.preemptions == {("bulk", "swap"): 1}
+    assert (bench.core.life("b").status, bench.engine.used_swap_blocks) == (Status.SWAPPED, 8)
+    while bench.core.life("b").status is Status.SWAPPED:
+        plan = bench.step()
+    assert (plan.resume, ran(plan)["b"]) == (("b",), 1), "nothing is computed again"
+    assert bench.engine.used_swap_blocks == 0
+    bench.run()
+    assert bench.tokens("b") == expected_tokens(bulk)
+
+
+def test_slow_copies_or_a_full_host_memory_mean_recomputing() -> None:
+    for bench in (swapping(swap_block_s=1.0), swapping(num_swap_blocks=6)):
+        bench.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
+        for _ in range(20):
+            bench.step()
+        bench.accept(make_request("rt", prompt=180, max_tokens=5))
+        assert preempted(bench.step()) == {"b": "recompute"}
+
+
+def test_what_is_cancelled_while_swapped_leaves_host_memory() -> None:
+    bench = swapping()
+    bench.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
+    bench.step()
+    bench.accept(make_request("rt", prompt=180, max_tokens=50))
+    bench.step()
+    bench.core.cancel(["b"])
+    assert bench.step().abort == ("b",)
+    assert bench.engine.used_swap_blocks == 0
+
+
+def test_steps_that_copy_teach_nothing_about_computing() -> None:
+    bench = swapping(swap_block_s=1e-3)
+    bench.core.step_time = StepTimeModel(FAST)
+    bench.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
+    bench.step()
+    observed = bench.core.step_time.num_observed
+    bench.accept(make_request("rt", prompt=180, max_tokens=1))
+    assert preempted(bench.step()) == {"b": "swap"}
+    assert bench.step().resume == ("b",)
+    assert bench.core.step_time.num_observed == observed
+    bench.step()
+    assert bench.core.step_time.num_observed == observed + 1
+
+
+# -- the prefix cache ----------------------------------------------------------------------------------------------
+
+
+class _Remembering(StepTimeModel):
+    def __init__(self, prior: StepCost) -> None:
+        super().__init__(prior)
+        self.works: list[StepWork] = []
+
+    def observe(self, work: StepWork, elapsed_s: float) -> None:
+        self.works.append(work)
+
+
+def test_cached_tokens_are_reported_and_are_no_work() -> None:
+    bench = Bench(prefix_cache=True)
+    bench.core.step_time = step_time = _Remembering(FAST)
+    bench.accept(make_request("first", prompt=100, max_tokens=2))
+    bench.run()
+    bench.accept(make_request("second", prompt=100, max_tokens=2), make_request("third", prompt=97, max_tokens=1))
+    bench.run()
+    assert [(work.prefill_tokens, work.decodes) for work in step_time.works] == [(100, 0), (0, 1), (4, 1), (0, 1)]
+    told = {e.request_id: e.cached_tokens for e in bench.events}
+    assert told == {"first": 0, "second": 96, "third": 96}
+    assert all(e.cached_tokens == told[e.request_id] for e in bench.events)
+    lookups = [lookup for report in bench.reports for lookup in report.lookups]
+    assert [(lk.queried_tokens, lk.hit_tokens) for lk in lookups] == [(100, 0), (97, 96), (100, 96)]
+
+
+def test_what_a_victim_finds_of_itself_again_is_nobodys_saving() -> None:
+    """Usage tells what the prompt's first computation was spared, however often it is computed again."""
+    bench = Bench(make_core(info=make_info(num_blocks=16, max_model_len=256)), prefix_cache=True)
+    bench.accept(make_request("b", "bulk", prompt=100, max_tokens=40, cache_salt="b"))
+    bench.step()
+    bench.accept(make_request("rt", prompt=180, max_tokens=1))
+    assert preempted(bench.step()) == {"b": "recompute"}
+    bench.run()
+    assert {e.request_id: e.cached_tokens for e in bench.events} == {"b": 0, "rt": 0}
+    assert sum(len(report.lookups) for report in bench.reports) == 2
+
+
+def test_a_sequence_carries_its_salt_and_the_retention_of_its_tier() -> None:
+    bench = Bench()
+    bench.accept(make_request("rt", cache_salt="s"), make_request("b", "bulk"))
+    starts = [new for _ in range(3) for new in bench.step().start]
+    assert [(n.seq_id, n.cache_salt, n.retention) for n in starts] == [("rt", "s", 100), ("b", "", 10)]
+
+
+def sharing() -> Bench:
+    """18 blocks, of which two bulk sequences hold 10: 8 together, and one each."""
+    bench = Bench(make_core(info=make_info(num_blocks=18, max_model_len=288)), prefix_cache=True)
+    bench.accept(make_request("b0", "bulk", prompt=130, max_tokens=14))
+    while bench.core.life("b0").awaits_first_token:
+        bench.step()
+    bench.accept(make_request("b1", "bulk", prompt=130, max_tokens=14))
+    return bench
+
+
+@pytest.mark.parametrize(("prompt", "victims"), [(128, ""), (144, "b1"), (160, "b1 b0"), (161, "")])
+def test_a_victims_shared_blocks_are_not_counted_on(prompt: int, victims: str) -> None:
+    """With both gone 18 blocks would be free; certain are 10."""
+    bench = sharing()
+    bench.step()
+    assert [bench.core.life(b).own_blocks(16) for b in ("b0", "b1")] == [1, 1]
+    bench.accept(make_request("rt", prompt=prompt, max_tokens=2, cache_salt="x"))
+    assert [seq_id for seq_id, mode in preempted(bench.step()).items() if mode == "recompute"] == victims.split()
+    assert all(bench.core.life(b).num_shared_blocks in (0, 8) for b in ("b0", "b1"))
+    bench.run()
+    assert bench.core.counts["finished"] == 3
+
+
+def test_blocks_that_the_cancelled_shared_are_not_counted_as_free() -> None:
+    bench = sharing()
+    bench.submit()
+    bench.core.cancel(["b0"])  # while the step runs in which its neighbour comes to share
+    bench.collect()
+    bench.accept(make_request("rt", prompt=160, max_tokens=2, cache_salt="x"))
+    plan = bench.step()
+    assert plan.abort == ("b0",)
+    assert preempted(plan) == {"b1": "recompute"}
+    bench.run()
+    assert bench.core.counts["finished"] == 2
+
+
+# -- cancel --------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_sequence_leaves_in_the_next_step() -> None:
+    bench = Bench()
+    bench.accept(make_request("gone"), make_request("stays"))
+    bench.step()
+    assert bench.core.cancel(["gone", "unknown"]) == [Lease("gone", 1)]
+    plan = bench.step()
+    assert plan.abort == ("gone",)
+    assert ran(plan) == {"stays": 1}
+    assert bench.engine.used_blocks == 3
+
+
+def test_cancelling_what_never_started_needs_no_abort() -> None:
+    bench = Bench()
+    bench.accept(make_request("gone"))
+    bench.core.cancel(["gone"])
+    assert bench.step().is_empty
+
+
+def test_a_sequence_that_ends_while_its_cancel_is_on_the_way_is_not_aborted() -> None:
+    bench = Bench()
+    bench.accept(make_request("last", max_tokens=1))
+    bench.submit()
+    bench.core.cancel(["last"])
+    report = bench.collect()
+    assert not report.events and not report.leases
+    assert bench.step().is_empty
+
+
+@pytest.mark.trap(6)
+def test_blocks_of_the_cancelled_are_counted_before_anyone_is_evicted() -> None:
+    """Trap 6: the space is as good as free, since a plan's aborts come first."""
+    bench = small()
+    bench.accept(make_request("gone", "bulk", prompt=120), make_request("stays", "bulk", prompt=90))
+    for _ in range(2):
+        bench.step()
+    bench.core.cancel(["gone"])
+    bench.accept(make_request("rt", prompt=100))
+    plan = bench.step()
+    assert "rt" in ran(plan)
+    assert "recompute" not in preempted(plan).values()
+
+
+def test_a_request_that_comes_back_during_the_step_it_was_dropped_in_starts_afresh() -> None:
+    """Lease lost, requeued and claimed again, all while one step runs: that step's output is of the old life."""
+    bench = Bench()
+    request = make_request("r", max_tokens=6)
+    bench.accept(request)
+    bench.step()
+    bench.submit()
+    bench.core.cancel(["r"])
+    bench.accept(request)
+    bench.collect()
+    assert bench.core.life("r").output_token_ids == []
+    bench.run()
+    told = [(e.index, e.token_ids) for e in bench.events]
+    assert [index for index, _ in told] == [0, 0, 1, 2, 3, 4, 5]
+    assert [t for _, tokens in told[1:] for t in tokens] == expected_tokens(request)
+
+
+def test_claiming_again_what_is_held_goes_on_under_the_newer_lease() -> None:
+    bench = Bench()
+    bench.accept(make_request("r", max_tokens=4))
+    bench.step()
+    bench.core.accept([Claimed(bench.core.life("r").request, fence=9, attempt=2)], bench.now, bench.wall_ms)
+    assert bench.core.roster.leases() == [Lease("r", 9)]
+    bench.run()
+    assert bench.reports[-1].leases == [Lease("r", 9)]
+    assert bench.core.counts["accepted"] == 1
+
+
+# -- what can never run --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({"prompt": 0}, "A prompt of 0 tokens does not fit: the engine holds 1 to 255."),
+        ({"prompt": 256}, "A prompt of 256 tokens does not fit: the engine holds 1 to 255."),
+        ({"prompt": [1000]}, "The prompt has token ids outside the vocabulary of 1000."),
+        ({"prompt": [-1]}, "The prompt has token ids outside the vocabulary of 1000."),
+        ({"max_tokens": 0}, "There is nothing to generate: max_tokens is below 1."),
+    ],
+)
+def test_a_request_that_can_never_run_fails_with_the_reason_and_harms_nobody(
+    bad: dict[str, object], reason: str
+) -> None:
+    bench = small()
+    bench.accept(make_request("bad", **bad), make_request("good"))  # type: ignore[arg-type]
+    event = bench.events[0]
+    assert (event.request_id, event.kind, event.error) == ("bad", EventKind.FAILED, reason)
+    assert bench.reports[0].leases == [Lease("bad", 1)]
+    bench.run()
+    assert bench.core.counts == {"accepted": 2, "failed": 1, "finished": 1}
+
+
+def test_a_request_that_ends_its_worker_each_time_is_given_up() -> None:
+    core = make_core(make_tiers(realtime={"retry": {"max_attempts": 2}}))
+    request = make_request("poison")
+    core.accept([Claimed(request, fence=1, attempt=2)], 0.0, EPOCH_MS)
+    assert "poison" in core.roster.states
+    core.release_all()
+    core.accept([Claimed(request, fence=2, attempt=3)], 0.0, EPOCH_MS)
+    assert "poison" not in core.roster.states
+    report = core.refuse(0.0)
+    [event] = report.events["gateway"]
+    assert (event.kind, event.request_id) == (EventKind.FAILED, "poison")
+    assert "given up" in event.error
+    assert report.leases == [Lease("poison", 2)], "acknowledged: it does not come again"
+
+
+def test_a_request_that_may_outgrow_the_kv_cache_is_refused_rather_than_stuck() -> None:
+    bench = Bench(make_core(info=make_info(num_blocks=16, max_model_len=512)))
+    bench.accept(make_request("big", prompt=200, max_tokens=100), make_request("fits", prompt=200, max_tokens=56))
+    assert bench.events[0].error == "Prompt and output together may outgrow the 256 tokens that the engine holds."
+    bench.run()
+    assert bench.core.counts == {"accepted": 2, "failed": 1, "finished": 1}
+
+
+def test_the_models_context_ends_a_sequence() -> None:
+    bench = small()
+    bench.accept(make_request("r", prompt=250, max_tokens=100))
+    bench.run()
+    assert len(bench.tokens("r")) == 6
+    assert bench.events[-1].finish_reason is FinishReason.LENGTH
+
+
+# -- what is reported ----------------------------------------------------------------------------------------------
+
+
+def test_each_step_reports_its_tokens_with_their_index() -> None:
+    bench = Bench()
+    request = make_request("r", max_tokens=3)
+    bench.accept(request)
+    bench.run()
+    assert [(e.kind, e.index, len(e.token_ids)) for e in bench.events] == [
+        (EventKind.TOKENS, 0, 1),
+        (EventKind.TOKENS, 1, 1),
+        (EventKind.FINISHED, 2, 1),
+    ]
+    assert bench.tokens("r") == expected_tokens(request)
+
+
+def test_delivery_at_the_end_is_one_event() -> None:
+    bench = Bench()
+    request = make_request("r", max_tokens=5, delivery=Delivery.AT_END)
+    bench.accept(request)
+    bench.run()
+    [event] = bench.events
+    assert (event.kind, event.index, list(event.token_ids)) == (EventKind.FINISHED, 0, expected_tokens(request))
+
+
+def test_events_are_grouped_by_gateway() -> None:
+    bench = Bench()
+    bench.accept(
+        make_request("a", reply_to="one"), make_request("b", reply_to="two"), make_request("c", reply_to="one")
+    )
+    bench.step()
+    events = bench.reports[-1].events
+    assert {gateway: [e.request_id for e in of] for gateway, of in events.items()} == {"one": ["a", "c"], "two": ["b"]}
+
+
+def test_latencies_count_from_the_arrival_at_the_gateway() -> None:
+    bench = Bench()
+    bench.now = 10.0
+    bench.accept(make_request("r", max_tokens=2, arrival_ms=EPOCH_MS + 9_900))
+    bench.run()
+    samples = {s.kind: s.seconds for report in bench.reports for s in report.samples}
+    first_s, second_s = (result.elapsed_s for result in bench.core.results)
+    assert samples == {
+        "queue": pytest.approx(0.1),
+        "ttft": pytest.approx(0.1 + first_s),
+        "service": pytest.approx(first_s),
+        "itl": pytest.approx(second_s),
+        "e2e": pytest.approx(0.1 + first_s + second_s),
+    }
+
+
+def test_a_broken_sequence_fails_alone_and_counts_as_a_miss() -> None:
+    core = make_core()
+    core.accept([Claimed(make_request("bad"), 1), Claimed(make_request("good"), 2)], 0.0, EPOCH_MS)
+    plan = core.plan(0.0)
+    core.life("bad").first_token_s = 0.0
+    failure = SequenceFailure("bad", "NaN in the logits")
+    report = super(type(core), core).apply(StepResult(plan.step_id, (), (failure,), 400), 0.01)
+    [event] = report.events["gateway"]
+    assert (event.request_id, event.kind, event.error) == ("bad", EventKind.FAILED, "NaN in the logits")
+    assert report.leases == [Lease("bad", 1)]
+    assert [(e.reason, e.met_slo) for e in report.ended] == [("failed", False)]
+    assert "good" in core.roster.states and "bad" not in core.roster.states
+
+
+# -- claims --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.trap(10, 15)
+def test_claims_stay_shallow_and_n_counts_as_n() -> None:
+    """Traps 10 and 15: what is held is bounded by the slots, and each of n sequences takes one."""
+    tiers = make_tiers(realtime={"batch_size": fixed(8)}, bulk={"batch_size": fixed(6)})
+    bench = Bench(make_core(tiers))
+    assert bench.core.claim_limits(0.0) == {"realtime": 8 + PREFETCH, "bulk": 6, "batch": 64}
+    bench.accept(*(make_request(f"choice {i}") for i in range(3)))
+    assert bench.core.claim_limits(0.0)["realtime"] == 8 + PREFETCH - 3
+    bench.accept(*(make_request(f"more {i}") for i in range(9)))
+    assert "realtime" not in bench.core.claim_limits(0.0)
+
+
+def test_bulk_is_not_claimed_while_a_first_token_is_awaited_above_it() -> None:
+    bench = Bench()
+    bench.accept(make_request("rt"))
+    assert set(bench.core.claim_limits(0.0)) == {"realtime"}
+    bench.step()
+    assert set(bench.core.claim_limits(0.0)) == {"realtime", "bulk", "batch"}
+
+
+@pytest.mark.trap(7)
+def test_a_bulk_tier_at_its_limits_never_stops_interactive_claims() -> None:
+    """Trap 7."""
+    tiers = make_tiers(bulk={"batch_size": fixed(2)})
+    bench = Bench(make_core(tiers, make_info(num_blocks=16, max_model_len=256)))
+    bench.accept(make_request("b0", "bulk", prompt=120), make_request("b1", "bulk", prompt=120))
+    for _ in range(4):
+        bench.step()
+    assert bench.core.kv_usage > 0.9
+    limits = bench.core.claim_limits(bench.now)
+    assert limits["realtime"] == 64 + PREFETCH
+    assert "bulk" not in limits
+
+
+def test_release_gives_every_lease_back() -> None:
+    bench = Bench()
+    bench.accept(make_request("started"), make_request("waiting"))
+    bench.step()
+    assert set(bench.core.release_all()) == {Lease("started", 1), Lease("waiting", 2)}
+    assert bench.core.num_held == 0
+    assert bench.core.counts["released"] == 2

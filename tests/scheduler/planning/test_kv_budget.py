@@ -1,0 +1,100 @@
+"""What a plan may promise of the blocks that there are."""
+
+import pytest
+
+from engine.interface import PreemptionMode
+from engine.step_time.model import StepCost
+from scheduler.planning.kv_budget import BlockBudget
+from scheduler.request_state import RequestState, Status
+from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_state, make_view
+
+COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.001)
+RECOMPUTE, SWAP = PreemptionMode.RECOMPUTE, PreemptionMode.SWAP
+Evicted = dict[str, PreemptionMode] | None
+
+
+class Budget:
+    def __init__(self, *resident: RequestState, **view: float) -> None:
+        self._resident = resident
+        self.budget = BlockBudget(make_view(**view), COST, resident, bool(resident))
+
+    def take(self, state: RequestState, num_tokens: int) -> Evicted:
+        evicted = self.budget.take(state, num_tokens, lambda: self._resident)
+        return None if evicted is None else {victim.id: mode for victim, mode in evicted}
+
+
+def under_way(name: str, prompt: int, computed: int, tier: str = "realtime") -> RequestState:
+    return make_state(name, tier, Status.RUNNING, prompt=prompt, computed=computed)
+
+
+def test_who_starts_has_room_for_its_whole_prompt() -> None:
+    """Not for its first chunk only: else half-done prefills would wait for each other's blocks."""
+    assert Budget(free_blocks=10).take(make_state("r", prompt=160), 16) == {}
+    assert Budget(free_blocks=9).take(make_state("r", prompt=160), 16) is None
+
+
+def test_what_a_prefill_under_way_still_needs_is_not_given_away() -> None:
+    half = under_way("half", prompt=160, computed=64)
+    budget = Budget(half, free_blocks=8)
+    assert budget.take(make_state("new", prompt=33), 33) is None, "6 of the 8 are promised"
+    assert budget.take(make_state("short", prompt=32), 32) == {}
+    assert budget.take(half, 96) == {}
+    assert budget.take(make_state("late", prompt=1), 1) is None
+
+
+def test_a_decode_that_grows_leaves_promises_alone_too() -> None:
+    half = under_way("half", prompt=160, computed=64)
+    decode = make_decode("younger", "realtime", prompt=32)
+    assert Budget(half, decode, free_blocks=6).take(decode, 1) is None
+    assert Budget(half, decode, free_blocks=7).take(decode, 1) == {}
+
+
+def test_a_victims_promise_goes_with_it() -> None:
+    bulk = under_way("b", prompt=160, computed=64, tier="bulk")
+    budget = Budget(bulk, free_blocks=6)
+    assert budget.take(make_state("rt", prompt=160), 160) == {"b": RECOMPUTE}, "4 held and 6 promised"
+
+
+@pytest.mark.parametrize(("preempted", "fits"), [(MAX_PREEMPTIONS - 1, True), (MAX_PREEMPTIONS, False)])
+@pytest.mark.parametrize("status", [Status.PREEMPTED, Status.SWAPPED])
+def test_the_worn_need_room_for_their_longest_end(status: Status, preempted: int, fits: bool) -> None:
+    state = make_state("b", "bulk", status, prompt=32, output=1, max_tokens=64, preempted=preempted)
+    assert (Budget(free_blocks=5).take(state, 33) is not None) is fits
+    assert Budget(free_blocks=6).take(state, 33) == {}
+
+
+def test_nothing_is_longer_than_the_model_allows() -> None:
+    state = make_state("b", "bulk", Status.PREEMPTED, prompt=32, output=1, max_tokens=9999, preempted=MAX_PREEMPTIONS)
+    assert Budget(free_blocks=4, max_model_len=64).take(state, 33) == {}
+
+
+def test_the_worn_keep_their_room_while_others_come_and_grow() -> None:
+    worn = make_decode("worn", prompt=32, max_tokens=64, preempted=MAX_PREEMPTIONS)
+    decode = make_decode("d", "realtime", prompt=32)
+    budget = Budget(worn, decode, free_blocks=5)
+    assert budget.take(make_state("rt", prompt=32), 32) is None, "4 are the worn one's"
+    assert budget.take(decode, 1) == {}
+    assert budget.take(worn, 1) == {}
+
+
+def test_watermark_only_beside_others() -> None:
+    assert Budget(free_blocks=4, watermark_blocks=1).take(make_state("r", prompt=64), 64) == {}
+    beside = Budget(make_decode("d", prompt=33), free_blocks=4, watermark_blocks=1)
+    assert beside.take(make_state("r", "bulk", prompt=64), 64) is None
+
+
+def test_only_what_a_victim_holds_alone_counts_as_freed() -> None:
+    shared = make_decode("b", prompt=160, shared=8)
+    assert Budget(shared, free_blocks=1).take(make_state("rt", prompt=49), 49) is None
+    assert Budget(shared, free_blocks=1).take(make_state("rt", prompt=48), 48) == {"b": RECOMPUTE}
+
+
+def test_host_memory_is_shared_out_once_and_copies_take_time() -> None:
+    victims = [make_decode(f"b{i}", prompt=160, claimed_s=i) for i in range(2)]
+    budget = Budget(*victims, free_blocks=0, free_swap_blocks=15, swap_block_s=0.001)
+    assert budget.take(make_state("rt", prompt=320), 320) == {"b1": SWAP, "b0": RECOMPUTE}
+    assert budget.budget.swap_s == pytest.approx(0.010)
+    back = make_state("s", "bulk", Status.SWAPPED, prompt=64, output=1, computed=64)
+    budget = Budget(free_blocks=5, swap_block_s=0.001)
+    assert budget.take(back, 1) == {}
+    assert budget.budget.swap_s == pytest.approx(0.004)

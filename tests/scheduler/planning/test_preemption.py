@@ -1,0 +1,112 @@
+"""Who gives way to whom."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.interface import PreemptionMode
+from engine.step_time.model import StepCost
+from scheduler.planning.preemption import cheapest_mode, growth_victims, newcomer_victims
+from scheduler.request_state import RequestState, Status
+from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_state
+
+TIERS = ("realtime", "bulk", "batch")
+
+
+def ids(states: list[RequestState]) -> list[str]:
+    return [s.id for s in states]
+
+
+@pytest.mark.trap(5)
+def test_lowest_tier_first_then_the_newest() -> None:
+    """Trap 5."""
+    resident = [
+        make_decode("bulk old", "bulk", claimed_s=1),
+        make_decode("batch old", "batch", claimed_s=2),
+        make_decode("bulk new", "bulk", claimed_s=3),
+        make_decode("batch new", "batch", claimed_s=4),
+    ]
+    order = ["batch new", "batch old", "bulk new", "bulk old"]
+    assert ids(newcomer_victims(make_state("rt"), resident)) == order
+
+
+@pytest.mark.trap(5)
+def test_what_is_nearly_done_is_spared_within_its_tier() -> None:
+    """Trap 5."""
+    nearly = make_decode("nearly done", output=90, max_tokens=100, claimed_s=9)
+    fresh = make_decode("fresh", output=5, max_tokens=100, claimed_s=1)
+    assert ids(newcomer_victims(make_state("rt"), [nearly, fresh])) == ["fresh", "nearly done"]
+
+
+@pytest.mark.trap(1)
+def test_a_newcomer_takes_only_from_strictly_lower_tiers() -> None:
+    """Trap 1."""
+    resident = [make_decode("same", "bulk"), make_decode("above", "realtime"), make_decode("below", "batch")]
+    assert ids(newcomer_victims(make_state("new", "bulk"), resident)) == ["below"]
+
+
+@pytest.mark.trap(3)
+def test_nobody_loses_its_kv_more_than_a_few_times() -> None:
+    """Trap 3: neither to newcomers nor to those that grow."""
+    worn = make_decode("worn", preempted=MAX_PREEMPTIONS)
+    assert newcomer_victims(make_state("rt"), [worn]) == []
+    assert growth_victims(make_decode("rt", "realtime"), [worn]) == []
+
+
+def test_growth_takes_from_newer_equals_and_from_below() -> None:
+    needy = make_decode("needy", deadline_ms=5)
+    resident = [
+        make_decode("older", deadline_ms=4),
+        make_decode("newer", deadline_ms=6),
+        make_decode("below", "batch", deadline_ms=1),
+        make_decode("above", "realtime", deadline_ms=9),
+    ]
+    assert ids(growth_victims(needy, resident)) == ["below", "newer"]
+
+
+SEQUENCES = st.builds(
+    lambda i, tier, deadline: make_decode(f"s{i}", tier, deadline_ms=deadline),
+    st.integers(0, 10**6),
+    st.sampled_from(TIERS),
+    st.integers(1, 5),
+)
+
+
+@given(SEQUENCES, SEQUENCES)
+def test_no_two_sequences_may_evict_each_other(one: RequestState, other: RequestState) -> None:
+    for choose in (newcomer_victims, growth_victims):
+        assert not (choose(one, [other]) and choose(other, [one]))
+
+
+# -- swap or recompute -------------------------------------------------------------------------------------------------
+
+COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.001)
+SWAP, RECOMPUTE = PreemptionMode.SWAP, PreemptionMode.RECOMPUTE
+
+
+def mode(swap_block_s: float, free_swap_blocks: int = 100, shared: int = 0) -> PreemptionMode:
+    """Of a victim that holds 10 blocks of 16 tokens, 0.16 s of prefill."""
+    victim = make_decode("b", prompt=160, shared=shared)
+    return cheapest_mode(victim, 16, COST, swap_block_s, free_swap_blocks)
+
+
+def test_the_cheaper_way_is_taken() -> None:
+    assert mode(0.0079) is SWAP, "20 copies of 7.9 ms"
+    assert mode(0.0081) is RECOMPUTE
+
+
+def test_host_memory_must_have_room() -> None:
+    assert mode(0.0, free_swap_blocks=10) is SWAP
+    assert mode(0.0, free_swap_blocks=9) is RECOMPUTE
+    assert mode(0.0, free_swap_blocks=0) is RECOMPUTE
+
+
+def test_what_is_shared_stays_and_need_not_be_computed_again() -> None:
+    """Two blocks of its own: 12 copies against 32 tokens."""
+    assert mode(0.0026, shared=8) is SWAP
+    assert mode(0.0027, shared=8) is RECOMPUTE
+
+
+def test_who_holds_nothing_has_nothing_to_swap() -> None:
+    empty = make_state("b", "bulk", Status.RUNNING)
+    assert cheapest_mode(empty, 16, COST, 0.0, 100) is RECOMPUTE

@@ -1,0 +1,295 @@
+"""Changing the tiers of several processes on one store: all of them or none."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from redis.asyncio import Redis
+from structlog.testing import capture_logs
+
+from scheduler.clock import SystemClock
+from scheduler.config import TierConfigError, TierSet, parse_tiers
+from scheduler.reload import coordinator
+from scheduler.reload.coordinator import Applied, Late, Refused, TierChanges
+from scheduler.reload.follower import TierFollower
+from scheduler.reload.store import Follower, TierDocument, TierStore
+from scheduler.store import keys
+from tests.waiting import until
+
+
+def document(**limits: int) -> dict[str, Any]:
+    """Tiers with these queue limits."""
+    tiers = {name: {"priority": i, "queue_limit": limit} for i, (name, limit) in enumerate(limits.items())}
+    return {"default_tier": next(iter(limits)), "batch_tier": next(iter(limits)), "tiers": tiers}
+
+
+class Recorder:
+    """A subject that remembers; `objects` is what it says against any other tiers."""
+
+    def __init__(self, tiers: TierSet) -> None:
+        self.tiers = tiers
+        self.times = 0
+        self.objects = ""
+
+    def objection(self, tiers: TierSet) -> str:
+        return self.objects
+
+    def reconfigure(self, tiers: TierSet) -> None:
+        self.tiers = tiers
+        self.times += 1
+
+
+class Part:
+    """One process's collaborators."""
+
+    def __init__(self, redis: Redis, name: str, path: Path, depths: Mapping[str, int]) -> None:
+        tiers = parse_tiers(yaml.safe_load(path.read_text()))
+        self.subject = Recorder(tiers)
+        self.store = TierStore(redis)
+        self.follower = TierFollower(self.store, self.subject, name, tiers, path, SystemClock())
+        self.changes = TierChanges(self.store, self.follower, self._depths, path, SystemClock())
+        self.waiting = depths
+
+    async def _depths(self, tiers: Sequence[str]) -> Mapping[str, int]:
+        return {tier: self.waiting.get(tier, 0) for tier in tiers}
+
+    @property
+    def limits(self) -> dict[str, int]:
+        return {name: tier.queue_limit for name, tier in self.subject.tiers.tiers.items()}
+
+    @property
+    def generation(self) -> int:
+        return self.follower.in_force.generation
+
+
+Start = Callable[..., Awaitable[Part]]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write(tmp_path / "tiers.yaml", document(chat=1, bulk=2))
+
+
+def write(path: Path, content: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture
+async def start(redis_client: Redis, path: Path) -> AsyncIterator[Start]:
+    async with AsyncExitStack() as stack:
+
+        async def start_part(name: str, own: Path = path, **depths: int) -> Part:
+            part = Part(redis_client, name, own, depths)
+            await stack.enter_async_context(part.follower)
+            return part
+
+        yield start_part
+
+
+# -- in force everywhere -------------------------------------------------------------------------------------------
+
+
+async def test_a_change_is_made_by_all_before_it_is_answered(start: Start) -> None:
+    parts = [await start(name) for name in ("gateway", "worker 1", "worker 2")]
+    outcome = await parts[0].changes.change(document(chat=7, bulk=8, extra=9), "test")
+    assert isinstance(outcome, Applied)
+    assert outcome.changed
+    assert outcome.parts == ("gateway", "worker 1", "worker 2")
+    assert outcome.in_force.source == "test"
+    assert [part.limits for part in parts] == [{"chat": 7, "bulk": 8, "extra": 9}] * 3
+    assert {part.generation for part in parts} == {outcome.in_force.generation}
+
+
+async def test_news_travel_faster_than_the_next_look(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.reload.follower.REPORT_S", 3600.0)
+    first, second = await start("a"), await start("b")
+    assert isinstance(await second.changes.change(document(chat=3, bulk=3), "test"), Applied)
+    assert first.limits == {"chat": 3, "bulk": 3}
+
+
+async def test_the_file_is_read_again(start: Start, path: Path) -> None:
+    first, second = await start("a"), await start("b")
+    write(path, document(chat=5, bulk=6))
+    outcome = await first.changes.reload()
+    assert isinstance(outcome, Applied)
+    assert outcome.in_force.source == str(path)
+    assert second.limits == {"chat": 5, "bulk": 6}
+
+
+async def test_what_is_in_force_already_changes_nothing(start: Start) -> None:
+    first, second = await start("a"), await start("b")
+    generation = first.generation
+    outcome = await second.changes.reload()
+    assert isinstance(outcome, Applied)
+    assert not outcome.changed
+    assert (first.generation, second.generation) == (generation, generation)
+    assert first.subject.times == second.subject.times == 0
+
+
+async def test_two_at_once_are_made_one_after_the_other(start: Start, path: Path) -> None:
+    first, second = await start("a"), await start("b")
+    write(path, document(chat=5, bulk=6))
+    same = await asyncio.gather(first.changes.reload(), second.changes.reload())
+    assert sorted(o.changed for o in same if isinstance(o, Applied)) == [False, True]
+    others = await asyncio.gather(
+        first.changes.change(document(chat=1, bulk=1), "a"), second.changes.change(document(chat=2, bulk=2), "b")
+    )
+    applied = [outcome.in_force for outcome in others if isinstance(outcome, Applied)]
+    assert len(applied) == 2
+    newest = max(applied, key=lambda in_force: in_force.generation)
+    limit = {"a": 1, "b": 2}[newest.source]
+    await until(lambda: first.limits == second.limits == {"chat": limit, "bulk": limit})
+    assert first.generation == second.generation == newest.generation
+
+
+async def test_what_another_one_put_in_force_just_before_the_proposal_is_not_made_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both see that it is not in force yet; the slower one proposes it when the other has done it all."""
+    first, second = await start("a"), await start("b")
+    propose = TierStore.propose
+
+    async def overtaken(store: TierStore, *args: Any) -> TierDocument | None:
+        monkeypatch.setattr(TierStore, "propose", propose)
+        assert isinstance(await first.changes.change(document(chat=5, bulk=6), "a"), Applied)
+        return await propose(store, *args)
+
+    monkeypatch.setattr(TierStore, "propose", overtaken)
+    outcome = await second.changes.change(document(chat=5, bulk=6), "b")
+    assert isinstance(outcome, Applied) and not outcome.changed
+    assert outcome.in_force.source == "a" and first.subject.times == second.subject.times == 1
+    assert isinstance(await second.changes.change(document(chat=7, bulk=7), "b"), Applied), "nothing is left proposed"
+
+
+# -- refused everywhere --------------------------------------------------------------------------------------------
+
+
+async def test_a_document_that_is_not_a_tiers_file_reaches_nobody(start: Start, redis_client: Redis) -> None:
+    part = await start("a")
+    bad = {"default_tier": "chat", "batch_tier": "chat", "tiers": {"chat": {"priority": 1, "floor": 2}}}
+    with pytest.raises(TierConfigError, match=r"tiers\.chat\.floor") as refusal:
+        await part.changes.change(bad, "x")
+    assert refusal.value.key == "tiers.chat.floor"
+    with pytest.raises(TierConfigError, match="64 bits"):
+        await part.changes.change(document(chat=2**70), "x")
+    assert not await redis_client.exists(keys.TIERS_PROPOSED)
+    assert part.subject.times == 0
+
+
+async def test_one_objection_keeps_the_old_tiers_in_force_everywhere(start: Start) -> None:
+    first, second = await start("a"), await start("b")
+    generation = first.generation
+    second.subject.objects = "It is needed."
+    assert await first.changes.change(document(chat=9, bulk=9), "test") == Refused("b: It is needed.")
+    assert (first.limits, second.limits) == ({"chat": 1, "bulk": 2}, {"chat": 1, "bulk": 2})
+    second.subject.objects = ""
+    assert isinstance(await first.changes.change(document(chat=9, bulk=9), "test"), Applied)
+    assert first.generation > generation
+
+
+async def test_a_tier_with_requests_in_its_queue_stays(start: Start) -> None:
+    part = await start("a", bulk=3)
+    outcome = await part.changes.change(document(chat=1), "test")
+    assert outcome == Refused("The tier 'bulk' cannot be removed: 3 requests wait in its queue.")
+    assert part.limits == {"chat": 1, "bulk": 2}
+    part.waiting = {"chat": 3}
+    assert isinstance(await part.changes.change(document(chat=1), "test"), Applied)
+    assert part.limits == {"chat": 1}
+
+
+async def test_a_tier_that_gets_a_request_while_it_is_removed_comes_back(start: Start) -> None:
+    part = await start("a")
+    use, part.subject.reconfigure = part.subject.reconfigure, lambda tiers: None  # type: ignore[method-assign]
+
+    def fill(tiers: TierSet) -> None:
+        part.waiting = {"bulk": 1}
+        use(tiers)
+
+    part.subject.reconfigure = fill  # type: ignore[method-assign]
+    outcome = await part.changes.change(document(chat=1), "test")
+    assert outcome == Refused("The tier 'bulk' cannot be removed: 1 request waits in its queue.")
+    assert part.limits == {"chat": 1, "bulk": 2}
+
+
+async def test_a_bad_file_is_said_and_left(start: Start, path: Path) -> None:
+    part = await start("a")
+    path.write_text("tiers: [")
+    with capture_logs() as logs:
+        await part.changes.reload_on_signal()
+        with pytest.raises(TierConfigError):
+            await part.changes.change({}, "test")
+        part.waiting = {"bulk": 1}
+        await part.changes.change(document(chat=1), "test")
+    reasons = [line["reason"] for line in logs if line["event"] == "the tiers are refused; the old ones stay in force"]
+    assert [any(text in r for r in reasons) for text in ("not YAML", "default_tier", "1 request waits")] == [True] * 3
+    assert part.limits == {"chat": 1, "bulk": 2}
+
+
+# -- who does not answer -------------------------------------------------------------------------------------------
+
+
+async def test_a_part_that_is_silent_is_named_and_nothing_changes(
+    start: Start, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "PATIENCE_S", 0.2)
+    part = await start("a")
+    await part.store.report(Follower("worker 7", part.generation))
+    assert await part.changes.change(document(chat=9, bulk=9), "test") == Late(("worker 7",), in_force=False)
+    assert part.limits == {"chat": 1, "bulk": 2}
+    assert not await redis_client.exists(keys.TIERS_PROPOSED), "the way is free for the next change"
+    await part.store.leave("worker 7")
+    assert isinstance(await part.changes.change(document(chat=9, bulk=9), "test"), Applied)
+
+
+async def test_a_part_that_agrees_and_then_falls_silent_is_named(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "PATIENCE_S", 0.2)
+    part = await start("a")
+    await part.store.report(Follower("worker 7", generation=part.generation, looked_at=10**9))
+    assert await part.changes.change(document(chat=9, bulk=9), "test") == Late(("worker 7",), in_force=True)
+    assert part.limits == {"chat": 9, "bulk": 9}
+
+
+# -- starting ------------------------------------------------------------------------------------------------------
+
+
+async def test_whoever_starts_beside_others_takes_what_they_have(start: Start, tmp_path: Path) -> None:
+    first = await start("a")
+    await first.changes.change(document(chat=7, bulk=7), "test")
+    late = await start("b", write(tmp_path / "own.yaml", document(chat=3, bulk=3)))
+    assert late.limits == {"chat": 7, "bulk": 7}
+    assert late.follower.in_force.source == "test"
+
+
+async def test_the_first_one_to_start_takes_its_own_file(start: Start, redis_client: Redis, path: Path) -> None:
+    async with Part(redis_client, "of yesterday", path, {}).follower:
+        pass
+    async with (yesterday := Part(redis_client, "of yesterday", path, {})).follower:
+        await yesterday.changes.change(document(chat=7, bulk=7), "test")
+    part = await start("of today")
+    assert part.limits == {"chat": 1, "bulk": 2}
+    assert part.follower.in_force.source == str(path)
+    assert part.generation > yesterday.generation
+
+
+async def test_parts_that_start_together_agree(start: Start, tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{i}.yaml", document(chat=i, bulk=i)) for i in range(1, 6)]
+    parts = await asyncio.gather(*(start(f"part {i}", path) for i, path in enumerate(files)))
+    await until(lambda: len({part.generation for part in parts}) == 1)
+    assert len({part.limits["chat"] for part in parts}) == 1
+
+
+async def test_what_cannot_be_used_is_left_and_said(start: Start, redis_client: Redis, path: Path) -> None:
+    first = await start("a")
+    await first.changes.change(document(chat=7), "test")
+    late = Part(redis_client, "b", path, {})
+    late.subject.objects = "A key names 'bulk'."
+    with capture_logs() as logs:
+        async with late.follower:
+            assert late.limits == {"chat": 1, "bulk": 2}
+            assert [f.generation for f in await late.store.followers() if f.part == "b"] == [0]
+    assert {"A key names 'bulk'."} == {line["reason"] for line in logs if "reason" in line}

@@ -1,0 +1,153 @@
+"""Connections: what they survive, when they give up, and what `durable` means."""
+
+import asyncio
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as StoreUnreachable
+from redis.exceptions import TimeoutError as StoreSilent
+
+from scheduler.store import connection
+from tests.waiting import until
+from tidegate.process import dies_with_parent
+from tidegate.valkey import EmbeddedValkey
+
+
+class Server:
+    """An embedded server that a test may end and start again."""
+
+    def __init__(self, valkey: EmbeddedValkey) -> None:
+        self.valkey = valkey
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self, *more: str) -> None:
+        self._process = subprocess.Popen(
+            [*self.valkey.argv, *more], pass_fds=self.valkey.pass_fds, preexec_fn=dies_with_parent()
+        )
+        await until(self.valkey.is_ready)
+
+    def send(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(10)
+            self._process = None
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with EmbeddedValkey(tmp_path) as valkey:
+        server = Server(valkey)
+        yield server
+        server.end(signal.SIGKILL)
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[Redis]:
+    client = connection.connect(server.valkey.url)
+    yield client
+    await client.aclose()
+
+
+async def test_connections_speak_bytes(redis_client: Redis) -> None:
+    await redis_client.set("key", b"\x00\xff")
+    assert await redis_client.get("key") == b"\x00\xff"
+
+
+async def test_commands_ride_through_a_restart(server: Server, client: Redis) -> None:
+    await server.start()
+    await client.set("key", "value")
+    server.end(signal.SIGKILL)
+    await server.start()
+    assert await client.get("key") == b"value"
+
+
+async def test_commands_fail_in_bounded_time_without_a_server(client: Redis) -> None:
+    with pytest.raises(StoreUnreachable):
+        await client.get("key")
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connection, "COMMAND_TIMEOUT_S", 0.25)
+
+
+async def test_commands_fail_in_bounded_time_when_the_server_hangs(hasty: None, server: Server) -> None:
+    """It still accepts connections, and every attempt takes the whole reply timeout."""
+    await server.start()
+    client = connection.connect(server.valkey.url)
+    await client.set("key", "value")
+    server.send(signal.SIGSTOP)
+    async with asyncio.timeout(2.0):
+        with pytest.raises(StoreSilent):
+            await client.get("key")
+        with pytest.raises(StoreSilent):
+            await client.pipeline(transaction=False).get("key").execute()
+    server.send(signal.SIGCONT)
+    assert await client.get("key") == b"value"
+    await client.aclose()
+
+
+async def test_a_blocking_client_waits_longer_than_any_reply_may_take(redis_client: Redis) -> None:
+    reader = connection.blocking(redis_client, 2.0)
+    settings = reader.connection_pool.connection_kwargs
+    assert settings["socket_timeout"] == 2.0 + connection.REPLY_TIMEOUT_S
+    assert settings["path"] == redis_client.connection_pool.connection_kwargs["path"]
+    assert redis_client.connection_pool.connection_kwargs["socket_timeout"] == connection.REPLY_TIMEOUT_S
+    assert await reader.ping()
+    await reader.aclose()
+
+
+async def test_what_is_durable_survives_a_kill_of_the_server(server: Server, client: Redis) -> None:
+    await server.start()
+    for n in range(500):
+        await client.set(f"key-{n}", n)
+    assert await connection.durable(client) is True
+    server.end(signal.SIGKILL)
+    await server.start()
+    assert [await client.get(f"key-{n}") for n in range(500)] == [b"%d" % n for n in range(500)]
+
+
+async def test_durable_speaks_for_the_writes_of_other_connections(server: Server, client: Redis) -> None:
+    """WAITAOF alone would say yes at once on a connection that has written nothing itself."""
+    await server.start("--appendfsync", "no")
+    other = connection.connect(server.valkey.url)
+    await other.set("key", "value")
+    assert (await client.execute_command("WAITAOF", 1, 0, 50))[0] == 1
+    assert await connection.durable(client, timeout_s=0.05) is False
+    await other.aclose()
+
+
+async def test_a_server_without_a_log_is_not_durable(server: Server, client: Redis) -> None:
+    await server.start("--appendonly", "no")
+    assert await connection.durable(client) is False
+
+
+async def test_a_task_that_talks_to_the_store_can_be_cancelled_at_any_moment(redis_client: Redis) -> None:
+    async def talk() -> None:
+        while True:
+            await redis_client.get("key")
+
+    await redis_client.ping()
+    for moment in range(300):
+        task = asyncio.create_task(talk())
+        for _ in range(moment % 13):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=2)
+        if not done:
+            task.cancel()
+        assert done, "a cancellation was swallowed"
+
+
+async def test_a_burst_of_commands_waits_for_a_connection(redis_client: Redis) -> None:
+    counts = await asyncio.gather(*(redis_client.incr("burst") for _ in range(1000)))
+    assert sorted(counts) == list(range(1, 1001))

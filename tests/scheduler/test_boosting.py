@@ -1,0 +1,78 @@
+"""Work that presses: near its deadline, or waiting for too long."""
+
+import asyncio
+
+import pytest
+
+from scheduler.deadlines import age_share, raised_priority, urgencies
+from scheduler.virtual_time import EPOCH_MS
+from tests.scheduler.builders import FAST, make_decode, make_state, make_tiers, ran
+from tests.scheduler.world import World, run_world
+
+TIERS = make_tiers(batch={"urgent_ms": 10_000, "aging_ms": 60_000})
+
+
+def test_a_deadline_presses_inside_its_horizon_and_more_the_nearer_it_is() -> None:
+    states = [
+        make_decode(f"in {left_ms}", "batch", tiers=TIERS, max_tokens=2, deadline_ms=EPOCH_MS + left_ms)
+        for left_ms in (60_000, 9_000, 3_000)
+    ]
+    found = urgencies(TIERS["batch"], states, FAST, 0.0)
+    assert list(found) == ["in 9000", "in 3000"]
+    assert 0 < found["in 9000"] < found["in 3000"] <= 1
+
+
+def test_a_long_wait_for_the_first_token_presses() -> None:
+    states = [make_state("old", "batch", tiers=TIERS, deadline_ms=EPOCH_MS + 10**9)]
+    assert not urgencies(TIERS["batch"], states, FAST, 59.0)
+    assert urgencies(TIERS["batch"], states, FAST, 90.0) == {"old": pytest.approx(0.5)}
+
+
+def test_work_with_a_promise_presses_by_its_promise() -> None:
+    waiting = make_state("r", claimed_s=1.0)
+    assert urgencies(TIERS["realtime"], [waiting], FAST, 1e6) == {}
+    assert age_share([waiting, make_decode("d", "realtime")], 1.25) == pytest.approx(0.5)
+
+
+def test_raised_work_is_above_all_bulk_and_below_what_has_a_promise() -> None:
+    assert 10 < raised_priority(TIERS.by_priority) < 100
+
+
+@pytest.mark.trap(9)
+@pytest.mark.parametrize("urgent_ms", [0, 20_000])
+def test_a_deadline_is_met_beside_a_flood_where_its_tier_knows_urgency(urgent_ms: int) -> None:
+    """Trap 9, of deadlines: strict priority alone would let it pass."""
+
+    async def story(world: World) -> bool:
+        flood = [asyncio.create_task(_endless(world, i)) for i in range(40)]
+        await world.clock.sleep(1.0)
+        due_ms = world.clock.wall_ms() + 30_000
+        job = asyncio.create_task(world.ask("job", "batch", 64, 60, deadline_ms=due_ms))
+        await world.clock.sleep(30.0)
+        in_time = job.done()
+        for task in (*flood, job):
+            task.cancel()
+        await asyncio.gather(*flood, job, return_exceptions=True)
+        return in_time
+
+    tiers = make_tiers(batch={"urgent_ms": urgent_ms, "floor": 0.0}, realtime={"queue_limit": 1000})
+    assert run_world(story, tiers=tiers, known=FAST) == bool(urgent_ms)
+
+
+async def _endless(world: World, who: int) -> None:
+    for i in range(1_000_000):
+        await world.ask(f"realtime-{who}-{i}", prompt=200, max_tokens=20)
+
+
+def test_who_presses_goes_first_among_its_own() -> None:
+    async def story(world: World) -> None:
+        tasks = [asyncio.create_task(world.ask(f"b{i}", "batch", 16, 200)) for i in range(6)]
+        await world.clock.sleep(0.3)
+        due_ms = world.clock.wall_ms() + 5_000
+        tasks.append(asyncio.create_task(world.ask("due", "batch", 16, 100, deadline_ms=due_ms)))
+        await world.clock.sleep(1.2)
+        plans = [plan for at, plan in world.core.plans if at > 1.2 and "due" in ran(plan)]
+        assert plans and all(plan.run[0].seq_id == "due" for plan in plans)
+        await asyncio.gather(*tasks)
+
+    run_world(story, tiers=make_tiers(batch={"urgent_ms": 20_000}), known=FAST)

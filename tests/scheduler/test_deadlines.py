@@ -1,0 +1,38 @@
+"""When the next token is due."""
+
+import pytest
+
+from scheduler.clock import NEVER_S
+from scheduler.deadlines import deadline_s, itl_cap_s, slack_s
+from tests.scheduler.builders import make_decode, make_state, make_tiers
+
+PACED = make_tiers(realtime={"slo": {"ttft_p99_ms": 500, "itl_p99_ms": 100, "tpot_ms": 40}})
+OPEN = make_tiers(realtime={"slo": {}})
+
+
+def test_a_first_token_is_due_by_its_promise() -> None:
+    assert deadline_s(make_state("r", claimed_s=3.0)) == pytest.approx(3.5)
+
+
+def test_a_gap_is_due_by_its_promise_counted_from_the_last_token() -> None:
+    assert deadline_s(make_decode("r", "realtime", last_token_s=7.0)) == pytest.approx(7.1)
+
+
+def test_an_answer_that_lags_behind_its_pace_is_due_earlier() -> None:
+    """Arrival 0, TTFT 500 ms, 40 ms for each of 3 tokens since: due at 0.62, though a gap would allow more."""
+    late = make_decode("r", "realtime", tiers=PACED, output=3, claimed_s=0.0, last_token_s=0.6)
+    assert deadline_s(late) == pytest.approx(0.5 + 3 * 0.04)
+    early = make_decode("r", "realtime", tiers=PACED, output=3, claimed_s=0.0, last_token_s=0.3)
+    assert deadline_s(early) == pytest.approx(0.4)
+
+
+def test_what_is_not_promised_does_not_bind() -> None:
+    state = make_decode("r", "realtime", tiers=OPEN, last_token_s=7.0)
+    assert deadline_s(state) == NEVER_S and itl_cap_s([state]) == NEVER_S
+    assert slack_s([], 1.0) == NEVER_S
+
+
+def test_the_earliest_deadline_counts() -> None:
+    states = [make_decode("a", "realtime", last_token_s=7.0), make_decode("b", "realtime", last_token_s=6.95)]
+    assert slack_s(states, 7.0) == pytest.approx(0.05)
+    assert itl_cap_s(states) == pytest.approx(0.1)

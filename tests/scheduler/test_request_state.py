@@ -1,0 +1,80 @@
+"""One request's record: transitions and what is derived from it."""
+
+import pytest
+
+from engine.interface import blocks_for
+from scheduler.request_state import TRANSITIONS, IllegalTransition, Status
+from tests.scheduler.builders import make_decode, make_state
+
+ENDS = (Status.FINISHED, Status.FAILED, Status.CANCELLED)
+
+
+@pytest.mark.parametrize("source", Status)
+@pytest.mark.parametrize("target", Status)
+def test_only_the_transitions_in_the_table_happen(source: Status, target: Status) -> None:
+    """Law 4."""
+    state = make_state("r", status=source)
+    if target in TRANSITIONS[source]:
+        state.move(target)
+        assert state.status is target
+    else:
+        with pytest.raises(IllegalTransition, match=f"r: {source.value} → {target.value}"):
+            state.move(target)
+        assert state.status is source
+
+
+def test_the_table_knows_every_status_and_its_ends_are_final() -> None:
+    assert set(TRANSITIONS) == set(Status)
+    assert not any(TRANSITIONS[end] for end in ENDS)
+    assert all(Status.CANCELLED in TRANSITIONS[s] for s in Status if s not in ENDS), "whatever is held can be cancelled"
+
+
+def test_kv_is_held_while_running_and_paused_only() -> None:
+    for status in Status:
+        state = make_state(status=status, prompt=33, computed=33)
+        assert state.blocks_held(16) == (blocks_for(33, 16) if status in (Status.RUNNING, Status.PAUSED) else 0)
+
+
+def test_what_others_share_does_not_become_free() -> None:
+    state = make_decode("d", prompt=160, shared=7)
+    assert (state.blocks_held(16), state.own_blocks(16)) == (10, 3)
+
+
+def test_losing_blocks_to_host_memory_loses_no_work() -> None:
+    swapped, evicted = (make_decode(name, prompt=160, shared=7) for name in ("swapped", "evicted"))
+    swapped.lose_blocks(Status.SWAPPED)
+    evicted.lose_blocks(Status.PREEMPTED)
+    assert (swapped.num_uncomputed, evicted.num_uncomputed) == (1, 161)
+    for state in (swapped, evicted):
+        assert (state.blocks_held(16), state.num_shared_blocks, state.num_preemptions) == (0, 0, 1)
+
+
+def test_a_decode_is_one_token_behind_its_own_output() -> None:
+    assert make_decode("d").is_decode
+    assert make_decode("d", status=Status.PAUSED).is_decode
+    assert not make_state(status=Status.RUNNING, prompt=33, computed=32).is_decode, "the end of a prefill"
+    assert not make_state(status=Status.PREEMPTED, prompt=32, output=4).is_decode, "its KV is gone"
+
+
+def test_slo_needs_the_first_token_in_time() -> None:
+    state = make_state("r")
+    assert not state.met_slo(), "no token is no success"
+    state.first_token_s = state.arrived_s + 0.5
+    assert state.met_slo()
+    state.first_token_s = state.arrived_s + 0.501
+    assert not state.met_slo()
+
+
+def test_slo_forgives_one_gap_in_a_hundred() -> None:
+    state = make_state("r")
+    state.first_token_s = state.arrived_s
+    state.gaps, state.gaps_missed = 100, 1
+    assert state.met_slo()
+    state.gaps = 99
+    assert not state.met_slo()
+
+
+def test_a_tier_without_promise_is_met_by_any_first_token() -> None:
+    state = make_state("r", "bulk")
+    state.first_token_s = state.arrived_s + 3600
+    assert state.met_slo()

@@ -1,0 +1,510 @@
+"""The driver, on the memory queue and the modeled engine, in virtual time."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from engine.interface import EngineDead, StepPlan
+from engine.modeled.engine import ModeledEngine
+from scheduler.config import Retry
+from scheduler.control.controller import UPDATE_S
+from scheduler.request import Claimed, Delivery, EventKind, Lease, TokenEvent
+from scheduler.worker.claimer import LISTEN_S
+from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.maintenance import LEASE_S, RENEW_EVERY
+from scheduler.worker.metrics import SchedulerMetrics
+from tests.scheduler.builders import FAST, expected_tokens, fixed, make_core, make_info, make_tiers, preempted, ran
+from tests.scheduler.world import Answer, World, run_bounded, run_world, start_world
+
+STEP_S = 0.02  # about what a step of a few sequences takes
+
+
+def record(journal: list[str], target: Any, method: str, text: Callable[..., str]) -> None:
+    """Note each call of an async method before it happens."""
+    original = getattr(target, method)
+
+    async def noted(*args: Any) -> Any:
+        journal.append(text(*args))
+        return await original(*args)
+
+    setattr(target, method, noted)
+
+
+def worker_queue(world: World) -> Any:
+    return world.loop._queue
+
+
+# -- the way in ----------------------------------------------------------------------------------------------------
+
+
+def test_an_arrival_on_an_idle_engine_starts_at_once() -> None:
+    async def story(world: World) -> None:
+        await world.clock.sleep(3.21)
+        answer = await world.ask("r")
+        assert answer.ttft_s < STEP_S
+
+    run_world(story)
+
+
+def test_an_arrival_while_a_step_runs_is_in_the_very_next_one() -> None:
+    async def story(world: World) -> None:
+        bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=60)) for i in range(8)]
+        await world.clock.sleep(0.3)
+        steps = len(world.core.plans)
+        answer = await world.ask("rt", max_tokens=4)
+        following = [plan for _, plan in world.core.plans[steps:]]
+        assert "rt" in ran(following[0])
+        assert preempted(following[0]) == {f"b{i}": "pause" for i in range(8)}
+        assert answer.ttft_s < 2 * STEP_S
+        await asyncio.gather(*bulk)
+
+    run_world(story, known=FAST)
+
+
+@pytest.mark.trap(10)
+def test_more_than_fits_waits_in_the_store_and_not_in_the_engine() -> None:
+    """Trap 10."""
+
+    async def story(world: World) -> None:
+        bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=20)) for i in range(30)]
+        for _ in range(20):
+            await world.clock.sleep(0.01)
+            assert world.core.num_held <= 4
+            depth = (await world.queue.depths(["bulk"]))["bulk"]
+            assert depth + world.core.num_held + sum(t.done() for t in bulk) >= 30 - 4
+        await asyncio.gather(*bulk)
+
+    run_world(story, tiers=make_tiers(bulk={"batch_size": fixed(4)}))
+
+
+def test_the_queue_is_served_by_deadline() -> None:
+    async def story(world: World) -> list[str]:
+        now_ms = world.clock.wall_ms()
+        deadlines = {"last": now_ms + 3000, "first": now_ms + 1000, "second": now_ms + 2000}
+        asked = [asyncio.create_task(world.ask(i, "bulk", deadline_ms=d)) for i, d in deadlines.items()]
+        await asyncio.gather(*asked)
+        lives = sorted(world.core.lives, key=lambda s: s.first_scheduled_s or 0.0)
+        return [life.id for life in lives]
+
+    assert run_world(story, tiers=make_tiers(bulk={"batch_size": fixed(1)})) == ["first", "second", "last"]
+
+
+# -- the way out ---------------------------------------------------------------------------------------------------
+
+
+def test_events_are_published_before_their_lease_is_acknowledged() -> None:
+    async def story(world: World) -> list[str]:
+        journal: list[str] = []
+
+        def published(_: str, events: Sequence[TokenEvent]) -> str:
+            return "publish " + " ".join(f"{e.request_id}:{e.kind.value}" for e in events)
+
+        record(journal, world.events, "publish", published)
+        record(journal, worker_queue(world), "ack", lambda leases: "ack " + " ".join(x.request_id for x in leases))
+        await asyncio.gather(world.ask("a", max_tokens=2), world.ask("b", max_tokens=3))
+        await world.settle()
+        return journal
+
+    assert run_world(story) == [
+        "publish a:tokens b:tokens",
+        "publish a:finished b:tokens",
+        "ack a",
+        "publish b:finished",
+        "ack b",
+    ]
+
+
+def test_work_for_a_gateway_that_is_gone_is_dropped() -> None:
+    async def story(world: World) -> None:
+        await world.queue.put([world.request("orphan", max_tokens=400, reply_to="gone")])
+        await world.clock.sleep(5 * STEP_S)
+        assert world.core.num_held == 0
+        assert world.engine.used_blocks == 0
+        assert not world.queue._shared.records
+        assert world.core.counts["cancelled"] == 1
+
+    run_world(story)
+
+
+def test_work_that_would_report_at_its_end_is_dropped_with_its_gateway_too() -> None:
+    async def story(world: World) -> None:
+        orphan = world.request("orphan", max_tokens=400, reply_to="gone", delivery=Delivery.AT_END)
+        await world.queue.put([orphan])
+        await world.clock.sleep(RENEW_EVERY * UPDATE_S + 5 * STEP_S)
+        assert world.core.num_held == 0
+        assert world.core.counts["cancelled"] == 1
+        assert not world.queue._shared.records
+
+    run_world(story)
+
+
+def test_a_finished_answer_that_nobody_takes_is_acknowledged_all_the_same() -> None:
+    async def story(world: World) -> None:
+        await world.queue.put([world.request("orphan", reply_to="gone", delivery=Delivery.AT_END)])
+        await world.clock.sleep(1.0)
+        assert world.core.counts["finished"] == 1
+        assert not world.queue._shared.records
+
+    run_world(story)
+
+
+def test_what_can_never_run_fails_at_once_and_is_acknowledged() -> None:
+    async def story(world: World) -> None:
+        answer = await world.ask("long", prompt=600)
+        assert [(e.kind, bool(e.error)) for e in answer.events] == [(EventKind.FAILED, True)]
+        await world.settle()
+        assert not world.queue._shared.records
+
+    run_world(story)
+
+
+# -- cancel and leases ---------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_request_leaves_the_batch_in_the_next_step() -> None:
+    async def story(world: World) -> None:
+        gone = asyncio.create_task(world.ask("gone", max_tokens=400))
+        stays = asyncio.create_task(world.ask("stays", max_tokens=30))
+        await world.clock.sleep(0.1)
+        steps = len(world.core.plans)
+        gone.cancel()
+        await stays
+        first = world.core.plans[steps][1]
+        assert first.abort == ("gone",)
+        assert list(ran(first)) == ["stays"]
+
+    run_world(story)
+
+
+def test_work_stops_when_its_lease_is_lost() -> None:
+    async def story(world: World) -> None:
+        await world.submit(world.request("r", max_tokens=480, prompt=16))
+        await world.clock.sleep(0.1)
+        world.queue._shared.records["r"].fence = 10**15  # somebody else has it now
+        for _ in range(int(LEASE_S / UPDATE_S)):
+            await world.clock.sleep(UPDATE_S)
+            if not world.core.num_held:
+                break
+        assert world.core.num_held == 0
+        assert world.core.counts["released"] == 1
+        cancelled = {"tier": "realtime", "reason": "cancelled"}
+        shown = world.prometheus.get_sample_value("tidegate_requests_finished_total", cancelled)
+        assert shown == 0, "no user has cancelled it"
+
+    slow = make_info(max_model_len=512)
+    run_world(story, info=slow)
+
+
+def test_long_work_keeps_its_lease() -> None:
+    async def story(world: World) -> None:
+        answer = await world.ask("r", "bulk", prompt=16, max_tokens=3000)
+        assert world.clock.now() > 2 * LEASE_S
+        assert answer.token_ids == expected_tokens(answer.request)
+        assert world.core.counts == {"accepted": 1, "finished": 1}
+
+    run_world(story, info=make_info(max_model_len=4096, num_blocks=400))
+
+
+def test_a_renewal_that_was_overtaken_does_not_drop_the_newer_lease() -> None:
+    async def story(world: World) -> None:
+        asked = asyncio.create_task(world.ask("r", prompt=16, max_tokens=480))
+        await world.clock.sleep(0.1)
+        record_ = world.queue._shared.records["r"]
+        assert record_.fence is not None
+        newer = Claimed(record_.request, record_.fence + 1, attempt=2)
+        queue = worker_queue(world)
+        renew = queue.renew
+
+        async def overtaken(leases: Sequence[Lease], lease_s: float) -> list[bool]:
+            if newer.fence != record_.fence:
+                record_.fence = newer.fence
+                kept: list[bool] = await renew(leases, lease_s)
+                world.core.accept([newer], world.clock.now(), world.clock.wall_ms())
+                return kept
+            return list(await renew(leases, lease_s))
+
+        queue.renew = overtaken
+        answer = await asked
+        assert record_.fence == newer.fence, "the renewal happened"
+        assert answer.token_ids == expected_tokens(answer.request)
+
+    run_world(story)
+
+
+@pytest.mark.trap(3)
+def test_a_dead_workers_requests_go_on_elsewhere_with_the_same_output() -> None:
+    """Law 9, across processes; and trap 3: a requeue is exempt from the queue's limit."""
+
+    async def main() -> None:
+        tiers = make_tiers(bulk={"queue_limit": 6})
+        world = await start_world(tiers, make_info(), known=FAST)
+        bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=60)) for i in range(6)]
+        await world.clock.sleep(0.5)
+        more = [asyncio.create_task(world.ask(f"c{i}", "bulk", max_tokens=60)) for i in range(6)]
+        await world.settle()
+        world.running.cancel()
+        await asyncio.gather(world.running, return_exceptions=True)
+        heard = [len(world.answers[f"b{i}"].token_ids) for i in range(6)]
+        assert all(0 < n < 60 for n in heard)
+
+        other = await start_world(tiers, make_info(), known=FAST)
+        heir = SchedulerLoop(
+            core=other.core,
+            engine=other.engine,
+            queue=world.queue.for_worker("worker"),  # restarted under its name: takes back what it held
+            events=world.events,
+            registry=world.registry,
+            metrics=other.loop._metrics,
+            clock=world.clock,
+            identity=WorkerIdentity("worker", ("model",), 0),
+        )
+        other.loop.stop()
+        await other.running
+        running = asyncio.create_task(heir.run())
+        answers = await asyncio.gather(*bulk, *more)
+        for answer in answers:
+            assert answer.token_ids == expected_tokens(answer.request)
+        heir.drain()
+        await running
+        for client in (world.client, other.client):
+            await client.close()
+
+    run_bounded(main())
+
+
+# -- the end -------------------------------------------------------------------------------------------------------
+
+
+def test_drain_finishes_what_is_held_and_claims_nothing_more() -> None:
+    async def story(world: World) -> None:
+        held = asyncio.create_task(world.ask("held", max_tokens=100))
+        await world.clock.sleep(0.1)
+        world.loop.drain()
+        late = await world.submit(world.request("late"))
+        answer = await held
+        await world.running
+        assert answer.token_ids == expected_tokens(answer.request)
+        assert await world.queue.depths(["realtime"]) == {"realtime": 1}
+        assert not await world.registry.workers(), "withdrawn"
+        async with late:
+            pass
+
+    run_world(story)
+
+
+def test_stop_gives_the_rest_back_to_its_place() -> None:
+    async def story(world: World) -> None:
+        requests = [world.request(f"b{i}", "bulk", max_tokens=400) for i in range(3)]
+        await world.submit(*requests)
+        await world.clock.sleep(0.1)
+        world.loop.stop()
+        await world.running
+        assert await world.queue.depths(["bulk"]) == {"bulk": 3}
+        assert world.core.counts["released"] == 3
+        again = await world.queue.for_worker("other").claim({"bulk": 9}, LEASE_S)
+        assert [(c.request.id, c.attempt) for c in again] == [("b0", 1), ("b1", 1), ("b2", 1)]
+
+    run_world(story)
+
+
+def test_a_claim_cut_short_by_the_end_leaves_nothing_under_lease() -> None:
+    """The store has made the claim when its answer does not come any more: the request must not wait for its lease
+    to run out."""
+
+    async def story(world: World) -> None:
+        queue = worker_queue(world)
+        claim = queue.claim
+
+        async def slow_answer(limits: Mapping[str, int], lease_s: float) -> list[Claimed]:
+            claimed: list[Claimed] = await claim(limits, lease_s)
+            await world.clock.sleep(0.2)
+            return claimed
+
+        queue.claim = slow_answer
+        left = await world.submit(world.request("left"))
+        await world.clock.sleep(0.1)
+        world.loop.stop()
+        await world.running
+        assert await world.queue.depths(["realtime"]) == {"realtime": 1}
+        async with left:
+            pass
+
+    run_world(story)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_at_its_end_the_loop_closes_its_queue(breaks: bool) -> None:
+    async def main() -> None:
+        world = await start_world(make_tiers(), make_info())
+        assert len(world.queue._shared.listeners) == 2
+        if breaks:
+            worker_queue(world).depths = _breaks_later
+        else:
+            world.loop.stop()
+        await asyncio.gather(world.running, return_exceptions=True)
+        assert len(world.queue._shared.listeners) == 1, "the gateway's"
+        await world.client.close()
+
+    run_bounded(main())
+
+
+def test_a_request_that_kills_every_worker_is_given_up() -> None:
+    async def main() -> None:
+        world = await start_world(make_tiers(), make_info())
+        poison = asyncio.create_task(world.ask("poison", max_tokens=100))
+        deaths = 0
+        while not poison.done():
+            await world.clock.sleep(0.1)
+            world.running.cancel()
+            await asyncio.gather(world.running, return_exceptions=True)
+            deaths += 1
+            assert deaths <= Retry().max_attempts + 1
+            queue, metrics = world.queue.for_worker("worker"), SchedulerMetrics(CollectorRegistry(), world.tiers)
+            core, identity = make_core(), WorkerIdentity("worker", ("model",), 0)
+            engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
+            heir = SchedulerLoop(core, engine, queue, world.events, world.registry, metrics, world.clock, identity)
+            world.running = asyncio.create_task(heir.run())
+            await world.settle()
+        assert (await poison).events[-1].kind is EventKind.FAILED
+        assert deaths == Retry().max_attempts
+        heir.drain()
+        await world.running
+        await world.client.close()
+
+    run_bounded(main())
+
+
+class Broken(Exception):
+    pass
+
+
+def _breaks(*_: object) -> Any:
+    raise Broken
+
+
+async def _breaks_later(*_: object) -> Any:
+    raise Broken
+
+
+@pytest.mark.trap(16)
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda world: setattr(world.engine, "submit", _breaks),
+        lambda world: setattr(world.engine, "collect", _breaks_later),
+        lambda world: setattr(world.events, "publish", _breaks_later),
+        lambda world: setattr(worker_queue(world), "claim", _breaks_later),
+        lambda world: setattr(worker_queue(world), "depths", _breaks_later),
+        lambda world: setattr(worker_queue(world), "wait_for_work", _breaks_later),
+    ],
+    ids=["plan refused", "engine", "events", "claim", "upkeep", "waiting"],
+)
+def test_an_error_in_any_task_ends_all_of_them_and_is_raised(break_it: Callable[[World], None]) -> None:
+    """Trap 16: a loop that has lost a part must not look alive."""
+
+    async def main() -> None:
+        world = await start_world(make_tiers(), make_info())
+        break_it(world)
+        await world.queue.put([world.request("r")])
+        tasks = len(asyncio.all_tasks())
+        async with asyncio.timeout(2 * LISTEN_S + UPDATE_S):
+            with pytest.raises(Broken):
+                await world.running
+        assert len(asyncio.all_tasks()) < tasks, "no task of the loop is left"
+        await world.client.close()
+
+    run_bounded(main())
+
+
+def test_a_dead_engine_is_raised_as_such() -> None:
+    async def main() -> None:
+        world = await start_world(make_tiers(), make_info())
+
+        def submit(plan: StepPlan) -> None:
+            raise EngineDead("device lost")
+
+        world.engine.submit = submit  # type: ignore[method-assign]
+        await world.queue.put([world.request("r")])
+        with pytest.raises(EngineDead, match="device lost"):
+            await world.running
+        await world.client.close()
+
+    run_bounded(main())
+
+
+# -- upkeep --------------------------------------------------------------------------------------------------------
+
+
+def test_the_heartbeat_shows_each_tier() -> None:
+    async def story(world: World) -> None:
+        bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=120)) for i in range(6)]
+        await world.clock.sleep(1.01)
+        [status] = await world.registry.workers()
+        assert status.worker_id == "worker"
+        assert status.model_names == ("model",)
+        assert status.tiers["bulk"].running == 4
+        assert status.tiers["bulk"].batch_size == 4
+        await asyncio.gather(*bulk)
+        await world.clock.sleep(2.0)
+        [status] = await world.registry.workers()
+        assert status.tiers["bulk"].running == 0
+        assert status.tiers["bulk"].finished_per_s > 0
+
+    run_world(story, tiers=make_tiers(bulk={"batch_size": fixed(4)}))
+
+
+def test_the_controllers_view_is_fed() -> None:
+    async def story(world: World) -> None:
+        await asyncio.gather(*(world.ask(f"r{i}", max_tokens=30) for i in range(30)))
+        output = world.core.controller.outputs(world.clock.now())["realtime"]
+        assert output.ttft_p99_s is not None and 0 < output.ttft_p99_s < 1
+        assert output.itl_p99_s is not None and 0 < output.itl_p99_s < 0.1
+        assert output.attainment == 1.0
+
+    run_world(story)
+
+
+async def _bulk_share_under_a_flood(world: World, bulk: list[asyncio.Task[Answer]]) -> float:
+    """Of the engine's time, that `bulk` has while interactive prompts wait: both last longer than it is looked at."""
+    flood = [asyncio.create_task(world.ask(f"rt{i}", prompt=500, max_tokens=1)) for i in range(99)]
+    await world.clock.sleep(0.3)
+    before_s = dict(world.core.used_s)
+    await world.clock.sleep(7.0)
+    used_s = {tier: seconds - before_s[tier] for tier, seconds in world.core.used_s.items()}
+    assert not all(request.done() for request in flood) and not all(request.done() for request in bulk)
+    await asyncio.gather(*flood, *bulk)
+    return used_s["bulk"] / sum(used_s.values())
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.02])
+def test_paused_bulk_gets_its_floor_also_when_its_queue_is_empty(floor: float) -> None:
+    """The debt counts what is held, not only what still waits in the store. Prompts do not ride along as decodes do."""
+
+    async def story(world: World) -> float:
+        bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", prompt=500, max_tokens=1)) for i in range(4)]
+        await world.clock.sleep(0.06)
+        assert (await world.queue.depths(["bulk"]))["bulk"] == 0 and world.core.num_held == 4
+        return await _bulk_share_under_a_flood(world, bulk)
+
+    tiers = make_tiers(bulk={"floor": floor})
+    share = run_world(story, known=FAST, info=make_info(max_step_tokens=128), tiers=tiers)
+    assert share == pytest.approx(floor, abs=0.005)
+
+
+@pytest.mark.parametrize("floor", [0.05, 0.2])
+def test_bulk_that_decodes_gets_its_floor_though_every_step_could_be_full_of_prompts(floor: float) -> None:
+    """One token each a step is hardly anything beside prompts that take a tenth of a second: what is owed is paid in
+    steps that these do not fill."""
+
+    async def story(world: World) -> float:
+        bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", prompt=16, max_tokens=480)) for i in range(12)]
+        await world.clock.sleep(0.2)
+        return await _bulk_share_under_a_flood(world, bulk)
+
+    tiers = make_tiers(bulk={"floor": floor}, realtime={"slo": {"ttft_p99_ms": 500}})
+    share = run_world(story, known=FAST, tiers=tiers)
+    assert 0.9 * floor <= share <= floor + 0.02

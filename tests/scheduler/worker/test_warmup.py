@@ -1,0 +1,42 @@
+"""The synthetic steps at start: they fit any engine, teach the model and leave nothing behind."""
+
+import pytest
+
+from engine.interface import EngineInfo
+from engine.modeled.engine import ModeledEngine
+from engine.step_time.model import StepCost, StepTimeModel
+from scheduler.virtual_time import VirtualClock
+from scheduler.worker.warmup import warm_up
+from tests.scheduler.builders import make_info
+from tests.scheduler.world import run_bounded
+
+SLOW = StepCost(step_s=0.05, prefill_token_s=0.002, attend_s=0.0, context_token_s=0.0, decode_s=0.004)
+
+
+def warmed(info: EngineInfo, budget_s: float) -> tuple[ModeledEngine, StepTimeModel, float]:
+    async def story() -> tuple[ModeledEngine, StepTimeModel, float]:
+        clock = VirtualClock()
+        engine = ModeledEngine(info, clock.sleep, SLOW, noise=0.0, prefix_cache=True)
+        model = StepTimeModel()
+        await warm_up(engine, model, clock, budget_s)
+        return engine, model, clock.now()
+
+    return run_bounded(story())
+
+
+def test_it_teaches_the_model() -> None:
+    _, model, _ = warmed(make_info(), budget_s=60.0)
+    assert model.cost().prefill(64, 0) == pytest.approx(SLOW.prefill(64, 0), rel=0.15)
+    assert model.cost().step_s == pytest.approx(SLOW.step_s, rel=0.25)
+
+
+def test_it_leaves_nothing_behind_and_keeps_to_its_time() -> None:
+    engine, _, took_s = warmed(make_info(), budget_s=0.5)
+    assert engine.used_blocks == 0
+    assert took_s < 1.0
+
+
+@pytest.mark.parametrize("change", [{"max_step_tokens": 16}, {"max_model_len": 64}, {"num_blocks": 4}])
+def test_it_fits_small_engines(change: dict[str, int]) -> None:
+    engine, _, _ = warmed(make_info(**change), budget_s=60.0)
+    assert engine.used_blocks == 0
