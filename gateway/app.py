@@ -10,10 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
-from gateway import errors
-from gateway.authentication import authenticated
-from gateway.middleware import BodyLimit, RequestContext
-from gateway.routes import admin, batches, chat, completions, files, models, ops
+from gateway.http.middleware import BodyLimit, RequestContext
+from gateway.protocol import errors
+from gateway.routes import admin, batches, chat, files, models, ops
+from gateway.routes.dependencies import authenticated
 from gateway.state import Gateway
 
 
@@ -32,11 +32,11 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.state.gateway = gateway
     app.include_router(ops.router)
     app.include_router(admin.router)
-    for routes in (chat, completions, models):
+    for routes in (chat, models):
         app.include_router(routes.router)
     for routes in (files, batches):
         app.include_router(routes.router, dependencies=[Depends(authenticated)])
-    parts = (ops, admin, chat, completions, models, files, batches)
+    parts = (ops, admin, chat, models, files, batches)
     errors.install(app, [route for part in parts for route in part.router.routes])
     return app
 

@@ -15,8 +15,8 @@ from typing import Annotated, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gateway.errors import invalid_api_key, invalid_value
-from gateway.validation import first_fault
+from gateway.protocol.errors import invalid_api_key, invalid_value
+from gateway.protocol.validation import first_fault
 from scheduler.config import Tier, TierSet
 
 ASKABLE = ("auto", "default", "flex", "scale", "priority", "fast")  # what the openai client may send

@@ -21,15 +21,14 @@ from redis.exceptions import RedisError
 
 from demo_model.location import demo_model_path
 from gateway.app import create_app
-from gateway.batches import BatchService
-from gateway.completion import CompletionService
-from gateway.files import FileStore
+from gateway.batches.service import BatchService
+from gateway.completion.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from gateway.completion.service import CompletionService
+from gateway.completion.tokenizer import Tokenizer
+from gateway.files.store import FileStore
+from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring, KeyringError, load_keyring
-from gateway.metrics import GatewayMetrics
-from gateway.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from gateway.state import Gateway
-from gateway.tiers import GatewayTiers
-from gateway.tokenizer import Tokenizer
+from gateway.state import Gateway, GatewayTiers
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers

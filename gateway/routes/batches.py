@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
-from gateway.authentication import Caller
-from gateway.batch_record import Batch, NewBatch
-from gateway.batches import BatchService, InputProblem, NotCancellable
-from gateway.body import Body, parse, read_object
-from gateway.errors import ApiError, invalid_request, invalid_value
+from gateway.batches.model import Batch, NewBatch
+from gateway.batches.service import BatchService, InputProblem, NotCancellable
 from gateway.identity import ApiKey
+from gateway.protocol.errors import ApiError, invalid_request, invalid_value
+from gateway.protocol.json_body import Body, parse, read_object
+from gateway.protocol.schemas import Metadata
+from gateway.routes.dependencies import Caller
 from gateway.routes.files import Owner
-from gateway.schemas import Metadata
 from gateway.state import gateway_of
 
 router = APIRouter()

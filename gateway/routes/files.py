@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import FileResponse
 
-from gateway.authentication import Caller
-from gateway.errors import ApiError, invalid_request, invalid_value
-from gateway.files import FileStore, StoredFile
+from gateway.files.store import FileStore, StoredFile
+from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, Upload, UploadTooLarge, receive_upload
+from gateway.protocol.errors import ApiError, invalid_request, invalid_value
+from gateway.routes.dependencies import Caller
 from gateway.state import gateway_of
-from gateway.upload import MAX_FORM_BYTES, MalformedUpload, Upload, UploadTooLarge, receive_upload
 
 router = APIRouter()
 

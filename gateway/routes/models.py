@@ -4,8 +4,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from gateway.authentication import Caller
-from gateway.errors import model_not_found
+from gateway.protocol.errors import model_not_found
+from gateway.routes.dependencies import Caller
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter(tags=["models"])

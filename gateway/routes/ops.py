@@ -1,16 +1,109 @@
 """GET /health, /ready, /metrics and /: for load balancers, Prometheus and the curious. No key needed.
 
-Load balancers may ask by HEAD; the server leaves the body out.
+Load balancers may ask by HEAD; the server leaves the body out. The workers' metrics come as text snapshots through the
+store, and are merged into the gateway's own with a `worker` label.
 """
 
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+import structlog
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
-from gateway.ops import exposition, readiness
-from gateway.state import gateway_of
+from gateway.state import Gateway, gateway_of
+from scheduler.client.client import SchedulerClient
+
+log = structlog.get_logger(__name__)
+
+STORE_TIMEOUT_S = 2.0
+
+
+async def readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
+    """Whether requests can be served now, and what is missing where not."""
+    depths = await _depths(client)
+    workers = client.workers
+    present = {"store": depths is not None, "worker": bool(workers)}
+    missing = [part for part, is_there in present.items() if not is_there]
+    is_ready = not missing and not client.is_draining
+    report = {
+        "ready": is_ready,
+        "missing": missing,
+        "draining": client.is_draining,
+        "waiting": depths or {},
+        "workers": [{"id": w.worker_id, "device": w.device, "models": list(w.model_names)} for w in workers],
+    }
+    return is_ready, report
+
+
+async def _depths(client: SchedulerClient) -> dict[str, int] | None:
+    try:
+        async with asyncio.timeout(STORE_TIMEOUT_S):
+            return await client.depths()
+    except Exception:  # which errors a store has, only its adapter knows; here all of them mean "not ready"
+        return None
+
+
+async def exposition(gateway: Gateway) -> bytes:
+    """All families in Prometheus' text format: the gateway's and those of every worker."""
+    metrics = gateway.metrics
+    metrics.workers_alive.set(len(gateway.client.workers))
+    snapshots: dict[str, str] = {}
+    with suppress(Exception):  # as above: without the store, the gateway's own numbers matter all the more
+        async with asyncio.timeout(STORE_TIMEOUT_S):
+            backlogs = await gateway.client.backlogs()
+            metrics.show_backlogs(backlogs, gateway.client.predicted_ttfts_s(backlogs))
+            snapshots = await gateway.client.worker_metrics()
+            for status, count in (await gateway.batches.counts_by_status() if gateway.batches else {}).items():
+                metrics.batches.labels(status).set(count)
+    # Parsing takes about 10 ms a worker: off the loop, where streams are served.
+    return await asyncio.to_thread(render, metrics.registry, snapshots)
+
+
+def render(registry: CollectorRegistry, snapshots: Mapping[str, str]) -> bytes:
+    merged = CollectorRegistry()
+    merged.register(_Merged(registry, snapshots))
+    return generate_latest(merged)
+
+
+class _Merged(Collector):
+    def __init__(self, registry: CollectorRegistry, snapshots: Mapping[str, str]) -> None:
+        self._registry = registry
+        self._snapshots = snapshots
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # nothing to check for duplicates: families are merged by name
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for family in self._registry.collect():
+            families[family.name] = family
+        for worker, text in sorted(self._snapshots.items()):
+            for family in _parse(worker, text):
+                _merge(families, family, worker)
+        yield from families.values()
+
+
+def _parse(worker: str, text: str) -> list[Metric]:
+    """A worker's families; none of them where one is malformed: the others' numbers matter all the more."""
+    try:
+        return list(text_string_to_metric_families(text))
+    except Exception as error:  # the parser has no error type of its own
+        log.warning("worker_metrics_malformed", worker=worker, error=type(error).__name__)
+        return []
+
+
+def _merge(families: dict[str, Metric], family: Metric, worker: str) -> None:
+    target = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+    for sample in family.samples:
+        target.samples.append(sample._replace(labels={**sample.labels, "worker": worker}))
+
 
 router = APIRouter(tags=["operations"])
 

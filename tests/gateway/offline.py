@@ -22,10 +22,10 @@ from fastapi import FastAPI
 from openai.types import Batch as ApiBatch
 from redis.asyncio import Redis
 
-from gateway import errors
-from gateway.batches import BatchService
-from gateway.files import FileStore
+from gateway.batches.service import BatchService
+from gateway.files.store import FileStore
 from gateway.identity import ApiKey, Keyring
+from gateway.protocol import errors
 from gateway.routes import batches as batch_routes
 from gateway.routes import files as file_routes
 from scheduler.config import Tier, load_tiers

@@ -23,13 +23,12 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.interface import FinishReason
 from gateway.app import create_app
-from gateway.completion import OPENAI_DEFAULTS, CompletionService
+from gateway.completion.sampling_defaults import SamplingDefaults
+from gateway.completion.service import OPENAI_DEFAULTS, CompletionService
+from gateway.completion.tokenizer import Tokenizer
+from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
-from gateway.metrics import GatewayMetrics
-from gateway.sampling_defaults import SamplingDefaults
-from gateway.state import Gateway
-from gateway.tiers import GatewayTiers
-from gateway.tokenizer import Tokenizer
+from gateway.state import Gateway, GatewayTiers
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import SystemClock
 from scheduler.config import TierSet, parse_tiers

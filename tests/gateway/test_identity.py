@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.errors import ApiError
 from gateway.identity import ApiKey, Keyring, KeyringError, load_keyring, resolve_tier
+from gateway.protocol.errors import ApiError
 from scheduler.config import load_tiers, parse_tiers
 from tests.gateway.stand import TIERS
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from gateway.metrics import GatewayMetrics
-from gateway.ops import render
+from gateway.http.metrics import GatewayMetrics
+from gateway.routes.ops import render
 from scheduler.config import load_tiers
 from scheduler.control.controller import TierOutputs
 from scheduler.control.knobs import Decision

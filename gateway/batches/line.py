@@ -1,0 +1,96 @@
+"""Running one line of a batch through the ordinary completion path, in the batch tier.
+
+A line must not fail because the queue was full or a worker died: such answers are tried again, with growing
+pauses. Knows statuses and patience; not Redis, not files, not how many lines run at once.
+"""
+
+import logging
+import random
+import secrets
+from typing import Any, Protocol
+
+import structlog
+from redis.exceptions import ConnectionError as StoreUnreachable
+from redis.exceptions import TimeoutError as StoreSilent
+
+from gateway.batches.input import BatchLine
+from gateway.batches.model import LineResult
+from gateway.batches.output import answered_line
+from gateway.identity import answer_of
+from gateway.protocol.errors import internal_error
+from scheduler.clock import Clock
+from scheduler.config import Tier
+
+log = logging.getLogger(__name__)
+
+BUSY = (429, 503)  # no room, or nobody there: wait, for as long as the batch has time
+MAX_FAILURES = 4  # of other server errors; then the line's answer is the error
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 10.0
+
+
+class Completions(Protocol):
+    """The part of gateway/completion/service.py that a batch needs."""
+
+    async def complete(
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        *,
+        tier: Tier,
+        answer: str,
+        request_id: str,
+        owner: str | None,
+    ) -> tuple[int, dict[str, Any]]: ...
+
+
+class LineRunner:
+    def __init__(self, completions: Completions, tier: Tier, clock: Clock) -> None:
+        self._completions = completions
+        self._clock = clock
+        self.reconfigure(tier)
+
+    def reconfigure(self, tier: Tier) -> None:
+        """`tier` serves every line, and every attempt at one, that begins from now on."""
+        self._tier = tier
+        self._answer = answer_of(tier)
+
+    async def run(self, batch_id: str, endpoint: str, line: BatchLine, owner: str | None) -> LineResult:
+        """The line's final answer, for the key of name `owner`. Cancelling this cancels the generation."""
+        failures = pauses = 0
+        while True:
+            # A request of its own for each attempt: the queue ignores an id that it still holds.
+            request_id = f"req_{secrets.token_hex(16)}"
+            structlog.contextvars.bind_contextvars(request_id=request_id, tier=self._tier.name)
+            status, body = await self._attempt(endpoint, line, request_id, owner)
+            if status < 500 and status not in BUSY:
+                return answered_line(batch_id, line, request_id, status, body)
+            failures += status not in BUSY
+            if failures == MAX_FAILURES:
+                return answered_line(batch_id, line, request_id, status, body)
+            await self._clock.sleep(_pause_s(pauses))
+            pauses += 1
+
+    async def _attempt(
+        self, endpoint: str, line: BatchLine, request_id: str, owner: str | None
+    ) -> tuple[int, dict[str, Any]]:
+        try:
+            return await self._completions.complete(
+                endpoint,
+                line.body,
+                tier=self._tier,
+                answer=self._answer,
+                request_id=request_id,
+                owner=owner,
+            )
+        except (StoreUnreachable, StoreSilent):
+            return 503, internal_error("The store is not reachable at the moment.").body()
+        except Exception:  # a fault in serving one line must not take the others with it
+            log.exception("a batch line failed")
+            return 500, internal_error().body()
+
+
+def _pause_s(pauses: int) -> float:
+    """Doubling, with a quarter of jitter, so that a window of lines does not come back as one."""
+    pause_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(pauses, 20))
+    return pause_s * random.uniform(0.75, 1.0)

@@ -1,0 +1,132 @@
+"""The output of a batch: what a line of it looks like, and writing the output and error files.
+
+Files are written from the results in the store, in the input's order, under ids that follow from the batch's:
+writing them again, after a crash at any point, gives the same files, never second ones.
+"""
+
+import asyncio
+import hashlib
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from gateway.batches.input import BatchLine, input_path, next_chunk, read_chunks
+from gateway.batches.model import Batch, LineResult
+from gateway.batches.store import BatchStore, OwnershipLost
+from gateway.files.store import FileStore
+
+PURPOSE = "batch_output"
+BATCH_EXPIRED = (
+    "batch_expired",
+    "This request could not be executed before the completion window expired.",
+)
+BATCH_CANCELLED = ("batch_cancelled", "This request was not executed because the batch was cancelled.")
+
+
+def answered_line(batch_id: str, line: BatchLine, request_id: str, status: int, body: Any) -> LineResult:
+    """The result of a line that got an HTTP answer: 200 for the output file, anything else for the errors."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    text = _line_text(batch_id, line, response, None)
+    if status != 200:
+        return LineResult(line.number, False, text)
+    usage = body.get("usage") or {}
+    return LineResult(
+        line.number,
+        True,
+        text,
+        input_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        output_tokens=usage.get("completion_tokens", 0),
+        reasoning_tokens=(usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0,
+    )
+
+
+async def write_files(
+    store: BatchStore, files: FileStore, batch: Batch, directory: Path, unfinished: tuple[str, str] | None
+) -> dict[str, str]:
+    """Write what the batch has to show; `{"output_file_id": …, "error_file_id": …}`, without those that would
+    be empty. `unfinished`: (code, message) for lines without a result, None if there can be none.
+
+    Raises `OwnershipLost` if the results are not those that the record counts: another owner has cleared them
+    away, and what would be written here is not the truth.
+    """
+    mark = secrets.token_hex(4)  # a stale owner may be writing at the same time
+    paths = {kind: directory / f"{kind}-{mark}.jsonl" for kind in ("output", "error")}
+    try:
+        with _private(paths["output"]) as output, _private(paths["error"]) as errors:
+            counted = await _write_lines(store, batch, directory, unfinished, output, errors)
+        if counted != (batch.completed, batch.failed):
+            raise OwnershipLost(batch.id)
+        return {f"{kind}_file_id": i for kind, path in paths.items() if (i := await _add(files, batch, kind, path))}
+    finally:  # whatever broke would break again at the next attempt: nothing may pile up
+        for path in paths.values():
+            path.unlink(missing_ok=True)
+
+
+async def _add(files: FileStore, batch: Batch, kind: str, path: Path) -> str | None:
+    """The id of the file that `path` became; None if there is nothing in it."""
+    if path.stat().st_size == 0:
+        return None
+    added = await files.add(
+        path,
+        filename=f"{batch.id}_{kind}.jsonl",
+        purpose=PURPOSE,
+        owner=batch.owner,
+        expires_after_s=batch.output_expires_after_s,
+        file_id=f"file-{_derived(batch.id, kind)}",
+    )
+    return added.id
+
+
+def _private(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
+async def _write_lines(
+    store: BatchStore,
+    batch: Batch,
+    directory: Path,
+    unfinished: tuple[str, str] | None,
+    output: BinaryIO,
+    errors: BinaryIO,
+) -> tuple[int, int]:
+    """How many lines with a result had succeeded, and had failed."""
+    completed = failed = 0
+    chunks = read_chunks(input_path(directory))
+    while chunk := await next_chunk(chunks):
+        results = await store.results(batch.id, [line.number for line in chunk])
+        await asyncio.to_thread(_write_chunk, batch.id, chunk, results, unfinished, output, errors)
+        completed += sum(result is not None and result[0] for result in results)
+        failed += sum(result is not None and not result[0] for result in results)
+    return completed, failed
+
+
+def _write_chunk(
+    batch_id: str,
+    lines: Sequence[BatchLine],
+    results: Sequence[tuple[bool, bytes] | None],
+    unfinished: tuple[str, str] | None,
+    output: BinaryIO,
+    errors: BinaryIO,
+) -> None:
+    for line, result in zip(lines, results, strict=True):
+        if result is not None:
+            succeeded, text = result
+            (output if succeeded else errors).write(text + b"\n")
+        elif unfinished is not None:
+            code, message = unfinished
+            errors.write(_line_text(batch_id, line, None, {"code": code, "message": message}) + b"\n")
+
+
+def _line_text(batch_id: str, line: BatchLine, response: dict[str, Any] | None, error: dict[str, str] | None) -> bytes:
+    line_id = f"batch_req_{_derived(batch_id, str(line.number))}"
+    answer = {"id": line_id, "custom_id": line.custom_id, "response": response, "error": error}
+    return msgspec.json.encode(answer)
+
+
+def _derived(batch_id: str, part: str) -> str:
+    return hashlib.sha256(f"{batch_id}/{part}".encode()).hexdigest()[:24]

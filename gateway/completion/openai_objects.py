@@ -1,0 +1,159 @@
+"""The answers of the two endpoints: response objects, and stream chunks as bytes.
+
+Knows OpenAI's field names and nothing else: not where text comes from, nor how bytes travel. One chunk a token
+and stream is the gateway's hottest path, so that all of a chunk but its text is encoded once, beforehand.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gateway.completion.choice import Choice
+
+encode_json = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens, "audio_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "audio_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every object of one answer repeats."""
+
+    id: str
+    created: int  # Unix seconds
+    model: str
+    service_tier: str
+    system_fingerprint: str
+
+
+class ChatAnswer:
+    """`chat.completion` and `chat.completion.chunk`."""
+
+    id_prefix = "chatcmpl-"
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+
+    def response(self, choices: Sequence[tuple[Choice, str]], usage: Usage) -> dict[str, Any]:
+        return _object(self._head, "chat.completion") | {
+            "choices": [
+                {
+                    "index": choice.index,
+                    "message": {"role": "assistant", "content": text, "refusal": None},
+                    "logprobs": None,
+                    "finish_reason": choice.finish_reason,
+                }
+                for choice, text in choices
+            ],
+            "usage": usage.to_dict(),
+        }
+
+    def chunks(self, usage_key: bool) -> "ChunkEncoder":
+        head = _object(self._head, "chat.completion.chunk")
+        return ChunkEncoder(
+            head,
+            opening=b'"delta":{"role":"assistant","content":"","refusal":null}',
+            text=(b'"delta":{"content":', b"}"),
+            closing=b'"delta":{}',
+            usage_key=usage_key,
+        )
+
+
+class TextAnswer:
+    """`text_completion`, the same for whole answers and chunks."""
+
+    id_prefix = "cmpl-"
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+
+    def response(self, choices: Sequence[tuple[Choice, str]], usage: Usage) -> dict[str, Any]:
+        return _object(self._head, "text_completion") | {
+            "choices": [
+                {"index": choice.index, "text": text, "logprobs": None, "finish_reason": choice.finish_reason}
+                for choice, text in choices
+            ],
+            "usage": usage.to_dict(),
+        }
+
+    def chunks(self, usage_key: bool) -> "ChunkEncoder":
+        head = _object(self._head, "text_completion")
+        return ChunkEncoder(head, opening=None, text=(b'"text":', b""), closing=b'"text":""', usage_key=usage_key)
+
+
+Answer = ChatAnswer | TextAnswer
+
+
+class ChunkEncoder:
+    """The `data: …` frames of one stream. `usage_key`: every chunk carries `usage`, null unless given."""
+
+    def __init__(
+        self,
+        head: dict[str, Any],
+        *,
+        opening: bytes | None,
+        text: tuple[bytes, bytes],
+        closing: bytes,
+        usage_key: bool,
+    ) -> None:
+        self._before = b"data: " + encode_json(head)[:-1] + b',"choices":['
+        self._opening = opening
+        self._text = text
+        self._closing = closing
+        self._usage_key = usage_key
+
+    def opening(self, index: int, usage: Usage | None = None) -> bytes:
+        """The frame that begins a choice; empty where the endpoint has none."""
+        return b"" if self._opening is None else self._frame(index, self._opening, b"null", usage)
+
+    def text(self, index: int, text: str, usage: Usage | None = None) -> bytes:
+        before, after = self._text
+        return self._frame(index, before + encode_json(text) + after, b"null", usage)
+
+    def closing(self, index: int, finish_reason: str | None, usage: Usage | None = None) -> bytes:
+        return self._frame(index, self._closing, encode_json(finish_reason), usage)
+
+    def total(self, usage: Usage) -> bytes:
+        """The last frame of a stream with `include_usage`: no choices, the whole usage."""
+        return self._before + b"]" + self._after(usage)
+
+    def _frame(self, index: int, content: bytes, finish_reason: bytes, usage: Usage | None) -> bytes:
+        choice = b'{"index":%d,%b,"logprobs":null,"finish_reason":%b}]' % (index, content, finish_reason)
+        return self._before + choice + self._after(usage)
+
+    def _after(self, usage: Usage | None) -> bytes:
+        if usage is not None:
+            return b',"usage":' + encode_json(usage.to_dict()) + b"}\n\n"
+        return b',"usage":null}\n\n' if self._usage_key else b"}\n\n"
+
+
+def _object(head: AnswerHead, name: str) -> dict[str, Any]:
+    return {
+        "id": head.id,
+        "object": name,
+        "created": head.created,
+        "model": head.model,
+        "service_tier": head.service_tier,
+        "system_fingerprint": head.system_fingerprint,
+    }

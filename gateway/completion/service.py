@@ -1,0 +1,231 @@
+"""From a validated body to scheduler requests: what both HTTP routes and batch lines go through.
+
+Knows bodies, prompts, tiers and the scheduler's client. Does not know HTTP, nor what becomes of the tokens
+(gateway/completion/response.py does).
+"""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from engine.interface import SamplingParams
+from gateway.completion.openai_objects import Answer, AnswerHead, ChatAnswer, TextAnswer
+from gateway.completion.prompts import Prompt, encode_prompts, model_limits
+from gateway.completion.response import Answering, Demotion, Job
+from gateway.completion.sampling_defaults import SamplingDefaults
+from gateway.completion.tokenizer import Tokenizer
+from gateway.http.metrics import GatewayMetrics
+from gateway.identity import ResolvedTier, cache_salt
+from gateway.protocol.errors import ApiError, invalid_value, model_not_found, rejected
+from gateway.protocol.json_body import is_large
+from gateway.protocol.schemas import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, parse_generation
+from scheduler.client.client import SchedulerClient
+from scheduler.client.rejection import Rejected, RejectReason
+from scheduler.clock import Clock
+from scheduler.config import Tier
+from scheduler.request import Delivery, Request
+
+SEED_MASK = 2**63 - 1  # seeds are non-negative inside: any int64 has its place
+OPENAI_DEFAULTS = SamplingDefaults()
+PING_S = 15.0  # proxies drop connections that are silent for 30 to 60 s
+
+AnyRequest = ChatCompletionRequest | CompletionRequest
+ENDPOINTS: dict[str, type[ChatCompletionRequest] | type[CompletionRequest]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+}
+
+
+def draw_seed() -> int:
+    return secrets.randbits(63)
+
+
+class CompletionService:
+    def __init__(
+        self,
+        client: SchedulerClient,
+        clock: Clock,
+        tokenizer: Tokenizer,
+        metrics: GatewayMetrics,
+        model_names: tuple[str, ...],
+        *,
+        defaults: SamplingDefaults = OPENAI_DEFAULTS,
+        draw_seed: Callable[[], int] = draw_seed,
+        ping_s: float = PING_S,
+    ) -> None:
+        self._client = client
+        self._clock = clock
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._model_names = model_names
+        self._defaults = defaults
+        self._draw_seed = draw_seed
+        self._ping_s = ping_s
+        self._fingerprint = "fp_" + hashlib.sha256(model_names[0].encode()).hexdigest()[:10]
+
+    async def complete(
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        *,
+        tier: Tier,
+        answer: str,
+        request_id: str,
+        owner: str | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        """One request without a stream: (HTTP status, JSON body), also where it is refused or fails.
+
+        `answer` is the `service_tier` to report. `request_id` must be new with every call: the requests'
+        ids are made from it. `owner` is the name of the caller's key.
+        """
+        try:
+            request = await _parse_endpoint(endpoint, body)
+            job = await self.prepare(request, tier=tier, answer=answer, request_id=request_id, owner=owner)
+            answering = await self.submit(job)
+            return 200, await answering.respond()
+        except ApiError as error:
+            return error.status, error.body()
+
+    async def prepare(
+        self,
+        request: AnyRequest,
+        *,
+        tier: Tier,
+        answer: str,
+        request_id: str,
+        owner: str | None = None,
+        demotion: ResolvedTier | None = None,
+    ) -> Job:
+        """Tokenise and make the scheduler's requests, which may go to `demotion` if `tier` cannot serve them in time.
+        Raises `ApiError` 400 or 404."""
+        arrival_ms = self._clock.wall_ms()
+        if request.model not in self._model_names:
+            raise model_not_found(request.model)
+        limits = model_limits(self._client.workers, self._tokenizer)
+        n = request.n or 1
+        _check_choices(request, n, tier)
+        prompts = await encode_prompts(request, self._tokenizer, limits)
+        options = request.stream_options
+
+        def answer_as(service_tier: str) -> Answer:
+            return self._answer(request, service_tier, request_id, arrival_ms)
+
+        return Job(
+            answer=answer_as(answer),
+            tier=tier,
+            requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner),
+            n=n,
+            stops=request.stop_strings,
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
+            demotion=_demotion(demotion, answer_as, request, arrival_ms) if demotion is not None else None,
+        )
+
+    async def submit(self, job: Job) -> Answering:
+        """Enqueue all requests of `job`, or none; in a lower tier, where its own cannot serve it in time and there is a
+        demotion. Raises `ApiError` 429 or 503 where admission rejects."""
+        outcome = await self._client.submit(job.requests)
+        if isinstance(outcome, Rejected) and outcome.reason is RejectReason.OVERLOADED and job.demotion is not None:
+            lower = job.demoted(job.demotion)
+            below = await self._client.submit(lower.requests)
+            if not isinstance(below, Rejected):
+                self._metrics.count_demoted(job.tier.name, lower.tier.name)
+                job, outcome = lower, below
+        if isinstance(outcome, Rejected):
+            self._metrics.count_rejected(job.tier.name, outcome.reason.value)
+            raise rejected(outcome, job.tier)
+        return Answering(job, outcome, self._tokenizer, self._clock, self._ping_s)
+
+    def _answer(self, request: AnyRequest, service_tier: str, request_id: str, now_ms: int) -> Answer:
+        kind = ChatAnswer if isinstance(request, ChatCompletionRequest) else TextAnswer
+        answer_id = kind.id_prefix + request_id.removeprefix("req_")
+        return kind(AnswerHead(answer_id, now_ms // 1000, request.model, service_tier, self._fingerprint))
+
+    def _requests(
+        self,
+        request: AnyRequest,
+        prompts: list[Prompt],
+        tier: Tier,
+        request_id: str,
+        arrival_ms: int,
+        owner: str | None,
+    ) -> tuple[Request, ...]:
+        n = request.n or 1
+        salt = cache_salt(owner, request.cache_salt)
+        delivery = _delivery(request, tier)
+        requests = []
+        for i, prompt in enumerate(prompts):
+            seed = self._draw_seed() if request.seed is None else request.seed
+            for j in range(n):
+                requests.append(
+                    Request(
+                        id=f"{request_id}-{i * n + j}",
+                        tier=tier.name,
+                        prompt_token_ids=prompt.token_ids,
+                        sampling=_sampling(request, self._defaults, prompt.max_tokens, seed + j),
+                        arrival_ms=arrival_ms,
+                        deadline_ms=arrival_ms + _patience_ms(request, tier),
+                        reply_to=self._client.gateway_id,
+                        delivery=delivery,
+                        cache_salt=salt,
+                    )
+                )
+        return tuple(requests)
+
+
+async def _parse_endpoint(endpoint: str, body: dict[str, Any]) -> AnyRequest:
+    kind = ENDPOINTS.get(endpoint)
+    if kind is None:
+        raise ApiError(404, "Unknown endpoint.", param="url")
+    parse = partial(parse_generation, kind, body)
+    request = await asyncio.to_thread(parse) if is_large(body) else parse()
+    if request.stream:
+        raise invalid_value("stream", "Invalid value for 'stream': streaming is not possible here.")
+    return request
+
+
+def _check_choices(request: AnyRequest, n: int, tier: Tier) -> None:
+    """All choices enter the tier's queue together: more than it ever holds would be refused for ever."""
+    num_choices = n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+    limit = min(MAX_CHOICES, tier.queue_limit)
+    if num_choices > limit:
+        raise invalid_value("n", f"Invalid value for 'n': {num_choices} choices in all, {limit} at most.")
+
+
+def _patience_ms(request: AnyRequest, tier: Tier) -> int:
+    """From arrival to deadline: the tier's, or less if the request says so. A latency promise leaves nothing to say."""
+    if request.deadline_ms is None or tier.is_interactive:
+        return tier.deadline_ms
+    return min(request.deadline_ms, tier.deadline_ms)
+
+
+def _demotion(to: ResolvedTier, answer_as: Callable[[str], Answer], request: AnyRequest, arrival_ms: int) -> Demotion:
+    return Demotion(to.tier, answer_as(to.answer), arrival_ms + _patience_ms(request, to.tier))
+
+
+def _delivery(request: AnyRequest, tier: Tier) -> Delivery:
+    """Tokens are only sent as they come where somebody looks at them: a stream, a stop string, or the timeout
+    of an interactive tier, which means the first token. Elsewhere the timeout bounds the whole answer."""
+    awaits_first_token = tier.is_interactive and tier.timeout_ms is not None
+    if request.stream or request.stop_strings or awaits_first_token:
+        return Delivery.EACH_STEP
+    return Delivery.AT_END
+
+
+def _sampling(request: AnyRequest, defaults: SamplingDefaults, max_tokens: int, seed: int) -> SamplingParams:
+    temperature = defaults.temperature if request.temperature is None else request.temperature
+    top_p = defaults.top_p if request.top_p is None else request.top_p
+    top_k = defaults.top_k if request.top_k is None else request.top_k
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature if top_p > 0 else 0.0,  # top_p 0 leaves the likeliest token only: greedy
+        top_p=top_p if top_p > 0 else 1.0,
+        top_k=max(0, top_k),  # -1, vLLM's "all", is 0 here
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+        seed=seed & SEED_MASK,
+        ignore_eos=bool(request.ignore_eos),
+    )

@@ -1,0 +1,239 @@
+"""Files: content on disk under `<data_dir>/files/<id>`, records and their order in Redis.
+
+A file exists when its record does; content is complete and on the device before that. Knows bytes, names and
+expiry. Does not know HTTP (routes/files.py), nor what is in a file. Several gateways share a store if they
+share the data directory. A file belongs to the key that made it, by the key's name; nobody else sees it.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from redis.asyncio import Redis
+
+from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text, tombstone_key
+from scheduler.clock import Clock
+from scheduler.store.connection import durable
+
+T = TypeVar("T")
+
+INDEX = "tidegate:files"  # sorted set: id by position; one per owner, and one more per purpose
+EXPIRY = "tidegate:files:expiry"  # sorted set: id by expires_at
+POSITION = "tidegate:files:position"  # counter
+TOMBSTONE_S = 3600  # a page walk over deleted files may pause this long
+ORPHAN_S = 3600.0  # content without a record is left over from a crash if it is older
+PRIVATE_DIR = 0o700  # prompts and answers are nobody else's business on this machine
+SWEEP_GROUP = 500  # files that one round trip of a sweep is about
+
+_REGISTER = """
+-- KEYS record, index, index of the purpose, expiry, position   ARGV record, id, expires_at or ''
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  local position = redis.call('INCR', KEYS[5])
+  redis.call('ZADD', KEYS[2], position, ARGV[2])
+  redis.call('ZADD', KEYS[3], position, ARGV[2])
+end
+redis.call('SET', KEYS[1], ARGV[1])
+if ARGV[3] ~= '' then redis.call('ZADD', KEYS[4], ARGV[3], ARGV[2]) end
+return 1
+"""
+
+_FORGET = """
+-- KEYS record, index, index of the purpose, expiry, tombstone   ARGV id, seconds the tombstone lasts
+local position = redis.call('ZSCORE', KEYS[2], ARGV[1])
+if not position then return redis.call('EXISTS', KEYS[5]) end
+redis.call('SET', KEYS[5], position, 'EX', ARGV[2])
+redis.call('DEL', KEYS[1])
+for i = 2, 4 do redis.call('ZREM', KEYS[i], ARGV[1]) end
+return 1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file's record. Times are Unix seconds; `expires_at` None: kept until deleted. `owner`: the name of the
+    key that made it, None where access was open."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    expires_at: int | None = None
+    owner: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {"id": self.id, "object": "file", "bytes": self.bytes, "created_at": self.created_at}
+        fields |= {"filename": self.filename, "purpose": self.purpose}
+        fields |= {"status": "processed", "status_details": None}
+        return fields if self.expires_at is None else fields | {"expires_at": self.expires_at}
+
+
+class FileStore:
+    """Owner of the files directory and of the keys `tidegate:file*`."""
+
+    def __init__(self, redis: Redis, data_dir: Path, clock: Clock) -> None:
+        self._redis = redis
+        self._clock = clock
+        self._register = redis.register_script(_REGISTER)
+        self._forget = redis.register_script(_FORGET)
+        self.data_dir = data_dir
+        self._contents = data_dir / "files"
+        self.incoming = data_dir / "incoming"  # uploads under way; same file system, so that a rename is enough
+        for directory in (data_dir, self._contents, self.incoming):
+            directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
+
+    async def add(
+        self,
+        content: Path,
+        *,
+        filename: str,
+        purpose: str,
+        owner: str | None,
+        expires_after_s: int | None = None,
+        file_id: str | None = None,
+    ) -> StoredFile:
+        """Take over the file at `content` (it is moved). Adding a `file_id` again replaces it in its place."""
+        now = self._now_s()
+        expires_at = None if expires_after_s is None else now + expires_after_s
+        file_id = file_id or f"file-{secrets.token_hex(12)}"
+        record = StoredFile(file_id, content.stat().st_size, now, filename, purpose, expires_at, owner)
+        await asyncio.to_thread(_move_durably, content, self.path(record.id))
+        await self._register(
+            keys=[_record_key(record.id), *_indexes(record), EXPIRY, POSITION],
+            args=[msgspec.json.encode(record), record.id, "" if expires_at is None else expires_at],
+        )
+        await durable(self._redis)
+        return record
+
+    async def get(self, file_id: str, *, owner: str | None) -> StoredFile | None:
+        """None: `owner` has no such file."""
+        record = (await self._load([file_id]))[0]
+        return record if record is not None and record.owner == owner else None
+
+    async def delete(self, file_id: str, *, owner: str | None) -> bool:
+        """False: `owner` has no such file. Who reads the content at the moment can finish."""
+        record = await self.get(file_id, owner=owner)
+        return record is not None and await self._remove([record]) == 1
+
+    async def page(
+        self,
+        *,
+        owner: str | None,
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: int,
+        newest_first: bool = True,
+    ) -> Page[StoredFile] | None:
+        """Of `owner`'s files. None: the cursor `after` names none of them."""
+        await self.sweep()
+        position = None
+        if after is not None:
+            position = await position_of(self._redis, index_of(INDEX, owner), after)
+            if position is None:
+                return None
+        index = index_of(INDEX, owner) if purpose is None else _purpose_index(purpose, owner)
+        ids = await page_of_ids(self._redis, index, after=position, limit=limit, newest_first=newest_first)
+        records = await self._load(ids.items) if ids.items else []
+        return Page([r for r in records if r is not None], ids.has_more)
+
+    def path(self, file_id: str) -> Path:
+        """Where the content of a file (that exists) lies."""
+        return self._contents / file_id
+
+    async def sweep(self) -> int:
+        """Remove what has expired; how many files that were."""
+        expired = await self._redis.zrange(EXPIRY, "-inf", str(self._now_s()), byscore=True)
+        removed = 0
+        for group in _groups([text(member) for member in expired]):
+            texts = await self._redis.mget([_record_key(file_id) for file_id in group])
+            if gone := [file_id for file_id, found in zip(group, texts, strict=True) if found is None]:
+                await self._redis.zrem(EXPIRY, *gone)
+            records = [msgspec.json.decode(found, type=StoredFile) for found in texts if found is not None]
+            removed += await self._remove([record for record in records if self._is_expired(record)])
+        return removed
+
+    async def sweep_orphans(self) -> None:
+        """Remove content that a crash left without a record."""
+        before_s = self._clock.wall_ms() / 1000 - ORPHAN_S
+        for directory in (self._contents, self.incoming):
+            for group in _groups(await asyncio.to_thread(older_than, before_s, directory)):
+                pipeline = self._redis.pipeline(transaction=False)
+                for path in group:
+                    pipeline.exists(_record_key(path.name))
+                known = await pipeline.execute()
+                orphans = [path for path, exists in zip(group, known, strict=True) if not exists]
+                await asyncio.to_thread(_unlink, orphans)
+
+    async def _load(self, ids: Sequence[str]) -> list[StoredFile | None]:
+        texts = await self._redis.mget([_record_key(file_id) for file_id in ids])
+        records = [None if t is None else msgspec.json.decode(t, type=StoredFile) for t in texts]
+        return [r if r is not None and not self._is_expired(r) else None for r in records]
+
+    async def _remove(self, records: Sequence[StoredFile]) -> int:
+        """Forget them, and then their content; how many of them were still there."""
+        if not records:
+            return 0
+        pipeline = self._redis.pipeline(transaction=False)
+        for record in records:
+            tombstone = tombstone_key(index_of(INDEX, record.owner), record.id)
+            keys = [_record_key(record.id), *_indexes(record), EXPIRY, tombstone]
+            await self._forget(keys=keys, args=[record.id, TOMBSTONE_S], client=pipeline)
+        forgotten = await pipeline.execute()
+        await asyncio.to_thread(_unlink, [self.path(record.id) for record in records])
+        return sum(map(bool, forgotten))
+
+    def _is_expired(self, record: StoredFile) -> bool:
+        return record.expires_at is not None and record.expires_at <= self._now_s()
+
+    def _now_s(self) -> int:
+        return self._clock.wall_ms() // 1000
+
+
+def older_than(before_s: float, directory: Path) -> list[Path]:
+    """What in `directory` was last written before `before_s`, in Unix seconds. Blocks; run it in a thread."""
+    old = []
+    for path in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # gone since it was listed
+            if path.stat().st_mtime < before_s:
+                old.append(path)
+    return old
+
+
+def _unlink(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def _groups(members: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(members), SWEEP_GROUP):
+        yield members[start : start + SWEEP_GROUP]
+
+
+def _move_durably(source: Path, target: Path) -> None:
+    with source.open("rb") as content:
+        os.fsync(content.fileno())
+    os.replace(source, target)
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _record_key(file_id: str) -> str:
+    return f"tidegate:file:{file_id}"
+
+
+def _purpose_index(purpose: str, owner: str | None) -> str:
+    return f"{index_of(INDEX, owner)}:purpose:{purpose}"
+
+
+def _indexes(record: StoredFile) -> list[str]:
+    """The two indexes that a file is in: its owner's, and there its purpose's."""
+    return [index_of(INDEX, record.owner), _purpose_index(record.purpose, record.owner)]

@@ -1,0 +1,111 @@
+"""What surrounds every HTTP request: its id, the headers and the log line that carry it, its metrics, its size.
+
+Pure ASGI, so that a stream's frames pass straight through. Knows requests and responses as ASGI messages; does
+not look into bodies, and logs no text of prompts or answers.
+"""
+
+import uuid
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.http.disconnect import CLIENT_CLOSED
+from gateway.http.metrics import GatewayMetrics
+from gateway.protocol.errors import error_response, internal_error, too_large
+from scheduler.clock import Clock
+
+log = structlog.get_logger(__name__)
+
+OPENAI_VERSION = "2020-10-01"  # the version of the contract, as OpenAI's own answers state it
+QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics"})  # polled: logged at debug level
+
+
+class RequestContext:
+    """Gives each request an id (`request.state.request_id`), and sees it through to its log line."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, clock: Clock) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        structlog.contextvars.clear_contextvars()
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+        began_s, status = self._clock.now(), CLIENT_CLOSED
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers["openai-processing-ms"] = str(round(1000 * (self._clock.now() - began_s)))
+                headers["openai-version"] = OPENAI_VERSION
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except ClientDisconnect:  # while it still sent its body
+            pass
+        except Exception:  # a bug: the one place of the process where it becomes an answer
+            log.exception("request_failed")
+            if status == CLIENT_CLOSED:
+                await error_response(internal_error())(scope, receive, send_with_headers)
+        finally:
+            if scope["state"].get("hung_up"):  # a stream's status went out before the client hung up
+                status = CLIENT_CLOSED
+            self._finish(scope, status, self._clock.now() - began_s)
+
+    def _finish(self, scope: Scope, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "unmatched")
+        method = scope["method"] if route != "unmatched" else "-"  # methods can be made up: bounded labels
+        self._metrics.observe_http(route, method, status, seconds)
+        headers = Headers(scope=scope)
+        client_id, retry_count = headers.get("x-client-request-id", ""), headers.get("x-stainless-retry-count", "")
+        write = log.debug if route in QUIET_ROUTES else log.info
+        write(
+            "request",
+            method=scope["method"],
+            route=route,
+            status=status,
+            seconds=round(seconds, 4),
+            client_request_id=client_id[:512] or None,
+            retry_count=retry_count[:16] or None,
+        )
+
+
+class BodyLimit:
+    """Refuses bodies over `max_bytes` with 413, by their announced length or as soon as they exceed it.
+    Paths under `exempt` have limits of their own."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, exempt: str) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._exempt = exempt
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(self._exempt):
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
+            await error_response(too_large(self._max_bytes))(scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise too_large(self._max_bytes)
+            return message
+
+        await self._app(scope, counted, send)

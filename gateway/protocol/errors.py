@@ -1,0 +1,172 @@
+"""The one mapper: every failure becomes OpenAI's error object, with the status and headers its client acts on.
+
+Knows HTTP statuses, OpenAI's codes and why admission rejects. Knows neither routes nor bodies, and never puts
+an exception's text or a user's input into an answer.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from redis.exceptions import ConnectionError as StoreUnreachable
+from redis.exceptions import TimeoutError as StoreSilent
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
+
+from gateway.protocol.validation import first_fault
+from scheduler.client.rejection import Rejected, RejectReason
+from scheduler.config import Tier
+
+MAX_RETRY_AFTER_S = 120  # the openai client stops retrying on anything longer
+
+
+class ApiError(Exception):
+    """A failure as the client shall see it. `param` is a dotted path into the body (`messages[0].role`)."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object: all four keys are always there."""
+        fault = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": fault}
+
+
+def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def invalid_value(param: str, message: str) -> ApiError:
+    return invalid_request(message, param, "invalid_value")
+
+
+def unsupported_parameter(param: str) -> ApiError:
+    message = f"Unsupported parameter: '{param}' is not supported by this server with this value."
+    return invalid_request(message, param, "unsupported_parameter")
+
+
+def invalid_json() -> ApiError:
+    return invalid_request("The body is not valid JSON in UTF-8.", code="invalid_json")
+
+
+def context_length_exceeded(limit: int, param: str, prompt: int | None, output: int | None) -> ApiError:
+    """`prompt`: its tokens, None if so many that nobody counted; `output`: the tokens asked for, if any were."""
+    counted = "more than that" if prompt is None else f"{prompt} tokens"
+    asked = "" if output is None else f" and {output} more for the completion"
+    message = f"This model's maximum context length is {limit} tokens, but the prompt has {counted}{asked}."
+    return invalid_request(message, param, "context_length_exceeded")
+
+
+def invalid_api_key() -> ApiError:
+    message = "Incorrect API key provided."
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def foreign_origin() -> ApiError:
+    message = "Pages of another origin may not use this server while it asks for no API key."
+    return ApiError(403, message, code="origin_not_allowed")
+
+
+def model_not_found(model: str) -> ApiError:
+    message = f"The model `{model[:200]}` does not exist or you do not have access to it."
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The body is larger than {max_bytes} bytes.")
+
+
+def timed_out(tier: str) -> ApiError:
+    """Nothing came before the tier's timeout. A retry would only join the end of the same queue."""
+    message = f"The request got no answer within the {tier} tier's timeout."
+    return ApiError(504, message, "timeout", code="timeout", headers={"x-should-retry": "false"})
+
+
+def internal_error(message: str = "The server had an error while processing your request.") -> ApiError:
+    return ApiError(500, message, "server_error")
+
+
+def store_unreachable() -> ApiError:
+    message = "The server's store is not reachable at the moment."
+    return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(5.0))
+
+
+def rejected(reason: Rejected, tier: Tier) -> ApiError:
+    """Admission's answer: the client's own flood is a 429, the server's plight a 503."""
+    headers = retry_after(reason.retry_after_s) | ({"x-should-retry": "false"} if reason.is_final else {})
+    if reason.reason in (RejectReason.DRAINING, RejectReason.OVERLOADED, RejectReason.TIER_GONE):
+        return ApiError(503, reason.message, "server_error", code="server_overloaded", headers=headers)
+    if reason.reason is RejectReason.NO_ENGINE:
+        return ApiError(503, reason.message, "server_error", code="engine_overloaded", headers=headers)
+    if tier.is_interactive:
+        return ApiError(429, reason.message, "requests", code="rate_limit_exceeded", headers=headers)
+    return ApiError(429, reason.message, "resource_unavailable", code="resource_unavailable", headers=headers)
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    """Whole seconds for everybody, milliseconds for the openai client, which reads them first."""
+    seconds = min(float(MAX_RETRY_AFTER_S), max(0.001, seconds))
+    return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
+
+
+def from_http_exception(request: Request, error: HTTPException, routes: Sequence[BaseRoute]) -> ApiError:
+    """Starlette's own refusals: no such route, wrong method. `Allow` names the methods of all `routes` that have
+    the path; Starlette's own names those of the first."""
+    where = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 404:
+        return ApiError(404, f"Unknown request URL: {where}.")
+    if error.status_code == 405:
+        message = f"Not allowed to {request.method} on {request.url.path[:200]}."
+        same_path = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        methods = {method for route in same_path for method in getattr(route, "methods", ())}
+        headers = {"allow": ", ".join(sorted(methods))} if methods else error.headers
+        return ApiError(405, message, code="method_not_supported", headers=headers)
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    return ApiError(error.status_code, str(error.detail), kind, headers=error.headers)
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+
+
+def install(app: FastAPI, routes: Sequence[BaseRoute] = ()) -> None:
+    """Make `app` answer every foreseen failure through this module (the rest: gateway/http/middleware.py)."""
+
+    async def on_api_error(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ApiError)
+        return error_response(error)
+
+    async def on_validation_error(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        fault = first_fault(error.errors(), skip=("body", "query", "path", "header", "form"))
+        return error_response(invalid_request(fault.message, fault.param, fault.code))
+
+    async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return error_response(from_http_exception(request, error, routes))
+
+    async def on_store_failure(request: Request, error: Exception) -> JSONResponse:
+        return error_response(store_unreachable())
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(StoreUnreachable, on_store_failure)
+    app.add_exception_handler(StoreSilent, on_store_failure)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(HTTPException, on_http_exception)

@@ -1,0 +1,88 @@
+"""A request's body as one JSON object: strict UTF-8, no NaN, no lone surrogates, bounded depth.
+
+Knows bytes, JSON and how pydantic complains; what the object must hold is the schemas' matter. What takes long
+to look at is looked at off the event loop, where streams are served.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from gateway.protocol.errors import invalid_json, invalid_request
+from gateway.protocol.validation import first_fault
+
+MAX_DEPTH = 64
+INLINE_SIZE = 256 * 2**10  # bytes of a body, or characters and items of a parsed one: some ms of validation
+
+
+class Body(BaseModel):
+    """An object of a body: strict about what it knows, indifferent to what it does not."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+
+
+async def read_object(request: Request, interpret: Callable[[dict[str, Any]], T]) -> T:
+    """What `interpret` makes of the body. Raises `ApiError` 400 for anything that is not one JSON object."""
+    data = await request.body()
+    if len(data) <= INLINE_SIZE:
+        return interpret(parse_json_object(data))
+    return await asyncio.to_thread(lambda: interpret(parse_json_object(data)))
+
+
+def parse_json_object(data: bytes) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise invalid_json() from None
+    if not isinstance(value, dict):
+        raise invalid_request("The body must be a JSON object.", code="invalid_type")
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _deeper_than(value, MAX_DEPTH):
+        message = f"The body is nested more than {MAX_DEPTH} levels deep."
+        raise invalid_request(message, code="invalid_value")
+    return value
+
+
+def parse(kind: type[M], body: dict[str, Any]) -> M:
+    """`body` as a `kind`. Raises `ApiError` 400 that names the parameter at fault, and never repeats its value."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        fault = first_fault(error.errors(include_url=False, include_input=False, include_context=False))
+        raise invalid_request(fault.message, fault.param, fault.code) from None
+
+
+def is_large(value: dict[str, Any]) -> bool:
+    """Whether `value` has more than `INLINE_SIZE` characters and items; looks no further than that."""
+    size, rest = 0, list[Any]([value])
+    while rest:
+        node = rest.pop()
+        if isinstance(node, str | dict | list):
+            size += len(node)
+            if size > INLINE_SIZE:
+                return True
+            if not isinstance(node, str):
+                rest.extend(node.values() if isinstance(node, dict) else node)
+    return False
+
+
+def _deeper_than(value: dict[str, Any], limit: int) -> bool:
+    """Level by level, without recursion: what is too deep for this would break whoever recurses later."""
+    level: list[Any] = [value]
+    for _ in range(limit):
+        level = [child for node in level for child in _children(node)]
+        if not level:
+            return False
+    return True
+
+
+def _children(node: Any) -> list[Any]:
+    inner = node.values() if isinstance(node, dict) else node
+    return [child for child in inner if isinstance(child, dict | list)]

@@ -1,0 +1,250 @@
+"""The bodies of /v1/chat/completions and /v1/completions, as pydantic sees them.
+
+Strict: no string passes for a number and no bool for an integer. Unknown fields are ignored, as real clients
+send many; known ones that this server does not build are refused by gateway/protocol/unsupported.py.
+
+Every list and mapping is bounded, by its length before its items are looked at and by its first fault after:
+a fault costs 100 times the bytes that make it, and 16 MB of faults would take the process.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from gateway.protocol.errors import invalid_value
+from gateway.protocol.json_body import Body, parse
+from gateway.protocol.unsupported import refuse_unsupported
+
+T = TypeVar("T")
+
+MAX_CHOICES = 2048  # choices of one answer, over all its prompts
+MAX_PIECES = 2**14  # messages, content parts and tool calls of a chat together
+MAX_PROMPT_IDS = 2**20  # token ids of a body, over all its prompts
+MAX_PAIRS = 16  # of metadata
+INT64 = 2**63
+
+
+def _well_formed(text: str) -> str:
+    """Lone surrogates are legal in JSON's escapes, but no text: no tokenizer takes them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be well-formed Unicode text") from None
+    return text
+
+
+def _tag(value: Any) -> str | None:
+    """Which member of a union a value means; decided by its outside, so that faults name the right path."""
+    if value is None or isinstance(value, str):
+        return "<text>"
+    if isinstance(value, list):
+        inner = value[0] if value else None
+        return "<ids>" if isinstance(inner, int) else "<id-lists>" if isinstance(inner, list) else "<list>"
+    return None
+
+
+def _choose(expected: str) -> Discriminator:
+    return Discriminator(_tag, custom_error_type="union_type", custom_error_message=f"Must be {expected}")
+
+
+Text = Annotated[str, AfterValidator(_well_formed)]
+StopText = Annotated[Text, Field(min_length=1, max_length=1024)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+
+
+def _few_pairs(value: Any) -> Any:
+    """Before the items: pydantic looks at a mapping's length after them."""
+    if isinstance(value, dict) and len(value) > MAX_PAIRS:
+        raise ValueError(f"must have at most {MAX_PAIRS} pairs")
+    return value
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], BeforeValidator(_few_pairs)
+]
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: Text
+
+
+def _part_tag(value: Any) -> str:
+    return "<refusal>" if isinstance(value, dict) and value.get("type") == "refusal" else "<text>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_part_tag)
+]
+Parts = Annotated[list[Part], Field(min_length=1, fail_fast=True)]
+PartsTags = Annotated[Parts, Tag("<list>")]
+
+
+def _content_tag(value: Any) -> str | None:
+    return "<list>" if isinstance(value, list) else _tag(value)
+
+
+Content = Annotated[
+    Annotated[Text | None, Tag("<text>")] | PartsTags,
+    Discriminator(
+        _content_tag,
+        custom_error_type="content_type",
+        custom_error_message="Must be a string or an array of content parts",
+    ),
+]
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[Content, Field(validate_default=True)] = None
+    name: Text | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
+    tool_call_id: Annotated[Text | None, Field(validate_default=True)] = None
+
+    @field_validator("content")
+    @classmethod
+    def _content_of_a_speaker(cls, content: Content, info: ValidationInfo) -> Content:
+        return _needed_by(("system", "developer", "user", "tool"), content, info)
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _call_of_a_tool(cls, tool_call_id: str | None, info: ValidationInfo) -> str | None:
+        return _needed_by(("tool",), tool_call_id, info)
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: content is one string."""
+        content = self.content or ""
+        if isinstance(content, list):
+            content = "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+        extras = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": content, **{k: v for k, v in extras.items() if v is not None}}
+
+
+def _needed_by(roles: tuple[str, ...], value: T, info: ValidationInfo) -> T:
+    if value is None and info.data.get("role") in roles:
+        raise PydanticCustomError("missing", "needed in this role")
+    return value
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # guidellm's and vLLM's: running usage on every chunk
+
+
+class GenerationRequest(Body):
+    """What both endpoints take."""
+
+    model: Text
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    stop: Annotated[
+        Annotated[StopText | None, Tag("<text>")]
+        | Annotated[list[StopText], Field(max_length=4, fail_fast=True), Tag("<list>")],
+        _choose("a string or an array of strings"),
+    ] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    service_tier: Text | None = None
+    deadline_ms: Annotated[int, Field(ge=1, le=2**53)] | None = None  # from arrival to the last token, at most
+    user: Text | None = None
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None  # vLLM's: who shares cached KV
+    metadata: Metadata | None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class ChatCompletionRequest(GenerationRequest):
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    # These change nothing here; but a client that gets them wrong shall learn it here too.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    safety_identifier: Annotated[Text, Field(max_length=64)] | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    store: bool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _few_pieces(cls, messages: Any) -> Any:
+        if isinstance(messages, list) and _count_pieces(messages) > MAX_PIECES:
+            raise ValueError(f"must have at most {MAX_PIECES} messages, content parts and tool calls in all")
+        return messages
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def _count_pieces(messages: list[Any]) -> int:
+    fields = [m.get(name) for m in messages if isinstance(m, dict) for name in ("content", "tool_calls")]
+    return len(messages) + sum(len(field) for field in fields if isinstance(field, list))
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[
+        Annotated[Text, Field(min_length=1), Tag("<text>")]
+        | Annotated[
+            list[Annotated[Text, Field(min_length=1)]],
+            Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
+            Tag("<list>"),
+        ]
+        | Annotated[TokenIds, Tag("<ids>")]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), Tag("<id-lists>")],
+        _choose("a string, an array of strings, an array of token ids, or an array of such arrays"),
+    ]
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _few_ids(cls, prompt: Any) -> Any:
+        if (
+            isinstance(prompt, list)
+            and len(prompt) + sum(len(p) for p in prompt if isinstance(p, list)) > MAX_PROMPT_IDS
+        ):
+            raise ValueError(f"must have at most {MAX_PROMPT_IDS} token ids in all")
+        return prompt
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One entry a prompt, whichever of the four forms was sent."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+def parse_generation(kind: type[R], body: dict[str, Any]) -> R:
+    """`body` as a `kind`. Raises `ApiError` 400 that names the parameter at fault."""
+    request = parse(kind, body)
+    if request.stream_options is not None and not request.stream:
+        message = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
+        raise invalid_value("stream_options", message)
+    refuse_unsupported(body)
+    return request

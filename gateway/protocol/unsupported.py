@@ -1,0 +1,92 @@
+"""Parameters of the OpenAI contract, and of its usual extensions, that are not built.
+
+Each would change the answer; so it is refused by name, never silently dropped, unless its value says "as
+usual". Pure: looks at a parsed body. Parameters that change nothing here (`store`, `user`,
+`reasoning_effort` for models that do not reason) are not listed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from gateway.protocol.errors import unsupported_parameter
+
+Harmless = Callable[[Any], bool]
+
+
+def _one_of(*values: Any) -> Harmless:
+    """Equal to one of `values`, bool and number kept apart (`logprobs: 0` asks for something, `false` not)."""
+    return lambda value: any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values)
+
+
+def _empty(value: Any) -> bool:
+    return value in ([], {}, "")
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+def _plain_text_format(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") == "text"
+
+
+HARMLESS: dict[str, Harmless] = {
+    # OpenAI's
+    "tools": _empty,
+    "tool_choice": _one_of("none"),
+    "functions": _empty,
+    "function_call": _one_of("none"),
+    "response_format": _plain_text_format,
+    "logprobs": _one_of(False),
+    "top_logprobs": _one_of(0),
+    "logit_bias": _empty,
+    "presence_penalty": _one_of(0),
+    "frequency_penalty": _one_of(0),
+    "echo": _one_of(False),
+    "suffix": _empty,
+    "audio": _never,
+    "modalities": _one_of(["text"]),
+    "prediction": _never,
+    "web_search_options": _never,
+    "moderation": _never,
+    # vLLM's
+    "min_p": _one_of(0),
+    "repetition_penalty": _one_of(1),
+    "length_penalty": _one_of(1),
+    "min_tokens": _one_of(0),
+    "stop_token_ids": _empty,
+    "bad_words": _empty,
+    "allowed_token_ids": _never,
+    "prompt_logprobs": _never,
+    "truncate_prompt_tokens": _never,
+    "use_beam_search": _one_of(False),
+    "include_stop_str_in_output": _one_of(False),
+    "skip_special_tokens": _one_of(True),
+    "add_generation_prompt": _one_of(True),
+    "continue_final_message": _one_of(False),
+    "chat_template": _never,
+    "chat_template_kwargs": _empty,
+    "structured_outputs": _never,
+    "guided_json": _never,
+    "guided_regex": _never,
+    "guided_choice": _never,
+    "guided_grammar": _never,
+    "guided_whitespace_pattern": _never,
+    "structural_tag": _never,
+    "logits_processors": _empty,
+    "documents": _empty,
+    "spaces_between_special_tokens": _one_of(True),
+    "return_tokens_as_token_ids": _one_of(False),
+    "return_token_ids": _one_of(False),
+}
+
+
+def refuse_unsupported(body: dict[str, Any]) -> None:
+    """Raises `ApiError` 400 `unsupported_parameter` for the first of `body` that would change the answer."""
+    for name, harmless in HARMLESS.items():
+        value = body.get(name)
+        if value is not None and not harmless(value):
+            raise unsupported_parameter(name)
+    best_of = body.get("best_of")
+    if best_of is not None and best_of != (body.get("n") or 1):
+        raise unsupported_parameter("best_of")

@@ -1,0 +1,146 @@
+"""What may be wrong with an input, line by line; and how a batch tells it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from gateway.batches.input import (
+    CHUNK_BYTES,
+    CHUNK_LINES,
+    MAX_ERRORS,
+    InputReport,
+    inspect_input,
+    read_chunks,
+    snapshot_input,
+)
+from tests.gateway.offline import MODEL, jsonl, line, lines, running_gateway
+
+CHAT = "/v1/chat/completions"
+
+
+def inspect(tmp_path: Path, content: bytes, **limits: Any) -> InputReport:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(content)
+    return inspect_input(path, CHAT, (MODEL, "other"), **limits)
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [], **changes}
+
+
+@pytest.mark.parametrize(
+    ("second", "code", "param"),
+    [
+        (b"{", "invalid_json_line", None),
+        (b"[1]", "invalid_json_line", None),
+        (b'"text"', "invalid_json_line", None),
+        (b"\xff\xfe", "invalid_json_line", None),
+        (b'{"a":' * 5000, "invalid_json_line", None),
+        (b'{"custom_id": NaN}', "invalid_json_line", None),
+        (line("x", custom_id=None), "missing_required_parameter", "custom_id"),
+        (line("x", method=None), "missing_required_parameter", "method"),
+        (line("x", url=None), "missing_required_parameter", "url"),
+        (line("x", body=None), "missing_required_parameter", "body"),
+        (line("x", custom_id=7), "invalid_type", "custom_id"),
+        (line("first"), "duplicate_custom_id", "custom_id"),
+        (line("x", method="GET"), "invalid_method", "method"),
+        (line("x", url="/v1/completions"), "url_mismatch", "url"),
+        (line("x", url=["/v1"]), "url_mismatch", "url"),
+        (line("x", body="text"), "invalid_type", "body"),
+        (line("x", body={"messages": []}), "missing_required_parameter", "body.model"),
+        (line("x", body=body(model=["a"])), "invalid_type", "body.model"),
+        (line("x", body=body(model="gpt-9")), "model_not_found", "body.model"),
+        (line("x", body=body(model="other")), "model_mismatch", "body.model"),
+        (line("x", body=body(stream=True)), "unsupported_parameter", "body.stream"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, second: Any, code: str, param: str | None) -> None:
+    [error] = inspect(tmp_path, jsonl([line("first"), second, line("third")])).errors
+    assert (error.code, error.param, error.line) == (code, param, 2)
+
+
+def test_a_right_input(tmp_path: Path) -> None:
+    report = inspect(tmp_path, jsonl(lines(3)))
+    assert report == InputReport(3, MODEL, ())
+
+
+def test_blank_lines_count_as_places_but_not_as_requests(tmp_path: Path) -> None:
+    content = b"\xef\xbb\xbf" + jsonl([line("a"), b"", b"   "]) + jsonl([line("b")]).replace(b"\n", b"\r\n")
+    assert inspect(tmp_path, content) == InputReport(2, MODEL, ())
+    [chunk] = read_chunks(tmp_path / "in.jsonl")
+    assert [(x.number, x.custom_id) for x in chunk] == [(1, "a"), (4, "b")]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
+def test_an_empty_file(tmp_path: Path, content: bytes) -> None:
+    [error] = inspect(tmp_path, content).errors
+    assert (error.code, error.line) == ("empty_file", None)
+
+
+def test_too_many_lines(tmp_path: Path) -> None:
+    assert inspect(tmp_path, jsonl(lines(4)), max_lines=4).errors == ()
+    [error] = inspect(tmp_path, jsonl(lines(5)), max_lines=4).errors
+    assert error.code == "too_many_tasks"
+
+
+def test_reading_stops_at_the_last_error_that_is_reported(tmp_path: Path) -> None:
+    report = inspect(tmp_path, b"x\n" * 500)
+    assert [e.line for e in report.errors] == list(range(1, MAX_ERRORS + 1))
+    assert report.total == MAX_ERRORS
+
+
+@pytest.mark.parametrize("end", [b"\n", b""])
+def test_a_line_may_be_as_large_as_a_body_and_no_larger(tmp_path: Path, end: bytes) -> None:
+    first, last = json.dumps(line("first")).encode(), json.dumps(line("last")).encode()
+    longest = last + b" " * (300_000 - len(last) - 1) + b"\t"
+    assert inspect(tmp_path, first + b"\n" + last + b"\n", max_line_bytes=len(last)).total == 2
+    assert inspect(tmp_path, first + b"\n" + longest + end, max_line_bytes=300_000).errors == ()
+    content = first + b"\n" + b"x" + longest + b"\n" + last + end
+    report = inspect(tmp_path, content, max_line_bytes=300_000)
+    [error] = report.errors
+    assert (error.code, error.line, report.total) == ("line_too_large", 2, 3)
+
+
+def test_a_chunk_is_bounded_in_lines_and_in_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(jsonl(lines(CHUNK_LINES + 1)))
+    assert [len(chunk) for chunk in read_chunks(path)] == [CHUNK_LINES, 1]
+    path.write_bytes(jsonl(line(f"q{n}", body=body(user="x" * (CHUNK_BYTES // 2))) for n in range(3)))
+    assert [[x.custom_id for x in chunk] for chunk in read_chunks(path)] == [["q0", "q1"], ["q2"]]
+
+
+def test_a_snapshot_outlives_its_source(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"1")
+    snapshot_input(source, tmp_path / "batch")
+    source.unlink()
+    assert (tmp_path / "batch" / "input.jsonl").read_bytes() == b"1"
+    with pytest.raises(FileNotFoundError):
+        snapshot_input(source, tmp_path / "late")
+    assert not (tmp_path / "late").exists()
+
+
+async def test_a_wrong_input_fails_the_batch_and_runs_nothing(redis_client: Redis, tmp_path: Path) -> None:
+    async with running_gateway(redis_client, tmp_path) as gateway:
+        created = await gateway.submit([line("a"), b"{", line("a")])
+        assert created.status == "validating"
+        batch = await gateway.ended(created.id)
+        assert batch.status == "failed" and batch.failed_at is not None and batch.in_progress_at is None
+        assert batch.errors is not None and batch.errors.data is not None
+        found = [(e.code, e.line, e.param) for e in batch.errors.data]
+        assert found == [("invalid_json_line", 2, None), ("duplicate_custom_id", 3, "custom_id")]
+        assert batch.errors.data[0].message == "This line is not parseable as valid JSON."
+        assert batch.request_counts is not None
+        assert batch.request_counts.model_dump() == {"total": 0, "completed": 0, "failed": 0}
+        assert (batch.output_file_id, batch.error_file_id) == (None, None)
+        assert not gateway.completions.calls
+
+
+async def test_a_line_that_no_request_could_be_fails_the_batch(redis_client: Redis, tmp_path: Path) -> None:
+    async with running_gateway(redis_client, tmp_path, max_body_bytes=1000) as gateway:
+        batch = await gateway.ended((await gateway.submit([line("a"), line("b", note="x" * 1000)])).id)
+        assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
+        assert [(e.code, e.line) for e in batch.errors.data] == [("line_too_large", 2)]

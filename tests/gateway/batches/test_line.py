@@ -1,0 +1,60 @@
+"""One line: what is an answer, and what is tried again."""
+
+import pytest
+from redis.exceptions import ConnectionError as StoreUnreachable
+
+from gateway.batches.input import BatchLine
+from gateway.batches.line import MAX_FAILURES, LineRunner
+from gateway.batches.model import LineResult
+from tests.gateway.offline import TIERS, ScriptedCompletions, ShiftedClock
+
+
+class InstantClock(ShiftedClock):
+    """Pauses take no time and are remembered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pauses: list[float] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+
+async def run(statuses: list[int | Exception]) -> tuple[LineResult, ScriptedCompletions, InstantClock]:
+    completions, clock = ScriptedCompletions(), InstantClock()
+    completions.statuses["q"] = list(statuses)
+    body = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
+    runner = LineRunner(completions, TIERS[TIERS.batch_tier], clock)
+    return await runner.run("batch_1", "/v1/chat/completions", BatchLine(7, "q", body), "alice"), completions, clock
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+async def test_a_refusal_is_the_answer(status: int) -> None:
+    result, completions, _ = await run([status])
+    assert (result.number, result.succeeded, result.output_tokens) == (7, False, 0)
+    assert completions.calls["q"] == 1
+
+
+@pytest.mark.parametrize("busy", [429, 503, StoreUnreachable("away")])
+async def test_busy_is_waited_out_with_growing_pauses(busy: int | Exception) -> None:
+    result, completions, clock = await run([busy] * 30)
+    assert result.succeeded and result.input_tokens == 3
+    assert completions.calls["q"] == 31 and len(set(completions.request_ids)) == 31
+    assert clock.pauses[0] <= 0.1 and all(7.5 <= pause <= 10 for pause in clock.pauses[8:])
+
+
+async def test_a_passing_fault_is_tried_again() -> None:
+    result, _, _ = await run([500, ValueError("bug"), 504])
+    assert result.succeeded
+
+
+async def test_a_lasting_fault_is_the_answer() -> None:
+    result, completions, _ = await run([500, 429, 500, 500, ValueError("bug"), 500])
+    assert not result.succeeded and b'"status_code":500' in result.text and b"bug" not in result.text
+    assert completions.answered["q"] == 0 and completions.calls["q"] == MAX_FAILURES + 1
+
+
+async def test_the_same_line_has_the_same_id_each_time() -> None:
+    first, _, _ = await run([400])
+    second, _, _ = await run([400])
+    assert first.text[:40] == second.text[:40]

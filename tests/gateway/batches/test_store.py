@@ -1,0 +1,99 @@
+"""The store's promises: transitions by the table only, each result once, nothing from a stale owner."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from gateway.batches.model import TRANSITIONS, Batch, BatchStatus, LineResult
+from gateway.batches.store import BatchStore, Moved, OwnershipLost
+
+S = BatchStatus
+
+
+def make_batch(batch_id: str = "batch_1") -> Batch:
+    return Batch(batch_id, "/v1/completions", "file-1", "24h", S.VALIDATING, 100, 200, metadata={"a": "ü"})
+
+
+def make_result(number: int, succeeded: bool = True) -> LineResult:
+    return LineResult(number, succeeded, b"{}", 5, 1, 2, 0)
+
+
+@pytest.fixture
+def store(redis_client: Redis) -> BatchStore:
+    return BatchStore(redis_client)
+
+
+async def owner_of(store: BatchStore, batch_id: str) -> str:
+    lock = store.owner_lock(batch_id, 60.0)
+    assert await lock.acquire()
+    return bytes(lock.local.token or b"").decode()
+
+
+async def test_a_record_comes_back_as_it_was(store: BatchStore) -> None:
+    await store.create(make_batch())
+    await store.create(make_batch())  # the client may send it twice
+    assert await store.get("batch_1") == make_batch()
+    assert (await store.counts_by_status())[S.VALIDATING] == 1
+    assert await store.unfinished() == ["batch_1"]
+    assert await store.get("batch_2") is None
+
+
+@settings(max_examples=40)
+@given(targets=st.lists(st.sampled_from(list(S)), max_size=8))
+async def test_only_transitions_of_the_table_happen(redis_client: Redis, targets: list[BatchStatus]) -> None:
+    await redis_client.flushdb()
+    store = BatchStore(redis_client)
+    await store.create(make_batch())
+    status = S.VALIDATING
+    entered: dict[str, int] = {}
+    for now, target in enumerate(targets, start=101):
+        moved = await store.move("batch_1", target, now)
+        assert (moved is Moved.MOVED) == (target in TRANSITIONS[status] or target is status)
+        if target in TRANSITIONS[status]:
+            status = target
+            entered[f"{target.value}_at"] = now
+    batch = await store.get("batch_1")
+    assert batch is not None and batch.status is status
+    times = {f"{s.value}_at": getattr(batch, f"{s.value}_at") for s in S if s is not S.VALIDATING}
+    assert {name: at for name, at in times.items() if at is not None} == entered
+    counts = await store.counts_by_status()
+    assert {s for s, n in counts.items() if n} == {status} and sum(counts.values()) == 1
+
+
+async def test_a_result_counts_once(store: BatchStore) -> None:
+    await store.create(make_batch())
+    token = await owner_of(store, "batch_1")
+    assert await store.record("batch_1", [make_result(1), make_result(2, False)], token) == 2
+    assert await store.record("batch_1", [make_result(2, True), make_result(3)], token) == 1
+    batch = await store.get("batch_1")
+    assert batch is not None
+    assert (batch.completed, batch.failed, batch.input_tokens, batch.output_tokens) == (2, 1, 15, 6)
+    assert await store.finished_lines("batch_1") == {1, 2, 3}
+    assert await store.results("batch_1", [1, 2, 9]) == [(True, b"{}"), (False, b"{}"), None]
+
+
+async def test_a_stale_owner_changes_nothing(store: BatchStore, redis_client: Redis) -> None:
+    await store.create(make_batch())
+    stale = await owner_of(store, "batch_1")
+    await redis_client.delete("tidegate:batches:owner:batch_1")  # its term is over
+    fresh = await owner_of(store, "batch_1")
+    with pytest.raises(OwnershipLost):
+        await store.record("batch_1", [make_result(1)], stale)
+    with pytest.raises(OwnershipLost):
+        await store.forget_work("batch_1", stale)
+    assert await store.move("batch_1", S.IN_PROGRESS, 101, token=stale) is Moved.NOT_OWNER
+    assert await store.finished_lines("batch_1") == set()
+    assert await store.move("batch_1", S.IN_PROGRESS, 101, token=fresh, total=4) is Moved.MOVED
+    batch = await store.get("batch_1")
+    assert batch is not None and (batch.status, batch.total) == (S.IN_PROGRESS, 4)
+
+
+async def test_forgetting_leaves_only_the_record(store: BatchStore, redis_client: Redis) -> None:
+    await store.create(make_batch())
+    token = await owner_of(store, "batch_1")
+    await store.record("batch_1", [make_result(1)], token)
+    await store.forget_work("batch_1", token)
+    assert await store.unfinished() == []
+    assert await redis_client.exists("tidegate:batches:results:batch_1") == 0
+    assert await store.get("batch_1") is not None

@@ -1,0 +1,42 @@
+"""The stream of one answer, frame by frame, with the clock in the test's hand."""
+
+import asyncio
+
+from gateway.completion.openai_objects import AnswerHead, TextAnswer
+from gateway.completion.response import Answering, Job
+from gateway.http.sse import DONE, PING
+from scheduler.client.client import SchedulerClient
+from scheduler.client.token_stream import Generation
+from scheduler.events.memory import MemoryEventChannel
+from scheduler.queue.memory import MemoryQueue
+from scheduler.registry.memory import MemoryWorkerRegistry
+from scheduler.request import EventKind, TokenEvent
+from tests.gateway.stand import make_tiers, tiny_tokenizer, token_ids
+from tests.scheduler.queue.harness import ManualClock, make_request
+from tests.waiting import until
+
+
+async def test_tokens_that_show_nothing_do_not_keep_pings_away() -> None:
+    clock, tiers, request = ManualClock(), make_tiers(realtime={"timeout_ms": 20_000}), make_request()
+    registry = MemoryWorkerRegistry(clock, ttl_s=600)
+    client = SchedulerClient(MemoryQueue(clock), MemoryEventChannel(), registry, tiers, clock, "gateway-1")
+    generation = Generation(client, [request])
+    answer = TextAnswer(AnswerHead("cmpl-1", 0, "m", "default", "fp"))
+    job = Job(answer, tiers["realtime"], (request,), n=1, stops=("xxxxxxxxxx",))
+    answering = Answering(job, generation, tiny_tokenizer(), clock, ping_s=15.0)
+    written: list[bytes] = []
+
+    async def write(frames: bytes) -> None:
+        written.append(frames)
+
+    streaming = asyncio.create_task(answering.stream(write))
+    await asyncio.sleep(0)  # it begins now, by its clock
+    for index in range(2):  # neither a silence of 15 s nor one of the tier's timeout
+        clock.advance(10)
+        generation.deliver(TokenEvent(request.id, EventKind.TOKENS, index, token_ids("x")))
+    await until(lambda: bool(written))
+    assert written == [PING]
+    generation.deliver(TokenEvent(request.id, EventKind.FINISHED, 2, token_ids("y")))
+    await streaming
+    assert b'"text":"xxy"' in written[1]
+    assert written[2:] == [DONE]

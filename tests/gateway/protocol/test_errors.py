@@ -1,0 +1,367 @@
+"""Every row of OpenAI's error table, as a client meets it."""
+
+import asyncio
+import hashlib
+from typing import Any
+
+import openai
+import pytest
+import redis.exceptions
+import structlog
+
+from gateway.identity import ApiKey, Keyring
+from gateway.protocol.errors import rejected, retry_after
+from scheduler.client.rejection import Rejected, RejectReason
+from tests.gateway.stand import CONTEXT, MODEL, Stand, make_tiers, running_stand
+from tests.waiting import until
+
+HI = [{"role": "user", "content": "hi"}]
+CHAT: dict[str, Any] = {"model": MODEL, "messages": HI}
+TEXT: dict[str, Any] = {"model": MODEL, "prompt": "hi"}
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["x-request-id"].startswith("req_")
+    assert set(response.json()) == {"error"}
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and isinstance(error["message"], str)
+    return error
+
+
+INVALID_CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": None}, "model", "invalid_type"),
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"messages": "hi"}, "messages", "invalid_type"),
+    ({"messages": [*HI, 5]}, "messages[1]", "invalid_type"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role", "missing_required_parameter"),
+    ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role", "invalid_value"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_type"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "invalid_value"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "missing_required_parameter"),
+    ({"messages": [*HI, {"role": "tool", "tool_call_id": "a"}]}, "messages[1].content", "missing_required_parameter"),
+    (
+        {"messages": [*HI, {"role": "tool", "content": "a"}]},
+        "messages[1].tool_call_id",
+        "missing_required_parameter",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages[0].tool_calls[0]", "invalid_type"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}] * 129}]}, "messages[0].tool_calls", "invalid_value"),
+    ({"messages": HI * 300}, "messages", "context_length_exceeded"),
+    ({"reasoning_effort": "bogus"}, "reasoning_effort", "invalid_value"),
+    ({"verbosity": "loud"}, "verbosity", "invalid_value"),
+    ({"safety_identifier": "x" * 65}, "safety_identifier", "invalid_value"),
+    ({"prompt_cache_key": 5}, "prompt_cache_key", "invalid_type"),
+    ({"prompt_cache_retention": "1h"}, "prompt_cache_retention", "invalid_value"),
+    ({"store": "yes"}, "store", "invalid_type"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_type"),
+    ({"best_of": True, "n": 2}, "best_of", "invalid_type"),
+    (
+        {"messages": [*HI, {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
+        "messages[1].content[1].type",
+        "invalid_value",
+    ),
+    ({"messages": [{"role": "function", "content": "a"}]}, "messages", "invalid_value"),
+    ({"temperature": -0.1}, "temperature", "invalid_value"),
+    ({"temperature": 2.1}, "temperature", "invalid_value"),
+    ({"temperature": "1"}, "temperature", "invalid_type"),
+    ({"temperature": True}, "temperature", "invalid_type"),
+    ({"temperature": 10**400}, "temperature", "invalid_type"),
+    ({"top_p": 1.5}, "top_p", "invalid_value"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 129}, "n", "invalid_value"),
+    ({"n": True}, "n", "invalid_type"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 1.5}, "max_tokens", "invalid_type"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "invalid_value"),
+    ({"max_tokens": 10**30}, "max_tokens", "invalid_value"),
+    ({"seed": 2**63}, "seed", "invalid_value"),
+    ({"stop": ""}, "stop", "invalid_value"),
+    ({"stop": ["a", ""]}, "stop[1]", "invalid_value"),
+    ({"stop": list("abcde")}, "stop", "invalid_value"),
+    ({"stop": 5}, "stop", "invalid_type"),
+    ({"stream": "yes"}, "stream", "invalid_type"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "invalid_type"),
+    ({"deadline_ms": 0}, "deadline_ms", "invalid_value"),
+    ({"deadline_ms": -5}, "deadline_ms", "invalid_value"),
+    ({"deadline_ms": 1.5}, "deadline_ms", "invalid_type"),
+    ({"deadline_ms": "1000"}, "deadline_ms", "invalid_type"),
+    ({"deadline_ms": True}, "deadline_ms", "invalid_type"),
+    ({"service_tier": "platinum"}, "service_tier", "invalid_value"),
+    ({"service_tier": 5}, "service_tier", "invalid_type"),
+    ({"metadata": {"a": 5}}, "metadata.a", "invalid_type"),
+    ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "invalid_value"),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages", "context_length_exceeded"),
+    ({"messages": [{"role": "user", "content": "xyz" * 200}]}, "messages", "context_length_exceeded"),
+    ({"max_tokens": CONTEXT}, "messages", "context_length_exceeded"),
+]
+UNSUPPORTED: list[dict[str, Any]] = [
+    {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    {"tool_choice": "required"},
+    {"functions": [{}]},
+    {"function_call": "auto"},
+    {"response_format": {"type": "json_object"}},
+    {"logprobs": True},
+    {"logprobs": 0},
+    {"top_logprobs": 2},
+    {"logit_bias": {"1": 5}},
+    {"presence_penalty": 0.1},
+    {"frequency_penalty": -2},
+    {"best_of": 2},
+    {"echo": True},
+    {"suffix": "x"},
+    {"audio": {}},
+    {"modalities": ["text", "audio"]},
+    {"prediction": {"type": "content"}},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.1},
+    {"min_tokens": 1},
+    {"structured_outputs": {"json": {}}},
+    {"guided_json": {}},
+    {"guided_whitespace_pattern": "x"},
+    {"structural_tag": "x"},
+    {"logits_processors": ["a.b"]},
+    {"documents": [{"text": "a"}]},
+    {"spaces_between_special_tokens": False},
+    {"return_tokens_as_token_ids": True},
+    {"return_token_ids": True},
+]
+INVALID_TEXTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": None}, "prompt", "invalid_type"),
+    ({"prompt": ""}, "prompt", "invalid_value"),
+    ({"prompt": []}, "prompt", "invalid_value"),
+    ({"prompt": [""]}, "prompt[0]", "invalid_value"),
+    ({"prompt": {"a": 1}}, "prompt", "invalid_type"),
+    ({"prompt": [1, "a"]}, "prompt[1]", "invalid_type"),
+    ({"prompt": [True]}, "prompt[0]", "invalid_type"),
+    ({"prompt": [-1]}, "prompt[0]", "invalid_value"),
+    ({"prompt": [[1], []]}, "prompt[1]", "invalid_value"),
+    ({"prompt": [1, 10**6]}, "prompt", "invalid_value"),
+    ({"prompt": ["a"] * 100, "n": 100}, "n", "invalid_value"),
+    ({"prompt": ["a"] * 33, "n": 2}, "n", "invalid_value"),  # the tier's queue holds 64
+    ({"prompt": [1] * CONTEXT}, "prompt", "context_length_exceeded"),
+    ({"max_tokens": CONTEXT}, "prompt", "context_length_exceeded"),
+]
+
+
+async def test_invalid_bodies_name_the_parameter() -> None:
+    rows = [("/v1/chat/completions", CHAT, *row) for row in INVALID_CHATS]
+    rows += [("/v1/completions", TEXT, *row) for row in INVALID_TEXTS]
+    async with running_stand() as stand:
+        for path, body, change, param, code in rows:
+            error = error_of(await stand.post(path, {**body, **change}), 400)
+            assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code), change
+        assert stand.worker.served == []
+
+
+async def test_what_is_not_built_is_refused_by_name() -> None:
+    async with running_stand() as stand:
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+            for change in UNSUPPORTED:
+                error = error_of(await stand.post(path, {**body, **change}), 400)
+                assert (error["code"], error["param"]) == ("unsupported_parameter", *change), change
+
+
+async def test_values_that_change_nothing_are_welcome() -> None:
+    usual: dict[str, Any] = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "logprobs": False,
+        "top_logprobs": 0,
+        "logit_bias": {},
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "modalities": ["text"],
+        "repetition_penalty": 1.0,
+        "n": 2,
+        "best_of": 2,
+        "reasoning_effort": "low",
+        "verbosity": "high",
+        "safety_identifier": "x" * 64,
+        "prompt_cache_key": "a",
+        "store": True,
+        "logits_processors": [],
+        "return_token_ids": False,
+        "spaces_between_special_tokens": True,
+        "top_k": -1,
+        "seed": None,
+        "stop": None,
+        "unheard_of": [1],
+    }
+    async with running_stand() as stand:
+        assert (await stand.post("/v1/chat/completions", {**CHAT, **usual})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b"\xff\xfe", "invalid_json"),
+        (b'{"model": NaN}', "invalid_json"),
+        (b'{"model": "\\ud800"}', "invalid_json"),
+        (b'{"model": "\xed\xa0\x80"}', "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b'{"a":' + b"[" * 100 + b"]" * 100 + b"}", "invalid_value"),
+        (b"[]", "invalid_type"),
+        (b"5", "invalid_type"),
+        (b"{}", "missing_required_parameter"),
+    ],
+)
+async def test_bodies_that_are_no_request(content: bytes, code: str) -> None:
+    async with running_stand() as stand:
+        response = await stand.http.post("/v1/chat/completions", content=content)
+    assert error_of(response, 400)["code"] == code
+
+
+async def test_the_client_sees_its_own_exceptions() -> None:
+    async with running_stand() as stand:
+        with pytest.raises(openai.NotFoundError) as missing:
+            await stand.client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "a"}])
+        with pytest.raises(openai.BadRequestError) as bad:
+            await stand.client.completions.create(model=MODEL, prompt="a", logprobs=2)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    assert (bad.value.code, bad.value.param) == ("unsupported_parameter", "logprobs")
+    assert bad.value.request_id is not None
+
+
+async def test_unknown_routes_and_methods() -> None:
+    async with running_stand() as stand:
+        assert error_of(await stand.http.get("/v1/nothing"), 404)["type"] == "invalid_request_error"
+        wrong = await stand.http.get("/v1/chat/completions")
+        assert error_of(wrong, 405)["code"] == "method_not_supported"
+        assert wrong.headers["allow"] == "POST"
+        assert (await stand.http.put("/v1/files")).headers["allow"] == "GET, POST"
+        assert (await stand.http.put("/v1/files/x")).headers["allow"] == "DELETE, GET"
+
+
+async def test_bodies_over_the_limit(stand_bytes: int = 1000) -> None:
+    big = {**CHAT, "user": "x" * stand_bytes}
+
+    async def pieces() -> Any:
+        for _ in range(20):
+            yield b" " * 100
+
+    async with running_stand(max_body_bytes=stand_bytes) as stand:
+        assert error_of(await stand.post("/v1/chat/completions", big), 413)["type"] == "invalid_request_error"
+        chunked = await stand.http.post("/v1/chat/completions", content=pieces())
+        assert error_of(chunked, 413)["type"] == "invalid_request_error"
+        assert (await stand.post("/v1/chat/completions", CHAT)).status_code == 200
+
+
+async def test_keys() -> None:
+    keyring = Keyring([ApiKey("a", hashlib.sha256(b"sk-right").digest(), frozenset({"bulk"}))])
+    async with running_stand(keyring=keyring) as stand:
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            refused = await stand.http.post(path, content=b"not read", headers={"authorization": "Bearer no"})
+            assert error_of(refused, 401)["code"] == "invalid_api_key"
+            assert refused.headers["www-authenticate"] == "Bearer"
+        for path in ("/v1/models", "/v1/files", "/v1/batches"):
+            assert error_of(await stand.http.get(path), 401)["code"] == "invalid_api_key"
+        assert (await stand.http.get("/health")).status_code == 200
+        served = await stand.post("/v1/chat/completions", CHAT, headers={"authorization": "Bearer sk-right"})
+        assert served.json()["service_tier"] == "flex"
+        assert stand.worker.served[0].tier == "bulk"
+
+
+async def fill(stand: Stand, service_tier: str) -> Any:
+    """The answer to the second of two requests to a tier that takes one."""
+    stand.worker.claims = False
+    body = {**CHAT, "service_tier": service_tier}
+    first = asyncio.create_task(stand.post("/v1/chat/completions", body))
+    await until(lambda: stand.waiting == 1)
+    second = await stand.post("/v1/chat/completions", body)
+    first.cancel()
+    return second
+
+
+@pytest.mark.parametrize(
+    ("service_tier", "tier", "type_", "code", "room_in_s"),
+    [
+        ("default", "realtime", "requests", "rate_limit_exceeded", 10),
+        ("flex", "bulk", "resource_unavailable", "resource_unavailable", 20),
+    ],
+)
+async def test_a_full_queue(service_tier: str, tier: str, type_: str, code: str, room_in_s: int) -> None:
+    tiers = make_tiers(realtime={"queue_limit": 1}, bulk={"queue_limit": 1})
+    async with running_stand(tiers=tiers) as stand:
+        response = await fill(stand, service_tier)
+        refused = stand.metric("tidegate_requests_rejected_total", tier=tier, reason="queue_full")
+    error = error_of(response, 429)
+    assert (error["type"], error["code"]) == (type_, code)
+    # The worker finishes FINISHED_PER_S requests of the tier: one leaves the queue in so many seconds.
+    assert response.headers["retry-after"] == str(room_in_s)
+    assert response.headers["retry-after-ms"] == str(1000 * room_in_s)
+    assert refused == 1
+
+
+async def test_no_worker() -> None:
+    async with running_stand(with_worker=False) as stand:
+        response = await stand.post("/v1/chat/completions", CHAT)
+        assert error_of(response, 503)["code"] == "engine_overloaded"
+        assert int(response.headers["retry-after"]) >= 1
+        response = await stand.post("/v1/chat/completions", {**CHAT, "max_tokens": 5000})
+        assert error_of(response, 400)["code"] == "context_length_exceeded"
+
+
+async def test_draining() -> None:
+    async with running_stand() as stand:
+        stand.gateway.client.drain()
+        response = await stand.post("/v1/completions", {**TEXT, "stream": True})
+    assert error_of(response, 503)["code"] == "server_overloaded"
+
+
+async def test_a_bug_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_stand() as stand:
+
+        async def broken(*args: object, **kwargs: object) -> None:
+            raise RuntimeError("secret detail")
+
+        monkeypatch.setattr(stand.gateway.client, "submit", broken)
+        with structlog.testing.capture_logs() as logs:
+            response = await stand.post("/v1/chat/completions", CHAT)
+        counted = stand.metric(
+            "tidegate_http_requests_total", route="/v1/chat/completions", method="POST", status="500"
+        )
+    assert error_of(response, 500)["type"] == "server_error"
+    assert "secret" not in response.text
+    assert counted == 1
+    assert [entry["event"] for entry in logs] == ["request_failed", "request"]
+
+
+@pytest.mark.parametrize("failure", [redis.exceptions.ConnectionError, redis.exceptions.TimeoutError])
+async def test_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch, failure: type[Exception]) -> None:
+    async with running_stand() as stand:
+
+        async def broken(*args: object, **kwargs: object) -> None:
+            raise failure("unix:/secret/path")
+
+        monkeypatch.setattr(stand.gateway.client, "submit", broken)
+        response = await stand.post("/v1/chat/completions", CHAT)
+    assert error_of(response, 503)["code"] == "server_overloaded"
+    assert "secret" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "whole", "milliseconds"),
+    [(0.0, "1", "1"), (0.4, "1", "400"), (1.2, "2", "1200"), (999, "120", "120000")],
+)
+def test_retry_after_stays_where_clients_obey(seconds: float, whole: str, milliseconds: str) -> None:
+    assert retry_after(seconds) == {"retry-after": whole, "retry-after-ms": milliseconds}
+
+
+def test_every_reason_to_reject_has_its_status() -> None:
+    tier = make_tiers()["realtime"]
+    statuses = {r: rejected(Rejected(r, "x", 1), tier).status for r in RejectReason}
+    assert statuses == {
+        RejectReason.QUEUE_FULL: 429,
+        RejectReason.OVERLOADED: 503,
+        RejectReason.DEADLINE: 429,
+        RejectReason.NO_ENGINE: 503,
+        RejectReason.DRAINING: 503,
+        RejectReason.TIER_GONE: 503,
+    }

@@ -1,0 +1,59 @@
+"""What a hostile body costs: its first fault, however many it has."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from gateway.protocol.schemas import MAX_PIECES, MAX_PROMPT_IDS, ChatCompletionRequest, CompletionRequest
+
+MANY = 100_000
+USER = {"role": "user", "content": "a"}
+FEW_FAULTS = 20  # pydantic's record of a fault takes about 1 kB, and 10 µs to read
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"messages": [5] * MANY},
+        {"messages": [5] * MAX_PIECES},
+        {"messages": [{"role": "assistant", "tool_calls": [5] * MANY}]},
+        {"messages": [{"role": "assistant", "tool_calls": [5] * 1000}]},
+        {"messages": [{"role": "user", "content": [5] * MANY}]},
+        {"messages": [{"role": "user", "content": [5] * 1000}]},
+        {"metadata": {str(i): 5 for i in range(MANY)}},
+        {"stop": [5] * MANY},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_a_chat_has_few_faults(change: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as error:
+        ChatCompletionRequest.model_validate({"model": "m", "messages": [USER], **change})
+    assert error.value.error_count() <= FEW_FAULTS
+
+
+@pytest.mark.parametrize("prompt", [["a", *[5] * MANY], [5, *["a"] * MANY], [[5], *["a"] * MANY], [[], *[[]] * MANY]])
+def test_a_completion_has_few_faults(prompt: list[Any]) -> None:
+    with pytest.raises(ValidationError) as error:
+        CompletionRequest.model_validate({"model": "m", "prompt": prompt})
+    assert error.value.error_count() <= FEW_FAULTS
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER] * (MAX_PIECES + 1),
+        [{"role": "user", "content": [{"type": "text", "text": ""}] * MAX_PIECES}],
+        [{"role": "assistant", "tool_calls": [{}] * 128}] * (MAX_PIECES // 128),
+    ],
+)
+def test_a_chat_has_so_many_pieces_at_most(messages: list[Any]) -> None:
+    with pytest.raises(ValidationError, match="messages, content parts and tool calls in all"):
+        ChatCompletionRequest.model_validate({"model": "m", "messages": messages})
+    ChatCompletionRequest.model_validate({"model": "m", "messages": [USER] * 1000})
+
+
+def test_prompts_have_so_many_ids_at_most() -> None:
+    with pytest.raises(ValidationError, match="token ids in all"):
+        CompletionRequest.model_validate({"model": "m", "prompt": [[1] * (MAX_PROMPT_IDS // 8)] * 8})
+    CompletionRequest.model_validate({"model": "m", "prompt": [[1] * 1000] * 8})

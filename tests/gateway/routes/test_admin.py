@@ -1,0 +1,243 @@
+"""/admin: who may, what is changed, and how a refusal is told."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from redis.asyncio import Redis
+
+from gateway.identity import ApiKey, Keyring, KeyringError, load_keyring
+from gateway.protocol.errors import ApiError
+from gateway.routes.admin import told
+from gateway.state import GatewayTiers
+from scheduler.registry.worker_status import TierCapacity
+from scheduler.reload.coordinator import Late
+from tests.gateway.stand import TIERS, Stand, make_tiers, running_stand
+from tests.scheduler.builders import tiers_document
+from tests.waiting import until
+
+
+def key(name: str, **options: Any) -> ApiKey:
+    return ApiKey(name, hashlib.sha256(f"sk-{name}".encode()).digest(), **options)
+
+
+def as_(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer sk-{name}"}
+
+
+def changed(**limits: int) -> dict[str, Any]:
+    return tiers_document(TIERS["tiers"], {name: {"queue_limit": limits.get(name, 64)} for name in TIERS["tiers"]})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "tiers.yaml"
+    file.write_text(yaml.safe_dump(TIERS))
+    return file
+
+
+@pytest.fixture
+async def stand(redis_client: Redis, path: Path) -> AsyncIterator[Stand]:
+    async with running_stand(administered=(redis_client, path)) as running:
+        yield running
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str | None, str | None]:
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return answer.status_code, error["param"], error["code"]
+
+
+# -- tiers ---------------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_in_force_is_shown_with_every_default(stand: Stand, path: Path) -> None:
+    shown = (await stand.http.get("/admin/tiers")).json()
+    assert shown["source"] == str(path)
+    assert shown["parts"] == [{"part": "gateway 1", "generation": shown["generation"]}]
+    assert shown["document"]["tiers"]["bulk"]["retry"] == {"max_attempts": 5, "max_preemptions": 3}
+    answer = await stand.post("/admin/tiers", shown["document"])
+    assert answer.status_code == 200, "what is shown can be sent"
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/yaml", "text/yaml; charset=utf-8"])
+async def test_tiers_that_are_sent_are_in_force_for_the_next_request(stand: Stand, kind: str) -> None:
+    tiers = changed(realtime=7)
+    tiers["tiers"]["batch"]["service_tiers"] = ["scale"]
+    body = yaml.safe_dump(tiers) if "yaml" in kind else httpx.Request("POST", "/", json=tiers).content
+    answer = await stand.http.post("/admin/tiers", content=body, headers={"content-type": kind})
+    assert answer.json() | {"generation": 0} == {
+        "changed": True,
+        "generation": 0,
+        "source": "POST /admin/tiers",
+        "parts": ["gateway 1"],
+    }
+    assert stand.gateway.tiers["realtime"].queue_limit == 7
+    ask = [{"role": "user", "content": "hi"}]
+    served = await stand.post("/v1/chat/completions", {"model": "alias", "messages": ask, "service_tier": "scale"})
+    assert served.json()["service_tier"] == "scale"
+    assert stand.worker.served[-1].tier == "batch"
+
+
+async def test_the_file_is_read_again(stand: Stand, path: Path) -> None:
+    path.write_text(yaml.safe_dump(changed(realtime=5)))
+    assert (await stand.http.post("/admin/tiers/reload")).json()["changed"]
+    assert stand.gateway.tiers["realtime"].queue_limit == 5
+    assert not (await stand.http.post("/admin/tiers/reload")).json()["changed"]
+    path.write_text(yaml.safe_dump(changed(realtime=-5)))
+    refused = await stand.http.post("/admin/tiers/reload")
+    assert error_of(refused) == (400, "tiers.realtime.queue_limit", "invalid_tiers")
+    path.unlink()
+    assert error_of(await stand.http.post("/admin/tiers/reload")) == (400, None, "invalid_tiers")
+    assert stand.gateway.tiers["realtime"].queue_limit == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param", "code"),
+    [
+        ("application/json", "{", None, "invalid_json"),
+        ("application/json", "[]", None, "invalid_type"),
+        ("application/json", "{}", "default_tier", "invalid_tiers"),
+        ("application/yaml", "a: [", None, "invalid_yaml"),
+        ("application/yaml", "- a", None, "invalid_tiers"),
+        ("application/yaml", yaml.safe_dump({**TIERS, "batch_tier": "none"}), "batch_tier", "invalid_tiers"),
+        ("application/yaml", yaml.safe_dump({**TIERS, "extra": 1}), "extra", "invalid_tiers"),
+    ],
+)
+async def test_a_bad_document_is_refused_by_its_key(
+    stand: Stand, kind: str, body: str, param: str | None, code: str
+) -> None:
+    before = (await stand.http.get("/admin/tiers")).json()
+    answer = await stand.http.post("/admin/tiers", content=body, headers={"content-type": kind})
+    assert error_of(answer) == (400, param, code)
+    assert (await stand.http.get("/admin/tiers")).json() == before
+
+
+async def test_a_tier_with_waiting_requests_is_not_removed(stand: Stand) -> None:
+    without = {**changed(), "tiers": {n: t for n, t in changed()["tiers"].items() if n != "bulk"}}
+    stand.worker.claims = False
+    body = {"model": "alias", "messages": [{"role": "user", "content": "hi"}], "service_tier": "flex"}
+    waiting = asyncio.create_task(stand.post("/v1/chat/completions", body))
+    await until(lambda: stand.waiting == 1)
+    answer = await stand.post("/admin/tiers", without)
+    assert error_of(answer) == (409, None, "tiers_refused")
+    assert "'bulk' cannot be removed: 1 request waits in its queue" in answer.json()["error"]["message"]
+    stand.worker.claims = True
+    assert (await stand.post("/admin/tiers", changed(bulk=9))).status_code == 200
+    await stand.post("/v1/chat/completions", body)  # wakes the worker, too
+    assert (await waiting).json()["service_tier"] == "flex"
+
+
+async def test_a_tier_that_a_key_names_is_not_removed(redis_client: Redis, path: Path) -> None:
+    keyring = Keyring([key("root", admin=True), key("chat-ui", tiers=frozenset({"bulk"}))])
+    without = {**changed(), "tiers": {n: t for n, t in changed()["tiers"].items() if n != "bulk"}}
+    async with running_stand(administered=(redis_client, path), keyring=keyring) as stand:
+        answer = await stand.post("/admin/tiers", without, headers=as_("root"))
+        assert error_of(answer) == (409, None, "tiers_refused")
+        assert "The API key 'chat-ui' names the tier 'bulk'." in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("in_force", "said"), [(True, "do not have them yet"), (False, "Nothing has changed")])
+def test_parts_that_did_not_make_it_are_named(in_force: bool, said: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        told(Late(("worker a", "worker b"), in_force))
+    assert (refusal.value.status, refusal.value.code) == (503, "tiers_not_applied")
+    assert "worker a, worker b" in refusal.value.message
+    assert said in refusal.value.message
+    assert refusal.value.headers["retry-after"] == "5"
+
+
+# -- the controller ------------------------------------------------------------------------------------------------
+
+
+CAPACITY = TierCapacity(step_s=0.01, slots_free=64, prefill_tokens_per_s=1000.0, output_tokens_per_s=1000.0)
+
+
+@pytest.mark.parametrize(("capacity", "foretold"), [(None, []), (CAPACITY, ["realtime"])])
+async def test_each_worker_explains_itself(capacity: TierCapacity | None, foretold: list[str]) -> None:
+    async with running_stand(capacity=capacity) as stand:
+        [status] = await stand.worker.registry.workers()
+        await stand.worker.registry.announce(status, "", '{"tiers":{"realtime":{"knobs":[]}}}')
+        explained = (await stand.http.get("/admin/sla")).json()
+        assert explained["workers"] == [{"id": "w1", "tiers": {"realtime": {"knobs": []}}}]
+        assert list(explained["predicted_ttft_s"]) == foretold
+        assert all(0.01 <= seconds < 0.1 for seconds in explained["predicted_ttft_s"].values())
+
+
+# -- who may -------------------------------------------------------------------------------------------------------
+
+PATHS = [("GET", "/admin/tiers"), ("POST", "/admin/tiers"), ("POST", "/admin/tiers/reload"), ("GET", "/admin/sla")]
+
+
+@pytest.mark.parametrize(("method", "url"), PATHS)
+async def test_keys_need_to_be_administrators(method: str, url: str) -> None:
+    async with running_stand(keyring=Keyring([key("root", admin=True), key("user")])) as stand:
+        assert error_of(await stand.http.request(method, url)) == (401, None, "invalid_api_key")
+        refused = await stand.http.request(method, url, headers=as_("user"))
+        assert error_of(refused) == (403, None, "insufficient_permissions")
+        assert "admin: true" in refused.json()["error"]["message"]
+        status = 200 if url == "/admin/sla" else 404  # the tiers of this one cannot be changed
+        assert (await stand.http.request(method, url, headers=as_("root"))).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost:8000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "gateway.example:8000"}, 403),
+        ({"host": "["}, 403),
+        ({"x-forwarded-for": "192.0.2.7"}, 403),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "http://evil.example", "host": "evil.example"}, 403),
+    ],
+)
+async def test_without_keys_only_programs_on_this_machine_may(headers: dict[str, str], status: int) -> None:
+    async with running_stand() as stand:
+        answer = await stand.http.get("/admin/sla", headers=headers)
+        assert answer.status_code == status
+        if status == 403:
+            assert error_of(answer)[0] == 403
+
+
+async def test_it_is_documented_under_its_own_tag() -> None:
+    async with running_stand() as stand:
+        paths = (await stand.http.get("/openapi.json")).json()["paths"]
+        tags = {tuple(operation["tags"]) for url in paths if "/admin" in url for operation in paths[url].values()}
+        assert tags == {("admin",)}
+        assert set(paths["/admin/tiers"]["post"]["requestBody"]["content"]) == {"application/json", "application/yaml"}
+
+
+def test_the_keys_file_says_who_administrates(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys: [{name: root, key: sk-root, admin: true}, {name: user, key: sk-user}]")
+    keyring = load_keyring(file, make_tiers())
+    [root, user] = [keyring.authenticate(f"Bearer sk-{name}") for name in ("root", "user")]
+    assert root is not None and root.admin
+    assert user is not None and not user.admin
+    file.write_text("keys: [{name: root, key: sk-root, admin: sure}]")
+    with pytest.raises(KeyringError, match=r"keys\[0\]\.admin"):
+        load_keyring(file, make_tiers())
+
+
+# -- what a gateway uses the tiers for -----------------------------------------------------------------------------
+
+
+async def test_the_batch_service_learns_of_its_new_tier() -> None:
+    class Batches:
+        tiers: Any = None
+
+        def reconfigure(self, tiers: Any) -> None:
+            self.tiers = tiers
+
+    async with running_stand() as stand:
+        batches: Any = Batches()
+        tiers = make_tiers(batch={"priority": 1})
+        GatewayTiers(stand.gateway.client, Keyring(), batches).reconfigure(tiers)
+        assert stand.gateway.tiers is batches.tiers is tiers

@@ -1,0 +1,147 @@
+"""Models, health, readiness, metrics, and what is logged."""
+
+import openai
+import pytest
+import structlog
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.routes.ops import render
+from tests.gateway.stand import MODEL, running_stand, token_ids
+from tests.waiting import until
+
+WORKER_METRICS = """\
+# HELP tidegate_num_requests_waiting Waiting.
+# TYPE tidegate_num_requests_waiting gauge
+tidegate_num_requests_waiting{tier="realtime"} 3
+# HELP tidegate_generation_tokens_total Tokens.
+# TYPE tidegate_generation_tokens_total counter
+tidegate_generation_tokens_total{tier="bulk"} 7
+# HELP tidegate_step_seconds Steps.
+# TYPE tidegate_step_seconds histogram
+tidegate_step_seconds_bucket{le="0.1"} 1
+tidegate_step_seconds_bucket{le="+Inf"} 2
+tidegate_step_seconds_count 2
+tidegate_step_seconds_sum 0.5
+"""
+
+
+async def test_models() -> None:
+    async with running_stand() as stand:
+        models = [model async for model in stand.client.models.list()]
+        assert [m.id for m in models] == [MODEL, "alias"]
+        assert (await stand.client.models.retrieve(MODEL)).owned_by == "tidegate"
+        with pytest.raises(openai.NotFoundError) as error:
+            await stand.client.models.retrieve("a/b")
+    assert error.value.code == "model_not_found"
+
+
+async def test_health_root_and_docs() -> None:
+    async with running_stand(with_worker=False) as stand:
+        assert (await stand.http.get("/health")).status_code == 200
+        probe = await stand.http.head("/health")
+        assert (probe.status_code, probe.content) == (200, b"")
+        assert (await stand.http.head("/ready")).status_code == 503
+        assert (await stand.http.post("/health")).headers["allow"] == "GET, HEAD"
+        assert (await stand.http.get("/")).json()["models"] == [MODEL, "alias"]
+        assert (await stand.http.get("/docs")).status_code == 200
+        paths = (await stand.http.get("/openapi.json")).json()["paths"]
+    body = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"model", "messages"} <= set(body["required"])
+
+
+async def test_ready_needs_worker_and_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_stand() as stand:
+        response = await stand.http.get("/ready")
+        assert (response.status_code, response.json()["missing"]) == (200, [])
+        assert response.json()["waiting"]["realtime"] == 0
+
+        async def broken() -> dict[str, int]:
+            raise ConnectionError("no store")
+
+        monkeypatch.setattr(stand.gateway.client, "depths", broken)
+        response = await stand.http.get("/ready")
+        assert (response.status_code, response.json()["missing"]) == (503, ["store"])
+        monkeypatch.undo()
+        stand.gateway.client.drain()
+        response = await stand.http.get("/ready")
+        assert (response.status_code, response.json()["draining"]) == (503, True)
+    async with running_stand(with_worker=False) as stand:
+        response = await stand.http.get("/ready")
+    assert (response.status_code, response.json()["missing"]) == (503, ["worker"])
+
+
+def samples_of(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (s.name, tuple(sorted(s.labels.items()))): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+    }
+
+
+async def test_metrics_of_gateway_and_workers() -> None:
+    async with running_stand() as stand:
+        await stand.worker.announce(WORKER_METRICS)
+        await stand.post("/v1/chat/completions", {"model": "nope", "messages": []})
+        await stand.http.get("/made/up")
+        response = await stand.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    samples = samples_of(response.text)
+    assert samples["tidegate_num_requests_waiting", (("tier", "realtime"), ("worker", "w1"))] == 3
+    assert samples["tidegate_generation_tokens_total", (("tier", "bulk"), ("worker", "w1"))] == 7
+    assert samples["tidegate_step_seconds_bucket", (("le", "0.1"), ("worker", "w1"))] == 1
+    assert samples["tidegate_workers_alive", ()] == 1
+    labels = (("method", "POST"), ("route", "/v1/chat/completions"), ("status", "400"))
+    assert samples["tidegate_http_requests_total", labels] == 1
+    assert samples["tidegate_http_requests_total", (("method", "-"), ("route", "unmatched"), ("status", "404"))] == 1
+
+
+async def test_metrics_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_stand() as stand:
+
+        async def broken() -> dict[str, str]:
+            raise ConnectionError("no store")
+
+        monkeypatch.setattr(stand.gateway.client, "worker_metrics", broken)
+        response = await stand.http.get("/metrics")
+    assert response.status_code == 200
+    assert "tidegate_workers_alive 1.0" in response.text
+
+
+async def test_families_of_several_workers_become_one() -> None:
+    async with running_stand(with_worker=False) as stand:
+        text = render(stand.gateway.metrics.registry, {"a": WORKER_METRICS, "b": WORKER_METRICS}).decode()
+    assert text.count("# TYPE tidegate_num_requests_waiting gauge") == 1
+    assert {("tier", "realtime"), ("worker", "b")} <= {
+        pair for name, labels in samples_of(text) if name == "tidegate_num_requests_waiting" for pair in labels
+    }
+
+
+@pytest.mark.parametrize(
+    "malformed", ["tidegate_x{", 'tidegate_x{a="b"} many', "# TYPE a b c\na 1", WORKER_METRICS + "tidegate_x{"]
+)
+async def test_a_malformed_snapshot_takes_no_other_numbers_with_it(malformed: str) -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with running_stand(with_worker=False) as stand:
+            text = render(stand.gateway.metrics.registry, {"a": malformed, "b": WORKER_METRICS}).decode()
+    assert "tidegate_workers_alive" in text
+    assert samples_of(text)["tidegate_generation_tokens_total", (("tier", "bulk"), ("worker", "b"))] == 7
+    assert 'worker="a"' not in text
+    assert [entry["worker"] for entry in logs if entry["event"] == "worker_metrics_malformed"] == ["a"]
+
+
+async def test_logs_know_request_and_tier_but_no_text() -> None:
+    with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logs:
+        async with running_stand("private answer") as stand:
+            body = {"model": MODEL, "messages": [{"role": "user", "content": "private question"}]}
+            headers = {"x-client-request-id": "mine", "x-stainless-retry-count": "1"}
+            response = await stand.post("/v1/chat/completions", {**body, "service_tier": "flex"}, headers=headers)
+            repeated = {"x-stainless-retry-count": "1" * 10_000}
+            await stand.post("/v1/chat/completions", {**body, "stream": True}, headers=repeated)
+            await until(lambda: sum(entry["event"] == "request" for entry in logs) == 2)
+    first, second = (entry for entry in logs if entry["event"] == "request")
+    assert first["request_id"] == response.headers["x-request-id"]
+    assert (first["tier"], first["status"], first["client_request_id"]) == ("bulk", 200, "mine")
+    assert (first["retry_count"], first["completion_tokens"]) == ("1", len(token_ids("private answer")))
+    assert (second["tier"], second["client_request_id"]) == ("realtime", None)
+    assert len(second["retry_count"]) < 100
+    assert "private" not in repr(logs)
