@@ -11,20 +11,20 @@ from typing import Any
 from pydantic import AliasChoices, BaseModel, Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, CliSubCommand, SettingsConfigDict
 
+from bench.engines.commands import Engine, Growth, Soak
+from bench.isolation.command import Coserve
+from bench.locust.command import Locust
 from loadtest import report
 from loadtest.calibration.command import Calibrate
-from loadtest.coserve.command import Coserve
-from loadtest.coserve.locust_command import Locust
+from loadtest.checks.mixed import run_mixed
+from loadtest.checks.nonce import run_nonces
+from loadtest.checks.streams import run_streams
+from loadtest.client.http import Target
+from loadtest.client.runner import Timing
 from loadtest.dummy_model import write_dummy_model
-from loadtest.engine_bench.commands import Engine, Growth, Soak
-from loadtest.http_client import Target
-from loadtest.mixed import run_mixed
-from loadtest.nonce import run_nonces
-from loadtest.runner import Timing
 from loadtest.running import run_to_end, running_server, say_progress
-from loadtest.scenario import load_scenario
 from loadtest.simulation.commands import Compare, Queue, Simulate
-from loadtest.streams import run_streams
+from loadtest.traffic.scenario import load_scenario
 
 
 class _AgainstServer(BaseModel):

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from loadtest.runner import UNFINISHED, ArmRun
+from loadtest.client.runner import UNFINISHED, ArmRun
 
 QUANTILES = (0.5, 0.95, 0.99)
 RESAMPLES = 400

@@ -18,8 +18,8 @@ from uuid import uuid4
 
 from locust import HttpUser, between, constant, task
 
-from loadtest.answer import AnswerReader, Outcome
-from loadtest.http_client import CHAT_PATH
+from loadtest.client.answer import AnswerReader, Outcome
+from loadtest.client.http import CHAT_PATH
 
 MAX_NONCE_TOKENS = 48
 BATCH_LINES = 10

@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from loadtest.checks.mixed import MixedResult
+from loadtest.checks.nonce import NonceResult
+from loadtest.checks.streams import StreamsResult, Throughput
 from loadtest.estimates import QUANTILES, ClassSummary, Distribution, Estimate
 from loadtest.machine import hardware
-from loadtest.mixed import MixedResult
-from loadtest.nonce import NonceResult
-from loadtest.streams import StreamsResult, Throughput
 
 ABSENT = "–"
 MAX_WRONG_SHOWN = 10  # the JSON has them all

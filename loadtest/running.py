@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from loadtest.client.http import Target, TargetError, discover_model, parse_target
 from loadtest.extras import MissingExtra
-from loadtest.http_client import Target, TargetError, discover_model, parse_target
-from loadtest.scenario import ScenarioError
+from loadtest.traffic.scenario import ScenarioError
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("engine", "scheduler", "gateway", "tidegate", "loadtest", "demo_model")
+PACKAGES = ("engine", "scheduler", "gateway", "tidegate", "loadtest", "bench", "demo_model")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 INITS = [path for path in MODULES if path.name == "__init__.py"]
 
@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "engine": {"engine"},
     "scheduler": {"scheduler", "engine.interface", "engine.step_time"},
     "gateway": {"gateway", "scheduler", "engine.interface"},
-    "loadtest": {"loadtest", "scheduler", "engine", "gateway"},
+    "loadtest": {"loadtest", "bench", "scheduler", "engine", "gateway"},
+    "bench": {"bench", "loadtest", "scheduler", "engine", "gateway"},
     "demo_model": {"demo_model"},
     "tidegate": {"tidegate", "gateway", "scheduler", "engine", "demo_model"},
 }
@@ -38,7 +39,7 @@ HOUSES = {
 }
 # Where tensors live. What is elsewhere must start without torch; the model's trainer is a program of its own, and
 # the device probe runs in a process of its own.
-TORCH_ROOMS = {"engine.native", "engine.factory", "demo_model", "loadtest.engine_bench.device_probe"}
+TORCH_ROOMS = {"engine.native", "engine.factory", "demo_model", "bench.engines.device_probe"}
 # Decisions without clocks, I/O, logs, metrics or tensors: only drivers have those.
 PURE_ROOMS = (
     "scheduler.config",

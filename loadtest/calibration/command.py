@@ -10,13 +10,13 @@ from pathlib import Path
 
 from pydantic import Field
 
+from bench.engines.commands import OfModel
+from bench.engines.shapes import ShapeError
 from engine.config import EngineConfig
 from engine.interface import EngineInfo
 from loadtest.calibration.fit import Calibration, calibrate
 from loadtest.calibration.report import calibration_as_dict, cost_card, render_calibration
 from loadtest.calibration.sweep import Sweep, SweepLimits, repeated_mape
-from loadtest.engine_bench.commands import OfModel
-from loadtest.engine_bench.shapes import ShapeError
 from loadtest.extras import PLOTS, require
 from loadtest.machine import hardware
 from loadtest.running import one_sentence

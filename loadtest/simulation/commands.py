@@ -13,20 +13,20 @@ from pydantic import AliasChoices, BaseModel, Field
 from pydantic_settings import CliPositionalArg
 from redis.exceptions import RedisError
 
+from bench.simulator_accuracy import ComparisonError, compare_arm, read_result, render_comparison
+from bench.store_throughput import StoreRate, measure_store, render_store
 from loadtest.report import table
 from loadtest.running import one_sentence, say_progress
-from loadtest.scenario import ScenarioError
 from loadtest.simulation.capacity import Capacity, Probe, fewest_workers, highest_rate
-from loadtest.simulation.comparison import ComparisonError, compare_arm, read_result, render_comparison
 from loadtest.simulation.cost_card import CostCardError, load_cost_card
 from loadtest.simulation.experiment import Experiment, find_tiers, read_whole_trace
 from loadtest.simulation.json_report import write_report
 from loadtest.simulation.run import DRAIN_S
-from loadtest.simulation.store_bench import StoreRate, measure_store, render_store
 from loadtest.simulation.summary import Summary
 from loadtest.simulation.text_report import render
 from loadtest.simulation.trace import TraceError
 from loadtest.simulation.traffic import TrafficError
+from loadtest.traffic.scenario import ScenarioError
 from scheduler.config import TierConfigError
 
 AUTO = "auto"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
-from loadtest.scenario import load_scenario
 from loadtest.shipped_tiers import shipped_tiers_path
 from loadtest.simulation.cost_card import CostCard
 from loadtest.simulation.deployment import Setting
@@ -17,6 +16,7 @@ from loadtest.simulation.run import DRAIN_S, simulate
 from loadtest.simulation.summary import Summary, summarize
 from loadtest.simulation.trace import TraceRow, read_trace
 from loadtest.simulation.traffic import Traffic, scenario_traffic, trace_traffic
+from loadtest.traffic.scenario import load_scenario
 from scheduler.config import TierSet, load_tiers
 
 SHIPPED = ""  # the name of the shipped tiers.yaml

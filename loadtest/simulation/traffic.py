@@ -8,10 +8,10 @@ or engines.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from loadtest.scenario import Scenario
-from loadtest.scenario_arrivals import ClosedLoop
 from loadtest.simulation.trace import TraceRow
-from loadtest.workload import PlannedRequest, generator, plan_closed_loop, plan_open_loop
+from loadtest.traffic.scenario import Scenario
+from loadtest.traffic.scenario_arrivals import ClosedLoop
+from loadtest.traffic.workload import PlannedRequest, generator, plan_closed_loop, plan_open_loop
 from scheduler.config import Tier, TierSet
 
 FIRST_PREFIX_TOKEN = 16

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.checks.mixed import BULK, INTERACTIVE, MIXED, run_mixed
+from loadtest.client.http import parse_target
+from loadtest.client.runner import Timing
 from loadtest.dummy_model import write_dummy_model
-from loadtest.http_client import parse_target
-from loadtest.mixed import BULK, INTERACTIVE, MIXED, run_mixed
 from loadtest.report import render_mixed, table, write_json
-from loadtest.runner import Timing
-from loadtest.scenario import Scenario
+from loadtest.traffic.scenario import Scenario
 from tests.loadtest.fake_server import Body, FakeServer, repeat_or_count
 
 LENGTHS = {"prompt_tokens": 4, "output_tokens": 3}

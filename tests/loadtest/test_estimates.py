@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from loadtest.answer import Outcome
+from loadtest.client.answer import Outcome
+from loadtest.client.runner import UNFINISHED, ArmRun
 from loadtest.estimates import Distribution, harvest, ratio, summarize
-from loadtest.runner import UNFINISHED, ArmRun
 
 
 def exponential(scale: float, count: int, seed: int) -> Distribution:

@@ -55,7 +55,7 @@ def test_only_what_is_missing_is_named() -> None:
 def test_reports_without_plots_need_no_plotting_library() -> None:
     """Modules that every run imports: with them alone, matplotlib is not loaded."""
     program = (
-        "import loadtest.__main__, loadtest.calibration.report, loadtest.coserve.conduct, sys\n"
+        "import loadtest.__main__, loadtest.calibration.report, bench.isolation.conduct, sys\n"
         "sys.exit('matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from loadtest.scenario import Scenario
 from loadtest.simulation.cost_card import CostCard
 from loadtest.simulation.deployment import Setting
 from loadtest.simulation.observation import Observation, RequestRecord
 from loadtest.simulation.run import simulate
 from loadtest.simulation.traffic import Traffic, scenario_traffic
+from loadtest.traffic.scenario import Scenario
 from scheduler.config import TierSet, parse_tiers
 from tests.scheduler.builders import tiers_document
 

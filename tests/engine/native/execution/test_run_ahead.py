@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from bench.engines import scheduled_system
+from bench.engines.protocol import SystemSpec
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
 from engine.interface import NewSequence, Run, StepPlan, StepResult
 from engine.native.execution.torch_engine import TorchEngine
 from engine.thread import EngineThread
-from loadtest.engine_bench import scheduled_system
-from loadtest.engine_bench.protocol import SystemSpec
 from tests.engine.conftest import ModelDirectory
 from tests.engine.drive import drive, make_new
 

@@ -1,0 +1,192 @@
+"""The commands that measure an engine in this machine's processes, without a server: engine, growth and soak.
+
+Knows flags, files and exit codes; what is measured is in the modules that the commands import when they run.
+"""
+
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import AliasChoices, BaseModel, Field
+
+from bench.engines.comparison import Plan, compare
+from bench.engines.comparison_report import OURS, ComparisonReport
+from bench.engines.contestant import Contestant
+from bench.engines.floors import ModelShape
+from bench.engines.peaks import measure_peaks
+from bench.engines.protocol import KV_ROUNDING, SystemSpec
+from bench.engines.shapes import ShapeError, read_config, shape_with_weights
+from bench.engines.system_process import SYSTEMS
+from bench.engines.work import WorkKind, longest_sequence
+from engine.config import EngineConfig
+from loadtest import report
+from loadtest.extras import PLOTS, PROCESSES, require
+from loadtest.machine import usable_cores
+from loadtest.running import one_sentence, say_progress
+
+DEMO_MODEL = Path(__file__).parents[2] / "demo_model" / "weights"
+
+
+class OfModel(BaseModel):
+    """The flags of every command that loads a model."""
+
+    model: Path | None = Field(None, description="A transformers directory; without it, a shape with random weights.")
+    shape: str = Field("135m", description="Shape of the random weights: tiny, 30m, 135m, 360m, 1b or 8b.")
+    weights_dir: Path | None = Field(None, description="Where random weights are kept; default: a temporary one.")
+    dtype: str = Field("bfloat16", description="Number format of weights and KV: bfloat16, float16 or float32.")
+    device: str = Field("cpu", description="cpu, cuda or cuda:1 …")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of each system; 0: as many as cores.")
+    seed: int = Field(1, ge=0, description="The same seed makes the same weights and prompts.")
+    quick: bool = Field(False, description="The demo model and a little work: to see that everything runs.")
+    json_file: Path | None = Field(
+        None, validation_alias=AliasChoices("json"), description="Also write the result to this file."
+    )
+
+    @property
+    def num_threads(self) -> int:
+        return self.threads or len(usable_cores())
+
+    def model_dir(self) -> Path:
+        """Raises `ShapeError`."""
+        if self.model is not None:
+            return self.model
+        if self.quick:
+            return DEMO_MODEL
+        return shape_with_weights(self.shape, self.dtype, self.device, self.seed, self.weights_dir)
+
+    def conclude(self, text: str, result: dict[str, Any], model: str) -> None:
+        print(text)
+        if self.json_file is not None:
+            options = {"threads": self.num_threads, "dtype": self.dtype, "device": self.device}
+            report.write_json(self.json_file, options | result, seed=self.seed, model=model)
+
+
+class Engine(OfModel):
+    """Our engine, transformers and vLLM interleaved on the same weights: throughput, ratios, decode steps, floors."""
+
+    systems: str = Field("tidegate,tidegate-loop,generate_batch,generate,vllm", description="Which ones, by name.")
+    vllm_python: str = Field("", description="Python of an environment that has vLLM; without it vLLM is left out.")
+    work: str = Field("decode,prefill,mixed", description="Kinds of work.")
+    streams: str = Field("1,8,32", description="Requests at once.")
+    rounds: int = Field(5, ge=1, le=100, description="Times that every system gets every kind of work.")
+    serial_requests: int = Field(2, ge=1, description="Requests a job for the system that takes one at a time.")
+    logs: Path | None = Field(None, description="Directory for the systems' logs; without it they are not kept.")
+
+    def cli_cmd(self) -> None:
+        with one_sentence(ShapeError, ValueError), tempfile.TemporaryDirectory() as scratch:
+            passed = self._measure(self.logs or Path(scratch))
+        if not passed:
+            raise SystemExit(1)
+
+    def _measure(self, logs: Path) -> bool:
+        model_dir = self.model_dir()
+        config = read_config(model_dir)
+        plan = self._plan(int(config["vocab_size"]))
+        shape = ModelShape.from_config(config, self.dtype)
+        peaks = measure_peaks(self.device, self.dtype, self.num_threads)
+        with ExitStack() as stack:
+            contestants = [stack.enter_context(c) for c in self._contestants(plan, model_dir, shape, logs)]
+            comparison = compare(plan, contestants, say_progress)
+        if "vllm" in self._names() and not self.vllm_python:
+            comparison.unavailable["vllm"] = "no --vllm-python was given"
+        self._conclude(ComparisonReport(comparison, shape, peaks), str(model_dir))
+        return any(sample.system == OURS for sample in comparison.samples) and OURS not in comparison.unavailable
+
+    def _conclude(self, comparison: ComparisonReport, model: str) -> None:
+        self.conclude(comparison.render(), comparison.as_dict(), model)
+
+    def _plan(self, vocab_size: int) -> Plan:
+        return Plan(
+            works=tuple(WorkKind(name) for name in _listed(self.work)),
+            streams=tuple(int(number) for number in _listed(self.streams)),
+            rounds=self.rounds,
+            seed=self.seed,
+            vocab_size=vocab_size,
+            is_quick=self.quick,
+            serial_requests=self.serial_requests,
+        )
+
+    def _contestants(self, plan: Plan, model_dir: Path, shape: ModelShape | None, logs: Path) -> list[Contestant]:
+        logs.mkdir(parents=True, exist_ok=True)
+        spec = self._spec(plan, model_dir, shape)
+        return [
+            Contestant(name, spec, logs / f"{name}.log", self.vllm_python if name == "vllm" else sys.executable)
+            for name in self._names()
+            if name != "vllm" or self.vllm_python
+        ]
+
+    def _names(self) -> list[str]:
+        names = _listed(self.systems)
+        if unknown := [name for name in names if name not in SYSTEMS]:
+            raise ValueError(f"there is no system {unknown[0]!r}: {', '.join(SYSTEMS)} are known")
+        return names
+
+    def _spec(self, plan: Plan, model_dir: Path, shape: ModelShape | None) -> SystemSpec:
+        longest = longest_sequence(plan.shape(work) for work in plan.works)
+        rounded = -(-longest // KV_ROUNDING) * KV_ROUNDING
+        most = max(plan.streams)
+        return SystemSpec(
+            model_dir=str(model_dir.resolve()),
+            dtype=self.dtype,
+            device=self.device,
+            num_threads=self.num_threads,
+            max_model_len=longest,
+            max_num_seqs=most,
+            kv_tokens=(most + 1) * rounded,
+            kv_token_bytes=shape.kv_token_bytes if shape else 0,
+        )
+
+
+class Growth(OfModel):
+    """Decode steps against streams, context and model size, and beside bulk that only waits: table, JSON and plots."""
+
+    out: Path = Field(Path("growth"), description="Directory for growth.json and the plots.")
+
+    def cli_cmd(self) -> None:
+        with one_sentence():
+            require(PLOTS, "growth")
+        from bench.engines.growth import QUICK_SWEEP, GrowthBench, Machine, Sweep  # torch
+        from bench.engines.growth_report import growth_as_dict, plot_growth, render_growth  # matplotlib
+
+        peaks = measure_peaks(self.device, self.dtype, self.num_threads)
+        machine = Machine(self.dtype, self.device, self.num_threads, self.seed, peaks)
+        sweep = QUICK_SWEEP if self.quick else Sweep(self.shape)
+        with tempfile.TemporaryDirectory() as scratch:
+            growth = GrowthBench(machine, Path(scratch), say_progress).run(sweep)
+        plots = plot_growth(growth, self.out)
+        self.json_file = self.json_file or self.out / "growth.json"
+        self.conclude(render_growth(growth), growth_as_dict(growth), sweep.shape)
+        print("\n".join(["", f"written: {self.json_file}", *(f"written: {path}" for path in plots)]))
+
+
+class Soak(OfModel):
+    """The engine under random load with preemptions; exit 1 where its memory grows or blocks are lost."""
+
+    minutes: float = Field(10.0, gt=0, le=24 * 60, description="Minutes of load.")
+    kv_mib: int = Field(64, ge=1, description="KV memory; little, so that blocks are scarce.")
+
+    def cli_cmd(self) -> None:
+        with one_sentence(ShapeError, ValueError):
+            require(PROCESSES, "soak")
+            model_dir = self.model_dir()
+        config = EngineConfig(
+            model=str(model_dir),
+            dtype=self.dtype,
+            device=self.device,
+            kv_cache_bytes=self.kv_mib * 2**20,
+            num_threads=self.num_threads,
+        )
+        from bench.engines.soak import run_soak  # torch, psutil
+
+        result = run_soak(config, 60 * self.minutes, self.seed, say_progress)
+        described = asdict(result) | {"growth": result.growth, "passed": result.passed}
+        self.conclude(result.render(), described, str(model_dir))
+        if not result.passed:
+            raise SystemExit(1)
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

@@ -1,0 +1,179 @@
+"""The interleaved run: every system gets every job, in random order, one at a time, round after round.
+
+Knows jobs, contestants and what is noted of them; neither how systems work nor how results look. A system that fails
+leaves the run with its reason, and the others go on.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from bench.engines.contestant import Contestant, SystemUnavailable
+from bench.engines.ratios import common_prefix
+from bench.engines.work import QUICK_SHAPES, SHAPES, STEP_TOKENS, Job, WorkKind, WorkShape, make_job, make_step_jobs
+
+SERIAL_SYSTEMS = frozenset({"generate"})  # one request at a time, however many there are
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`serial_requests`: so many of a job's requests, others in each round, are given to a system that takes them one
+    at a time: its rate does not depend on how many wait."""
+
+    works: tuple[WorkKind, ...]
+    streams: tuple[int, ...]
+    rounds: int
+    seed: int
+    vocab_size: int
+    is_quick: bool = False
+    serial_requests: int = 2
+
+    def shape(self, work: WorkKind) -> WorkShape:
+        return (QUICK_SHAPES if self.is_quick else SHAPES)[work]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One job of one system. `tokens` counts new ones, and the prompts' too where these are the work."""
+
+    system: str
+    work: WorkKind
+    streams: int
+    round: int
+    job: Job  # the part that the system was given
+    elapsed_s: float
+
+    @property
+    def tokens(self) -> int:
+        prompts = self.job.num_prompt_tokens if self.work is WorkKind.PREFILL else 0
+        return prompts + self.job.num_new_tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.elapsed_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """The mean time of a decode step with `streams` sequences."""
+
+    system: str
+    streams: int
+    round: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What a run noted. Written by `compare` only."""
+
+    systems: tuple[str, ...]
+    samples: list[Sample] = field(default_factory=list)
+    steps: list[StepSample] = field(default_factory=list)
+    same_tokens: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    compared_tokens: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    unavailable: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    idle_cpu_shares: dict[str, float | None] = field(default_factory=dict)
+
+    def agreement(self, one: str, other: str) -> float | None:
+        """Share of greedy tokens before the first difference of two systems' answers."""
+        pair = (one, other) if (one, other) in self.compared_tokens else (other, one)
+        total = self.compared_tokens.get(pair, 0)
+        return self.same_tokens[pair] / total if total else None
+
+
+def compare(plan: Plan, contestants: Sequence[Contestant], report_progress: Callable[[str], None]) -> Comparison:
+    """Run `plan`. The contestants are started here and ended by whoever made them."""
+    run = _Run(plan, contestants, report_progress)
+    run.begin()
+    for round_ in range(plan.rounds):
+        for streams in plan.streams:
+            for work in plan.works:
+                run.measure_job(work, streams, round_)
+            run.measure_step(streams, round_)
+    return run.end()
+
+
+class _Run:
+    """A run under way: who is still in it, and what was noted."""
+
+    def __init__(self, plan: Plan, contestants: Sequence[Contestant], report_progress: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._all = contestants
+        self._present = list(contestants)
+        self._order = random.Random(plan.seed)
+        self._report_progress = report_progress
+        self._noted = Comparison(tuple(c.name for c in contestants))
+
+    def begin(self) -> None:
+        self._report_progress(f"loading {', '.join(c.name for c in self._all)}")
+        self._each(lambda contestant: contestant.start())
+        self._noted.settings = {c.name: c.settings for c in self._present}
+        self._report_progress("warming up")
+        self._each(self._warm_up)
+
+    def end(self) -> Comparison:
+        self._noted.idle_cpu_shares = {c.name: c.idle_cpu_share for c in self._all}
+        return self._noted
+
+    def measure_job(self, work: WorkKind, streams: int, round_: int) -> None:
+        plan = self._plan
+        self._report_progress(f"round {round_ + 1} of {plan.rounds}: {work}, {streams} streams")
+        job = make_job(plan.shape(work), streams, plan.vocab_size, plan.seed, work, streams, round_)
+        answers: dict[str, dict[int, list[int]]] = {}
+
+        def measure(contestant: Contestant) -> None:
+            is_serial = contestant.name in SERIAL_SYSTEMS
+            mine = job.ring(round_, plan.serial_requests if is_serial else streams)
+            part = job.pick(mine)
+            done = contestant.run(part)
+            self._noted.samples.append(Sample(contestant.name, work, streams, round_, part, done.elapsed_s))
+            answers[contestant.name] = dict(zip(mine, done.tokens, strict=True))
+
+        self._each(measure)
+        self._note_agreement(answers)
+
+    def measure_step(self, streams: int, round_: int) -> None:
+        plan = self._plan
+        short, long = make_step_jobs(streams, plan.vocab_size, plan.seed, round_)
+
+        def measure(contestant: Contestant) -> None:
+            if streams > 1 and contestant.name in SERIAL_SYSTEMS:
+                return
+            elapsed_s = contestant.run(long).elapsed_s - contestant.run(short).elapsed_s
+            self._noted.steps.append(StepSample(contestant.name, streams, round_, elapsed_s / STEP_TOKENS))
+
+        self._each(measure)
+
+    def _each(self, work: Callable[[Contestant], None]) -> None:
+        """In random order. Who fails is ended at once, so that it takes neither memory nor time from the others."""
+        for contestant in self._order.sample(self._present, len(self._present)):
+            try:
+                work(contestant)
+            except SystemUnavailable as error:
+                self._noted.unavailable[contestant.name] = str(error)
+                self._present.remove(contestant)
+                contestant.end()
+
+    def _warm_up(self, contestant: Contestant) -> None:
+        """The longest prompt, and a few steps at each number of streams: what is compiled, captured or grown the
+        first time is not measured."""
+        plan = self._plan
+        longest = max(plan.shape(work).prompt[1] for work in plan.works)
+        shapes = [(WorkShape((longest, longest), (2, 2)), 1)]
+        if contestant.name not in SERIAL_SYSTEMS:
+            shapes += [(WorkShape((16, 32), (WARM_UP_TOKENS,) * 2), streams) for streams in plan.streams]
+        for i, (shape, streams) in enumerate(shapes):
+            contestant.run(make_job(shape, streams, plan.vocab_size, plan.seed, "warm-up", i))
+
+    def _note_agreement(self, answers: dict[str, dict[int, list[int]]]) -> None:
+        names = [name for name in self._noted.systems if name in answers]
+        for one, other in combinations(names, 2):
+            for i in answers[one].keys() & answers[other].keys():
+                mine, theirs = answers[one][i], answers[other][i]
+                self._noted.same_tokens[one, other] += common_prefix(mine, theirs)
+                self._noted.compared_tokens[one, other] += len(mine)

@@ -1,0 +1,102 @@
+"""Our engine behind the shipped scheduler loop: what planning, the queue and token events cost on top of it.
+
+Real `SchedulerLoop`, `SchedulerCore` and `EngineThread`; queue and events in memory, so that no store is measured. One
+tier without promises: its steps are cut short for nobody, as the other contestants' are not.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import count
+
+from prometheus_client import CollectorRegistry
+
+from bench.engines.offline import GenerationFailed, greedy
+from bench.engines.protocol import SystemSpec
+from bench.engines.tidegate_system import engine_config
+from engine.factory import build_engine
+from scheduler.clock import SystemClock
+from scheduler.config import TierSet, parse_tiers
+from scheduler.control.controller import SLAController
+from scheduler.events.memory import MemoryEventChannel
+from scheduler.planning.core import SchedulerCore
+from scheduler.queue.memory import MemoryQueue
+from scheduler.registry.memory import MemoryWorkerRegistry
+from scheduler.request import Request
+from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.metrics import SchedulerMetrics
+from scheduler.worker.warmup import warm_up
+
+TIER = "bulk"
+GATEWAY = "benchmark"
+DEADLINE_MS = 3_600_000
+
+
+class ScheduledEngine:
+    def __init__(self, spec: SystemSpec) -> None:
+        self._engine = build_engine(engine_config(spec))
+        self._clock = SystemClock()
+        self._queue = MemoryQueue(self._clock)
+        self._events = MemoryEventChannel()
+        self._tiers = one_tier(spec.max_num_seqs)
+        self._core = SchedulerCore(self._tiers, self._engine.info, SLAController(self._tiers, self._engine.info.sheds))
+        self._numbers = count()
+        self._asyncio = asyncio.Runner()
+        self._asyncio.run(warm_up(self._engine, self._core.step_time, self._clock))
+        self._asyncio.run(self._events.open(GATEWAY))
+
+    @property
+    def settings(self) -> str:
+        return "the same engine on its thread behind SchedulerLoop; queue and events in memory, one tier without SLO"
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: Sequence[int]) -> list[list[int]]:
+        return self._asyncio.run(self._serve(prompts, new_tokens))
+
+    def close(self) -> None:
+        self._engine.close()
+        self._asyncio.close()
+
+    async def _serve(self, prompts: Sequence[Sequence[int]], new_tokens: Sequence[int]) -> list[list[int]]:
+        requests = [self._request(prompt, n) for prompt, n in zip(prompts, new_tokens, strict=True)]
+        loop = self._loop()
+        try:
+            async with asyncio.TaskGroup() as tasks:  # a loop that dies must end the waiting for its tokens
+                tasks.create_task(loop.run())
+                await self._queue.put(requests)
+                outputs = await self._collect({r.id for r in requests})
+                loop.drain()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+        return [outputs[r.id] for r in requests]
+
+    def _loop(self) -> SchedulerLoop:
+        identity = WorkerIdentity(GATEWAY, (self._engine.info.model_path,), self._clock.wall_ms())
+        metrics = SchedulerMetrics(CollectorRegistry(), self._tiers)
+        queue, registry = self._queue.for_worker(GATEWAY), MemoryWorkerRegistry(self._clock)
+        return SchedulerLoop(self._core, self._engine, queue, self._events, registry, metrics, self._clock, identity)
+
+    def _request(self, prompt: Sequence[int], new_tokens: int) -> Request:
+        now_ms = self._clock.wall_ms()
+        request_id = f"benchmark-{next(self._numbers)}"
+        sampling = greedy(new_tokens)
+        return Request(request_id, TIER, tuple(prompt), sampling, now_ms, now_ms + DEADLINE_MS, GATEWAY)
+
+    async def _collect(self, waiting: set[str]) -> dict[str, list[int]]:
+        outputs: dict[str, list[int]] = {request_id: [] for request_id in waiting}
+        async for events in self._events.listen(GATEWAY):
+            for event in events:
+                outputs[event.request_id].extend(event.token_ids)
+                if event.error:
+                    raise GenerationFailed(event.error)
+                if event.is_last:
+                    waiting.discard(event.request_id)
+            if not waiting:
+                break
+        return outputs
+
+
+def one_tier(max_num_seqs: int) -> TierSet:
+    bounds = {"min": max_num_seqs, "start": max_num_seqs, "max": max_num_seqs}
+    waits = {"min": 0, "start": 0, "max": 0}
+    tier = {"priority": 10, "service_tiers": ["default"], "batch_size": bounds, "max_wait_ms": waits}
+    return parse_tiers({"default_tier": TIER, "batch_tier": TIER, "tiers": {TIER: tier}})

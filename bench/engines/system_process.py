@@ -1,0 +1,86 @@
+"""The process of one system: `python -m bench.engines.system_process NAME`.
+
+Reads a `SystemSpec`, loads the system of that name, and then runs one order after another until stdin ends. Knows no
+system itself: only the one that is asked for is imported, since each needs an environment that others may not have.
+"""
+
+import importlib
+import os
+import sys
+import time
+import traceback
+from contextlib import closing
+from typing import TextIO
+
+from bench.engines.protocol import Done, Failed, Message, Order, Ready, System, SystemSpec, decode, encode
+
+SYSTEMS = {
+    "tidegate": "bench.engines.tidegate_system:DirectEngine",
+    "tidegate-loop": "bench.engines.scheduled_system:ScheduledEngine",
+    "generate_batch": "bench.engines.transformers_systems:ContinuousBatching",
+    "generate": "bench.engines.transformers_systems:OneAtATime",
+    "vllm": "bench.engines.vllm_system:OfflineVllm",
+}
+
+
+def load(name: str, spec: SystemSpec) -> System:
+    module, _, attribute = SYSTEMS[name].partition(":")
+    system: System = getattr(importlib.import_module(module), attribute)(spec)
+    return system
+
+
+def serve(name: str, orders: TextIO, replies: TextIO) -> None:
+    """Answer every line of `orders` with one line; returns when there are no more."""
+    spec = decode(orders.readline())
+    if not isinstance(spec, SystemSpec):
+        raise ValueError("the first line must be a SystemSpec")
+    try:
+        system = load(name, spec)
+        _send(replies, Ready(system.settings))
+    except Exception as error:  # the edge of this process: whatever a peer raises becomes its reason
+        _send(replies, _failure(error))
+        return
+    with closing(system):
+        _answer(system, orders, replies)
+
+
+def _answer(system: System, orders: TextIO, replies: TextIO) -> None:
+    idle_since = (time.perf_counter(), time.process_time())
+    for line in orders:
+        order = decode(line)
+        if not isinstance(order, Order):
+            raise ValueError("only orders may follow the SystemSpec")
+        _send(replies, _run(system, order, idle_since))
+        idle_since = (time.perf_counter(), time.process_time())
+
+
+def _run(system: System, order: Order, idle_since: tuple[float, float]) -> Message:
+    idle_s = time.perf_counter() - idle_since[0]
+    idle_cpu_s = time.process_time() - idle_since[1]
+    started_s = time.perf_counter()
+    try:
+        tokens = system.generate(order.prompts, order.new_tokens)
+    except Exception as error:  # as above: the next order may go well
+        return _failure(error)
+    elapsed_s = time.perf_counter() - started_s
+    return Done(tokens, elapsed_s, idle_s, idle_cpu_s)
+
+
+def _failure(error: Exception) -> Failed:
+    traceback.print_exc()
+    return Failed(f"{type(error).__name__}: {error}")
+
+
+def _send(replies: TextIO, message: Message) -> None:
+    print(encode(message), file=replies, flush=True)
+
+
+def main() -> None:
+    """Libraries print to stdout; the channel is therefore moved aside, and stdout joined to stderr."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    serve(sys.argv[1], sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()

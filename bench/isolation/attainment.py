@@ -1,0 +1,92 @@
+"""Which requests met what was promised, and how long a step takes to settle. Pure.
+
+Knows outcomes and targets; not who sent the requests. Everything counts over *offered* requests: one that was refused,
+failed or never ended is a miss.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadtest.client.answer import Outcome
+from loadtest.client.runner import ArmRun
+from loadtest.traffic.scenario import Targets
+
+GOAL = 0.99
+GAP_QUANTILE = 0.99
+
+
+def has_met(outcome: Outcome, targets: Targets) -> bool:
+    """All of: answered whole, the first token in time, its p99 gap in time, the end in time."""
+    if not outcome.is_complete or outcome.ttft_s is None or outcome.e2e_s is None:
+        return False
+    gaps = outcome.inter_token_s()
+    gap_s = float(np.quantile(gaps, GAP_QUANTILE)) if gaps else 0.0
+    held = ((targets.ttft_ms, outcome.ttft_s), (targets.itl_ms, gap_s), (targets.e2e_ms, outcome.e2e_s))
+    return all(target_ms is None or seconds <= target_ms / 1000 for target_ms, seconds in held)
+
+
+@dataclass(frozen=True, slots=True)
+class Attainment:
+    offered: int
+    met: int
+
+    @property
+    def share(self) -> float | None:
+        return self.met / self.offered if self.offered else None
+
+    def __add__(self, other: "Attainment") -> "Attainment":
+        return Attainment(self.offered + other.offered, self.met + other.met)
+
+
+def attainment_of(outcomes: Iterable[Outcome], targets: Targets) -> Attainment:
+    verdicts = [has_met(outcome, targets) for outcome in outcomes]
+    return Attainment(len(verdicts), sum(verdicts))
+
+
+class MissCount:
+    """Counts, while an arm runs, the requests that have missed their promise for certain. Judges each of them once."""
+
+    def __init__(self, promises: Mapping[str, Targets]) -> None:
+        self._promises = promises
+        self._seen = dict.fromkeys(promises, 0)
+        self._undecided: list[tuple[Outcome, Targets]] = []
+        self.misses = 0
+
+    def update(self, run: ArmRun, now_s: float) -> int:
+        """Misses until now."""
+        for name, targets in self._promises.items():
+            fresh = run.outcomes.get(name, [])[self._seen[name] :]
+            self._seen[name] += len(fresh)
+            self._undecided += [(outcome, targets) for outcome in fresh]
+        verdicts = [(outcome, targets, _verdict(outcome, targets, now_s)) for outcome, targets in self._undecided]
+        self._undecided = [(outcome, targets) for outcome, targets, met in verdicts if met is None]
+        self.misses += sum(met is False for _, _, met in verdicts)
+        return self.misses
+
+
+def _verdict(outcome: Outcome, targets: Targets, now_s: float) -> bool | None:
+    """None: that is still open."""
+    if outcome.finished_s is not None or outcome.error is not None:
+        return has_met(outcome, targets)
+    waited_s = now_s - outcome.due_s
+    to_first_s = waited_s if outcome.ttft_s is None else outcome.ttft_s
+    overdue = ((targets.ttft_ms, to_first_s), (targets.e2e_ms, waited_s))
+    return False if any(target_ms is not None and s > target_ms / 1000 for target_ms, s in overdue) else None
+
+
+def settling_s(
+    outcomes: Sequence[tuple[float, bool]], step_s: float, end_s: float, share: float, bin_s: float
+) -> float:
+    """Seconds after a load step until every later bin of `bin_s` has `share` of its requests met. `outcomes` are
+    (arrival, met). Never: the whole time from the step to the end."""
+    settled_s = end_s - step_s
+    start_s = end_s - bin_s
+    while start_s >= step_s - 1e-9:
+        inside = [met for at_s, met in outcomes if start_s <= at_s < start_s + bin_s]
+        if inside and sum(inside) / len(inside) < share:
+            return settled_s
+        settled_s = max(0.0, start_s - step_s)
+        start_s -= bin_s
+    return 0.0

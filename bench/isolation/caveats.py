@@ -1,0 +1,66 @@
+"""Why the numbers of an experiment should not be believed, if there is a reason. Pure."""
+
+from bench.isolation.arms import BULK_ALONE
+from bench.isolation.record import Result
+from bench.isolation.summary import ArmSummary
+from loadtest.checks.validity import client_warnings, failure_warnings
+from loadtest.traffic.scenario import Targets
+
+NOTABLY = 1.05
+
+
+def warnings_of(result: Result) -> list[str]:
+    found = [w for arm in result.arms.values() for w in _arm_warnings(arm)]
+    return [*found, *_bulk_warnings(result), *_load_warnings(result), *_promise_warnings(result)]
+
+
+def _arm_warnings(arm: ArmSummary) -> list[str]:
+    name = arm.arm.name
+    found = [f"{name}: {warning}" for warning in client_warnings(arm.lag_p99_s, arm.client_cpu_share)]
+    if not arm.was_quiet:
+        found.append(f"{name}: the server was still working off the arm before when a part of this one began")
+    return found + failure_warnings(name, arm.classes)
+
+
+def _bulk_warnings(result: Result) -> list[str]:
+    alone = result.arms.get(BULK_ALONE)
+    if alone is None:
+        return []
+    better = [a.arm.name for a in result.arms.values() if a.arm.tiers and _beats(a, alone)]
+    if not better:
+        return []
+    return [
+        f"Bulk got more in {', '.join(better)}, beside interactive traffic, than alone in {BULK_ALONE}: a run too "
+        "short, a machine that others use, or a batch not the best for bulk. Harvest says too much."
+    ]
+
+
+def _beats(arm: ArmSummary, alone: ArmSummary) -> bool:
+    return arm.arm.is_mixed and arm.bulk_tokens_per_s > NOTABLY * alone.bulk_tokens_per_s
+
+
+def _load_warnings(result: Result) -> list[str]:
+    if result.goodput is None:
+        return [
+            f"The load was given (--clients {result.clients:g}): what interactive traffic sustains alone was not "
+            "measured, and no share of it is known."
+        ]
+    if not result.goodput.clients:
+        return [
+            f"No load that was tried alone kept the promise: the least, {result.clients:.3g} × the scenario's, was "
+            "taken as the solo goodput. Promises of so few milliseconds need a faster machine, shorter lengths "
+            "(--scale), or a longer promise (--ttft-ms, --itl-ms)."
+        ]
+    if result.goodput.breaks_at is None:
+        return [
+            f"The search for the solo goodput ended at {result.clients:.3g} × the scenario's load, which held, and "
+            "tried none that did not: it may be more (--search-budget)."
+        ]
+    return []
+
+
+def _promise_warnings(result: Result) -> list[str]:
+    names = [name for name, targets in result.promises.items() if targets == Targets()]
+    if not names:
+        return []
+    return [f"Nothing is promised to {', '.join(names)}: only requests without an answer count as late (--ttft-ms)."]

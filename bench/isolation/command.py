@@ -1,0 +1,210 @@
+"""`python -m loadtest coserve`: its flags, the servers that it starts, and where its results go.
+
+Knows flags and exit codes; the experiment is `conduct`.
+"""
+
+import os
+import shlex
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import AliasChoices, BaseModel, Field
+
+from bench.engines.contestant import vllm_environment
+from bench.engines.shapes import ShapeError
+from bench.isolation.arms import OWN_ARMS, Document
+from bench.isolation.conduct import Conditions, conduct
+from bench.isolation.page import write_page
+from bench.isolation.record import Result, as_dict
+from bench.isolation.served import (
+    context_of,
+    serving,
+    serving_tidegate,
+    vllm_command,
+    with_tokenizer,
+    write_served_shape,
+)
+from bench.isolation.shapes import EXPERIMENTS, ExperimentName
+from bench.isolation.systems import Systems, tiers_in_force, tiers_kept
+from bench.isolation.text import render_text
+from loadtest import report
+from loadtest.client.http import Target, TargetError
+from loadtest.client.runner import Timing
+from loadtest.extras import PLOTS, require
+from loadtest.machine import usable_cores
+from loadtest.running import ends_on_sigterm, run_to_end, running_server, say_progress
+from loadtest.shipped_tiers import read_shipped_tiers
+from loadtest.traffic.scenario import Scenario, Targets, load_scenario
+from loadtest.traffic.scenario_arrivals import ClosedLoop
+from scheduler.config import TierConfigError, load_tiers
+
+
+class Coserve(BaseModel):
+    """Interactive and bulk on one server under several policies, interleaved: goals, tables and a page of plots."""
+
+    experiment: ExperimentName = Field("isolation", description="isolation, overload (1.5 ×), step (3 ×) or deadlines.")
+    arms: str = Field("", description="Arms to run, such as A0,A1,A2,OURS; empty: all of the experiment.")
+    url: str = Field("", description="A running Tidegate; empty: one is started.")
+    model: Path | None = Field(None, description="Model directory to serve; unset: --shape.")
+    shape: str = Field("135m", description="Shape to serve with random weights; demo: the shipped demo model.")
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights for --model.")
+    server_flags: str = Field("", description="More flags for `tidegate serve`, in one string.")
+    tiers: Path | None = Field(None, description="Tiers file of OURS; unset: the shipped one, or that of --url.")
+    peer_url: str = Field("", description="X1: any running OpenAI-compatible server with the same model.")
+    vllm_python: Path | None = Field(None, description="X1: the Python of an environment with vLLM, to be started.")
+    vllm_flags: str = Field("", description="More flags for vLLM's server, in one string.")
+    scenario: str = Field("", description="A shipped scenario, or a YAML file; empty: the experiment's.")
+    bulk_pool: str = Field("", description="A shipped bulk pool in place of the scenario's own bulk.")
+    streams: int = Field(0, ge=0, le=900, description="Streams of each bulk backlog; 0: the scenario's.")
+    scale: float = Field(0.0, ge=0, le=10, description="Lengths × this; 0: what fits the model's context.")
+    context: int = Field(0, ge=0, description="The model's context in tokens; 0: from its config, if it is here.")
+    clients: float = Field(
+        0.0, ge=0, description="In place of the solo goodput, in multiples of the scenario's load; 0: that is searched."
+    )
+    load: float = Field(0.0, ge=0, le=10, description="Of the solo goodput; 0: the experiment's (isolation: 0.5).")
+    ttft_ms: float = Field(0.0, ge=0, description="The promise of the first token, for all arms; 0: of the tiers.")
+    itl_ms: float = Field(0.0, ge=0, description="The promise of the gaps, for all arms; 0: of the tiers.")
+    duration: float = Field(60.0, gt=0, le=7200, description="Seconds measured of each arm.")
+    rounds: int = Field(2, ge=1, le=100, description="Parts that each arm's duration is cut into.")
+    lead: float = Field(5.0, ge=0, le=120, description="Seconds of bulk before each part is measured.")
+    settle: float = Field(1.0, ge=0, le=60, description="Seconds of rest before each part.")
+    drain: float = Field(20.0, ge=0, le=600, description="Seconds that interactive requests may still take after it.")
+    search_seconds: float = Field(
+        12.0, gt=0, le=600, description="Of a try of the search for the solo goodput; up to 3 × as long, to see enough."
+    )
+    search_budget: float = Field(180.0, gt=0, le=7200, description="Seconds after which that search begins no new try.")
+    sweep_seconds: float = Field(8.0, gt=0, le=600, description="Of each static budget that is tried.")
+    threads: int = Field(0, ge=0, description="CPU threads of the servers that are started; 0: as they like.")
+    allow_remote: bool = Field(False, description="Accept a URL that is not this machine.")
+    seed: int = Field(1, ge=0, description="The same seed sends the same requests.")
+    json_file: Path | None = Field(
+        None, validation_alias=AliasChoices("json"), description="Also write the result, request by request."
+    )
+    report_dir: Path | None = Field(
+        None, validation_alias=AliasChoices("report"), description="Also write a page, index.html, into this directory."
+    )
+
+    def cli_cmd(self) -> None:
+        with ends_on_sigterm():
+            run_to_end(self.measure())
+
+    async def measure(self) -> None:
+        """All of it. Raises `TargetError`, `ScenarioError` and `MissingExtra` for what the user can mend; exits with 1
+        where nothing was answered."""
+        if self.report_dir is not None:
+            require(PLOTS, "--report")
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-coserve-")))
+            model_dir = self._model_dir(folder)
+            ours = await self._own_server(stack, folder, model_dir)
+            systems = Systems(ours, await self._peer(stack, folder, model_dir))
+            conditions = await self._conditions(ours, model_dir)
+            if self.url:
+                await stack.enter_async_context(tiers_kept(ours))
+            result = await conduct(conditions, systems, say_progress)
+        self._conclude(result, ours.model)
+
+    def _model_dir(self, folder: Path) -> Path | None:
+        """The model to serve, if it is known; None: the demo model, or whatever a running server has."""
+        if self.url or (self.model is None and self.shape == "demo"):
+            return self.model
+        try:
+            if self.model is not None:
+                return with_tokenizer(self.model, folder) if self.load_format == "dummy" else self.model
+            return write_served_shape(folder / f"shape-{self.shape}", self.shape, self.context or 8192)
+        except ShapeError as error:
+            raise TargetError(str(error)) from error
+
+    @property
+    def _format(self) -> str:
+        return self.load_format if self.model is not None else "dummy"
+
+    async def _own_server(self, stack: AsyncExitStack, folder: Path, model_dir: Path | None) -> Target:
+        if self.url:
+            return await running_server(self.url, self.allow_remote)
+        say_progress("starting tidegate serve")
+        flags = shlex.split(self.server_flags)
+        return await stack.enter_async_context(serving_tidegate(model_dir, self._format, folder, self.threads, flags))
+
+    async def _peer(self, stack: AsyncExitStack, folder: Path, model_dir: Path | None) -> Target | None:
+        if self.peer_url:
+            return await running_server(self.peer_url, self.allow_remote)
+        if self.vllm_python is None:
+            return None
+        if model_dir is None:
+            raise TargetError("vLLM needs a model directory: --model or --shape")
+        say_progress("starting vLLM; it may compile for minutes")
+        command = vllm_command(self.vllm_python, model_dir, self._format, shlex.split(self.vllm_flags))
+        kv_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
+        environment = vllm_environment(self.threads or len(usable_cores()), kv_gib)
+        return await stack.enter_async_context(serving(command, folder / "vllm.log", "/health", environment))
+
+    async def _conditions(self, ours: Target, model_dir: Path | None) -> Conditions:
+        experiment = EXPERIMENTS[self.experiment]
+        scenario = self._with_streams(load_scenario(self.scenario or experiment.scenario, self.bulk_pool))
+        scale = self.scale or scenario.scale_for(self._context(model_dir))
+        return Conditions(
+            experiment,
+            scenario.with_lengths_scaled(scale) if scale != 1.0 else scenario,
+            scale,
+            await self._tiers(ours),
+            Targets(ttft_ms=self.ttft_ms or None, itl_ms=self.itl_ms or None),
+            Timing(self.duration, self.rounds, self.lead, self.settle, self.drain),
+            self.seed,
+            clients=self.clients or None,
+            load=self.load or None,
+            wanted=self._wanted(),
+            search_s=self.search_seconds,
+            search_budget_s=self.search_budget,
+            sweep_s=self.sweep_seconds,
+        )
+
+    def _wanted(self) -> list[str]:
+        names = [name.strip().upper() for name in self.arms.split(",") if name.strip()]
+        if unknown := [name for name in names if name not in OWN_ARMS]:
+            raise TargetError(f"there is no arm {unknown[0]}: {', '.join(OWN_ARMS)} are known")
+        return names
+
+    def _context(self, model_dir: Path | None) -> int | None:
+        if self.context or model_dir is None:
+            return self.context or None
+        try:
+            return context_of(model_dir)
+        except ShapeError as error:
+            raise TargetError(str(error)) from error
+
+    def _with_streams(self, scenario: Scenario) -> Scenario:
+        if not self.streams:
+            return scenario
+        backlog = ClosedLoop(streams=self.streams)
+        classes = {
+            name: c.model_copy(update={"arrivals": backlog}) if isinstance(c.arrivals, ClosedLoop) else c
+            for name, c in scenario.classes.items()
+        }
+        return scenario.model_copy(update={"classes": classes})
+
+    async def _tiers(self, ours: Target) -> Document:
+        if self.tiers is not None:
+            try:
+                load_tiers(self.tiers)
+            except TierConfigError as error:
+                raise TargetError(str(error)) from error
+            document: Document = yaml.safe_load(self.tiers.read_text(encoding="utf-8"))
+            return document
+        return await tiers_in_force(ours) if self.url else read_shipped_tiers()
+
+    def _conclude(self, result: Result, model: str) -> None:
+        if self.json_file is not None:
+            report.write_json(self.json_file, as_dict(result), seed=self.seed, model=model)
+        print(render_text(result))
+        if self.report_dir is not None:
+            from bench.isolation.presentation import experiment_page  # matplotlib
+
+            command = shlex.join(["python", "-m", "loadtest", *sys.argv[1:]])
+            print(f"\n{write_page(self.report_dir, experiment_page(result, command, model, self.seed))}")
+        if not result.has_answers:
+            raise SystemExit(1)

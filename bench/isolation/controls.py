@@ -1,0 +1,74 @@
+"""The negative controls: arms that lack a mechanism and have to fail, or an experiment shows nothing. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bench.isolation.arms import AIMD, BEST_EFFORT, FIRST_COME, OURS
+from bench.isolation.shapes import ExperimentName
+from bench.isolation.summary import ArmSummary, compare_all
+
+TTFT_P50_FLOOR, TTFT_P99_FLOOR = 1.3, 1.25  # mixed ÷ alone: what A2 must not reach
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A negative control: an arm that must fail, or the experiment shows nothing. `failed` None: it was not run."""
+
+    name: str
+    failed: bool | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What one experiment came to. `solo_load`: the base load as a share of the solo goodput; None: that was not
+    measured. `top_class`: the interactive class of the highest tier."""
+
+    experiment: ExperimentName
+    arms: Mapping[str, ArmSummary]
+    solo_load: float | None = None
+    factor: float = 1.0  # of the base load, while it is higher,
+    higher_for_s: float = 0.0  # in each round
+    on_gpu: bool = False
+    top_class: str = ""
+    settling_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def controls_of(seen: Evidence) -> list[Control]:
+    """Those of this experiment."""
+    match seen.experiment:
+        case "isolation":
+            return _isolation_controls(seen)
+        case "deadlines":
+            return _deadline_controls(seen)
+        case "step":
+            return _step_controls(seen)
+        case "overload":
+            return []
+
+
+def _deadline_controls(seen: Evidence) -> list[Control]:
+    name = "best effort misses a fifth of the deadlines or more"
+    share = seen.arms[BEST_EFFORT].jobs.share if BEST_EFFORT in seen.arms else None
+    if share is None:
+        return [Control(name, None, "not run")]
+    return [Control(name, share <= 0.8, f"{1 - share:.1%} missed")]
+
+
+def _isolation_controls(seen: Evidence) -> list[Control]:
+    name = "A2 fails isolation"
+    if FIRST_COME not in seen.arms:
+        return [Control(name, None, "not run")]
+    versus = compare_all(seen.arms).get(FIRST_COME)
+    p50, p99 = (versus.latency.ttft_p50, versus.latency.ttft_p99) if versus else (None, None)
+    if p50 is None or p99 is None:
+        return [Control(name, None, "no first tokens to compare")]
+    failed = p50.value > TTFT_P50_FLOOR and p99.value > TTFT_P99_FLOOR
+    return [Control(name, failed, f"TTFT p50 {p50.value:.2f}×, p99 {p99.value:.2f}×")]
+
+
+def _step_controls(seen: Evidence) -> list[Control]:
+    aimd_s, ours_s = seen.settling_s.get(AIMD), seen.settling_s.get(OURS)
+    if aimd_s is None or ours_s is None:
+        return [Control("A5 settles slower", None, "not run")]
+    return [Control("A5 settles slower", aimd_s > ours_s, f"{aimd_s:.1f} s against {ours_s:.1f} s")]

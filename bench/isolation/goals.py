@@ -1,0 +1,206 @@
+"""What is promised of the product, and whether an experiment showed it: floors and goals. Pure.
+
+Every experiment shows all goals, also those that it says nothing about. A goal counts only if its negative control
+fails it: the verdict says so.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from bench.isolation.arms import OURS, STATIC, STRICT
+from bench.isolation.controls import TTFT_P50_FLOOR, TTFT_P99_FLOOR, Control, Evidence, controls_of
+from bench.isolation.shapes import ExperimentName
+from bench.isolation.summary import compare_all
+from loadtest.estimates import Estimate
+
+Verdict = Literal["goal", "floor", "missed", "not measured", "does not count"]
+SAMPLES_FOR_P99 = 3000
+ISOLATION_LOAD = 0.5  # of the solo goodput
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """`measured` None: this run could not tell. `note` says what to think of it. `counts` False: its negative control
+    did not fail it."""
+
+    name: str
+    floor: float
+    goal: float
+    measured: Estimate | float | None = None
+    higher_is_better: bool = False
+    is_share: bool = False
+    unit: str = ""
+    note: str = ""
+    counts: bool = True
+
+    @property
+    def value(self) -> float | None:
+        return self.measured.value if isinstance(self.measured, Estimate) else self.measured
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.value is None:
+            return "not measured"
+        if not self._reaches(self.floor):
+            return "missed"
+        if not self.counts:
+            return "does not count"
+        return "goal" if self._reaches(self.goal) else "floor"
+
+    def _reaches(self, bound: float) -> bool:
+        value = self.value
+        assert value is not None, "asked for what was measured"
+        return value >= bound if self.higher_is_better else value <= bound
+
+
+def judge(seen: Evidence) -> tuple[list[Goal], list[Control]]:
+    """All goals, and the controls of this experiment."""
+    controls = controls_of(seen)
+    did_not_fail = any(control.failed is False for control in controls)
+    goals = [
+        *_isolation(seen, did_not_fail),
+        *_throughput(seen),
+        *_overload(seen),
+        *_engine(seen),
+        _settling(seen, did_not_fail),
+        _jobs(seen, did_not_fail),
+        _simulator(),
+    ]
+    return goals, controls
+
+
+def _isolation(seen: Evidence, control_did_not_fail: bool) -> list[Goal]:
+    p50 = Goal("isolation: TTFT p50, mixed ÷ alone", TTFT_P50_FLOOR, 1.15)
+    p99 = Goal("isolation: TTFT p99, mixed ÷ alone", TTFT_P99_FLOOR, 1.10)
+    attained = Goal("interactive SLO attainment, mixed", 0.97, 0.99, higher_is_better=True, is_share=True)
+    if seen.experiment != "isolation" or OURS not in seen.arms:
+        return [_of_another(goal, seen, "isolation") for goal in (p50, p99, attained)]
+    ours, versus = seen.arms[OURS], compare_all(seen.arms).get(OURS)
+    samples = len(ours.ttft.samples)
+    few = "" if samples >= SAMPLES_FOR_P99 else f"of {samples} first tokens; {SAMPLES_FOR_P99:,} for a claim on a GPU"
+    alone = "" if versus else "A0 was not run"
+    found = [
+        replace(p50, measured=versus.latency.ttft_p50 if versus else None, note=_notes(alone, _load_note(seen))),
+        replace(p99, measured=versus.latency.ttft_p99 if versus else None, note=_notes(alone, few)),
+    ]
+    share = replace(attained, measured=ours.total.share, note=f"of {ours.total.offered} offered")
+    return [*(_controlled(goal, "A2", control_did_not_fail) for goal in found), share]
+
+
+def _load_note(seen: Evidence) -> str:
+    if seen.solo_load is None:
+        return "the load's share of the solo goodput was not measured"
+    if seen.solo_load != ISOLATION_LOAD:
+        return f"at {seen.solo_load:g} of the solo goodput; the goal is for {ISOLATION_LOAD:g}"
+    return ""
+
+
+def _throughput(seen: Evidence) -> list[Goal]:
+    harvest = Goal("bulk harvest, of what interactive leaves", 0.75, 0.88, higher_is_better=True)
+    over_strict = Goal("goodput ÷ strict priority", 1.2, 1.5, higher_is_better=True)
+    over_static = Goal("goodput ÷ best static budget", 1.0, 1.15, higher_is_better=True)
+    versus = compare_all(seen.arms).get(OURS) if seen.experiment == "isolation" else None
+    if versus is None:
+        harvest = _of_another(harvest, seen, "isolation")
+    elif versus.bulk_harvest is None:
+        harvest = replace(harvest, note="A1 was not run, or the server does not say how busy it was")
+    else:
+        harvest = replace(harvest, measured=versus.bulk_harvest)
+    return [harvest, _goodput_over(over_strict, seen, STRICT), _goodput_over(over_static, seen, STATIC)]
+
+
+def _goodput_over(goal: Goal, seen: Evidence, other: str) -> Goal:
+    """At the one load of this run: no arm can serve more in time than is offered, which bounds the ratio."""
+    if OURS not in seen.arms or other not in seen.arms:
+        return replace(goal, note=f"{other} was not run")
+    ours, theirs = seen.arms[OURS], seen.arms[other]
+    if not theirs.met_per_s:
+        return replace(goal, note=f"{other} served nothing in time, Tidegate {ours.met_per_s:.2f} requests/s")
+    most = theirs.total.offered / theirs.total.met
+    note = f"interactive requests in time, at this load, where no ratio can be above {most:.2f}"
+    return replace(goal, measured=ours.met_per_s / theirs.met_per_s, note=note)
+
+
+def _overload(seen: Evidence) -> list[Goal]:
+    top = Goal("1.5× overload for 60 s: misses of the top tier", 0.02, 0.005, is_share=True)
+    everyone = Goal("1.5× overload for 60 s: all misses", 0.20, 0.10, is_share=True)
+    if seen.experiment != "overload" or OURS not in seen.arms:
+        return [_of_another(goal, seen, "overload") for goal in (top, everyone)]
+    ours = seen.arms[OURS]
+    of_top = ours.attainment.get(seen.top_class)
+    load = "the solo goodput was not measured"
+    if seen.solo_load is not None:
+        load = f"at {seen.solo_load * seen.factor:g} × the solo goodput for {seen.higher_for_s:.0f} s"
+    return [
+        replace(top, measured=_misses(of_top.share if of_top else None), note=_notes(f"of {seen.top_class!r}", load)),
+        replace(
+            everyone, measured=_misses(ours.total.share), note=f"of {ours.total.offered} offered, with those refused"
+        ),
+    ]
+
+
+def _engine(seen: Evidence) -> list[Goal]:
+    """Measured in every experiment."""
+    ours = seen.arms.get(OURS)
+    engine = ours.engine if ours else None
+    recomputed = (
+        f"; {engine.recomputed_tokens:.0f} tokens computed again" if engine and engine.recomputed_tokens else ""
+    )
+    return [
+        Goal(
+            "reaction p99 ÷ running step",
+            2.0,
+            1.2,
+            engine.reaction_p99 if engine else None,
+            note="as fine as its histogram's buckets",
+        ),
+        Goal(
+            "bulk work wasted by preemption",
+            0.05,
+            0.01 if seen.on_gpu else 0.03,
+            engine.wasted_share if engine else None,
+            is_share=True,
+            note=f"of bulk's engine time, in steps that were left{recomputed}",
+        ),
+        Goal("step-time error (MAPE)", 0.10, 0.04, engine.step_time_error if engine else None, is_share=True),
+    ]
+
+
+def _settling(seen: Evidence, control_did_not_fail: bool) -> Goal:
+    goal = Goal("settle after a 3× load step", 30.0, 10.0, unit="s")
+    if seen.experiment != "step" or OURS not in seen.settling_s:
+        return _of_another(goal, seen, "step")
+    return _controlled(replace(goal, measured=seen.settling_s[OURS]), "A5", control_did_not_fail)
+
+
+def _jobs(seen: Evidence, control_did_not_fail: bool) -> Goal:
+    goal = Goal("admitted jobs with deadlines on time", 0.95, 0.99, higher_is_better=True, is_share=True)
+    if seen.experiment != "deadlines" or OURS not in seen.arms:
+        return _of_another(goal, seen, "deadlines")
+    jobs = seen.arms[OURS].jobs
+    measured = replace(goal, measured=jobs.share, note=f"of {jobs.offered} admitted")
+    return _controlled(measured, "best effort", control_did_not_fail)
+
+
+def _simulator() -> Goal:
+    note = "`loadtest compare` holds the simulator against this run's JSON"
+    return Goal("simulator against the engine: TTFT and ITL, p50 and p95", 0.20, 0.10, is_share=True, note=note)
+
+
+def _of_another(goal: Goal, seen: Evidence, experiment: ExperimentName) -> Goal:
+    here = seen.experiment == experiment
+    return replace(goal, note="an arm that it needs was not run" if here else f"--experiment {experiment} measures it")
+
+
+def _controlled(goal: Goal, control: str, did_not_fail: bool) -> Goal:
+    if not did_not_fail:
+        return goal
+    return replace(goal, counts=False, note=_notes(f"{control}, its negative control, did not fail", goal.note))
+
+
+def _notes(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
+
+
+def _misses(attained: float | None) -> float | None:
+    return None if attained is None else 1.0 - attained

@@ -1,0 +1,103 @@
+"""The experiments: which load each one is, how it moves, and which arms it needs. Pure.
+
+Loads are multiples of the solo goodput, which is what interactive traffic sustains alone.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bench.isolation.arms import AIMD, BEST_EFFORT, BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, STATIC, STRICT
+from loadtest.traffic.scenario import Scenario, TrafficClass
+from loadtest.traffic.scenario_arrivals import OpenLoop, Spike
+
+ExperimentName = Literal["isolation", "overload", "step", "deadlines"]
+OVERLOAD_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`factor` times the base load from `from_share` of a part, for `for_s` at most (None: to its end)."""
+
+    base_load: float
+    factor: float = 1.0
+    from_share: float = 0.0
+    for_s: float | None = None
+
+    def spike(self, part_s: float) -> Spike | None:
+        if self.factor == 1.0:
+            return None
+        at_s = self.from_share * part_s
+        left_s = part_s - at_s
+        return Spike(at_s=at_s, for_s=left_s if self.for_s is None else min(left_s, self.for_s), factor=self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    name: ExperimentName
+    title: str
+    scenario: str  # unless another one is asked for
+    arms: tuple[str, ...]
+    shape: Shape
+    is_steady: bool  # the scenario's own motions are taken out: the shape is the motion
+    has_premium: bool = False  # `priority` is a tier of its own, above the default one
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    e.name: e
+    for e in (
+        Experiment(
+            "isolation",
+            "Interactive traffic beside a bulk backlog without end",
+            "w1-chat",
+            (OURS_ALONE, BULK_ALONE, FIRST_COME, STRICT, STATIC, AIMD, OURS),
+            Shape(0.5),
+            is_steady=False,
+        ),
+        Experiment(
+            "overload",
+            "Three classes: interactive traffic that triples for a minute, and bulk",
+            "w3-square",
+            (FIRST_COME, STRICT, OURS),
+            Shape(0.5, 3.0, 1 / 6, OVERLOAD_S),
+            is_steady=True,
+            has_premium=True,
+        ),
+        Experiment(
+            "step",
+            "Interactive traffic that triples from one moment to the next, and stays so",
+            "w1-chat",
+            (AIMD, OURS),
+            Shape(0.3, 3.0, 1 / 3),
+            is_steady=True,
+        ),
+        Experiment(
+            "deadlines",
+            "Jobs that must be done in time, in the tier of a bulk backlog, beside interactive traffic",
+            "deadlines",
+            (BEST_EFFORT, OURS),
+            Shape(0.4),
+            is_steady=True,
+        ),
+    )
+}
+
+
+def shaped(scenario: Scenario, experiment: Experiment, goodput_clients: float, load: float, part_s: float) -> Scenario:
+    """The scenario with its interactive classes at `load` times the solo goodput, moving as the experiment says; jobs
+    with deadlines too, since what a machine can promise grows with it."""
+    spike = experiment.shape.spike(part_s)
+    classes = dict(scenario.classes)
+    for traffic in scenario.classes.values():
+        arrivals = traffic.arrivals
+        if not isinstance(arrivals, OpenLoop) or not (traffic.role == "interactive" or has_deadline(traffic)):
+            continue
+        arrivals = (arrivals.steady() if experiment.is_steady else arrivals).scaled(goodput_clients * load)
+        if spike is not None:
+            arrivals = arrivals.model_copy(update={"spikes": (spike,)})
+        classes[traffic.name] = traffic.model_copy(update={"arrivals": arrivals})
+    return scenario.model_copy(update={"classes": classes})
+
+
+def has_deadline(traffic: TrafficClass) -> bool:
+    """Bulk that must be done in time: jobs."""
+    return traffic.role == "bulk" and traffic.targets.e2e_ms is not None

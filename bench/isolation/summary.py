@@ -1,0 +1,194 @@
+"""One arm in numbers, from all its rounds: at the client's socket, and from the server's own metrics. Pure.
+
+Knows outcomes and timelines; not goals nor how it is shown.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.isolation.arms import BULK_ALONE, PEER_BULK, Arm, promises_something
+from bench.isolation.attainment import Attainment, attainment_of, has_met
+from bench.isolation.experiment import Part, Rounds
+from bench.isolation.shapes import has_deadline
+from loadtest.client.runner import ArmRun
+from loadtest.client.timeline import bucket_quantile
+from loadtest.estimates import (
+    ClassSummary,
+    Distribution,
+    LatencyRatios,
+    busy_share,
+    harvest,
+    lag_p99_s,
+    latency_ratios,
+    summarize,
+)
+from loadtest.traffic.scenario import Scenario, Targets, TrafficClass
+
+PREEMPTION_MODES = ("pause", "swap", "recompute")
+REFUSED = (429, 503)  # admission said no, which is no broken promise
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What the server says of itself over the measured windows; None where it does not."""
+
+    busy_share: float | None
+    step_p50_s: float | None
+    step_p99_s: float | None
+    reaction_p50: float | None  # arrival to first step, in lengths of the step that ran
+    reaction_p99: float | None
+    steps_shed: float | None
+    wasted_share: float | None  # of bulk's engine time, in steps that were left and done again
+    recomputed_tokens: float | None  # whose KV was given up
+    step_time_error: float | None
+    preemptions: dict[str, float]
+    moves: float | None  # of a knob
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSummary:
+    arm: Arm
+    classes: dict[str, ClassSummary]
+    attainment: dict[str, Attainment]  # of the interactive classes
+    ttft: Distribution  # of all interactive classes
+    itl: Distribution
+    e2e: Distribution
+    jobs: Attainment  # bulk with deadlines: of those that were admitted
+    met_per_s: float  # interactive requests that met their promise
+    bulk_tokens_per_s: float
+    engine: EngineView
+    lag_p99_s: float
+    client_cpu_share: float
+    was_quiet: bool
+
+    @property
+    def total(self) -> Attainment:
+        return sum(self.attainment.values(), Attainment(0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A mixed arm against the arms alone of the same system."""
+
+    latency: LatencyRatios
+    bulk_kept: float | None
+    bulk_harvest: float | None
+
+
+def summarize_arms(rounds: Rounds, scenario: Scenario, promises: Mapping[str, Targets]) -> dict[str, ArmSummary]:
+    return {name: _summarize(parts, scenario, promises) for name, parts in rounds.parts.items() if parts}
+
+
+def _summarize(parts: Sequence[Part], scenario: Scenario, promises: Mapping[str, Targets]) -> ArmSummary:
+    runs = [part.run for part in parts]
+    classes = {name: summarize(runs, name) for name in runs[0].outcomes}
+    interactive = [c.name for c in scenario.with_role("interactive") if c.name in classes]
+    attainment = {n: attainment_of((o for r in runs for o in r.outcomes[n]), promises[n]) for n in interactive}
+    return ArmSummary(
+        parts[0].arm,
+        classes,
+        attainment,
+        ttft=_pooled([classes[n].ttft for n in interactive]),
+        itl=_pooled([classes[n].itl for n in interactive]),
+        e2e=_pooled([classes[n].e2e for n in interactive]),
+        jobs=sum((_admitted(runs, c) for c in scenario.classes.values() if has_deadline(c)), Attainment(0, 0)),
+        met_per_s=sum(a.met for a in attainment.values()) / sum(run.duration_s for run in runs),
+        bulk_tokens_per_s=sum(s.tokens_per_s for n, s in classes.items() if n not in interactive),
+        engine=_engine_view(parts),
+        lag_p99_s=lag_p99_s(runs),
+        client_cpu_share=max(run.client_cpu_share for run in runs),
+        was_quiet=all(part.was_quiet for part in parts),
+    )
+
+
+def _admitted(runs: Sequence[ArmRun], traffic: TrafficClass) -> Attainment:
+    sent = (o for run in runs for o in run.outcomes.get(traffic.name, []))
+    return attainment_of((o for o in sent if o.status not in REFUSED), traffic.targets)
+
+
+def _pooled(distributions: Sequence[Distribution]) -> Distribution:
+    return Distribution(np.concatenate([d.samples for d in distributions] or [np.empty(0)]))
+
+
+def _engine_view(parts: Sequence[Part]) -> EngineView:
+    tiers = (parts[0].arm.tiers or {"tiers": {}})["tiers"]
+    promising = [name for name, tier in tiers.items() if promises_something(tier)]
+    return EngineView(
+        busy_share=busy_share([part.run for part in parts]),
+        step_p50_s=_quantile(parts, "tidegate_step_seconds", 0.5),
+        step_p99_s=_quantile(parts, "tidegate_step_seconds", 0.99),
+        reaction_p50=_quantile(parts, "tidegate_reaction_steps", 0.5, promising),
+        reaction_p99=_quantile(parts, "tidegate_reaction_steps", 0.99, promising),
+        steps_shed=_grown(parts, "tidegate_steps_shed_total"),
+        wasted_share=_wasted_share(parts, [name for name in tiers if name not in promising]),
+        recomputed_tokens=_grown(parts, "tidegate_recomputed_tokens_total"),
+        step_time_error=_mean(parts, "tidegate_step_time_error_ratio"),
+        preemptions={m: _grown(parts, "tidegate_num_preemptions_total", mode=m) or 0.0 for m in PREEMPTION_MODES},
+        moves=_grown(parts, "tidegate_controller_decisions_total"),
+    )
+
+
+def _wasted_share(parts: Sequence[Part], bulk_tiers: Sequence[str]) -> float | None:
+    wasted_s = _grown(parts, "tidegate_shed_seconds_total")
+    used = [_grown(parts, "tidegate_engine_seconds_total", tier=tier) for tier in bulk_tiers]
+    spent_s = sum(seconds for seconds in used if seconds is not None) + (wasted_s or 0.0)
+    return wasted_s / spent_s if wasted_s is not None and spent_s else None
+
+
+def _grown(parts: Sequence[Part], name: str, **labels: str) -> float | None:
+    deltas = [delta for part in parts if (delta := part.timeline.delta(name, **labels)) is not None]
+    return sum(deltas) if deltas else None
+
+
+def _quantile(parts: Sequence[Part], name: str, q: float, tiers: Sequence[str] | None = None) -> float | None:
+    """Of a histogram over all windows; over these tiers, if there is a label for them."""
+    counts: dict[float, float] = {}
+    labels: list[dict[str, str]] = [{}] if tiers is None else [{"tier": tier} for tier in tiers]
+    for part in parts:
+        for chosen in labels:
+            for bound, count in part.timeline.buckets(name, **chosen).items():
+                counts[bound] = counts.get(bound, 0.0) + count
+    return bucket_quantile(dict(sorted(counts.items())), q)
+
+
+def _mean(parts: Sequence[Part], name: str) -> float | None:
+    """Of a histogram over the windows; of a gauge over its readings."""
+    count, total = _grown(parts, f"{name}_count"), _grown(parts, f"{name}_sum")
+    if count and total is not None:
+        return total / count
+    values = [value for part in parts for _, value in part.timeline.gauge(name)]
+    return float(np.mean(values)) if values else None
+
+
+def compare(mixed: ArmSummary, alone: ArmSummary, bulk_alone: ArmSummary | None) -> Comparison:
+    bulk = bulk_alone.bulk_tokens_per_s if bulk_alone else 0.0
+    return Comparison(
+        latency=latency_ratios(mixed, alone),
+        bulk_kept=mixed.bulk_tokens_per_s / bulk if bulk else None,
+        bulk_harvest=harvest(mixed.bulk_tokens_per_s, bulk, alone.engine.busy_share),
+    )
+
+
+def compare_all(arms: Mapping[str, ArmSummary]) -> dict[str, Comparison]:
+    """Every mixed arm against the arms alone of its own system, as far as they were run."""
+    found = {}
+    for name, summary in arms.items():
+        alone = arms.get(summary.arm.alone)
+        if summary.arm.is_mixed and alone is not None:
+            found[name] = compare(summary, alone, arms.get(PEER_BULK if summary.arm.is_peer else BULK_ALONE))
+    return found
+
+
+def met_by_arrival(
+    parts: Sequence[Part], scenario: Scenario, promises: Mapping[str, Targets]
+) -> list[tuple[float, bool]]:
+    """(seconds from its part's start, met) of every interactive request, by arrival."""
+    found = [
+        (outcome.due_s - part.run.start_s, has_met(outcome, promises[c.name]))
+        for part in parts
+        for c in scenario.with_role("interactive")
+        for outcome in part.run.outcomes.get(c.name, [])
+    ]
+    return sorted(found)

@@ -1,0 +1,140 @@
+"""What is found out before the arms are measured: what interactive traffic sustains alone, and A4's best budget.
+
+Both are short runs on the same server, of another seed than the arms. Knows which runs are needed; not how they are
+sent.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from bench.isolation.arms import Arm, StaticBudget, with_static_budget
+from bench.isolation.attainment import GOAL, Attainment, MissCount, attainment_of
+from bench.isolation.experiment import Part, Progress, run_part
+from bench.isolation.goodput import Goodput, Probe, allowed_misses, find_goodput
+from bench.isolation.systems import Systems
+from loadtest.client.runner import ArmRun, Timing
+from loadtest.traffic.scenario import Scenario, Targets
+from loadtest.traffic.scenario_arrivals import OpenLoop
+
+TUNING_ROUND = 1000  # of no arm
+PROBE_REQUESTS = 40  # a probe of the search lasts until so many were due,
+LONGEST_PROBE = 3.0  # but no longer than so many times its usual length;
+LEAST_REQUESTS = 8  # and a load of which it would see fewer is not tried
+BUDGETS = (
+    StaticBudget(2, 32),
+    StaticBudget(4, 64),
+    StaticBudget(8, 128),
+    StaticBudget(16, 256),
+    StaticBudget(32, 512),
+    StaticBudget(64, 1024),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    budget: StaticBudget
+    attainment: float
+    bulk_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    points: tuple[SweepPoint, ...]
+
+    @property
+    def best(self) -> SweepPoint:
+        """The most bulk among those that keep the promise; where none does, the one that comes closest."""
+        keeping = [p for p in self.points if p.attainment >= GOAL]
+        if keeping:
+            return max(keeping, key=lambda p: p.bulk_tokens_per_s)
+        return max(self.points, key=lambda p: (p.attainment, p.bulk_tokens_per_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """Short runs of one scenario; `timing` is that of each."""
+
+    systems: Systems
+    scenario: Scenario
+    promises: Mapping[str, Targets]  # by interactive class
+    timing: Timing
+    seed: int
+    progress: Progress
+
+    async def search_goodput(self, arm: Arm, budget_s: float) -> Goodput:
+        """In multiples of the scenario's own load, at a steady rate: what a wave or a burst is a multiple of. No probe
+        is begun after `budget_s`; one that has more misses than it may have is ended at once."""
+        steady = _steady(self.scenario)
+        rate_per_s = sum(
+            c.arrivals.mean_rate_per_s for c in steady.with_role("interactive") if isinstance(c.arrivals, OpenLoop)
+        )
+        usual_s, longest_s = self.timing.duration_s, LONGEST_PROBE * self.timing.duration_s
+        until_s = perf_counter() + budget_s
+
+        async def measure(clients: float) -> Probe:
+            probe_s = min(max(usual_s, PROBE_REQUESTS / (rate_per_s * clients)), longest_s)
+            probe = await self._probe(arm, steady.with_load_scaled(clients), clients, probe_s)
+            late = f"{probe.missed} of {probe.offered} late" + (", ended there" if probe.was_cut else "")
+            verdict = "holds" if probe.holds else "does not hold"
+            self.progress(f"{arm.title} at {clients:.3g} × the scenario's load: {verdict} ({late})")
+            return probe
+
+        least = LEAST_REQUESTS / (rate_per_s * longest_s)
+        return await find_goodput(measure, least=least, has_time=lambda: perf_counter() < until_s)
+
+    async def _probe(self, arm: Arm, loaded: Scenario, clients: float, probe_s: float) -> Probe:
+        missed = MissCount(self.promises)
+
+        def is_lost(run: ArmRun) -> bool:
+            return missed.update(run, perf_counter()) > allowed_misses(run.planned)
+
+        part = await self._run(arm, loaded, f"solo-{clients:.4g}-", probe_s, is_lost)
+        run = part.run
+        if run.was_cut:
+            return Probe(clients, run.planned, missed.misses, was_cut=True)
+        seen = self._interactive(part)
+        return Probe(clients, seen.offered, seen.offered - seen.met)
+
+    async def sweep_static_budget(self, arm: Arm, budgets: Sequence[StaticBudget]) -> Sweep:
+        """Mixed traffic under each fixed budget of bulk."""
+        return Sweep(tuple([await self._try_budget(arm, budget) for budget in budgets]))
+
+    async def _try_budget(self, arm: Arm, budget: StaticBudget) -> SweepPoint:
+        assert arm.tiers is not None, "only our own server has budgets to sweep"
+        pinned = replace(arm, tiers=with_static_budget(arm.tiers, budget))
+        salt = f"sweep-{budget.batch_size}-{budget.batch_tokens}-"
+        part = await self._run(pinned, self.scenario, salt, self.timing.duration_s)
+        run, bulk = part.run, [c.name for c in self.scenario.with_role("bulk")]
+        tokens = sum(o.tokens_between(run.start_s, run.end_s) for name in bulk for o in run.outcomes[name])
+        seen = self._interactive(part).share
+        point = SweepPoint(budget, 1.0 if seen is None else seen, tokens / run.duration_s)
+        size = f"{budget.batch_size} sequences, {budget.batch_tokens} tokens a step"
+        got = f"{point.attainment:.1%} within the promise, {point.bulk_tokens_per_s:.0f} bulk tok/s"
+        self.progress(f"static budget of {size}: {got}")
+        return point
+
+    async def _run(
+        self,
+        arm: Arm,
+        loaded: Scenario,
+        salt: str,
+        duration_s: float,
+        has_shown_enough: Callable[[ArmRun], bool] | None = None,
+    ) -> Part:
+        timing = replace(self.timing, duration_s=duration_s, rounds=1)
+        return await run_part(self.systems, arm, loaded, timing, self.seed, TUNING_ROUND, salt, has_shown_enough)
+
+    def _interactive(self, part: Part) -> Attainment:
+        total = Attainment(0, 0)
+        for name, targets in self.promises.items():
+            total += attainment_of(part.run.outcomes[name], targets)
+        return total
+
+
+def _steady(scenario: Scenario) -> Scenario:
+    classes = {
+        name: c.model_copy(update={"arrivals": c.arrivals.steady()}) if isinstance(c.arrivals, OpenLoop) else c
+        for name, c in scenario.classes.items()
+    }
+    return scenario.model_copy(update={"classes": classes})

@@ -1,0 +1,79 @@
+"""`python -m loadtest locust`: its flags and its server; the two runs are `locust_runs`."""
+
+import shlex
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import AliasChoices, BaseModel, Field
+
+from bench.isolation.page import write_page
+from bench.isolation.served import serving_tidegate
+from bench.isolation.systems import tiers_in_force, tiers_kept
+from bench.locust.runs import LocustRun, Users, answered_per_s, locust_page, locust_table, run_both
+from loadtest import report
+from loadtest.client.http import Target
+from loadtest.extras import LOCUST, require
+from loadtest.running import ends_on_sigterm, run_to_end, running_server, say_progress
+from loadtest.shipped_tiers import read_shipped_tiers
+
+
+class Locust(BaseModel):
+    """Locust's users against continuous batching and against one at a time, on one server: one page with both."""
+
+    url: str = Field("", description="A running Tidegate with the demo model; empty: one is started.")
+    server_flags: str = Field("", description="More flags for `tidegate serve`, in one string.")
+    users: int = Field(50, ge=1, le=500, description="Locust users, of the realtime and the bulk tier.")
+    spawn_rate: float = Field(10.0, gt=0, description="Users that start each second.")
+    seconds: float = Field(60.0, gt=0, le=3600, description="Of each of the two runs.")
+    threads: int = Field(0, ge=0, description="CPU threads of the server that is started; 0: as it likes.")
+    allow_remote: bool = Field(False, description="Accept a URL that is not this machine.")
+    report_dir: Path = Field(
+        Path("locust-report"), validation_alias=AliasChoices("report"), description="Directory for index.html."
+    )
+    json_file: Path | None = Field(
+        None, validation_alias=AliasChoices("json"), description="Also write the result to this file."
+    )
+
+    def cli_cmd(self) -> None:
+        with ends_on_sigterm():
+            run_to_end(self.compare())
+
+    async def compare(self) -> None:
+        """Both runs. Raises `TargetError` and `MissingExtra`; exits with 1 where nothing was answered."""
+        require(LOCUST, "locust")
+        users = Users(self.users, self.spawn_rate, self.seconds)
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-locust-")))
+            target = await self._server(stack, folder)
+            ours = await tiers_in_force(target) if self.url else read_shipped_tiers()
+            say_progress(f"two runs of {self.seconds:g} s with {self.users} users")
+            if self.url:
+                await stack.enter_async_context(tiers_kept(target))
+            runs = await run_both(target, ours, users, folder)
+        self._conclude(runs, users, target)
+
+    async def _server(self, stack: AsyncExitStack, folder: Path) -> Target:
+        if self.url:
+            return await running_server(self.url, self.allow_remote)
+        flags = shlex.split(self.server_flags)
+        return await stack.enter_async_context(serving_tidegate(None, "auto", folder, self.threads, flags))
+
+    def _conclude(self, runs: list[LocustRun], users: Users, target: Target) -> None:
+        from bench.locust.plot import draw_runs  # matplotlib
+
+        shown = locust_table(runs)
+        print("times in ms")
+        print(report.table(shown.header, [row.cells for row in shown.rows]))
+        together, one = (answered_per_s(run) for run in runs)
+        if one:
+            print(f"answers per second, continuous ÷ one at a time: {together / one:.2f}")
+        command = shlex.join(["python", "-m", "loadtest", *sys.argv[1:]])
+        print(write_page(self.report_dir, locust_page(runs, draw_runs(runs), users, command, target.model)))
+        if self.json_file is not None:
+            ways = {run.name: {name: asdict(e) for name, e in run.entries.items()} for run in runs}
+            report.write_json(self.json_file, {"users": asdict(users), "runs": ways}, seed=0, model=target.model)
+        if not together:
+            raise SystemExit(1)

@@ -1,0 +1,175 @@
+"""Locust twice against one server: with continuous batching, and with one sequence at a time. One page of both.
+
+Both runs have the same users; between them the server is told other tiers. Locust runs in a process of its own, since
+it replaces sockets and sleep by gevent's. Knows Locust's flags and files; not what its users do (`locustfile`).
+"""
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench.engines.contestant import python_environment
+from bench.isolation.arms import Document, read_arm_file
+from bench.isolation.page import Card, Drawing, Frame, Page, Row, Section, Table
+from bench.isolation.systems import put_tiers, wait_until_quiet
+from loadtest.client.http import Target, TargetError
+from loadtest.machine import hardware
+from loadtest.report import ABSENT
+
+CONTINUOUS, ONE_AT_A_TIME = "continuous batching", "one at a time"
+LOCUSTFILE = Path(__file__).parents[2] / "loadtest" / "locustfile.py"
+ENTRIES = ("realtime first token", "realtime token gap", "realtime chat", "bulk flex")
+GRACE_S = 60.0  # beyond the run: start, report, last answers
+
+
+@dataclass(frozen=True, slots=True)
+class Users:
+    """`users` of Locust, of which `spawn_per_s` start each second, for `seconds`."""
+
+    users: int
+    spawn_per_s: float
+    seconds: float
+    classes: tuple[str, ...] = ("RealtimeUser", "BulkUser")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of Locust's statistics. Times in ms."""
+
+    requests: int
+    failures: int
+    per_s: float
+    p50_ms: float | None
+    p95_ms: float | None
+    p99_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LocustRun:
+    name: str
+    entries: dict[str, Entry]
+    report_html: str  # Locust's own
+
+
+async def run_both(target: Target, ours: Document, users: Users, folder: Path) -> list[LocustRun]:
+    """Continuous batching first. Raises `TargetError` where Locust or the server does not do its part."""
+    runs = []
+    for name, tiers in ((CONTINUOUS, ours), (ONE_AT_A_TIME, read_arm_file("one-at-a-time"))):
+        await wait_until_quiet(target, 1.0)
+        await put_tiers(target, tiers)
+        runs.append(await _run(target, name, users, folder))
+    return runs
+
+
+async def _run(target: Target, name: str, users: Users, folder: Path) -> LocustRun:
+    stem = folder / name.replace(" ", "-")
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary"]
+    command += ["-u", str(users.users), "-r", f"{users.spawn_per_s:g}", "-t", f"{users.seconds:g}s"]
+    command += ["--host", f"http://{target.host}:{target.port}", "--json-file", str(stem), "--html", f"{stem}.html"]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        *users.classes,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=python_environment(1),
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), users.seconds + GRACE_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    page, stats = Path(f"{stem}.html"), Path(f"{stem}.json")
+    if (
+        not page.exists() or not stats.exists()
+    ):  # exit code 1 says only that there were failures, and the table says which
+        raise TargetError(f"Locust made no report: {output.decode(errors='replace')[-400:].strip()}")
+    entries = read_entries(json.loads(stats.read_text(encoding="utf-8")))
+    return LocustRun(name, entries, page.read_text(encoding="utf-8"))
+
+
+def read_entries(stats: list[dict[str, Any]]) -> dict[str, Entry]:
+    """Locust's statistics by name. It keeps response times as counts by rounded milliseconds."""
+    entries = {}
+    for stat in stats:
+        times = sorted((float(ms), count) for ms, count in stat["response_times"].items())
+        elapsed_s = max(1.0, (stat["last_request_timestamp"] or stat["start_time"]) - stat["start_time"])
+        quantiles = (_quantile(times, q) for q in (0.5, 0.95, 0.99))
+        requests = stat["num_requests"]
+        entries[stat["name"]] = Entry(requests, stat["num_failures"], requests / elapsed_s, *quantiles)
+    return entries
+
+
+def _quantile(times: list[tuple[float, int]], q: float) -> float | None:
+    """The least time that `q` of all do not exceed."""
+    total, seen = sum(count for _, count in times), 0
+    for ms, count in times:
+        seen += count
+        if seen >= q * total:
+            return ms
+    return None
+
+
+def locust_table(runs: list[LocustRun]) -> Table:
+    """Times in ms."""
+    continuous, one = runs[0].entries, runs[1].entries
+    rows = []
+    for name in (n for n in ENTRIES if n in continuous or n in one):
+        for run in runs:
+            entry = run.entries.get(name)
+            rows.append(Row((name, run.name, *_cells(entry)), "ours" if run.name == CONTINUOUS else ""))
+    header = ("what", "way", "count", "failures", "per s", "p50", "p95", "p99")
+    return Table(header, tuple(rows), text_columns=(0, 1))
+
+
+def _cells(entry: Entry | None) -> tuple[str, ...]:
+    if entry is None:
+        return ("0", "0", "0", ABSENT, ABSENT, ABSENT)
+    times = (ABSENT if ms is None else f"{ms:,.0f}" for ms in (entry.p50_ms, entry.p95_ms, entry.p99_ms))
+    return (str(entry.requests), str(entry.failures), f"{entry.per_s:.1f}", *times)
+
+
+def answered_per_s(run: LocustRun) -> float:
+    """Whole answers of either tier, without failures."""
+    whole = [run.entries[name] for name in ("realtime chat", "bulk flex") if name in run.entries]
+    return sum(e.per_s * (1 - e.failures / e.requests) for e in whole if e.requests)
+
+
+def locust_page(runs: list[LocustRun], drawing: str, users: Users, command: str, model: str) -> Page:
+    together, one = (answered_per_s(run) for run in runs)
+    first = [run.entries.get("realtime first token") for run in runs]
+    cards = [Card(f"{together / one:.1f} ×" if one else ABSENT, "answers per second, continuous ÷ one at a time")]
+    cards += [
+        Card(
+            f"{entry.p50_ms:,.0f} ms" if entry and entry.p50_ms is not None else ABSENT,
+            f"median first token, {run.name}",
+        )
+        for entry, run in zip(first, runs, strict=True)
+    ]
+    facts = (
+        ("command", command),
+        ("model", model),
+        ("users", f"{users.users} ({', '.join(users.classes)}), {users.spawn_per_s:g} more each second"),
+        ("each run", f"{users.seconds:g} s"),
+    )
+    text = (
+        "The same server and the same users; between the runs it is told tiers whose batch holds one sequence. Locust "
+        "is a closed loop: its users wait for their answers, so a slow server is asked less."
+    )
+    return Page(
+        kicker="Locust",
+        title=f"Continuous batching against one at a time, {users.users} users",
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        hardware=hardware(),
+        cards=cards,
+        sections=(
+            Section("Both runs", text, locust_table(runs), (Drawing(drawing),)),
+            Section("Locust's own reports", frames=tuple(Frame(run.name, run.report_html) for run in runs)),
+            Section("How it was run", facts=facts),
+        ),
+    )

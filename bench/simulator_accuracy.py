@@ -1,0 +1,197 @@
+"""The simulator held against what was measured: one arm of a `coserve` result, simulated on a cost card.
+
+The same requests come at the same times to the same tiers, and end after as many tokens as they really had; a
+backlog is a backlog. What is compared is what a client sees, of the classes that wait for nobody: first tokens, and
+each request's mean gap. Knows the result's JSON; measures nothing.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from loadtest.report import ABSENT, table
+from loadtest.simulation.cost_card import CostCard
+from loadtest.simulation.deployment import Setting
+from loadtest.simulation.observation import RequestRecord
+from loadtest.simulation.run import simulate
+from loadtest.simulation.summary import Spread, spread
+from loadtest.simulation.traffic import Backlog, OfferedRequest, Traffic, scenario_traffic
+from loadtest.traffic.scenario import Scenario
+from scheduler.config import parse_tiers
+
+
+class ComparisonError(Exception):
+    """The result cannot be compared with; the message says why."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class MeasuredGaps(_Part):
+    mean: float
+
+
+class MeasuredRequest(_Part):
+    """One request as `coserve` writes it."""
+
+    arm: str
+    round_: int = Field(alias="round")
+    traffic_class: str = Field(alias="class")
+    index: int
+    output_tokens: int
+    ttft_s: float | None
+    gaps_s: MeasuredGaps | None
+    error: str | None
+
+    @property
+    def id(self) -> str:
+        return f"{self.traffic_class}-{self.index}"
+
+
+class MeasuredTiming(_Part):
+    duration_s: float = Field(gt=0)
+    rounds: int = Field(ge=1)
+    lead_s: float = Field(ge=0)
+    drain_s: float = Field(ge=0)
+
+
+class MeasuredArm(_Part):
+    tiers: dict[str, Any] | None
+    classes: dict[str, Any]
+
+
+class MeasuredResult(_Part):
+    """What of a `coserve` result is needed to run it again."""
+
+    seed: int
+    scenario: Scenario
+    timing: MeasuredTiming
+    arms: dict[str, MeasuredArm]
+    requests: list[MeasuredRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One latency of one class, measured and simulated."""
+
+    traffic_class: str
+    what: str  # "TTFT" | "mean gap"
+    measured: Spread
+    simulated: Spread
+
+    def ratios(self) -> tuple[float | None, float | None]:
+        """Simulated ÷ measured, of p50 and p95."""
+        pairs = ((self.simulated.p50, self.measured.p50), (self.simulated.p95, self.measured.p95))
+        p50, p95 = (None if not real or simulated is None else simulated / real for simulated, real in pairs)
+        return p50, p95
+
+
+def read_result(path: Path) -> MeasuredResult:
+    """Raises `ComparisonError`."""
+    try:
+        return MeasuredResult.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ComparisonError(f"{path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ComparisonError(f"{path}: not JSON: {error}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ComparisonError(f"{path}: not a result of `loadtest coserve`: {where}: {first['msg']}") from error
+
+
+def compare_arm(result: MeasuredResult, arm: str, card: CostCard, gateway_s: float = 0.0) -> list[Compared]:
+    """Simulate every round of an arm. `gateway_s`: what HTTP and the gateway add to a first token, which no engine
+    knows of. Raises `ComparisonError`."""
+    if arm not in result.arms or result.arms[arm].tiers is None:
+        known = ", ".join(name for name, found in result.arms.items() if found.tiers is not None)
+        raise ComparisonError(f"the result has no arm {arm!r} whose tiers are known (it has {known})")
+    measured = [r for r in result.requests if r.arm == arm]
+    simulated = [r for round_ in range(result.timing.rounds) for r in _simulated(result, arm, round_, card)]
+    compared: list[Compared] = []
+    for name in result.arms[arm].classes:
+        if result.scenario.classes[name].role != "interactive":
+            continue
+        real = [r for r in measured if r.traffic_class == name and r.error is None]
+        like = [r for r in simulated if r.traffic_class == name and r.is_done]
+        compared += _compare(name, real, like, gateway_s)
+    return compared
+
+
+def _compare(
+    name: str, real: Sequence[MeasuredRequest], like: Sequence[RequestRecord], gateway_s: float
+) -> Iterator[Compared]:
+    yield Compared(
+        name,
+        "TTFT",
+        spread(r.ttft_s for r in real if r.ttft_s is not None),
+        spread(r.ttft_s + gateway_s for r in like if r.ttft_s is not None),
+    )
+    yield Compared(
+        name,
+        "mean gap",
+        spread(r.gaps_s.mean for r in real if r.gaps_s is not None),
+        spread(r.gap_s for r in like if r.gap_s is not None),
+    )
+
+
+def _simulated(result: MeasuredResult, arm: str, round_: int, card: CostCard) -> list[RequestRecord]:
+    tiers = parse_tiers(result.arms[arm].tiers, f"the tiers of arm {arm}")
+    timing, scenario = result.timing, _of_arm(result, arm)
+    part_s = timing.duration_s / timing.rounds
+    traffic = scenario_traffic(scenario, tiers, part_s, result.seed, round_)
+    ended = {
+        r.id: r.output_tokens
+        for r in result.requests
+        if r.arm == arm and r.round_ == round_ and r.error is None and r.output_tokens
+    }
+    lead_s = timing.lead_s if traffic.backlogs else 0.0
+    setting = Setting(tiers, card, seed=round_, prefix_cache=traffic.shares_prefixes, lead_s=lead_s)
+    return simulate(setting, _as_long(traffic, ended), part_s, drain_s=timing.drain_s).requests
+
+
+def _of_arm(result: MeasuredResult, arm: str) -> Scenario:
+    """The scenario with the classes that the arm sent."""
+    classes = {n: c for n, c in result.scenario.classes.items() if n in result.arms[arm].classes}
+    return result.scenario.model_copy(update={"classes": classes})
+
+
+def _as_long(traffic: Traffic, ended: Mapping[str, int]) -> Traffic:
+    """With the answers as long as they really were, where they came."""
+
+    def cut(offered: OfferedRequest) -> OfferedRequest:
+        return replace(offered, output_tokens=ended.get(offered.id, offered.output_tokens))
+
+    backlogs = [Backlog(b.traffic_class, b.streams, map(cut, b.requests)) for b in traffic.backlogs]
+    return replace(traffic, arrivals=[cut(r) for r in traffic.arrivals], backlogs=backlogs)
+
+
+def render_comparison(arm: str, card: CostCard, compared: Sequence[Compared]) -> str:
+    header = ("class", "what", "n", "simulated n", "p50 ms", "simulated", "÷", "p95 ms", "simulated", "÷")
+    rows = []
+    for c in compared:
+        p50, p95 = c.ratios()
+        rows.append(
+            (
+                *(c.traffic_class, c.what, str(c.measured.count), str(c.simulated.count)),
+                *(_ms(c.measured.p50), _ms(c.simulated.p50), _ratio(p50)),
+                *(_ms(c.measured.p95), _ms(c.simulated.p95), _ratio(p95)),
+            )
+        )
+    ratios = [ratio for c in compared for ratio in c.ratios() if ratio is not None]
+    worst = max((abs(ratio - 1) for ratio in ratios), default=None)
+    verdict = "nothing to compare" if worst is None else f"largest deviation: {100 * worst:.1f} %"
+    return f"arm {arm} on the card {card.name}\n{table(header, rows)}\n{verdict}"
+
+
+def _ms(seconds: float | None) -> str:
+    return ABSENT if seconds is None else f"{1000 * seconds:.1f}"
+
+
+def _ratio(ratio: float | None) -> str:
+    return ABSENT if ratio is None else f"{ratio:.2f}"

@@ -1,0 +1,222 @@
+"""Drives one arm: sends what the workload planned, when it was planned, and collects what came back.
+
+Open-loop arrivals are never delayed by slow answers; how late the client itself was is recorded. Knows time
+and tasks; it does not know statistics (`estimates`) nor which arms make an experiment (`mixed`).
+"""
+
+import asyncio
+import resource
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from loadtest.client.answer import Outcome
+from loadtest.client.http import Target, completion_body, send
+from loadtest.traffic.prompts import token_prompt, word_prompt
+from loadtest.traffic.scenario import TrafficClass
+from loadtest.traffic.scenario_arrivals import ClosedLoop, OpenLoop
+from loadtest.traffic.workload import PlannedRequest, plan_closed_loop, plan_open_loop
+
+MAX_IN_FLIGHT = 900  # below the usual limit of 1024 open files
+ERROR_PAUSE_S = 0.5  # a closed loop's pause after an error without Retry-After: it must not spin
+OVERFLOW = "not sent: too many requests in flight"
+UNFINISHED = "unfinished when the arm ended"
+POLL_S = 0.05  # how often it is asked whether an arm has shown enough
+
+BusyProbe = Callable[[], Awaitable[float | None]]
+
+
+async def unknown_busy_time() -> float | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ArmWindow:
+    """How long an arm runs: closed loops fill up for `lead_s`, then `duration_s` is measured, then open-loop
+    requests have `drain_s` to finish."""
+
+    duration_s: float
+    lead_s: float = 3.0
+    drain_s: float = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Every arm is measured for `duration_s` in all, cut into `rounds` parts."""
+
+    duration_s: float
+    rounds: int = 2
+    lead_s: float = 5.0  # a backlog's time to fill the server before a part is measured
+    settle_s: float = 1.0  # of rest before each part, once the server is quiet
+    drain_s: float = 20.0  # after each part: open-loop requests may still finish
+
+    @property
+    def part_s(self) -> float:
+        return self.duration_s / self.rounds
+
+    @property
+    def window(self) -> ArmWindow:
+        return ArmWindow(self.part_s, self.lead_s, self.drain_s)
+
+
+@dataclass(slots=True)
+class ArmRun:
+    """What one arm saw. `outcomes[name]` are the requests of a class, open loop by arrival."""
+
+    start_s: float
+    duration_s: float
+    outcomes: dict[str, list[Outcome]]
+    client_cpu_share: float = 0.0  # of one core, over the measured window
+    lag_s: list[float] = field(default_factory=list)  # how late each open-loop request was sent
+    busy_s: float | None = None  # engine time spent in the window, where a probe could tell
+    planned: int = 0  # open-loop requests of the whole window
+    was_cut: bool = False  # it had shown enough before its end
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.duration_s
+
+
+async def run_arm(
+    target: Target,
+    classes: Sequence[TrafficClass],
+    window: ArmWindow,
+    seed: int,
+    round_: int,
+    busy_probe: BusyProbe = unknown_busy_time,
+    has_shown_enough: Callable[[ArmRun], bool] | None = None,
+) -> ArmRun:
+    """Run the classes together. The same (class, seed, round_) sends the same requests in every arm.
+    `busy_probe` reads the server's counter of engine seconds, at both ends of the window. Once `has_shown_enough`,
+    nothing more is sent, and nobody waits for what is under way."""
+    closed = [(c, c.arrivals.streams) for c in classes if isinstance(c.arrivals, ClosedLoop)]
+    opened = [c for c in classes if isinstance(c.arrivals, OpenLoop)]
+    start_s = perf_counter() + (window.lead_s if closed else 0.0)
+    run = ArmRun(start_s, window.duration_s, {c.name: [] for c in classes})
+    # 1. everything random is drawn before the clock runs
+    plans = [(c, plan_open_loop(c, window.duration_s, seed, round_)) for c in opened]
+    run.planned = sum(len(plan) for _, plan in plans)
+    # 2. backlogs fill the server during the lead
+    backlogs = [
+        asyncio.create_task(_run_closed_loop(target, c, streams, plan_closed_loop(c, seed, round_), run))
+        for c, streams in closed
+    ]
+    try:
+        # 3. the measured window
+        await _sleep_until(start_s)
+        cpu_before_s, busy_before = _cpu_s(), asyncio.ensure_future(busy_probe())
+        sent: list[asyncio.Task[None]] = []
+        arrivals = [asyncio.create_task(_run_open_loop(target, c, plan, run, sent)) for c, plan in plans]
+        await _sleep_to_the_end(run, has_shown_enough)
+        run.client_cpu_share = (_cpu_s() - cpu_before_s) / run.duration_s
+        run.busy_s = _difference(await busy_probe(), await busy_before)
+        # 4. open-loop requests finish beside the backlog that they met
+        await _finish(arrivals, 0.0 if run.was_cut else None)
+        await _finish(sent, 0.0 if run.was_cut else window.drain_s)
+        _give_up(o for c in opened for o in run.outcomes[c.name])
+    finally:
+        await _finish(backlogs, 0.0)
+    _mark_unfinished(run)
+    return run
+
+
+async def _run_open_loop(
+    target: Target, traffic: TrafficClass, plan: Sequence[PlannedRequest], run: ArmRun, sent: list[asyncio.Task[None]]
+) -> None:
+    """Send each request at its time; what was started is added to `sent`."""
+    in_flight: set[asyncio.Task[None]] = set()
+    for planned in plan:
+        path, body = request_for(target, traffic, planned)
+        outcome = Outcome(traffic.name, planned.index, due_s=run.start_s + planned.at_s)
+        await _sleep_until(outcome.due_s)
+        run.outcomes[traffic.name].append(outcome)
+        run.lag_s.append(max(0.0, perf_counter() - outcome.due_s))
+        if len(in_flight) >= MAX_IN_FLIGHT:
+            outcome.error = OVERFLOW
+            continue
+        task = asyncio.create_task(send(target, path, body, outcome, streamed=True))
+        in_flight.add(task)
+        task.add_done_callback(in_flight.discard)
+        sent.append(task)
+
+
+async def _run_closed_loop(
+    target: Target, traffic: TrafficClass, streams: int, plan: Iterator[PlannedRequest], run: ArmRun
+) -> None:
+    """Keep `streams` requests in flight until cancelled."""
+
+    async def one_stream() -> None:
+        for planned in plan:
+            path, body = request_for(target, traffic, planned)
+            outcome = Outcome(traffic.name, planned.index, due_s=perf_counter())
+            run.outcomes[traffic.name].append(outcome)
+            await send(target, path, body, outcome, streamed=True)
+            if outcome.error is not None:
+                await asyncio.sleep(outcome.retry_after_s or ERROR_PAUSE_S)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(streams):
+            group.create_task(one_stream())
+
+
+def request_for(target: Target, traffic: TrafficClass, planned: PlannedRequest) -> tuple[str, bytes]:
+    """(path, JSON body) of a planned request."""
+    prompt = word_prompt(planned) if traffic.endpoint == "chat" else token_prompt(planned)
+    return completion_body(
+        target, prompt, planned.output_tokens, service_tier=traffic.service_tier, **traffic.extra_body
+    )
+
+
+async def _sleep_to_the_end(run: ArmRun, has_shown_enough: Callable[[ArmRun], bool] | None) -> None:
+    """Of the window; where it has shown enough before, the window ends then."""
+    while has_shown_enough is not None and perf_counter() + POLL_S < run.end_s:
+        await asyncio.sleep(POLL_S)
+        if has_shown_enough(run):
+            run.was_cut, run.duration_s = True, perf_counter() - run.start_s
+            return
+    await _sleep_until(run.end_s)
+
+
+async def _sleep_until(when_s: float) -> None:
+    delay_s = when_s - perf_counter()
+    if delay_s > 0:
+        await asyncio.sleep(delay_s)
+
+
+async def _finish(tasks: Sequence[asyncio.Task[None]], timeout_s: float | None) -> None:
+    """Wait for tasks up to `timeout_s` (None: for all), then cancel the rest; errors of theirs are raised."""
+    if not tasks:
+        return
+    _, late = await asyncio.wait(tasks, timeout=timeout_s)
+    for task in late:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+def _give_up(outcomes: Iterable[Outcome]) -> None:
+    """Nobody waits any longer for what is unanswered. Left out, the slowest requests would make the quantiles
+    better. (A closed loop's last requests are cut off by the end of the arm, not by their slowness.)"""
+    now_s = perf_counter()
+    for outcome in outcomes:
+        if outcome.finished_s is None and outcome.error in (None, OVERFLOW):
+            outcome.given_up_s = now_s
+
+
+def _mark_unfinished(run: ArmRun) -> None:
+    for outcomes in run.outcomes.values():
+        for outcome in outcomes:
+            if outcome.finished_s is None and outcome.error is None:
+                outcome.error = UNFINISHED
+
+
+def _difference(after: float | None, before: float | None) -> float | None:
+    return None if after is None or before is None else after - before
+
+
+def _cpu_s() -> float:
+    """CPU seconds that this process has used."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime

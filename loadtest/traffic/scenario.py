@@ -1,0 +1,216 @@
+"""A scenario: which classes of traffic meet on the server, validated from YAML.
+
+Knows names, rates and lengths; not how a class is turned into requests (`workload`) nor who sends them
+(`runner`). Errors name the key: `classes.bulk.output_tokens: …`.
+"""
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from loadtest.traffic.scenario_arrivals import ClosedLoop, OpenLoop, Strict
+
+POOLS = "pools"  # the folder of the shipped bulk pools
+
+
+class ScenarioError(Exception):
+    """The scenario cannot be used; the message names file and key."""
+
+
+class Lengths(Strict):
+    """Tokens: lognormal around `median`, or uniform without it; in [min, max]. A bare number is fixed."""
+
+    min: int = Field(ge=1)
+    max: int = Field(ge=1, le=1_000_000)
+    median: float | None = Field(default=None, gt=0)
+    sigma: float = Field(default=0.0, ge=0, le=5)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fixed(cls, data: Any) -> Any:
+        return {"min": data, "max": data} if isinstance(data, int) else data
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min > self.max:
+            raise ValueError("must satisfy min <= max")
+        return self
+
+    def scaled(self, factor: float) -> Self:
+        """Everything but the spread times `factor`; at least one token. Rounded down: what fitted a context fits it."""
+        low, high = (max(1, int(factor * bound)) for bound in (self.min, self.max))
+        median = None if self.median is None else factor * self.median
+        return self.model_copy(update={"min": low, "max": high, "median": median})
+
+
+class SharedPrefixes(Strict):
+    """`count` different beginnings, one of which each prompt (or session) has before what is its own."""
+
+    count: int = Field(ge=1, le=10_000)
+    tokens: Lengths
+
+
+class Sessions(Strict):
+    """Arrivals are those of sessions: `turns_mean` turns (geometric), each an exponential `think_s` after the one
+    before, each prompt holding all that was said. A session ends where its next turn would not fit `max_tokens`.
+    `documents` of the sessions open with a prompt of `document_tokens`."""
+
+    turns_mean: float = Field(ge=1, le=1000)
+    think_s: float = Field(gt=0)
+    max_tokens: int = Field(ge=2)  # prompt and output of one turn
+    documents: float = Field(default=0.0, ge=0, le=1)
+    document_tokens: Lengths | None = None
+
+    @model_validator(mode="after")
+    def _documents_have_lengths(self) -> Self:
+        if self.documents and self.document_tokens is None:
+            raise ValueError("document_tokens: needed where documents is not 0")
+        return self
+
+
+class Targets(Strict):
+    """What a class's requests must meet to count as served in time, at the client's socket."""
+
+    ttft_ms: float | None = Field(default=None, gt=0)
+    itl_ms: float | None = Field(default=None, gt=0)  # the p99 of one request's gaps
+    e2e_ms: float | None = Field(default=None, gt=0)
+
+
+class TrafficClass(Strict):
+    name: str
+    role: Literal["interactive", "bulk"]  # bulk is what the isolation of interactive is measured against
+    service_tier: str | None = None  # the request field; None leaves it out
+    arrivals: OpenLoop | ClosedLoop
+    prompt_tokens: Lengths  # a request's own, behind a shared prefix where there is one
+    output_tokens: Lengths
+    prefixes: SharedPrefixes | None = None
+    sessions: Sessions | None = None
+    targets: Targets = Targets()
+    endpoint: Literal["chat", "completions"] = "completions"
+    extra_body: dict[str, Any] = {}  # e.g. {priority: 10} for servers that know no service_tier
+
+    @model_validator(mode="after")
+    def _sessions_are_open(self) -> Self:
+        if self.sessions is not None and isinstance(self.arrivals, ClosedLoop):
+            raise ValueError("sessions: need open-loop arrivals")
+        return self
+
+    def with_lengths_scaled(self, factor: float) -> Self:
+        changes: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens.scaled(factor),
+            "output_tokens": self.output_tokens.scaled(factor),
+        }
+        if self.prefixes is not None:
+            changes["prefixes"] = self.prefixes.model_copy(update={"tokens": self.prefixes.tokens.scaled(factor)})
+        if self.sessions is not None:
+            document = self.sessions.document_tokens
+            changed = {
+                "max_tokens": max(2, round(factor * self.sessions.max_tokens)),
+                "document_tokens": None if document is None else document.scaled(factor),
+            }
+            changes["sessions"] = self.sessions.model_copy(update=changed)
+        return self.model_copy(update=changes)
+
+    def with_load_scaled(self, factor: float) -> Self:
+        """Open loops only: a backlog is full at any load."""
+        if isinstance(self.arrivals, ClosedLoop):
+            return self
+        return self.model_copy(update={"arrivals": self.arrivals.scaled(factor)})
+
+
+class Scenario(Strict):
+    description: str = ""
+    context: int | None = Field(default=None, ge=16)  # tokens that the longest request needs; None: not said
+    bulk_pool: str | None = None  # the shipped pool whose classes were added
+    classes: dict[str, TrafficClass] = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_classes(cls, data: Any) -> Any:
+        classes = data.get("classes") if isinstance(data, dict) else None
+        if not isinstance(classes, dict):
+            return data
+        named = {n: {"name": n, **c} if isinstance(c, dict) else c for n, c in classes.items()}
+        return {**data, "classes": named}
+
+    @model_validator(mode="after")
+    def _both_roles(self) -> Self:
+        if {c.role for c in self.classes.values()} != {"interactive", "bulk"}:
+            raise ValueError("classes: needs at least one class of each role, interactive and bulk")
+        return self
+
+    def with_role(self, role: str) -> tuple[TrafficClass, ...]:
+        return tuple(c for c in self.classes.values() if c.role == role)
+
+    def scale_for(self, max_model_len: int | None) -> float:
+        """What lengths must be multiplied by for every request to fit a model; 1 where they do, or nobody knows."""
+        if self.context is None or max_model_len is None:
+            return 1.0
+        return min(1.0, max_model_len / self.context)
+
+    def with_lengths_scaled(self, factor: float) -> Self:
+        """All lengths times `factor`: prompts, outputs, prefixes, documents and what a session may grow to."""
+        classes = {name: c.with_lengths_scaled(factor) for name, c in self.classes.items()}
+        context = None if self.context is None else max(16, round(factor * self.context))
+        return self.model_copy(update={"classes": classes, "context": context})
+
+    def with_load_scaled(self, factor: float, role: str = "interactive") -> Self:
+        """The open loops of a role with `factor` times the clients."""
+        classes = {n: c.with_load_scaled(factor) if c.role == role else c for n, c in self.classes.items()}
+        return self.model_copy(update={"classes": classes})
+
+
+def shipped_scenarios() -> list[str]:
+    return _shipped("scenarios")
+
+
+def shipped_pools() -> list[str]:
+    return _shipped("scenarios", POOLS)
+
+
+def load_scenario(name_or_path: str, bulk_pool: str = "") -> Scenario:
+    """A shipped scenario by its name, or a file; with `bulk_pool` in place of its own bulk. Raises
+    `ScenarioError`."""
+    if name_or_path in shipped_scenarios():
+        text = (files("loadtest") / "traffic" / "scenarios" / f"{name_or_path}.yaml").read_text(encoding="utf-8")
+    else:
+        text = _read(Path(name_or_path))
+    try:
+        return Scenario.model_validate(_with_pool(yaml.safe_load(text), bulk_pool))
+    except yaml.YAMLError as error:
+        raise ScenarioError(f"{name_or_path}: not YAML: {error}") from error
+    except ValidationError as error:
+        lines = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        raise ScenarioError(f"{name_or_path}: " + "; ".join(lines)) from error
+
+
+def _with_pool(data: Any, wanted: str) -> Any:
+    """The scenario's mapping with the classes of its bulk pool, or of the wanted one instead of all its bulk."""
+    if not isinstance(data, dict) or not isinstance(data.get("classes"), dict):
+        return data
+    name, classes = wanted or data.get("bulk_pool"), data["classes"]
+    if name is None:
+        return data
+    if name not in shipped_pools():
+        raise ScenarioError(f"there is no bulk pool {name!r} (shipped: {', '.join(shipped_pools())})")
+    pool = yaml.safe_load((files("loadtest") / "traffic" / "scenarios" / POOLS / f"{name}.yaml").read_text(encoding="utf-8"))
+    if wanted:
+        classes = {n: c for n, c in classes.items() if not (isinstance(c, dict) and c.get("role") == "bulk")}
+    context = max(data.get("context") or 0, pool["context"]) if data.get("context") else None
+    return {**data, "bulk_pool": name, "context": context, "classes": {**classes, **pool["classes"]}}
+
+
+def _shipped(*folder: str) -> list[str]:
+    found = files("loadtest").joinpath("traffic", *folder)
+    return sorted(f.name.removesuffix(".yaml") for f in found.iterdir() if f.name.endswith(".yaml"))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        known = ", ".join(shipped_scenarios())
+        raise ScenarioError(f"{path}: {error.strerror} (shipped scenarios: {known})") from error

@@ -1,0 +1,164 @@
+"""Requests from a seed: pure, and the same to the byte for the same seed.
+
+Knows how a class's arrivals, lengths and shared beginnings become planned requests; it does not know HTTP, clocks or
+servers. Each class draws from generators of its own, so that adding a class, or leaving one out in another arm,
+changes nothing for the others; each client of a class too, so that half the load is half of the same requests.
+"""
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from loadtest.traffic.scenario import Lengths, TrafficClass
+from loadtest.traffic.scenario_arrivals import OpenLoop
+from loadtest.traffic.workload_arrivals import sample_arrivals, sample_rate, whole_and_part
+
+CLOSED_LOOP_BLOCK = 256  # requests drawn at once
+MAX_SEED = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of prompts that several of them share. The same seed and length are the same tokens."""
+
+    seed: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """What will be sent, and when. `at_s` counts from the arm's start (0 in a closed loop).
+
+    A prompt begins with its `prefix` segments, in order, and goes on with tokens of its own: two prompts have the
+    same beginning as far as their segments are the same.
+    """
+
+    traffic_class: str
+    index: int
+    at_s: float
+    prompt_tokens: int  # all of them, the prefix included
+    output_tokens: int
+    prompt_seed: int
+    prefix: tuple[Segment, ...] = ()
+
+    @property
+    def prefix_tokens(self) -> int:
+        return sum(segment.tokens for segment in self.prefix)
+
+    @property
+    def prefix_id(self) -> int | None:
+        """The same for the same whole prefix; None where there is none."""
+        if not self.prefix:
+            return None
+        return zlib.crc32(repr([(s.seed, s.tokens) for s in self.prefix]).encode())
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The whole prompt."""
+        own = self.prompt_tokens - self.prefix_tokens
+        return (*self.prefix, Segment(self.prompt_seed, own)) if own else self.prefix
+
+
+def generator(seed: int, *stream: str | int) -> np.random.Generator:
+    """An independent generator for each named stream of a seed."""
+    entropy = [seed, *(zlib.crc32(s.encode()) if isinstance(s, str) else s for s in stream)]
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
+
+
+def sample_lengths(lengths: Lengths, count: int, rng: np.random.Generator) -> np.ndarray:
+    """`count` integers in [min, max]."""
+    if lengths.median is None:
+        return rng.integers(lengths.min, lengths.max, size=count, endpoint=True)
+    drawn = rng.lognormal(np.log(lengths.median), lengths.sigma, size=count)
+    return np.clip(np.rint(drawn), lengths.min, lengths.max).astype(np.int64)
+
+
+def plan_open_loop(traffic: TrafficClass, duration_s: float, seed: int, round_: int) -> list[PlannedRequest]:
+    """All requests of an open-loop class in one arm, by arrival."""
+    if not isinstance(traffic.arrivals, OpenLoop):
+        raise TypeError(f"class {traffic.name!r} is a closed loop: it has no arrival times")
+    shared = shared_prefixes(traffic, seed)
+    rate = sample_rate(traffic.arrivals, duration_s, generator(seed, traffic.name, round_, "rate"))
+    planned: list[PlannedRequest] = []
+    for client, share in enumerate(whole_and_part(traffic.arrivals.clients)):
+        rng = generator(seed, traffic.name, round_, "client", client)
+        at_s = sample_arrivals(rate, traffic.arrivals.cv, rng)
+        sent = rng.random(len(at_s)) < share
+        if traffic.sessions is None:
+            drawn = _draw(traffic, at_s, shared, rng)
+            planned += [request for request, is_sent in zip(drawn, sent, strict=True) if is_sent]
+        else:
+            for start_s, session_rng, is_sent in zip(at_s.tolist(), rng.spawn(len(at_s)), sent, strict=True):
+                if is_sent:
+                    planned += _draw_session(traffic, start_s, duration_s, shared, session_rng)
+    planned.sort(key=lambda request: request.at_s)
+    return [replace(request, index=i) for i, request in enumerate(planned)]
+
+
+def plan_closed_loop(traffic: TrafficClass, seed: int, round_: int) -> Iterator[PlannedRequest]:
+    """Endless; drawn in blocks, so that sending one costs little."""
+    rng = generator(seed, traffic.name, round_)
+    shared = shared_prefixes(traffic, seed)
+    index = 0
+    while True:
+        block = _draw(traffic, np.zeros(CLOSED_LOOP_BLOCK), shared, rng)
+        yield from (replace(request, index=index + i) for i, request in enumerate(block))
+        index += len(block)
+
+
+def shared_prefixes(traffic: TrafficClass, seed: int) -> list[Segment]:
+    """The class's common beginnings: the same in every round and every arm of a seed."""
+    prefixes = traffic.prefixes
+    if prefixes is None:
+        return []
+    rng = generator(seed, traffic.name, "prefixes")
+    tokens = sample_lengths(prefixes.tokens, prefixes.count, rng).tolist()
+    return [Segment(s, n) for s, n in zip(_seeds(prefixes.count, rng), tokens, strict=True)]
+
+
+def _draw(
+    traffic: TrafficClass, at_s: np.ndarray, shared: list[Segment], rng: np.random.Generator
+) -> list[PlannedRequest]:
+    """One request of its own at each time; their indices are for the caller to give."""
+    count = len(at_s)
+    own = sample_lengths(traffic.prompt_tokens, count, rng).tolist()
+    outputs = sample_lengths(traffic.output_tokens, count, rng).tolist()
+    seeds = _seeds(count, rng)
+    chosen = rng.integers(0, len(shared), size=count).tolist() if shared else [None] * count
+    planned = []
+    for at, tokens, output, prompt_seed, choice in zip(at_s.tolist(), own, outputs, seeds, chosen, strict=True):
+        prefix = () if choice is None else (shared[choice],)
+        total = tokens + sum(segment.tokens for segment in prefix)
+        planned.append(PlannedRequest(traffic.name, 0, at, total, output, prompt_seed, prefix))
+    return planned
+
+
+def _draw_session(
+    traffic: TrafficClass, start_s: float, end_s: float, shared: list[Segment], rng: np.random.Generator
+) -> list[PlannedRequest]:
+    """The turns of one session that begin before `end_s`. What the model answered is unknown while planning: other
+    tokens stand for it in the history, as many as were asked for."""
+    sessions = traffic.sessions
+    assert sessions is not None, "asked for a class with sessions"
+    turns = int(rng.geometric(1 / sessions.turns_mean))
+    said = (shared[int(rng.integers(len(shared)))],) if shared else ()
+    opening = sessions.document_tokens if rng.random() < sessions.documents else None
+    at_s, planned = start_s, list[PlannedRequest]()
+    for turn in range(turns):
+        lengths = opening if opening is not None and turn == 0 else traffic.prompt_tokens
+        own = Segment(_seeds(1, rng)[0], int(sample_lengths(lengths, 1, rng)[0]))
+        output = int(sample_lengths(traffic.output_tokens, 1, rng)[0])
+        answer = Segment(_seeds(1, rng)[0], output)
+        total = sum(segment.tokens for segment in said) + own.tokens
+        if total + output > sessions.max_tokens or at_s >= end_s:
+            break
+        planned.append(PlannedRequest(traffic.name, 0, at_s, total, output, own.seed, said))
+        said = (*said, own, answer)
+        at_s += float(rng.exponential(sessions.think_s))
+    return planned
+
+
+def _seeds(count: int, rng: np.random.Generator) -> list[int]:
+    return [int(s) for s in rng.integers(0, MAX_SEED, size=count)]

@@ -1,0 +1,173 @@
+"""The commands that measure an engine, run as a user runs them, on models that take no time."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from bench.engines import commands
+from bench.engines.device_probe import write_weights
+from bench.engines.floors import Peaks
+from bench.engines.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
+from bench.engines.shapes import write_shape
+from bench.engines.system_process import serve
+from bench.engines.work import WorkShape, make_job
+from loadtest.__main__ import main
+
+NUMBER_OR_NULL = {"type": ["number", "null"]}
+ESTIMATE = {
+    "type": ["object", "null"],
+    "required": ["value", "low", "high"],
+    "properties": {"value": {"type": "number"}, "low": NUMBER_OR_NULL, "high": NUMBER_OR_NULL},
+}
+ENGINE_SCHEMA = {
+    "type": "object",
+    "required": ["command", "date", "hardware", "model", "seed", "threads", "dtype", "jobs", "steps", "agreement"],
+    "properties": {
+        "jobs": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "required": ["work", "streams", "system", "tokens_per_s", "ours_over_it", "share_of_floor", "rounds"],
+                "properties": {
+                    "work": {"enum": ["decode", "prefill", "mixed"]},
+                    "streams": {"type": "integer", "minimum": 1},
+                    "tokens_per_s": ESTIMATE,
+                    "ours_over_it": ESTIMATE,
+                },
+            },
+        },
+        "steps": {"type": "array", "items": {"required": ["streams", "system", "step_s", "floor_s"]}},
+        "settings": {"type": "object", "additionalProperties": {"type": "string"}},
+        "unavailable": {"type": "object", "additionalProperties": {"type": "string"}},
+        "floors": {"type": ["object", "null"], "required": ["peaks", "shape", "decode_step"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory with weights that takes no time to load or run."""
+    directory = write_shape(tmp_path_factory.mktemp("tiny"), "tiny")
+    write_weights(directory, torch.bfloat16, torch.device("cpu"), seed=1)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Engines in this process set the number of threads; other tests must not notice."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def read(path: Path) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    return found
+
+
+def test_engine_as_a_command_writes_its_table_and_json(tiny: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loadtest", "engine", "--quick", "--model", str(tiny), "--threads", "1"]
+    command += ["--systems", "tidegate,vllm", "--streams", "2", "--rounds", "2", "--json", str(tmp_path / "r.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    result = read(tmp_path / "r.json")
+    jsonschema.validate(result, ENGINE_SCHEMA)
+    assert {(row["work"], row["system"]) for row in result["jobs"]} == {
+        ("decode", "tidegate"),
+        ("prefill", "tidegate"),
+        ("mixed", "tidegate"),
+    }
+    assert result["unavailable"] == {"vllm": "no --vllm-python was given"}
+    assert "NOT MEASURED: vllm" in done.stdout and "ours ÷ it" in done.stdout
+    assert result["floors"]["peaks"]["bytes_per_s"] > 0 and "loadtest engine" in result["command"]
+
+
+@pytest.mark.parametrize("name", ["tidegate", "tidegate-loop", "generate_batch", "generate"])
+@pytest.mark.filterwarnings("default")  # what transformers warns of is not ours to mend
+def test_every_system_gives_exactly_what_is_asked_for_and_the_same_tokens_in_fp32(name: str, tiny: Path) -> None:
+    spec = SystemSpec(str(tiny), "float32", "cpu", 1, 128, 4, 5 * 256, 2 * 2 * 2 * 32 * 4)
+    job = make_job(WorkShape((3, 40), (2, 9)), 4, 512, 3, "systems")
+    orders = io.StringIO(
+        "\n".join([encode(spec), *[encode(Order([list(p) for p in job.prompts], list(job.new_tokens)))] * 2])
+    )
+    replies = io.StringIO()
+    serve(name, orders, replies)
+    ready, first, second = (decode(line) for line in replies.getvalue().splitlines())
+    assert isinstance(ready, Ready) and ready.settings
+    assert isinstance(first, Done) and isinstance(second, Done) and first.tokens == second.tokens
+    assert [len(tokens) for tokens in first.tokens] == list(job.new_tokens)
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype="float32").eval()
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
+    for prompt, tokens in zip(job.prompts, first.tokens, strict=True):
+        output = model.generate(torch.tensor([prompt]), max_new_tokens=len(tokens))
+        assert output[0].tolist()[len(prompt) :] == tokens
+
+
+def test_a_system_that_cannot_load_says_why(tmp_path: Path) -> None:
+    replies = io.StringIO()
+    spec = SystemSpec(str(tmp_path), "float32", "cpu", 1, 128, 4, 1024, 512)
+    serve("tidegate", io.StringIO(encode(spec) + "\n"), replies)
+    reply = decode(replies.getvalue())
+    assert isinstance(reply, Failed) and "config.json" in reply.reason
+
+
+def test_growth_writes_its_table_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "measure_peaks", lambda *_: Peaks(1e9, 1e10))
+    main(["growth", "--quick", "--threads", "1", "--out", str(tmp_path)])
+    result = read(tmp_path / "growth.json")
+    assert [p["streams"] for p in result["points"] if p["axis"] == "streams"] == [1, 2, 4]
+    assert [p["context"] for p in result["points"] if p["axis"] == "context"] == [32, 64, 128]
+    assert {(c["kind"], c["idle"], c["resident"]) for c in result["idle"]} == {
+        ("paused", 0, 0),
+        ("paused", 20, 20),
+        ("waiting", 0, 0),
+        ("waiting", 20, 0),
+    }
+    plots = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert plots == ["growth-context.png", "growth-idle.png", "growth-model.png", "growth-streams.png"]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in plots)
+
+
+def test_soak_runs_preempts_and_exits_by_its_verdict(tmp_path: Path) -> None:
+    """Not whether it passes: a second says nothing about memory."""
+    options = ["--quick", "--minutes", "0.02", "--threads", "1", "--kv-mib", "4", "--dtype", "float32"]
+    code = 0
+    try:
+        main(["soak", *options, "--json", str(tmp_path / "soak.json")])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    result = read(tmp_path / "soak.json")
+    assert result["blocks_lost"] == 0 and result["steps"] > 0
+    assert code == (0 if result["passed"] else 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--shape", "17t"], "there is no shape '17t'"),
+        (["--quick", "--systems", "tgi"], "there is no system 'tgi'"),
+        (["--model", "nowhere"], "nowhere is no model directory"),
+        (["--quick", "--work", "sleep"], "'sleep' is not a valid WorkKind"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_sentence_and_exit_2(
+    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "measure_peaks", lambda *_: None)
+    with pytest.raises(SystemExit) as end:
+        main(["engine", *arguments])
+    captured = capsys.readouterr()
+    assert (end.value.code, captured.out) == (2, "")
+    assert sentence in captured.err and captured.err.count("\n") == 1

@@ -1,0 +1,134 @@
+"""The interleaved run and its report, with contestants that only pretend to compute."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.engines.comparison import Comparison, Plan, compare
+from bench.engines.comparison_report import ComparisonReport
+from bench.engines.contestant import ROOT, Contestant, SystemUnavailable, environment_of, vllm_environment
+from bench.engines.floors import ModelShape, Peaks
+from bench.engines.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
+from bench.engines.work import STEP_TOKENS, Job, WorkKind
+
+SPEC = SystemSpec("model", "bfloat16", "cpu", 1, 128, 4, 512, 16)
+PLAN = Plan((WorkKind.DECODE, WorkKind.PREFILL), (1, 4), rounds=3, seed=1, vocab_size=100, is_quick=True)
+SHAPE = ModelShape(4, 8, 1, 1, 1, 4, 10, 2)
+PEAKS = Peaks(1e6, 1e6)
+
+
+class Pretender(Contestant):
+    """Takes `token_s` a token and answers with the tokens' numbers, `differs_at` excepted."""
+
+    def __init__(self, name: str, token_s: float, breaks_after: int = 10**9, differs_at: int = 10**9) -> None:
+        super().__init__(name, SPEC, Path("unused.log"))
+        self.jobs: list[Job] = []
+        self._token_s = token_s
+        self._breaks_after = breaks_after
+        self._differs_at = differs_at
+
+    def start(self) -> None:
+        self.settings = "pretends"
+
+    def run(self, job: Job) -> Done:
+        if len(self.jobs) >= self._breaks_after:
+            raise SystemUnavailable("out of memory")
+        self.jobs.append(job)
+        tokens = [[i if i < self._differs_at else -1 for i in range(n)] for n in job.new_tokens]
+        return Done(tokens, self._token_s * job.num_new_tokens, 0.1, 0.0)
+
+
+def run(*contestants: Pretender) -> Comparison:
+    return compare(PLAN, contestants, lambda line: None)
+
+
+def test_the_table_has_every_system_kind_of_work_and_number_of_streams() -> None:
+    result = ComparisonReport(run(Pretender("tidegate", 0.01), Pretender("vllm", 0.02)), SHAPE, PEAKS).as_dict()
+    cells = {(row["work"], row["streams"], row["system"]) for row in result["jobs"]}
+    assert cells == {(w, s, n) for w in ("decode", "prefill") for s in (1, 4) for n in ("tidegate", "vllm")}
+    assert all(len(row["rounds"]) == 3 for row in result["jobs"])
+    ratios = [row["ours_over_it"]["value"] for row in result["jobs"] if row["system"] == "vllm"]
+    assert ratios == pytest.approx([2.0] * 4)
+    assert all(row["share_of_floor"] > 0 for row in result["jobs"])
+
+
+def test_a_step_is_the_difference_of_two_jobs() -> None:
+    result = ComparisonReport(run(Pretender("tidegate", 0.01)), None, None).as_dict()
+    steps = {row["streams"]: row["step_s"]["value"] for row in result["steps"]}
+    assert steps == pytest.approx({1: 0.01, 4: 0.04})  # 4 tokens a step
+    assert STEP_TOKENS > 1 and all(row["share_of_floor"] is None for row in result["steps"])
+
+
+def test_all_systems_get_the_same_jobs_and_a_serial_one_a_part_of_them() -> None:
+    ours, theirs, serial = Pretender("tidegate", 0.01), Pretender("vllm", 0.01), Pretender("generate", 0.01)
+    noted = run(ours, theirs, serial)
+    assert ours.jobs == theirs.jobs
+    asked = {prompt for job in ours.jobs for prompt in job.prompts}
+    jobs = [s.job for s in noted.samples if s.system == "generate" and s.streams == 4]
+    assert jobs and all(len(job.prompts) == 2 and set(job.prompts) <= asked for job in jobs)
+    assert {s.streams for s in noted.steps if s.system == "generate"} == {1}
+
+
+def test_who_fails_leaves_with_the_reason_and_the_others_go_on() -> None:
+    noted = run(Pretender("tidegate", 0.01), Pretender("vllm", 0.01, breaks_after=6))
+    assert noted.unavailable == {"vllm": "out of memory"}
+    assert sum(s.system == "tidegate" for s in noted.samples) == 3 * 4
+    report = ComparisonReport(noted, SHAPE, PEAKS)
+    assert "NOT MEASURED: vllm: out of memory" in report.render()
+
+
+def test_without_ours_there_is_no_ratio_and_still_a_table() -> None:
+    noted = run(Pretender("tidegate", 0.01, breaks_after=0), Pretender("vllm", 0.01))
+    rows = ComparisonReport(noted, SHAPE, PEAKS).as_dict()["jobs"]
+    assert rows and all(row["ours_over_it"] is None for row in rows)
+
+
+def test_agreement_ends_at_an_answers_first_difference() -> None:
+    noted = run(Pretender("tidegate", 0.01), Pretender("vllm", 0.01, differs_at=1), Pretender("generate", 0.01))
+    assert noted.agreement("tidegate", "generate") == noted.agreement("generate", "tidegate") == 1.0
+    shared = noted.agreement("tidegate", "vllm")
+    assert shared is not None and 0 < shared < 0.5
+    assert noted.agreement("tidegate", "nobody") is None
+
+
+@pytest.mark.parametrize("message", [SPEC, Order([[1, 2]], [3]), Ready("x"), Done([[1]], 0.5, 0.1, 0.0), Failed("no")])
+def test_messages_survive_the_pipe(message: SystemSpec | Order | Ready | Done | Failed) -> None:
+    line = encode(message)
+    assert "\n" not in line and decode(line) == message
+
+
+@pytest.mark.parametrize("line", ["", "{}", '{"kind": "Order"}', '{"kind": "Bomb"}', "[1]"])
+def test_what_is_no_message_is_refused(line: str) -> None:
+    with pytest.raises(ValueError):
+        decode(line)
+
+
+def test_a_system_that_is_not_there_is_unavailable_with_the_reason(tmp_path: Path) -> None:
+    with Contestant("vllm", SPEC, tmp_path / "vllm.log") as contestant:
+        with pytest.raises(SystemUnavailable, match="No module named 'vllm'"):
+            contestant.start()
+        with pytest.raises(SystemUnavailable):
+            contestant.run(Job(((1,),), (1,)))
+
+
+def test_an_interpreter_that_is_not_there_and_one_that_dies(tmp_path: Path) -> None:
+    missing = Contestant("vllm", SPEC, tmp_path / "a.log", str(tmp_path / "python"))
+    with missing, pytest.raises(SystemUnavailable, match="does not start"):
+        missing.start()
+    dying = tmp_path / "dies"
+    dying.write_text(f"#!{sys.executable}\nimport sys; sys.exit('no such luck')\n")
+    dying.chmod(0o755)
+    gone = Contestant("vllm", SPEC, tmp_path / "b.log", str(dying))
+    with gone, pytest.raises(SystemUnavailable, match="no such luck"):
+        gone.start()
+
+
+def test_vllm_does_not_see_the_packages_of_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/of/this/python")
+    server, offline, ours = vllm_environment(2, "3"), environment_of("vllm", SPEC), environment_of("tidegate", SPEC)
+    assert "PYTHONPATH" not in server and offline["PYTHONPATH"] == str(ROOT)
+    assert "/of/this/python" in ours["PYTHONPATH"] and str(ROOT) in ours["PYTHONPATH"]
+    assert (server["OMP_NUM_THREADS"], server["VLLM_CPU_KVCACHE_SPACE"]) == ("2", "3")
+    assert {env["OMP_NUM_THREADS"] for env in (offline, ours)} == {"1"}
+    assert server["PATH"] == ours["PATH"]

@@ -1,0 +1,72 @@
+"""What counts as in time, and how long a step takes to settle."""
+
+import pytest
+
+from bench.isolation.attainment import MissCount, attainment_of, has_met, settling_s
+from loadtest.client.answer import Outcome
+from loadtest.client.runner import ArmRun
+from loadtest.traffic.scenario import Targets
+from tests.bench.isolation.making import START_S, answered
+
+PROMISE = Targets(ttft_ms=100, itl_ms=50)
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "gaps_s", "met"),
+    [
+        (0.1, (0.05, 0.05), True),
+        (0.101, (0.01,), False),
+        (0.05, (0.01, 0.2), False),
+        (0.05, (0.01,) * 200 + (0.2,), True),  # one gap in 200 is within a p99
+        (0.05, (), True),
+    ],
+)
+def test_a_request_is_in_time_if_all_its_targets_are_met(ttft_s: float, gaps_s: tuple[float, ...], met: bool) -> None:
+    assert has_met(answered("chat", 0.0, ttft_s, gaps_s), PROMISE) is met
+
+
+def test_the_end_counts_where_it_is_promised() -> None:
+    outcome = answered("chat", 0.0, 0.05, (0.04, 0.04))
+    assert has_met(outcome, Targets(e2e_ms=131)) and not has_met(outcome, Targets(e2e_ms=129))
+
+
+def test_what_was_refused_or_never_ended_is_a_miss() -> None:
+    refused = Outcome("chat", 0, 1.0, error="429: no", finished_s=1.01)
+    waiting = Outcome("chat", 1, 1.0, error="unfinished", given_up_s=9.0)
+    seen = attainment_of([refused, waiting, answered("chat", 0.0, 0.05)], PROMISE)
+    assert (seen.offered, seen.met) == (3, 1) and seen.share == pytest.approx(1 / 3)
+    assert attainment_of([], PROMISE).share is None
+
+
+def test_misses_are_counted_while_an_arm_runs_each_of_them_once() -> None:
+    run, missed = ArmRun(START_S, 10.0, {"chat": []}, planned=9), MissCount({"chat": PROMISE})
+    late_first, no_first = answered("chat", 0.0, 0.5), Outcome("chat", 1, due_s=START_S + 1.0)
+    run.outcomes["chat"] += [answered("chat", 0.0, 0.05), late_first]
+    assert missed.update(run, START_S + 1.0) == 1
+    run.outcomes["chat"].append(no_first)
+    assert missed.update(run, START_S + 1.05) == 1  # it may still come in time
+    assert missed.update(run, START_S + 1.2) == 2
+    no_first.error, no_first.finished_s = "503: no", START_S + 1.3
+    under_way = Outcome("chat", 2, due_s=START_S + 1.4, progress=[(START_S + 1.45, 1)])
+    refused = Outcome("chat", 3, due_s=START_S + 1.4, error="429: no", finished_s=START_S + 1.41)
+    run.outcomes["chat"] += [under_way, refused]
+    assert missed.update(run, START_S + 9.0) == 3  # its first token was in time; the gaps are judged at its end
+
+
+def test_what_ends_too_late_is_missed_before_it_ends() -> None:
+    run, missed = ArmRun(START_S, 10.0, {"job": []}, planned=1), MissCount({"job": Targets(e2e_ms=500)})
+    run.outcomes["job"].append(Outcome("job", 0, due_s=START_S, progress=[(START_S + 0.1, 1)]))
+    assert missed.update(run, START_S + 0.4) == 0
+    assert missed.update(run, START_S + 0.6) == 1
+
+
+def test_settled_is_when_every_later_bin_is_in_time() -> None:
+    def settled(missed: set[int]) -> float:
+        requests = [(t / 10, t // 10 not in missed) for t in range(600)]
+        return settling_s(requests, step_s=20.0, end_s=60.0, share=0.97, bin_s=2.0)
+
+    assert settled(set()) == 0.0
+    assert settled({5, 6}) == 0.0  # before the step
+    assert settled({20, 21, 22}) == 4.0
+    assert settled({20, 35}) == 16.0  # it came back
+    assert settled({59}) == 40.0  # never

@@ -1,0 +1,146 @@
+"""The page is whole in itself, escapes what it is given, and follows the reader's colours."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from bench.isolation.arms import AIMD, BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, ArmBuilder, StaticBudget
+from bench.isolation.caveats import warnings_of
+from bench.isolation.controls import Evidence
+from bench.isolation.experiment import Rounds
+from bench.isolation.goals import judge
+from bench.isolation.goodput import Goodput, Probe
+from bench.isolation.page import Card, Drawing, Fold, Frame, Page, Row, Section, Table, render_page
+from bench.isolation.presentation import experiment_page
+from bench.isolation.record import Result, as_dict
+from bench.isolation.shapes import EXPERIMENTS, ExperimentName
+from bench.isolation.summary import summarize_arms
+from bench.isolation.text import render_text
+from bench.isolation.tuning import Sweep, SweepPoint
+from loadtest.client.runner import Timing
+from loadtest.shipped_tiers import read_shipped_tiers
+from loadtest.traffic.scenario import Targets
+from tests.bench.isolation.making import DURATION_S, SCENARIO, answered, make_part
+
+VOID = {"meta", "br", "img", "link", "use", "path", "image", "line"}
+PROMISES = {"chat": Targets(ttft_ms=100, itl_ms=50)}
+
+
+class Elements(HTMLParser):
+    """Counts opened and closed elements, and remembers what is referred to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+def checked(html: str) -> Elements:
+    elements = Elements()
+    elements.feed(html)
+    assert elements.open == []
+    return elements
+
+
+def make_result(experiment: ExperimentName = "isolation", *, clients_given: bool = False) -> Result:
+    builder, rounds = ArmBuilder(read_shipped_tiers(), Targets()), Rounds()
+    knobs = 'tidegate_controller_batch_size{tier="bulk"} 8\ntidegate_step_seconds_sum 1'
+    for name, ttft_s in ((OURS_ALONE, 0.04), (BULK_ALONE, 0.0), (FIRST_COME, 0.3), (OURS, 0.05)):
+        chat = [answered("chat", 0.4 * i, ttft_s, (0.01,)) for i in range(20)]
+        rounds.add(make_part(builder.build(name), chat, [answered("backlog", 0.0, 3.0, tokens=80)], [knobs, knobs]))
+    arms = summarize_arms(rounds, SCENARIO, PROMISES)
+    settling_s = {AIMD: 9.0, OURS: 4.0} if experiment == "step" else {}
+    goals, controls = judge(Evidence(experiment, arms, solo_load=None if clients_given else 0.5, settling_s=settling_s))
+    return Result(
+        EXPERIMENTS[experiment],
+        SCENARIO,
+        0.125,
+        0.5,
+        3.0,
+        Timing(DURATION_S, 1),
+        PROMISES,
+        rounds,
+        arms,
+        goals,
+        controls,
+        goodput=None if clients_given else Goodput(3.0, (Probe(3.0, 40, 0), Probe(4.0, 40, 2, was_cut=True)), 4.0),
+        sweep=Sweep((SweepPoint(StaticBudget(2, 32), 1.0, 10.0), SweepPoint(StaticBudget(8, 99), 0.5, 90.0))),
+        settling_s=settling_s,
+        explained={"workers": []},
+        warnings=["something <odd>"],
+    )
+
+
+@pytest.fixture(scope="module")
+def html() -> str:
+    """Drawn once: with a change of load, which adds a drawing to those of isolation."""
+    result = make_result("step")
+    return render_page(experiment_page(result, "python -m loadtest coserve", "m", 1))
+
+
+def test_an_experiments_page_needs_nothing_beside_it(html: str) -> None:
+    elements = checked(html)
+    assert all(r.startswith(("#", "data:")) for r in elements.references)
+    assert "@import" not in html and "url(http" not in html
+    assert "prefers-color-scheme: dark" in html and "currentColor" in html and "#010203" not in html
+    for said in ("0.125 × the scenario", "something &lt;odd&gt;", "fails, as it must", "to settle after the step"):
+        assert said in html
+    assert "4×: 2 or more of 40 late" in html and "0.5 of the solo goodput, then 3 times that" in html
+
+
+def test_ids_of_several_drawings_do_not_meet(html: str) -> None:
+    drawings = re.findall(r"<svg.*?</svg>", html, re.S)
+    assert len(drawings) >= 4
+    clips = [set(re.findall(r'<clipPath id="([^"]+)"', svg)) for svg in drawings]
+    assert sum(map(len, clips)) == len(set().union(*clips))
+
+
+def test_the_terminal_gets_the_same_verdicts() -> None:
+    text = render_text(make_result())
+    assert "WARNING: something <odd>" in text and "fails, as it must" in text
+    assert re.search(r"interactive SLO attainment, mixed .* 100.0 %  goal", text)
+    assert "solo goodput: 3 × the scenario's load (4 × did not hold; at least 94% in time there" in text
+
+
+def test_a_load_that_was_given_is_no_share_of_anything() -> None:
+    result = make_result(clients_given=True)
+    text = render_text(result)
+    assert "load: 0.5 × 3 clients, as given (--clients)" in text and "0.5 of the solo goodput" not in text
+    assert "the load's share of the solo goodput was not measured" in text
+    assert as_dict(result)["clients_given"] is True and result.solo_load is None
+    assert any("no share of it is known" in warning for warning in warnings_of(result))
+    assert not any("no share of it is known" in warning for warning in warnings_of(make_result()))
+
+
+def test_the_best_budget_is_the_most_bulk_that_keeps_the_promise() -> None:
+    sweep = make_result().sweep
+    assert sweep is not None and sweep.best.budget == StaticBudget(2, 32)
+    assert replace(sweep, points=sweep.points[1:]).best.budget == StaticBudget(8, 99)
+
+
+def test_everything_but_drawings_is_escaped() -> None:
+    section = Section(
+        "<b>",
+        "<i>",
+        Table(("<u>",), (Row(("<td>",)),)),
+        (Drawing("<svg></svg>", "<h>", "<c>"),),
+        (("<f>", "<v>"),),
+        (Fold("<t>", "<x>"),),
+        (Frame("<n>", '<html class="x"></html>'),),
+    )
+    html = render_page(Page("k", "t", "d", "h", [section], [Card("<1>", "<2>")], ["<w>"]))
+    checked(html)
+    for text in ("<b>", "<i>", "<u>", "<f>", "<v>", "<x>", "<w>", "<1>"):
+        assert text not in html.replace("<b>&lt;1&gt;", "")
+    assert "<svg></svg>" in html and "&lt;html class=&#34;x&#34;&gt;" in html
