@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engine.config import EngineConfig, EngineStartError
-from engine.interface import Engine, EngineInfo, Shedding, blocks_for
+from engine.interface import Engine, EngineInfo, StepEviction, blocks_for
 from engine.native.attention.kernels import AttentionKernels
 from engine.native.cpu.build import load_library
 from engine.native.cpu.kernels import CpuKernels
@@ -23,7 +23,7 @@ from engine.native.kv.swap import make_swap_space
 from engine.native.model.loader import context_limit, eos_token_ids, is_quantised, load_config, load_model
 from engine.native.model.probe import LayerSpec, probe_layers
 from engine.native.sampling.sampler import sample
-from engine.native.startup.cpu_eviction_trial import rows_may_leave
+from engine.native.startup.cpu_eviction_trial import can_evict_rows
 from engine.native.startup.cpu_optimize import optimize_for_cpu
 from engine.native.startup.cuda_bring_up import captured_graphs, fuse_layers, graph_bytes, graph_sizes, working_kernels
 from engine.native.startup.fusion import is_same_model, trial_logits
@@ -87,7 +87,7 @@ def build_torch_engine(config: EngineConfig) -> TorchEngine:
         _optimize(model, runner, library, kernels, info, device)
     if sizes and (graphs := captured_graphs(runner, cache, info, sizes, for_graphs, device)) is not None:
         runner.use_graphs(graphs)
-    info = replace(info, sheds=_sheds(model, runner, info, has_graphs=bool(sizes)))
+    info = replace(info, step_eviction=_step_eviction(model, runner, info, has_graphs=bool(sizes)))
     _log(info, hf_config, one_block)
     sampler = sample if library is None else CpuSampler(library)
     return TorchEngine(info, runner, swap, sampler=sampler, prefix_cache=config.prefix_cache)
@@ -126,12 +126,12 @@ def _optimize(
         raise EngineStartError(f"{info.model_path} computes something else with faster layers: use --no-optimize")
 
 
-def _sheds(model: nn.Module, runner: ModelRunner, info: EngineInfo, has_graphs: bool) -> Shedding:
+def _step_eviction(model: nn.Module, runner: ModelRunner, info: EngineInfo, has_graphs: bool) -> StepEviction:
     """A graph is replayed whole, and behind a step made ahead another one is begun already."""
     if has_graphs or info.steps_ahead:
-        return Shedding.NOTHING
-    can_close_ranks = info.device == "cpu" and rows_may_leave(model, runner, info)
-    return Shedding.ROWS if can_close_ranks else Shedding.STEPS
+        return StepEviction.NOTHING
+    can_compact_rows = info.device == "cpu" and can_evict_rows(model, runner, info)
+    return StepEviction.ROWS if can_compact_rows else StepEviction.STEPS
 
 
 def _wants_graphs(config: EngineConfig, device: torch.device, kernels: AttentionKernels | None) -> bool:
@@ -231,5 +231,5 @@ def _log(info: EngineInfo, hf_config: Any, one_block: int) -> None:
         kv_cache_mib=round(info.num_blocks * one_block / (1 << 20)),
         swap_blocks=info.num_swap_blocks,
         cpu_threads=torch.get_num_threads(),
-        sheds=info.sheds.value,
+        step_eviction=info.step_eviction.value,
     )

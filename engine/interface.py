@@ -22,7 +22,7 @@ class PreemptionMode(Enum):
     RECOMPUTE = "recompute"  # are freed; the tokens are computed again after the resume
 
 
-class Shedding(Enum):
+class StepEviction(Enum):
     """What may leave a step that runs."""
 
     NOTHING = "nothing"
@@ -148,8 +148,8 @@ class StepResult:
     """The outcome of one plan. `elapsed_s` is the time the device was busy with it. `free_blocks` counts those that
     a new sequence could have, cached ones that nobody uses among them.
 
-    `shed` names sequences that left the step before its end (`Engine.shed`): their outputs say what they had before it,
-    and what came from the prefix cache; nothing was sampled for them, and blocks that they were given for it are free.
+    `evicted` names sequences that left the step before its end (`Engine.evict`). Their outputs say what they had before
+    the step and what came from the prefix cache; nothing was sampled for them, and blocks taken for the step are free.
 
     `shared_blocks` names sequences and how many of their blocks others hold as well, which the sequence's end or
     preemption would not free: those of whom the number is another one than before this step."""
@@ -161,7 +161,7 @@ class StepResult:
     elapsed_s: float = 0.0
     free_swap_blocks: int = 0
     shared_blocks: tuple[tuple[str, int], ...] = ()
-    shed: tuple[str, ...] = ()
+    evicted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class EngineInfo:
     num_swap_blocks: int = 0  # KV blocks that host memory holds for swapped sequences
     swap_block_s: float = 0.0  # time to copy one of them either way, measured at start
     steps_ahead: int = 0  # steps that may be submitted while another runs
-    sheds: Shedding = Shedding.NOTHING
+    step_eviction: StepEviction = StepEviction.NOTHING
 
 
 class PlanError(Exception):
@@ -207,7 +207,7 @@ class Engine(Protocol):
 
     async def collect(self) -> StepResult: ...
 
-    def shed(self, seq_ids: Collection[str]) -> None:
+    def evict(self, seq_ids: Collection[str]) -> None:
         """Let these sequences leave the step in flight at its next layer boundary. Returns at once. A wish: it may come
         too late, and the result says what became of it. Their KV rows of the step are written again later."""
         ...

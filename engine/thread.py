@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Protocol, cast
 
-from engine.interface import EngineDead, EngineInfo, PlanError, Shedding, StepPlan, StepResult
+from engine.interface import EngineDead, EngineInfo, PlanError, StepEviction, StepPlan, StepResult
 
 _LOOK_S = 0.0001  # between two looks at a step that runs, while no plan comes
 
@@ -28,9 +28,9 @@ class Stepper(Protocol):
 
     def step(self, plan: StepPlan) -> StepResult: ...
 
-    def shed(self, step_id: int, seq_ids: Collection[str]) -> None:
-        """What `Engine.shed` wants of a step, as far as `info.sheds` says. Called while another thread is in `step`, or
-        before it is, or afterwards."""
+    def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
+        """Evict these sequences from the step, as far as `info.step_eviction` says. Another thread may be in `step`
+        at the time, or not yet, or no longer."""
         ...
 
     def close(self) -> None: ...
@@ -95,9 +95,9 @@ class EngineThread:
             raise EngineDead(f"a step failed: {type(result).__name__}: {result}") from result
         return result
 
-    def shed(self, seq_ids: Collection[str]) -> None:
-        if self._pending and self.info.sheds is not Shedding.NOTHING:
-            self._stepper.shed(self._pending[0].plan.step_id, seq_ids)
+    def evict(self, seq_ids: Collection[str]) -> None:
+        if self._pending and self.info.step_eviction is not StepEviction.NOTHING:
+            self._stepper.evict(self._pending[0].plan.step_id, seq_ids)
 
     def close(self) -> None:
         """Finish the step in flight, then end the thread. Blocks; may be called twice."""

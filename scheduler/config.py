@@ -129,7 +129,7 @@ class Tier(_Strict):
         return self
 
     @property
-    def can_press(self) -> bool:
+    def can_be_urgent(self) -> bool:
         """Its work is raised above other work when its deadline nears, or when it has waited long."""
         return not self.is_interactive and bool(self.urgent_ms or self.aging_ms)
 

@@ -105,13 +105,13 @@ def urgency_of(state: RequestState, cost: StepCost, now: float) -> float:
 
 def urgencies(tier: Tier, states: Iterable[RequestState], cost: StepCost, now: float) -> dict[str, float]:
     """Of those of a tier without a promise that press, in (0, 1]."""
-    if not tier.can_press:
+    if not tier.can_be_urgent:
         return {}
     found = ((state.id, urgency_of(state, cost, now)) for state in states)
     return {request_id: urgency for request_id, urgency in found if urgency > 0}
 
 
-def raised_priority(tiers: Sequence[Tier]) -> float:
+def boosted_priority(tiers: Sequence[Tier]) -> float:
     return max((tier.priority for tier in tiers if not tier.is_interactive), default=0) + 0.5
 
 

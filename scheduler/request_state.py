@@ -71,7 +71,7 @@ class RequestState:
     num_preemptions: int = 0  # losses of its place on the device; pauses lose nothing and do not count
     gaps: int = 0  # inter-token gaps, and how many broke the tier's promise
     gaps_missed: int = 0
-    raised_to: float | None = None  # the priority that its nearing deadline, or its long wait, gives it
+    boosted_to: float | None = None  # the priority that its nearing deadline, or its long wait, gives it
     bulk_seen_s: float = 0.0  # engine time that had gone into bulk when it came, or got its last token
     found_step_s: float = 0.0  # predicted length of the step that it found running when it came; 0: none
     _status: Status = Status.WAITING
@@ -95,7 +95,7 @@ class RequestState:
 
     @property
     def priority(self) -> float:
-        return self.tier.priority if self.raised_to is None else max(self.raised_to, self.tier.priority)
+        return self.tier.priority if self.boosted_to is None else max(self.boosted_to, self.tier.priority)
 
     @property
     def deadline_s(self) -> float:

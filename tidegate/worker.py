@@ -93,7 +93,7 @@ def _start_engine(settings: WorkerSettings) -> Engine:
 
 async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> None:
     clock = SystemClock()
-    core = SchedulerCore(tiers, engine.info, SLAController(tiers, engine.info.sheds))
+    core = SchedulerCore(tiers, engine.info, SLAController(tiers, engine.info.step_eviction))
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
     identity = WorkerIdentity(worker_id, settings.model_names, clock.wall_ms())
     metrics = SchedulerMetrics(CollectorRegistry(), tiers)
@@ -130,7 +130,7 @@ class WorkerTiers:
     def objection(self, tiers: TierSet) -> str:
         """What is held of a tier must end before the tier goes."""
         for name in sorted(self._names - set(tiers.tiers)):
-            if held := self._core.roster.count(name):
+            if held := self._core.table.count(name):
                 return f"The tier {name!r} cannot be removed: requests of it are under way here ({held})."
         return ""
 

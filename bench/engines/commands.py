@@ -14,7 +14,7 @@ from pydantic import AliasChoices, BaseModel, Field
 
 from bench.engines.comparison import Plan, compare
 from bench.engines.comparison_report import OURS, ComparisonReport
-from bench.engines.contestant import Contestant
+from bench.engines.contestant import SystemClient
 from bench.engines.floors import ModelShape
 from bench.engines.peaks import measure_peaks
 from bench.engines.protocol import KV_ROUNDING, SystemSpec
@@ -109,11 +109,11 @@ class Engine(OfModel):
             serial_requests=self.serial_requests,
         )
 
-    def _contestants(self, plan: Plan, model_dir: Path, shape: ModelShape | None, logs: Path) -> list[Contestant]:
+    def _contestants(self, plan: Plan, model_dir: Path, shape: ModelShape | None, logs: Path) -> list[SystemClient]:
         logs.mkdir(parents=True, exist_ok=True)
         spec = self._spec(plan, model_dir, shape)
         return [
-            Contestant(name, spec, logs / f"{name}.log", self.vllm_python if name == "vllm" else sys.executable)
+            SystemClient(name, spec, logs / f"{name}.log", self.vllm_python if name == "vllm" else sys.executable)
             for name in self._names()
             if name != "vllm" or self.vllm_python
         ]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from bench.engines.contestant import Contestant, SystemUnavailable
+from bench.engines.contestant import SystemClient, SystemUnavailable
 from bench.engines.ratios import common_prefix
 from bench.engines.work import QUICK_SHAPES, SHAPES, STEP_TOKENS, Job, WorkKind, WorkShape, make_job, make_step_jobs
 
@@ -86,7 +86,7 @@ class Comparison:
         return self.same_tokens[pair] / total if total else None
 
 
-def compare(plan: Plan, contestants: Sequence[Contestant], report_progress: Callable[[str], None]) -> Comparison:
+def compare(plan: Plan, contestants: Sequence[SystemClient], report_progress: Callable[[str], None]) -> Comparison:
     """Run `plan`. The contestants are started here and ended by whoever made them."""
     run = _Run(plan, contestants, report_progress)
     run.begin()
@@ -101,7 +101,7 @@ def compare(plan: Plan, contestants: Sequence[Contestant], report_progress: Call
 class _Run:
     """A run under way: who is still in it, and what was noted."""
 
-    def __init__(self, plan: Plan, contestants: Sequence[Contestant], report_progress: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, contestants: Sequence[SystemClient], report_progress: Callable[[str], None]) -> None:
         self._plan = plan
         self._all = contestants
         self._present = list(contestants)
@@ -126,7 +126,7 @@ class _Run:
         job = make_job(plan.shape(work), streams, plan.vocab_size, plan.seed, work, streams, round_)
         answers: dict[str, dict[int, list[int]]] = {}
 
-        def measure(contestant: Contestant) -> None:
+        def measure(contestant: SystemClient) -> None:
             is_serial = contestant.name in SERIAL_SYSTEMS
             mine = job.ring(round_, plan.serial_requests if is_serial else streams)
             part = job.pick(mine)
@@ -141,7 +141,7 @@ class _Run:
         plan = self._plan
         short, long = make_step_jobs(streams, plan.vocab_size, plan.seed, round_)
 
-        def measure(contestant: Contestant) -> None:
+        def measure(contestant: SystemClient) -> None:
             if streams > 1 and contestant.name in SERIAL_SYSTEMS:
                 return
             elapsed_s = contestant.run(long).elapsed_s - contestant.run(short).elapsed_s
@@ -149,7 +149,7 @@ class _Run:
 
         self._each(measure)
 
-    def _each(self, work: Callable[[Contestant], None]) -> None:
+    def _each(self, work: Callable[[SystemClient], None]) -> None:
         """In random order. Who fails is ended at once, so that it takes neither memory nor time from the others."""
         for contestant in self._order.sample(self._present, len(self._present)):
             try:
@@ -159,7 +159,7 @@ class _Run:
                 self._present.remove(contestant)
                 contestant.end()
 
-    def _warm_up(self, contestant: Contestant) -> None:
+    def _warm_up(self, contestant: SystemClient) -> None:
         """The longest prompt, and a few steps at each number of streams: what is compiled, captured or grown the
         first time is not measured."""
         plan = self._plan

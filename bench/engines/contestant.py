@@ -28,7 +28,7 @@ class SystemUnavailable(Exception):
     """The system cannot take part (any more); the message is for the report."""
 
 
-class Contestant:
+class SystemClient:
     """Use as a context manager. `interpreter` is the Python of the environment that has the system."""
 
     def __init__(

@@ -39,7 +39,9 @@ class ScheduledEngine:
         self._queue = MemoryQueue(self._clock)
         self._events = MemoryEventChannel()
         self._tiers = one_tier(spec.max_num_seqs)
-        self._core = SchedulerCore(self._tiers, self._engine.info, SLAController(self._tiers, self._engine.info.sheds))
+        self._core = SchedulerCore(
+            self._tiers, self._engine.info, SLAController(self._tiers, self._engine.info.step_eviction)
+        )
         self._numbers = count()
         self._asyncio = asyncio.Runner()
         self._asyncio.run(warm_up(self._engine, self._core.step_time, self._clock))

@@ -17,7 +17,7 @@ from pydantic import AliasChoices, BaseModel, Field
 from bench.engines.contestant import vllm_environment
 from bench.engines.shapes import ShapeError
 from bench.isolation.arms import OWN_ARMS, Document
-from bench.isolation.conduct import Conditions, conduct
+from bench.isolation.conduct import ExperimentConfig, conduct
 from bench.isolation.page import write_page
 from bench.isolation.record import Result, as_dict
 from bench.isolation.served import (
@@ -143,11 +143,11 @@ class Coserve(BaseModel):
         environment = vllm_environment(self.threads or len(usable_cores()), kv_gib)
         return await stack.enter_async_context(serving(command, folder / "vllm.log", "/health", environment))
 
-    async def _conditions(self, ours: Target, model_dir: Path | None) -> Conditions:
+    async def _conditions(self, ours: Target, model_dir: Path | None) -> ExperimentConfig:
         experiment = EXPERIMENTS[self.experiment]
         scenario = self._with_streams(load_scenario(self.scenario or experiment.scenario, self.bulk_pool))
         scale = self.scale or scenario.scale_for(self._context(model_dir))
-        return Conditions(
+        return ExperimentConfig(
             experiment,
             scenario.with_lengths_scaled(scale) if scale != 1.0 else scenario,
             scale,

@@ -30,7 +30,7 @@ WARM_UP_ROUND = 2000  # of no arm
 
 
 @dataclass(frozen=True, slots=True)
-class Conditions:
+class ExperimentConfig:
     """What is run, and on what. `clients` None: the solo goodput is searched for. `load` None: as the experiment has
     it. `wanted` empty: all of its arms."""
 
@@ -49,7 +49,7 @@ class Conditions:
     sweep_s: float = 8.0
 
 
-async def conduct(conditions: Conditions, systems: Systems, progress: Progress) -> Result:
+async def conduct(conditions: ExperimentConfig, systems: Systems, progress: Progress) -> Result:
     """Raises `TargetError` where a server does not answer or does not take its tiers."""
     builder, promises = _promised(conditions)
     trials = Trials(systems, conditions.scenario, promises, conditions.timing, conditions.seed, progress)
@@ -89,7 +89,7 @@ async def conduct(conditions: Conditions, systems: Systems, progress: Progress) 
     return result
 
 
-def _promised(conditions: Conditions) -> tuple[ArmBuilder, Mapping[str, Targets]]:
+def _promised(conditions: ExperimentConfig) -> tuple[ArmBuilder, Mapping[str, Targets]]:
     """The arms' tiers, and what the interactive classes are judged by: what these tiers promise."""
     ttft_ms, premium = None, None
     if conditions.experiment.has_premium:
@@ -100,7 +100,7 @@ def _promised(conditions: Conditions) -> tuple[ArmBuilder, Mapping[str, Targets]
     return builder, promises_by_class(conditions.scenario, tiers, conditions.promise, ttft_ms)
 
 
-async def _warm_up(conditions: Conditions, systems: Systems, builder: ArmBuilder, progress: Progress) -> None:
+async def _warm_up(conditions: ExperimentConfig, systems: Systems, builder: ArmBuilder, progress: Progress) -> None:
     """Raises `TargetError` where a class is refused whatever it sends: hours of that would measure nothing."""
     progress("warm-up")
     short = replace(conditions.timing, duration_s=conditions.search_s / 2, rounds=1)
@@ -117,7 +117,9 @@ def _check_answers(part: Part) -> None:
             raise TargetError(f"{part.arm.title}: no request of {name!r} was served: {ended[0].error}")
 
 
-async def _unit_of_load(conditions: Conditions, trials: Trials, builder: ArmBuilder) -> tuple[Goodput | None, float]:
+async def _unit_of_load(
+    conditions: ExperimentConfig, trials: Trials, builder: ArmBuilder
+) -> tuple[Goodput | None, float]:
     """In multiples of the scenario's load: as given, or the solo goodput and how it was found. Where no load held, the
     least that was tried."""
     if conditions.clients is not None:
@@ -128,12 +130,12 @@ async def _unit_of_load(conditions: Conditions, trials: Trials, builder: ArmBuil
     return goodput, goodput.clients or min(p.clients for p in goodput.probes)
 
 
-async def _sweep(conditions: Conditions, trials: Trials, builder: ArmBuilder) -> Sweep:
+async def _sweep(conditions: ExperimentConfig, trials: Trials, builder: ArmBuilder) -> Sweep:
     short = replace(conditions.timing, duration_s=conditions.sweep_s, rounds=1)
     return await replace(trials, timing=short).sweep_static_budget(builder.build(STATIC), BUDGETS)
 
 
-def _arm_names(conditions: Conditions, systems: Systems) -> list[str]:
+def _arm_names(conditions: ExperimentConfig, systems: Systems) -> list[str]:
     names = list(conditions.wanted or conditions.experiment.arms)
     if systems.peer is not None:
         names += [PEER_ALONE, PEER_BULK, PEER] if conditions.experiment.name == "isolation" else [PEER]

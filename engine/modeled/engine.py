@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from engine.interface import EngineInfo, PlanError, SequenceOutput, Shedding, StepPlan, StepResult
+from engine.interface import EngineInfo, PlanError, SequenceOutput, StepEviction, StepPlan, StepResult
 from engine.sequences.sequence_table import Chunk, SequenceTable
 from engine.step_time.model import StepCost
 
@@ -58,9 +58,9 @@ class ModeledEngine:
     """Implements `Engine`. `sleep` is the clock's: virtual in the simulator, real in a test of the real loop. Traces
     name lengths, not texts, and texts made up for them would be found in a prefix cache: it is off unless asked for.
 
-    With a `timer`, which then waits instead of `sleep`, sequences leave running steps as far as `info.sheds` says, at
-    the next of `num_layers` layers. `drift` is what all times are multiplied by at an instant of the timer's.
-    `decode_cost` is that of steps without a prefill; None: the same.
+    With a `timer`, which then waits instead of `sleep`, sequences can be evicted from running steps as far as
+    `info.step_eviction` says, at the next of `num_layers` layers. `drift` gives the factor of all times at an
+    instant of the timer. `decode_cost` is the cost of steps without a prefill; None: the same.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ModeledEngine:
         """Raises `ValueError` for a drift without a timer."""
         if drift is not None and timer is None:
             raise ValueError("a drift over time needs a timer that tells it")
-        self._info = info if timer is not None else replace(info, sheds=Shedding.NOTHING)
+        self._info = info if timer is not None else replace(info, step_eviction=StepEviction.NOTHING)
         self._sleep = sleep
         self._cost = cost or StepCost()
         self._decode_cost = decode_cost or self._cost
@@ -126,14 +126,14 @@ class ModeledEngine:
         self._running = None
         return self._result(step)
 
-    def shed(self, seq_ids: Collection[str]) -> None:
+    def evict(self, seq_ids: Collection[str]) -> None:
         """Too late in the last layer."""
         step = self._running
-        if step is None or self._timer is None or self._info.sheds is Shedding.NOTHING:
+        if step is None or self._timer is None or self._info.step_eviction is StepEviction.NOTHING:
             return
         self._wished.update(seq_ids)
         staying = [c for c in step.staying if c.sequence.seq_id not in self._wished]
-        if len(staying) == len(step.staying) or (staying and self._info.sheds is Shedding.STEPS):
+        if len(staying) == len(step.staying) or (staying and self._info.step_eviction is StepEviction.STEPS):
             return
         elapsed_s = self._timer.now() - step.started_s
         progress = step.progress_at(elapsed_s)
@@ -172,10 +172,10 @@ class ModeledEngine:
 
     def _result(self, step: _Step) -> StepResult:
         if step.staying is step.chunks:  # as nearly always
-            outputs, shed = [self._advance(chunk) for chunk in step.chunks], []
+            outputs, evicted = [self._advance(chunk) for chunk in step.chunks], []
         else:
             stayed = {chunk.sequence.seq_id for chunk in step.staying}
-            shed = [c.sequence.seq_id for c in step.chunks if c.sequence.seq_id not in stayed]
+            evicted = [c.sequence.seq_id for c in step.chunks if c.sequence.seq_id not in stayed]
             outputs = [self._advance(c) if c.sequence.seq_id in stayed else self._leave(c) for c in step.chunks]
         return StepResult(
             step.step_id,
@@ -184,7 +184,7 @@ class ModeledEngine:
             elapsed_s=step.duration_s,
             free_swap_blocks=self._table.swap_pool.num_free,
             shared_blocks=self._table.pool.take_changes(),
-            shed=tuple(shed),
+            evicted=tuple(evicted),
         )
 
     def _advance(self, chunk: Chunk) -> SequenceOutput:

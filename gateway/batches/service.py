@@ -75,7 +75,7 @@ class BatchService:
         self._max_body_bytes = max_body_bytes
         self._directory = files.data_dir / "batches"
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
-        self._upkeep: list[asyncio.Task[None]] = []
+        self._maintenance: list[asyncio.Task[None]] = []
         self._not_before: dict[str, float] = {}  # runs that broke: when to take them up again
 
     async def start(self) -> None:
@@ -91,14 +91,14 @@ class BatchService:
             _Duty(self._sweep_orphans, ORPHAN_SWEEP_S),
         )
         ticks = ((keeper, TICK_S), (sweeper, SWEEPER_TICK_S))
-        self._upkeep = [asyncio.create_task(self._perform(duties, tick_s)) for duties, tick_s in ticks]
+        self._maintenance = [asyncio.create_task(self._perform(duties, tick_s)) for duties, tick_s in ticks]
 
     def reconfigure(self, tiers: TierSet) -> None:
         self._lines.reconfigure(tiers[tiers.batch_tier])
 
     async def close(self) -> None:
         """Stop all runs where they are and give their locks back; the next `start`, anywhere, goes on."""
-        await stop(self._upkeep)
+        await stop(self._maintenance)
         await stop([task for _, task in self._runs.values()])
 
     async def create(self, new: NewBatch) -> Batch | InputProblem:

@@ -1,7 +1,7 @@
 """One submitted job, answered: token events in, a response object or a stream of frames out.
 
 Knows choices, the answer's shape and the tier's patience; does not know HTTP's requests or responses. The
-`Answering` owns the generation: whichever way it ends, what is unfinished is cancelled.
+`ResponseStream` owns the generation: whichever way it ends, what is unfinished is cancelled.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Demotion:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PreparedRequest:
     """A validated body, tokenised and ready to be submitted: `n` requests for each prompt, by choice index."""
 
     answer: Answer
@@ -47,13 +47,15 @@ class Job:
     continuous_usage: bool = False
     demotion: Demotion | None = None
 
-    def demoted(self, to: Demotion) -> "Job":
+    def demoted(self, to: Demotion) -> "PreparedRequest":
         requests = (replace(r, tier=to.tier.name, deadline_ms=to.deadline_ms) for r in self.requests)
         return replace(self, answer=to.answer, tier=to.tier, requests=tuple(requests), demotion=None)
 
 
-class Answering:
-    def __init__(self, job: Job, generation: Generation, tokenizer: Tokenizer, clock: Clock, ping_s: float) -> None:
+class ResponseStream:
+    def __init__(
+        self, job: PreparedRequest, generation: Generation, tokenizer: Tokenizer, clock: Clock, ping_s: float
+    ) -> None:
         self._job = job
         self._generation = generation
         self._clock = clock

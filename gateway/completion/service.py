@@ -14,7 +14,7 @@ from typing import Any
 from engine.interface import SamplingParams
 from gateway.completion.openai_objects import Answer, AnswerHead, ChatAnswer, TextAnswer
 from gateway.completion.prompts import Prompt, encode_prompts, model_limits
-from gateway.completion.response import Answering, Demotion, Job
+from gateway.completion.response import Demotion, PreparedRequest, ResponseStream
 from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.metrics import GatewayMetrics
@@ -84,8 +84,8 @@ class CompletionService:
         try:
             request = await _parse_endpoint(endpoint, body)
             job = await self.prepare(request, tier=tier, answer=answer, request_id=request_id, owner=owner)
-            answering = await self.submit(job)
-            return 200, await answering.respond()
+            response = await self.submit(job)
+            return 200, await response.respond()
         except ApiError as error:
             return error.status, error.body()
 
@@ -98,7 +98,7 @@ class CompletionService:
         request_id: str,
         owner: str | None = None,
         demotion: ResolvedTier | None = None,
-    ) -> Job:
+    ) -> PreparedRequest:
         """Tokenise and make the scheduler's requests, which may go to `demotion` if `tier` cannot serve them in time.
         Raises `ApiError` 400 or 404."""
         arrival_ms = self._clock.wall_ms()
@@ -113,7 +113,7 @@ class CompletionService:
         def answer_as(service_tier: str) -> Answer:
             return self._answer(request, service_tier, request_id, arrival_ms)
 
-        return Job(
+        return PreparedRequest(
             answer=answer_as(answer),
             tier=tier,
             requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner),
@@ -124,7 +124,7 @@ class CompletionService:
             demotion=_demotion(demotion, answer_as, request, arrival_ms) if demotion is not None else None,
         )
 
-    async def submit(self, job: Job) -> Answering:
+    async def submit(self, job: PreparedRequest) -> ResponseStream:
         """Enqueue all requests of `job`, or none; in a lower tier, where its own cannot serve it in time and there is a
         demotion. Raises `ApiError` 429 or 503 where admission rejects."""
         outcome = await self._client.submit(job.requests)
@@ -137,7 +137,7 @@ class CompletionService:
         if isinstance(outcome, Rejected):
             self._metrics.count_rejected(job.tier.name, outcome.reason.value)
             raise rejected(outcome, job.tier)
-        return Answering(job, outcome, self._tokenizer, self._clock, self._ping_s)
+        return ResponseStream(job, outcome, self._tokenizer, self._clock, self._ping_s)
 
     def _answer(self, request: AnyRequest, service_tier: str, request_id: str, now_ms: int) -> Answer:
         kind = ChatAnswer if isinstance(request, ChatCompletionRequest) else TextAnswer

@@ -29,18 +29,18 @@ async def deliver(
         owner=key.name if key else None,
         demotion=demotion_of(resolved.tier, key, tiers),
     )
-    answering = await gateway.completions.submit(job)
-    structlog.contextvars.bind_contextvars(tier=answering.tier.name)
+    response = await gateway.completions.submit(job)
+    structlog.contextvars.bind_contextvars(tier=response.tier.name)
 
     def hung_up() -> None:
-        gateway.metrics.count_disconnect(answering.tier.name)
+        gateway.metrics.count_disconnect(response.tier.name)
         request.state.hung_up = True  # for gateway/http/middleware.py
 
     if body.stream:
-        return EventStreamResponse(answering.stream, hung_up)
+        return EventStreamResponse(response.stream, hung_up)
     try:
         async with until_disconnect(request.receive):
-            answer = await answering.respond()
+            answer = await response.respond()
     except ClientDisconnected:
         hung_up()
         return Response(status_code=CLIENT_CLOSED)

@@ -26,7 +26,7 @@ def cost_card(
         block_size=info.block_size,
         max_step_tokens=info.max_step_tokens,
         max_model_len=info.max_model_len,
-        sheds=info.sheds,
+        sheds=info.step_eviction,
         host_overhead_s=calibration.host_overhead_s,
         num_swap_blocks=info.num_swap_blocks,
         swap_block_s=info.swap_block_s,

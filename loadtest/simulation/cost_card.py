@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.interface import EngineInfo, Shedding
+from engine.interface import EngineInfo, StepEviction
 from engine.step_time.model import StepCost
 
 VOCAB_SIZE = 1 << 32  # ids stand for themselves: no tokenizer is at work
@@ -46,7 +46,7 @@ class CostCard(_Strict):
     block_size: int = Field(ge=1)
     max_step_tokens: int = Field(ge=1)
     max_model_len: int = Field(ge=2)
-    sheds: Shedding = Shedding.NOTHING
+    sheds: StepEviction = StepEviction.NOTHING
     host_overhead_s: float = Field(default=0.0, ge=0, description="between two steps, with the engine idle")
     num_swap_blocks: int = Field(default=0, ge=0)
     swap_block_s: float = Field(default=0.0, ge=0)
@@ -70,7 +70,7 @@ class CostCard(_Strict):
             preemption_modes=modes,
             num_swap_blocks=self.num_swap_blocks,
             swap_block_s=self.swap_block_s,
-            sheds=self.sheds,
+            step_eviction=self.sheds,
         )
 
 

@@ -36,7 +36,7 @@ BuildCore = Callable[[TierSet, EngineInfo], SchedulerCore]
 
 def build_core(tiers: TierSet, info: EngineInfo) -> SchedulerCore:
     """The shipped one, which has to learn its engine."""
-    return SchedulerCore(tiers, info, SLAController(tiers, info.sheds))
+    return SchedulerCore(tiers, info, SLAController(tiers, info.step_eviction))
 
 
 @dataclass(frozen=True, slots=True)

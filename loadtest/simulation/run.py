@@ -80,7 +80,7 @@ async def _look(deployment: Deployment, busy_share: float) -> Moment:
     tiers = {
         name: TierMoment(
             queued=depths[name],
-            held=sum(core.roster.count(name) for core in cores),
+            held=sum(core.table.count(name) for core in cores),
             batch_size=outputs[name].batch_size,
             max_wait_s=outputs[name].max_wait_s,
             margin=outputs[name].margin,

@@ -47,8 +47,8 @@ class WatchedEngine:
                 await self._sleep(self._host_overhead_s)
         return result
 
-    def shed(self, seq_ids: Collection[str]) -> None:
-        self._engine.shed(seq_ids)
+    def evict(self, seq_ids: Collection[str]) -> None:
+        self._engine.evict(seq_ids)
 
     def close(self) -> None:
         self._engine.close()
@@ -64,12 +64,12 @@ class WatchedEngine:
             else:
                 computed.pop(output.seq_id, None)
         record.planned_tokens += plan.num_tokens
-        if result.shed:
+        if result.evicted:
             self._note_shed(plan, result)
 
     def _note_shed(self, plan: StepPlan, result: StepResult) -> None:
         """Their part of the step's time counts as wasted, by tokens: at most that, as they left before its end."""
-        left = set(result.shed)
+        left = set(result.evicted)
         shed_tokens = sum(run.num_tokens for run in plan.run if run.seq_id in left)
         self._record.shed_steps += 1
         self._record.shed_rows += len(left)

@@ -196,7 +196,9 @@ def _with_pool(data: Any, wanted: str) -> Any:
         return data
     if name not in shipped_pools():
         raise ScenarioError(f"there is no bulk pool {name!r} (shipped: {', '.join(shipped_pools())})")
-    pool = yaml.safe_load((files("loadtest") / "traffic" / "scenarios" / POOLS / f"{name}.yaml").read_text(encoding="utf-8"))
+    pool = yaml.safe_load(
+        (files("loadtest") / "traffic" / "scenarios" / POOLS / f"{name}.yaml").read_text(encoding="utf-8")
+    )
     if wanted:
         classes = {n: c for n, c in classes.items() if not (isinstance(c, dict) and c.get("role") == "bulk")}
     context = max(data.get("context") or 0, pool["context"]) if data.get("context") else None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from scheduler.client import rejection
-from scheduler.client.forecast_correction import Hindsight
+from scheduler.client.forecast_correction import ForecastCorrection
 from scheduler.client.inflight import InFlight
 from scheduler.client.rejection import Rejected
 from scheduler.client.ttft_forecast import Forecast, Heartbeats, completion, first_token
@@ -27,7 +27,7 @@ class Gate:
     def __init__(self, tiers: TierSet) -> None:
         self._in_flight = InFlight()
         self._heartbeats = Heartbeats()
-        self._hindsight = Hindsight()
+        self._correction = ForecastCorrection()
         self._closed: set[str] = set()
         self.reconfigure(tiers)
 
@@ -58,7 +58,7 @@ class Gate:
             part = tier.admission.reopen_at if self.is_closed(tier.name) else 1.0
             slots = self._heartbeats.slots(tier.name)
             forecast = first_token(requests, capacity, slots, habits, part * tier.slo.ttft_p99_ms / 1000)
-            return forecast.slowed(self._hindsight.factor(tier.name))
+            return forecast.slowed(self._correction.factor(tier.name))
         deadline_ms = min(r.deadline_ms for r in requests)
         is_tiers_own = all(r.deadline_ms >= r.arrival_ms + tier.deadline_ms for r in requests)
         if not is_tiers_own:  # they pass whatever is due later, also of what the workers hold
@@ -69,7 +69,7 @@ class Gate:
     def limit(self, tier: Tier, forecast: Forecast) -> AheadLimit:
         return forecast.limit(self._above[tier.name])
 
-    def crowd(self, tier: Tier, forecast: Forecast) -> Rejected | None:
+    def check_local(self, tier: Tier, forecast: Forecast) -> Rejected | None:
         """What this gateway itself has under way may be too much already, whatever the last heartbeats said."""
         mine, local = self._mine(tier), forecast.of_this_gateway()
         if not tier.is_interactive or local.limit(()).admits(mine):
@@ -92,22 +92,22 @@ class Gate:
         """They are under way from now on."""
         if forecast is not None and tier.is_interactive and forecast.is_whole:
             mine = forecast.of_this_gateway().wait_s(self._mine(tier))
-            wait_s = max(forecast.held_s, mine) / self._hindsight.factor(tier.name)
+            wait_s = max(forecast.held_s, mine) / self._correction.factor(tier.name)
             if wait_s > WORTH_LEARNING * forecast.promise_s:
-                self._hindsight.expect(requests[-1].id, tier.name, now, forecast.own_s, wait_s)
+                self._correction.expect(requests[-1].id, tier.name, now, forecast.own_s, wait_s)
         self._in_flight.enter(requests, are_passed=forecast is not None and forecast.is_late)
 
     def hear(self, event: TokenEvent, now: float) -> None:
         self._in_flight.hear(event)
         if event.token_ids:
-            self._hindsight.first_token(event.request_id, now)
+            self._correction.first_token(event.request_id, now)
         if event.is_last:
-            self._hindsight.forget(event.request_id)
+            self._correction.forget(event.request_id)
 
     def leave(self, request_id: str) -> None:
         """It is over, or never got in."""
         self._in_flight.leave(request_id)
-        self._hindsight.forget(request_id)
+        self._correction.forget(request_id)
 
     # -- what others may see -----------------------------------------------------------------------------------
 

@@ -137,7 +137,7 @@ class SchedulerClient:
         if tier is None:
             return rejection.tier_gone(requests[0].tier)
         forecast = self._gate.forecast(tier, requests, self._clock.now(), self._clock.wall_ms())
-        rejected = self._gate.crowd(tier, forecast) if forecast is not None else None
+        rejected = self._gate.check_local(tier, forecast) if forecast is not None else None
         if rejected is not None:
             return rejected
         generation = Generation(self.cancel, requests)

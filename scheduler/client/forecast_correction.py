@@ -20,7 +20,7 @@ class _Expectation:
     wait_s: float  # behind others, as predicted without the factor
 
 
-class Hindsight:
+class ForecastCorrection:
     def __init__(self) -> None:
         self._factors: defaultdict[str, float] = defaultdict(lambda: 1.0)
         self._expected: dict[str, _Expectation] = {}

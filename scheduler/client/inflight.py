@@ -34,7 +34,7 @@ class _Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
+class TierUsage:
     """What a tier's requests are usually like. Of their prompts' tokens, those found in the prefix cache; of the output
     tokens they may have, those that came (None: too few have ended)."""
 
@@ -103,6 +103,6 @@ class InFlight:
         begun = [r for r in due if r.delivery is Delivery.EACH_STEP and r.id not in self._unanswered]
         return sum(len(r.prompt_token_ids) for r in begun), sum(r.sampling.max_tokens for r in begun)
 
-    def habits(self, tier: str) -> Habits:
+    def habits(self, tier: str) -> TierUsage:
         cached = self._cached[tier].value or 0.0
-        return Habits(min(cached, CACHED_AT_MOST), self._output[tier].value)
+        return TierUsage(min(cached, CACHED_AT_MOST), self._output[tier].value)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from scheduler.client.inflight import Habits
+from scheduler.client.inflight import TierUsage
 from scheduler.queue.base import AheadLimit, Backlog
 from scheduler.registry.worker_status import TierCapacity, WorkerStatus
 from scheduler.request import Request
@@ -68,7 +68,7 @@ class Forecast:
 
 
 def first_token(
-    requests: Sequence[Request], capacity: TierCapacity, slots: int, habits: Habits, promise_s: float
+    requests: Sequence[Request], capacity: TierCapacity, slots: int, habits: TierUsage, promise_s: float
 ) -> Forecast:
     """Of the last of `requests` (of one tier) to get its first token: each of them counts."""
     token_s = (1 - habits.cached_share) / capacity.prefill_tokens_per_s
@@ -88,7 +88,7 @@ def first_token(
 
 
 def completion(
-    requests: Sequence[Request], capacity: TierCapacity, habits: Habits, left_s: float, spare: bool
+    requests: Sequence[Request], capacity: TierCapacity, habits: TierUsage, left_s: float, spare: bool
 ) -> Forecast:
     """Of the last of `requests` (of one tier) to end. `spare`: their own work may count as less, as it may where a
     tier's deadline is not their own wish. Outputs count as long as they usually become, where that is known."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from engine.step_time.model import StepCost
 from scheduler.clock import NEVER_S
 
-PREFILL_STRETCH = 0.25  # of a step's decodes: what prefills may always add, or late decodes would starve them
+PREFILL_EXTRA_SHARE = 0.25  # of a step's decodes: what prefills may always add, or late decodes would starve them
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +18,10 @@ class TierBudget:
     max_wait_s: float = 0.0
     gap_s: float = NEVER_S  # between two arrivals, on average
     step_time_s: float = NEVER_S  # the step may be predicted to last this long with work of this tier
-    stretch: float = 0.0  # in any case it may add this share to what the step takes without it, …
-    within_s: float = NEVER_S  # … but for this: then others' next tokens would be late
-    paused: bool = False  # above it a first token is awaited: only decodes ride along, as far as `stretch` goes
-    owed: bool = False  # its floor is due: it goes first in this step
+    extra_share: float = 0.0  # in any case it may add this share to what the step takes without it, …
+    hard_limit_s: float = NEVER_S  # … but for this: then others' next tokens would be late
+    decodes_only: bool = False  # a first token is awaited above: prefills wait, decodes may add `extra_share`
+    guaranteed: bool = False  # its floor is due: it goes first in this step
     reserve_blocks: int = 0  # stay free when one of its sequences starts
 
 

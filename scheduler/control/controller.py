@@ -13,28 +13,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from engine.interface import Shedding
+from engine.interface import StepEviction
 from engine.step_time.model import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier, TierSet
 from scheduler.control import feedback
-from scheduler.control.budget import PREFILL_STRETCH, Budgets, TierBudget
+from scheduler.control.budget import PREFILL_EXTRA_SHARE, Budgets, TierBudget
 from scheduler.control.feedback import UPDATE_S, Load, Surroundings
 from scheduler.control.knobs import Decision, TierKnobs
 from scheduler.control.kv_reserve import KVReserve
-from scheduler.control.min_share import FloorBooks
+from scheduler.control.min_share import DeficitCounter
 from scheduler.control.tier_stats import Observations
 from scheduler.deadlines import itl_cap_s, slack_s
 from scheduler.request_state import RequestState
 
 AMORTISE = 3.0  # a bulk step may always last this many times the fixed cost of a step: less is mostly overhead
-PACE = 0.5  # of the gap promised: how long bulk may make the steps of interactive decodes
-COMPANY = 1.5  # times what these take without it: their fixed cost is paid, so that even this is much for bulk
-RIDE = 0.03  # of a step that computes a first token: what bulk may add to it
+MAX_ITL_SHARE = 0.5  # of the gap promised: how long bulk may make the steps of interactive decodes
+MAX_DECODE_SLOWDOWN = (
+    1.5  # times what these take without it: their fixed cost is paid, so that even this is much for bulk
+)
+MAX_PREFILL_SLOWDOWN = 0.03  # of a step that computes a first token: what bulk may add to it
 FIRST_STEP_SHARE = 0.25  # of a first token's promise: how long prefills alone may keep the engine from others
 DELAY_SHARE = 0.07  # of the usual service of a first token: what bulk may delay it by, on average
 # A step that bulk can leave may be longer for the same mean delay: most of what is left of it is not waited for.
-RESIDUAL = {Shedding.NOTHING: 0.5, Shedding.STEPS: 0.25, Shedding.ROWS: 1 / 16}
+MEAN_RESIDUAL = {StepEviction.NOTHING: 0.5, StepEviction.STEPS: 0.25, StepEviction.ROWS: 1 / 16}
 LONGEST_STEP_S = 0.25  # of bulk, where no promise says less
 WASTED_SHARE = 0.03  # of the time, in steps that bulk leaves: what arrivals may cost it
 EXPECTED_WASTE = 0.3  # of a step's time is lost with every arrival that makes bulk leave it
@@ -58,12 +60,12 @@ class TierOutputs:
 
 
 class SLAController:
-    def __init__(self, tiers: TierSet, engine_sheds: Shedding = Shedding.NOTHING) -> None:
-        self._engine_sheds = engine_sheds
+    def __init__(self, tiers: TierSet, engine_eviction: StepEviction = StepEviction.NOTHING) -> None:
+        self._engine_eviction = engine_eviction
         self._adopt(tiers)
         self._knobs = {t.name: TierKnobs(t, tiers.controller.dry_run) for t in self._tiers}
         self._seen = {t.name: Observations(t) for t in self._tiers}
-        self._floors = FloorBooks(self._tiers)
+        self._floors = DeficitCounter(self._tiers)
         self._reserve = KVReserve()
         self._overhead_s = 0.0
         self._bulk_ran_s = -NEVER_S
@@ -76,9 +78,9 @@ class SLAController:
         self._interactive = [t for t in self._tiers if t.is_interactive]
 
     @property
-    def sheds(self) -> Shedding:
+    def step_eviction(self) -> StepEviction:
         """What bulk may leave, as far as the engine can."""
-        return self._engine_sheds if self._switches.shed else Shedding.NOTHING
+        return self._engine_eviction if self._switches.shed else StepEviction.NOTHING
 
     def reconfigure(self, tiers: TierSet) -> None:
         """New bounds, promises, pins and switches; what was learned stays, as far as they allow."""
@@ -87,7 +89,7 @@ class SLAController:
         self._adopt(tiers)
         self._knobs = {t.name: TierKnobs(t, tiers.controller.dry_run) for t in self._tiers}
         self._seen = {t.name: seen.get(t.name) or Observations(t) for t in self._tiers}
-        self._floors = FloorBooks(self._tiers)
+        self._floors = DeficitCounter(self._tiers)
         self._floors.take_over(floors)
         for tier in self._tiers:
             if tier.name in before and tiers.controller.feedback:
@@ -106,8 +108,8 @@ class SLAController:
         awaited = (s.tier.priority for s in states if s.awaits_first_token)
         first_token_of = max(awaited, default=None)
         room_s = self._room(decoding, now)
-        company_s = cost.step(sum(cost.decode(s.num_computed_tokens) for s in decoding)) if decoding else 0.0
-        bulk_s = self._bulk_step(cost, company_s, itl_cap_s(decoding))
+        decode_only_s = cost.step(sum(cost.decode(s.num_computed_tokens) for s in decoding)) if decoding else 0.0
+        bulk_s = self._bulk_step(cost, decode_only_s, itl_cap_s(decoding))
         bulk_s = min(room_s, bulk_s) if decoding else bulk_s
         tiers = {}
         for tier in self._tiers:
@@ -118,13 +120,15 @@ class SLAController:
     def _budget(self, tier: Tier, cost: StepCost, room_s: float, bulk_s: float, above: bool) -> TierBudget:
         fixed = self._fixed(tier)
         if tier.is_interactive:
-            return replace(fixed, step_time_s=room_s, stretch=PREFILL_STRETCH)
+            return replace(fixed, step_time_s=room_s, extra_share=PREFILL_EXTRA_SHARE)
         reserve = self._reserve.num_blocks if self._interactive else 0
         small_s = AMORTISE * cost.step_s
-        if self._floors.is_owed(tier.name, small_s):
-            return replace(fixed, step_time_s=small_s, owed=True)
-        part = replace(fixed, step_time_s=max(bulk_s, cost.step_s), stretch=RIDE, within_s=room_s)
-        return replace(part, paused=above, reserve_blocks=reserve)
+        if self._floors.has_deficit(tier.name, small_s):
+            return replace(fixed, step_time_s=small_s, guaranteed=True)
+        part = replace(
+            fixed, step_time_s=max(bulk_s, cost.step_s), extra_share=MAX_PREFILL_SLOWDOWN, hard_limit_s=room_s
+        )
+        return replace(part, decodes_only=above, reserve_blocks=reserve)
 
     def _fixed(self, tier: Tier) -> TierBudget:
         knobs, rate = self._knobs[tier.name], self._seen[tier.name].rate_per_s
@@ -144,27 +148,32 @@ class SLAController:
         margin = max(self._seen[name].margins["itl"] for name in {s.tier.name for s in decoding})
         return min(slack_s(decoding, now), itl_cap_s(decoding)) * (1 - margin) - self._overhead_s
 
-    def _bulk_step(self, cost: StepCost, company_s: float = 0.0, itl_s: float = NEVER_S) -> float:
+    def _bulk_step(self, cost: StepCost, decode_only_s: float = 0.0, itl_s: float = NEVER_S) -> float:
         """How long a step may be for bulk's sake: so that an arrival is hardly delayed, interactive decodes (which take
-        `company_s` by themselves, and were promised gaps of at most `itl_s`) keep their pace, and what arrivals throw
+        `decode_only_s` by themselves, with an SLO of `itl_s` for the gaps) keep their pace, and what arrivals throw
         away stays little."""
         if not self._interactive:
             return NEVER_S
         margin = max(self._seen[t.name].margins["ttft"] for t in self._interactive)
-        longest_s = min(LONGEST_STEP_S, self._quiet_s() / RESIDUAL[self.sheds], self._wasteless_s()) * (1 - margin)
-        if company_s:  # they pay for the step already
-            return max(company_s, min(company_s + longest_s, COMPANY * company_s, PACE * itl_s))
+        longest_s = min(
+            LONGEST_STEP_S, self._max_mean_delay_s() / MEAN_RESIDUAL[self.step_eviction], self._max_step_for_waste_s()
+        ) * (1 - margin)
+        if decode_only_s:  # they pay for the step already
+            return max(
+                decode_only_s,
+                min(decode_only_s + longest_s, MAX_DECODE_SLOWDOWN * decode_only_s, MAX_ITL_SHARE * itl_s),
+            )
         return max(AMORTISE * cost.step_s, longest_s)
 
-    def _quiet_s(self) -> float:
+    def _max_mean_delay_s(self) -> float:
         """The mean delay of a first token that nobody notices."""
         services = (self._seen[tier.name].expected_service_s for tier in self._interactive)
         return DELAY_SHARE * min((s for s in services if s is not None), default=NEVER_S)
 
-    def _wasteless_s(self) -> float:
+    def _max_step_for_waste_s(self) -> float:
         """The step length at which arrivals that make bulk leave waste no more than they may."""
         rate = sum(self._seen[t.name].rate_per_s for t in self._interactive)
-        if self.sheds is Shedding.NOTHING or rate <= 0:
+        if self.step_eviction is StepEviction.NOTHING or rate <= 0:
             return NEVER_S
         return WASTED_SHARE / (EXPECTED_WASTE * rate)
 
@@ -197,7 +206,7 @@ class SLAController:
         more; `wanting` tiers have work."""
         self._floors.enter(elapsed_s, used_s, [name for name in wanting if name in self._seen])
         promised = {tier.name for tier in self._interactive}
-        if sum(s for tier, s in used_s.items() if tier not in promised) > 2 * RIDE * elapsed_s:
+        if sum(s for tier, s in used_s.items() if tier not in promised) > 2 * MAX_PREFILL_SLOWDOWN * elapsed_s:
             self._bulk_ran_s = now
         self._overhead_s += OVERHEAD_WEIGHT * (overhead_s - self._overhead_s)
 
@@ -286,7 +295,7 @@ class SLAController:
                 "arrivals_per_s": seen.rate_per_s,
                 "first_token_service_s": seen.service_s,
                 "floor_share": self._floors.share(tier.name),
-                "floor_debt_s": self._floors.debt_s(tier.name),
+                "floor_debt_s": self._floors.deficit_s(tier.name),
             },
         }
 

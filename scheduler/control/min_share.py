@@ -12,10 +12,10 @@ DEBT_MAX_S = 1.0  # of engine time: no burst after a long flood
 URGENT_SHARE = 0.5  # of the time, at most, for work that would miss its deadline otherwise
 
 
-class FloorBooks:
+class DeficitCounter:
     def __init__(self, tiers: Iterable[Tier]) -> None:
         self._floor = {tier.name: tier.floor for tier in tiers}
-        self._debt_s = dict.fromkeys(self._floor, 0.0)
+        self._deficit_s = dict.fromkeys(self._floor, 0.0)
         self._urgency = dict.fromkeys(self._floor, 0.0)
 
     def set_urgency(self, tier: str, urgency: float) -> None:
@@ -27,19 +27,19 @@ class FloorBooks:
         floor = self._floor[tier]
         return floor + max(0.0, URGENT_SHARE - floor) * self._urgency[tier]
 
-    def debt_s(self, tier: str) -> float:
-        return self._debt_s[tier]
+    def deficit_s(self, tier: str) -> float:
+        return self._deficit_s[tier]
 
-    def is_owed(self, tier: str, step_s: float) -> bool:
+    def has_deficit(self, tier: str, step_s: float) -> bool:
         """The debt is worth a step of `step_s` seconds."""
-        return self.share(tier) > 0 and self._debt_s[tier] >= min(step_s, DEBT_MAX_S)
+        return self.share(tier) > 0 and self._deficit_s[tier] >= min(step_s, DEBT_MAX_S)
 
     def enter(self, elapsed_s: float, used_s: Mapping[str, float], wanting: Iterable[str]) -> None:
         """A step of `elapsed_s`, of which each tier used so much; `wanting` tiers have work."""
         for tier in wanting:
-            owed_s = self._debt_s[tier] + self.share(tier) * elapsed_s - used_s.get(tier, 0.0)
-            self._debt_s[tier] = min(max(owed_s, 0.0), DEBT_MAX_S)
+            owed_s = self._deficit_s[tier] + self.share(tier) * elapsed_s - used_s.get(tier, 0.0)
+            self._deficit_s[tier] = min(max(owed_s, 0.0), DEBT_MAX_S)
 
-    def take_over(self, before: "FloorBooks") -> None:
-        for tier in self._debt_s:
-            self._debt_s[tier] = before._debt_s.get(tier, 0.0)
+    def take_over(self, before: "DeficitCounter") -> None:
+        for tier in self._deficit_s:
+            self._deficit_s[tier] = before._deficit_s.get(tier, 0.0)

@@ -6,14 +6,14 @@ runs, and all may go on. Whatever else there may be to do waits for the result, 
 
 from engine.interface import Run, StepPlan, blocks_for
 from scheduler.planning.kv_budget import EngineView
-from scheduler.planning.request_table import Roster
+from scheduler.planning.request_table import RequestTable
 from scheduler.request_state import RequestState
 
 
-def continuation(running: StepPlan, step_id: int, view: EngineView, roster: Roster) -> StepPlan | None:
-    """One more token for each sequence of `running` that does not end with it for certain. `roster` and `view` are from
+def async_plan(running: StepPlan, step_id: int, view: EngineView, table: RequestTable) -> StepPlan | None:
+    """One more token for each sequence of `running` that does not end with it for certain. `table` and `view` are from
     before that step."""
-    states = list(roster)
+    states = list(table)
     in_step = {run.seq_id for run in running.run}
     if len(states) != len(in_step) or any(s.id not in in_step or not s.is_decode for s in states):
         return None

@@ -20,7 +20,7 @@ from scheduler.control.budget import Budgets, TierBudget
 from scheduler.deadlines import by_due
 from scheduler.planning import batching_delay
 from scheduler.planning.kv_budget import BlockBudget, EngineView
-from scheduler.planning.request_table import Roster
+from scheduler.planning.request_table import RequestTable
 from scheduler.request_state import RequestState, Status
 
 LATE_SHARE = 0.2  # of a step's time for prefills, kept for those that cannot be in time any more
@@ -31,43 +31,45 @@ def form_batch(
     step_id: int,
     view: EngineView,
     tiers: Sequence[Tier],
-    roster: Roster,
+    table: RequestTable,
     budgets: Budgets,
     now: float,
     barred: Container[str] = frozenset(),
 ) -> StepPlan:
-    """The next step's plan. `tiers` from the highest priority down; `roster` holds all states that have not ended, of
+    """The next step's plan. `tiers` from the highest priority down; `table` holds all states that have not ended, of
     which those `barred` may not start yet. Its cost grows with what is planned, not with what waits or rests."""
-    draft = _Draft(view, budgets, roster, now, barred)
-    for tier in sorted(tiers, key=lambda t: not budgets.tiers[t.name].owed):
+    draft = _Draft(view, budgets, table, now, barred)
+    for tier in sorted(tiers, key=lambda t: not budgets.tiers[t.name].guaranteed):
         budget = budgets.tiers[tier.name]
         draft.set_limit(budget)
-        if budget.paused and draft.has_work:
-            if not (budget.stretch and draft.add_decodes(tier.name, budget)):
+        if budget.decodes_only and draft.has_work:
+            if not (budget.extra_share and draft.add_decodes(tier.name, budget)):
                 draft.pause(tier.name)
             continue
         draft.add_decodes(tier.name, budget)
         draft.add_prefills(tier, budget)
-        if budget.owed:
-            draft.note_paid()
+        if budget.guaranteed:
+            draft.note_guaranteed()
     return draft.plan(step_id)
 
 
 class _Draft:
     """A plan being made: what it holds so far, and what is left of blocks, tokens and time."""
 
-    def __init__(self, view: EngineView, budgets: Budgets, roster: Roster, now: float, barred: Container[str]) -> None:
+    def __init__(
+        self, view: EngineView, budgets: Budgets, table: RequestTable, now: float, barred: Container[str]
+    ) -> None:
         self._view = view
         self._now = now
         self._cost = budgets.cost
-        self._roster = roster
+        self._table = table
         self._barred = barred
-        self._blocks = BlockBudget(view, budgets.cost, roster.promised(), roster.any_resident)
+        self._blocks = BlockBudget(view, budgets.cost, table.promised(), table.any_resident)
         self._tokens_left = view.max_step_tokens
         self._tier_tokens_left = 0
         self._limit_s = NEVER_S  # of the step, with work of the tier at hand
         self._work_s = 0.0  # of all runs, beside the step's fixed cost
-        self._paid_s = 0.0  # of these, for tiers that were owed it
+        self._guaranteed_s = 0.0  # of these, for tiers that were owed it
         self._preempt: dict[str, PreemptionMode] = {}
         self._num_preempted: Counter[str] = Counter()  # by tier
         self._num_run: Counter[str] = Counter()
@@ -95,19 +97,19 @@ class _Draft:
         """How long the step is predicted to take so far."""
         return self._cost.step(self._work_s) + self._blocks.swap_s
 
-    def note_paid(self) -> None:
+    def note_guaranteed(self) -> None:
         """What was added so far was owed."""
-        self._paid_s = self._work_s
+        self._guaranteed_s = self._work_s
 
     def pause(self, tier: str) -> None:
         """Those that were in the batch leave it; those that sat the last step out have left it already."""
-        for state in self._roster.last_run(tier):
+        for state in self._table.last_run(tier):
             if state.status is Status.RUNNING and state.id not in self._preempt:
                 self._preempt[state.id] = PreemptionMode.PAUSE
 
     def set_limit(self, budget: TierBudget) -> None:
         """From now on a tier with this budget adds its work."""
-        rides = budget.paused and self.has_work
+        rides = budget.decodes_only and self.has_work
         self._limit_s = self._stretched_s(budget)
         if not rides:
             self._limit_s = max(budget.step_time_s, self._limit_s)
@@ -115,12 +117,12 @@ class _Draft:
 
     def _stretched_s(self, budget: TierBudget) -> float:
         """How long the step may last in any case, from what is in it already."""
-        return min((1 + budget.stretch) * self._time_s, budget.within_s)
+        return min((1 + budget.extra_share) * self._time_s, budget.hard_limit_s)
 
     def add_decodes(self, tier: str, budget: TierBudget) -> int:
         """One token for each sequence that decodes; who sat out longest goes first. How many there are in the step."""
         room = budget.max_num_seqs
-        for state in self._roster.decodes(tier):
+        for state in self._table.decodes(tier):
             if room <= 0 or self._tokens_left < 1 or self._tier_tokens_left < 1:
                 break
             if state.id in self._preempt:
@@ -140,8 +142,8 @@ class _Draft:
         those go first that can still be in time, but for a share of the time that is kept for those that cannot: one
         huge prompt must not make all others late, nor wait for ever."""
         self._limit_s = max(self._limit_s, self._stretched_s(budget))
-        if self._paid_s and not budget.owed:
-            self._limit_s = min(self._limit_s, self._time_s + self._paid_s)
+        if self._guaranteed_s and not budget.guaranteed:
+            self._limit_s = min(self._limit_s, self._time_s + self._guaranteed_s)
         pending = self._pending(tier, budget)
         if not tier.is_interactive:
             self._fill(tier.name, pending, budget, in_order=True)
@@ -184,17 +186,17 @@ class _Draft:
         return is_open
 
     def _pending(self, tier: Tier, budget: TierBudget) -> Iterable[RequestState]:
-        roster, name = self._roster, tier.name
+        table, name = self._table, tier.name
         shape = batching_delay.BatchSoFar(self._slots(name, budget), self._cost.step_s, bool(self._run))
-        newcomers = () if batching_delay.is_waiting(tier, roster, budget, shape, self._now) else roster.waiting(name)
-        return chain(roster.prefills(name), roster.evicted(name), newcomers)
+        newcomers = () if batching_delay.is_waiting(tier, table, budget, shape, self._now) else table.waiting(name)
+        return chain(table.prefills(name), table.evicted(name), newcomers)
 
     def _may_start(self, tier: str, budget: TierBudget) -> bool:
         return self._slots(tier, budget) > 0 and not self._short_of_blocks
 
     def _slots(self, tier: str, budget: TierBudget) -> int:
         """Sequences that may still start or come back."""
-        held = self._roster.num_resident(tier) + self._num_started[tier] - self._num_preempted[tier]
+        held = self._table.num_resident(tier) + self._num_started[tier] - self._num_preempted[tier]
         return budget.max_num_seqs - held
 
     def _add_chunk(self, state: RequestState, budget: TierBudget) -> bool:
@@ -246,7 +248,7 @@ class _Draft:
         """Who holds blocks and neither runs in this step nor loses them in it already."""
         return [
             s
-            for s in self._roster.residents()
+            for s in self._table.residents()
             if s.id not in self._run and self._preempt.get(s.id) in (None, PreemptionMode.PAUSE)
         ]
 

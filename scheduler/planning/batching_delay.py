@@ -11,7 +11,7 @@ from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.max_wait import is_worth_it
-from scheduler.planning.request_table import Roster
+from scheduler.planning.request_table import RequestTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +23,25 @@ class BatchSoFar:
     has_work: bool
 
 
-def is_waiting(tier: Tier, roster: Roster, budget: TierBudget, batch: BatchSoFar, now: float) -> bool:
+def is_waiting(tier: Tier, table: RequestTable, budget: TierBudget, batch: BatchSoFar, now: float) -> bool:
     """Newcomers wait for company until the batch is full or the oldest has waited for max-wait. Beside other work those
     without a promise do; on an idle engine all do, as long as company comes soon enough to be worth it."""
-    if not budget.max_wait_s or not 0 < roster.num_waiting(tier.name) < batch.slots:
+    if not budget.max_wait_s or not 0 < table.num_waiting(tier.name) < batch.slots:
         return False
     if batch.has_work:
         if tier.is_interactive:
             return False
-    elif roster.any_resident or not is_worth_it(budget.gap_s, batch.fixed_s):
+    elif table.any_resident or not is_worth_it(budget.gap_s, batch.fixed_s):
         return False
-    return now < _patience_ends_s(roster, tier.name, budget)
+    return now < _patience_ends_s(table, tier.name, budget)
 
 
-def idle_until_s(tiers: Sequence[Tier], roster: Roster, budgets: Budgets, now: float) -> float:
+def idle_until_s(tiers: Sequence[Tier], table: RequestTable, budgets: Budgets, now: float) -> float:
     """Where a plan is empty: when the first of those that may be waiting for company have waited for long enough. Who
     has no patience left waits for something else, which says itself when it is there."""
-    ends = (_patience_ends_s(roster, t.name, budgets.tiers[t.name]) for t in tiers if roster.num_waiting(t.name))
+    ends = (_patience_ends_s(table, t.name, budgets.tiers[t.name]) for t in tiers if table.num_waiting(t.name))
     return min((end_s for end_s in ends if end_s > now), default=NEVER_S)
 
 
-def _patience_ends_s(roster: Roster, tier: str, budget: TierBudget) -> float:
-    return min(state.claimed_s for state in roster.waiting(tier)) + budget.max_wait_s
+def _patience_ends_s(table: RequestTable, tier: str, budget: TierBudget) -> float:
+    return min(state.claimed_s for state in table.waiting(tier)) + budget.max_wait_s

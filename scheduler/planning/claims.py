@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from engine.interface import EngineInfo
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
-from scheduler.planning.request_table import Roster
+from scheduler.planning.request_table import RequestTable
 from scheduler.request import Claimed
 
 PREFETCH = 4  # claimed beyond the free slots, so that a slot freed in a step is filled in the next
@@ -18,7 +18,7 @@ KNOWN_WAITING = 2  # of a paused tier that looks at deadlines: its most urgent o
 
 def claim_limits(
     tiers: Sequence[Tier],
-    roster: Roster,
+    table: RequestTable,
     budgets: Budgets,
     max_step_tokens: int,
     ending: Mapping[str, int] | None = None,
@@ -28,26 +28,26 @@ def claim_limits(
     limits = {}
     for tier in tiers:
         num_ending = ending.get(tier.name, 0) if ending else 0
-        room = _room(tier, roster, budgets.tiers[tier.name], max_step_tokens, num_ending)
+        room = _room(tier, table, budgets.tiers[tier.name], max_step_tokens, num_ending)
         if room > 0:
             limits[tier.name] = room
     return limits
 
 
-def _room(tier: Tier, roster: Roster, budget: TierBudget, max_step_tokens: int, num_ending: int) -> int:
-    free = budget.max_num_seqs - roster.count(tier.name) + num_ending
-    num_waiting = roster.num_waiting(tier.name)
+def _room(tier: Tier, table: RequestTable, budget: TierBudget, max_step_tokens: int, num_ending: int) -> int:
+    free = budget.max_num_seqs - table.count(tier.name) + num_ending
+    num_waiting = table.num_waiting(tier.name)
     if tier.is_interactive:
         if num_waiting <= PREFETCH + num_ending:
             return free + PREFETCH
-        return min(free + PREFETCH, PREFETCH) if _waiting_tokens(roster, tier.name) < max_step_tokens else 0
-    if budget.paused:
-        return min(free, KNOWN_WAITING - num_waiting) if tier.can_press else 0
+        return min(free + PREFETCH, PREFETCH) if _waiting_tokens(table, tier.name) < max_step_tokens else 0
+    if budget.decodes_only:
+        return min(free, KNOWN_WAITING - num_waiting) if tier.can_be_urgent else 0
     return free
 
 
-def _waiting_tokens(roster: Roster, tier: str) -> int:
-    return sum(state.num_uncomputed for state in roster.waiting(tier))
+def _waiting_tokens(table: RequestTable, tier: str) -> int:
+    return sum(state.num_uncomputed for state in table.waiting(tier))
 
 
 def reason_against(claimed: Claimed, engine: EngineInfo, max_attempts: int) -> str:

@@ -1,6 +1,6 @@
 """The scheduler without I/O: takes requests in, makes plans, takes results in, says what to report.
 
-`SchedulerCore` owns every `RequestState`; only what it owns itself (`roster`, `reporting`) writes to them. It knows
+`SchedulerCore` owns every `RequestState`; only what it owns itself (`table`, `reporting`) writes to them. It knows
 tiers and tokens; it does not know queues, engines, clocks or metrics: those meet in `loop`. Conservation holds at every
 instant: accepted = finished + failed + cancelled + released + held.
 """
@@ -22,15 +22,15 @@ from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
 from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
-from scheduler.deadlines import raised_priority, urgencies
+from scheduler.deadlines import boosted_priority, urgencies
 from scheduler.planning import step_report
-from scheduler.planning.async_plan import continuation
+from scheduler.planning.async_plan import async_plan
 from scheduler.planning.batch import form_batch
 from scheduler.planning.batching_delay import idle_until_s
 from scheduler.planning.claims import claim_limits, reason_against
-from scheduler.planning.engine_state import EngineBooks
+from scheduler.planning.engine_state import EngineState
 from scheduler.planning.kv_budget import has_blocks
-from scheduler.planning.request_table import Roster
+from scheduler.planning.request_table import RequestTable
 from scheduler.planning.running_step import RunningStep
 from scheduler.planning.step_report import Reaction, StepReport
 from scheduler.request import Claimed, Lease, TokenEvent
@@ -45,12 +45,12 @@ class SchedulerCore:
         self.controller = controller
         self.step_time = StepTimeModel()
         self.running = RunningStep()
-        self.roster = Roster(self.tiers)
-        self._states = self.roster.states
-        self._books = EngineBooks(engine)
+        self.table = RequestTable(self.tiers)
+        self._states = self.table.states
+        self._engine_state = EngineState(engine)
         self._refused: list[tuple[RequestState, str]] = []
         self._next_step_id = 0
-        self._owed: frozenset[str] = frozenset()  # tiers whose floor the newest plan pays
+        self._guaranteed: frozenset[str] = frozenset()  # tiers whose floor the newest plan pays
         self._idle_until_s = NEVER_S
         self.used_s: defaultdict[str, float] = defaultdict(float)  # engine time, by tier
         self.recomputed_tokens: Counter[str] = Counter()
@@ -61,32 +61,32 @@ class SchedulerCore:
 
     @property
     def num_held(self) -> int:
-        return len(self.roster)
+        return len(self.table)
 
     @property
     def kv_usage(self) -> float:
-        return self._books.kv_usage
+        return self._engine_state.kv_usage
 
     @property
     def is_step_in_flight(self) -> bool:
         """A plan was made whose result has not been applied."""
-        return self._books.is_step_in_flight
+        return self._engine_state.is_step_in_flight
 
     def _budgets(self, now: float) -> Budgets:
-        return self.controller.budgets(list(self.roster.interactive()), self._cost(), now)
+        return self.controller.budgets(list(self.table.interactive()), self._cost(), now)
 
     def _cost(self) -> StepCost:
         """Of the kind of step that is likely next: with prefills, or of decodes only."""
-        return self.step_time.cost(mixed=self.roster.any_pending)
+        return self.step_time.cost(mixed=self.table.any_pending)
 
     def claim_limits(self, now: float) -> dict[str, int]:
         """How many more of each tier to take from the queue, highest tier first."""
         max_step_tokens = self._engine.max_step_tokens
-        return claim_limits(self.tiers, self.roster, self._budgets(now), max_step_tokens, self._ending())
+        return claim_limits(self.tiers, self.table, self._budgets(now), max_step_tokens, self._ending())
 
     def _ending(self) -> Counter[str]:
         """Sequences that end with the step that runs, for certain, by tier."""
-        running = self._books.running
+        running = self._engine_state.running
         ran = ((run, self._states.get(run.seq_id)) for run in running.run) if running is not None else ()
         return Counter(s.tier.name for run, s in ran if s is not None and s.ends_with(run.num_tokens))
 
@@ -115,9 +115,9 @@ class SchedulerCore:
             if reason:
                 self._refused.append((state, reason))
             else:
-                self.roster.file(state)
+                self.table.file(state)
 
-    def leave_for(self, request_ids: Iterable[str], now: float) -> Sequence[str]:
+    def evictees_for(self, request_ids: Iterable[str], now: float) -> Sequence[str]:
         """Who shall leave the step in flight, so that one of these requests is begun sooner: nobody, if that does not
         pay, or if none of them could be in the very next step."""
         if not self.is_step_in_flight:
@@ -125,16 +125,16 @@ class SchedulerCore:
         for request_id in request_ids:
             state = self._states.get(request_id)
             if state is not None and state.tier.is_interactive and self._could_start(state):
-                leavers = self.running.leavers(state, self.controller.sheds, now)
-                if leavers:
-                    return leavers
+                evictees = self.running.evictees(state, self.controller.step_eviction, now)
+                if evictees:
+                    return evictees
         return ()
 
     def _could_start(self, state: RequestState) -> bool:
         """It has a slot, and blocks that are free or held by lower tiers."""
         slots = self.controller.max_num_seqs(state.tier.name)
-        below = (s for t in self.tiers if t.priority < state.priority for s in self.roster.of_tier(t.name))
-        return self.roster.num_resident(state.tier.name) < slots and has_blocks(state, self._books.view(), below)
+        below = (s for t in self.tiers if t.priority < state.priority for s in self.table.of_tier(t.name))
+        return self.table.num_resident(state.tier.name) < slots and has_blocks(state, self._engine_state.view(), below)
 
     def cancel(self, request_ids: Iterable[str]) -> list[Lease]:
         """Drop requests; their sequences leave the batch in the next step. The leases of those held."""
@@ -155,7 +155,7 @@ class SchedulerCore:
                 continue
             state = self._forget(request_id)
             if state.status is not Status.WAITING:
-                self._books.abandon(state)
+                self._engine_state.abandon(state)
             state.move(status)
             self.counts[counter] += 1
             leases.append(state.lease)
@@ -163,7 +163,7 @@ class SchedulerCore:
 
     def _forget(self, request_id: str) -> RequestState:
         state = self._states[request_id]
-        self.roster.remove(state)
+        self.table.remove(state)
         return state
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -171,13 +171,13 @@ class SchedulerCore:
     def plan(self, now: float) -> StepPlan:
         """The next step, already entered into the states: the caller must execute it."""
         # One that has come back while its old life is to be aborted starts in the step after that.
-        barred, budgets = frozenset(self._books.aborts), self._budgets(now)
-        plan = form_batch(self._next_step_id, self._books.view(), self.tiers, self.roster, budgets, now, barred)
-        plan = replace(plan, abort=self._books.take_aborts())
-        self._idle_until_s = idle_until_s(self.tiers, self.roster, budgets, now) if plan.is_empty else NEVER_S
+        barred, budgets = frozenset(self._engine_state.aborts), self._budgets(now)
+        plan = form_batch(self._next_step_id, self._engine_state.view(), self.tiers, self.table, budgets, now, barred)
+        plan = replace(plan, abort=self._engine_state.take_aborts())
+        self._idle_until_s = idle_until_s(self.tiers, self.table, budgets, now) if plan.is_empty else NEVER_S
         if not plan.is_empty:
             self._next_step_id += 1
-            self._owed = frozenset(name for name, budget in budgets.tiers.items() if budget.owed)
+            self._guaranteed = frozenset(name for name, budget in budgets.tiers.items() if budget.guaranteed)
             self._enter(plan, now)
         return plan
 
@@ -186,13 +186,13 @@ class SchedulerCore:
         """Where the newest plan was empty though requests wait: when they will have waited for company long enough."""
         return self._idle_until_s
 
-    def plan_ahead(self, now: float) -> StepPlan | None:
+    def plan_async(self, now: float) -> StepPlan | None:
         """The step after the one that runs, as far as that is certain already: the same decodes, without those that
         end there. None where there is anything to decide."""
-        running = self._books.running
-        if running is None or self._engine.steps_ahead < 1 or self._refused or self._books.num_abandoned:
+        running = self._engine_state.running
+        if running is None or self._engine.steps_ahead < 1 or self._refused or self._engine_state.num_abandoned:
             return None
-        plan = continuation(running, self._next_step_id, self._books.view(), self.roster)
+        plan = async_plan(running, self._next_step_id, self._engine_state.view(), self.table)
         if plan is None:
             return None
         self._next_step_id += 1
@@ -200,15 +200,15 @@ class SchedulerCore:
         return plan
 
     def _enter(self, plan: StepPlan, now: float) -> None:
-        self._books.enter(plan, self._states)
-        self.running.begin(plan, self._states, self._cost(), now, self._owed)
+        self._engine_state.enter(plan, self._states)
+        self.running.begin(plan, self._states, self._cost(), now, self._guaranteed)
         for preempt in plan.preempt:
             self._enter_preemption(self._states[preempt.seq_id], preempt.mode)
         for seq_id in (*plan.resume, *(new.seq_id for new in plan.start)):
             self._states[seq_id].move(Status.RUNNING)
-            self.roster.file(self._states[seq_id])
+            self.table.file(self._states[seq_id])
         if plan.run:
-            self.roster.note_run([run.seq_id for run in plan.run])
+            self.table.note_run([run.seq_id for run in plan.run])
         for run in plan.run:
             state = self._states[run.seq_id]
             state.last_step = plan.step_id
@@ -223,31 +223,31 @@ class SchedulerCore:
             if mode is PreemptionMode.RECOMPUTE:
                 self.recomputed_tokens[state.tier.name] += state.num_computed_tokens
             state.lose_blocks(Status.SWAPPED if mode is PreemptionMode.SWAP else Status.PREEMPTED)
-            self.roster.file(state)
+            self.table.file(state)
 
     def apply(self, result: StepResult, now: float) -> StepReport:
         """Take a step's result in."""
         report = StepReport()
-        work = self._books.settle(result)
+        work = self._engine_state.settle(result)
         if work is not None:
             report.work, report.predicted_s = work, self.step_time.predict(work)
             self.step_time.observe(work, result.elapsed_s)
         report.used_s = self.running.end(result)
         for tier, seconds in report.used_s.items():
             self.used_s[tier] += seconds
-        if result.shed:
-            self.roster.note_left(result.shed)
+        if result.evicted:
+            self.table.note_left(result.evicted)
         for seq_id, num_shared in result.shared_blocks:
-            if seq_id in self._states and not self._books.is_abandoned(seq_id):
+            if seq_id in self._states and not self._engine_state.is_abandoned(seq_id):
                 self._states[seq_id].num_shared_blocks = num_shared
         for output in result.outputs:
-            if not self._books.is_abandoned(output.seq_id):
+            if not self._engine_state.is_abandoned(output.seq_id):
                 self._take_output(self._states[output.seq_id], output, now, report)
             elif output.finish_reason is not None:
-                self._books.forget_abandoned(output.seq_id)
+                self._engine_state.forget_abandoned(output.seq_id)
         for failure in result.failures:
-            if self._books.is_abandoned(failure.seq_id):
-                self._books.forget_abandoned(failure.seq_id)
+            if self._engine_state.is_abandoned(failure.seq_id):
+                self._engine_state.forget_abandoned(failure.seq_id)
             else:
                 self._fail(self._forget(failure.seq_id), failure.reason, now, report)
         return report
@@ -266,7 +266,7 @@ class SchedulerCore:
             state.num_cached_tokens = output.num_cached_tokens
             report.lookups += filter(None, [step_report.lookup(state)])
         state.output_token_ids.extend(output.token_ids)
-        self.roster.file(state)
+        self.table.file(state)
         if output.token_ids:
             if state.awaits_first_token and state.reaction_steps is not None:
                 report.reactions.append(Reaction(state.tier.name, state.reaction_steps))
@@ -299,18 +299,18 @@ class SchedulerCore:
 
     def review(self, now: float) -> None:
         """Now and then: whose deadline nears, or who has waited too long; and what blocks interactive tiers hold."""
-        cost, top = self.step_time.cost(), raised_priority(self.tiers)
+        cost, top = self.step_time.cost(), boosted_priority(self.tiers)
         raised: list[str] = []
         for tier in self.tiers:
-            pressing = urgencies(tier, self.roster.of_tier(tier.name), cost, now)
+            pressing = urgencies(tier, self.table.of_tier(tier.name), cost, now)
             self.controller.set_urgency(tier.name, max(pressing.values(), default=0.0))
             raised += pressing
-        self.roster.raise_up(raised, top)
-        held = sum(s.blocks_held(self._engine.block_size) for s in self.roster.interactive())
+        self.table.boost(raised, top)
+        held = sum(s.blocks_held(self._engine.block_size) for s in self.table.interactive())
         self.controller.observe_blocks(held, self._engine.num_blocks)
 
     def reconfigure(self, tiers: TierSet) -> None:
         """Other promises, bounds, floors, tiers. Those that are gone must hold nothing."""
         self.tiers, self._tier_of = tiers.by_priority, tiers.tiers
-        self.roster.reconfigure(self._tier_of)
+        self.table.reconfigure(self._tier_of)
         self.controller.reconfigure(tiers)

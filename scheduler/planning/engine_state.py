@@ -35,7 +35,7 @@ class _InFlight:
     swaps: bool
 
 
-class EngineBooks:
+class EngineState:
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
         self._free_blocks = info.num_blocks
@@ -119,7 +119,7 @@ class EngineBooks:
             if seq_id in self._abandoned:
                 self._abandoned[seq_id].num_shared = num_shared
         step = self._in_flight.pop(result.step_id, None)
-        if step is None or step.swaps or result.failures or result.shed or not result.outputs:
+        if step is None or step.swaps or result.failures or result.evicted or not result.outputs:
             return None
         work = StepWork()
         for output in result.outputs:

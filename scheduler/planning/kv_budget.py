@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from engine.interface import PreemptionMode, blocks_for
 from engine.step_time.model import StepCost
-from scheduler.planning.preemption import cheapest_mode, growth_victims, is_worn, newcomer_victims
+from scheduler.planning.preemption import cheapest_mode, growth_victims, is_preemption_exhausted, newcomer_victims
 from scheduler.request_state import RequestState, Status
 
 
@@ -82,11 +82,11 @@ class BlockBudget:
     def _goal(self, state: RequestState) -> int:
         """Blocks that it has room for from its start on."""
         longest = min(state.request.max_total_tokens, self._view.max_model_len)
-        return blocks_for(longest if is_worn(state) else state.num_tokens, self._view.block_size)
+        return blocks_for(longest if is_preemption_exhausted(state) else state.num_tokens, self._view.block_size)
 
     def _promise(self, state: RequestState) -> int:
         """Of a resident's goal, what it does not hold yet. One that decodes has nothing left but its growth."""
-        if state.is_decode and not is_worn(state):
+        if state.is_decode and not is_preemption_exhausted(state):
             return 0
         return max(0, self._goal(state) - state.blocks_held(self._view.block_size))
 

@@ -17,7 +17,7 @@ from scheduler.request_state import RequestState
 NEARLY_DONE = 0.9  # of its max_tokens
 
 
-def is_worn(state: RequestState) -> bool:
+def is_preemption_exhausted(state: RequestState) -> bool:
     """It may not lose its blocks again."""
     return state.num_preemptions >= state.tier.retry.max_preemptions
 
@@ -25,12 +25,12 @@ def is_worn(state: RequestState) -> bool:
 def newcomer_victims(newcomer: RequestState, resident: Iterable[RequestState]) -> list[RequestState]:
     """Whom `newcomer` may evict to start, best victim first."""
     lower = (s for s in resident if s.priority < newcomer.priority)
-    return sorted((s for s in lower if not is_worn(s)), key=_victim_key)
+    return sorted((s for s in lower if not is_preemption_exhausted(s)), key=_victim_key)
 
 
 def growth_victims(needy: RequestState, resident: Iterable[RequestState]) -> list[RequestState]:
     """Whom the running `needy` may evict to get its next block: lower tiers, and newer ones of its own."""
-    return sorted((s for s in resident if _below(s, needy) and not is_worn(s)), key=_victim_key)
+    return sorted((s for s in resident if _below(s, needy) and not is_preemption_exhausted(s)), key=_victim_key)
 
 
 def cheapest_mode(

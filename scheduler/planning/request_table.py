@@ -13,39 +13,39 @@ from itertools import chain
 from sortedcontainers import SortedDict
 
 from scheduler.config import Tier
-from scheduler.planning.preemption import is_worn
+from scheduler.planning.preemption import is_preemption_exhausted
 from scheduler.request import Lease
 from scheduler.request_state import RequestState, Status
 
-_AbsentKey = tuple[bool, tuple[int, int, str]]
+_NotResidentKey = tuple[bool, tuple[int, int, str]]
 
 
 class _Place(Enum):
     DECODES = auto()
     PREFILLS = auto()
-    ABSENT = auto()
+    NOT_RESIDENT = auto()
 
 
 @dataclass(slots=True)
 class _TierFiles:
     decodes: OrderedDict[str, RequestState] = field(default_factory=OrderedDict)  # who sat out longest first
     prefills: dict[str, RequestState] = field(default_factory=dict)
-    absent: "SortedDict[_AbsentKey, RequestState]" = field(default_factory=SortedDict)
+    not_resident: "SortedDict[_NotResidentKey, RequestState]" = field(default_factory=SortedDict)
 
     @property
     def num_evicted(self) -> int:
-        return int(self.absent.bisect_left((True,)))
+        return int(self.not_resident.bisect_left((True,)))
 
 
-class Roster:
+class RequestTable:
     def __init__(self, tiers: Iterable[Tier]) -> None:
         self._tiers = tuple(tiers)
         self._files = {tier.name: _TierFiles() for tier in self._tiers}
         self._states: dict[str, RequestState] = {}
-        self._places: dict[str, tuple[_Place, _AbsentKey]] = {}
-        self._worn: dict[str, RequestState] = {}  # residents whose whole length must fit
+        self._places: dict[str, tuple[_Place, _NotResidentKey]] = {}
+        self._preemption_exhausted: dict[str, RequestState] = {}  # residents whose whole length must fit
         self._last_run: Sequence[str] = ()
-        self._raised: frozenset[str] = frozenset()
+        self._boosted: frozenset[str] = frozenset()
 
     # -- what is held ------------------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ class Roster:
 
     def count(self, tier: str) -> int:
         files = self._files[tier]
-        return len(files.decodes) + len(files.prefills) + len(files.absent)
+        return len(files.decodes) + len(files.prefills) + len(files.not_resident)
 
     def count_status(self, tier: str, *statuses: Status) -> int:
         """Looks at all states of the tier: for upkeep, not for every step."""
@@ -80,22 +80,22 @@ class Roster:
         files = self._files[tier]
         yield from files.decodes.values()
         yield from files.prefills.values()
-        yield from files.absent.values()
+        yield from files.not_resident.values()
 
     def decodes(self, tier: str) -> Iterable[RequestState]:
         """Those that press first, then those that sat out longest; equals in the order of their last step."""
         decodes = self._files[tier].decodes.values()
-        pressing = [s for s in decodes if s.id in self._raised] if self._raised else []
-        return chain(pressing, (s for s in decodes if s.id not in self._raised)) if pressing else decodes
+        pressing = [s for s in decodes if s.id in self._boosted] if self._boosted else []
+        return chain(pressing, (s for s in decodes if s.id not in self._boosted)) if pressing else decodes
 
-    def raise_up(self, request_ids: Collection[str], priority: float) -> None:
+    def boost(self, request_ids: Collection[str], priority: float) -> None:
         """These press from now on, and no others."""
-        for request_id in self._raised:
+        for request_id in self._boosted:
             if request_id in self._states:
-                self._states[request_id].raised_to = None
-        self._raised = frozenset(request_ids)
-        for request_id in self._raised:
-            self._states[request_id].raised_to = priority
+                self._states[request_id].boosted_to = None
+        self._boosted = frozenset(request_ids)
+        for request_id in self._boosted:
+            self._states[request_id].boosted_to = priority
 
     def prefills(self, tier: str) -> list[RequestState]:
         """Residents with tokens to catch up with, by deadline."""
@@ -104,16 +104,16 @@ class Roster:
     def evicted(self, tier: str) -> Iterable[RequestState]:
         """Known to the engine without blocks there, by deadline."""
         files = self._files[tier]
-        return (files.absent.peekitem(i)[1] for i in range(files.num_evicted))
+        return (files.not_resident.peekitem(i)[1] for i in range(files.num_evicted))
 
     def waiting(self, tier: str) -> Iterable[RequestState]:
         """Unknown to the engine, by deadline."""
         files = self._files[tier]
-        return (files.absent.peekitem(i)[1] for i in range(files.num_evicted, len(files.absent)))
+        return (files.not_resident.peekitem(i)[1] for i in range(files.num_evicted, len(files.not_resident)))
 
     def num_waiting(self, tier: str) -> int:
         files = self._files[tier]
-        return len(files.absent) - files.num_evicted
+        return len(files.not_resident) - files.num_evicted
 
     def num_resident(self, tier: str) -> int:
         return len(self._files[tier].decodes) + len(self._files[tier].prefills)
@@ -121,7 +121,7 @@ class Roster:
     @property
     def any_pending(self) -> bool:
         """Somebody has tokens to catch up with."""
-        return any(files.prefills or files.absent for files in self._files.values())
+        return any(files.prefills or files.not_resident for files in self._files.values())
 
     @property
     def any_resident(self) -> bool:
@@ -135,8 +135,8 @@ class Roster:
     def promised(self) -> Iterator[RequestState]:
         """Residents to whom blocks may be promised that they do not hold yet."""
         for files in self._files.values():
-            yield from (s for s in files.prefills.values() if s.id not in self._worn)
-        yield from self._worn.values()
+            yield from (s for s in files.prefills.values() if s.id not in self._preemption_exhausted)
+        yield from self._preemption_exhausted.values()
 
     def last_run(self, tier: str) -> Iterator[RequestState]:
         """Those of the newest plan that have not ended."""
@@ -153,28 +153,28 @@ class Roster:
         filed = self._places.get(state.id)
         key = (state.status is Status.WAITING, state.edf_key)
         if filed is not None:
-            if filed[0] is place and (place is not _Place.ABSENT or filed[1] == key):
+            if filed[0] is place and (place is not _Place.NOT_RESIDENT or filed[1] == key):
                 return
             self.remove(state)
         self._states[state.id] = state
         self._places[state.id] = (place, key)
         files = self._files[state.tier.name]
-        if place is _Place.ABSENT:
-            files.absent[key] = state
+        if place is _Place.NOT_RESIDENT:
+            files.not_resident[key] = state
             return
         (files.decodes if place is _Place.DECODES else files.prefills)[state.id] = state
-        if is_worn(state):
-            self._worn[state.id] = state
+        if is_preemption_exhausted(state):
+            self._preemption_exhausted[state.id] = state
 
     def remove(self, state: RequestState) -> None:
         del self._states[state.id]
         place, key = self._places.pop(state.id)
         files = self._files[state.tier.name]
-        if place is _Place.ABSENT:
-            del files.absent[key]
+        if place is _Place.NOT_RESIDENT:
+            del files.not_resident[key]
         else:
             del (files.decodes if place is _Place.DECODES else files.prefills)[state.id]
-            self._worn.pop(state.id, None)
+            self._preemption_exhausted.pop(state.id, None)
 
     def note_run(self, request_ids: Sequence[str]) -> None:
         """They are in the newest plan: behind all others from now on."""
@@ -200,10 +200,10 @@ class Roster:
         self._files = {name: self._files.get(name) or _TierFiles() for name in tiers}
         for state in self:
             state.tier = tiers[state.tier.name]
-        self._worn = {state.id: state for state in self.residents() if is_worn(state)}
+        self._preemption_exhausted = {state.id: state for state in self.residents() if is_preemption_exhausted(state)}
 
 
 def _place_of(state: RequestState) -> _Place:
     if not state.is_resident:
-        return _Place.ABSENT
+        return _Place.NOT_RESIDENT
     return _Place.DECODES if state.is_decode else _Place.PREFILLS

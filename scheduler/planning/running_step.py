@@ -8,14 +8,14 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.interface import Shedding, StepPlan, StepResult
+from engine.interface import StepEviction, StepPlan, StepResult
 from engine.step_time.model import StepCost
-from scheduler.planning.step_eviction import StepInFlight, WasteCredit, exchange
+from scheduler.planning.step_eviction import StepInFlight, TokenBucket, exchange
 from scheduler.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaver:
+class _Evictee:
     seq_id: str
     tier: str
     seconds: float
@@ -27,7 +27,7 @@ class _Record:
     """A step on its way. Owner: `RunningStep`."""
 
     step: StepInFlight
-    bulk: list[_Leaver]
+    bulk: list[_Evictee]
     seconds: dict[str, float]  # predicted, by tier
     promised: frozenset[str]  # the interactive ones among these
     thrown_s: float = 0.0
@@ -36,7 +36,7 @@ class _Record:
     def used_s(self, elapsed_s: float, was_left: bool) -> dict[str, float]:
         """How `elapsed_s` falls on the tiers that stayed, by what their runs were predicted to cost. The step's fixed
         cost falls on those that bulk rides with, if there are any. What bulk had done when it left is of no use."""
-        bulk = {leaver.tier for leaver in self.bulk}
+        bulk = {evictee.tier for evictee in self.bulk}
         stayed = {tier: s for tier, s in self.seconds.items() if not (was_left and tier in bulk)}
         payers = (stayed.keys() - bulk) or set(stayed)
         fixed_s, payers_s = self.step.step_s - sum(self.seconds.values()), sum(stayed[tier] for tier in payers)
@@ -48,7 +48,7 @@ class _Record:
 
 class RunningStep:
     def __init__(self) -> None:
-        self.credit = WasteCredit()
+        self.credit = TokenBucket()
         self.bulk_total_s = 0.0  # engine time that tiers without a promise have taken, of use or not
         self._records: dict[int, _Record] = {}  # by step, the one that runs first
 
@@ -66,7 +66,7 @@ class RunningStep:
         self, plan: StepPlan, states: Mapping[str, RequestState], cost: StepCost, now: float, protected: Collection[str]
     ) -> None:
         """`states` as they are before the step. Sequences of `protected` tiers stay in it: their floor is due."""
-        bulk: list[_Leaver] = []
+        bulk: list[_Evictee] = []
         promised: set[str] = set()
         seconds: defaultdict[str, float] = defaultdict(float)
         others_s, num_others = 0.0, 0
@@ -80,25 +80,25 @@ class RunningStep:
                 others_s += run_s
                 num_others += 1
             else:
-                bulk.append(_Leaver(run.seq_id, state.tier.name, run_s, state.priority))
-        step_s = cost.step(others_s + sum(leaver.seconds for leaver in bulk)) if plan.run else 0.0
+                bulk.append(_Evictee(run.seq_id, state.tier.name, run_s, state.priority))
+        step_s = cost.step(others_s + sum(evictee.seconds for evictee in bulk)) if plan.run else 0.0
         step = StepInFlight(now, step_s, cost.step(others_s) if num_others else 0.0)
         self._records[plan.step_id] = _Record(step, bulk, seconds, frozenset(promised))
 
-    def leavers(self, newcomer: RequestState, sheds: Shedding, now: float) -> Sequence[str]:
+    def evictees(self, newcomer: RequestState, step_eviction: StepEviction, now: float) -> Sequence[str]:
         """Who shall leave for `newcomer`, if that pays and is possible: all bulk below it, or nobody. Once a step."""
         record = self._oldest
-        if record is None or record.is_asked or not record.bulk or sheds is Shedding.NOTHING:
+        if record is None or record.is_asked or not record.bulk or step_eviction is StepEviction.NOTHING:
             return ()
-        if any(leaver.priority >= newcomer.tier.priority for leaver in record.bulk):
+        if any(evictee.priority >= newcomer.tier.priority for evictee in record.bulk):
             return ()
-        if record.step.kept_s and sheds is not Shedding.ROWS:
+        if record.step.kept_s and step_eviction is not StepEviction.ROWS:
             return ()
         deal = exchange(record.step, now)
         if not deal.pays or not self.credit.can_spend(deal.thrown_s):
             return ()
         record.is_asked, record.thrown_s = True, deal.thrown_s
-        return [leaver.seq_id for leaver in record.bulk]
+        return [evictee.seq_id for evictee in record.bulk]
 
     def end(self, result: StepResult) -> dict[str, float]:
         """The step is done: how its time falls on the tiers that it was of use to. A wish to leave that came too late
@@ -106,10 +106,10 @@ class RunningStep:
         record = self._records.pop(result.step_id, None)
         if record is None or not record.step.step_s:
             return {}
-        used_s = record.used_s(result.elapsed_s, bool(result.shed))
-        if result.shed:
+        used_s = record.used_s(result.elapsed_s, bool(result.evicted))
+        if result.evicted:
             self.credit.spend(min(record.thrown_s, result.elapsed_s))
         else:
-            self.credit.earn(sum(used_s[tier] for tier in {leaver.tier for leaver in record.bulk}))
+            self.credit.earn(sum(used_s[tier] for tier in {evictee.tier for evictee in record.bulk}))
         self.bulk_total_s += result.elapsed_s - sum(used_s.get(tier, 0.0) for tier in record.promised)
         return used_s

@@ -46,13 +46,13 @@ def exchange(step: StepInFlight, now: float) -> Exchange:
     return Exchange(max(0.0, saved_s), progress * bulk_s)
 
 
-class WasteCredit:
+class TokenBucket:
     """Seconds of bulk's work that may still be thrown away."""
 
     def __init__(self) -> None:
         self._credit_s = CREDIT_START_S
         self.wasted_s = 0.0
-        self.num_shed = 0
+        self.num_evictions = 0
 
     def earn(self, bulk_s: float) -> None:
         """Bulk ran for `bulk_s`."""
@@ -64,5 +64,5 @@ class WasteCredit:
     def spend(self, thrown_s: float) -> None:
         """A step was left; `thrown_s` of it had gone into what was thrown away."""
         self._credit_s -= thrown_s
-        self.num_shed += 1
+        self.num_evictions += 1
         self.wasted_s += thrown_s

@@ -15,7 +15,7 @@ from engine.interface import EngineInfo
 from engine.step_time.model import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
-from scheduler.control.budget import PREFILL_STRETCH
+from scheduler.control.budget import PREFILL_EXTRA_SHARE
 from scheduler.control.controller import TierOutputs
 from scheduler.deadlines import is_late
 from scheduler.planning.core import SchedulerCore
@@ -32,7 +32,7 @@ LEAST_SHARE = 0.02  # of the time is left to every tier, or it would never be he
 
 @dataclass(slots=True)
 class _Seen:
-    """Of one tier: the usual request, and how much of its tokens a second. Owner: `CapacityBooks`."""
+    """Of one tier: the usual request, and how much of its tokens a second. Owner: `CapacityEstimator`."""
 
     num_ended: int = 0
     mean_prompt: float = 0.0
@@ -65,7 +65,7 @@ class _Held:
     gap_s: float = NEVER_S  # the shortest that is promised to those that decode
 
 
-class CapacityBooks:
+class CapacityEstimator:
     """Owner of what was seen of each tier."""
 
     def __init__(self, engine: EngineInfo) -> None:
@@ -83,7 +83,7 @@ class CapacityBooks:
         """By tier. `interval_s`: since the last time."""
         self._learn(core, interval_s)
         states = defaultdict(list)
-        for state in core.roster:
+        for state in core.table:
             states[state.tier.name].append(state)
         cost, held, capacities = core.step_time.cost(), _Held(), {}
         for tier in core.tiers:
@@ -142,7 +142,7 @@ class CapacityBooks:
     def _riding(self, held: _Held, cost: StepCost, prompt_token_s: float) -> float:
         """Prompt tokens a second in steps that hold the decodes as well, and last no longer than these allow."""
         decodes_s = cost.step_s + held.decode_s
-        room_s = max(held.gap_s - decodes_s, PREFILL_STRETCH * decodes_s)
+        room_s = max(held.gap_s - decodes_s, PREFILL_EXTRA_SHARE * decodes_s)
         full_s = self._max_step_tokens * prompt_token_s
         chunk = self._max_step_tokens * (room_s / full_s if full_s > room_s else 1.0)
         return _per_s(chunk, decodes_s + chunk * prompt_token_s)

@@ -13,14 +13,14 @@ from scheduler.clock import Clock
 from scheduler.planning.core import SchedulerCore
 from scheduler.queue.base import Queue
 from scheduler.worker.heartbeat import Heartbeat
-from scheduler.worker.maintenance import LEASE_S, Upkeep
+from scheduler.worker.maintenance import LEASE_S, Maintenance
 
 YIELD_S = 0.0005  # for each interactive request that it holds, a worker lets others claim first what has just come, …
 LONGEST_YIELD_S = 0.01  # … as long as this: whoever has least to do gets it
 LISTEN_S = 0.5  # the longest that the queue is listened to without a look at it: bounds a lost wake-up
 
 
-class Intake:
+class Claimer:
     """`taken` is called after something was accepted; `drop` with the ids of what nobody wants any more."""
 
     def __init__(
@@ -28,7 +28,7 @@ class Intake:
         core: SchedulerCore,
         engine: Engine,
         queue: Queue,
-        upkeep: Upkeep,
+        upkeep: Maintenance,
         heartbeat: Heartbeat,
         clock: Clock,
         taken: Callable[[], None],
@@ -37,7 +37,7 @@ class Intake:
         self._core = core
         self._engine = engine
         self._queue = queue
-        self._upkeep = upkeep
+        self._maintenance = upkeep
         self._heartbeat = heartbeat
         self._clock = clock
         self._taken = taken
@@ -79,7 +79,7 @@ class Intake:
     async def _let_others_go_first(self) -> None:
         """A worker whose step runs would have new work wait for its end, while another one may be idle."""
         if not self._heartbeat.is_alone and self._core.is_step_in_flight:
-            held = sum(1 for _ in self._core.roster.interactive())
+            held = sum(1 for _ in self._core.table.interactive())
             await self._clock.sleep(min(YIELD_S * (1 + held), LONGEST_YIELD_S))
 
     async def _claim(self) -> None:
@@ -92,10 +92,10 @@ class Intake:
         self._known_empty = everything_asked and all(got[tier] < n for tier, n in limits.items())
         if not claimed:
             return
-        self._upkeep.count_claimed(got)
+        self._maintenance.count_claimed(got)
         now = self._clock.now()
         self._core.accept(claimed, now, self._clock.wall_ms())
-        leavers = self._core.leave_for([c.request.id for c in claimed], now)
-        if leavers:
-            self._engine.shed(leavers)
+        evictees = self._core.evictees_for([c.request.id for c in claimed], now)
+        if evictees:
+            self._engine.evict(evictees)
         self._taken()

@@ -16,7 +16,7 @@ from scheduler.planning.step_report import Ended
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
 from scheduler.request_state import Status
-from scheduler.worker.capacity import CapacityBooks
+from scheduler.worker.capacity import CapacityEstimator
 from scheduler.worker.metrics import SchedulerMetrics
 
 SMOOTHING = 0.2  # weight of the newest interval in the drain rate
@@ -45,7 +45,7 @@ class Heartbeat:
         self._core = core
         self._engine = engine
         self._identity = identity
-        self._capacity = CapacityBooks(engine)
+        self._capacity = CapacityEstimator(engine)
         self._finished: Counter[str] = Counter()  # since the last beat
         self._rate_per_s: dict[str, float] = {}
         self._last_s: float | None = None
@@ -83,8 +83,8 @@ class Heartbeat:
         before = self._rate_per_s.get(tier, rate)
         self._rate_per_s[tier] = (1 - SMOOTHING) * before + SMOOTHING * rate
         return TierStatus(
-            queued=self._core.roster.count_status(tier, Status.WAITING),
-            running=self._core.roster.count_status(tier, Status.RUNNING, Status.PAUSED),
+            queued=self._core.table.count_status(tier, Status.WAITING),
+            running=self._core.table.count_status(tier, Status.RUNNING, Status.PAUSED),
             batch_size=output.batch_size,
             max_wait_ms=output.max_wait_s * 1000,
             finished_per_s=self._rate_per_s[tier],

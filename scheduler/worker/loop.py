@@ -21,11 +21,11 @@ from scheduler.planning.step_report import StepReport
 from scheduler.queue.base import Queue
 from scheduler.registry.base import WorkerRegistry
 from scheduler.request import Lease
-from scheduler.worker.claimer import Intake
+from scheduler.worker.claimer import Claimer
 from scheduler.worker.heartbeat import Heartbeat, WorkerIdentity
-from scheduler.worker.maintenance import Upkeep
+from scheduler.worker.maintenance import Maintenance
 from scheduler.worker.metrics import SchedulerMetrics
-from scheduler.worker.publisher import Outbox
+from scheduler.worker.publisher import Publisher
 from scheduler.worker.step_log import NoStepLog, StepEntry, StepLog
 
 PLANNING_S = 0.003  # a plan made ahead is made this long before the running step is expected to end
@@ -53,11 +53,13 @@ class SchedulerLoop:
         self._worker_id = identity.worker_id
         self._heartbeat = Heartbeat(registry, metrics, core, engine.info, identity)
         self._changed = asyncio.Event()  # something for the step loop to look at
-        self._outbox = Outbox(queue, events, self._drop)
-        self._upkeep = Upkeep(
+        self._publisher = Publisher(queue, events, self._drop)
+        self._maintenance = Maintenance(
             core, queue, events, metrics, self._heartbeat, clock, drop=self._drop, notify=self._changed.set
         )
-        self._intake = Intake(core, engine, queue, self._upkeep, self._heartbeat, clock, self._refuse, self._drop)
+        self._claimer = Claimer(
+            core, engine, queue, self._maintenance, self._heartbeat, clock, self._refuse, self._drop
+        )
         self._draining = False
         self._stopped = False
 
@@ -74,15 +76,15 @@ class SchedulerLoop:
             await self._queue.close()
 
     async def _run_tasks(self) -> None:
-        outbox = asyncio.create_task(self._outbox.run())
+        outbox = asyncio.create_task(self._publisher.run())
         background = [
-            asyncio.create_task(self._intake.run()),
-            asyncio.create_task(self._upkeep.run()),
+            asyncio.create_task(self._claimer.run()),
+            asyncio.create_task(self._maintenance.run()),
         ]
         steps = asyncio.create_task(self._step_loop())
         try:
             await _first_error_or(steps, [outbox, *background])
-            self._outbox.close()
+            self._publisher.close()
             await outbox
         finally:
             for task in (steps, outbox, *background):
@@ -105,7 +107,7 @@ class SchedulerLoop:
     def drain(self) -> None:
         """Claim nothing more; `run` returns when what is held has ended."""
         self._draining = True
-        self._intake.close()
+        self._claimer.close()
         self._changed.set()
 
     def stop(self) -> None:
@@ -148,14 +150,14 @@ class SchedulerLoop:
         wait_s = self._core.running.step_s - PLANNING_S
         if wait_s > 0:
             await asyncio.wait({collecting}, timeout=wait_s)
-        following = None if self._stopped else self._core.plan_ahead(self._clock.now())
+        following = None if self._stopped else self._core.plan_async(self._clock.now())
         if following is not None:
             self._engine.submit(following)
         return following
 
     async def _idle(self) -> None:
         """Nothing can run: sleep until something changes, or until somebody has waited for company long enough."""
-        self._intake.note_room()
+        self._claimer.note_room()
         left_s = self._core.idle_until_s - self._clock.now()
         with suppress(TimeoutError):  # upkeep has it look again every half second, in any case
             async with asyncio.timeout(max(0.0, left_s) if left_s < UPDATE_S else None):
@@ -171,21 +173,21 @@ class SchedulerLoop:
             wanting = self._wanting() | set(ran)
             self._core.controller.observe_step(result.elapsed_s, report.used_s, wanting, now, overhead_s)
         self._send(report, now)
-        self._intake.note_room()
+        self._claimer.note_room()
 
     def _log_step(self, result: StepResult, report: StepReport, ran: Counter[str], now: float) -> None:
-        if report.work is not None or result.shed:
+        if report.work is not None or result.evicted:
             work = report.work or StepWork()
-            entry = StepEntry.of(work, result.elapsed_s, now, report.predicted_s, len(result.shed), ran)
+            entry = StepEntry.of(work, result.elapsed_s, now, report.predicted_s, len(result.evicted), ran)
             self._step_log.record(entry)
 
     def _wanting(self) -> set[str]:
         """Tiers with work, here or in the queue."""
-        held = {tier.name for tier in self._core.tiers if self._core.roster.count(tier.name)}
-        return held | {tier for tier, depth in self._upkeep.waiting.items() if depth}
+        held = {tier.name for tier in self._core.tiers if self._core.table.count(tier.name)}
+        return held | {tier for tier, depth in self._maintenance.waiting.items() if depth}
 
     def _count_tiers(self, plan: StepPlan) -> Counter[str]:
-        return Counter(self._core.roster.states[run.seq_id].tier.name for run in plan.run)
+        return Counter(self._core.table.states[run.seq_id].tier.name for run in plan.run)
 
     def _send(self, report: StepReport, now: float) -> None:
         controller = self._core.controller
@@ -195,7 +197,7 @@ class SchedulerLoop:
         for end in report.ended:
             controller.observe_end(end.tier, end.met_slo, max(0, end.output_tokens - 1), now)
             self._heartbeat.count_ended(end)
-        self._outbox.send(report)
+        self._publisher.send(report)
         self._metrics.record_report(report)
 
     # -- what leaves before its end ------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ class SchedulerLoop:
         self._changed.set()
 
     def _drop(self, request_ids: Sequence[str]) -> None:
-        held = self._core.roster.states
+        held = self._core.table.states
         tiers = [held[i].tier.name for i in request_ids if i in held]
         if self._core.cancel(request_ids):
             for tier in tiers:

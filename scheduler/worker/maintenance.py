@@ -27,7 +27,7 @@ RENEW_EVERY = 6  # rounds
 HEARTBEAT_EVERY = 2
 
 
-class Upkeep:
+class Maintenance:
     """`drop` is told the ids of requests whose gateway is gone; `notify` that the step loop should look again."""
 
     def __init__(
@@ -89,12 +89,12 @@ class Upkeep:
         now = self._clock.now()
         self._core.review(now)
         cost = self._core.step_time.cost(mixed=False)
-        held = {tier.name: self._core.roster.count(tier.name) for tier in self._core.tiers}
+        held = {tier.name: self._core.table.count(tier.name) for tier in self._core.tiers}
         load = Load(
             kv_usage=self._core.kv_usage,
             held=held,
             waiting=self._waiting,
-            age_share=age_share(self._core.roster.interactive(), now),
+            age_share=age_share(self._core.table.interactive(), now),
             step_s=cost.step_s,
             decodes_s=self._decodes_s(cost),
         )
@@ -108,15 +108,15 @@ class Upkeep:
     def _decodes_s(self, cost: StepCost) -> dict[str, float]:
         """How long a step of all decodes of an interactive tier takes, and nothing else in it."""
         work_s: defaultdict[str, float] = defaultdict(float)
-        for state in self._core.roster.interactive():
+        for state in self._core.table.interactive():
             if state.is_decode:
                 work_s[state.tier.name] += cost.decode(state.num_computed_tokens)
         return {tier: cost.step(seconds) for tier, seconds in work_s.items()}
 
     async def _renew(self) -> None:
-        leases = self._core.roster.leases()
+        leases = self._core.table.leases()
         kept = await self._queue.renew(leases, LEASE_S) if leases else []
-        held = set(self._core.roster.leases())  # not what came back under a newer lease meanwhile
+        held = set(self._core.table.leases())  # not what came back under a newer lease meanwhile
         lost = [lease for lease, ok in zip(leases, kept, strict=True) if not ok]
         if self._core.release([lease.request_id for lease in lost if lease in held]):
             self._notify()
@@ -124,7 +124,7 @@ class Upkeep:
     async def _drop_orphans(self) -> None:
         """Drop what a gateway that is gone has asked for: an answer at the end would be computed for nobody."""
         asked: dict[str, list[str]] = {}
-        for state in self._core.roster:
+        for state in self._core.table:
             asked.setdefault(state.request.reply_to, []).append(state.id)
         for reply_to, request_ids in asked.items():
             if not await self._events.publish(reply_to, ()):

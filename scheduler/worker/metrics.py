@@ -149,16 +149,16 @@ class SchedulerMetrics:
         self._kv.set(core.kv_usage)
         for tier in self._tiers.tiers:
             self._waiting.labels(tier).set(waiting.get(tier, 0))
-            self._running.labels(tier).set(core.roster.count_status(tier, Status.RUNNING))
-            self._paused.labels(tier).set(core.roster.count_status(tier, Status.PAUSED))
-            self._swapped.labels(tier).set(core.roster.count_status(tier, Status.SWAPPED))
+            self._running.labels(tier).set(core.table.count_status(tier, Status.RUNNING))
+            self._paused.labels(tier).set(core.table.count_status(tier, Status.PAUSED))
+            self._swapped.labels(tier).set(core.table.count_status(tier, Status.SWAPPED))
             self._record_outputs(tier, outputs[tier])
         for key, count in core.preemptions.items():
             self._count_up(self._preempted.labels(*key), ("preempted", *key), count)
         for tier, count in core.recomputed_tokens.items():
             self._count_up(self._recomputed.labels(tier), ("recomputed", tier), count)
         credit = core.running.credit
-        self._count_up(self._shed, ("shed",), credit.num_shed)
+        self._count_up(self._shed, ("shed",), credit.num_evictions)
         self._count_up(self._wasted, ("wasted",), credit.wasted_s)
         self._error.set(core.step_time.mean_absolute_error)
         self._reserve.set(core.controller.kv_reserve_blocks)

@@ -13,7 +13,7 @@ from scheduler.queue.base import Queue
 from scheduler.request import TokenEvent
 
 
-class Outbox:
+class Publisher:
     """`drop` is told the ids of requests whose gateway is gone."""
 
     def __init__(self, queue: Queue, events: EventChannel, drop: Callable[[Sequence[str]], None]) -> None:

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.interface import EngineInfo, Shedding
+from engine.interface import EngineInfo, StepEviction
 from engine.step_time.model import StepWork
 
 LIMIT_BYTES = 1 << 30  # of FILE and FILE.1 together
@@ -164,8 +164,9 @@ def _parsed(line: str, place: str) -> StepEntry | EngineInfo:
 def _engine(record: dict[str, Any]) -> EngineInfo:
     known = {f.name for f in fields(EngineInfo)}
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items() if k in known}
-    if "sheds" in values:
-        values["sheds"] = Shedding(values["sheds"])
+    eviction = record.get("step_eviction", record.get("sheds"))  # the name until 0.1
+    if eviction is not None:
+        values["step_eviction"] = StepEviction(eviction)
     return EngineInfo(**values)
 
 

@@ -56,16 +56,16 @@ class _Course:
             running = list(self._lengths)
             yield self._plan(running)
             yield self._plan(running[: 1 + number // 2])
-        yield from self._crowd()
+        yield from self._check_local()
         yield from self._long_context()
 
-    def _crowd(self) -> Iterator[StepPlan]:
-        crowd = [self._new(CROWD_PROMPT, number) for number in range(CROWD) if self._fits(CROWD_PROMPT)]
-        if not crowd or len(crowd) * CROWD_PROMPT > self._info.max_step_tokens:
+    def _check_local(self) -> Iterator[StepPlan]:
+        check_local = [self._new(CROWD_PROMPT, number) for number in range(CROWD) if self._fits(CROWD_PROMPT)]
+        if not check_local or len(check_local) * CROWD_PROMPT > self._info.max_step_tokens:
             return
         self._step_id -= 1
-        run = tuple(Run(new.seq_id, CROWD_PROMPT) for new in crowd)
-        yield StepPlan(self._step_id, start=tuple(crowd), run=run)
+        run = tuple(Run(new.seq_id, CROWD_PROMPT) for new in check_local)
+        yield StepPlan(self._step_id, start=tuple(check_local), run=run)
         running = list(self._lengths)
         for count in (len(running), len(running) // 2, len(running) * 3 // 4):
             yield self._plan(running[:count])

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.interface import EngineDead, EngineInfo, PlanError, Shedding, StepPlan, StepResult
+from engine.interface import EngineDead, EngineInfo, PlanError, StepEviction, StepPlan, StepResult
 from engine.thread import EngineThread
 
 INFO = EngineInfo("none", max_model_len=8, vocab_size=4, block_size=4, num_blocks=2, max_step_tokens=8)
@@ -30,7 +30,7 @@ class FakeStepper:
         self._answer(plan)
         return StepResult(plan.step_id)
 
-    def shed(self, step_id: int, seq_ids: Collection[str]) -> None:
+    def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
         self.asked.append((step_id, set(seq_ids)))
 
     def close(self) -> None:
@@ -244,15 +244,15 @@ async def test_a_launch_that_ends_the_engine_ends_the_step_before_it() -> None:
 async def test_a_wish_is_for_the_step_in_flight() -> None:
     release = threading.Event()
     stepper = FakeStepper(lambda plan: assert_set(release))
-    stepper.info = replace(INFO, sheds=Shedding.STEPS)
+    stepper.info = replace(INFO, step_eviction=StepEviction.STEPS)
     async with serving(stepper) as engine:
-        engine.shed({"nobody"})
+        engine.evict({"nobody"})
         for step_id in (7, 8):
             engine.submit(StepPlan(step_id))
-            engine.shed({"a", "b"})
+            engine.evict({"a", "b"})
             release.set()
             await engine.collect()
-            engine.shed({"late"})
+            engine.evict({"late"})
     assert stepper.asked == [(7, {"a", "b"}), (8, {"a", "b"})]
 
 
@@ -260,6 +260,6 @@ async def test_an_engine_that_lets_nothing_go_is_not_asked() -> None:
     stepper = FakeStepper()
     async with serving(stepper) as engine:
         engine.submit(StepPlan(1))
-        engine.shed({"a"})
+        engine.evict({"a"})
         await engine.collect()
     assert stepper.asked == []

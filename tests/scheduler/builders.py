@@ -10,7 +10,7 @@ from scheduler.config import Retry, TierSet, parse_tiers
 from scheduler.control.controller import SLAController
 from scheduler.planning.core import SchedulerCore
 from scheduler.planning.kv_budget import EngineView
-from scheduler.planning.request_table import Roster
+from scheduler.planning.request_table import RequestTable
 from scheduler.planning.step_report import StepReport
 from scheduler.request import Claimed, Delivery, Lease, Request
 from scheduler.request_state import RequestState, Status
@@ -165,14 +165,14 @@ def make_view(**changes: Any) -> EngineView:
     return EngineView(**{**values, **changes})
 
 
-def make_roster(tiers: TierSet, states: Iterable[RequestState]) -> Roster:
+def make_roster(tiers: TierSet, states: Iterable[RequestState]) -> RequestTable:
     """In the order in which such states would have come to be."""
-    roster = Roster(tiers.by_priority)
+    table = RequestTable(tiers.by_priority)
     for state in sorted(states, key=lambda s: (s.last_step, s.edf_key)):
-        roster.file(state)
-    newest = max((s.last_step for s in roster), default=-1)
-    roster.note_run([s.id for s in roster if s.last_step == newest])
-    return roster
+        table.file(state)
+    newest = max((s.last_step for s in table), default=-1)
+    table.note_run([s.id for s in table if s.last_step == newest])
+    return table
 
 
 class KnownStepTime(StepTimeModel):
@@ -205,9 +205,9 @@ class CheckedCore(SchedulerCore):
         return leases
 
     def plan(self, now: float) -> StepPlan:
-        runnable = [s for s in self._states if not self._books.is_abandoned(s)]
+        runnable = [s for s in self._states if not self._engine_state.is_abandoned(s)]
         # What several of the aborted share counts as free one step after they have left.
-        leaving_together = sum(a.num_shared > 0 for a in self._books._abandoned.values()) > 1
+        leaving_together = sum(a.num_shared > 0 for a in self._engine_state._abandoned.values()) > 1
         plan = super().plan(now)
         assert plan.run or leaving_together or not runnable or self._is_waiting_for_company(runnable, now), (
             f"work conserving: {runnable} could run"
@@ -222,7 +222,7 @@ class CheckedCore(SchedulerCore):
         self.results.append(result)
         self.check()
         self._check_blocks(result)
-        assert all(s.num_preemptions <= s.tier.retry.max_preemptions for s in self.roster), (
+        assert all(s.num_preemptions <= s.tier.retry.max_preemptions for s in self.table), (
             "nobody is evicted without bound"
         )
         return report
@@ -231,9 +231,9 @@ class CheckedCore(SchedulerCore):
         """The laws that hold at every instant."""
         ends = sum(self.counts[k] for k in ("finished", "failed", "cancelled", "released"))
         assert self.counts["accepted"] == ends + self.num_held + len(self._refused), "conservation"
-        own = [s.own_blocks(self._engine.block_size) for s in self.roster]
+        own = [s.own_blocks(self._engine.block_size) for s in self.table]
         assert min(own, default=0) >= 0 and sum(own) <= self._engine.num_blocks, "blocks"
-        need = [blocks_for(s.num_computed_tokens, self._engine.block_size) for s in self.roster]
+        need = [blocks_for(s.num_computed_tokens, self._engine.block_size) for s in self.table]
         assert all(n <= self._engine.num_blocks for n in need)
 
     def _is_waiting_for_company(self, runnable: Sequence[str], now: float) -> bool:
@@ -246,9 +246,9 @@ class CheckedCore(SchedulerCore):
     def _check_blocks(self, result: StepResult) -> None:
         """Free + used = total, a shared block once; what is shared lies between being held by one and by all."""
         size, used = self._engine.block_size, self._engine.num_blocks - result.free_blocks
-        states = [s for s in self.roster if not self._books.is_abandoned(s.id)]
+        states = [s for s in self.table if not self._engine_state.is_abandoned(s.id)]
         assert sum(s.own_blocks(size) for s in states) <= used
-        if not self._books.num_abandoned:
+        if not self._engine_state.num_abandoned:
             held = sum(s.blocks_held(size) for s in states)
             assert used <= held, "blocks: free + used = total"
             assert used == held or any(s.num_shared_blocks for s in states)
@@ -268,7 +268,7 @@ def make_core(
     """`cost=None`: the step times must be learned."""
     tiers = tiers or make_tiers()
     info = info or make_info()
-    core = CheckedCore(tiers, info, SLAController(tiers, info.sheds))
+    core = CheckedCore(tiers, info, SLAController(tiers, info.step_eviction))
     if cost is not None:
         core.step_time = KnownStepTime(cost)
     return core

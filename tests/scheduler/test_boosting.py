@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from scheduler.deadlines import age_share, raised_priority, urgencies
+from scheduler.deadlines import age_share, boosted_priority, urgencies
 from scheduler.virtual_time import EPOCH_MS
 from tests.scheduler.builders import FAST, make_decode, make_state, make_tiers, ran
 from tests.scheduler.world import World, run_world
@@ -35,7 +35,7 @@ def test_work_with_a_promise_presses_by_its_promise() -> None:
 
 
 def test_raised_work_is_above_all_bulk_and_below_what_has_a_promise() -> None:
-    assert 10 < raised_priority(TIERS.by_priority) < 100
+    assert 10 < boosted_priority(TIERS.by_priority) < 100
 
 
 @pytest.mark.trap(9)

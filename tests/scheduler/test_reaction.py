@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engine.interface import Shedding, StepPlan
+from engine.interface import StepEviction, StepPlan
 from tests.scheduler.builders import FAST, expected_tokens, fixed, make_info, make_tiers, ran
 from tests.scheduler.world import World, run_world
 
@@ -28,8 +28,8 @@ def _following(world: World, now: float) -> StepPlan:
     return next(plan for at, plan in world.core.plans if at > now)
 
 
-@pytest.mark.parametrize("sheds", list(Shedding))
-def test_an_arrival_is_in_the_very_next_step_and_bulk_loses_no_token(sheds: Shedding) -> None:
+@pytest.mark.parametrize("step_eviction", list(StepEviction))
+def test_an_arrival_is_in_the_very_next_step_and_bulk_loses_no_token(step_eviction: StepEviction) -> None:
     async def story(world: World) -> None:
         bulk = await _bulk(world)
         arrived_s = world.clock.now()
@@ -40,11 +40,13 @@ def test_an_arrival_is_in_the_very_next_step_and_bulk_loses_no_token(sheds: Shed
         for name in LONG_STEP:
             assert world.answers[name].token_ids == expected_tokens(world.answers[name].request)
 
-    run_world(story, known=FAST, info=make_info(sheds=sheds))
+    run_world(story, known=FAST, info=make_info(step_eviction=step_eviction))
 
 
-@pytest.mark.parametrize("sheds", [Shedding.STEPS, Shedding.ROWS])
-def test_the_step_that_an_arrival_finds_ends_early_and_its_bulk_comes_back_in_order(sheds: Shedding) -> None:
+@pytest.mark.parametrize("step_eviction", [StepEviction.STEPS, StepEviction.ROWS])
+def test_the_step_that_an_arrival_finds_ends_early_and_its_bulk_comes_back_in_order(
+    step_eviction: StepEviction,
+) -> None:
     async def story(world: World) -> None:
         bulk = await _bulk(world)
         await _begin_of_a_step(world)
@@ -53,15 +55,15 @@ def test_the_step_that_an_arrival_finds_ends_early_and_its_bulk_comes_back_in_or
         arrived_s = world.clock.now()
         asked = asyncio.create_task(world.ask("rt", max_tokens=3))
         await world.clock.sleep(step_s)
-        [left] = [r for r in world.core.results if r.shed]
-        assert set(left.shed) == set(before) and left.elapsed_s < 0.5 * step_s
+        [left] = [r for r in world.core.results if r.evicted]
+        assert set(left.evicted) == set(before) and left.elapsed_s < 0.5 * step_s
         assert all(not output.token_ids for output in left.outputs)
         await asked
         await asyncio.gather(*bulk)
         later = [run.seq_id for at, plan in world.core.plans if at > arrived_s for run in plan.run]
         assert [name for name in dict.fromkeys(later) if name in before] == before
 
-    run_world(story, known=FAST, info=make_info(sheds=sheds))
+    run_world(story, known=FAST, info=make_info(step_eviction=step_eviction))
 
 
 def test_bulk_rows_leave_a_step_that_interactive_decodes_finish() -> None:
@@ -71,13 +73,13 @@ def test_bulk_rows_leave_a_step_that_interactive_decodes_finish() -> None:
         await world.clock.sleep(0.2)
         await _begin_of_a_step(world)
         second = await world.ask("rt1", max_tokens=2)
-        [*_, left] = [r for r in world.core.results if r.shed]
+        [*_, left] = [r for r in world.core.results if r.evicted]
         assert [o.seq_id for o in left.outputs if o.token_ids] == ["rt0"]
         assert (await first).token_ids == expected_tokens(first.result().request)
         assert second.token_ids == expected_tokens(second.request)
         await asyncio.gather(*bulk)
 
-    run_world(story, known=FAST, info=make_info(sheds=Shedding.ROWS))
+    run_world(story, known=FAST, info=make_info(step_eviction=StepEviction.ROWS))
 
 
 @pytest.mark.trap(2)
@@ -95,12 +97,12 @@ def test_nobody_leaves_for_one_that_could_not_start(slots: int, leaves: bool) ->
         late = asyncio.create_task(world.ask("late", max_tokens=2))
         await world.clock.sleep(0.1)
         [result] = [r for r in world.core.results if r.step_id == found.step_id]
-        assert set(result.shed) == (set(ran(found)) - {"rt0", "rt1", "rt2", "rt3"} if leaves else set())
+        assert set(result.evicted) == (set(ran(found)) - {"rt0", "rt1", "rt2", "rt3"} if leaves else set())
         assert ("late" in ran(_following(world, begun_s))) == leaves
         await asyncio.gather(*bulk, *residents, late)
 
     tiers = make_tiers(realtime={"batch_size": fixed(slots)})
-    run_world(story, known=FAST, info=make_info(sheds=Shedding.ROWS), tiers=tiers)
+    run_world(story, known=FAST, info=make_info(step_eviction=StepEviction.ROWS), tiers=tiers)
 
 
 def test_reactions_are_reported_in_steps() -> None:
@@ -115,4 +117,4 @@ def test_reactions_are_reported_in_steps() -> None:
         assert at_most_one == 1
         await asyncio.gather(*bulk)
 
-    run_world(story, known=FAST, info=make_info(sheds=Shedding.ROWS))
+    run_world(story, known=FAST, info=make_info(step_eviction=StepEviction.ROWS))

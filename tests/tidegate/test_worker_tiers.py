@@ -42,7 +42,7 @@ def test_requests_that_run_and_wait_outlive_a_change_of_everything() -> None:
         admin.change(changed)
         world.core.check()
         assert world.core.num_held > 0
-        assert all(state.tier is changed["bulk"] for state in world.core.roster)
+        assert all(state.tier is changed["bulk"] for state in world.core.table)
         await world.clock.sleep(0.3)
         admin.change(make_tiers(bulk={"batch_size": {"min": 1, "start": 64, "max": 64}}))
         for answer in answers:
@@ -81,7 +81,7 @@ def test_a_request_claimed_while_its_tier_was_removed_is_served_all_the_same() -
         stray = world.request("stray", "bulk", max_tokens=4)
         admin.change(without("bulk"))
         world.core.accept([Claimed(stray, fence=1)], world.clock.now(), world.clock.wall_ms())
-        assert world.core.roster.states["stray"].tier.name == "batch"
+        assert world.core.table.states["stray"].tier.name == "batch"
         world.core.release_all()
 
     run_world(story)

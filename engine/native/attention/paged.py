@@ -65,7 +65,7 @@ class PagedAttention:
 
     def enter_layer(self) -> Tensor | None:
         """Each layer calls it before it looks at `step`. Where sequences have left the step: which of its rows until
-        now are those of the new one. Raises `StepShed` when all have."""
+        now are those of the new one. Raises `StepEvicted` when all have."""
         crossed = None if self._boundary is None else self._boundary(self.step)
         if crossed is None:
             return None

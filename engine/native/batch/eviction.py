@@ -1,24 +1,24 @@
 """Sequences that leave a running step: who is asked to, and what of the step stays when they do.
 
-`ShedWishes` is written by one thread and read by another, at every layer. Knows chunks and rows; not layers or tensors,
-nor why somebody is to leave.
+`EvictionRequest` is written by one thread and read by another, at every layer. Knows chunks and rows; not layers,
+tensors, or why a sequence is to be evicted.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from engine.interface import Shedding
+from engine.interface import StepEviction
 from engine.native.batch.packing import Ints, StepBatch, pack_step, rows_of
 from engine.sequences.sequence_table import Chunk
 
 _NOBODY: frozenset[str] = frozenset()
 
 
-class StepShed(Exception):
+class StepEvicted(Exception):
     """All have left the running step: there is nothing to go on with."""
 
 
-class ShedWishes:
+class EvictionRequest:
     """Tied to a step by its id, which is never given again: a wish may come before its step has begun, and after its
     end it counts for nothing."""
 
@@ -42,7 +42,7 @@ class ShedWishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class RemainingRows:
     """`rows` of the batch until now go on, in the order of `batch`, which is what is left."""
 
     rows: Ints
@@ -53,26 +53,26 @@ class RunningChunks:
     """The chunks that one forward pass computes. `wished` says at any time who is to leave."""
 
     def __init__(
-        self, chunks: list[Chunk], block_size: int, sheds: Shedding, wished: Callable[[], frozenset[str]]
+        self, chunks: list[Chunk], block_size: int, step_eviction: StepEviction, wished: Callable[[], frozenset[str]]
     ) -> None:
         self.chunks = chunks  # that are still in it
         self.batch = pack_step(chunks, block_size)
         self._block_size = block_size
-        self._sheds = sheds
+        self._step_eviction = step_eviction
         self._wished = wished
         self._heard = _NOBODY
 
-    def let_go(self) -> Departure | None:
-        """At a layer boundary: who is to leave, leaves; None where nobody does. Raises `StepShed`."""
+    def evict(self) -> RemainingRows | None:
+        """At a layer boundary: who is to leave, leaves; None where nobody does. Raises `StepEvicted`."""
         wished = self._wished()
         if wished is self._heard:
             return None
         self._heard = wished
         staying = [chunk for chunk in self.chunks if chunk.sequence.seq_id not in wished]
         if not staying:
-            raise StepShed
-        if len(staying) == len(self.chunks) or self._sheds is not Shedding.ROWS:
+            raise StepEvicted
+        if len(staying) == len(self.chunks) or self._step_eviction is not StepEviction.ROWS:
             return None
         rows = rows_of(staying, self.chunks)
         self.chunks, self.batch = staying, pack_step(staying, self._block_size)
-        return Departure(rows, self.batch)
+        return RemainingRows(rows, self.batch)

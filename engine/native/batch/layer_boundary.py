@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.native.batch.eviction import Departure
+from engine.native.batch.eviction import RemainingRows
 from engine.native.batch.packing import StepBatch
 from engine.native.batch.tensors import StepTensors, UploadedStep
 
-LetGo = Callable[[], Departure | None]
+Evict = Callable[[], RemainingRows | None]
 
 
 class LayerBoundary:
@@ -21,15 +21,15 @@ class LayerBoundary:
     its last layer it looks there, and finds what is wanted by then."""
 
     def __init__(
-        self, batch: StepBatch, wanted_rows: Tensor, let_go: LetGo, upload: Callable[[StepBatch], UploadedStep]
+        self, batch: StepBatch, wanted_rows: Tensor, evict: Evict, upload: Callable[[StepBatch], UploadedStep]
     ) -> None:
         self.batch = batch  # what is still in the pass
         self._wanted_rows = wanted_rows
-        self._let_go = let_go
+        self._let_go = evict
         self._upload = upload
 
     def __call__(self, step: StepTensors) -> tuple[StepTensors, Tensor] | None:
-        """The step that goes on, and the rows of `step` that it is; None: nobody leaves. Raises `StepShed`."""
+        """The step that goes on, and the rows of `step` that it is; None: nobody leaves. Raises `StepEvicted`."""
         departure = self._let_go()
         if departure is None:
             return None
@@ -45,6 +45,6 @@ class LayerBoundary:
         return uploaded.step, staying
 
 
-def close_ranks(stream: Tensor, staying: Tensor) -> None:
+def compact_rows(stream: Tensor, staying: Tensor) -> None:
     """The rows that go on come first, in place; (T, hidden)."""
     stream[: len(staying)] = stream[staying]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.native.attention.kernels import Scoring
 from engine.native.attention.paged import PagedAttention
-from engine.native.batch.layer_boundary import close_ranks
+from engine.native.batch.layer_boundary import compact_rows
 from engine.native.batch.tensors import StepTensors
 from engine.native.cpu.kernels import CpuKernels
 from engine.native.cpu.products import LinearArguments, PackedWeight, goes_into_panels
@@ -147,7 +147,7 @@ class NativeDecoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         if (staying := self._attention.enter_layer()) is not None:
-            close_ranks(hidden_states[0], staying)
+            compact_rows(hidden_states[0], staying)
         step = self._step.address(self._attention.step, position_embeddings)
         self._arguments.heads.rotary = self._step.rotary_dim
         self._compute(hidden_states.data_ptr(), ctypes.addressof(self._arguments), step)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from engine.native.attention.kernels import AttentionKernels
 from engine.native.attention.paged import Boundary, PagedAttention, bind
-from engine.native.batch.eviction import Departure
-from engine.native.batch.layer_boundary import LayerBoundary, LetGo
+from engine.native.batch.eviction import RemainingRows
+from engine.native.batch.layer_boundary import Evict, LayerBoundary
 from engine.native.batch.packing import StepBatch, in_one_group
 from engine.native.batch.sampled_tokens import fill_in
 from engine.native.batch.tensors import StepTensors, Upload, UploadedStep, to_cpu, upload_step
@@ -55,17 +55,17 @@ class ModelRunner:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch, previous: Tensor | None = None, let_go: LetGo | None = None) -> Tensor | None:
+    def run(self, batch: StepBatch, previous: Tensor | None = None, evict: Evict | None = None) -> Tensor | None:
         """Write the batch's keys and values; logits of its sampled rows, (rows, vocab), if it has any. They are good
-        until the next run. `previous`: the ids that place holders among the batch's tokens stand for. `let_go`: who
-        leaves at a layer; the logits are those of the batch that it left. Raises `StepShed` where that is nobody."""
+        until the next run. `previous`: the ids that place holders among the batch's tokens stand for. `evict`: who
+        leaves at a layer; the logits are those of the batch that it left. Raises `StepEvicted` where that is nobody."""
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             logits = None if self._graphs is None else self._graphs.run(batch, previous)
             if logits is None:
-                return self._run_eagerly(batch, previous, let_go)
+                return self._run_eagerly(batch, previous, evict)
             return self._sampled(logits, batch)
 
-    def _run_eagerly(self, batch: StepBatch, previous: Tensor | None, let_go: LetGo | None) -> Tensor | None:
+    def _run_eagerly(self, batch: StepBatch, previous: Tensor | None, evict: Evict | None) -> Tensor | None:
         uploaded = self._uploaded(batch)
         if batch.unfilled_blocks:
             # Slots not yet written are read, and masked; but a NaN that a former owner left there would stay
@@ -74,10 +74,10 @@ class ModelRunner:
         if previous is not None:
             uploaded.step.token_ids = fill_in(uploaded.step.token_ids, previous)
         rows = uploaded.sampled_rows if len(batch.sampled_rows) else self._first_row
-        if let_go is None:
+        if evict is None:
             logits = self.compute(uploaded.step, rows)
             return logits if len(batch.sampled_rows) else None
-        boundary = LayerBoundary(batch, rows, self._paced(let_go), self._uploaded)
+        boundary = LayerBoundary(batch, rows, self._paced(evict), self._uploaded)
         logits = self.compute(uploaded.step, rows, boundary)
         return logits if len(boundary.batch.sampled_rows) else None
 
@@ -86,17 +86,17 @@ class ModelRunner:
             batch = in_one_group(batch)
         return upload_step(batch, self._cache.num_blocks, self._cache.block_size, self._upload)
 
-    def _paced(self, let_go: LetGo) -> LetGo:
+    def _paced(self, evict: Evict) -> Evict:
         """The host may be many layers ahead of the device: where it looks, the device has to be, too."""
         pace = self._pace
         if pace is None:
-            return let_go
+            return evict
 
-        def wait_and_let_go() -> Departure | None:
+        def wait_and_evict() -> RemainingRows | None:
             pace.next_layer()
-            return let_go()
+            return evict()
 
-        return wait_and_let_go
+        return wait_and_evict
 
     def _sampled(self, logits: Tensor, batch: StepBatch) -> Tensor | None:
         """Of the logits of all rows those that are wanted: mostly all of them, in their order."""

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.interface import EngineInfo, Shedding, TokenLogprobs
-from engine.native.batch.eviction import RunningChunks, StepShed
+from engine.interface import EngineInfo, StepEviction, TokenLogprobs
+from engine.native.batch.eviction import RunningChunks, StepEvicted
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.oom_split import Outcomes
 from engine.native.sampling.logprobs import token_logprobs
@@ -33,12 +33,12 @@ class StepComputation:
 
     @torch.inference_mode()
     def __call__(self, chunks: list[Chunk]) -> Outcomes:
-        running = RunningChunks(chunks, self._info.block_size, self._info.sheds, self._wished)
-        outcomes = {chunk.sequence.seq_id: Outcome(is_shed=True) for chunk in chunks}
-        let_go = None if self._info.sheds is Shedding.NOTHING else running.let_go
+        running = RunningChunks(chunks, self._info.block_size, self._info.step_eviction, self._wished)
+        outcomes = {chunk.sequence.seq_id: Outcome(is_evicted=True) for chunk in chunks}
+        evict = None if self._info.step_eviction is StepEviction.NOTHING else running.evict
         try:
-            logits = self._runner.run(running.batch, let_go=let_go)
-        except StepShed:
+            logits = self._runner.run(running.batch, evict=evict)
+        except StepEvicted:
             return outcomes
         batch = running.batch
         outcomes.update((chunk.sequence.seq_id, Outcome()) for chunk in running.chunks)

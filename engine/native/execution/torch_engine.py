@@ -20,7 +20,7 @@ from engine.interface import (
     StepPlan,
     StepResult,
 )
-from engine.native.batch.eviction import ShedWishes
+from engine.native.batch.eviction import EvictionRequest
 from engine.native.batch.packing import pack_step
 from engine.native.batch.sampled_tokens import SampledTokens, place_holder
 from engine.native.execution.model_runner import ModelRunner
@@ -34,7 +34,7 @@ from engine.sequences.sequence_table import Chunk, SequenceTable
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _InFlightStep:
     """A step on the device. `tokens` has a row for each of the `sampled` chunks."""
 
     step_id: int
@@ -60,10 +60,10 @@ class TorchEngine:
         self._runner = runner
         self._swap = swap
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
-        self._flights: deque[_Flight] = deque()  # launched; the device may still be at them
+        self._in_flight: deque[_InFlightStep] = deque()  # launched; the device may still be at them
         self._results: deque[StepResult] = deque()  # of steps that have ended
         self._landed_s = 0.0
-        self._wishes = ShedWishes()
+        self._wishes = EvictionRequest()
         compute = StepComputation(info, runner, TokenChooser(info, sampler), self._wishes.now)
         self._compute_all = PiecewiseComputation(compute, runner.release_memory, info.block_size)
 
@@ -99,13 +99,13 @@ class TorchEngine:
         self._table.check(plan)
         chunks = self._table.begin(plan)
         self._copy_swapped()
-        if not self._take_off(plan, chunks, started_s):
+        if not self._launch_step(plan, chunks, started_s):
             self._compute_at_once(plan, chunks, started_s)
 
     @property
     def is_settled(self) -> bool:
         """`settle` would not wait."""
-        return bool(self._results) or (bool(self._flights) and self._flights[0].tokens.are_known)
+        return bool(self._results) or (bool(self._in_flight) and self._in_flight[0].tokens.are_known)
 
     def settle(self) -> StepResult:
         """The outcome of the oldest step that was launched, when it is there."""
@@ -113,9 +113,9 @@ class TorchEngine:
             self._land()
         return self._results.popleft()
 
-    def shed(self, step_id: int, seq_ids: Collection[str]) -> None:
-        """Let these sequences leave that step at its next layer, as far as `info.sheds` says. From any one thread,
-        before the step begins or while it runs; afterwards it counts for nothing."""
+    def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
+        """Evict these sequences from that step at its next layer, as far as `info.step_eviction` says. Call it from any
+        one thread, before the step begins or while it runs; afterwards it has no effect."""
         self._wishes.ask(step_id, seq_ids)
 
     def close(self) -> None:
@@ -128,13 +128,13 @@ class TorchEngine:
     # -- steps whose tokens stay on the device until they are asked for ------------------------------------------
 
     @torch.inference_mode()
-    def _take_off(self, plan: StepPlan, chunks: list[Chunk], started_s: float) -> bool:
+    def _launch_step(self, plan: StepPlan, chunks: list[Chunk], started_s: float) -> bool:
         """False: this step is none of them, or there is no memory for it; nothing was done."""
         sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         if not self._info.steps_ahead or not sequences or not all(_is_simple(chunk) for chunk in chunks):
             return False
         batch = pack_step(chunks, self._info.block_size)
-        previous = self._flights[-1].tokens.ids if self._flights else None
+        previous = self._in_flight[-1].tokens.ids if self._in_flight else None
         try:
             logits = self._runner.run(batch, previous)
             assert logits is not None
@@ -144,7 +144,7 @@ class TorchEngine:
             if not is_out_of_memory(error):
                 raise
             return False
-        self._flights.append(_Flight(plan.step_id, chunks, batch.sampled_chunks, tokens, started_s))
+        self._in_flight.append(_InFlightStep(plan.step_id, chunks, batch.sampled_chunks, tokens, started_s))
         for chunk in chunks:
             if not chunk.samples:
                 self._table.launch(chunk, None)
@@ -153,13 +153,13 @@ class TorchEngine:
         return True
 
     def _land_all(self) -> None:
-        while self._flights:
+        while self._in_flight:
             self._land()
 
     def _land(self) -> None:
         """Wait for the oldest step and take its tokens in. What another step did for sequences that ended in one before
         it counts for nothing."""
-        flight = self._flights.popleft()
+        flight = self._in_flight.popleft()
         sampled = {c.sequence.seq_id: t for c, t in zip(flight.sampled, flight.tokens.wait(), strict=True)}
         outputs: list[SequenceOutput] = []
         failures: list[SequenceFailure] = []
@@ -185,20 +185,20 @@ class TorchEngine:
         outcomes = self._compute_all(chunks) if chunks else {}
         outputs: list[SequenceOutput] = []
         failures: list[SequenceFailure] = []
-        shed: list[str] = []
+        evicted: list[str] = []
         for chunk in chunks:
             seq_id = chunk.sequence.seq_id
             outcome = outcomes[seq_id]
             if outcome.failure is not None:
                 self._table.discard(seq_id)
                 failures.append(SequenceFailure(seq_id, outcome.failure))
-            elif outcome.is_shed:
+            elif outcome.is_evicted:
                 self._table.leave(chunk)
                 outputs.append(SequenceOutput(seq_id, chunk.start, num_cached_tokens=chunk.num_cached))
-                shed.append(seq_id)
+                evicted.append(seq_id)
             else:
                 outputs.append(_output(chunk, outcome, self._table.advance(chunk, outcome.token_id)))
-        self._report(plan.step_id, outputs, failures, started_s, tuple(shed))
+        self._report(plan.step_id, outputs, failures, started_s, tuple(evicted))
 
     def _report(
         self,
@@ -206,7 +206,7 @@ class TorchEngine:
         outputs: list[SequenceOutput],
         failures: list[SequenceFailure],
         started_s: float,
-        shed: tuple[str, ...] = (),
+        evicted: tuple[str, ...] = (),
     ) -> None:
         now_s = perf_counter()
         busy_s = now_s - max(started_s, self._landed_s)  # a step made ahead waits for the one before it
@@ -220,7 +220,7 @@ class TorchEngine:
                 elapsed_s=busy_s,
                 free_swap_blocks=self._table.swap_pool.num_free,
                 shared_blocks=self._table.pool.take_changes(),
-                shed=shed,
+                evicted=evicted,
             )
         )
 

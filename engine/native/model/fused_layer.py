@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.native.attention.kernels import HeadShape
 from engine.native.attention.paged import PagedAttention
-from engine.native.batch.layer_boundary import close_ranks
+from engine.native.batch.layer_boundary import compact_rows
 from engine.native.model.layer_kernels import LayerKernels, Norm
 
 Join = Callable[[Sequence[nn.Linear]], nn.Module]  # several linear layers as one
@@ -43,7 +43,7 @@ class FusedDecoderLayer(nn.Module):
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         residual = hidden_states[0]
         if (staying := self._attention.enter_layer()) is not None:
-            close_ranks(residual, staying)
+            compact_rows(residual, staying)
         if self._attention.step.origin is not None:
             residual = residual[: len(self._attention.step.slots)]
         attended = self._attend(self._kernels.rms_norm(residual, self._input_norm), position_embeddings)

@@ -7,18 +7,18 @@ from engine.interface import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`token_id`: the new token, if the chunk samples one. `failure`: why its sequence cannot go on; `is_shed`: it has
-    left the step, and is as it was before it. Then nothing else counts."""
+    """What a chunk came to. `token_id`: the new token, if the chunk samples one. `failure`: why its sequence cannot go
+    on. `is_evicted`: the sequence left the step and is as it was before it; then no other field counts."""
 
     token_id: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     failure: str | None = None
-    is_shed: bool = False
+    is_evicted: bool = False
 
     @property
     def is_computed(self) -> bool:
-        return self.failure is None and not self.is_shed
+        return self.failure is None and not self.is_evicted
 
     def then(self, later: "Outcome") -> "Outcome":
         """Of two pieces of one chunk, the earlier of which samples nothing."""

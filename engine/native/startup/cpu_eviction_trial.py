@@ -7,7 +7,7 @@ that stay have to be what they are when nobody leaves.
 import structlog
 from torch import nn
 
-from engine.interface import EngineInfo, Shedding
+from engine.interface import EngineInfo, StepEviction
 from engine.native.batch.eviction import RunningChunks
 from engine.native.cpu.native_layer import NativeDecoderLayer
 from engine.native.execution.model_runner import ModelRunner
@@ -17,7 +17,7 @@ from engine.native.startup.fusion import has_room, is_same_model, trial_chunks
 from engine.sequences.sequence_table import Chunk
 
 
-def rows_may_leave(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> bool:
+def can_evict_rows(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> bool:
     """The engine must be without sequences: the trial writes to its first KV blocks."""
     layers = [m for m in model.modules() if isinstance(m, FusedDecoderLayer | NativeDecoderLayer)]
     if len(layers) != runner.num_layers or not has_room(info):
@@ -34,7 +34,7 @@ def rows_may_leave(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> b
 
 def _is_undisturbed(runner: ModelRunner, info: EngineInfo, chunks: list[Chunk]) -> bool:
     """The prefill leaves after the first layer, and one of the decodes before the last."""
-    everybody = RunningChunks(chunks, info.block_size, Shedding.ROWS, frozenset)
+    everybody = RunningChunks(chunks, info.block_size, StepEviction.ROWS, frozenset)
     expected = runner.run(everybody.batch)
     assert expected is not None
     names = [chunk.sequence.seq_id for chunk in everybody.batch.sampled_chunks]
@@ -42,8 +42,8 @@ def _is_undisturbed(runner: ModelRunner, info: EngineInfo, chunks: list[Chunk]) 
     first, second, last = (chunk.sequence.seq_id for chunk in chunks)
     early = [frozenset(), *[frozenset({first})] * runner.num_layers]
     wishes = _Wishes([*early[: runner.num_layers - 1], frozenset({first, second})])
-    running = RunningChunks(chunks, info.block_size, Shedding.ROWS, wishes.next)
-    found = runner.run(running.batch, let_go=running.let_go)
+    running = RunningChunks(chunks, info.block_size, StepEviction.ROWS, wishes.next)
+    found = runner.run(running.batch, evict=running.evict)
     if found is None or wishes.num_left or len(found) != 1:
         return False
     own = expected[names.index(last)][None]

@@ -7,7 +7,7 @@ import pytest
 
 from bench.engines.comparison import Comparison, Plan, compare
 from bench.engines.comparison_report import ComparisonReport
-from bench.engines.contestant import ROOT, Contestant, SystemUnavailable, environment_of, vllm_environment
+from bench.engines.contestant import ROOT, SystemClient, SystemUnavailable, environment_of, vllm_environment
 from bench.engines.floors import ModelShape, Peaks
 from bench.engines.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
 from bench.engines.work import STEP_TOKENS, Job, WorkKind
@@ -18,7 +18,7 @@ SHAPE = ModelShape(4, 8, 1, 1, 1, 4, 10, 2)
 PEAKS = Peaks(1e6, 1e6)
 
 
-class Pretender(Contestant):
+class Pretender(SystemClient):
     """Takes `token_s` a token and answers with the tokens' numbers, `differs_at` excepted."""
 
     def __init__(self, name: str, token_s: float, breaks_after: int = 10**9, differs_at: int = 10**9) -> None:
@@ -105,7 +105,7 @@ def test_what_is_no_message_is_refused(line: str) -> None:
 
 
 def test_a_system_that_is_not_there_is_unavailable_with_the_reason(tmp_path: Path) -> None:
-    with Contestant("vllm", SPEC, tmp_path / "vllm.log") as contestant:
+    with SystemClient("vllm", SPEC, tmp_path / "vllm.log") as contestant:
         with pytest.raises(SystemUnavailable, match="No module named 'vllm'"):
             contestant.start()
         with pytest.raises(SystemUnavailable):
@@ -113,13 +113,13 @@ def test_a_system_that_is_not_there_is_unavailable_with_the_reason(tmp_path: Pat
 
 
 def test_an_interpreter_that_is_not_there_and_one_that_dies(tmp_path: Path) -> None:
-    missing = Contestant("vllm", SPEC, tmp_path / "a.log", str(tmp_path / "python"))
+    missing = SystemClient("vllm", SPEC, tmp_path / "a.log", str(tmp_path / "python"))
     with missing, pytest.raises(SystemUnavailable, match="does not start"):
         missing.start()
     dying = tmp_path / "dies"
     dying.write_text(f"#!{sys.executable}\nimport sys; sys.exit('no such luck')\n")
     dying.chmod(0o755)
-    gone = Contestant("vllm", SPEC, tmp_path / "b.log", str(dying))
+    gone = SystemClient("vllm", SPEC, tmp_path / "b.log", str(dying))
     with gone, pytest.raises(SystemUnavailable, match="no such luck"):
         gone.start()
 

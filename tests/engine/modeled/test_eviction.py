@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.interface import EngineInfo, Run, Shedding, StepPlan, StepResult
+from engine.interface import EngineInfo, Run, StepEviction, StepPlan, StepResult
 from engine.modeled.engine import ModeledEngine
 from engine.modeled.timer import LoopTimer
 from engine.step_time.model import StepCost
@@ -20,7 +20,7 @@ from tests.engine.modeled.test_engine import new
 
 T = TypeVar("T")
 
-INFO = EngineInfo("m", 64, 100, 4, 40, max_step_tokens=64, sheds=Shedding.ROWS)
+INFO = EngineInfo("m", 64, 100, 4, 40, max_step_tokens=64, step_eviction=StepEviction.ROWS)
 COST = StepCost(step_s=1.0, prefill_token_s=0.1, attend_s=0.0, context_token_s=0.0, decode_s=0.01)
 START = StepPlan(0, start=(new("a", 10, max_tokens=9), new("b", 20, max_tokens=9)), run=(Run("a", 10), Run("b", 20)))
 TOGETHER_S, A_S, B_S = 4.0, 2.0, 3.0  # what the step takes, with both and with each alone
@@ -38,7 +38,7 @@ class Desk:
         started_s = loop.time()
         self.engine.submit(plan)
         for at_s, seq_ids in wishes:
-            loop.call_at(started_s + at_s, self.engine.shed, seq_ids)
+            loop.call_at(started_s + at_s, self.engine.evict, seq_ids)
         result = await self.engine.collect()
         assert loop.time() - started_s == pytest.approx(result.elapsed_s, abs=1e-5), "time really passes"
         return result
@@ -52,61 +52,61 @@ def at_desk(story: Callable[[Desk], Awaitable[T]], info: EngineInfo = INFO, **op
     return run_virtual(main())
 
 
-def shed_at(*wishes: tuple[float, Collection[str]], info: EngineInfo = INFO) -> StepResult:
+def evicted_at(*wishes: tuple[float, Collection[str]], info: EngineInfo = INFO) -> StepResult:
     return at_desk(lambda desk: desk.step(START, *wishes), info)
 
 
 def test_a_step_that_all_leave_ends_a_layer_later() -> None:
-    result = shed_at((1.0, {"a", "b"}))
+    result = evicted_at((1.0, {"a", "b"}))
     assert result.elapsed_s == pytest.approx(1.0 + TOGETHER_S / LAYERS)
-    assert result.shed == ("a", "b")
+    assert result.evicted == ("a", "b")
     assert [(o.num_computed_tokens, o.token_ids) for o in result.outputs] == [(0, ()), (0, ())]
     assert result.free_blocks == INFO.num_blocks
 
 
 @pytest.mark.parametrize(("left", "rest_s"), [("a", B_S), ("b", A_S)])
 def test_the_rest_of_a_step_costs_what_stays_in_it(left: str, rest_s: float) -> None:
-    result = shed_at((1.0, {left}))
+    result = evicted_at((1.0, {left}))
     assert result.elapsed_s == pytest.approx(1.0 + TOGETHER_S / LAYERS + (0.75 - 1 / LAYERS) * rest_s)
-    assert result.shed == (left,)
+    assert result.evicted == (left,)
     assert {o.seq_id: len(o.token_ids) for o in result.outputs} == {"a": left != "a", "b": left != "b"}
 
 
 def test_one_after_another_leaves() -> None:
-    alone = shed_at((1.0, {"a"})).elapsed_s
-    assert shed_at((1.0, {"a"}), (1.0, {"a"})).elapsed_s == alone, "whoever has left cannot leave again"
-    both = shed_at((1.0, {"a"}), (2.0, {"b"}))
-    assert both.shed == ("a", "b")
+    alone = evicted_at((1.0, {"a"})).elapsed_s
+    assert evicted_at((1.0, {"a"}), (1.0, {"a"})).elapsed_s == alone, "whoever has left cannot leave again"
+    both = evicted_at((1.0, {"a"}), (2.0, {"b"}))
+    assert both.evicted == ("a", "b")
     progress = 0.25 + 0.75 * 1.0 / (alone - 1.0)
     assert both.elapsed_s == pytest.approx(2.0 + (alone - 2.0) / (1 - progress) / LAYERS)
 
 
 def test_whole_steps_go_where_rows_cannot() -> None:
-    steps = replace(INFO, sheds=Shedding.STEPS)
-    assert shed_at((1.0, {"a"}), info=steps).shed == ()
-    assert shed_at((1.0, {"a"}), (2.0, {"b"}), info=steps).shed == ("a", "b")
-    assert shed_at((1.0, {"a", "b"}), info=replace(INFO, sheds=Shedding.NOTHING)).elapsed_s == TOGETHER_S
+    steps = replace(INFO, step_eviction=StepEviction.STEPS)
+    assert evicted_at((1.0, {"a"}), info=steps).evicted == ()
+    assert evicted_at((1.0, {"a"}), (2.0, {"b"}), info=steps).evicted == ("a", "b")
+    assert evicted_at((1.0, {"a", "b"}), info=replace(INFO, step_eviction=StepEviction.NOTHING)).elapsed_s == TOGETHER_S
 
 
 def test_in_the_last_layer_it_is_too_late() -> None:
-    assert shed_at((TOGETHER_S * 0.91, {"a", "b"})).shed == ()
-    assert shed_at((TOGETHER_S * 0.89, {"a", "b"})).shed == ("a", "b")
+    assert evicted_at((TOGETHER_S * 0.91, {"a", "b"})).evicted == ()
+    assert evicted_at((TOGETHER_S * 0.89, {"a", "b"})).evicted == ("a", "b")
 
 
 def test_a_wish_is_for_one_step() -> None:
     async def story(desk: Desk) -> list[tuple[str, ...]]:
-        desk.engine.shed({"a"})  # before any
-        shed = [(await desk.step(START, (0.0, {"a"}))).shed]
-        desk.engine.shed({"a", "b"})  # behind its end
-        shed.append((await desk.step(StepPlan(1, run=(Run("a", 10), Run("b", 1))))).shed)
-        return shed
+        desk.engine.evict({"a"})  # before any
+        evicted = [(await desk.step(START, (0.0, {"a"}))).evicted]
+        desk.engine.evict({"a", "b"})  # behind its end
+        evicted.append((await desk.step(StepPlan(1, run=(Run("a", 10), Run("b", 1))))).evicted)
+        return evicted
 
     assert at_desk(story) == [("a",), ()]
 
 
 def test_without_a_timer_nothing_leaves() -> None:
     engine = ModeledEngine(INFO, asyncio.sleep)
-    assert engine.info == replace(INFO, sheds=Shedding.NOTHING)
+    assert engine.info == replace(INFO, step_eviction=StepEviction.NOTHING)
 
 
 def test_a_cancelled_collect_loses_nothing() -> None:
@@ -136,12 +136,12 @@ class Stepper:
     """A modeled engine that a driver steps. It asks a few to leave each step, somewhere in it."""
 
     rng: random.Random
-    sheds: Shedding
+    step_eviction: StepEviction
     info: EngineInfo = INFO
     trace: list[StepResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.info = replace(self.info, sheds=self.sheds)
+        self.info = replace(self.info, step_eviction=self.step_eviction)
         self.engine = ModeledEngine(self.info, asyncio.sleep, COST, 0.1, timer=self, prefix_cache=True)
         self._now_s = 0.0
         self._end_s = 0.0
@@ -168,7 +168,7 @@ class Stepper:
         for _ in range(self.rng.randrange(3)):
             self._now_s += self.rng.random() * (self._end_s - self._now_s)
             wished = [i for i in self._ids if self.rng.random() < 0.5] or self._ids
-            self.engine.shed([*wished, "nobody"])
+            self.engine.evict([*wished, "nobody"])
             assert self._end_s >= self._now_s
         self._now_s = self._end_s
 
@@ -177,27 +177,27 @@ class Stepper:
         self._end_s = when_s
 
 
-def run_shedding(seed: int, sheds: Shedding) -> tuple[dict[str, list[int]], list[StepResult]]:
+def run_shedding(seed: int, step_eviction: StepEviction) -> tuple[dict[str, list[int]], list[StepResult]]:
     rng = random.Random(seed)
     news = [make_new(f"s{i}", [1] * rng.randint(1, 20) + [2 + i], max_tokens=6, seed=i) for i in range(6)]
-    stepper = Stepper(rng, sheds)
+    stepper = Stepper(rng, step_eviction)
     driven = drive(stepper, news, random_chunks(rng, 9), arrivals_a_step=2)
     assert stepper.engine.used_blocks == 0
     return {k: d.output for k, d in driven.items()}, stepper.trace
 
 
-@pytest.mark.parametrize("sheds", list(Shedding))
-def test_in_such_runs_sequences_do_leave(sheds: Shedding) -> None:
+@pytest.mark.parametrize("step_eviction", list(StepEviction))
+def test_in_such_runs_sequences_do_leave(step_eviction: StepEviction) -> None:
     """Else what follows would compare undisturbed runs."""
-    left = [sum(bool(result.shed) for result in run_shedding(seed, sheds)[1]) for seed in range(20)]
-    assert sum(left) >= 20 if sheds is not Shedding.NOTHING else sum(left) == 0
+    left = [sum(bool(result.evicted) for result in run_shedding(seed, step_eviction)[1]) for seed in range(20)]
+    assert sum(left) >= 20 if step_eviction is not StepEviction.NOTHING else sum(left) == 0
 
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
 def test_tokens_and_books_are_what_they_are_when_nobody_leaves(seed: int) -> None:
-    undisturbed, _ = run_shedding(seed, Shedding.NOTHING)
-    for sheds in (Shedding.ROWS, Shedding.STEPS):
-        tokens, trace = run_shedding(seed, sheds)
+    undisturbed, _ = run_shedding(seed, StepEviction.NOTHING)
+    for step_eviction in (StepEviction.ROWS, StepEviction.STEPS):
+        tokens, trace = run_shedding(seed, step_eviction)
         assert tokens == undisturbed
-        assert run_shedding(seed, sheds)[1] == trace, "law 5"
+        assert run_shedding(seed, step_eviction)[1] == trace, "law 5"

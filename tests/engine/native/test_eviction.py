@@ -17,7 +17,7 @@ from engine.interface import (
     NewSequence,
     PreemptionMode,
     Run,
-    Shedding,
+    StepEviction,
     StepPlan,
     StepResult,
 )
@@ -26,6 +26,7 @@ from engine.native.sampling.pipeline import TokenChooser
 from engine.thread import EngineThread
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
+from tests.engine.evictor import Choose, Evictor, Wishes
 from tests.engine.models import CONFIGS, generate, save_model
 from tests.engine.native.cpu.compiled import has_compiler, library_with
 from tests.engine.native.cpu.test_native_layer import CONFIGS as NATIVE_CONFIGS
@@ -33,7 +34,6 @@ from tests.engine.native.execution.test_oom_split import ScarceMemory
 from tests.engine.native.execution.test_torch_engine import POISON
 from tests.engine.native.sampling.test_sampling_options import demo_engine, regex
 from tests.engine.native.test_preemption_equivalence import family
-from tests.engine.shedder import Choose, Shedder, Wishes
 
 MAX_TOKENS = 8
 SWAP_BYTES = 1 << 20
@@ -72,25 +72,25 @@ def test_greedy_tokens_are_those_of_generate(
 ) -> None:
     rng = random.Random(name)
     engine = make_engine(name, swap_bytes=SWAP_BYTES)
-    shedder = Shedder(engine, at_random(rng, engine._runner.num_layers))
+    evictor = Evictor(engine, at_random(rng, engine._runner.num_layers))
     prompts = family(3, count=5)
     news = [make_new(k, p, max_tokens=MAX_TOKENS) for k, p in prompts.items()]
     preempt = random_preemption(rng, 0.1, *PreemptionMode)
-    driven = drive(shedder, news, random_chunks(rng, 9), preempt, arrivals_a_step=1)
+    driven = drive(evictor, news, random_chunks(rng, 9), preempt, arrivals_a_step=1)
     model = model_directory(name)[1]
     assert {k: tuple(d.output) for k, d in driven.items()} == {
         k: generate(model, p, MAX_TOKENS) for k, p in prompts.items()
     }
-    assert sum(map(bool, shedder.shed)) >= 3
+    assert sum(map(bool, evictor.evicted)) >= 3
     assert (engine.num_used_blocks, engine.num_used_swap_blocks) == (0, 0)
 
 
 def test_common_layers_go_on_with_fewer_rows_and_others_let_whole_steps_go(make_engine: MakeEngine) -> None:
-    fused = Shedding.ROWS if has_compiler() else Shedding.STEPS
-    sheds = {name: make_engine(name).info.sheds for name in ("llama", "gemma2", "gpt2")}
-    assert sheds == {"llama": fused, "gemma2": Shedding.STEPS, "gpt2": Shedding.STEPS}
-    assert make_engine(optimize=False).info.sheds is Shedding.STEPS
-    assert make_engine(steps_ahead=1).info.sheds is Shedding.NOTHING
+    fused = StepEviction.ROWS if has_compiler() else StepEviction.STEPS
+    step_eviction = {name: make_engine(name).info.step_eviction for name in ("llama", "gemma2", "gpt2")}
+    assert step_eviction == {"llama": fused, "gemma2": StepEviction.STEPS, "gpt2": StepEviction.STEPS}
+    assert make_engine(optimize=False).info.step_eviction is StepEviction.STEPS
+    assert make_engine(steps_ahead=1).info.step_eviction is StepEviction.NOTHING
 
 
 def test_what_a_sequence_draws_and_is_told_is_what_it_is_undisturbed(make_engine: MakeEngine) -> None:
@@ -102,15 +102,15 @@ def test_what_a_sequence_draws_and_is_told_is_what_it_is_undisturbed(make_engine
     for seed in range(3):
         rng = random.Random(seed)
         engine = make_engine()
-        shedder = Shedder(engine, at_random(rng, 2))
+        evictor = Evictor(engine, at_random(rng, 2))
 
         def disturbed(
-            _: Any, news: list[NewSequence], after: Any, rng: random.Random = rng, shedder: Shedder = shedder
+            _: Any, news: list[NewSequence], after: Any, rng: random.Random = rng, evictor: Evictor = evictor
         ) -> dict[str, Driven]:
-            return drive(shedder, news, random_chunks(rng, 7), arrivals_a_step=2, after_step=after)
+            return drive(evictor, news, random_chunks(rng, 7), arrivals_a_step=2, after_step=after)
 
         assert told_of(engine, news, disturbed) == alone
-        assert sum(map(bool, shedder.shed)) >= 3
+        assert sum(map(bool, evictor.evicted)) >= 3
         assert engine.num_used_blocks == 0
 
 
@@ -121,13 +121,13 @@ def test_a_grammar_is_where_it_was() -> None:
         for i, pattern in enumerate(["(yes|no)+", "[a-f]{5,9}", "[0-9]+x"])
     ]
     expected = told_of(alone, news, drive_plainly)
-    shedder = Shedder(engine, at_random(random.Random(6), engine._runner.num_layers))
+    evictor = Evictor(engine, at_random(random.Random(6), engine._runner.num_layers))
 
     def disturbed(_: Any, news: list[NewSequence], after: Any) -> dict[str, Driven]:
-        return drive(shedder, news, arrivals_a_step=1, after_step=after)
+        return drive(evictor, news, arrivals_a_step=1, after_step=after)
 
     assert told_of(engine, news, disturbed) == expected
-    assert sum(map(bool, shedder.shed)) >= 3
+    assert sum(map(bool, evictor.evicted)) >= 3
 
 
 def drive_plainly(engine: Any, news: list[NewSequence], after: Any) -> dict[str, Driven]:
@@ -155,7 +155,7 @@ class Story:
     """Three sequences that decode and one whose prompt is computed, all in one step, which `choose` disturbs."""
 
     def __init__(self, engine: TorchEngine, choose: Choose = lambda plan: {}, vocab_size: int = POISON) -> None:
-        self.shedder = Shedder(engine, lambda plan: choose(plan) if plan.step_id == 1 else {})
+        self.evictor = Evictor(engine, lambda plan: choose(plan) if plan.step_id == 1 else {})
         rng = random.Random(11)
         news = [
             make_new(name, [rng.randrange(1, vocab_size) for _ in range(length)], max_tokens=4)
@@ -164,9 +164,9 @@ class Story:
         first = StepPlan(
             0, start=tuple(news[:3]), run=tuple(Run(new.seq_id, len(new.prompt_token_ids)) for new in news[:3])
         )
-        self.shedder.step(first)
+        self.evictor.step(first)
         runs = (Run("a", 1), Run("p", 21), Run("b", 1), Run("c", 1))
-        self.result = self.shedder.step(StepPlan(1, start=(news[3],), run=runs))
+        self.result = self.evictor.step(StepPlan(1, start=(news[3],), run=runs))
 
     @property
     def tokens(self) -> dict[str, tuple[int, ...]]:
@@ -178,11 +178,11 @@ class Story:
 def test_those_who_stay_get_what_they_would_have_got(make_engine: MakeEngine, left: str, layer: int) -> None:
     expected = Story(make_engine()).tokens
     story = Story(make_engine(), at(layer, *left))
-    assert set(story.result.shed) == set(left)
+    assert set(story.result.evicted) == set(left)
     assert [output.seq_id for output in story.result.outputs] == ["a", "p", "b", "c"], "in the order of the plan"
     assert story.tokens == {name: () if name in left else tokens for name, tokens in expected.items()}
-    story.shedder._choose = lambda plan: {}
-    again = story.shedder.step(StepPlan(2, run=tuple(Run(name, 21 if name == "p" else 1) for name in left)))
+    story.evictor._choose = lambda plan: {}
+    again = story.evictor.step(StepPlan(2, run=tuple(Run(name, 21 if name == "p" else 1) for name in left)))
     assert {output.seq_id: output.token_ids for output in again.outputs} == {name: expected[name] for name in left}
 
 
@@ -194,56 +194,56 @@ def test_one_after_another_leaves(make_engine: MakeEngine) -> None:
 
 def test_an_abandoned_step_ends_at_the_layer_where_the_last_one_leaves(make_engine: MakeEngine) -> None:
     story = Story(make_engine(), lambda plan: {0: {"b"}, 1: {"p", "a", "c"}})
-    assert story.result.shed == ("a", "p", "b", "c")
-    assert story.shedder.num_layers == [2, 2]
-    assert Story(make_engine(), at(0, *"abcp")).shedder.num_layers == [2, 1]
+    assert story.result.evicted == ("a", "p", "b", "c")
+    assert story.evictor.num_layers == [2, 2]
+    assert Story(make_engine(), at(0, *"abcp")).evictor.num_layers == [2, 1]
 
 
 def test_who_is_not_in_the_step_cannot_leave_it(make_engine: MakeEngine) -> None:
     story = Story(make_engine(), at(0, "x", "y"))
-    assert story.result.shed == ()
+    assert story.result.evicted == ()
     assert all(story.tokens.values())
 
 
 def test_a_model_that_lets_whole_steps_go_only_ignores_other_wishes(make_engine: MakeEngine) -> None:
     story = Story(make_engine(optimize=False), at(0, "a", "p"))
-    assert story.result.shed == () and all(story.tokens.values())
+    assert story.result.evicted == () and all(story.tokens.values())
     story = Story(make_engine(optimize=False), lambda plan: {0: {"a", "p"}, 1: {"b", "c"}})
-    assert story.result.shed == ("a", "p", "b", "c"), "wishes add up"
+    assert story.result.evicted == ("a", "p", "b", "c"), "wishes add up"
 
 
 def test_a_wish_comes_before_its_step_and_not_behind_it(make_engine: MakeEngine) -> None:
     engine = make_engine()
     new = make_new("s", range(3, 9), max_tokens=4)
-    engine.shed(1, {"s"})
-    assert engine.step(StepPlan(0, start=(new,), run=(Run("s", 6),))).shed == ()
-    assert engine.step(StepPlan(1, run=(Run("s", 1),))).shed == ("s",)
-    engine.shed(1, {"s"})
-    assert engine.step(StepPlan(2, run=(Run("s", 1),))).shed == ()
+    engine.evict(1, {"s"})
+    assert engine.step(StepPlan(0, start=(new,), run=(Run("s", 6),))).evicted == ()
+    assert engine.step(StepPlan(1, run=(Run("s", 1),))).evicted == ("s",)
+    engine.evict(1, {"s"})
+    assert engine.step(StepPlan(2, run=(Run("s", 1),))).evicted == ()
 
 
 def test_a_step_without_runs_has_nobody_to_leave_it(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    engine.shed(0, {"s"})
-    assert engine.step(StepPlan(0, start=(make_new("s", range(3, 9)),))).shed == ()
+    engine.evict(0, {"s"})
+    assert engine.step(StepPlan(0, start=(make_new("s", range(3, 9)),))).evicted == ()
 
 
 def test_what_was_found_in_the_prefix_cache_is_kept_and_nothing_half_computed_is_found(make_engine: MakeEngine) -> None:
-    shedder = Shedder(make_engine(), lambda plan: {1: {"late"}} if plan.step_id in (1, 2) else {})
+    evictor = Evictor(make_engine(), lambda plan: {1: {"late"}} if plan.step_id in (1, 2) else {})
     prompt = tuple(range(3, 33))
     first = make_new("first", prompt[:10], max_tokens=1)
-    shedder.step(StepPlan(0, start=(first,), run=(Run("first", 10),)))
+    evictor.step(StepPlan(0, start=(first,), run=(Run("first", 10),)))
     late = make_new("late", prompt, max_tokens=1)
-    result = shedder.step(StepPlan(1, start=(late,), run=(Run("late", 30),)))
+    result = evictor.step(StepPlan(1, start=(late,), run=(Run("late", 30),)))
     (output,) = result.outputs
     assert (output.num_computed_tokens, output.num_cached_tokens) == (8, 8)
-    assert result.free_blocks == shedder.info.num_blocks - 2
-    (output,) = shedder.step(StepPlan(2, run=(Run("late", 22),))).outputs
+    assert result.free_blocks == evictor.info.num_blocks - 2
+    (output,) = evictor.step(StepPlan(2, run=(Run("late", 22),))).outputs
     assert (output.num_computed_tokens, output.num_cached_tokens) == (8, 0)
     other = make_new("other", prompt, max_tokens=1)
-    (output,) = shedder.step(StepPlan(3, start=(other,), run=(Run("other", 30),))).outputs
+    (output,) = evictor.step(StepPlan(3, start=(other,), run=(Run("other", 30),))).outputs
     assert output.num_cached_tokens == 8, "what it had computed of the rest counts for nothing"
-    (again,) = shedder.step(StepPlan(4, run=(Run("late", 22),))).outputs
+    (again,) = evictor.step(StepPlan(4, run=(Run("late", 22),))).outputs
     assert again.token_ids == output.token_ids and again.finish_reason is FinishReason.LENGTH
 
 
@@ -268,16 +268,16 @@ async def test_another_thread_asks_while_the_step_runs(make_engine: MakeEngine) 
         new = make_new("s", range(3, 9), max_tokens=4)
         engine.submit(StepPlan(0, start=(new,), run=(Run("s", 6),)))
         await asyncio.to_thread(reached.wait, 10)
-        engine.shed({"s"})
+        engine.evict({"s"})
         asked.set()
-        assert (await engine.collect()).shed == ("s",)
+        assert (await engine.collect()).evicted == ("s",)
         engine.submit(StepPlan(1, run=(Run("s", 6),)))
-        assert (await engine.collect()).shed == ()
+        assert (await engine.collect()).evicted == ()
         asked.clear()
         engine.submit(StepPlan(2, run=(Run("s", 1),)))
-        engine.shed({"s"})
+        engine.evict({"s"})
         asked.set()
-        assert (await engine.collect()).shed == ("s",)
+        assert (await engine.collect()).evicted == ("s",)
     finally:
         asked.set()
         engine.close()
@@ -298,14 +298,14 @@ def test_a_step_in_pieces_is_left_in_pieces(
     expected = told_of(ample, news, lambda engine, news, after: drive(engine, news, after_step=after))
     scarce = ScarceMemory(monkeypatch)
     scarce.most_rows = most_rows
-    shedders: list[Shedder] = []
+    evictors: list[Evictor] = []
 
     def disturbed(engine: TorchEngine, news: list[NewSequence], after: Any) -> dict[str, Driven]:
-        shedders.append(Shedder(engine, at_random(rng, 9, probability=0.5)))
-        return drive(shedders[0], news, arrivals_a_step=2, after_step=after)
+        evictors.append(Evictor(engine, at_random(rng, 9, probability=0.5)))
+        return drive(evictors[0], news, arrivals_a_step=2, after_step=after)
 
     assert told_of(engine, news, disturbed) == expected
-    assert scarce.num_refused > 0 and any(shedders[0].shed)
+    assert scarce.num_refused > 0 and any(evictors[0].evicted)
 
 
 def test_a_broken_sequence_fails_and_those_that_left_it_do_not(tmp_path: Path) -> None:
@@ -317,10 +317,10 @@ def test_a_broken_sequence_fails_and_those_that_left_it_do_not(tmp_path: Path) -
     expected = drive(build_torch_engine(config), [make_new(k, p) for k, p in prompts.items()])
     engine = build_torch_engine(config)
     broken = [make_new(f"broken{i}", [1, 2, POISON, *range(3, 20)]) for i in range(2)]
-    shedder = Shedder(engine, at_random(rng, 2))
+    evictor = Evictor(engine, at_random(rng, 2))
     news = [broken[0], *(make_new(k, p) for k, p in prompts.items()), broken[1]]
-    driven = drive(shedder, news, random_chunks(rng, 9), arrivals_a_step=1)
-    left = {seq_id for shed in shedder.shed for seq_id in shed}
+    driven = drive(evictor, news, random_chunks(rng, 9), arrivals_a_step=1)
+    left = {seq_id for shed in evictor.evicted for seq_id in shed}
     assert left & set(prompts) and left & {"broken0", "broken1"}
     assert all(driven.pop(f"broken{i}").failure for i in range(2))
     assert {k: d.output for k, d in driven.items()} == {k: d.output for k, d in expected.items()}
@@ -339,7 +339,7 @@ def make_native(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
         # Prefills and decodes round differently: what is which must not hang on who left what.
         config = EngineConfig(str(tmp_path), dtype="bfloat16", kv_cache_bytes=1 << 20, block_size=8, prefix_cache=False)
         engine = build_torch_engine(config)
-        assert engine.info.sheds is Shedding.ROWS
+        assert engine.info.step_eviction is StepEviction.ROWS
         return engine
 
     return make
@@ -355,10 +355,10 @@ def test_native_layers_go_on_with_fewer_rows(name: str, make_native: Any) -> Non
     news = [make_new(k, [t % 90 for t in p], max_tokens=MAX_TOKENS) for k, p in family(3).items()]
     expected = drive(make_native(name), news, by_place, arrivals_a_step=2)
     rng = random.Random(name)
-    shedder = Shedder(make_native(name), at_random(rng, 3))
-    driven = drive(shedder, news, by_place, arrivals_a_step=2)
+    evictor = Evictor(make_native(name), at_random(rng, 3))
+    driven = drive(evictor, news, by_place, arrivals_a_step=2)
     assert {k: d.output for k, d in driven.items()} == {k: d.output for k, d in expected.items()}
-    assert sum(map(bool, shedder.shed)) >= 5
+    assert sum(map(bool, evictor.evicted)) >= 5
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])

@@ -66,11 +66,11 @@ class Reference:
 
     def step(self) -> None:
         rng, plan = self.rng, self._random_plan()
-        before = self._books()
+        before = self._engine_state()
         try:
             self.table.check(plan)
         except PlanError:
-            assert self._books() == before
+            assert self._engine_state() == before
             self.num_refused += 1
             return
         self.salts.update({new.seq_id: new.cache_salt for new in plan.start})
@@ -168,7 +168,7 @@ class Reference:
             on_device = s.status in (SequenceStatus.ACTIVE, SequenceStatus.PAUSED)
             assert len(s.block_table) == (blocks_for(s.num_computed_tokens, SIZE) if on_device else 0)
 
-    def _books(self) -> object:
+    def _engine_state(self) -> object:
         states = [(s, self.table[s].status, list(self.table[s].block_table)) for s in self.alive]
         return states, self.table.pool.num_free, self.table.swap_pool.num_free, len(self.table.pool.cache)
 

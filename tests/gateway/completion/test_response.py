@@ -3,7 +3,7 @@
 import asyncio
 
 from gateway.completion.openai_objects import AnswerHead, TextAnswer
-from gateway.completion.response import Answering, Job
+from gateway.completion.response import PreparedRequest, ResponseStream
 from gateway.http.sse import DONE, PING
 from scheduler.client.client import SchedulerClient
 from scheduler.client.token_stream import Generation
@@ -22,14 +22,14 @@ async def test_tokens_that_show_nothing_do_not_keep_pings_away() -> None:
     client = SchedulerClient(MemoryQueue(clock), MemoryEventChannel(), registry, tiers, clock, "gateway-1")
     generation = Generation(client, [request])
     answer = TextAnswer(AnswerHead("cmpl-1", 0, "m", "default", "fp"))
-    job = Job(answer, tiers["realtime"], (request,), n=1, stops=("xxxxxxxxxx",))
-    answering = Answering(job, generation, tiny_tokenizer(), clock, ping_s=15.0)
+    job = PreparedRequest(answer, tiers["realtime"], (request,), n=1, stops=("xxxxxxxxxx",))
+    response = ResponseStream(job, generation, tiny_tokenizer(), clock, ping_s=15.0)
     written: list[bytes] = []
 
     async def write(frames: bytes) -> None:
         written.append(frames)
 
-    streaming = asyncio.create_task(answering.stream(write))
+    streaming = asyncio.create_task(response.stream(write))
     await asyncio.sleep(0)  # it begins now, by its clock
     for index in range(2):  # neither a silence of 15 s nor one of the tier's timeout
         clock.advance(10)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.interface import Shedding
+from engine.interface import StepEviction
 from loadtest.simulation.cost_card import CostCardError, load_cost_card, shipped_cards
 from tests.loadtest.simulation.builders import make_card
 
@@ -16,7 +16,7 @@ def test_the_shipped_cards_load_and_describe_an_engine() -> None:
         card = load_cost_card(name)
         assert card.name == name
         info = card.engine_info()
-        assert (info.num_blocks, info.block_size, info.sheds) == (card.num_blocks, card.block_size, card.sheds)
+        assert (info.num_blocks, info.block_size, info.step_eviction) == (card.num_blocks, card.block_size, card.sheds)
 
 
 def test_a_card_survives_its_own_json(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_a_card_survives_its_own_json(tmp_path: Path) -> None:
     path = tmp_path / "card.json"
     path.write_text(card.model_dump_json(), encoding="utf-8")
     assert load_cost_card(str(path)) == card
-    assert card.sheds is Shedding.STEPS
+    assert card.sheds is StepEviction.STEPS
     assert "swap" in card.engine_info().preemption_modes
 
 

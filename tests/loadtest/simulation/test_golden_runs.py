@@ -34,7 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def build_core(tiers: TierSet, info: EngineInfo) -> SchedulerCore:
-    core = SchedulerCore(tiers, info, SLAController(tiers, info.sheds))
+    core = SchedulerCore(tiers, info, SLAController(tiers, info.step_eviction))
     core.step_time = KnownStepTime(CARD.step_cost(mixed=True))
     return core
 

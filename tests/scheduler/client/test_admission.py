@@ -40,7 +40,7 @@ def attempt(
     forecast = gate.forecast(tier, requests, now, EPOCH_MS)
     if forecast is None:
         return None
-    if (rejected := gate.crowd(tier, forecast)) is not None:
+    if (rejected := gate.check_local(tier, forecast)) is not None:
         return rejected
     if not gate.limit(tier, forecast).admits(ahead or Backlog()):
         return gate.refuse(tier, forecast, ahead or Backlog())
@@ -89,7 +89,7 @@ def test_trap_4_a_burst_is_counted_before_the_heartbeats_know_of_it() -> None:
         request = make_request(f"r{n}", prompt=100)
         forecast = gate.forecast(known["realtime"], [request], 0.0, EPOCH_MS)
         assert forecast is not None
-        if gate.crowd(known["realtime"], forecast) is None:
+        if gate.check_local(known["realtime"], forecast) is None:
             gate.enter(known["realtime"], [request], forecast, 0.0)
             entered += 1
     assert entered == 5, "0.5 s at 1000 tokens a second"
@@ -109,7 +109,7 @@ def test_a_burst_of_small_requests_is_counted_by_its_slots() -> None:
 def attempt_entering(gate: Gate, tiers: TierSet, request: Request) -> bool:
     forecast = gate.forecast(tiers[request.tier], [request], 0.0, EPOCH_MS)
     assert forecast is not None
-    if gate.crowd(tiers[request.tier], forecast) is not None:
+    if gate.check_local(tiers[request.tier], forecast) is not None:
         return False
     gate.enter(tiers[request.tier], [request], forecast, 0.0)
     return True

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.interface import FinishReason
-from scheduler.client.inflight import ENOUGH, Habits, InFlight
+from scheduler.client.inflight import ENOUGH, InFlight, TierUsage
 from scheduler.request import Delivery, EventKind, TokenEvent
 from tests.scheduler.builders import make_request
 
@@ -48,13 +48,13 @@ def test_an_answer_that_comes_in_one_piece_says_nothing_while_it_waits() -> None
 def test_habits_are_shares_of_tokens_once_enough_was_seen() -> None:
     flight = InFlight()
     for n in range(ENOUGH):
-        assert flight.habits("realtime") == Habits(0.0, None)
+        assert flight.habits("realtime") == TierUsage(0.0, None)
         flight.enter([make_request(f"r{n}", prompt=100, max_tokens=40)])
         flight.hear(token(f"r{n}", cached=25))
         flight.hear(last(f"r{n}", index=1, count=9))
     habits = flight.habits("realtime")
     assert (round(habits.cached_share, 6), habits.output_share) == (0.25, 0.25)
-    assert flight.habits("bulk") == Habits(0.0, None)
+    assert flight.habits("bulk") == TierUsage(0.0, None)
 
 
 IDS = st.sampled_from("abcd")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.client.inflight import Habits
+from scheduler.client.inflight import TierUsage
 from scheduler.client.ttft_forecast import LAG_S, STALE_S, Forecast, Heartbeats, completion, first_token
 from scheduler.queue.base import Backlog
 from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
@@ -43,7 +43,7 @@ def heartbeats(*statuses: WorkerStatus) -> Heartbeats:
 
 
 def test_a_first_token_comes_after_what_is_held_what_waits_and_its_own_prompt() -> None:
-    forecast = first_token([make_request(prompt=50)], CAPACITY, 8, Habits(), promise_s=1.0)
+    forecast = first_token([make_request(prompt=50)], CAPACITY, 8, TierUsage(), promise_s=1.0)
     assert forecast.own_s == pytest.approx(0.02 + 0.05)
     assert forecast.seconds(Backlog()) == pytest.approx(0.07 + 0.2)
     assert forecast.seconds(Backlog(1, 300, 9999)) == pytest.approx(0.07 + 0.2 + 0.3), "outputs ride along"
@@ -52,34 +52,35 @@ def test_a_first_token_comes_after_what_is_held_what_waits_and_its_own_prompt() 
 @pytest.mark.trap(15)
 def test_trap_15_a_first_token_waits_for_all_n_choices() -> None:
     one, eight = (
-        first_token([make_request(f"r{i}", prompt=50) for i in range(n)], CAPACITY, 64, Habits(), 9.0) for n in (1, 8)
+        first_token([make_request(f"r{i}", prompt=50) for i in range(n)], CAPACITY, 64, TierUsage(), 9.0)
+        for n in (1, 8)
     )
     assert eight.own_s - one.own_s == pytest.approx(7 * 0.05)
     assert one.slots_free - eight.slots_free == 7
 
 
 def test_what_waits_for_a_slot_waits_as_long_as_one_is_kept() -> None:
-    forecast = first_token([make_request(prompt=0)], CAPACITY, 8, Habits(), 1.0)
+    forecast = first_token([make_request(prompt=0)], CAPACITY, 8, TierUsage(), 1.0)
     assert forecast.slots_free == 2
     assert forecast.wait_s(Backlog(2, 0, 0)) == pytest.approx(0.2)
     assert forecast.wait_s(Backlog(6, 0, 0)) == pytest.approx(1.0), "four more, at four a second"
 
 
 def test_where_nobody_knows_how_long_a_slot_is_kept_slots_do_not_count() -> None:
-    forecast = first_token([make_request()], replace(CAPACITY, drain_per_s=0.0), 8, Habits(), 1.0)
+    forecast = first_token([make_request()], replace(CAPACITY, drain_per_s=0.0), 8, TierUsage(), 1.0)
     assert forecast.limit(()).max_requests == math.inf
     assert forecast.wait_s(Backlog(1000, 0, 0)) == pytest.approx(0.2)
 
 
 def test_cached_prompts_take_less() -> None:
-    forecast = first_token([make_request(prompt=50)], CAPACITY, 8, Habits(cached_share=0.8), 1.0)
+    forecast = first_token([make_request(prompt=50)], CAPACITY, 8, TierUsage(cached_share=0.8), 1.0)
     assert forecast.prompt_token_s == pytest.approx(0.2 / 1000)
 
 
 def test_a_request_too_long_for_the_promise_gets_in_where_little_waits() -> None:
     """It could never be in time, and turning it away for ever would serve nobody."""
     forecast = first_token(
-        [make_request(prompt=400)] * 64, replace(CAPACITY, prompt_tokens=0, slots_free=8), 8, Habits(), 0.5
+        [make_request(prompt=400)] * 64, replace(CAPACITY, prompt_tokens=0, slots_free=8), 8, TierUsage(), 0.5
     )
     assert forecast.own_s == 0.25 and not forecast.is_whole
     assert forecast.limit(()).admits(Backlog())
@@ -107,7 +108,7 @@ def test_admitted_is_what_is_predicted_to_be_in_time(forecast: Forecast, ahead: 
 
 
 def test_everything_slower_is_every_wait_longer_and_own_work_the_same() -> None:
-    forecast = first_token([make_request(prompt=50)], CAPACITY, 8, Habits(), 1.0)
+    forecast = first_token([make_request(prompt=50)], CAPACITY, 8, TierUsage(), 1.0)
     for ahead in (Backlog(), Backlog(1, 300, 0), Backlog(9, 300, 0)):
         assert forecast.slowed(2.0).wait_s(ahead) == pytest.approx(2 * forecast.wait_s(ahead))
     assert forecast.slowed(2.0).own_s == forecast.own_s
@@ -118,7 +119,7 @@ def test_everything_slower_is_every_wait_longer_and_own_work_the_same() -> None:
 
 def test_completion_counts_outputs_as_they_usually_become() -> None:
     requests = [make_request("r", "bulk", prompt=100, max_tokens=1000)]
-    forecast = completion(requests, CAPACITY, Habits(output_share=0.25), left_s=60, spare=False)
+    forecast = completion(requests, CAPACITY, TierUsage(output_share=0.25), left_s=60, spare=False)
     assert forecast.output_token_s == pytest.approx(0.25 / 500)
     assert forecast.held_s == pytest.approx(200 / 1000 + 1000 * 0.25 / 500)
     assert forecast.own_s == pytest.approx(0.02 + 250 * 0.02), "one sequence cannot go faster than its steps"
@@ -126,22 +127,24 @@ def test_completion_counts_outputs_as_they_usually_become() -> None:
 
 def test_many_choices_take_as_long_as_all_their_tokens() -> None:
     requests = [make_request(f"r{n}", "bulk", prompt=100, max_tokens=1000) for n in range(64)]
-    forecast = completion(requests, CAPACITY, Habits(output_share=0.25), left_s=600, spare=False)
+    forecast = completion(requests, CAPACITY, TierUsage(output_share=0.25), left_s=600, spare=False)
     assert forecast.own_s == pytest.approx(0.02 + 64 * (0.1 + 0.5))
 
 
 @pytest.mark.parametrize(
     ("capacity", "habits"),
-    [(CAPACITY, Habits()), (replace(CAPACITY, output_tokens_per_s=0.0, step_s=0.0), Habits(output_share=0.5))],
+    [(CAPACITY, TierUsage()), (replace(CAPACITY, output_tokens_per_s=0.0, step_s=0.0), TierUsage(output_share=0.5))],
 )
-def test_outputs_of_which_nothing_is_known_count_nothing(capacity: TierCapacity, habits: Habits) -> None:
+def test_outputs_of_which_nothing_is_known_count_nothing(capacity: TierCapacity, habits: TierUsage) -> None:
     forecast = completion([make_request("r", "bulk", max_tokens=10**6)], capacity, habits, 60, spare=False)
     assert forecast.output_token_s == 0 and forecast.own_s < 0.1
 
 
 def test_only_the_callers_own_deadline_makes_long_work_too_late() -> None:
     requests = [make_request("r", "bulk", prompt=100, max_tokens=4000)]
-    wished, tiers_own = (completion(requests, CAPACITY, Habits(output_share=1.0), 60, spare=s) for s in (False, True))
+    wished, tiers_own = (
+        completion(requests, CAPACITY, TierUsage(output_share=1.0), 60, spare=s) for s in (False, True)
+    )
     assert not wished.limit(()).admits(Backlog()) and wished.own_s > 60
     assert tiers_own.limit(()).admits(Backlog())
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engine.interface import Shedding
+from engine.interface import StepEviction
 from engine.step_time.model import StepCost
 from scheduler.config import ControllerSwitches, TierSet
 from scheduler.control.budget import Budgets
-from scheduler.control.controller import AMORTISE, COMPANY, DELAY_SHARE, SLAController
+from scheduler.control.controller import AMORTISE, DELAY_SHARE, MAX_DECODE_SLOWDOWN, SLAController
 from scheduler.control.feedback import UPDATE_S, Load
 from scheduler.control.knobs import Decision
 from scheduler.control.min_share import DEBT_MAX_S
@@ -80,19 +80,21 @@ class Outer:
 @pytest.mark.parametrize("status", [Status.WAITING, Status.RUNNING])
 def test_bulk_pauses_while_a_first_token_is_awaited_above(status: Status) -> None:
     of = budgets(SLAController(make_tiers()), [make_state("rt", status=status), make_decode("b")]).tiers
-    assert {name: b.paused for name, b in of.items()} == {"realtime": False, "bulk": True, "batch": True}
+    assert {name: b.decodes_only for name, b in of.items()} == {"realtime": False, "bulk": True, "batch": True}
 
 
 def test_bulk_runs_beside_interactive_decodes_and_alone() -> None:
     controller = SLAController(make_tiers())
     for states in ([make_decode("rt", "realtime"), make_decode("b")], [make_decode("b")], [make_state("b", "bulk")]):
-        assert not any(b.paused for b in budgets(controller, states).tiers.values())
+        assert not any(b.decodes_only for b in budgets(controller, states).tiers.values())
 
 
-@pytest.mark.parametrize(("sheds", "share"), [(Shedding.NOTHING, 0.5), (Shedding.STEPS, 0.25), (Shedding.ROWS, 1 / 16)])
-def test_alone_a_bulk_step_is_as_long_as_an_arrival_does_not_notice(sheds: Shedding, share: float) -> None:
+@pytest.mark.parametrize(
+    ("step_eviction", "share"), [(StepEviction.NOTHING, 0.5), (StepEviction.STEPS, 0.25), (StepEviction.ROWS, 1 / 16)]
+)
+def test_alone_a_bulk_step_is_as_long_as_an_arrival_does_not_notice(step_eviction: StepEviction, share: float) -> None:
     """A small share of the usual service of a first token, on average: longer where bulk can leave the step."""
-    fast, controller = StepCost(step_s=0.0001), SLAController(make_tiers(), sheds)
+    fast, controller = StepCost(step_s=0.0001), SLAController(make_tiers(), step_eviction)
     for _ in range(200):
         controller.observe_latency("realtime", "service", 0.05, 0.0)
     alone_s = budgets(controller, [make_decode("b")], cost=fast).tiers["bulk"].step_time_s
@@ -100,7 +102,7 @@ def test_alone_a_bulk_step_is_as_long_as_an_arrival_does_not_notice(sheds: Shedd
 
 
 def test_frequent_arrivals_that_bulk_leaves_for_shorten_its_steps() -> None:
-    fast, controller = StepCost(step_s=0.0001), SLAController(make_tiers(), Shedding.ROWS)
+    fast, controller = StepCost(step_s=0.0001), SLAController(make_tiers(), StepEviction.ROWS)
     step_s = []
     for per_update in (1, 20):
         for round_ in range(100):
@@ -125,9 +127,9 @@ def test_beside_decodes_bulk_fills_the_step_until_the_earliest_next_token_is_due
 
 def test_beside_decodes_bulk_does_not_stretch_steps_to_the_whole_gap_promised() -> None:
     decoding, quick = [make_decode("a", "realtime", last_token_s=1.0)], StepCost(step_s=0.001)
-    controller = SLAController(make_tiers(), Shedding.ROWS)
+    controller = SLAController(make_tiers(), StepEviction.ROWS)
     of = budgets(controller, decoding, now=1.0, cost=quick).tiers
-    assert of["bulk"].step_time_s == pytest.approx(COMPANY * (quick.step_s + quick.decode(32)))
+    assert of["bulk"].step_time_s == pytest.approx(MAX_DECODE_SLOWDOWN * (quick.step_s + quick.decode(32)))
     slow = StepCost(step_s=0.05)
     assert budgets(controller, decoding, now=1.0, cost=slow).tiers["bulk"].step_time_s <= slow.step_s + 0.001
 
@@ -171,7 +173,7 @@ def test_of_gaps_as_many_may_miss_as_lets_one_request_in_a_hundred_break_a_promi
 
 def test_one_quick_first_token_does_not_shorten_bulks_steps_as_if_all_were() -> None:
     """The first weighs as much as the guess from the promise; of many, the guess is forgotten."""
-    controller, guess_s, quick_s = SLAController(make_tiers(), Shedding.STEPS), 0.05, 0.01
+    controller, guess_s, quick_s = SLAController(make_tiers(), StepEviction.STEPS), 0.05, 0.01
     bulk_step_s = []
     for count in (0, 1, 200):
         for _ in range(count):
@@ -204,18 +206,18 @@ def test_a_starved_tier_is_owed_its_floor_and_is_then_not_paused() -> None:
     states = [make_state("rt"), make_decode("b")]
     for _ in range(30):
         controller.observe_step(0.1, {"realtime": 0.1}, ["realtime", *BULK], 0.0, 0.0)
-    assert budgets(controller, states).tiers["bulk"].owed
-    assert not budgets(controller, states).tiers["bulk"].paused
-    assert budgets(controller, states).tiers["batch"].paused, "no floor, no debt"
+    assert budgets(controller, states).tiers["bulk"].guaranteed
+    assert not budgets(controller, states).tiers["bulk"].decodes_only
+    assert budgets(controller, states).tiers["batch"].decodes_only, "no floor, no debt"
     controller.observe_step(0.1, {"bulk": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
-    assert not budgets(controller, states).tiers["bulk"].owed, "paid"
+    assert not budgets(controller, states).tiers["bulk"].guaranteed, "paid"
 
 
 def test_what_wants_nothing_is_owed_nothing() -> None:
     controller = SLAController(make_tiers(bulk={"floor": 0.1}))
     for _ in range(1000):
         controller.observe_step(0.1, {"realtime": 0.1}, ["realtime"], 0.0, 0.0)
-    assert not budgets(controller, [make_state("rt")]).tiers["bulk"].owed
+    assert not budgets(controller, [make_state("rt")]).tiers["bulk"].guaranteed
 
 
 @pytest.mark.parametrize("slo", [{"ttft_p99_ms": 500}, {"ttft_p99_ms": 30_000}, {"itl_p99_ms": 100}])
@@ -224,10 +226,10 @@ def test_the_debt_reaches_its_threshold_whatever_the_promise_and_no_burst_follow
     states = [make_state("rt"), make_decode("b")]
     for _ in range(10_000):
         controller.observe_step(0.1, {"realtime": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
-    assert budgets(controller, states).tiers["bulk"].owed
+    assert budgets(controller, states).tiers["bulk"].guaranteed
     controller.observe_step(DEBT_MAX_S, {"bulk": DEBT_MAX_S}, ["realtime", "bulk"], 0.0, 0.0)
     controller.observe_step(0.1, {"bulk": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
-    assert not budgets(controller, states).tiers["bulk"].owed, "an hour of flood is paid within a second"
+    assert not budgets(controller, states).tiers["bulk"].guaranteed, "an hour of flood is paid within a second"
 
 
 # -- the outer loop: bulk's batch size -----------------------------------------------------------------------------
@@ -418,7 +420,7 @@ def test_a_pinned_knob_never_moves() -> None:
 def test_without_feed_forward_tiers_are_strict_priorities_with_fixed_budgets() -> None:
     strict = make_tiers().model_copy(update={"controller": ControllerSwitches(feed_forward=False)})
     of = budgets(SLAController(strict), [make_state("rt"), make_decode("b")]).tiers
-    assert not any(b.paused or b.owed for b in of.values())
+    assert not any(b.decodes_only or b.guaranteed for b in of.values())
     assert {b.step_time_s for b in of.values()} == {float("inf")}
 
 

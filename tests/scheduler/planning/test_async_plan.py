@@ -1,14 +1,14 @@
 """When the next step is certain before the running one has ended, and what it holds."""
 
 from engine.interface import Run, StepPlan
-from scheduler.planning.async_plan import continuation
+from scheduler.planning.async_plan import async_plan
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import make_decode, make_roster, make_state, make_tiers, make_view
 
 
 def follow(states: list[RequestState], running: str, **view: int) -> StepPlan | None:
     plan = StepPlan(4, run=tuple(Run(name, 1) for name in running))
-    return continuation(plan, 5, make_view(**view), make_roster(make_tiers(), states))
+    return async_plan(plan, 5, make_view(**view), make_roster(make_tiers(), states))
 
 
 def test_decodes_go_on_in_their_order() -> None:

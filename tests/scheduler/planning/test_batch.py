@@ -188,7 +188,7 @@ def test_what_can_be_in_time_goes_before_a_huge_prompt_that_cannot() -> None:
 
 # -- pausing -------------------------------------------------------------------------------------------------------
 
-PAUSED = budget(paused=True)
+PAUSED = budget(decodes_only=True)
 
 
 def test_a_paused_tier_leaves_the_batch_with_its_kv() -> None:
@@ -210,13 +210,17 @@ def test_bulk_flows_back_who_sat_out_longest_first() -> None:
 
 
 def test_bulk_that_rides_along_makes_nobodys_token_late() -> None:
-    """An interactive prefill has filled the step up to the next token's deadline: nothing is left to stretch."""
+    """An interactive prefill has filled the step up to the next token's deadline: no share is left for bulk."""
     states = [make_state("rt", prompt=200), *(make_decode(f"b{i}") for i in range(9))]
     full_s = 0.111  # the fixed cost, and 101 tokens
-    rides = ran(form(states, realtime=budget(step_time_s=full_s), bulk=budget(paused=True, stretch=0.03)))
+    rides = ran(form(states, realtime=budget(step_time_s=full_s), bulk=budget(decodes_only=True, extra_share=0.03)))
     assert rides == {"rt": 101, "b0": 1, "b1": 1, "b2": 1}
     bound = ran(
-        form(states, realtime=budget(step_time_s=full_s), bulk=budget(paused=True, stretch=0.03, within_s=full_s))
+        form(
+            states,
+            realtime=budget(step_time_s=full_s),
+            bulk=budget(decodes_only=True, extra_share=0.03, hard_limit_s=full_s),
+        )
     )
     assert bound == {"rt": 101}
 
@@ -235,7 +239,7 @@ def test_bulk_is_not_paused_for_work_that_cannot_start() -> None:
 def test_a_tier_that_is_owed_its_floor_goes_first_with_its_own_time() -> None:
     flood = [make_decode(f"rt{i}", "realtime") for i in range(50)]
     bulk = [make_decode(f"b{i}") for i in range(20)]
-    plan = form([*flood, *bulk], bulk=budget(owed=True, step_time_s=0.0151), realtime=budget(step_time_s=0.0401))
+    plan = form([*flood, *bulk], bulk=budget(guaranteed=True, step_time_s=0.0151), realtime=budget(step_time_s=0.0401))
     assert [run.seq_id[0] for run in plan.run] == ["b"] * 5 + ["r"] * 25
     assert not ran(form([*flood, *bulk], bulk=budget(step_time_s=0.0151))).keys() & {s.id for s in bulk}
 
@@ -292,7 +296,7 @@ def test_a_higher_newcomer_evicts_just_enough() -> None:
 
 def test_what_runs_in_this_step_is_nobodys_victim() -> None:
     owed = [make_decode("b", prompt=160)]
-    plan = form([make_state("rt", prompt=64), *owed], view={"free_blocks": 1}, bulk=budget(owed=True))
+    plan = form([make_state("rt", prompt=64), *owed], view={"free_blocks": 1}, bulk=budget(guaranteed=True))
     assert list(ran(plan)) == ["b"]
     assert not plan.preempt
 

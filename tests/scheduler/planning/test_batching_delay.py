@@ -46,6 +46,6 @@ def test_an_idle_loop_sleeps_until_the_first_patience_to_end_and_not_for_one_tha
     states = [make_state("rt", claimed_s=1.0), make_state("b", "bulk", claimed_s=1.0), make_state("c", "bulk")]
     waits = {"realtime": 0.5, "bulk": 3.0, "batch": 9.0}
     budgets = Budgets({name: TierBudget(4, max_wait_s=wait_s) for name, wait_s in waits.items()}, FAST)
-    roster = make_roster(tiers, states)
-    ends_s = [idle_until_s(tiers.by_priority, roster, budgets, now) for now in (1.2, 1.5, 2.9, 3.0)]
+    table = make_roster(tiers, states)
+    ends_s = [idle_until_s(tiers.by_priority, table, budgets, now) for now in (1.2, 1.5, 2.9, 3.0)]
     assert ends_s == [1.5, 3.0, 3.0, NEVER_S], "the oldest of a tier is the one that counts"

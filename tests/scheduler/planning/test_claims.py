@@ -14,8 +14,8 @@ TIERS = make_tiers()
 
 def limits(states: list[RequestState], tiers: TierSet = TIERS, **budgets: TierBudget) -> dict[str, int]:
     of_tier = {t.name: budgets.get(t.name, TierBudget(max_num_seqs=8)) for t in tiers.by_priority}
-    roster = make_roster(tiers, states)
-    return claim_limits(tiers.by_priority, roster, Budgets(of_tier, StepCost()), max_step_tokens=100)
+    table = make_roster(tiers, states)
+    return claim_limits(tiers.by_priority, table, Budgets(of_tier, StepCost()), max_step_tokens=100)
 
 
 def test_slots_are_filled_and_a_few_interactive_more_so_that_a_freed_slot_is_filled_at_once() -> None:
@@ -32,13 +32,13 @@ def test_what_no_step_could_begin_with_stays_in_the_store() -> None:
 
 
 def test_nothing_is_taken_of_a_paused_tier() -> None:
-    paused = TierBudget(max_num_seqs=8, paused=True)
+    paused = TierBudget(max_num_seqs=8, decodes_only=True)
     assert limits([], bulk=paused) == {"realtime": 8 + PREFETCH, "batch": 8}
 
 
 def test_of_a_paused_tier_that_looks_at_deadlines_the_most_urgent_are_known() -> None:
     tiers = make_tiers(bulk={"urgent_ms": 1000})
-    paused = TierBudget(max_num_seqs=8, paused=True)
+    paused = TierBudget(max_num_seqs=8, decodes_only=True)
     assert limits([], tiers, bulk=paused)["bulk"] == KNOWN_WAITING
     known = [make_state(f"k{i}", "bulk", tiers=tiers) for i in range(KNOWN_WAITING)]
     assert "bulk" not in limits(known, tiers, bulk=paused)

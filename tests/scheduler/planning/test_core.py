@@ -52,7 +52,7 @@ def test_bulk_pauses_with_its_kv_resident_and_flows_back_in_order() -> None:
     used = bench.engine.used_blocks
     bench.accept(make_request("rt", prompt=16, max_tokens=3))
     bench.step()
-    assert bench.core.roster.count_status("bulk", Status.PAUSED) == 4
+    assert bench.core.table.count_status("bulk", Status.PAUSED) == 4
     assert bench.engine.used_blocks == used + 1, "nothing of bulk was freed"
     plan = bench.step()
     assert plan.resume == ("b0", "b1", "b2", "b3")
@@ -104,8 +104,8 @@ def test_a_victim_stays_held_and_loses_its_kv_a_bounded_number_of_times() -> Non
         bench.accept(make_request(f"rt{i}", prompt=180, max_tokens=2))
         for _ in range(6):
             bench.step()
-        assert "b" in bench.core.roster.states
-        assert Lease("b", 1) in bench.core.roster.leases()
+        assert "b" in bench.core.table.states
+        assert Lease("b", 1) in bench.core.table.leases()
     bench.run()
     assert bench.core.life("b").num_preemptions == MAX_PREEMPTIONS
     assert bench.tokens("b") == expected_tokens(bulk)
@@ -131,7 +131,7 @@ def test_growth_too_evicts_a_bounded_number_of_times() -> None:
     bench.step()
     for i in range(5):
         bench.accept(make_request(f"rt{i}", prompt=60, max_tokens=150))
-        while f"rt{i}" in bench.core.roster.states:
+        while f"rt{i}" in bench.core.table.states:
             bench.step()
         for _ in range(3):
             bench.step()
@@ -151,7 +151,7 @@ def test_the_worn_come_back_only_with_room_for_all_that_they_may_need() -> None:
     worn.num_preemptions = MAX_PREEMPTIONS - 1
     bench.accept(make_request("big", prompt=100, max_tokens=5))
     assert preempted(bench.step()) == {"worn": "recompute"}
-    while "rt" in bench.core.roster.states:
+    while "rt" in bench.core.table.states:
         assert worn.status is Status.PREEMPTED, "6 to 10 blocks are free, since `big` has ended"
         bench.step()
     bench.step()
@@ -378,7 +378,7 @@ def test_claiming_again_what_is_held_goes_on_under_the_newer_lease() -> None:
     bench.accept(make_request("r", max_tokens=4))
     bench.step()
     bench.core.accept([Claimed(bench.core.life("r").request, fence=9, attempt=2)], bench.now, bench.wall_ms)
-    assert bench.core.roster.leases() == [Lease("r", 9)]
+    assert bench.core.table.leases() == [Lease("r", 9)]
     bench.run()
     assert bench.reports[-1].leases == [Lease("r", 9)]
     assert bench.core.counts["accepted"] == 1
@@ -413,10 +413,10 @@ def test_a_request_that_ends_its_worker_each_time_is_given_up() -> None:
     core = make_core(make_tiers(realtime={"retry": {"max_attempts": 2}}))
     request = make_request("poison")
     core.accept([Claimed(request, fence=1, attempt=2)], 0.0, EPOCH_MS)
-    assert "poison" in core.roster.states
+    assert "poison" in core.table.states
     core.release_all()
     core.accept([Claimed(request, fence=2, attempt=3)], 0.0, EPOCH_MS)
-    assert "poison" not in core.roster.states
+    assert "poison" not in core.table.states
     report = core.refuse(0.0)
     [event] = report.events["gateway"]
     assert (event.kind, event.request_id) == (EventKind.FAILED, "poison")
@@ -502,7 +502,7 @@ def test_a_broken_sequence_fails_alone_and_counts_as_a_miss() -> None:
     assert (event.request_id, event.kind, event.error) == ("bad", EventKind.FAILED, "NaN in the logits")
     assert report.leases == [Lease("bad", 1)]
     assert [(e.reason, e.met_slo) for e in report.ended] == [("failed", False)]
-    assert "good" in core.roster.states and "bad" not in core.roster.states
+    assert "good" in core.table.states and "bad" not in core.table.states
 
 
 # -- claims --------------------------------------------------------------------------------------------------------

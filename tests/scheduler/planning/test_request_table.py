@@ -10,7 +10,7 @@ import pytest
 from engine.interface import EngineInfo
 from scheduler.control.controller import SLAController
 from scheduler.planning.core import SchedulerCore
-from scheduler.planning.request_table import Roster
+from scheduler.planning.request_table import RequestTable
 from scheduler.request import Claimed
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_request, make_roster, make_state, make_tiers
@@ -23,7 +23,7 @@ def ids(states: Any) -> list[str]:
 
 
 def test_each_state_is_where_its_status_says() -> None:
-    roster = Roster(TIERS.by_priority)
+    table = RequestTable(TIERS.by_priority)
     states = [
         make_state("waits", deadline_ms=5),
         make_state("waits less", deadline_ms=4),
@@ -32,64 +32,64 @@ def test_each_state_is_where_its_status_says() -> None:
         make_decode("decodes", "realtime"),
     ]
     for state in states:
-        roster.file(state)
-    assert ids(roster.waiting("realtime")) == ["waits less", "waits"]
-    assert ids(roster.evicted("realtime")) == ["evicted"]
-    assert ids(roster.prefills("realtime")) == ids(roster.promised()) == ["under way"]
-    assert ids(roster.decodes("realtime")) == ["decodes"]
-    assert (roster.count("realtime"), roster.num_resident("realtime"), roster.num_waiting("realtime")) == (5, 2, 2)
-    assert roster.count("bulk") == 0
+        table.file(state)
+    assert ids(table.waiting("realtime")) == ["waits less", "waits"]
+    assert ids(table.evicted("realtime")) == ["evicted"]
+    assert ids(table.prefills("realtime")) == ids(table.promised()) == ["under way"]
+    assert ids(table.decodes("realtime")) == ["decodes"]
+    assert (table.count("realtime"), table.num_resident("realtime"), table.num_waiting("realtime")) == (5, 2, 2)
+    assert table.count("bulk") == 0
 
 
 def test_who_ran_goes_behind_those_who_sat_out() -> None:
-    roster = make_roster(TIERS, [make_decode(name, "realtime") for name in "abcd"])
-    roster.note_run(["a", "c"])
-    assert ids(roster.decodes("realtime")) == ["b", "d", "a", "c"]
-    roster.note_run(["b"])
-    assert ids(roster.decodes("realtime")) == ["d", "a", "c", "b"]
-    assert ids(roster.last_run("realtime")) == ["b"]
+    table = make_roster(TIERS, [make_decode(name, "realtime") for name in "abcd"])
+    table.note_run(["a", "c"])
+    assert ids(table.decodes("realtime")) == ["b", "d", "a", "c"]
+    table.note_run(["b"])
+    assert ids(table.decodes("realtime")) == ["d", "a", "c", "b"]
+    assert ids(table.last_run("realtime")) == ["b"]
 
 
 def test_the_worn_keep_promises_while_they_decode() -> None:
     worn = make_decode("worn")
     worn.num_preemptions = MAX_PREEMPTIONS
-    roster = make_roster(TIERS, [worn, make_decode("fresh")])
-    assert ids(roster.promised()) == ["worn"]
-    roster.remove(worn)
-    assert ids(roster.promised()) == []
+    table = make_roster(TIERS, [worn, make_decode("fresh")])
+    assert ids(table.promised()) == ["worn"]
+    table.remove(worn)
+    assert ids(table.promised()) == []
 
 
 def test_a_reload_says_anew_who_is_worn() -> None:
     """Else one that may not lose its blocks again has no room to grow into, or one that may keeps it from others."""
     once = make_decode("once")
     once.num_preemptions = 1
-    roster = make_roster(TIERS, [once])
+    table = make_roster(TIERS, [once])
     for most, worn in ((1, ["once"]), (2, [])):
-        roster.reconfigure(make_tiers(bulk={"retry": {"max_preemptions": most}}).tiers)
-        assert ids(roster.promised()) == worn
+        table.reconfigure(make_tiers(bulk={"retry": {"max_preemptions": most}}).tiers)
+        assert ids(table.promised()) == worn
         assert once.tier.retry.max_preemptions == most
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_filing_again_and_again_is_filing_once(seed: int) -> None:
-    """After any changes the roster is what a new one of the same states would be, but for the order of turns."""
+    """After any changes the table is what a new one of the same states would be, but for the order of turns."""
     rng = random.Random(seed)
     states = [make_state(f"s{i}", rng.choice(["realtime", "bulk"]), prompt=20, deadline_ms=i % 7) for i in range(30)]
-    roster, held = Roster(TIERS.by_priority), dict[str, RequestState]()
+    table, held = RequestTable(TIERS.by_priority), dict[str, RequestState]()
     for _ in range(400):
         state = rng.choice(states)
         if state.id in held and rng.random() < 0.1:
-            roster.remove(held.pop(state.id))
+            table.remove(held.pop(state.id))
         else:
             _change(state, rng)
             held[state.id] = state
-            roster.file(state)
+            table.file(state)
         fresh = make_roster(TIERS, held.values())
         for tier in ("realtime", "bulk"):
-            assert sorted(ids(roster.decodes(tier))) == sorted(ids(fresh.decodes(tier)))
+            assert sorted(ids(table.decodes(tier))) == sorted(ids(fresh.decodes(tier)))
             for look in ("prefills", "evicted", "waiting"):
-                assert ids(getattr(roster, look)(tier)) == ids(getattr(fresh, look)(tier))
-        assert sorted(ids(roster.promised())) == sorted(ids(fresh.promised()))
+                assert ids(getattr(table, look)(tier)) == ids(getattr(fresh, look)(tier))
+        assert sorted(ids(table.promised())) == sorted(ids(fresh.promised()))
 
 
 def _change(state: RequestState, rng: random.Random) -> None:
@@ -112,7 +112,7 @@ def test_a_plan_costs_the_same_beside_ten_and_ten_thousand_idle_requests() -> No
 def _calls_of_a_plan(num_idle: int) -> int:
     """Function calls that planning an interactive step takes while a first token is awaited above `num_idle` others."""
     info = EngineInfo("m", 512, 100, block_size=16, num_blocks=50_000, max_step_tokens=512)
-    core = SchedulerCore(TIERS, info, SLAController(TIERS, info.sheds))
+    core = SchedulerCore(TIERS, info, SLAController(TIERS, info.step_eviction))
     idle = [make_request(f"b{i}", "bulk", prompt=32) for i in range(num_idle)]
     chat = [make_request(f"c{i}", "realtime", prompt=32) for i in range(4)]
     core.accept([Claimed(request, 1) for request in (*idle, *chat)], 0.0, 0)

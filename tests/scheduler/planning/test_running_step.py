@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.interface import Run, Shedding, StepPlan, StepResult
+from engine.interface import Run, StepEviction, StepPlan, StepResult
 from engine.step_time.model import StepCost
 from scheduler.planning.running_step import RunningStep
 from scheduler.planning.step_eviction import CREDIT_START_S
@@ -31,18 +31,22 @@ RT = make_decode("rt", "realtime")
 
 
 def test_all_bulk_leaves_a_bulk_only_step_in_the_order_of_the_plan() -> None:
-    assert begin(*BULK).leavers(NEWCOMER, Shedding.STEPS, 0.001) == ["b0", "b1", "b2", "b3"]
+    assert begin(*BULK).evictees(NEWCOMER, StepEviction.STEPS, 0.001) == ["b0", "b1", "b2", "b3"]
 
 
-@pytest.mark.parametrize(("sheds", "leave"), [(Shedding.ROWS, 4), (Shedding.STEPS, 0), (Shedding.NOTHING, 0)])
-def test_bulk_leaves_a_mixed_step_where_rows_can(sheds: Shedding, leave: int) -> None:
-    leavers = begin(RT, *BULK).leavers(NEWCOMER, sheds, 0.001)
-    assert len(leavers) == leave and "rt" not in leavers
+@pytest.mark.parametrize(
+    ("step_eviction", "leave"), [(StepEviction.ROWS, 4), (StepEviction.STEPS, 0), (StepEviction.NOTHING, 0)]
+)
+def test_bulk_leaves_a_mixed_step_where_rows_can(step_eviction: StepEviction, leave: int) -> None:
+    evictees = begin(RT, *BULK).evictees(NEWCOMER, step_eviction, 0.001)
+    assert len(evictees) == leave and "rt" not in evictees
 
 
 def test_nobody_leaves_twice_for_one_step() -> None:
     running = begin(*BULK)
-    assert running.leavers(NEWCOMER, Shedding.ROWS, 0.001) and not running.leavers(NEWCOMER, Shedding.ROWS, 0.002)
+    assert running.evictees(NEWCOMER, StepEviction.ROWS, 0.001) and not running.evictees(
+        NEWCOMER, StepEviction.ROWS, 0.002
+    )
 
 
 @pytest.mark.trap(1)
@@ -50,21 +54,21 @@ def test_nobody_leaves_twice_for_one_step() -> None:
 def test_nobody_leaves_for_an_equal_or_lower_tier(priority: int, leave: int) -> None:
     """Trap 1."""
     tiers = make_tiers(gold={"priority": priority, "slo": {"ttft_p99_ms": 900}})
-    assert len(begin(*BULK).leavers(make_state("g", "gold", tiers=tiers), Shedding.ROWS, 0.001)) == leave
+    assert len(begin(*BULK).evictees(make_state("g", "gold", tiers=tiers), StepEviction.ROWS, 0.001)) == leave
 
 
 def test_work_whose_floor_is_due_stays() -> None:
-    assert not begin(*BULK, protected=("bulk",)).leavers(NEWCOMER, Shedding.ROWS, 0.001)
+    assert not begin(*BULK, protected=("bulk",)).evictees(NEWCOMER, StepEviction.ROWS, 0.001)
 
 
 def test_nobody_leaves_where_it_does_not_pay() -> None:
-    assert not begin(*BULK).leavers(NEWCOMER, Shedding.ROWS, 0.029)
+    assert not begin(*BULK).evictees(NEWCOMER, StepEviction.ROWS, 0.029)
 
 
 def test_without_credit_nobody_leaves() -> None:
     running = begin(*BULK)
     running.credit.spend(10.0)
-    assert not running.leavers(NEWCOMER, Shedding.ROWS, 0.01)
+    assert not running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
 
 
 def test_the_fixed_cost_falls_on_those_with_a_promise() -> None:
@@ -76,24 +80,24 @@ def test_the_fixed_cost_falls_on_those_with_a_promise() -> None:
 
 def test_what_was_thrown_away_was_of_use_to_nobody() -> None:
     running = begin(*BULK)
-    running.leavers(NEWCOMER, Shedding.ROWS, 0.01)
-    assert running.end(result(shed=tuple(s.id for s in BULK))) == {}
-    assert running.credit.num_shed == 1 and running.credit.wasted_s == pytest.approx(0.01)
+    running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
+    assert running.end(result(evicted=tuple(s.id for s in BULK))) == {}
+    assert running.credit.num_evictions == 1 and running.credit.wasted_s == pytest.approx(0.01)
 
 
 def test_a_wish_that_comes_too_late_costs_nothing() -> None:
     late = begin(*BULK)
-    assert late.leavers(NEWCOMER, Shedding.ROWS, 0.01)
+    assert late.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
     late.end(result())  # it was over before anybody could leave
-    assert late.credit.num_shed == 0 and late.credit.wasted_s == 0
+    assert late.credit.num_evictions == 0 and late.credit.wasted_s == 0
     late.credit.spend(CREDIT_START_S)
     assert late.credit.can_spend(0.0), "all that there was at the start, and what the step has earned"
 
 
 def test_who_stays_in_a_step_that_others_leave_has_had_its_own_part_of_it() -> None:
     running = begin(RT, *BULK)
-    assert running.leavers(NEWCOMER, Shedding.ROWS, 0.01)
-    used_s = running.end(StepResult(0, elapsed_s=0.02, shed=tuple(s.id for s in BULK)))
+    assert running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
+    used_s = running.end(StepResult(0, elapsed_s=0.02, evicted=tuple(s.id for s in BULK)))
     assert used_s == pytest.approx({"realtime": 0.015}), "the fixed cost and one decode, as predicted"
     assert running.bulk_total_s == pytest.approx(0.005)
 

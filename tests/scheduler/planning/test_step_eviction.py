@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.planning.step_eviction import CREDIT_START_S, WASTE_SHARE, WORTH, StepInFlight, WasteCredit, exchange
+from scheduler.planning.step_eviction import CREDIT_START_S, WASTE_SHARE, WORTH, StepInFlight, TokenBucket, exchange
 
 BULK_ONLY = StepInFlight(started_s=1.0, step_s=0.06, kept_s=0.0)
 MIXED = StepInFlight(started_s=1.0, step_s=0.06, kept_s=0.015)
@@ -39,7 +39,7 @@ def test_what_pays_never_throws_away_more_than_its_worth(progress: float, step_s
 
 @given(st.lists(st.tuples(st.floats(0.001, 0.2), st.floats(0, 0.2)), min_size=50, max_size=300))
 def test_bulk_never_loses_more_than_its_share_and_the_credit(steps: list[tuple[float, float]]) -> None:
-    credit, earned_s, spent_s = WasteCredit(), 0.0, 0.0
+    credit, earned_s, spent_s = TokenBucket(), 0.0, 0.0
     for bulk_s, thrown_s in steps:
         credit.earn(bulk_s)
         earned_s += bulk_s

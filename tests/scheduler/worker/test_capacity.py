@@ -10,22 +10,22 @@ from scheduler.planning.step_report import Ended
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.request import Claimed
 from scheduler.virtual_time import EPOCH_MS
-from scheduler.worker.capacity import ENOUGH_SEEN, CapacityBooks
+from scheduler.worker.capacity import ENOUGH_SEEN, CapacityEstimator
 from tests.scheduler.bench import Bench
 from tests.scheduler.builders import CheckedCore, make_core, make_info, make_request
 
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.002)
 
 
-def measure(books: CapacityBooks, core: CheckedCore, now: float = 1.0, times: int = 1) -> dict[str, TierCapacity]:
+def measure(books: CapacityEstimator, core: CheckedCore, now: float = 1.0, times: int = 1) -> dict[str, TierCapacity]:
     for _ in range(times):
         capacities = books.measure(core, core.controller.outputs(now), now, interval_s=1.0)
     return capacities
 
 
-def make_books(cost: StepCost = COST) -> tuple[CapacityBooks, CheckedCore]:
+def make_books(cost: StepCost = COST) -> tuple[CapacityEstimator, CheckedCore]:
     info = make_info(max_step_tokens=1000)
-    return CapacityBooks(info), make_core(info=info, cost=cost)
+    return CapacityEstimator(info), make_core(info=info, cost=cost)
 
 
 def hold(core: CheckedCore, count: int, tier: str = "realtime", prompt: int = 100, max_tokens: int = 50) -> None:
@@ -33,7 +33,7 @@ def hold(core: CheckedCore, count: int, tier: str = "realtime", prompt: int = 10
     core.accept([Claimed(request, fence=1) for request in requests], 0.0, EPOCH_MS)
 
 
-def end(books: CapacityBooks, count: int, tier: str = "realtime", **more: float) -> None:
+def end(books: CapacityEstimator, count: int, tier: str = "realtime", **more: float) -> None:
     ended = Ended(tier, "stop", prompt_tokens=100, output_tokens=50, met_slo=True, held_s=2.0)
     for _ in range(count):
         books.enter(replace(ended, **more))  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def test_an_idle_engine_prefills_in_full_steps() -> None:
 def test_what_too_few_steps_have_shown_is_not_said() -> None:
     """A prior's guess at a tokens' cost, or that of a few steps alike, would refuse requests that can be served."""
     info = make_info(max_step_tokens=1000)
-    books, core = CapacityBooks(info), make_core(info=info, cost=None)
+    books, core = CapacityEstimator(info), make_core(info=info, cost=None)
     rates = []
     for _ in range(WARM_STEPS + 1):
         rates.append(measure(books, core)["realtime"].prefill_tokens_per_s)

@@ -8,7 +8,7 @@ from scheduler.planning.step_report import StepReport
 from scheduler.queue.memory import MemoryQueue
 from scheduler.request import EventKind, Lease, TokenEvent
 from scheduler.virtual_time import VirtualClock
-from scheduler.worker.publisher import Outbox
+from scheduler.worker.publisher import Publisher
 from tests.scheduler.builders import make_request
 from tests.scheduler.world import run_bounded
 
@@ -35,7 +35,7 @@ class Office:
         self.queue = MemoryQueue(self.clock)
         self.events = SlowChannel(self.clock)
         self.dropped: list[str] = []
-        self.outbox = Outbox(self.queue, self.events, self.dropped.extend)
+        self.outbox = Publisher(self.queue, self.events, self.dropped.extend)
 
     async def put(self, *names: str) -> list[Lease]:
         await self.queue.put([make_request(name) for name in names])

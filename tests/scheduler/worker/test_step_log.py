@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.interface import EngineInfo, Shedding
+from engine.interface import EngineInfo, StepEviction
 from engine.step_time.model import StepWork
 from scheduler.worker.step_log import FileStepLog, NoStepLog, StepEntry, StepLogError, open_step_log, read_step_log
 from tests.scheduler.builders import make_info, make_tiers
 from tests.scheduler.world import run_bounded, start_world
 
-ENGINE = EngineInfo("models/m", 128, 512, 16, 64, 256, eos_token_ids=(2,), sheds=Shedding.ROWS)
+ENGINE = EngineInfo("models/m", 128, 512, 16, 64, 256, eos_token_ids=(2,), step_eviction=StepEviction.ROWS)
 
 
 def make_entry(number: int = 0, shed: int = 0) -> StepEntry:

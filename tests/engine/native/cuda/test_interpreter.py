@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 TESTS = ("tests/engine/native/cuda/test_triton.py", "tests/engine/native/cuda/test_triton_layers.py")
 HALVES = ("generate", "not generate")  # whole engines, and single kernels: each as slow as the other
 

@@ -139,15 +139,15 @@ def test_the_shipped_loop_runs_ahead_and_gives_the_same_tokens(
     system = scheduled_system.ScheduledEngine(spec)
     try:
         plans_ahead = 0
-        plan_ahead = system._core.plan_ahead
+        plan_async = system._core.plan_async
 
         def counted(now: float) -> StepPlan | None:
             nonlocal plans_ahead
-            plan = plan_ahead(now)
+            plan = plan_async(now)
             plans_ahead += plan is not None
             return plan
 
-        monkeypatch.setattr(system._core, "plan_ahead", counted)
+        monkeypatch.setattr(system._core, "plan_async", counted)
         outputs = system.generate([list(p) for p in PROMPTS], [20 + i for i in range(4)])
     finally:
         system.close()

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine.interface import Shedding
+from engine.interface import StepEviction
 from engine.native.execution.torch_engine import TorchEngine
-from engine.native.startup.cpu_eviction_trial import rows_may_leave
+from engine.native.startup.cpu_eviction_trial import can_evict_rows
 from tests.engine.conftest import MakeEngine
 from tests.engine.native.cpu.compiled import compiled_library
 
@@ -21,12 +21,12 @@ def compiler() -> None:
 
 
 def may_leave(engine: TorchEngine) -> bool:
-    return rows_may_leave(engine._runner._model, engine._runner, engine.info)
+    return can_evict_rows(engine._runner._model, engine._runner, engine.info)
 
 
 def test_a_common_model_is_not_disturbed(make_engine: MakeEngine) -> None:
     engine = make_engine("llama")
-    assert may_leave(engine) and engine.info.sheds is Shedding.ROWS
+    assert may_leave(engine) and engine.info.step_eviction is StepEviction.ROWS
 
 
 def looks_early(forward: Forward) -> Forward:
@@ -73,4 +73,4 @@ def test_layers_that_cannot_close_ranks_are_not_tried(make_engine: MakeEngine) -
 def test_without_room_for_the_trial_rows_do_not_leave(make_engine: MakeEngine) -> None:
     engine = make_engine("llama", kv_cache_bytes=5_000)
     assert engine.info.num_blocks < 6
-    assert engine.info.sheds is Shedding.STEPS
+    assert engine.info.step_eviction is StepEviction.STEPS

@@ -4,19 +4,19 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from engine.interface import EngineInfo, Shedding, StepPlan, StepResult
+from engine.interface import EngineInfo, StepEviction, StepPlan, StepResult
 from engine.native.execution.torch_engine import TorchEngine
 
 Wishes = Mapping[int, set[str]]  # by layer: who is asked to leave when it is reached
 Choose = Callable[[StepPlan], Wishes]
 
 
-class Shedder:
+class Evictor:
     """A stepper around `engine`, which it gets for good. What comes back is held against what was asked."""
 
     def __init__(self, engine: TorchEngine, choose: Choose) -> None:
         self.engine = engine
-        self.shed: list[tuple[str, ...]] = []  # of each step
+        self.evicted: list[tuple[str, ...]] = []  # of each step
         self.num_layers: list[int] = []  # that each step has reached
         self._choose = choose
         self._step_id = 0
@@ -34,14 +34,14 @@ class Shedder:
         self._step_id, self._wishes = plan.step_id, self._choose(plan)
         self.num_layers.append(0)
         result = self.engine.step(plan)
-        self.shed.append(result.shed)
+        self.evicted.append(result.evicted)
         asked = set().union(*self._wishes.values())
         ran = [run.seq_id for run in plan.run]
-        assert set(result.shed) <= asked.intersection(ran)
-        if self.info.sheds is Shedding.STEPS and result.shed:
-            assert list(result.shed) == ran
+        assert set(result.evicted) <= asked.intersection(ran)
+        if self.info.step_eviction is StepEviction.STEPS and result.evicted:
+            assert list(result.evicted) == ran
         outputs = {output.seq_id: output for output in result.outputs}
-        for seq_id in result.shed:
+        for seq_id in result.evicted:
             output = outputs[seq_id]
             assert (output.token_ids, output.finish_reason, output.logprobs, output.prompt_logprobs) == (
                 (),
@@ -63,5 +63,5 @@ class Shedder:
             layer = self.num_layers[-1]
             self.num_layers[-1] += 1
             if layer in self._wishes:
-                self.engine.shed(self._step_id, self._wishes[layer])
+                self.engine.evict(self._step_id, self._wishes[layer])
         return self._enter()
