@@ -1,0 +1,22 @@
+"""Ewma: where it starts, how it moves, and that a sample may weigh otherwise."""
+
+import pytest
+
+from engine.step_time.ewma import Ewma
+
+
+def test_it_moves_towards_each_sample_by_its_weight() -> None:
+    average = Ewma(0.25, 8.0)
+    assert average.add(4.0) == 7.0
+    assert average.add(7.0) == average.value == 7.0
+
+
+def test_a_sample_may_weigh_more_than_usual() -> None:
+    average = Ewma(0.1)
+    assert average.add(5.0, weight=1.0) == 5.0
+
+
+def test_equal_samples_are_approached_and_never_overshot() -> None:
+    average = Ewma(0.3)
+    seen = [average.add(1.0) for _ in range(50)]
+    assert seen == sorted(seen) and seen[-1] == pytest.approx(1.0) and max(seen) <= 1.0
