@@ -1,14 +1,16 @@
-"""The gate of a gateway: whether requests may be put, as far as their promises can be foretold.
+"""Admission control of one gateway: refuse requests whose latency SLO or deadline is predicted to be missed.
 
-Owner of what was seen of the workers, of what is in flight from here, and of which tiers are closed. A tier whose
-promise would be broken closes, and opens again where a part of the promise is kept (`rejection.reopen_at`). Only a
-tier itself and those above it count: bulk closes nothing above. Where anything is not known, the gate is open.
+Owns what this gateway knows of the workers (their heartbeats), of its own requests in flight, and of which tiers are
+closed. An interactive tier closes when a first token is predicted later than the tier's TTFT SLO. It opens again when
+the prediction is below the share `admission.reopen_at` of the SLO. Requests wait only behind their own tier and the
+tiers of higher priority, so bulk work never closes an interactive tier. Where something is not known, nothing is
+refused.
 
-Pure: `now` and the wall clock are arguments; the queue is asked by the client.
+Pure: `now` and the wall clock are arguments. The client asks the queue and passes the queue's reply on.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from scheduler.client import rejection
 from scheduler.client.forecast_correction import ForecastCorrection
@@ -16,14 +18,29 @@ from scheduler.client.inflight import InFlight
 from scheduler.client.rejection import Rejected
 from scheduler.client.ttft_forecast import Forecast, Heartbeats, completion, first_token
 from scheduler.config import Tier, TierSet
-from scheduler.queue.base import AheadLimit, Backlog
-from scheduler.registry.worker_status import WorkerStatus
+from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
+from scheduler.registry.worker_status import TierCapacity, WorkerStatus
 from scheduler.request import Request, TokenEvent
 
-WORTH_LEARNING = 0.1  # of a promise: shorter waits say little
+MIN_LEARNED_SHARE = 0.1  # of the SLO: a shorter predicted wait says too little to correct later predictions
 
 
-class Gate:
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Requests of one tier on their way into the queue. They count as in flight."""
+
+    tier: Tier
+    requests: Sequence[Request]
+    forecast: Forecast | None  # None: nothing can or shall be predicted
+    ahead: AheadLimit | None  # how much may wait ahead of them in the queue; None: no limit
+    _admission: "Admission" = field(repr=False)
+
+    def settle(self, reply: QueueFull | TooFarBehind | None) -> Rejected | None:
+        """Take the queue's reply (None: enqueued). Return why the requests are refused; None if they are not."""
+        return self._admission._settle(self, reply)
+
+
+class Admission:
     def __init__(self, tiers: TierSet) -> None:
         self._in_flight = InFlight()
         self._heartbeats = Heartbeats()
@@ -32,94 +49,131 @@ class Gate:
         self.reconfigure(tiers)
 
     def reconfigure(self, tiers: TierSet) -> None:
-        """Other promises: what was closed by those before is open."""
+        """Use `tiers` from now on. Every tier is open at first, because its SLO may have changed."""
+        self._tiers = tiers
         order = [tier.name for tier in tiers.by_priority]
         self._above = {name: tuple(order[:n]) for n, name in enumerate(order)}
         self._closed.clear()
-
-    def see(self, workers: Iterable[WorkerStatus], now: float, wall_ms: int) -> None:
-        """The newest heartbeats."""
-        self._heartbeats.see(workers, now, wall_ms)
 
     def is_closed(self, tier: str) -> bool:
         return tier in self._closed
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    def forecast(self, tier: Tier, requests: Sequence[Request], now: float, wall_ms: int) -> Forecast | None:
-        """Of `requests` of `tier`; None where nothing can or shall be foretold."""
-        capacity = self._heartbeats.capacity(tier.name, now) if tier.admission.predict else None
-        if capacity is None:
+    def begin(self, requests: Sequence[Request], now: float, wall_ms: int) -> Ticket | Rejected:
+        """Count `requests` (of one tier) as in flight, unless what this gateway knows is reason enough to refuse.
+
+        The caller puts them into the queue and passes its reply to `Ticket.settle`, or calls `forget` for each.
+        """
+        tier = self._tiers.tiers.get(requests[0].tier)
+        if tier is None:
+            return rejection.tier_gone(requests[0].tier)
+        forecast = self._forecast(tier, requests, now, wall_ms)
+        rejected = self._check_local(tier, forecast) if forecast is not None else None
+        if rejected is not None:
+            return rejected
+        if forecast is not None:
+            self._expect_first_token(tier, requests, forecast, now)
+        self._in_flight.add(requests, are_passed=forecast is not None and forecast.is_always_late)
+        ahead = forecast.limit(self._above[tier.name]) if forecast is not None else None
+        return Ticket(tier, requests, forecast, ahead, self)
+
+    def _settle(self, ticket: Ticket, reply: QueueFull | TooFarBehind | None) -> Rejected | None:
+        if reply is None:
+            if ticket.forecast is not None:
+                self._closed.discard(ticket.tier.name)
             return None
-        habits = self._in_flight.habits(tier.name)
-        if tier.is_interactive:
-            if tier.slo.ttft_p99_ms is None:
-                return None
-            part = tier.admission.reopen_at if self.is_closed(tier.name) else 1.0
-            slots = self._heartbeats.slots(tier.name)
-            forecast = first_token(requests, capacity, slots, habits, part * tier.slo.ttft_p99_ms / 1000)
-            return forecast.slowed(self._correction.factor(tier.name))
-        deadline_ms = min(r.deadline_ms for r in requests)
-        is_tiers_own = all(r.deadline_ms >= r.arrival_ms + tier.deadline_ms for r in requests)
-        if not is_tiers_own:  # they pass whatever is due later, also of what the workers hold
-            prompt_tokens, output_tokens = self._in_flight.due_by(tier.name, deadline_ms)
-            capacity = replace(capacity, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-        return completion(requests, capacity, habits, (deadline_ms - wall_ms) / 1000, spare=is_tiers_own)
+        for request in ticket.requests:
+            self.forget(request.id)
+        if isinstance(reply, QueueFull):
+            return rejection.queue_full(ticket.tier, reply.depth, self._heartbeats.workers())
+        assert ticket.forecast is not None, "without a forecast, the queue was given no limit to compare with"
+        return self._refuse(ticket.tier, ticket.forecast, reply.ahead)
 
-    def limit(self, tier: Tier, forecast: Forecast) -> AheadLimit:
-        return forecast.limit(self._above[tier.name])
+    def forget(self, request_id: str) -> None:
+        """The request has ended, or it was never enqueued."""
+        self._in_flight.remove(request_id)
+        self._correction.forget(request_id)
 
-    def check_local(self, tier: Tier, forecast: Forecast) -> Rejected | None:
-        """What this gateway itself has under way may be too much already, whatever the last heartbeats said."""
-        mine, local = self._mine(tier), forecast.of_this_gateway()
-        if not tier.is_interactive or local.limit(()).admits(mine):
-            return None
-        return self.refuse(tier, local, mine)
-
-    def refuse(self, tier: Tier, forecast: Forecast, ahead: Backlog) -> Rejected:
-        """The requests of `forecast` do not get in behind `ahead`."""
-        predicted_s = forecast.seconds(ahead)
-        if not tier.is_interactive:
-            return rejection.too_late(tier, predicted_s, forecast.promise_s, forecast.own_s)
-        self._closed.add(tier.name)
-        return rejection.overloaded(tier, predicted_s)
-
-    def admitted(self, tier: Tier) -> None:
-        """Requests with a forecast got in: the tier is open."""
-        self._closed.discard(tier.name)
-
-    def enter(self, tier: Tier, requests: Sequence[Request], forecast: Forecast | None, now: float) -> None:
-        """They are under way from now on."""
-        if forecast is not None and tier.is_interactive and forecast.is_whole:
-            mine = forecast.of_this_gateway().wait_s(self._mine(tier))
-            wait_s = max(forecast.held_s, mine) / self._correction.factor(tier.name)
-            if wait_s > WORTH_LEARNING * forecast.promise_s:
-                self._correction.expect(requests[-1].id, tier.name, now, forecast.own_s, wait_s)
-        self._in_flight.enter(requests, are_passed=forecast is not None and forecast.is_late)
-
-    def hear(self, event: TokenEvent, now: float) -> None:
-        self._in_flight.hear(event)
+    def on_event(self, event: TokenEvent, now: float) -> None:
+        """Take note of an event of a request of this gateway."""
+        self._in_flight.on_event(event)
         if event.token_ids:
             self._correction.first_token(event.request_id, now)
         if event.is_last:
             self._correction.forget(event.request_id)
 
-    def leave(self, request_id: str) -> None:
-        """It is over, or never got in."""
-        self._in_flight.leave(request_id)
-        self._correction.forget(request_id)
+    def on_heartbeat(self, workers: Iterable[WorkerStatus], now: float, wall_ms: int) -> None:
+        """Take note of the newest status of every live worker."""
+        self._heartbeats.update(workers, now, wall_ms)
 
-    # -- what others may see -----------------------------------------------------------------------------------
+    # -- predictions -------------------------------------------------------------------------------------------
 
     def predicted_ttft_s(self, tier: Tier, backlogs: Mapping[str, Backlog], now: float) -> float | None:
-        """Of a short request that came now, behind what waits in each tier."""
-        forecast = self.forecast(tier, (), now, 0) if tier.is_interactive else None
+        """Predicted TTFT in seconds of a short request that arrives now; None where nothing can be predicted.
+
+        `backlogs`: what waits in the queue, by tier.
+        """
+        forecast = self._forecast(tier, (), now, 0) if tier.is_interactive else None
         if forecast is None:
             return None
         tokens = sum(backlogs[name].prompt_tokens for name in (*self._above[tier.name], tier.name) if name in backlogs)
         ahead = Backlog(backlogs[tier.name].requests, tokens) if tier.name in backlogs else Backlog()
-        return max(forecast.seconds(ahead), forecast.of_this_gateway().seconds(self._mine(tier)))
+        return max(forecast.seconds(ahead), forecast.behind_own_requests().seconds(self._own_requests(tier)))
 
-    def _mine(self, tier: Tier) -> Backlog:
+    def _forecast(self, tier: Tier, requests: Sequence[Request], now: float, wall_ms: int) -> Forecast | None:
+        """Forecast for `requests` of `tier`; None where nothing can or shall be predicted."""
+        capacity = self._heartbeats.capacity(tier.name, now) if tier.admission.predict else None
+        if capacity is None:
+            return None
+        if tier.is_interactive:
+            return self._first_token_forecast(tier, requests, capacity)
+        return self._completion_forecast(tier, requests, capacity, wall_ms)
+
+    def _first_token_forecast(self, tier: Tier, requests: Sequence[Request], capacity: TierCapacity) -> Forecast | None:
+        if tier.slo.ttft_p99_ms is None:
+            return None
+        share = tier.admission.reopen_at if self.is_closed(tier.name) else 1.0
+        slots, usage = self._heartbeats.slots(tier.name), self._in_flight.usage(tier.name)
+        forecast = first_token(requests, capacity, slots, usage, share * tier.slo.ttft_p99_ms / 1000)
+        return forecast.slowed(self._correction.factor(tier.name))
+
+    def _completion_forecast(
+        self, tier: Tier, requests: Sequence[Request], capacity: TierCapacity, wall_ms: int
+    ) -> Forecast:
+        deadline_ms = min(r.deadline_ms for r in requests)
+        has_tier_deadline = all(r.deadline_ms >= r.arrival_ms + tier.deadline_ms for r in requests)
+        if not has_tier_deadline:  # an earlier deadline passes all requests due later, also those the workers hold
+            prompt_tokens, output_tokens = self._in_flight.due_by(tier.name, deadline_ms)
+            capacity = replace(capacity, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+        usage, left_s = self._in_flight.usage(tier.name), (deadline_ms - wall_ms) / 1000
+        return completion(requests, capacity, usage, left_s, cap_own_work=has_tier_deadline)
+
+    def _check_local(self, tier: Tier, forecast: Forecast) -> Rejected | None:
+        """Refuse if this gateway's own requests in flight are too many already, whatever the last heartbeats say."""
+        own, forecast = self._own_requests(tier), forecast.behind_own_requests()
+        if not tier.is_interactive or forecast.limit(()).admits(own):
+            return None
+        return self._refuse(tier, forecast, own)
+
+    def _refuse(self, tier: Tier, forecast: Forecast, ahead: Backlog) -> Rejected:
+        """Refuse the requests of `forecast` behind `ahead`. An interactive tier closes."""
+        predicted_s = forecast.seconds(ahead)
+        if not tier.is_interactive:
+            return rejection.too_late(tier, predicted_s, forecast.target_s, forecast.own_s)
+        self._closed.add(tier.name)
+        return rejection.overloaded(tier, predicted_s)
+
+    def _expect_first_token(self, tier: Tier, requests: Sequence[Request], forecast: Forecast, now: float) -> None:
+        """Remember the predicted wait, to be compared with the measured one."""
+        if not (tier.is_interactive and forecast.counts_all_own_work):
+            return
+        own_s = forecast.behind_own_requests().wait_s(self._own_requests(tier))
+        wait_s = max(forecast.held_s, own_s) / self._correction.factor(tier.name)
+        if wait_s > MIN_LEARNED_SHARE * forecast.target_s:
+            self._correction.expect(requests[-1].id, tier.name, now, forecast.own_s, wait_s)
+
+    def _own_requests(self, tier: Tier) -> Backlog:
+        """Return this gateway's open requests of `tier`, with the prompt tokens ahead that have no first token yet."""
         tokens = self._in_flight.unanswered_tokens((*self._above[tier.name], tier.name))
         return Backlog(self._in_flight.num_open(tier.name), tokens)

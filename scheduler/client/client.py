@@ -1,7 +1,7 @@
-"""The gateway's side of the scheduler: submit requests, receive their token events, cancel.
+"""The gateway's side of the scheduler: submit requests, receive their token events, cancel them.
 
-Knows the queue, the event channel and which workers live. Does not know HTTP or text. A gateway has exactly
-one client; its id names the event stream that workers reply to.
+Knows the queue, the event channel and the live workers. Does not know HTTP or text. A gateway has exactly one client,
+and the client's id names the event stream that workers reply to.
 """
 
 import asyncio
@@ -10,12 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import structlog
 
 from scheduler.client import rejection
-from scheduler.client.admission import Gate
+from scheduler.client.admission import Admission, Ticket
 from scheduler.client.rejection import Rejected
 from scheduler.client.token_stream import TokenStream
-from scheduler.client.ttft_forecast import Forecast
 from scheduler.clock import Clock
-from scheduler.config import Tier, TierSet
+from scheduler.config import TierSet
 from scheduler.events.base import EventChannel
 from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
 from scheduler.registry.base import WorkerRegistry
@@ -24,13 +23,13 @@ from scheduler.request import EventKind, Request, TokenEvent
 
 log = structlog.get_logger()
 
-REFRESH_S = 1.0  # how often the list of live workers is read
-CHECK_EVERY = 3  # refreshes; whoever waits for a request that no longer exists learns it within two checks
-WORKER_GRACE_S = 20.0  # a worker may be restarting this long before new requests are refused
+REFRESH_S = 1.0  # between two reads of the list of live workers
+CHECK_EVERY = 3  # refreshes between two checks for lost requests; a lost request fails within two checks
+WORKER_GRACE_S = 20.0  # requests are still accepted this long after the last worker was seen: it may be restarting
 
 
 class SchedulerClient:
-    """Owner of the gateway's event stream and of the table of requests awaiting events."""
+    """Owns the gateway's event stream and the table of open requests."""
 
     def __init__(
         self,
@@ -46,12 +45,12 @@ class SchedulerClient:
         self._registry = registry
         self._tiers = tiers
         self._clock = clock
-        self._gate = Gate(tiers)
+        self._admission = Admission(tiers)
         self.gateway_id = gateway_id
-        self._waiting: dict[str, TokenStream] = {}
-        self._entering: set[str] = set()  # those of them whose `put` has not returned
-        self._missing: set[str] = set()  # those of them that the queue did not know at the last check
-        self._given_up: list[str] = []  # failed here, perhaps still worked on; cancelled by `close`
+        self._open: dict[str, TokenStream] = {}  # by id of each request without a last event
+        self._being_put: set[str] = set()  # open requests whose `put` has not returned
+        self._missing: set[str] = set()  # open requests that the queue did not know at the last check
+        self._failed_here: list[str] = []  # a worker may still run them: `close` cancels them
         self._withdrawals: set[asyncio.Task[None]] = set()
         self._workers: list[WorkerStatus] = []
         self._worker_seen_s: float | None = None
@@ -64,67 +63,70 @@ class SchedulerClient:
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._keep_fresh())]
 
     async def close(self) -> None:
-        """Stop listening. Whatever still waits is cancelled; workers learn that nobody listens here any more."""
+        """Cancel all open requests and stop listening. Publishing to this gateway fails from now on."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._withdrawals, return_exceptions=True)
         try:
-            await self._queue.cancel([*self._waiting, *self._given_up])
+            await self._queue.cancel([*self._open, *self._failed_here])
         finally:
             await self._events.close()
 
     def drain(self) -> None:
-        """Refuse new requests from now on; those under way go on."""
+        """Refuse new requests from now on. Open requests go on."""
         self._draining = True
 
     def fail_open(self, message: str) -> None:
-        """End every open generation now, each with a FAILED event that says `message`. Later events of their
-        requests are ignored; `close` cancels them."""
-        self._given_up += self._waiting
-        self._fail(list(self._waiting), message)
+        """End every open request now with a FAILED event that says `message`.
+
+        Later events of these requests are ignored, and `close` cancels them.
+        """
+        self._failed_here += self._open
+        self._fail(list(self._open), message)
 
     @property
     def is_draining(self) -> bool:
         return self._draining
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+    def num_open(self) -> int:
+        return len(self._open)
 
     @property
     def workers(self) -> list[WorkerStatus]:
-        """Workers alive at the last refresh."""
+        """The workers alive at the last refresh."""
         return self._workers
 
     @property
     def tiers(self) -> TierSet:
-        """Those in force."""
+        """The tiers in force."""
         return self._tiers
 
     def reconfigure(self, tiers: TierSet) -> None:
-        """Other tiers from now on; requests under way are not touched."""
+        """Use `tiers` from now on. Open requests are not touched."""
         self._tiers = tiers
-        self._gate.reconfigure(tiers)
+        self._admission.reconfigure(tiers)
 
     async def worker_sla(self) -> dict[str, str]:
-        """What each worker's controller does and why, as a JSON object, by worker id."""
+        """Return the state of each worker's SLA controller as a JSON text, by worker id."""
         return await self._registry.sla()
 
     async def worker_metrics(self) -> dict[str, str]:
-        """The workers' own metrics, as Prometheus text, by worker id."""
+        """Return each worker's own metrics as Prometheus text, by worker id."""
         return await self._registry.metrics()
 
     async def depths(self) -> dict[str, int]:
+        """Return the number of waiting requests, by tier."""
         return await self._queue.depths(list(self._tiers.tiers))
 
     async def backlogs(self) -> dict[str, Backlog]:
-        """What waits in each tier, with its tokens."""
+        """Return the number of waiting requests and their tokens, by tier."""
         return await self._queue.backlogs(list(self._tiers.tiers))
 
     def predicted_ttfts_s(self, backlogs: Mapping[str, Backlog]) -> dict[str, float]:
-        """When a short request that came now would get its first token, by tier, as far as that can be foretold."""
+        """Return the predicted TTFT in seconds of a short request that arrives now, for each tier that has one."""
         now = self._clock.now()
-        predicted = {t.name: self._gate.predicted_ttft_s(t, backlogs, now) for t in self._tiers.tiers.values()}
+        predicted = {t.name: self._admission.predicted_ttft_s(t, backlogs, now) for t in self._tiers.tiers.values()}
         return {tier: seconds for tier, seconds in predicted.items() if seconds is not None}
 
     async def submit(self, requests: Sequence[Request]) -> TokenStream | Rejected:
@@ -133,44 +135,28 @@ class SchedulerClient:
             return rejection.draining()
         if not self._has_engine():
             return rejection.no_engine()
-        tier = self._tiers.tiers.get(requests[0].tier)
-        if tier is None:
-            return rejection.tier_gone(requests[0].tier)
-        forecast = self._gate.forecast(tier, requests, self._clock.now(), self._clock.wall_ms())
-        rejected = self._gate.check_local(tier, forecast) if forecast is not None else None
-        if rejected is not None:
-            return rejected
-        generation = TokenStream(self.cancel, requests)
-        refused = await self._enter(generation, tier, requests, forecast)
-        match refused:
-            case QueueFull():
-                return rejection.queue_full(tier, refused.depth, self._workers)
-            case TooFarBehind() if forecast is not None:
-                return self._gate.refuse(tier, forecast, refused.ahead)
-        if forecast is not None:
-            self._gate.admitted(tier)
-        return generation
+        ticket = self._admission.begin(requests, self._clock.now(), self._clock.wall_ms())
+        if isinstance(ticket, Rejected):
+            return ticket
+        stream = TokenStream(self.cancel, requests)
+        reply = await self._put(ticket, stream)
+        return ticket.settle(reply) or stream
 
-    async def _enter(
-        self, generation: TokenStream, tier: Tier, requests: Sequence[Request], forecast: Forecast | None
-    ) -> QueueFull | TooFarBehind | None:
-        """Counted as under way before anything is awaited: whoever comes meanwhile sees it."""
-        request_ids = [request.id for request in requests]
-        self._waiting.update(dict.fromkeys(request_ids, generation))  # the first event may come before `put` returns
-        self._entering.update(request_ids)
-        self._gate.enter(tier, requests, forecast, self._clock.now())
-        ahead = self._gate.limit(tier, forecast) if forecast is not None else None
+    async def _put(self, ticket: Ticket, stream: TokenStream) -> QueueFull | TooFarBehind | None:
+        request_ids = [request.id for request in ticket.requests]
+        self._open.update(dict.fromkeys(request_ids, stream))  # the first event may come before `put` returns
+        self._being_put.update(request_ids)
         try:
-            refused = await self._queue.put(requests, tier.queue_limit, ahead)
+            reply = await self._queue.put(ticket.requests, ticket.tier.queue_limit, ticket.ahead)
         except BaseException:
             self._forget(request_ids)
             self._withdraw(request_ids)
             raise
         finally:
-            self._entering.difference_update(request_ids)
-        if refused is not None:
+            self._being_put.difference_update(request_ids)
+        if reply is not None:
             self._forget(request_ids)
-        return refused
+        return reply
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         self._forget(request_ids)
@@ -178,16 +164,16 @@ class SchedulerClient:
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._waiting.pop(request_id, None)
-            self._gate.leave(request_id)
+            self._open.pop(request_id, None)
+            self._admission.forget(request_id)
 
     def _withdraw(self, request_ids: Sequence[str]) -> None:
-        """Cancel what an interrupted `put` may have entered all the same, without keeping its caller."""
+        """Cancel, in the background, what an interrupted `put` may have enqueued all the same."""
 
         async def withdraw() -> None:
             try:
                 await self._queue.cancel(request_ids)
-            except Exception as error:  # the store is away, probably for the `put`, too
+            except Exception as error:  # the store is unreachable, probably during the `put` as well
                 log.warning("requests not withdrawn", error=str(error))
 
         task = asyncio.create_task(withdraw())
@@ -195,7 +181,7 @@ class SchedulerClient:
         task.add_done_callback(self._withdrawals.discard)
 
     def _fail(self, request_ids: Sequence[str], message: str) -> None:
-        """Deliver a last event of our own making."""
+        """Deliver a FAILED event that no worker has sent."""
         self._dispatch([TokenEvent(i, EventKind.FAILED, index=0, error=message) for i in request_ids])
 
     def _has_engine(self) -> bool:
@@ -205,7 +191,7 @@ class SchedulerClient:
         return seen is not None and self._clock.now() - seen < WORKER_GRACE_S
 
     async def _receive(self) -> None:
-        """A gateway that has gone deaf must not look alive: listening goes on after any error."""
+        """Pass token events on, for ever. Listening restarts after any error, or no request would ever end."""
         while True:
             try:
                 async for message in self._events.listen(self.gateway_id):
@@ -217,13 +203,13 @@ class SchedulerClient:
     def _dispatch(self, message: Sequence[TokenEvent]) -> None:
         now = self._clock.now()
         for event in message:
-            generation = self._waiting.get(event.request_id)
-            if generation is None:
+            stream = self._open.get(event.request_id)
+            if stream is None:
                 continue
             if event.is_last:
-                del self._waiting[event.request_id]
-            self._gate.hear(event, now)
-            generation.deliver(event)
+                del self._open[event.request_id]
+            self._admission.on_event(event, now)
+            stream.deliver(event)
 
     async def _keep_fresh(self) -> None:
         rounds = 0
@@ -234,23 +220,26 @@ class SchedulerClient:
                 await self._refresh()
                 if rounds % CHECK_EVERY == 0:
                     await self._fail_lost()
-            except Exception as error:  # the store may be restarting: keep the last view, try again
+            except Exception as error:  # the store may be restarting: keep the last list and try again
                 log.warning("worker list not refreshed", error=str(error))
 
     async def _refresh(self) -> None:
         self._workers = await self._registry.workers()
-        self._gate.see(self._workers, self._clock.now(), self._clock.wall_ms())
+        self._admission.on_heartbeat(self._workers, self._clock.now(), self._clock.wall_ms())
         if self._workers:
             self._worker_seen_s = self._clock.now()
 
     async def _fail_lost(self) -> None:
-        """Fail what the queue does not know any more (its record went with a failover, its last event with a stream).
-        Only what is missing twice running: a request that has just ended has its last event on the way."""
-        asked = [i for i in self._waiting if i not in self._entering]
+        """Fail requests that the queue has not known at two checks in a row.
+
+        A failover may have lost the request's record, an expired stream its last event. At one check alone the request
+        may just have ended, with its last event on the way.
+        """
+        asked = [i for i in self._open if i not in self._being_put]
         known = await self._queue.known(asked) if asked else []
         missing = {i for i, is_known in zip(asked, known, strict=True) if not is_known}
-        lost = [i for i in asked if i in missing and i in self._missing and i in self._waiting]
+        lost = [i for i in asked if i in missing and i in self._missing and i in self._open]
         self._missing = missing
         if lost:
             log.warning("requests were lost", count=len(lost))
-            self._fail(lost, "The request was lost. Please try again.")
+            self._fail(lost, "The request was lost. Please send it again.")

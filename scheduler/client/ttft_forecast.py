@@ -1,7 +1,7 @@
-"""How long will a request wait? From what the workers say they can do and what waits ahead of it.
+"""Forecast of a request's wait, from what the workers can do and what waits ahead.
 
-Pure. A forecast is a line: seconds for what is certain already, and seconds for each token and request ahead. The queue
-compares it with what waits in the very moment of a put (`AheadLimit`).
+Pure. A forecast is linear: a fixed number of seconds, plus seconds for each token and request ahead. The queue compares
+it with what waits at the very moment of a put (`AheadLimit`).
 """
 
 import math
@@ -13,24 +13,26 @@ from scheduler.queue.base import AheadLimit, Backlog
 from scheduler.registry.worker_status import TierCapacity, WorkerStatus
 from scheduler.request import Request
 
-STALE_S = 3.0  # heartbeats come every second; one that is so old says nothing about now
-LAG_S = 1.0  # between two looks at them
-OWN_SHARE = 0.5  # of a promise: what a request needs for itself counts as no more, or none would ever take it in
+STALE_S = 3.0  # heartbeats come every second; an older one is not used
+MAX_LAG_S = 1.0  # the longest time between two reads of the heartbeats
+# A request's own work counts as at most this share of its target. Otherwise a request that is too long for its target
+# would never be admitted.
+MAX_OWN_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of requests about to be put, until what they were promised: a first token, or their end."""
+    """Predicted time until the first token or the end of requests that are about to be put."""
 
-    promise_s: float
-    own_s: float  # if nothing were ahead
-    held_s: float  # what the workers hold
-    prompt_token_s: float  # for each that waits ahead
-    output_token_s: float
-    slots: float = 0.0  # of all workers, when these requests have theirs
-    slots_free: float = 0.0  # of those
-    drain_per_s: float = 0.0  # slots that become free; 0: not known, or no matter
-    is_late: bool = False  # whatever is ahead: others then pass these requests
+    target_s: float  # when the first token (TTFT SLO) or the end (deadline) is due
+    own_s: float  # with nothing ahead
+    held_s: float  # for what the workers hold
+    prompt_token_s: float  # for each prompt token that waits ahead
+    output_token_s: float  # for each output token that waits ahead
+    slots: float = 0.0  # batch slots of all workers, less those of these requests
+    slots_free: float = 0.0  # the free ones among them
+    drain_per_s: float = 0.0  # slots that become free per second; 0: not known, or slots do not count
+    is_always_late: bool = False  # even with nothing ahead: requests that can be in time are scheduled first
 
     def seconds(self, ahead: Backlog) -> float:
         return self.own_s + self.wait_s(ahead)
@@ -42,18 +44,18 @@ class Forecast:
         return max(self.held_s + waiting_s, slot_s)
 
     def limit(self, above: Sequence[str]) -> AheadLimit:
-        """As much ahead as leaves the promise whole."""
-        left_s = self.promise_s - self.own_s
+        """Return the most that may wait ahead for the target to be met. `above`: the tiers of higher priority."""
+        left_s = self.target_s - self.own_s
         max_requests = self.slots_free + self.drain_per_s * left_s if self.drain_per_s else math.inf
         return AheadLimit(max_requests, left_s - self.held_s, self.prompt_token_s, self.output_token_s, tuple(above))
 
     @property
-    def is_whole(self) -> bool:
-        """All that the requests need for themselves is counted."""
-        return self.own_s < OWN_SHARE * self.promise_s
+    def counts_all_own_work(self) -> bool:
+        """Whether `own_s` is below `MAX_OWN_SHARE` of the target, so that nothing of it was cut off."""
+        return self.own_s < MAX_OWN_SHARE * self.target_s
 
     def slowed(self, factor: float) -> "Forecast":
-        """The same where every wait takes `factor` times as long."""
+        """Return the forecast with every wait `factor` times as long."""
         return replace(
             self,
             held_s=factor * self.held_s,
@@ -62,45 +64,55 @@ class Forecast:
             drain_per_s=self.drain_per_s / factor,
         )
 
-    def of_this_gateway(self) -> "Forecast":
-        """The same, to be held against all that this gateway has in flight instead of what waits and is held."""
+    def behind_own_requests(self) -> "Forecast":
+        """Return the forecast to use with this gateway's own requests in flight as what is ahead.
+
+        They include what the workers hold, so that part is taken out.
+        """
         return replace(self, held_s=0.0, slots_free=self.slots)
 
 
 def first_token(
-    requests: Sequence[Request], capacity: TierCapacity, slots: int, habits: TierUsage, promise_s: float
+    requests: Sequence[Request], capacity: TierCapacity, slots: int, usage: TierUsage, target_s: float
 ) -> Forecast:
-    """Of the last of `requests` (of one tier) to get its first token: each of them counts."""
-    token_s = (1 - habits.cached_share) / capacity.prefill_tokens_per_s
+    """Forecast the first token of the last of `requests` (of one tier). The work of all of them counts.
+
+    `slots`: batch slots of all workers.
+    """
+    token_s = (1 - usage.cached_share) / capacity.prefill_tokens_per_s
     own_s = capacity.step_s + token_s * sum(len(r.prompt_token_ids) for r in requests)
-    own_slots = min(len(requests), OWN_SHARE * slots)
+    own_slots = min(len(requests), MAX_OWN_SHARE * slots)
     return Forecast(
-        promise_s=promise_s,
-        own_s=min(own_s, OWN_SHARE * promise_s),
+        target_s=target_s,
+        own_s=min(own_s, MAX_OWN_SHARE * target_s),
         held_s=capacity.prompt_tokens * token_s,
         prompt_token_s=token_s,
         output_token_s=0.0,
         slots=slots - own_slots,
         slots_free=capacity.slots_free - own_slots,
         drain_per_s=capacity.drain_per_s,
-        is_late=own_s > promise_s,
+        is_always_late=own_s > target_s,
     )
 
 
 def completion(
-    requests: Sequence[Request], capacity: TierCapacity, habits: TierUsage, left_s: float, spare: bool
+    requests: Sequence[Request], capacity: TierCapacity, usage: TierUsage, left_s: float, *, cap_own_work: bool
 ) -> Forecast:
-    """Of the last of `requests` (of one tier) to end. `spare`: their own work may count as less, as it may where a
-    tier's deadline is not their own wish. Outputs count as long as they usually become, where that is known."""
-    prompt_s = (1 - habits.cached_share) / capacity.prefill_tokens_per_s
-    expected = habits.output_share or 0.0
+    """Forecast the end of the last of `requests` (of one tier), which is due in `left_s` seconds.
+
+    `cap_own_work`: count the requests' own work as at most `MAX_OWN_SHARE` of `left_s`. That is right for the tier's
+    deadline, which the caller did not choose. An output counts as the tier's usual share of its `max_tokens`; where
+    that share is not known yet, outputs count nothing.
+    """
+    prompt_s = (1 - usage.cached_share) / capacity.prefill_tokens_per_s
+    expected = usage.output_share or 0.0
     output_s = expected / capacity.output_tokens_per_s if capacity.output_tokens_per_s else 0.0
     work_s = sum(len(r.prompt_token_ids) * prompt_s + r.sampling.max_tokens * output_s for r in requests)
     longest_s = max(r.sampling.max_tokens for r in requests) * expected * capacity.step_s
     own_s = capacity.step_s + max(work_s, longest_s)
     return Forecast(
-        promise_s=left_s,
-        own_s=min(own_s, OWN_SHARE * left_s) if spare else own_s,
+        target_s=left_s,
+        own_s=min(own_s, MAX_OWN_SHARE * left_s) if cap_own_work else own_s,
         held_s=capacity.prompt_tokens * prompt_s + capacity.output_tokens * output_s,
         prompt_token_s=prompt_s,
         output_token_s=output_s,
@@ -108,48 +120,56 @@ def completion(
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
+class _Heartbeat:
     status: WorkerStatus
-    heard_s: float  # when this gateway first saw it
-    lag_s: float  # how old it was then
+    received_s: float  # when this gateway first read it
+    lag_s: float  # its age at that moment
 
 
 class Heartbeats:
-    """The newest heartbeat of each worker, and how old it is. Clocks of other machines differ a little: one that
-    comes for the first time is between none and `LAG_S` old, whatever they say."""
+    """The newest heartbeat of each live worker, and its age.
+
+    Clocks of machines differ a little: a heartbeat read for the first time is taken to be between 0 and `MAX_LAG_S`
+    old, whatever the clocks say.
+    """
 
     def __init__(self) -> None:
-        self._heard: dict[str, _Heard] = {}
+        self._newest: dict[str, _Heartbeat] = {}
 
-    def see(self, workers: Iterable[WorkerStatus], now: float, wall_ms: int) -> None:
-        before, self._heard = self._heard, {}
+    def update(self, workers: Iterable[WorkerStatus], now: float, wall_ms: int) -> None:
+        before, self._newest = self._newest, {}
         for status in workers:
-            heard = before.get(status.worker_id)
-            if heard is None or heard.status.at_ms != status.at_ms:
-                lag_s = min(LAG_S, max(0.0, (wall_ms - status.at_ms) / 1000))
-                heard = _Heard(status, now, lag_s)
-            self._heard[status.worker_id] = heard
+            known = before.get(status.worker_id)
+            if known is not None and known.status.at_ms == status.at_ms:
+                self._newest[status.worker_id] = replace(known, status=status)
+            else:
+                lag_s = min(MAX_LAG_S, max(0.0, (wall_ms - status.at_ms) / 1000))
+                self._newest[status.worker_id] = _Heartbeat(status, now, lag_s)
+
+    def workers(self) -> list[WorkerStatus]:
+        return [heartbeat.status for heartbeat in self._newest.values()]
 
     def capacity(self, tier: str, now: float) -> TierCapacity | None:
-        """Of all workers together, now; None where one of them is silent or does not know yet."""
+        """Return the present capacity of all workers together; None if one is silent or does not know its own yet."""
         parts = []
-        for heard in self._heard.values():
-            age_s = now - heard.heard_s + heard.lag_s
-            status = heard.status.tiers.get(tier)
+        for heartbeat in self._newest.values():
+            age_s = now - heartbeat.received_s + heartbeat.lag_s
+            status = heartbeat.status.tiers.get(tier)
             if status is None or status.capacity is None or age_s > STALE_S:
                 return None
             if not status.capacity.prefill_tokens_per_s:
                 return None
             parts.append(_aged(status.capacity, status.batch_size, age_s))
-        return _together(parts) if parts else None
+        return _sum(parts) if parts else None
 
     def slots(self, tier: str) -> int:
-        statuses = [heard.status.tiers.get(tier) for heard in self._heard.values()]
+        """Return the batch slots of all workers for `tier`."""
+        statuses = [worker.tiers.get(tier) for worker in self.workers()]
         return sum(status.batch_size for status in statuses if status is not None)
 
 
 def _aged(capacity: TierCapacity, slots: int, age_s: float) -> TierCapacity:
-    """The worker has gone on since: what it held then has become less. What it took since, `InFlight` knows."""
+    """Subtract what a worker has done since its heartbeat. What it claimed since then, `InFlight` counts."""
     computed = int(age_s * capacity.prefill_tokens_per_s)
     return replace(
         capacity,
@@ -158,8 +178,8 @@ def _aged(capacity: TierCapacity, slots: int, age_s: float) -> TierCapacity:
     )
 
 
-def _together(parts: Sequence[TierCapacity]) -> TierCapacity:
-    """Rates add up, as far as all are known; a step is as long as the longest."""
+def _sum(parts: Sequence[TierCapacity]) -> TierCapacity:
+    """Add capacities. The drain rate is known only if all parts know it; the step time is the longest one."""
     knows_drain = all(part.drain_per_s for part in parts)
     return TierCapacity(
         prompt_tokens=sum(part.prompt_tokens for part in parts),

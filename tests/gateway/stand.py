@@ -184,7 +184,7 @@ class Stand:
 
     @property
     def waiting(self) -> int:
-        return self.gateway.client.num_waiting
+        return self.gateway.client.num_open
 
     def metric(self, name: str, **labels: str) -> float:
         return self.gateway.metrics.registry.get_sample_value(name, labels) or 0.0

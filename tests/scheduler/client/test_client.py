@@ -84,7 +84,7 @@ def test_tokens_arrive_in_order_and_end_with_one_last_event() -> None:
         await stage.tell(tokens(0, 5), tokens(1, 6, 7))
         await stage.tell(finished(3, 8))
         assert await received(generation) == [tokens(0, 5), tokens(1, 6, 7), finished(3, 8)]
-        assert stage.client.num_waiting == 0
+        assert stage.client.num_open == 0
 
     play(story)
 
@@ -153,7 +153,7 @@ def test_an_output_that_diverges_fails_and_its_work_is_cancelled(other: TokenEve
         assert events[-1].error == "The generation was interrupted and could not be continued."
         assert await stage.queue.cancel(["r"]) == [False], "the queue has forgotten it"
         assert stage.queue.cancelled() == ["r"], "and the worker was told"
-        assert stage.client.num_waiting == 0
+        assert stage.client.num_open == 0
 
     play(story)
 
@@ -217,7 +217,7 @@ def test_what_waits_or_is_leased_is_not_lost_however_long_it_takes() -> None:
         await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
         waiting = await stage.submit(make_request("waiting"))
         await stage.clock.sleep(10 * LOST_WITHIN_S)
-        assert stage.client.num_waiting == 2
+        assert stage.client.num_open == 2
         async with leased, waiting:
             pass
 
@@ -266,7 +266,7 @@ def test_at_the_end_of_a_drain_every_open_generation_fails_with_the_reason() -> 
             ("b", EventKind.FAILED, 0, "The server is shutting down."),
             ("c", EventKind.FAILED, 0, "The server is shutting down."),
         ]
-        assert stage.client.num_waiting == 0
+        assert stage.client.num_open == 0
         await stage.client.close()
         assert await stage.depth() == 0, "nobody works on them any more"
 
@@ -284,7 +284,7 @@ def test_leaving_the_block_cancels_what_is_unfinished() -> None:
             assert (await anext(aiter(events))).request_id == "a"
         assert await stage.depth() == 1, "a was never acknowledged here, b is gone"
         assert await stage.queue.cancel(["b"]) == [False]
-        assert stage.client.num_waiting == 0
+        assert stage.client.num_open == 0
 
     play(story)
 
@@ -360,7 +360,7 @@ def test_a_submit_cancelled_on_its_way_leaves_nothing_in_the_queue() -> None:
         await stage.clock.sleep(0.1)
         assert submitting.cancelled()
         assert await stage.depth() == 0
-        assert stage.client.num_waiting == 0
+        assert stage.client.num_open == 0
 
     play(story)
 
@@ -384,7 +384,7 @@ def test_a_full_queue_refuses_all_or_none_and_n_counts_as_n() -> None:
         rejected = await refused(stage, *(make_request(f"n{i}") for i in range(3)))
         assert rejected.reason is RejectReason.QUEUE_FULL
         assert await stage.depth() == 2
-        assert stage.client.num_waiting == 2, "nothing of the refused is remembered"
+        assert stage.client.num_open == 2, "nothing of the refused is remembered"
         await stage.submit(make_request("c"), make_request("d"))
 
     play(story)
@@ -443,7 +443,7 @@ def test_trap_4_a_burst_that_was_claimed_at_once_still_counts() -> None:
         for i in range(20):
             await client.submit([make_request(f"r{i}", prompt=100)])
             await stage.queue.for_worker("w").claim({"realtime": 99}, 10.0)
-        assert client.num_waiting == 5
+        assert client.num_open == 5
         await client.close()
 
     play(story)
@@ -537,7 +537,7 @@ def test_a_request_whose_tier_was_removed_meanwhile_is_asked_to_come_again() -> 
         late = make_request("r", tier="gold")
         stage.client.reconfigure(make_tiers())
         assert (await refused(stage, late)).reason is RejectReason.TIER_GONE
-        assert stage.client.num_waiting == 0
+        assert stage.client.num_open == 0
 
     play(story)
 
@@ -550,7 +550,7 @@ def test_a_put_that_breaks_leaves_nothing_behind() -> None:
         stage.queue.put = breaks  # type: ignore[method-assign]
         with pytest.raises(ConnectionError):
             await stage.client.submit([make_request("r")])
-        assert stage.client.num_waiting == 0
+        assert stage.client.num_open == 0
 
     play(story)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.client.inflight import TierUsage
-from scheduler.client.ttft_forecast import LAG_S, STALE_S, Forecast, Heartbeats, completion, first_token
+from scheduler.client.ttft_forecast import MAX_LAG_S, STALE_S, Forecast, Heartbeats, completion, first_token
 from scheduler.queue.base import Backlog
 from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
 from tests.scheduler.builders import make_request
@@ -35,7 +35,7 @@ def status(
 
 def heartbeats(*statuses: WorkerStatus) -> Heartbeats:
     heard = Heartbeats()
-    heard.see(statuses, now=0.0, wall_ms=0)
+    heard.update(statuses, now=0.0, wall_ms=0)
     return heard
 
 
@@ -43,7 +43,7 @@ def heartbeats(*statuses: WorkerStatus) -> Heartbeats:
 
 
 def test_a_first_token_comes_after_what_is_held_what_waits_and_its_own_prompt() -> None:
-    forecast = first_token([make_request(prompt=50)], CAPACITY, 8, TierUsage(), promise_s=1.0)
+    forecast = first_token([make_request(prompt=50)], CAPACITY, 8, TierUsage(), target_s=1.0)
     assert forecast.own_s == pytest.approx(0.02 + 0.05)
     assert forecast.seconds(Backlog()) == pytest.approx(0.07 + 0.2)
     assert forecast.seconds(Backlog(1, 300, 9999)) == pytest.approx(0.07 + 0.2 + 0.3), "outputs ride along"
@@ -82,7 +82,7 @@ def test_a_request_too_long_for_the_promise_gets_in_where_little_waits() -> None
     forecast = first_token(
         [make_request(prompt=400)] * 64, replace(CAPACITY, prompt_tokens=0, slots_free=8), 8, TierUsage(), 0.5
     )
-    assert forecast.own_s == 0.25 and not forecast.is_whole
+    assert forecast.own_s == 0.25 and not forecast.counts_all_own_work
     assert forecast.limit(()).admits(Backlog())
     assert forecast.limit(()).admits(Backlog(0, 249, 0))
     assert not forecast.limit(()).admits(Backlog(0, 251, 0))
@@ -90,7 +90,7 @@ def test_a_request_too_long_for_the_promise_gets_in_where_little_waits() -> None
 
 forecasts = st.builds(
     Forecast,
-    promise_s=seconds,
+    target_s=seconds,
     own_s=seconds,
     held_s=seconds,
     prompt_token_s=st.floats(1e-6, 1),
@@ -102,9 +102,9 @@ forecasts = st.builds(
 
 @given(forecasts, st.builds(Backlog, counts, counts, counts))
 def test_admitted_is_what_is_predicted_to_be_in_time(forecast: Forecast, ahead: Backlog) -> None:
-    if math.isclose(forecast.seconds(ahead), forecast.promise_s, rel_tol=1e-6, abs_tol=1e-6):
+    if math.isclose(forecast.seconds(ahead), forecast.target_s, rel_tol=1e-6, abs_tol=1e-6):
         return  # either, by rounding
-    assert forecast.limit(()).admits(ahead) == (forecast.seconds(ahead) <= forecast.promise_s)
+    assert forecast.limit(()).admits(ahead) == (forecast.seconds(ahead) <= forecast.target_s)
 
 
 def test_everything_slower_is_every_wait_longer_and_own_work_the_same() -> None:
@@ -119,7 +119,7 @@ def test_everything_slower_is_every_wait_longer_and_own_work_the_same() -> None:
 
 def test_completion_counts_outputs_as_they_usually_become() -> None:
     requests = [make_request("r", "bulk", prompt=100, max_tokens=1000)]
-    forecast = completion(requests, CAPACITY, TierUsage(output_share=0.25), left_s=60, spare=False)
+    forecast = completion(requests, CAPACITY, TierUsage(output_share=0.25), left_s=60, cap_own_work=False)
     assert forecast.output_token_s == pytest.approx(0.25 / 500)
     assert forecast.held_s == pytest.approx(200 / 1000 + 1000 * 0.25 / 500)
     assert forecast.own_s == pytest.approx(0.02 + 250 * 0.02), "one sequence cannot go faster than its steps"
@@ -127,23 +127,23 @@ def test_completion_counts_outputs_as_they_usually_become() -> None:
 
 def test_many_choices_take_as_long_as_all_their_tokens() -> None:
     requests = [make_request(f"r{n}", "bulk", prompt=100, max_tokens=1000) for n in range(64)]
-    forecast = completion(requests, CAPACITY, TierUsage(output_share=0.25), left_s=600, spare=False)
+    forecast = completion(requests, CAPACITY, TierUsage(output_share=0.25), left_s=600, cap_own_work=False)
     assert forecast.own_s == pytest.approx(0.02 + 64 * (0.1 + 0.5))
 
 
 @pytest.mark.parametrize(
-    ("capacity", "habits"),
+    ("capacity", "usage"),
     [(CAPACITY, TierUsage()), (replace(CAPACITY, output_tokens_per_s=0.0, step_s=0.0), TierUsage(output_share=0.5))],
 )
-def test_outputs_of_which_nothing_is_known_count_nothing(capacity: TierCapacity, habits: TierUsage) -> None:
-    forecast = completion([make_request("r", "bulk", max_tokens=10**6)], capacity, habits, 60, spare=False)
+def test_outputs_of_which_nothing_is_known_count_nothing(capacity: TierCapacity, usage: TierUsage) -> None:
+    forecast = completion([make_request("r", "bulk", max_tokens=10**6)], capacity, usage, 60, cap_own_work=False)
     assert forecast.output_token_s == 0 and forecast.own_s < 0.1
 
 
 def test_only_the_callers_own_deadline_makes_long_work_too_late() -> None:
     requests = [make_request("r", "bulk", prompt=100, max_tokens=4000)]
     wished, tiers_own = (
-        completion(requests, CAPACITY, TierUsage(output_share=1.0), 60, spare=s) for s in (False, True)
+        completion(requests, CAPACITY, TierUsage(output_share=1.0), 60, cap_own_work=s) for s in (False, True)
     )
     assert not wished.limit(()).admits(Backlog()) and wished.own_s > 60
     assert tiers_own.limit(()).admits(Backlog())
@@ -169,10 +169,10 @@ def test_what_is_held_becomes_less_with_a_heartbeats_age() -> None:
     assert later is not None and (later.prompt_tokens, later.slots_free) == (0, 8), "no more slots than there are"
 
 
-@pytest.mark.parametrize(("said_before_ms", "lag_s"), [(100, 0.1), (-5000, 0.0), (60_000, LAG_S)])
+@pytest.mark.parametrize(("said_before_ms", "lag_s"), [(100, 0.1), (-5000, 0.0), (60_000, MAX_LAG_S)])
 def test_a_worker_whose_clock_is_wrong_is_believed_within_a_second(said_before_ms: int, lag_s: float) -> None:
     heard = Heartbeats()
-    heard.see([status(at_ms=1_000_000 - said_before_ms)], now=5.0, wall_ms=1_000_000)
+    heard.update([status(at_ms=1_000_000 - said_before_ms)], now=5.0, wall_ms=1_000_000)
     capacity = heard.capacity("realtime", 5.0)
     assert capacity is not None and capacity.prompt_tokens == max(0, 200 - int(1000 * lag_s))
 
@@ -181,10 +181,10 @@ def test_a_worker_whose_clock_is_wrong_is_believed_within_a_second(said_before_m
 def test_trap_8_a_heartbeat_that_stands_still_says_nothing_any_more() -> None:
     heard = heartbeats(status())
     for second in range(1, 10):
-        heard.see([status()], now=float(second), wall_ms=1000 * second)
+        heard.update([status()], now=float(second), wall_ms=1000 * second)
     assert heard.capacity("realtime", STALE_S - 0.01) is not None
     assert heard.capacity("realtime", STALE_S + 0.01) is None
-    heard.see([status(at_ms=10_000)], now=10.0, wall_ms=10_000)
+    heard.update([status(at_ms=10_000)], now=10.0, wall_ms=10_000)
     assert heard.capacity("realtime", 10.0) is not None
 
 
