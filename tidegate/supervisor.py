@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 import structlog
+from redis.backoff import ExponentialBackoff
 
 from tidegate.process import dies_with_parent, exit_text, hangup_calls, ignore_hangup, signals_call
 
@@ -22,9 +23,10 @@ log = structlog.get_logger()
 EX_CONFIG = 78  # <sysexits.h>: a part that ends with it cannot start, and trying again will not help
 EXIT_FAILED = 1
 MAX_FAILED_STARTS = 5
-FIRST_BACKOFF_S = 0.2
+FIRST_BACKOFF_S = 0.2  # between a part's end and its restart; doubles with each restart
 MAX_BACKOFF_S = 5.0
-SETTLED_S = 30.0  # a part that ran for this long has come up: its backoff begins anew
+MAX_DOUBLINGS = 16  # keeps 2**restarts within a float; the bound above is reached much earlier
+SETTLED_S = 30.0  # a part that ran for this long has started well: its backoff begins anew
 PROBE_INTERVAL_S = 0.05
 DRAIN_S = 30.0
 FAILED_DRAIN_S = 5.0  # when a part is hopeless there is little to finish
@@ -166,14 +168,14 @@ class _Keeper:
         return self._last_code in (0, -signal.SIGTERM)
 
     async def _keep(self) -> None:
-        backoff_s = FIRST_BACKOFF_S
-        failed_starts = 0
+        """Start the process again and again, until asked to stop or another start is pointless."""
+        backoff = ExponentialBackoff(cap=MAX_BACKOFF_S, base=FIRST_BACKOFF_S)
+        failed_starts = num_restarts = 0
         while not self._stopping.is_set():
-            # 1. One life of the process.
             started_s = asyncio.get_running_loop().time()
             try:
                 code = await self._live()
-            except Exception as error:  # no such program: a fault of the wiring
+            except Exception as error:  # no such program: a mistake in the command line
                 log.exception("part cannot be run", part=self.part.name)
                 self._kill()
                 return self._give_up(self.part, EXIT_FAILED, str(error))
@@ -181,26 +183,38 @@ class _Keeper:
             if self._stopping.is_set():
                 self._last_code = code
                 return
-            # 2. Is there a point in another one? What has served before could start: 78 then speaks of the moment,
-            #    such as a GPU whose memory is not free again yet.
-            if code == EX_CONFIG and not self.ready.is_set():
-                return self._give_up(self.part, EX_CONFIG, "it cannot start")
             failed_starts += not self.ready.is_set()
-            if failed_starts >= MAX_FAILED_STARTS:
-                return self._give_up(self.part, EXIT_FAILED, f"it ended {failed_starts} times while starting")
-            # 3. Not at once, and less and less often.
-            if ran_s >= SETTLED_S:
-                backoff_s = FIRST_BACKOFF_S
-            log.warning(
-                "a part ended and will be started again",
-                part=self.part.name,
-                exit=exit_text(code),
-                ran_s=round(ran_s, 1),
-                backoff_s=backoff_s,
-            )
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            if self._is_hopeless(code, failed_starts):
+                return
+            num_restarts = 0 if ran_s >= SETTLED_S else num_restarts
+            await self._pause(code, ran_s, backoff.compute(min(num_restarts, MAX_DOUBLINGS)))
+            num_restarts += 1
+
+    def _is_hopeless(self, code: int, failed_starts: int) -> bool:
+        """Give up a part that was never ready and cannot start.
+
+        A part that was ready before could start then: its exit code 78 is about the moment, such as a GPU whose memory
+        is not free again yet.
+        """
+        if code == EX_CONFIG and not self.ready.is_set():
+            self._give_up(self.part, EX_CONFIG, "it cannot start")
+        elif failed_starts >= MAX_FAILED_STARTS:
+            self._give_up(self.part, EXIT_FAILED, f"it ended {failed_starts} times while starting")
+        else:
+            return False
+        return True
+
+    async def _pause(self, code: int, ran_s: float, backoff_s: float) -> None:
+        """Wait `backoff_s` seconds, or until asked to stop."""
+        log.warning(
+            "a part ended and will be started again",
+            part=self.part.name,
+            exit=exit_text(code),
+            ran_s=round(ran_s, 1),
+            backoff_s=backoff_s,
+        )
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), backoff_s)
 
     async def _live(self) -> int:
         """Start the process and wait for its end; the exit code, negative for a signal. It has a session of its

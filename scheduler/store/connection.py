@@ -23,6 +23,9 @@ MAX_CONNECTIONS = 32  # of a process; a burst of commands waits for its turn ins
 HEALTH_CHECK_S = 15  # a connection idle for longer is tried with a PING before it carries a command
 RETRIES = 10  # of a server that refuses connections, about two seconds: a restarting one is back by then
 COMMAND_TIMEOUT_S = 6.0  # with all its retries: also a server that accepts everything and answers nothing has an end
+FIRST_BACKOFF_S = 0.01  # upper bound of the pause after the first failure; doubles with each one
+MAX_BACKOFF_S = 0.5
+MAX_DOUBLINGS = 16
 FOREVER = -1
 
 Command = bytes | str | Iterable[bytes]
@@ -122,5 +125,12 @@ class _BoundedRetry(Retry):
             raise TimeoutError(f"The store has not answered within {timeout_s:.0f} seconds.") from error
 
 
-def _backoff() -> ExponentialWithJitterBackoff:
-    return ExponentialWithJitterBackoff(cap=0.5, base=0.01)
+class _Backoff(ExponentialWithJitterBackoff):
+    """redis-py computes base * 2**failures, which overflows a float after 1024 failures, minutes of an outage."""
+
+    def compute(self, failures: int) -> float:
+        return super().compute(min(failures, MAX_DOUBLINGS))
+
+
+def _backoff() -> _Backoff:
+    return _Backoff(cap=MAX_BACKOFF_S, base=FIRST_BACKOFF_S)

@@ -106,6 +106,11 @@ async def test_a_blocking_client_waits_longer_than_any_reply_may_take(redis_clie
     await reader.aclose()
 
 
+def test_the_backoff_stays_within_its_bound_after_any_number_of_failures() -> None:
+    backoff = connection._backoff()
+    assert all(0 <= backoff.compute(failures) <= connection.MAX_BACKOFF_S for failures in (1, 10, 1023, 1024, 10**6))
+
+
 async def test_what_is_durable_survives_a_kill_of_the_server(server: Server, client: Redis) -> None:
     await server.start()
     for n in range(500):
