@@ -1,7 +1,8 @@
-"""Changing the tiers at run time, on every gateway and worker of a store or on none.
+"""Changes the tiers at run time: on every gateway and worker of a store, or on none.
 
-Two steps: a document is proposed, and every living part looks at it; only what nobody objects to is put in force, and
-then every part makes the change. Knows documents, votes and patience; not who asks for a change, nor how it is told.
+A change has two steps. First a document is proposed, and every live part (a gateway or worker process) votes on it. If
+no part objects, the document is put in force, and every part applies it. Knows documents, votes and timeouts; does not
+know where a change comes from, nor how its outcome is shown.
 """
 
 import asyncio
@@ -20,13 +21,13 @@ from scheduler.reload.store import Follower, TierDocument, TierStore
 
 log = structlog.get_logger()
 
-POLL_S = 0.01  # while an answer of others is awaited
-PATIENCE_S = 5.0  # for all parts to look at a change, and again to make it
+POLL_S = 0.01  # between two reads while other parts vote or apply
+TIMEOUT_S = 5.0  # for all parts to vote on a change, and again for all to apply it
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """All `parts` have it in force. `changed` is False where it was before."""
+    """All `parts` use the tiers. `changed` is False if they did before."""
 
     in_force: InForce
     parts: tuple[str, ...]
@@ -42,8 +43,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Not all did their part in time: `parts` are missing. `in_force`: it holds, and they will follow; else nothing
-    has changed."""
+    """The missing `parts` did not answer in time.
+
+    If `in_force`, the change is made and they will follow. Otherwise nothing has changed.
+    """
 
     parts: tuple[str, ...]
     in_force: bool
@@ -54,10 +57,10 @@ Depths = Callable[[Sequence[str]], Awaitable[Mapping[str, int]]]
 
 
 class TierChanges:
-    """What one process asks of all. Needs its follower to be running."""
+    """Changes of the tiers that this process asks for. Its follower must be running."""
 
     def __init__(self, store: TierStore, follower: TierFollower, depths: Depths, path: Path, clock: Clock) -> None:
-        """`depths`: how many requests wait in the queues of some tiers. `path`: the file that `reload` reads."""
+        """`depths` returns how many requests wait in each of some tiers. `reload` reads the file at `path`."""
         self._store = store
         self.follower = follower
         self._depths = depths
@@ -65,20 +68,22 @@ class TierChanges:
         self._clock = clock
 
     async def parts(self) -> list[Follower]:
-        """All living gateways and workers, by name."""
+        """Return all live gateways and workers, ordered by name."""
         return await self._store.followers()
 
     async def reload(self) -> Outcome:
-        """Read the file again; else as `change`."""
+        """Read the file again, then do as `change` does."""
         return await _logged(self._reload())
 
     async def change(self, content: object, source: str) -> Outcome:
-        """Put `content` in force on every part. Raises `TierConfigError` where it is not a tiers file's, and what the
-        store's client raises. What becomes of it is logged, too."""
+        """Put `content` in force on every part, and log the outcome.
+
+        Raises `TierConfigError` if `content` is not that of a valid tiers file, and the errors of the store's client.
+        """
         return await _logged(self._parse(content, source))
 
     async def reload_on_signal(self) -> None:
-        """`reload`, where nobody waits to be told what became of it."""
+        """Do as `reload` does; the outcome is only logged."""
         try:
             await self.reload()
         except TierConfigError:
@@ -94,22 +99,38 @@ class TierChanges:
         return await self._change(parse_tiers(content, source), source)
 
     async def _change(self, tiers: TierSet, source: str) -> Outcome:
-        until_s = self._clock.now() + PATIENCE_S
-        # 1. One change at a time; what another one has made of the tiers may be just this.
-        document = None
-        while document is None:
+        until_s = self._clock.now() + TIMEOUT_S
+        document = await self._propose_alone(tiers, source, until_s)
+        if not isinstance(document, TierDocument):
+            return document
+        before = self.follower.in_force
+        stopped = await self._vote(tiers, document, until_s)
+        if stopped is not None:
+            return stopped
+        # A request put into the queue of a removed tier just before would never be served: all parts go back for it.
+        outcome = await self._applied(document.generation, self._clock.now() + TIMEOUT_S, changed=True)
+        if isinstance(outcome, Applied) and (reason := await self._reason_to_keep(before.tiers, tiers)):
+            await self._change(before.tiers, before.source)
+            return Refused(reason)
+        return outcome
+
+    async def _propose_alone(self, tiers: TierSet, source: str, until_s: float) -> TierDocument | Outcome:
+        """Propose `tiers` once no other change is under way. Return an outcome if they are in force by then."""
+        while True:
             if (generation := await self._generation_of(tiers)) is not None:
                 return await self._applied(generation, until_s, changed=False)
             if self._clock.now() >= until_s:
                 return Refused("Another change of the tiers is under way.")
             document = await self._propose(tiers, source)
-            if document is None:
-                await self._clock.sleep(POLL_S)
-        # 2. Everybody looks at it.
-        before = self.follower.in_force
+            if document is not None:
+                return document
+            await self._clock.sleep(POLL_S)
+
+    async def _vote(self, tiers: TierSet, document: TierDocument, until_s: float) -> Outcome | None:
+        """Let all parts vote, and put `document` in force or withdraw it. Return None if it is in force."""
         is_in_force = False
         try:
-            if (generation := await self._generation_of(tiers)) is not None:  # the other one ended just before
+            if (generation := await self._generation_of(tiers)) is not None:  # another change made it so just before
                 return await self._applied(generation, until_s, changed=False)
             against = await self._against(tiers, document, until_s)
             if against is not None:
@@ -118,17 +139,10 @@ class TierChanges:
         finally:
             if not is_in_force:
                 await asyncio.shield(self._store.withdraw(document))
-        if not is_in_force:
-            return Refused("Agreeing on the change took too long.")
-        # 3. Everybody makes it. What was put into a queue just before would never be served: all go back for it.
-        outcome = await self._applied(document.generation, self._clock.now() + PATIENCE_S, changed=True)
-        if isinstance(outcome, Applied) and (reason := await self._reason_to_keep(before.tiers, tiers)):
-            await self._change(before.tiers, before.source)
-            return Refused(reason)
-        return outcome
+        return None if is_in_force else Refused("The vote on the change took too long.")
 
     async def _generation_of(self, tiers: TierSet) -> int | None:
-        """Of the document in force, if it says just this."""
+        """Return the generation of the document in force if it equals `tiers`, else None."""
         in_force = (await self._store.read()).in_force
         is_same = in_force is not None and in_force.content == tiers.document(defaults=False)
         return in_force.generation if in_force is not None and is_same else None
@@ -140,7 +154,7 @@ class TierChanges:
             raise TierConfigError(f"{source}: a number has more than 64 bits") from None
 
     async def _against(self, tiers: TierSet, document: TierDocument, until_s: float) -> Refused | Late | None:
-        """What speaks against `document`: requests, an objection, or a part that says nothing. None: nothing."""
+        """Return what prevents `document`: waiting requests, an objection, or a missing vote. None: nothing does."""
         if reason := await self._reason_to_keep(self.follower.in_force.tiers, tiers):
             return Refused(reason)
         missing = await self._until_all(lambda f: f.looked_at >= document.generation, until_s)
@@ -150,7 +164,7 @@ class TierChanges:
         return Refused(" ".join(f"{f.part}: {f.objection}" for f in objecting)) if objecting else None
 
     async def _reason_to_keep(self, before: TierSet, after: TierSet) -> str:
-        """A sentence about a tier that is not in `after` and whose queue is not empty; empty: there is none."""
+        """Return a sentence about a removed tier whose queue is not empty; an empty string if there is none."""
         removed = sorted(set(before.tiers) - set(after.tiers))
         depths = await self._depths(removed) if removed else {}
         tier = next((tier for tier, depth in depths.items() if depth), None)
@@ -164,7 +178,7 @@ class TierChanges:
         return Applied(self.follower.in_force, parts, changed)
 
     async def _until_all(self, has_done: Callable[[Follower], bool], until_s: float) -> tuple[str, ...]:
-        """Wait for all living parts, this one among them; those that are still missing at `until_s`."""
+        """Wait for all live parts, including this one. Return the ones still missing at `until_s`."""
         while True:
             done = {f.part: has_done(f) for f in await self.parts()}
             missing = tuple(part for part, is_done in {self.follower.part: False, **done}.items() if not is_done)
@@ -195,5 +209,5 @@ def _log_outcome(outcome: Outcome) -> None:
         case Refused(message):
             log.error("the tiers are refused; the old ones stay in force", reason=message)
         case Late(parts, in_force):
-            event = "parts do not have the new tiers yet" if in_force else "parts do not answer: nothing has changed"
+            event = "parts do not use the new tiers yet" if in_force else "parts do not answer; nothing has changed"
             log.error(event, missing=list(parts))

@@ -236,7 +236,7 @@ async def test_a_bad_file_is_said_and_left(start: Start, path: Path) -> None:
 async def test_a_part_that_is_silent_is_named_and_nothing_changes(
     start: Start, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(coordinator, "TIMEOUT_S", 0.2)
     part = await start("a")
     await part.store.report(Follower("worker 7", part.generation))
     assert await part.changes.change(document(chat=9, bulk=9), "test") == Late(("worker 7",), in_force=False)
@@ -247,7 +247,7 @@ async def test_a_part_that_is_silent_is_named_and_nothing_changes(
 
 
 async def test_a_part_that_agrees_and_then_falls_silent_is_named(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(coordinator, "TIMEOUT_S", 0.2)
     part = await start("a")
     await part.store.report(Follower("worker 7", generation=part.generation, looked_at=10**9))
     assert await part.changes.change(document(chat=9, bulk=9), "test") == Late(("worker 7",), in_force=True)
