@@ -1,4 +1,4 @@
-"""Token events within one process: for the simulator and for tests of what uses an event channel."""
+"""An event channel within one process, for the simulator and for tests of what uses an event channel."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

@@ -1,9 +1,8 @@
-"""Token events through Redis: one stream per gateway, one entry per message.
+"""An event channel through Redis: one stream per gateway, one entry per message.
 
-The stream exists exactly while its gateway lives: `open` makes it, `listen` keeps refreshing its TTL, and
-publishers never create it, so that work for a gateway that is gone is noticed. A listener reads on from the
-last id it has seen, which is why a dropped connection neither loses nor repeats messages. One listener per
-gateway id.
+The stream exists exactly while its gateway lives: `open` creates it, `listen` refreshes its TTL, and publishers never
+create it, so publishing to a gateway that is gone fails. A listener continues after the last entry it has read, so a
+dropped connection neither loses nor repeats messages. A gateway id has one listener.
 """
 
 import asyncio
@@ -21,8 +20,8 @@ from scheduler.store import connection, keys
 
 log = structlog.get_logger()
 
-FIELD = b"m"  # the one field of an entry: msgpack of the list of events; the opening entry has another
-READ_COUNT = 256  # entries read at once
+FIELD = b"m"  # the only field of an entry: the list of events as msgpack; the opening entry has another field
+READ_COUNT = 256  # the most entries of one read
 
 T = TypeVar("T")
 
@@ -41,8 +40,8 @@ class RedisEventChannel:
         self._heartbeat_s = heartbeat_s
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[TokenEvent])
-        self._last_ids: dict[str, bytes] = {}  # of each gateway opened here: the last entry seen
-        self._pending: set[asyncio.Task[Any]] = set()  # what listeners are waiting for
+        self._last_ids: dict[str, bytes] = {}  # the last entry read, by gateway id
+        self._pending: set[asyncio.Task[Any]] = set()  # commands that listeners wait for
         self._closed = False
 
     async def publish(self, reply_to: str, events: Sequence[TokenEvent]) -> bool:
@@ -77,18 +76,18 @@ class RedisEventChannel:
             await reader.aclose()
 
     async def close(self) -> None:
-        """End the listeners and remove their streams: publishers learn at once that nobody listens."""
+        """End the listeners and remove their streams, so that publishing to them fails at once."""
         self._closed = True
         for task in self._pending:
             task.cancel()
         streams = [keys.events(gateway_id) for gateway_id in self._last_ids]
         self._last_ids.clear()
         if streams:
-            with contextlib.suppress(RedisError):  # out of reach: the TTL removes them
+            with contextlib.suppress(RedisError):  # the store is unreachable: the TTL removes the streams
                 await self._client.delete(*streams)
 
     async def _open(self, client: Redis, gateway_id: str) -> None:
-        """An entry makes the stream exist, and what comes after it is what `listen` yields."""
+        """Create the stream with a first entry. `listen` yields the entries after it."""
         pipeline = client.pipeline(transaction=True)
         pipeline.xadd(keys.events(gateway_id), {b"opened": b""})
         pipeline.pexpire(keys.events(gateway_id), self._ttl_ms)
@@ -96,8 +95,11 @@ class RedisEventChannel:
         self._last_ids[gateway_id] = entry_id
 
     async def _heartbeat(self, reader: Redis, gateway_id: str) -> None:
-        """Live on, and drop the entries already seen. If the stream is gone (this process was suspended, the
-        store was emptied), publishing was refused meanwhile; a new one takes its place."""
+        """Refresh the stream's TTL and drop the entries already read.
+
+        If the stream is gone (this process was suspended, or the store was emptied), publishing has failed meanwhile.
+        Then open a new one.
+        """
         pipeline = reader.pipeline(transaction=False)
         pipeline.pexpire(keys.events(gateway_id), self._ttl_ms)
         pipeline.xtrim(keys.events(gateway_id), minid=self._last_ids[gateway_id], approximate=False)
@@ -107,7 +109,7 @@ class RedisEventChannel:
             await self._open(reader, gateway_id)
 
     async def _read(self, reader: Redis, gateway_id: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        """New entries with their ids; waits for them until the next heartbeat is due at most."""
+        """Return new entries with their ids. Waits for them, but not beyond the next heartbeat."""
         stream, block_ms = keys.events(gateway_id), max(1, int(self._heartbeat_s * 1000))
         last_id = self._last_ids[gateway_id]
         reply: Any = await reader.xread({stream: last_id}, count=READ_COUNT, block=block_ms)
@@ -115,8 +117,10 @@ class RedisEventChannel:
         return entries
 
     async def _unless_closed(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `work`; None if `close` came first. The reader never gives up on a server that does
-        not answer, and `close` must not wait for one."""
+        """Return the result of `work`, or None if `close` comes first.
+
+        The reader waits for ever for a server that does not answer, and `close` must not.
+        """
         if self._closed:
             work.close()
             return None

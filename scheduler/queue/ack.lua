@@ -1,5 +1,5 @@
 -- Forget finished requests.
--- ARGV: id, fence of each lease. Returns 1 for each that was held, else 0.
+-- ARGV: id and fence of each lease. Returns 1 for each lease that was held, else 0.
 local done = {}
 for i = 1, #ARGV, 2 do
   local id = ARGV[i]

@@ -1,11 +1,11 @@
-"""The queue protocol: where requests wait, in order, until a worker takes them under lease.
+"""The queue protocol: requests wait here in order until a worker claims them under a lease.
 
-Two implementations, one contract suite: `redis` is the product, `memory` is for the simulator and unit tests.
-A queue knows order, leases, sizes and limits. It does not decide how many are claimed from which tier (the SLA
+Two implementations pass one contract suite: `redis` is for production, `memory` for the simulator and unit tests. A
+queue knows order, leases, sizes and limits. It does not decide how many requests are claimed from which tier (the SLA
 controller does), nor what the limits are (admission does).
 
-A request is in exactly one place: a tier's sorted set (score = `deadline_ms`), or the lease set (score = lease
-expiry), or gone. Every move between them is atomic.
+A request is in exactly one place: in its tier's sorted set (score = `deadline_ms`), in the lease set (score = expiry of
+the lease), or gone. Every move is atomic.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from scheduler.request import Claimed, Lease, Request
 
 @dataclass(frozen=True, slots=True)
 class QueueFull:
-    """`put` refused: the tier already holds `depth` waiting requests."""
+    """The reply of a refused `put`: the tier already has `depth` waiting requests."""
 
     tier: str
     depth: int
@@ -26,7 +26,7 @@ class QueueFull:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What waits somewhere. Output tokens are the most that may come."""
+    """Waiting requests and their tokens. Output tokens are the most that the requests may generate."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -35,8 +35,10 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class AheadLimit:
-    """How much may wait ahead of what is put: in its own tier by a deadline no later, and all of the tiers `above`.
-    `max_requests` of its own tier; of all together as many tokens as take `max_s`."""
+    """The most that may wait ahead of a put: requests of its own tier due no later, and all of the tiers `above`.
+
+    `max_requests` counts those of its own tier. The tokens of all of them together may take `max_s` seconds.
+    """
 
     max_requests: float
     max_s: float
@@ -51,7 +53,10 @@ class AheadLimit:
 
 @dataclass(frozen=True, slots=True)
 class TooFarBehind:
-    """`put` refused: so much waits ahead. `requests` are those of the own tier; tokens, of the tiers above, too."""
+    """The reply of a refused `put`: too much waits ahead.
+
+    `ahead.requests` counts requests of the same tier. Tokens count the tiers above as well.
+    """
 
     tier: str
     ahead: Backlog
@@ -61,10 +66,12 @@ class Queue(Protocol):
     async def put(
         self, requests: Sequence[Request], limit: int | None = None, ahead: AheadLimit | None = None
     ) -> QueueFull | TooFarBehind | None:
-        """Enqueue all of `requests` (of one tier) or none. `limit` bounds the tier's waiting requests, `ahead` what
-        waits ahead of these; looked at and entered in one move, so that of a burst no more gets in than may. What is
-        given back later is exempt from both. Putting an id that is already waiting or leased changes nothing (safe to
-        repeat)."""
+        """Enqueue all of `requests` (of one tier) or none.
+
+        `limit` bounds the tier's waiting requests, `ahead` bounds what waits ahead of `requests`. Check and entry are
+        one atomic move, so that a burst cannot exceed the bounds. Requests given back later are exempt from both.
+        Putting an id that is already waiting or leased changes nothing, so a put may be repeated.
+        """
         ...
 
     async def claim(self, limits: Mapping[str, int], lease_s: float) -> list[Claimed]:
@@ -72,50 +79,57 @@ class Queue(Protocol):
         ...
 
     async def ack(self, leases: Sequence[Lease]) -> list[bool]:
-        """The requests are done: forget them. False where the fence is stale or the request is gone."""
+        """Forget finished requests. False for each lease with a stale fence or an unknown request."""
         ...
 
     async def renew(self, leases: Sequence[Lease], lease_s: float) -> list[bool]:
-        """Extend leases. False where the lease was lost (expired and requeued, or cancelled): stop the work."""
+        """Extend leases. False for each lost lease (expired and requeued, or cancelled): stop its work."""
         ...
 
     async def release(self, leases: Sequence[Lease]) -> list[bool]:
-        """Give requests back unfinished: they return to their tier with their old deadline and place, and the claim
-        does not count as an attempt."""
+        """Give unfinished requests back to their tier, with their old deadline and place.
+
+        The claim does not count as an attempt. False for each lease that was lost.
+        """
         ...
 
     async def requeue_expired(self) -> list[str]:
-        """Return requests with expired leases to their tiers; the ids moved."""
+        """Move requests with expired leases back to their tiers. Return their ids."""
         ...
 
     async def requeue_worker(self, worker_id: str) -> list[str]:
-        """Return everything a (dead) worker holds under lease to its tiers; the ids moved."""
+        """Move everything that a (dead) worker holds under lease back to its tiers. Return the ids."""
         ...
 
     async def cancel(self, request_ids: Sequence[str]) -> list[bool]:
-        """Forget requests wherever they are. A worker that holds one learns it from `cancelled()` soon, or
-        from `renew` at the latest. False where the id is unknown."""
+        """Forget requests wherever they are. False for each unknown id.
+
+        A worker that holds one learns of it soon from `cancelled()`, or from `renew` at the latest.
+        """
         ...
 
     async def known(self, request_ids: Sequence[str]) -> list[bool]:
-        """Whether each request still exists, waiting or leased. False: it is done, cancelled or lost."""
+        """Whether each request still exists, waiting or leased. False: done, cancelled or lost."""
         ...
 
     async def depths(self, tiers: Sequence[str]) -> dict[str, int]:
-        """Waiting (not leased) requests of each tier."""
+        """Return the number of waiting (not leased) requests of each tier."""
         ...
 
     async def backlogs(self, tiers: Sequence[str]) -> dict[str, Backlog]:
-        """The same with their tokens."""
+        """Return the waiting requests of each tier with their tokens."""
         ...
 
     async def wait_for_work(self, timeout_s: float) -> bool:
-        """Return True as soon as something was put, requeued or cancelled since the last call returned;
-        False after `timeout_s`. A wake-up may be spurious; it is never lost for longer than the timeout."""
+        """Return True as soon as something was put, requeued or cancelled since the last call returned.
+
+        Return False after `timeout_s`. A wake-up may be spurious, and a lost one delays the caller by the timeout at
+        most.
+        """
         ...
 
     def cancelled(self) -> list[str]:
-        """Ids cancelled since the last call, as far as they were announced. No I/O."""
+        """Return the ids cancelled since the last call, as far as the news has arrived. No I/O."""
         ...
 
     async def close(self) -> None: ...

@@ -1,6 +1,6 @@
--- Move the earliest deadlines of each tier under lease.
--- ARGV: worker id, now_ms, lease_ms, then tier, limit (>= 1) of each tier.
--- Returns {payload, fence, attempt} of each request, in the order of the tiers.
+-- Lease the requests with the earliest deadlines of each tier to a worker.
+-- ARGV: worker id, now_ms, lease_ms, then tier and limit (>= 1) of each tier.
+-- Returns {payload, fence, attempt} of each claimed request, in the order of the tiers.
 local worker, now_ms, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 
 local ids = {}

@@ -1,7 +1,7 @@
-"""The queue in this process's memory: for the simulator and for tests of what uses a queue.
+"""The queue in this process's memory, for the simulator and for tests of what uses a queue.
 
-Behaves exactly like the one in Redis (one contract suite runs on both), numbers included; survives nothing.
-Handles made with `for_worker` share one queue, as several workers share one Redis.
+Behaves exactly like the queue in Redis, numbers included: one contract suite runs on both. Nothing outlives the
+process. Handles made with `for_worker` share one queue, as several workers share one Redis.
 """
 
 import heapq
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from scheduler.clock import Clock
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
-from scheduler.queue.wakeups import Announcements
+from scheduler.queue.wakeups import Wakeups
 from scheduler.request import Claimed, Lease, Request
 
 
@@ -21,7 +21,7 @@ class _Record:
     """A request and where it is: waiting while `fence` is None, else leased. Owned by `MemoryQueue`."""
 
     request: Request
-    number: int  # of its put: the order among equal deadlines
+    number: int  # of the put: decides the order among equal deadlines
     attempt: int = 0
     fence: int | None = None
     worker_id: str = ""
@@ -30,7 +30,7 @@ class _Record:
 
 @dataclass(slots=True)
 class _Waiting:
-    """What waits in one tier, summed. Deadlines in order."""
+    """Sums over the waiting requests of one tier, and their deadlines in order."""
 
     deadlines_ms: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -40,18 +40,21 @@ class _Waiting:
     def backlog(self) -> Backlog:
         return Backlog(len(self.deadlines_ms), self.prompt_tokens, self.output_tokens)
 
-    def enter(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         insort(self.deadlines_ms, request.deadline_ms)
         self.prompt_tokens += len(request.prompt_token_ids)
         self.output_tokens += request.sampling.max_tokens
 
-    def leave(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         del self.deadlines_ms[bisect_left(self.deadlines_ms, request.deadline_ms)]
         self.prompt_tokens -= len(request.prompt_token_ids)
         self.output_tokens -= request.sampling.max_tokens
 
     def until(self, deadline_ms: int) -> Backlog:
-        """What has a deadline no later; its tokens, as many as its share of the requests."""
+        """Return the requests due no later than `deadline_ms`.
+
+        Their tokens are estimated as their share of the requests times the tokens of all.
+        """
         if not self.deadlines_ms:
             return Backlog()
         depth, ahead = len(self.deadlines_ms), bisect_right(self.deadlines_ms, deadline_ms)
@@ -60,13 +63,13 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Shared:
-    """What all handles of one queue see. Heap entries whose record has moved on are skipped when popped."""
+    """The state shared by all handles of one queue. Stale heap entries are skipped when popped."""
 
     records: dict[str, _Record] = field(default_factory=dict)
     heaps: dict[str, list[tuple[int, int, str]]] = field(default_factory=lambda: defaultdict(list))
     waiting: dict[str, _Waiting] = field(default_factory=lambda: defaultdict(_Waiting))
     sequence: int = 0
-    listeners: list[Announcements] = field(default_factory=list)
+    listeners: list[Wakeups] = field(default_factory=list)
 
 
 class MemoryQueue:
@@ -76,11 +79,11 @@ class MemoryQueue:
         self._clock = clock
         self._worker_id = worker_id
         self._shared = shared if shared is not None else _Shared()
-        self._announcements = Announcements(clock)
-        self._shared.listeners.append(self._announcements)
+        self._wakeups = Wakeups(clock)
+        self._shared.listeners.append(self._wakeups)
 
     def for_worker(self, worker_id: str) -> "MemoryQueue":
-        """Another handle on the same queue."""
+        """Return another handle on the same queue."""
         return MemoryQueue(self._clock, worker_id, shared=self._shared)
 
     async def put(
@@ -102,9 +105,9 @@ class MemoryQueue:
         if limit is not None and depth + len(fresh) > limit:
             return QueueFull(tier, depth, limit)
         if ahead is not None:
-            waits = self._ahead(tier, max(r.deadline_ms for r in fresh.values()), ahead.above)
-            if not ahead.admits(waits):
-                return TooFarBehind(tier, waits)
+            waiting = self._ahead(tier, max(r.deadline_ms for r in fresh.values()), ahead.above)
+            if not ahead.admits(waiting):
+                return TooFarBehind(tier, waiting)
         first = self._take_numbers(len(fresh))
         for number, request in enumerate(fresh.values(), first):
             shared.records[request.id] = record = _Record(request, number)
@@ -166,7 +169,7 @@ class MemoryQueue:
             if record is None:
                 continue
             if record.fence is None:
-                self._shared.waiting[record.request.tier].leave(record.request)
+                self._shared.waiting[record.request.tier].remove(record.request)
                 self._wake()
             else:
                 for listener in self._shared.listeners:
@@ -183,14 +186,14 @@ class MemoryQueue:
         return {tier: self._shared.waiting[tier].backlog for tier in tiers}
 
     async def wait_for_work(self, timeout_s: float) -> bool:
-        return await self._announcements.wait(timeout_s)
+        return await self._wakeups.wait(timeout_s)
 
     def cancelled(self) -> list[str]:
-        return self._announcements.take_cancelled()
+        return self._wakeups.take_cancelled()
 
     async def close(self) -> None:
-        if self._announcements in self._shared.listeners:
-            self._shared.listeners.remove(self._announcements)
+        if self._wakeups in self._shared.listeners:
+            self._shared.listeners.remove(self._wakeups)
 
     def _take_numbers(self, count: int) -> int:
         first = max(self._shared.sequence + 1, self._clock.wall_ms())
@@ -200,7 +203,7 @@ class MemoryQueue:
     def _enqueue(self, record: _Record) -> None:
         request = record.request
         heapq.heappush(self._shared.heaps[request.tier], (request.deadline_ms, record.number, request.id))
-        self._shared.waiting[request.tier].enter(request)
+        self._shared.waiting[request.tier].add(request)
 
     def _ahead(self, tier: str, deadline_ms: int, above: Sequence[str]) -> Backlog:
         own = self._shared.waiting[tier].until(deadline_ms)
@@ -219,7 +222,7 @@ class MemoryQueue:
             record = self._shared.records.get(request_id)
             if record is not None and record.number == number:
                 popped.append(record)
-                self._shared.waiting[tier].leave(record.request)
+                self._shared.waiting[tier].remove(record.request)
         return popped
 
     def _held(self, lease: Lease) -> _Record | None:
@@ -227,7 +230,7 @@ class MemoryQueue:
         return record if record is not None and record.fence == lease.fence else None
 
     def _leased(self) -> list[_Record]:
-        """By expiry, ties by id: the order of the sorted set in Redis."""
+        """Return the leased requests by expiry, then id: the order of the sorted set in Redis."""
         leased = [r for r in self._shared.records.values() if r.fence is not None]
         return sorted(leased, key=lambda r: (r.expires_ms, r.request.id))
 

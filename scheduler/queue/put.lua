@@ -1,8 +1,10 @@
--- Enqueue all of some requests or none.
--- ARGV: tier, limit (-1: none), now_ms, then of what may wait ahead: requests, seconds, seconds a prompt token, seconds
--- an output token, number of tiers above and their names; then id, deadline_ms, prompt, output, payload of each.
--- Returns an empty list, or {'full', depth} if the requests that are not known yet would exceed the limit, or {'behind',
--- requests, prompt, output} with what waits ahead of them if that is more than may.
+-- Enqueue all of the given requests or none.
+-- ARGV: tier, limit (-1: none), now_ms;
+--   the most that may wait ahead: requests, seconds, seconds per prompt token, seconds per output token,
+--   number of tiers above, their names;
+--   then id, deadline_ms, prompt tokens, output tokens, payload of each request.
+-- Returns an empty list; or {'full', depth} if the requests not known yet would exceed the limit;
+-- or {'behind', requests, prompt tokens, output tokens} if more than allowed waits ahead.
 local tier, limit, now_ms = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local max_ahead, max_s, prompt_s, output_s = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local num_above = tonumber(ARGV[8])
@@ -27,8 +29,8 @@ if limit >= 0 and depth + #fresh > limit then
   return { 'full', depth }
 end
 
--- In its own tier, what has a deadline no later is ahead; its tokens, as many as its share of the requests. Of the tiers
--- above, everything.
+-- In the same tier, requests due no later are ahead; their tokens are estimated as their share of the requests times
+-- the tokens of all. Everything in the tiers above is ahead.
 local ahead, prompt, output = 0, 0, 0
 if depth > 0 then
   ahead = redis.call('ZCOUNT', queue, '-inf', latest_ms)

@@ -1,9 +1,9 @@
-"""The queue in Redis or Valkey: the product's. One sorted set per tier, one of leases, a hash per request.
+"""The production queue, in Redis or Valkey: a sorted set per tier, a sorted set of leases, a hash per request.
 
-A request is an opaque payload with an id, a tier, a deadline and its tokens. Every move is one Lua script and one round
-trip; what to move is decided by the caller. Times come from the injected clock and travel as arguments, so
-that order and leases can be tested without waiting. The clocks of all workers must therefore agree to well within
-a lease: one that is ahead by more takes the leases of the others for expired.
+A request is an opaque payload with an id, a tier, a deadline and token counts. Every move is one Lua script and one
+round trip; the caller decides what to move. Times come from the injected clock and are arguments of the scripts, so
+that order and leases can be tested without waiting. The clocks of all workers must therefore agree much more closely
+than the length of a lease: a worker whose clock is ahead by more takes the leases of the others for expired.
 """
 
 import asyncio
@@ -18,19 +18,19 @@ from redis.asyncio.client import PubSub
 from scheduler.clock import Clock
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.queue.scripts import Scripts
-from scheduler.queue.wakeups import Announcements
+from scheduler.queue.wakeups import Wakeups
 from scheduler.request import Claimed, Lease, Request
 from scheduler.store import connection, keys
 
 NO_LIMIT = AheadLimit(math.inf, math.inf, 0.0, 0.0)
-RESUBSCRIBE_S = 10.0  # of silence: a connection that broke without a word is silent, too
+RESUBSCRIBE_S = 10.0  # without a message: the connection may have broken without being closed
 
 
 class RedisQueue:
-    """Implements `scheduler.queue.base.Queue`. `worker_id` says who holds the leases of this handle's claims.
+    """Implements `scheduler.queue.base.Queue`. `worker_id` holds the leases of this handle's claims.
 
-    A command whose answer was lost in a reconnect is repeated: a repeated `put` changes nothing, what a lost
-    `claim` took comes back when the leases expire, and a repeated `ack` reports False.
+    A command whose reply was lost is sent again after the reconnect. A repeated `put` changes nothing, the requests of
+    a lost `claim` return when their leases expire, and a repeated `ack` reports False.
     """
 
     def __init__(self, client: Redis, clock: Clock, worker_id: str = "") -> None:
@@ -40,7 +40,7 @@ class RedisQueue:
         self._scripts = Scripts(client)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Request)
-        self._announcements = Announcements(clock)
+        self._wakeups = Wakeups(clock)
         self._listener: asyncio.Task[None] | None = None
 
     async def put(
@@ -107,13 +107,13 @@ class RedisQueue:
 
     async def wait_for_work(self, timeout_s: float) -> bool:
         self._start_listening()
-        return await self._announcements.wait(timeout_s)
+        return await self._wakeups.wait(timeout_s)
 
     def cancelled(self) -> list[str]:
-        return self._announcements.take_cancelled()
+        return self._wakeups.take_cancelled()
 
     async def close(self) -> None:
-        """End the listener. The client belongs to whoever made it."""
+        """End the listener. The client stays open: the caller owns it."""
         if self._listener is not None:
             self._listener.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -121,13 +121,16 @@ class RedisQueue:
             self._listener = None
 
     def _start_listening(self) -> None:
-        """Only those who claim or wait need to listen: a gateway's handle never opens the connection."""
+        """Start on the first claim or wait. A gateway's handle does neither, and opens no connection for it."""
         if self._listener is None:
             self._listener = asyncio.create_task(self._listen(), name="queue-listener")
 
     async def _listen(self) -> None:
-        """Turn messages into announcements. Whenever the subscription is made (again), something may have
-        been missed: one wake-up makes up for it, and missed cancels show at the next `renew`."""
+        """Turn messages into wake-ups.
+
+        Messages may be missed before each (new) subscription. One wake-up makes up for them, and a missed cancel is
+        noticed at the next `renew`.
+        """
         client = connection.blocking(self._client, RESUBSCRIBE_S)
         try:
             while True:
@@ -141,8 +144,8 @@ class RedisQueue:
             while (message := await pubsub.get_message(timeout=RESUBSCRIBE_S)) is not None:
                 data = message["data"]
                 if message["type"] == "message" and data.startswith(b"cancel:"):
-                    self._announcements.cancel(data.removeprefix(b"cancel:").decode())
+                    self._wakeups.cancel(data.removeprefix(b"cancel:").decode())
                 else:
-                    self._announcements.wake()
+                    self._wakeups.wake()
         finally:
             await pubsub.aclose()  # type: ignore[no-untyped-call]

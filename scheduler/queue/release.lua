@@ -1,5 +1,5 @@
--- Give unfinished requests back to their tiers; the claim does not count as an attempt.
--- ARGV: id, fence of each lease. Returns 1 for each that was held, else 0.
+-- Give unfinished requests back to their tiers. The claim does not count as an attempt.
+-- ARGV: id and fence of each lease. Returns 1 for each lease that was held, else 0.
 local released = {}
 local any = false
 for i = 1, #ARGV, 2 do

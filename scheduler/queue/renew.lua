@@ -1,5 +1,5 @@
--- Move the expiry of leases.
--- ARGV: expires_ms, then id, fence of each lease. Returns 1 for each that was held, else 0.
+-- Set a new expiry of leases.
+-- ARGV: expires_ms, then id and fence of each lease. Returns 1 for each lease that was held, else 0.
 local renewed = {}
 for i = 2, #ARGV, 2 do
   local held = holds(ARGV[i], ARGV[i + 1])

@@ -1,7 +1,7 @@
 """The Lua files of this folder as typed functions.
 
-Knows the order of each script's arguments and the shape of its reply. `shared.lua` and the key names of
-keys.py go in front of every one of them.
+Knows the order of each script's arguments and the shape of its reply. The key names of keys.py and `shared.lua` are put
+in front of every script.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,11 @@ local QUEUE, WAITING, REQUEST = '{keys.QUEUE_PREFIX}', '{keys.WAITING_PREFIX}', 
 local LEASES, SEQUENCE, WAKE = '{keys.LEASES}', '{keys.SEQUENCE}', '{keys.WAKE}'
 """
 
-
-MANY = 1e15  # no limit: infinity has no spelling that every Lua reads
+NO_LIMIT = 1e15  # stands for infinity, which not every Lua can parse
 
 
 class Scripts:
-    """Made for one client; sends each script by its hash, and whole when the server does not know it yet."""
+    """The scripts for one client. Sends a script's hash, and its text when the server does not know the hash yet."""
 
     def __init__(self, client: Redis) -> None:
         self._put = _script(client, "put")
@@ -45,8 +44,13 @@ class Scripts:
         ahead: AheadLimit,
         requests: Sequence[tuple[str, int, int, int, bytes]],
     ) -> QueueFull | TooFarBehind | None:
-        """None when all are enqueued. `requests`: id, deadline_ms, prompt tokens, most output tokens, payload."""
-        bounds = (min(ahead.max_requests, MANY), min(ahead.max_s, MANY), ahead.prompt_token_s, ahead.output_token_s)
+        """Return None if all are enqueued. `requests`: id, deadline_ms, prompt tokens, most output tokens, payload."""
+        bounds = (
+            min(ahead.max_requests, NO_LIMIT),
+            min(ahead.max_s, NO_LIMIT),
+            ahead.prompt_token_s,
+            ahead.output_token_s,
+        )
         rows = (part for request in requests for part in request)
         most = -1 if limit is None else limit
         match await self._put(args=[tier, most, now_ms, *bounds, len(ahead.above), *ahead.above, *rows]):
@@ -59,7 +63,7 @@ class Scripts:
     async def claim(
         self, worker_id: str, now_ms: int, lease_ms: int, limits: Mapping[str, int]
     ) -> list[tuple[bytes, int, int]]:
-        """Payload, fence and attempt of each."""
+        """Return payload, fence and attempt of each claimed request."""
         wanted = [part for tier_and_limit in limits.items() for part in tier_and_limit]
         claimed: list[tuple[bytes, int, int]] = await self._claim(args=[worker_id, now_ms, lease_ms, *wanted])
         return claimed

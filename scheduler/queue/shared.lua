@@ -1,11 +1,11 @@
--- Put in front of every script of this folder, after the key names of keys.py (QUEUE, WAITING, REQUEST, LEASES,
--- SEQUENCE, WAKE). Scripts move requests atomically; they decide nothing.
+-- Functions for every script of this folder. This file is put in front of each of them, after the key names of keys.py
+-- (QUEUE, WAITING, REQUEST, LEASES, SEQUENCE, WAKE). Scripts move requests atomically and make no decisions.
 --
--- Redis undoes nothing when a script fails half-way, so scripts check before they write and step over a
--- request whose hash somebody else has removed (an eviction policy, a careless hand).
+-- Redis undoes nothing when a script fails half-way. Scripts therefore check before they write, and skip a request
+-- whose hash is missing (removed by an eviction policy or by hand).
 
--- The first of `count` consecutive numbers, each greater than all that were given out before. They start from
--- the clock, so that this stays true when the server lost its last writes, or everything.
+-- Return the first of `count` consecutive numbers, each greater than all numbers given out before. Numbers start from
+-- the clock, so that this holds even when the server has lost its last writes or all data.
 local function take_numbers(count, now_ms)
   local last = tonumber(redis.call('GET', SEQUENCE) or '0')
   local first = math.max(last + 1, tonumber(now_ms))
@@ -13,7 +13,8 @@ local function take_numbers(count, now_ms)
   return first
 end
 
--- A member of a tier's set tells its own size: what leaves the set can be taken off the sums without its hash.
+-- Make a member of a tier's set. It contains the request's tokens, so that a removed member can be subtracted from the
+-- sums without the request's hash.
 local function make_member(number, prompt, output, id)
   return string.format('%016.0f:%.0f:%.0f:', number, prompt, output) .. id
 end
@@ -23,7 +24,7 @@ local function read_member(member)
   return tonumber(prompt), tonumber(output), id
 end
 
--- The sums over all members, from the members: for a hash that somebody else has removed.
+-- Compute a tier's sums anew from its members, because the hash of the sums is missing.
 local function recount(tier)
   local prompt, output = 0, 0
   for _, member in ipairs(redis.call('ZRANGE', QUEUE .. tier, 0, -1)) do
@@ -33,7 +34,7 @@ local function recount(tier)
   redis.call('HSET', WAITING .. tier, 'prompt', prompt, 'output', output)
 end
 
--- Say how the sums of a tier have changed, after its set has. An empty tier has no hash: nothing can drift for long.
+-- Change the sums of a tier after its set has changed. An empty tier has no hash, so an error in the sums cannot last.
 local function count_tokens(tier, prompt, output)
   local key = WAITING .. tier
   if redis.call('EXISTS', QUEUE .. tier) == 0 then
@@ -46,7 +47,7 @@ local function count_tokens(tier, prompt, output)
   end
 end
 
--- Waiting prompt tokens and output tokens of a tier.
+-- Return the waiting prompt tokens and output tokens of a tier.
 local function waiting_tokens(tier)
   if redis.call('EXISTS', QUEUE .. tier) == 0 then
     return 0, 0
@@ -60,7 +61,8 @@ local function holds(id, fence)
   return redis.call('HGET', REQUEST .. id, 'fence') == fence
 end
 
--- From the lease set back into the tier's set, to the old place. No limit counts here: it was admitted once.
+-- Move a request from the lease set back to its old place in its tier's set. No limit is checked: the request was
+-- admitted before.
 local function give_back(id)
   local key = REQUEST .. id
   local fields = redis.call('HMGET', key, 'tier', 'deadline_ms', 'member')

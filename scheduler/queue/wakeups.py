@@ -1,7 +1,7 @@
-"""What a worker has heard from its queue since it last asked: "there is work" and "this was cancelled".
+"""Wake-ups for a worker: "there is work" and "this request was cancelled", collected until the worker reads them.
 
-Filled by a queue implementation, read by the loop through the queue's `wait_for_work` and `cancelled`. Does
-not know how the news travels.
+A queue implementation fills them, and the worker's loop reads them through the queue's `wait_for_work` and `cancelled`.
+Does not know how the messages travel.
 """
 
 import asyncio
@@ -9,36 +9,38 @@ import asyncio
 from scheduler.clock import Clock
 
 
-class Announcements:
+class Wakeups:
     """One per queue handle, for one waiting task."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._news = asyncio.Event()
+        self._happened = asyncio.Event()
         self._cancelled: list[str] = []
 
     def wake(self) -> None:
-        self._news.set()
+        self._happened.set()
 
     def cancel(self, request_id: str) -> None:
         self._cancelled.append(request_id)
-        self._news.set()
+        self._happened.set()
 
     def take_cancelled(self) -> list[str]:
         taken, self._cancelled = self._cancelled, []
         return taken
 
     async def wait(self, timeout_s: float) -> bool:
-        """True when there was news since the last True; False after `timeout_s` on the clock without any.
-        The timeout is the clock's, not the event loop's, so that it also works in simulated time."""
-        if not self._news.is_set() and timeout_s > 0:
-            news = asyncio.ensure_future(self._news.wait())
+        """Return True when something has happened since the last True, False after `timeout_s` without anything.
+
+        The timeout runs on the clock, not on the event loop, so that it also works in simulated time.
+        """
+        if not self._happened.is_set() and timeout_s > 0:
+            happened = asyncio.ensure_future(self._happened.wait())
             timer = asyncio.ensure_future(self._clock.sleep(timeout_s))
             try:
-                await asyncio.wait({news, timer}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({happened, timer}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                news.cancel()
+                happened.cancel()
                 timer.cancel()
-        heard = self._news.is_set()
-        self._news.clear()
-        return heard
+        has_happened = self._happened.is_set()
+        self._happened.clear()
+        return has_happened

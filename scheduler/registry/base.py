@@ -1,7 +1,7 @@
-"""The worker registry: which workers are alive, what they can do, their metrics, and what their controllers do.
+"""The worker registry: live workers with their status, their metrics and the state of their SLA controllers.
 
-Workers announce themselves every second or so; who stops announcing is gone a few seconds later. Gateways
-read it for admission, `/ready`, `/v1/models`, `/metrics` and `/admin/sla`.
+Workers announce themselves about every second. A worker that stops is removed a few seconds later. Gateways read the
+registry for admission, `/ready`, `/v1/models`, `/metrics` and `/admin/sla`.
 """
 
 from typing import Protocol
@@ -11,21 +11,21 @@ from scheduler.registry.worker_status import WorkerStatus
 
 class WorkerRegistry(Protocol):
     async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> None:
-        """I am alive. `metrics_text`: Prometheus exposition text; `sla_json`: what the controller does and why."""
+        """Say that this worker is alive. `metrics_text`: Prometheus text; `sla_json`: state of the SLA controller."""
         ...
 
     async def withdraw(self, worker_id: str) -> None:
-        """I am leaving. Unknown ids are ignored."""
+        """Remove a worker. Unknown ids are ignored."""
         ...
 
     async def workers(self) -> list[WorkerStatus]:
-        """Those alive, by id."""
+        """Return the status of every live worker, ordered by id."""
         ...
 
     async def metrics(self) -> dict[str, str]:
-        """The last announced metrics of those alive, by worker id."""
+        """Return the last announced metrics of every live worker, by worker id."""
         ...
 
     async def sla(self) -> dict[str, str]:
-        """What their controllers said last, as JSON objects, by worker id."""
+        """Return the last announced controller state of every live worker as a JSON text, by worker id."""
         ...

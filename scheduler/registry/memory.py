@@ -1,4 +1,4 @@
-"""The worker registry within one process: for the simulator and for tests of what uses a registry."""
+"""The worker registry within one process, for the simulator and for tests of what uses a registry."""
 
 from dataclasses import dataclass
 

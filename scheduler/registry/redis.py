@@ -1,6 +1,6 @@
-"""The worker registry in Redis: a hash with a TTL per worker, and a set of their ids as index.
+"""The worker registry in Redis: a hash with a TTL per worker, and a set of all worker ids as index.
 
-The server's own clock decides who is alive, so the machines' clocks need not agree.
+The server's clock decides which workers are alive, so the clocks of the machines need not agree.
 """
 
 import msgspec
@@ -44,8 +44,11 @@ class RedisWorkerRegistry:
         return {worker_id: text.decode() for worker_id, text in (await self._fields("sla")).items()}
 
     async def _fields(self, name: str) -> dict[str, bytes]:
-        """One field of every live worker, by worker id. Ids whose hash has expired leave the index; should
-        such a worker come back in this very moment, its next announcement enters it again."""
+        """Return one field of every live worker, by worker id.
+
+        Ids whose hash has expired are removed from the index. If such a worker returns at this very moment, its next
+        announcement adds it again.
+        """
         members = await self._client.smembers(keys.WORKERS)
         ids = sorted(m.decode() if isinstance(m, bytes) else m for m in members)
         if not ids:

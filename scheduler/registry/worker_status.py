@@ -1,20 +1,23 @@
-"""What a worker says of itself in its heartbeat: for admission, and for `/ready`. Plain data."""
+"""The status that a worker sends in its heartbeat, for admission and `/ready`. Plain data."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class TierCapacity:
-    """What a worker can do for one tier, said with caution, and what it has to do before. A tier is served behind those
-    above it: what is held, and the step, are theirs as well. A rate of 0: not known yet."""
+    """A cautious estimate of a worker's capacity for one tier, and its work ahead of new requests of the tier.
 
-    prompt_tokens: int = 0  # claimed, not computed; those above included
-    output_tokens: int = 0  # claimed, may still come at most; those above included
-    step_s: float = 0.0  # a step of the decodes there are, those above included
-    slots_free: int = 0  # of its batch size; negative: so many wait for one
-    drain_per_s: float = 0.0  # requests that end while all slots are taken
+    Tiers of higher priority are served first, so their work and their decodes are included. A rate of 0 is not known
+    yet.
+    """
+
+    prompt_tokens: int = 0  # claimed and not computed yet
+    output_tokens: int = 0  # of claimed requests: the most that they may still generate
+    step_s: float = 0.0  # time of a step with the present decodes
+    slots_free: int = 0  # of the tier's batch size; negative: the number of requests that wait for a slot
+    drain_per_s: float = 0.0  # requests that end per second while all slots are taken
     prefill_tokens_per_s: float = 0.0
-    output_tokens_per_s: float = 0.0  # all slots together
+    output_tokens_per_s: float = 0.0  # over all slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker's heartbeat; it lives in the store for a few seconds only."""
+    """A worker's heartbeat. The store keeps it for a few seconds only."""
 
     worker_id: str
     model_names: tuple[str, ...]
@@ -41,4 +44,4 @@ class WorkerStatus:
     eos_token_ids: tuple[int, ...] = ()
     device: str = ""
     tiers: dict[str, TierStatus] = field(default_factory=dict)
-    at_ms: int = 0  # when this was said, by the worker's wall clock
+    at_ms: int = 0  # when the heartbeat was made, by the worker's wall clock

@@ -1,8 +1,8 @@
-"""Follows the tiers that the store has in force, in one process; and votes on those that somebody proposes.
+"""Follows, in one process, the tiers that the store has in force, and votes on proposed ones.
 
-A part that starts beside others takes what they have in force; the first one puts its own file in force. So a change
-made at run time lasts as long as anybody is there, and a file always wins at a start from nothing. Knows documents and
-votes; what the tiers are used for is its `Subject`'s matter, and changes come from elsewhere (`tier_change`).
+A part (a gateway or worker process) that starts beside others takes the tiers that they have in force. The first part
+puts its own file in force. So a change made at run time lasts as long as any part runs, and the file wins at a start
+from nothing. Knows documents and votes; the `Subject` uses the tiers, and `coordinator` makes changes.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ from scheduler.reload.store import Follower, TierDocument, TierStore
 
 log = structlog.get_logger()
 
-REPORT_S = 1.0  # between two looks without news
-JOIN_S = 5.0  # for whoever decides at this moment to come to an end
-POLL_S = 0.01
+REPORT_S = 1.0  # between two reads of the store, and two reports to it, while nothing changes
+JOIN_S = 5.0  # for a change that is under way to end before this part joins
+POLL_S = 0.01  # between two attempts to join
 
 
 class Subject(Protocol):
-    """What uses the tiers in this process."""
+    """The user of the tiers in this process."""
 
     def objection(self, tiers: TierSet) -> str:
-        """A sentence that says why `tiers` cannot be had here now; empty: they can."""
+        """Return a sentence that says why `tiers` cannot be used here now; empty: they can."""
         ...
 
     def reconfigure(self, tiers: TierSet) -> None:
@@ -40,7 +40,7 @@ class Subject(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """What this process follows. `generation` 0: the store has not been heard yet."""
+    """The tiers that this process uses. `generation` 0: the store has not answered yet."""
 
     tiers: TierSet
     generation: int
@@ -49,24 +49,23 @@ class InForce:
 
 
 class TierFollower:
-    """Owner of what this process has in force. Use as `async with`: it follows inside."""
+    """Owns the tiers in force in this process. Use as `async with`: it follows the store inside the block."""
 
     def __init__(self, store: TierStore, subject: Subject, part: str, tiers: TierSet, path: Path, clock: Clock) -> None:
-        """`part` is this process's name among the store's, in words; `tiers` were read from `path`, and the subject
-        uses them already."""
+        """`part` names this process in the store. `tiers` were read from `path`, and `subject` uses them already."""
         self._store = store
         self._subject = subject
         self._clock = clock
         self.part = part
         self.in_force = InForce(tiers, 0, str(path), clock.wall_ms())
-        self._vote = (0, "")  # on which generation, and what there is against it
+        self._vote = (0, "")  # generation of the last proposal voted on, and the objection (empty: none)
         self._has_joined = False
-        self._is_away = False  # the store, at the last look
+        self._is_store_away = False  # at the last read
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        """Where the store answers, what is in force there is so here when this returns."""
+        """Start to follow. If the store answers, its tiers in force are used here when this returns."""
         await self._look()
         self._tasks = [asyncio.create_task(self._store.listen(self._news.set)), asyncio.create_task(self._follow())]
         return self
@@ -77,7 +76,7 @@ class TierFollower:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(RedisError):  # it counts as gone when its last report has lapsed
+        with contextlib.suppress(RedisError):  # without this, the part counts as gone when its last report expires
             await self._store.leave(self.part)
 
     async def _follow(self) -> None:
@@ -89,8 +88,10 @@ class TierFollower:
             await self._look()
 
     async def _look(self) -> None:
-        """Take what is in force, vote on what is proposed, report both. No error ends the following: a process that
-        is silent for ever would keep all others from any change."""
+        """Take the tiers in force, vote on proposed ones, and report both.
+
+        No error ends the following: a process that stayed silent would prevent every change.
+        """
         try:
             if not self._has_joined:
                 await self._join()
@@ -101,16 +102,16 @@ class TierFollower:
             if reading.proposed is not None and reading.proposed.generation != self._vote[0]:
                 self._vote = (reading.proposed.generation, self._objection(reading.proposed))
             await self._store.report(Follower(self.part, self.in_force.generation, *self._vote))
-            self._is_away = False
+            self._is_store_away = False
         except RedisError as error:
-            if not self._is_away:
+            if not self._is_store_away:
                 log.warning("the store does not answer; the tiers stay as they are", error=str(error))
-            self._is_away = True
+            self._is_store_away = True
         except Exception:
-            log.exception("following the tiers failed; it goes on")
+            log.exception("following the tiers failed and will be tried again")
 
     async def _join(self) -> None:
-        """As the first part to come, put the own file in force."""
+        """Take part in changes. The first part puts its own file in force."""
         until_s = self._clock.now() + JOIN_S
         while self._clock.now() < until_s:
             others = [f for f in await self._store.followers() if f.part != self.part]
@@ -121,14 +122,14 @@ class TierFollower:
             if document is None:
                 await self._clock.sleep(POLL_S)
             elif any(f.part != self.part and f.generation for f in await self._store.followers()):
-                return await self._store.withdraw(document)  # another one was faster
-            else:  # reported first, so that whoever comes next sees that somebody is here
+                return await self._store.withdraw(document)  # another part was faster
+            else:  # report first, so that the next part to join sees this one
                 await self._store.report(Follower(self.part, document.generation))
                 await self._store.commit(document)
                 return
 
     def _take(self, document: TierDocument) -> None:
-        """Others may have agreed to it while this process was away: what it cannot use is left, and said."""
+        """Use `document`, or log why not: others may have agreed to it while this process was away."""
         objection = self._objection(document)
         if objection:
             log.error("the tiers in force cannot be used here", generation=document.generation, reason=objection)
@@ -142,5 +143,5 @@ class TierFollower:
     def _objection(self, document: TierDocument) -> str:
         try:
             return self._subject.objection(parse_tiers(document.content, document.source))
-        except TierConfigError as error:  # another version of this program found nothing wrong
+        except TierConfigError as error:  # a part of another version of this program accepted it
             return str(error)

@@ -1,7 +1,7 @@
-"""The tiers that a store's gateways and workers share: the document in force, the one proposed, and who follows.
+"""The tiers shared through the store: the document in force, the proposed one, and the followers.
 
-Knows Redis and documents as plain data; does not know whether one is any good, nor what is done with it
-(`tier_control` does). A document in force has been agreed to by all who followed at that moment.
+Knows Redis and documents as plain data; does not know whether a document is valid, nor what it is used for. All
+followers of the moment have agreed to the document in force.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from redis.asyncio.client import PubSub
 
 from scheduler.store import connection, keys
 
-RESUBSCRIBE_S = 10.0  # of silence: a connection that broke without a word is silent, too
+RESUBSCRIBE_S = 10.0  # without a message: the connection may have broken without being closed
 
-# Ends the proposal ARGV[1] if it is still that one: ARGV[2] 1 puts it in force. 1: it is in force now.
+# End the proposal ARGV[1] if it is still the current one; with ARGV[2] 1, put it in force. Returns 1 if it is in force.
 _SETTLE = f"""\
 if redis.call('GET', KEYS[2]) == ARGV[1] then
   if ARGV[2] == '1' then redis.call('HSET', KEYS[1], 'in_force', ARGV[1]) end
@@ -29,7 +29,7 @@ return redis.call('HGET', KEYS[1], 'in_force') == ARGV[1] and 1 or 0
 
 @dataclass(frozen=True, slots=True)
 class TierDocument:
-    """`content` is what `parse_tiers` takes; `source` says where it came from, in words."""
+    """`content` is the input of `parse_tiers`; `source` says in words where it came from."""
 
     generation: int
     content: dict[str, Any]
@@ -39,13 +39,12 @@ class TierDocument:
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """One gateway or worker: which generation it has in force, which proposal it has looked at last, and what it
-    has against that one (empty: nothing)."""
+    """The report of one gateway or worker."""
 
-    part: str
-    generation: int = 0
-    looked_at: int = 0
-    objection: str = ""
+    part: str  # its name
+    generation: int = 0  # of the document it uses
+    looked_at: int = 0  # generation of the last proposal it has voted on
+    objection: str = ""  # to that proposal; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +69,11 @@ class TierStore:
         return Reading(self._document(in_force), self._document(proposed))
 
     async def propose(self, content: dict[str, Any], source: str, now_ms: int) -> TierDocument | None:
-        """The new document; None while another one is being decided on."""
+        """Return the proposed document, or None while another one is being voted on."""
         generation = await self._client.hincrby(keys.TIERS, "generation", 1)
         document = TierDocument(generation, content, source, now_ms)
         data, ttl_ms = self._encoder.encode(document), int(keys.TIERS_PROPOSED_TTL_S * 1000)
-        # Sent a second time, when the first answer was lost, it finds the proposal taken: by itself.
+        # If the first reply was lost, the repeated SET fails because of the first one: then the value is this document.
         is_set = await self._client.set(keys.TIERS_PROPOSED, data, nx=True, px=ttl_ms)
         if not is_set and await self._client.get(keys.TIERS_PROPOSED) != data:
             return None
@@ -82,7 +81,7 @@ class TierStore:
         return document
 
     async def commit(self, document: TierDocument) -> bool:
-        """Put the proposed `document` in force; False where it is not the proposal any more."""
+        """Put the proposed `document` in force. Return False if it is no longer the proposal."""
         return await self._end_proposal(document, commit=True)
 
     async def withdraw(self, document: TierDocument) -> None:
@@ -93,7 +92,7 @@ class TierStore:
         return bool(await self._settle(keys=[keys.TIERS, keys.TIERS_PROPOSED], args=[data, int(commit)]))
 
     async def report(self, follower: Follower) -> None:
-        """I am there; within `FOLLOWER_TTL_S` again."""
+        """Say that this part is alive. The report expires after `FOLLOWER_TTL_S`."""
         ttl_ms = int(keys.FOLLOWER_TTL_S * 1000)
         pipeline = self._client.pipeline(transaction=True)
         pipeline.set(keys.follower(follower.part), self._encoder.encode(follower), px=ttl_ms)
@@ -107,7 +106,7 @@ class TierStore:
         await pipeline.execute()
 
     async def followers(self) -> list[Follower]:
-        """Those alive, by name. Names whose key has expired leave the set."""
+        """Return the live followers, ordered by name. Names whose key has expired are removed from the set."""
         members: set[bytes] = await self._client.smembers(keys.FOLLOWERS)  # type: ignore[assignment]  # not decoded
         parts = sorted(member.decode() for member in members)
         if not parts:
@@ -119,7 +118,7 @@ class TierStore:
         return [self._followers.decode(report) for report in reports if report is not None]
 
     async def listen(self, on_news: Callable[[], None]) -> None:
-        """Call `on_news` when there may be something new to read, until cancelled: also after each reconnect."""
+        """Call `on_news` when there may be something new to read, also after each reconnect. Runs until cancelled."""
         client = connection.blocking(self._client, RESUBSCRIBE_S)
         try:
             while True:

@@ -1,7 +1,7 @@
-"""Connections to Redis or Valkey: the one module that owns timeouts, retries and reconnects.
+"""Connections to Redis or Valkey: all timeouts, retries and reconnects are set here.
 
 Knows servers and sockets; does not know what is stored. URLs are `redis://host:port/db`, `rediss://…` or
-`unix:///path/to/socket`. Any Redis from 6.2 on and any Valkey serves.
+`unix:///path/to/socket`. Works with Redis 6.2 or newer and with any Valkey.
 """
 
 import asyncio
@@ -19,24 +19,24 @@ from scheduler.store import keys
 
 CONNECT_TIMEOUT_S = 2.0
 REPLY_TIMEOUT_S = 5.0
-MAX_CONNECTIONS = 32  # of a process; a burst of commands waits for its turn instead of failing
-HEALTH_CHECK_S = 15  # a connection idle for longer is tried with a PING before it carries a command
-RETRIES = 10  # of a server that refuses connections, about two seconds: a restarting one is back by then
-COMMAND_TIMEOUT_S = 6.0  # with all its retries: also a server that accepts everything and answers nothing has an end
+MAX_CONNECTIONS = 32  # per process; commands beyond this wait for a free connection instead of failing
+HEALTH_CHECK_S = 15  # a connection idle for longer is checked with a PING before the next command
+RETRIES = 10  # about two seconds with a server that refuses connections: long enough for its restart
+COMMAND_TIMEOUT_S = 6.0  # for a command with all retries, so that a server that accepts but never answers is noticed
 FIRST_BACKOFF_S = 0.01  # upper bound of the pause after the first failure; doubles with each one
 MAX_BACKOFF_S = 0.5
 MAX_DOUBLINGS = 16
-FOREVER = -1
+FOREVER = -1  # redis-py's number of retries without a limit
 
 Command = bytes | str | Iterable[bytes]
 
 
 def connect(url: str) -> Redis:
-    """A client with a pool of connections; opens none yet. Commands ride through a short outage of the
-    server, then raise `redis.exceptions.ConnectionError`, or after `COMMAND_TIMEOUT_S` a `TimeoutError`; a
-    new connection, where one is needed, may take as long again.
+    """Return a client with a pool of connections. Opens no connection yet.
 
-    A command whose answer was lost is sent again: callers send only what may happen twice.
+    Commands are retried during a short outage of the server. Then they raise `redis.exceptions.ConnectionError`, or a
+    `TimeoutError` after `COMMAND_TIMEOUT_S`; opening a connection may take as long again. A command whose reply was
+    lost is sent again, so callers send only commands that may run twice.
     """
     tcp_only = {} if url.startswith("unix:") else {"socket_keepalive": True}
     pool = BlockingConnectionPool.from_url(
@@ -55,9 +55,10 @@ def connect(url: str) -> Redis:
 
 
 def blocking(client: Redis, longest_s: float) -> Redis:
-    """A second client to the same server, for reads that wait up to `longest_s`. It reconnects for as long as it
-    takes, also when a read has had no answer at all: the other end may be gone without a word. The caller closes
-    it."""
+    """Return a second client to the same server, for reads that wait up to `longest_s`. The caller closes it.
+
+    It reconnects for ever, also when a read times out, because the server may have gone without closing the connection.
+    """
     pool = client.connection_pool
     timeout_s = longest_s + REPLY_TIMEOUT_S
     settings = {**pool.connection_kwargs, "socket_timeout": timeout_s, "retry": Retry(_backoff(), FOREVER)}
@@ -66,8 +67,10 @@ def blocking(client: Redis, longest_s: float) -> Redis:
 
 
 async def durable(client: Redis, timeout_s: float = 3.0) -> bool:
-    """Wait until everything written so far, on any connection, is on the server's disk. False where the
-    server cannot tell (before Redis 7.2, or without AOF) or did not manage in time."""
+    """Wait until everything written so far, on any connection, is on the server's disk.
+
+    Return False if the server cannot tell (before Redis 7.2, or without AOF) or if it takes longer than `timeout_s`.
+    """
     pipeline = client.pipeline(transaction=False)
     pipeline.set(keys.DURABLE, b"", px=int(keys.DURABLE_TTL_S * 1000))
     pipeline.execute_command("WAITAOF", 1, 0, int(timeout_s * 1000))
@@ -80,8 +83,11 @@ async def durable(client: Redis, timeout_s: float = 3.0) -> bool:
 
 
 class _SendsDirectly(AbstractConnection):
-    """redis-py sends under `asyncio.wait_for`, which before Python 3.12 may swallow the cancellation of the task that
-    sends (cpython #86296), and makes a task of its own for each command. The same limit without it."""
+    """Sends with the same time limit as redis-py, but without `asyncio.wait_for`.
+
+    Before Python 3.12, `asyncio.wait_for` may swallow the cancellation of the sending task (cpython #86296). It also
+    makes a task for each command.
+    """
 
     async def send_packed_command(self, command: Command, check_health: bool = True) -> None:
         timeout_s, self.socket_timeout = self.socket_timeout, None
@@ -114,7 +120,7 @@ _SENDING_DIRECTLY: dict[type[AbstractConnection], type[AbstractConnection]] = {
 
 
 class _BoundedRetry(Retry):
-    """Ends a command after `COMMAND_TIMEOUT_S`, whichever attempt it is in."""
+    """Ends a command after `COMMAND_TIMEOUT_S`, retries included."""
 
     async def call_with_retry(self, *args: Any, **options: Any) -> Any:
         timeout_s = COMMAND_TIMEOUT_S

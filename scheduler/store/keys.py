@@ -1,29 +1,29 @@
 """Every key, channel and lifetime that Tidegate's scheduler uses in Redis, in one place.
 
-Knows names; knows no commands. Times in Redis are integer milliseconds of Unix time.
+Knows names, not commands. Times in Redis are integer milliseconds of Unix time.
 
-The store is one server, not a cluster: the scripts derive a request's key from its id, so keys of many slots
-meet in one script.
+The store must be one server, not a cluster: a script derives each request's key from the request's id, so the keys of
+one script belong to many cluster slots.
 """
 
 # Queue ------------------------------------------------------------------------------------------------
 
 # Sorted set per tier: `tidegate:queue:realtime`. Score = deadline in ms. Member = `<16 digits>:<prompt tokens>:<most
-# output tokens>:<request id>`; the digits number the puts, so that equal deadlines leave in the order of their coming.
+# output tokens>:<request id>`; the digits number the puts, so that equal deadlines are claimed in the order of arrival.
 QUEUE_PREFIX = "tidegate:queue:"
 
-# Hash per tier with waiting requests: prompt, output: the sums of these tokens over the members of its sorted set.
+# Hash per tier with waiting requests. Fields prompt and output: sums of these tokens over the tier's sorted set.
 WAITING_PREFIX = "tidegate:waiting:"
 
-# Hash per request, from put until ack or cancel: tier, member, deadline_ms, payload (msgpack `Request`),
-# attempt (claims, without those released), and, while leased, fence and worker. No TTL: a batch line may wait
-# for a day.
+# Hash per request, from put until ack or cancel. Fields: tier, member, deadline_ms, payload (msgpack `Request`),
+# attempt (number of claims, without the released ones), and, while leased, fence and worker. No TTL, because a line of
+# a batch may wait for a day.
 REQUEST_PREFIX = "tidegate:request:"
 
-# Sorted set of all leased requests. Score = when the lease expires, in ms; member = request id.
+# Sorted set of all leased requests. Score = expiry of the lease in ms; member = request id.
 LEASES = "tidegate:leases"
 
-# The last number given to a put or a claim; never goes back. The one key that outlives all requests.
+# The last number given to a put or a claim. Only grows, and outlives all requests.
 SEQUENCE = "tidegate:sequence"
 
 # Pub/sub channel: `wake` after a put or a requeue, `cancel:<request id>` when a leased request was cancelled.
@@ -31,52 +31,53 @@ WAKE = "tidegate:wake"
 
 # Events -----------------------------------------------------------------------------------------------
 
-# Stream per gateway; it exists while the gateway listens.
+# Stream per gateway. Exists while the gateway listens.
 EVENTS_PREFIX = "tidegate:events:"
 
-# A gateway that has not been heard of for this long is gone, and publishers drop its work. Well above any
-# pause of a busy gateway process, well below what a worker should waste on a dead one.
+# A gateway that has not refreshed its stream for this long counts as gone, and workers drop its requests. Well above
+# any pause of a busy gateway process, and well below the time that workers should spend on requests of a dead gateway.
 EVENTS_TTL_S = 30.0
 
-# How often a listener refreshes that TTL and trims what it has read.
+# Time between two refreshes of that TTL. Each refresh also trims the entries that were read.
 EVENTS_HEARTBEAT_S = 2.0
 
-# Messages a stream holds at most: minutes of steps, while listeners trim every heartbeat.
+# The most messages in a stream: enough for minutes of steps, while listeners trim it every heartbeat.
 EVENTS_MAXLEN = 10_000
 
 # Workers ----------------------------------------------------------------------------------------------
 
-# Set of worker ids that were announced; ids whose hash has expired are removed by whoever notices.
+# Set of announced worker ids. A reader removes ids whose hash has expired.
 WORKERS = "tidegate:workers"
 
 # Hash per live worker: status (msgpack `WorkerStatus`), metrics (Prometheus text), sla (JSON).
 WORKER_PREFIX = "tidegate:worker:"
 
-# A worker announces itself every second or so; several missed announcements in a row and it counts as dead.
+# A worker announces itself about every second. After several missed announcements in a row it counts as dead.
 WORKER_TTL_S = 6.0
 
 # Tiers ------------------------------------------------------------------------------------------------
 
-# Hash: `generation`, the last number given to a document; `in_force`, the one that all parts follow (msgpack
-# `TierDocument`). It outlives the parts; the first of the next ones puts its own file there.
+# Hash. `generation`: the last number given to a document. `in_force`: the document that all gateways and workers follow
+# (msgpack `TierDocument`). It outlives them; the first process of the next start replaces it with its own file.
 TIERS = "tidegate:tiers"
 
-# The document that is being decided on: one at a time, and not for long.
+# The proposed document, if any. One at a time, and it expires soon.
 TIERS_PROPOSED = "tidegate:tiers:proposed"
 TIERS_PROPOSED_TTL_S = 15.0
 
-# Pub/sub channel: a message, of any content, when one of the two above has changed.
+# Pub/sub channel: a message of any content means that one of the two keys above has changed.
 TIERS_NEWS = "tidegate:tiers:news"
 
-# Set of the parts that follow them, and for each a key (msgpack `Follower`) that lives a few reports long.
+# Set of the gateways and workers that follow the tiers, and for each a key (msgpack `Follower`). The key outlives a few
+# missed reports.
 FOLLOWERS = "tidegate:followers"
 FOLLOWER_PREFIX = "tidegate:follower:"
 FOLLOWER_TTL_S = 4.0
 
 # Durability -------------------------------------------------------------------------------------------
 
-# Written just before WAITAOF, which waits for the writes of its own connection only: this one comes after
-# everything that is to be durable, whichever connection wrote it.
+# Written just before WAITAOF, which waits only for the writes of its own connection. This write follows all earlier
+# ones of any connection, so once it is on disk they are too.
 DURABLE = "tidegate:durable"
 DURABLE_TTL_S = 60.0
 

@@ -1,4 +1,4 @@
-"""Refusals: each says why, and when to come back."""
+"""Rejections: each says why, and when to try again."""
 
 import pytest
 
@@ -33,16 +33,15 @@ def test_the_wait_stays_where_clients_still_retry(per_s: float) -> None:
     assert MIN_RETRY_S <= rejection.queue_full(TIER, 1000, [worker("a", per_s)]).retry_after_s <= MAX_RETRY_S
 
 
-def test_an_overloaded_tier_says_what_was_predicted_and_when_it_will_be_open_again() -> None:
+def test_an_overloaded_tier_says_what_was_predicted_and_when_to_try_again() -> None:
     rejected = rejection.overloaded(TIER, 4.4)
     assert rejected.message == (
-        "The realtime tier is overloaded: a first token would take about 4.4 s, and 0.5 s are promised. "
-        "Try again in 4 s."
+        "The realtime tier is overloaded: a first token would take about 4.4 s, and the SLO is 0.5 s. Try again in 4 s."
     )
     assert (rejected.reason, rejected.retry_after_s) == (RejectReason.OVERLOADED, pytest.approx(4.0))
 
 
-def test_a_tier_that_was_overloaded_says_where_it_opens_again() -> None:
+def test_a_closed_tier_says_when_it_opens_again() -> None:
     assert "0.45 s, and the tier opens again at 0.4 s." in rejection.overloaded(TIER, 0.45).message
 
 
@@ -55,7 +54,7 @@ def test_too_late_says_how_much_is_left() -> None:
     assert (rejected.reason, rejected.retry_after_s, rejected.is_final) == (RejectReason.DEADLINE, 60, False)
 
 
-def test_what_could_not_even_be_done_alone_need_not_come_back() -> None:
+def test_a_request_that_is_too_long_by_itself_is_refused_for_good() -> None:
     rejected = rejection.too_late(BULK, predicted_s=90, left_s=30, own_s=31)
     assert rejected.is_final and "ask for a later deadline" in rejected.message
 
@@ -76,6 +75,6 @@ def test_no_engine_and_draining() -> None:
         rejection.too_late(BULK, 1e6, 5.0, 1.0),
     ],
 )
-def test_every_refusal_says_when_to_come_back(rejected: rejection.Rejected) -> None:
+def test_every_rejection_says_when_to_try_again(rejected: rejection.Rejected) -> None:
     assert MIN_RETRY_S <= rejected.retry_after_s <= MAX_RETRY_S
     assert rejected.message.endswith(f"Try again in {rejected.retry_after_s:.0f} s.")
