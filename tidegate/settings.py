@@ -129,12 +129,10 @@ class WorkerSettings(CommonSettings):
 
     worker_id: str | None = Field(
         default=None,
-        description="name, unique among the store's workers; unset: host name and process id (serve: host name and port)",
+        description="unique among the store's workers; unset: host name and process id (serve: host name and port)",
     )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; auto: CUDA if there is a GPU")
-    dtype: str = Field(
-        default="auto", description="float32, bfloat16 or float16; auto: bfloat16 where the device computes it fast"
-    )
+    dtype: str = Field(default="auto", description="float32, bfloat16 or float16; auto: bfloat16 where it is fast")
     max_model_len: int | None = Field(
         default=None, ge=2, description="the most tokens of a prompt and its output together"
     )
