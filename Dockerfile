@@ -1,14 +1,14 @@
 # Three images from one file:
-#   docker build --target gateway    -t tidegate-gateway .       HTTP only, without torch
+#   docker build --target gateway    -t tidegate-gateway .       the HTTP server, without torch
 #   docker build --target worker     -t tidegate-worker .        the engine, on CUDA
 #   docker build --target worker-cpu -t tidegate-worker-cpu .    the engine, on CPU
-# All run `tidegate` as an unprivileged user; docker-compose.yml puts them together.
+# All run `tidegate` as an unprivileged user. docker-compose.yml combines them.
 
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
-# Has torch already; the project must not replace it by another build.
+# Contains torch. The build must not replace it by another version.
 ARG CUDA_IMAGE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-runtime
 
-# -- the project's wheel, and its dependencies with torch apart --------------------------------------------------------
+# -- the project's wheel, and its dependencies with torch separate -----------------------------------------------------
 FROM ${PYTHON_IMAGE} AS wheel
 WORKDIR /src
 COPY . .
@@ -16,7 +16,7 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
     && python docker/requirements.py pyproject.toml > /wheels/requirements.txt \
     && python docker/requirements.py pyproject.toml --torch > /wheels/torch.txt
 
-# -- what all three have in common besides the base --------------------------------------------------------------------
+# -- base of gateway and worker on CPU ---------------------------------------------------------------------------------
 FROM ${PYTHON_IMAGE} AS base
 ENV PYTHONUNBUFFERED=1 \
     PIP_NO_CACHE_DIR=1 \
@@ -24,7 +24,7 @@ ENV PYTHONUNBUFFERED=1 \
     TIDEGATE_DATA_DIR=/var/lib/tidegate
 RUN useradd --system --uid 10001 --create-home tidegate \
     && install --directory --owner tidegate /var/lib/tidegate
-# Dependencies before the project: a change of code leaves their layer alone.
+# Install dependencies before the project, so that a change of code keeps their layer.
 COPY --from=wheel /wheels/requirements.txt /wheels/
 RUN pip install -r /wheels/requirements.txt
 VOLUME /var/lib/tidegate
@@ -32,7 +32,7 @@ WORKDIR /var/lib/tidegate
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tidegate"]
 
-# -- gateway: transformers reads tokenizers without torch --------------------------------------------------------------
+# -- gateway: transformers loads tokenizers without torch --------------------------------------------------------------
 FROM base AS gateway
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-deps /wheels/*.whl
@@ -43,10 +43,10 @@ HEALTHCHECK --interval=10s --timeout=4s --start-period=20s --retries=3 \
 CMD ["gateway", "--host", "0.0.0.0", "--port", "8000"]
 
 # -- worker on CPU -----------------------------------------------------------------------------------------------------
-# Workers have no port and no health check: one that cannot go on ends, and is started again; the gateway's /ready
-# counts their heartbeats.
+# Workers have no port and no health check. A worker that cannot continue ends and is restarted, and the gateway's
+# /ready counts the heartbeats of the workers.
 FROM base AS worker-cpu
-# The engine compiles its kernels for the processor that it finds itself on.
+# The engine compiles its kernels at start, for the processor of the machine.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY --from=wheel /wheels /wheels
 RUN pip install --index-url https://download.pytorch.org/whl/cpu -r /wheels/torch.txt \
@@ -61,7 +61,7 @@ ENV PYTHONUNBUFFERED=1 \
     PIP_BREAK_SYSTEM_PACKAGES=1 \
     HF_HOME=/var/lib/tidegate/huggingface \
     TIDEGATE_DATA_DIR=/var/lib/tidegate
-# Triton wants a C compiler for what launches its kernels.
+# Triton needs a C compiler for the code that launches its kernels.
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN useradd --system --uid 10001 --create-home tidegate \
     && install --directory --owner tidegate /var/lib/tidegate

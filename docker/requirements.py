@@ -1,9 +1,9 @@
-"""Prints the project's dependencies for `pip install -r`, torch apart from the rest.
+"""Prints the project's dependencies for `pip install -r`, with torch separate from the rest.
 
-    python docker/requirements.py pyproject.toml            # everything but torch: all that a gateway needs
-    python docker/requirements.py pyproject.toml --torch    # torch alone: for a worker whose base image has none
+    python docker/requirements.py pyproject.toml            # everything except torch: enough for a gateway
+    python docker/requirements.py pyproject.toml --torch    # only torch: for a worker whose base image has none
 
-pyproject.toml stays the one list. Standard library only: it runs before anything is installed.
+pyproject.toml stays the only list. Uses only the standard library, because it runs before anything is installed.
 """
 
 import re
@@ -15,7 +15,7 @@ NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def split_torch(pyproject: Path) -> tuple[list[str], list[str]]:
-    """(all requirements but torch, torch's own)"""
+    """Return (all requirements except torch, torch)."""
     dependencies: list[str] = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["dependencies"]
     torch = [d for d in dependencies if (name := NAME.match(d)) and name.group().lower() == "torch"]
     return [d for d in dependencies if d not in torch], torch
