@@ -1,4 +1,4 @@
-"""Shared by all tests: one real embedded Valkey, emptied for each test that asks for it; no timing fails a property."""
+"""Fixtures for all tests: one real embedded Valkey, emptied for each test that uses it. Properties have no deadline."""
 
 from collections.abc import AsyncIterator, Iterator
 
@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from scheduler.store import connection, keys
 from tidegate.valkey import running_valkey
 
-OFF = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # properties empty what they are given themselves
+OFF = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # properties empty the store themselves
 settings.register_profile("tidegate", deadline=None, suppress_health_check=OFF)
 settings.load_profile("tidegate")
 
@@ -25,7 +25,7 @@ def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def valkey_url(valkey_server: str) -> str:
-    """URL of an empty store."""
+    """The URL of an empty store."""
     with sync_redis.Redis.from_url(valkey_server) as client:
         client.flushall()
     return valkey_server
@@ -40,7 +40,7 @@ async def redis_client(valkey_url: str) -> AsyncIterator[Redis]:
 
 @pytest.fixture
 def no_leaked_keys(valkey_url: str) -> Iterator[None]:
-    """Fails a test that leaves anything in the store but what keys.py documents as permanent."""
+    """Fail a test that leaves keys in the store, except those that keys.py documents as permanent."""
     yield
     with sync_redis.Redis.from_url(valkey_url) as client:
         left = {key.decode() for key in client.keys("*")}

@@ -1,4 +1,4 @@
-"""What can be checked of the images and the compose file without Docker: names, paths, flags, and no torch."""
+"""Checks of the images and the compose file that need no Docker: names, paths, flags, and no torch."""
 
 import re
 import subprocess
@@ -41,7 +41,7 @@ def requirements(*flags: str) -> list[str]:
     return subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def test_the_requirements_are_the_projects_with_torch_apart() -> None:
+def test_the_requirements_are_the_projects_with_torch_separate() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     rest, torch = requirements(), requirements("--torch")
     assert sorted(rest + torch) == sorted(project["dependencies"])
@@ -50,7 +50,7 @@ def test_the_requirements_are_the_projects_with_torch_apart() -> None:
 
 
 def test_a_gateway_starts_without_torch() -> None:
-    """All that `tidegate gateway` imports, and the demo model's tokenizer, with torch made impossible."""
+    """Everything that `tidegate gateway` imports, and the demo model's tokenizer, load without torch."""
     program = f"""{NO_TORCH}
 import asyncio
 
@@ -67,7 +67,7 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("service", PARTS)
-def test_a_part_is_started_with_flags_and_variables_that_exist(service: str) -> None:
+def test_every_service_uses_existing_flags_and_variables(service: str) -> None:
     definition = SERVICES[service]
     command, *rest = definition["command"]
     assert command == service.removesuffix("-cpu")
@@ -86,7 +86,7 @@ def test_variables_that_compose_leaves_empty_mean_the_defaults(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("service", PARTS)
-def test_a_part_is_built_from_a_stage_that_exists(service: str) -> None:
+def test_every_service_is_built_from_an_existing_stage(service: str) -> None:
     assert SERVICES[service]["build"]["target"] in dict(STAGES)
 
 
@@ -98,10 +98,12 @@ def test_images_run_unprivileged_and_stop_on_sigterm(target: str) -> None:
     assert re.findall(r"^USER (\S+)$", own, re.MULTILINE) == ["tidegate"]
     assert "STOPSIGNAL SIGTERM" in inherited + own
     assert 'ENTRYPOINT ["tidegate"]' in inherited + own
-    assert ("torch.txt" in own) == (target == "worker-cpu")  # the CUDA base brings torch, the gateway has none
+    assert ("torch.txt" in own) == (
+        target == "worker-cpu"
+    )  # the CUDA base image contains torch, and the gateway has none
 
 
-def test_the_drain_fits_into_the_time_that_docker_grants() -> None:
+def test_the_drain_is_shorter_than_dockers_grace_period() -> None:
     drain_s = CommonSettings.model_fields["drain_s"].default
     for service in PARTS:
         assert float(SERVICES[service]["stop_grace_period"].removesuffix("s")) > drain_s
@@ -121,7 +123,7 @@ def test_mounted_files_exist_and_volumes_are_declared() -> None:
             assert (ROOT / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], volume
 
 
-def test_ports_are_open_to_this_machine_only() -> None:
+def test_ports_are_open_only_to_this_machine() -> None:
     ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
     assert len(ports) == 3 and all(port.startswith("127.0.0.1:") for port in ports)
 
@@ -134,7 +136,7 @@ def test_prometheus_scrapes_the_gateway_on_its_port() -> None:
     assert targets == [f"gateway:{port}"]
 
 
-def test_the_build_context_holds_all_that_the_wheel_is_made_of() -> None:
+def test_the_build_context_contains_everything_that_the_wheel_needs() -> None:
     build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
     needed = {"pyproject.toml", "README.md", "docker/requirements.py", *build["wheel"]["packages"]}
     needed |= set(build["wheel"]["force-include"])

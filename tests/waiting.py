@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 10.0) -> None:
-    """Return as soon as `condition()` holds; `TimeoutError` when it does not in time."""
+    """Return as soon as `condition()` holds. Raise `TimeoutError` if it does not in time."""
     async with asyncio.timeout(timeout_s):
         while True:
             holds = condition()

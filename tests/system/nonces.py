@@ -1,4 +1,4 @@
-"""Nonce requests: the model repeats what only this request contains, so an answer proves whose sequence it is."""
+"""Nonce requests: the model repeats a text that only this request contains, so an answer proves its sequence."""
 
 import random
 import string

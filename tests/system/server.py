@@ -1,4 +1,4 @@
-"""A real `tidegate serve` for tests: started on a free port and a data directory of the test's, ended by it."""
+"""A real `tidegate serve` for tests, on a free port and in a data directory of the test. The test ends it."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-START_TIMEOUT_S = 90.0  # seconds on an idle machine; CI machines are not idle
+START_TIMEOUT_S = 90.0  # an idle machine needs a few seconds, a busy one much longer
 
 
 def free_port() -> int:
@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> None:
-    """Poll until `condition()`; fails with `what` after `timeout_s`."""
+    """Poll until `condition()` holds. Fail with `what` after `timeout_s`."""
     until_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until_s, f"not within {timeout_s} s: {what or condition}"
@@ -31,7 +31,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0, what: str =
 
 
 class Server:
-    """One running command, its log and where it listens."""
+    """One running command, its log and its address."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, port: int, data_dir: Path) -> None:
         self.process = process
@@ -47,7 +47,7 @@ class Server:
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     def pid_of(self, part: str) -> int:
-        """The newest process of a part, from the supervisor's report."""
+        """Return the newest process id of a part, from the supervisor's log."""
         starts = [line for line in self.log_lines() if line["event"] == "started" and line["part"] == part]
         pid = starts[-1]["pid"]
         assert isinstance(pid, int)
@@ -57,11 +57,11 @@ class Server:
         return any(line["event"] == event for line in self.log_lines())
 
     def workers(self) -> list[str]:
-        """Ids of the workers that the gateway sees, whether it is ready or not."""
+        """Return the ids of the workers that the gateway sees, whether it is ready or not."""
         return [str(worker["id"]) for worker in httpx.get(f"{self.root}/ready", timeout=5).json()["workers"]]
 
     def kill(self, part: str) -> int:
-        """SIGKILL a part; its pid."""
+        """Kill a part with SIGKILL. Return its pid."""
         pid = self.pid_of(part)
         os.kill(pid, signal.SIGKILL)
         return pid
@@ -84,7 +84,7 @@ class Server:
         wait_for(ready, START_TIMEOUT_S, "the server to be ready")
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of the samples of `name` whose labels include `labels`."""
+        """Return the sum of the samples of `name` whose labels include `labels`."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         total = 0.0
         for line in httpx.get(f"{self.root}/metrics", timeout=10).text.splitlines():
@@ -95,7 +95,7 @@ class Server:
 
 @contextmanager
 def running(data_dir: Path, *flags: str, command: str = "serve") -> Iterator[Server]:
-    """`tidegate <command>` with `flags`; not waited for. SIGTERM at the end, SIGKILL if that is not enough."""
+    """Start `tidegate <command>` with `flags`. End it with SIGTERM, and with SIGKILL if that is not enough."""
     port = free_port()
     data_dir.mkdir(parents=True, exist_ok=True)
     log = data_dir / f"{command}-{port}.log"
@@ -117,6 +117,6 @@ def running(data_dir: Path, *flags: str, command: str = "serve") -> Iterator[Ser
 
 
 def run_to_end(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """`tidegate <arguments>` until it ends by itself."""
+    """Run `tidegate <arguments>` until it ends by itself."""
     argv = [sys.executable, "-m", "tidegate", *arguments]
     return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""The command line: help that reads well, and mistakes that are named."""
+"""The command line: help texts, and messages for mistakes."""
 
 import socket
 from pathlib import Path
@@ -15,7 +15,7 @@ tiers:
 """
 
 
-def test_without_a_command_it_says_what_there_is() -> None:
+def test_without_a_command_the_usage_is_shown() -> None:
     ended = run_to_end()
     assert ended.returncode == 2
     assert "serve" in ended.stdout
@@ -31,7 +31,7 @@ def test_every_command_has_help(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["gateway", "worker"])
-def test_parts_need_a_store(command: str) -> None:
+def test_gateway_and_worker_need_a_store(command: str) -> None:
     ended = run_to_end(command)
     assert ended.returncode == 2
     assert "--redis-url" in ended.stderr
@@ -60,7 +60,7 @@ def test_a_bad_tiers_file_is_refused_with_the_key(tmp_path: Path) -> None:
     assert "tiers.a.batch_size.start" in ended.stderr
 
 
-def test_a_missing_model_ends_it_with_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_model_ends_the_command_with_one_sentence(tmp_path: Path) -> None:
     ended = run_to_end("serve", "--model", str(tmp_path / "nope"), "--port", "0", "--data-dir", str(tmp_path / "data"))
     assert ended.returncode == 78
     assert str(tmp_path / "nope") in ended.stderr

@@ -1,4 +1,4 @@
-"""Parts die, clients stay: what is lost when a worker, a gateway, the store or everything is killed. Nothing is."""
+"""Nothing is lost when a worker, a gateway, the store or everything is killed while clients wait."""
 
 import asyncio
 import contextlib
@@ -61,7 +61,7 @@ async def wait_for_lines(client: AsyncOpenAI, batch_id: str, completed: int) -> 
 
 
 async def batch_answers(client: AsyncOpenAI, batch_id: str) -> list[tuple[str, str]]:
-    """(custom_id, answer) of every output line, in the order of the ids."""
+    """Return (custom_id, answer) of every output line, in the order of the ids."""
     async with asyncio.timeout(90):
         while (batch := await client.batches.retrieve(batch_id)).status != "completed":
             assert batch.status in ("validating", "in_progress", "finalizing"), batch
@@ -86,7 +86,7 @@ async def test_a_killed_worker_loses_no_bulk_request_and_no_batch_line(own_serve
         async def chat(nonce: str) -> str | APIError:
             try:
                 return await ask_streamed(client, nonce)
-            except APIError as error:  # a clean error is an answer, too; half an answer is not
+            except APIError as error:  # a clean error is allowed, half an answer is not
                 return error
 
         asking = [asyncio.create_task(ask(client, nonce, service_tier="flex")) for nonce in bulk]
@@ -97,7 +97,7 @@ async def test_a_killed_worker_loses_no_bulk_request_and_no_batch_line(own_serve
         assert counts is not None
         assert counts.completed < len(lines), "too late: the batch was done before the kill"
         assert not all(request.done() for request in asking), "too late: bulk was done before the kill"
-        # While a new one loads its engine, what the dead one announced must not pass for it.
+        # While the new worker loads its engine, the announcement of the dead one must not be taken for it.
         await asyncio.to_thread(wait_for, lambda: not own_server.is_ready(), 15, "the gateway to miss its worker")
         assert await asyncio.gather(*asking) == bulk
         for nonce, answer in zip(chats, await asyncio.gather(*chatting), strict=True):
@@ -156,8 +156,10 @@ async def stream_to_its_end(
 async def long_streams(
     client: AsyncOpenAI, num: int, go_on: asyncio.Event | None = None
 ) -> AsyncIterator[list["asyncio.Task[str | APIError | None]"]]:
-    """Streams under way that take much longer than a test; cancelled at the end. With an event they are not read before
-    it: reading so many takes a client as long as making them takes a server."""
+    """Streams that take much longer than a test. They are cancelled at the end.
+
+    With `go_on`, the streams are not read before it is set: reading so many takes as long as generating them.
+    """
     started = asyncio.Semaphore(0)
     streams = [asyncio.create_task(stream_to_its_end(client, 1900, started, go_on)) for _ in range(num)]
     try:
@@ -172,12 +174,12 @@ async def long_streams(
 
 
 def ended_by_the_server(answer: str | APIError | None) -> bool:
-    """An error that it sent, not a connection that broke; or the end, for an answer that was quick enough."""
+    """Whether the answer is complete, or an error that the server sent, not a broken connection."""
     return answer == "length" or (isinstance(answer, APIError) and not isinstance(answer, APIConnectionError))
 
 
 async def test_sigterm_drains_and_exits_zero(tmp_path: Path) -> None:
-    """What ends in time ends as ever; what does not gets an error, not a cut connection; both are a clean end."""
+    """Requests that end in time end normally. The others get an error, not a closed connection."""
     with running(tmp_path, "--drain-s", "4") as server:
         server.wait_until_ready()
         parts = [server.pid_of(part) for part in ("valkey", "worker", "gateway")]
@@ -191,7 +193,7 @@ async def test_sigterm_drains_and_exits_zero(tmp_path: Path) -> None:
             go_on.set()
             answers = await asyncio.gather(*streams)
         assert all(ended_by_the_server(answer) for answer in answers)
-        assert any(isinstance(answer, APIError) for answer in answers), "nothing outlived the drain"
+        assert any(isinstance(answer, APIError) for answer in answers), "no request was left at the end of the drain"
         assert await asyncio.to_thread(server.process.wait, 60) == 0
         assert not any(psutil.pid_exists(pid) for pid in parts)
 
@@ -204,8 +206,7 @@ def test_two_servers_cannot_share_a_data_directory(server: Server) -> None:
 
 
 async def test_parts_run_alone_on_an_existing_store(server: Server, tmp_path: Path) -> None:
-    """`tidegate gateway` and `tidegate worker` on somebody else's Valkey: here, a running server's, which they leave as
-    it was."""
+    """`tidegate gateway` and `tidegate worker` on the Valkey of a running server, which they do not disturb."""
     store = ("--redis-url", server.socket_url)
     with (
         running(tmp_path / "second", *store, command="gateway") as gateway,
@@ -221,18 +222,18 @@ async def test_parts_run_alone_on_an_existing_store(server: Server, tmp_path: Pa
             async with long_streams(client, 16, go_on) as streams:
                 gateway.process.send_signal(signal.SIGTERM)
                 await asyncio.to_thread(wait_for, lambda: not gateway.is_listening(), 10, "the gateway to drain")
-                gateway.process.send_signal(signal.SIGTERM)  # now, rather than in 30 s
+                gateway.process.send_signal(signal.SIGTERM)  # at once, not after 30 s
                 assert await asyncio.to_thread(gateway.process.wait, 15) == 0
                 go_on.set()
                 answers = await asyncio.gather(*streams)
         assert all(ended_by_the_server(answer) for answer in answers)
-        assert any(isinstance(answer, APIError) for answer in answers), "nothing was cut short"
+        assert any(isinstance(answer, APIError) for answer in answers), "no request was cut short"
         worker.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(worker.process.wait, 60) == 0
     assert server.is_ready() and len(server.workers()) == 1
 
 
-def test_two_servers_share_a_store_and_outlive_its_absence(tmp_path: Path) -> None:
+def test_two_servers_share_a_store_and_survive_its_outage(tmp_path: Path) -> None:
     with contextlib.ExitStack() as ending:
         store = ending.enter_context(contextlib.ExitStack())
         url = store.enter_context(running_valkey(tmp_path / "store"))
@@ -243,7 +244,7 @@ def test_two_servers_share_a_store_and_outlive_its_absence(tmp_path: Path) -> No
         before = [server.pid_of("worker") for server in servers]
         store.close()
         for pid in before:
-            with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+            with contextlib.suppress(ProcessLookupError):  # the worker may have ended by itself
                 os.kill(pid, signal.SIGKILL)
         wait_for(
             lambda: all(server.has_logged("the readiness of a part cannot be checked") for server in servers),

@@ -1,4 +1,4 @@
-"""The server as users meet it: the real process, over HTTP, with the official client."""
+"""The real server process, over HTTP, with the official client."""
 
 import asyncio
 import random
@@ -31,7 +31,7 @@ async def test_plain_and_streamed_chat_answer_the_question(client: AsyncOpenAI) 
     assert await ask_streamed(client, "Zx81-4hTq") == "Zx81-4hTq"
 
 
-async def test_it_knows_what_it_is(client: AsyncOpenAI) -> None:
+async def test_the_demo_model_knows_what_tidegate_is(client: AsyncOpenAI) -> None:
     question = {"role": "user", "content": "What is Tidegate?"}
     answer = await client.chat.completions.create(model=MODEL, messages=[question], temperature=0)
     assert "gateway" in (answer.choices[0].message.content or "").lower()
@@ -47,7 +47,7 @@ async def test_completions_take_token_ids_and_count_tokens(client: AsyncOpenAI) 
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 14)
 
 
-async def test_the_beginning_of_a_prompt_is_computed_once_for_those_who_may_share_it(client: AsyncOpenAI) -> None:
+async def test_a_common_prompt_prefix_is_computed_once_for_each_cache_salt(client: AsyncOpenAI) -> None:
     prompt = [5 + i % 90 for i in range(100)]
 
     async def cached_tokens(salt: str, *, stream: bool = False) -> int:
@@ -71,10 +71,10 @@ async def test_seeded_sampling_repeats_itself(client: AsyncOpenAI) -> None:
         )
         return answer.choices[0].text
 
-    # One after another: in bf16 the company in a batch may change a logit's last bit.
+    # One after another: in bfloat16, other sequences in the batch may change the last bit of a logit.
     assert await sample(1) == await sample(1)
     answers = {await sample(seed) for seed in range(1, 9)}
-    assert len(answers) > 1, "a seed changes something, at least where the model is not sure of itself"
+    assert len(answers) > 1, "a seed changes the output where the model is uncertain"
 
 
 async def test_64_concurrent_nonces_over_both_tiers_each_get_their_own(server: Server, client: AsyncOpenAI) -> None:
@@ -103,7 +103,7 @@ async def test_64_concurrent_nonces_over_both_tiers_each_get_their_own(server: S
     assert queued > 0, "no request was ever seen waiting in a tier's sorted set"
 
 
-async def test_a_client_that_hangs_up_frees_its_place(server: Server, client: AsyncOpenAI) -> None:
+async def test_a_client_that_disconnects_frees_its_place(server: Server, client: AsyncOpenAI) -> None:
     def cancelled() -> float:
         return server.metric("tidegate_requests_finished_total", tier="realtime", reason="cancelled")
 
@@ -137,7 +137,7 @@ async def test_metrics_of_worker_and_gateway_are_in_one_page(server: Server, cli
         (b'{"model": "tidegate-demo", "messages": "hello"}', 400, None),
     ],
 )
-async def test_bad_input_is_answered_in_openai_shape(
+async def test_invalid_input_gets_an_error_in_openais_format(
     server: Server, payload: bytes, status: int, code: str | None
 ) -> None:
     async with httpx.AsyncClient() as http:

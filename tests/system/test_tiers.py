@@ -1,4 +1,4 @@
-"""tiers.yaml changed under a running server: by SIGHUP and over HTTP, with requests under way, and by mistake."""
+"""Changes of tiers.yaml under a running server: by SIGHUP and over HTTP, with running requests, and invalid ones."""
 
 import asyncio
 import signal
@@ -59,7 +59,7 @@ def post(server: Server, content: dict[str, Any]) -> httpx.Response:
 
 
 async def num_entered(redis: Redis, tier: str) -> int:
-    """In the tier's queue, or under lease."""
+    """Return how many requests are in the tier's queue or under lease."""
     return int(await redis.zcard(f"tidegate:queue:{tier}")) + int(await redis.zcard("tidegate:leases"))
 
 
@@ -114,23 +114,23 @@ def test_a_mistake_is_refused_and_the_old_tiers_stay(server: Server, file: Path)
     assert (reloaded.status_code, reloaded.json()["error"]["param"]) == (400, "tiers.bulk.batch_size")
     server.process.send_signal(signal.SIGHUP)
 
-    def both_have_said_so() -> bool:
+    def both_have_logged_it() -> bool:
         said = [line for line in server.log_lines() if str(line["event"]).startswith("the tiers are refused")]
         parts = [str(line["part"]) for line in said if "tiers.bulk.batch_size" in str(line["reason"])]
         return sorted(parts) == ["gateway", "gateway", "worker"]  # one for the request, two for the signal
 
-    wait_for(both_have_said_so)
+    wait_for(both_have_logged_it)
     assert in_force(server) == before
 
 
-def test_the_controller_explains_itself(server: Server) -> None:
+def test_the_state_of_the_controller_is_shown(server: Server) -> None:
     size = {"min": 2, "start": 3, "max": 5}
     assert post(server, tiers(ttft_p99_ms=650, batch_size=size)).status_code == 200
     knob = {"value": 3, "chosen": 3, "min": 2, "max": 5, "pinned": False, "dry_run": False}
 
-    def explained() -> bool:
+    def shown() -> bool:
         [worker] = httpx.get(f"{server.root}/admin/sla", timeout=10).json()["workers"]
         known = worker["tiers"]
         return set(known) == {"chat", "bulk"} and known["bulk"]["knobs"]["batch_size"] == knob
 
-    wait_for(explained)
+    wait_for(shown)

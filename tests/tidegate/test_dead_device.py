@@ -1,4 +1,4 @@
-"""A device that dies under a worker: the process ends with 1, and its work is done by the next one."""
+"""A device that fails under a worker: the process ends with 1, and the next one does its work."""
 
 import asyncio
 import sys
@@ -22,8 +22,8 @@ from tidegate.settings import WorkerSettings
 
 pytestmark = pytest.mark.timeout(120)
 
-# A worker as it is shipped, but for two things: it serves when it is told to, and after a number of steps that serve
-# somebody, nothing works on its device.
+# The shipped worker with two changes: it serves only when told to, and its device fails after a number of steps with
+# requests.
 WORKER = """
 import asyncio
 import sys

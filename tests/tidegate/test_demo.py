@@ -1,4 +1,4 @@
-"""What the demo says when there is nothing to show; that it shows something is for tests/system."""
+"""The demo's messages when there is nothing to show. tests/system checks the rest."""
 
 import socket
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def test_the_table_compares_medians() -> None:
     assert "2.00 times" in demo.table([0.01, 0.02, 0.03], [0.04], 5.0)
 
 
-def test_a_server_that_does_not_answer_ends_it_with_one_sentence(
+def test_a_server_that_does_not_answer_ends_the_demo_with_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @contextmanager

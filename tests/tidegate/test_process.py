@@ -1,4 +1,4 @@
-"""Signals as a process takes them."""
+"""Signals of a process."""
 
 import os
 import pty
@@ -22,7 +22,7 @@ asyncio.run(main())
 """
 
 
-def test_sighup_reloads_until_it_says_that_the_terminal_is_gone() -> None:
+def test_sighup_reloads_or_stops_if_the_terminal_was_closed() -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=theirs, stdout=subprocess.PIPE, text=True)
     os.close(theirs)

@@ -1,4 +1,4 @@
-"""What `serve` decides before its parts run, and how it knows that its worker is there."""
+"""`serve`: what it decides before its parts run, and how it knows that its worker is ready."""
 
 import socket
 
@@ -29,7 +29,7 @@ def status(worker_id: str) -> WorkerStatus:
     "url", ["redis://user:sesame@127.0.0.1:{}/3", "unix:///nowhere/{}.sock", "http://127.0.0.1:{}"]
 )
 def test_a_store_that_does_not_answer_is_named_without_its_password(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "RETRIES", 1)  # else they take two seconds
+    monkeypatch.setattr(connection, "RETRIES", 1)  # the default takes two seconds
     with capture_logs() as logs:
         assert run_serve(ServeSettings(redis_url=url.format(free_port()))) == 78
     assert [line["event"] for line in logs] == ["cannot start"]
@@ -50,13 +50,13 @@ def test_port_0_becomes_a_free_one() -> None:
     assert str(settings.worker_id).endswith(f"-{settings.port}")
 
 
-def test_a_host_that_is_not_here_is_named() -> None:
+def test_an_unusable_host_is_named() -> None:
     with capture_logs() as logs:
         assert run_serve(ServeSettings(port=0, host="192.0.2.1")) == 78
     assert "cannot listen on 192.0.2.1" in logs[0]["reason"]
 
 
-async def test_what_a_killed_worker_left_behind_does_not_pass_for_its_successor(redis_client: Redis) -> None:
+async def test_the_announcement_of_a_killed_worker_is_not_taken_for_its_successors(redis_client: Redis) -> None:
     registry = RedisWorkerRegistry(redis_client)
     announced = Announced(registry, "mine")
     await registry.announce(status("mine"), "")
@@ -68,7 +68,7 @@ async def test_what_a_killed_worker_left_behind_does_not_pass_for_its_successor(
     assert await announced.is_there()
 
 
-async def test_it_is_forgotten_later_where_the_store_was_away(redis_client: Redis) -> None:
+async def test_the_old_announcement_is_withdrawn_later_if_the_store_was_unreachable(redis_client: Redis) -> None:
     class Away(RedisWorkerRegistry):
         is_away = True
 
@@ -89,7 +89,7 @@ async def test_it_is_forgotten_later_where_the_store_was_away(redis_client: Redi
     assert await announced.is_there()
 
 
-async def test_a_killed_part_does_not_count_among_those_that_follow_the_tiers(redis_client: Redis) -> None:
+async def test_a_killed_part_does_not_count_as_a_follower_of_the_tiers(redis_client: Redis) -> None:
     tiers = TierStore(redis_client)
     settings = with_address(ServeSettings(port=8123, worker_id="mine"))
     for name in (worker_name("mine"), gateway_name(8123), worker_name("other")):

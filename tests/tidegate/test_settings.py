@@ -1,4 +1,4 @@
-"""Where a setting comes from, and what a child process is told."""
+"""Settings: their sources, and the flags of a child process."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_the_defaults_serve_the_demo_model_with_the_shipped_tiers() -> None:
     assert Path(settings.model_path).is_dir()
 
 
-def test_a_flag_wins_over_the_environment_and_that_over_the_file(
+def test_a_flag_overrides_the_environment_which_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "tidegate.yaml"
@@ -52,13 +52,13 @@ def test_several_names_for_one_model(given: list[str]) -> None:
     assert ServeSettings(served_model_name=given).model_names == ("a", "b")
 
 
-def test_a_model_is_called_by_its_last_name() -> None:
+def test_a_model_is_named_after_the_end_of_its_path() -> None:
     assert ServeSettings(model="/models/Qwen3-8B/").model_names == ("Qwen3-8B",)
     assert ServeSettings(model="Qwen/Qwen3-8B").model_names == ("Qwen3-8B",)
 
 
 @pytest.mark.parametrize("kind", [GatewaySettings, WorkerSettings])
-def test_a_child_reads_back_what_its_parent_was_given(
+def test_a_child_gets_the_settings_of_its_parent(
     kind: type[GatewaySettings | WorkerSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parent = ServeSettings(
@@ -77,7 +77,7 @@ def test_a_child_reads_back_what_its_parent_was_given(
     assert {name: getattr(child, name) for name in kind.model_fields} == {
         name: getattr(parent, name) for name in kind.model_fields
     }
-    assert not any("sesame" in flag for flag in parent.flags(kind)), "everybody can read command lines"
+    assert not any("sesame" in flag for flag in parent.flags(kind)), "command lines are public"
 
 
 @pytest.mark.parametrize("key", ["prot", "config"])
@@ -89,7 +89,7 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("args", [["--config"], ["--config="], ["--config=", "--port", "3"]])
-def test_a_settings_file_without_a_name_is_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_without_a_file_name_is_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", *args])
     assert ended.value.code == 2
@@ -119,7 +119,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPat
     assert ended.value.code == 130
 
 
-def test_compose_kills_no_part_that_still_drains() -> None:
+def test_compose_waits_longer_than_drain_and_kill_grace() -> None:
     compose = yaml.safe_load((Path(__file__).parents[2] / "docker-compose.yml").read_text(encoding="utf-8"))
     grace_s = float(compose["x-part"]["stop_grace_period"].removesuffix("s"))
     assert grace_s > ServeSettings().drain_s + KILL_GRACE_S

@@ -1,4 +1,4 @@
-"""The supervisor over small real processes that write down what happens to them."""
+"""The supervisor with small real processes that record what happens to them."""
 
 import asyncio
 import os
@@ -19,8 +19,8 @@ from tidegate import supervisor as supervision
 from tidegate.supervisor import EX_CONFIG, Part, Stage, Supervisor
 from tidegate.valkey import EmbeddedValkey
 
-# Usage: NAME JOURNAL BEHAVIOUR. Writes "start NAME PID" when it is up and "stop NAME PID" on SIGTERM; SIGUSR1 ends it
-# as a part that cannot start. One that reloads writes "reload NAME PID" on SIGHUP.
+# Usage: NAME JOURNAL BEHAVIOUR. Writes "start NAME PID" when it runs and "stop NAME PID" on SIGTERM. SIGUSR1 ends it
+# with the exit code of a part that cannot start. With the behaviour "reload", SIGHUP writes "reload NAME PID".
 CHILD = """
 import os, signal, sys
 name, journal, behaviour = sys.argv[1:]
@@ -55,7 +55,7 @@ while True:
 
 
 class Journal:
-    """What the children wrote, in order."""
+    """The lines that the children wrote, in order."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -92,7 +92,7 @@ def quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def running(supervisor: Supervisor) -> AsyncIterator["asyncio.Task[int]"]:
-    """Run it beside the test. Whatever the test does, no child is left."""
+    """Run the supervisor beside the test. Kill its children at the end, whatever the test does."""
     run = asyncio.create_task(supervisor.run())
     try:
         yield run
@@ -197,7 +197,7 @@ async def test_a_part_that_never_gets_ready_is_given_up(journal: Journal, probed
     assert journal.count("start worker") == 5
 
 
-async def test_a_part_that_was_ready_once_is_never_given_up(journal: Journal) -> None:
+async def test_a_part_that_was_ready_once_is_not_given_up(journal: Journal) -> None:
     ready = asyncio.Event()
     supervisor = Supervisor([journal.part("worker")], on_ready=ready.set)
     async with running(supervisor) as run:
@@ -237,7 +237,7 @@ async def test_a_part_that_has_served_is_started_again_even_after_78(journal: Jo
         assert await exit_code(run) == 0
 
 
-async def test_a_probe_that_raises_says_not_ready_and_once_why(
+async def test_a_probe_that_raises_means_not_ready_and_is_logged_once(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = 0
@@ -261,7 +261,7 @@ async def test_a_probe_that_raises_says_not_ready_and_once_why(
     assert warnings == ["the store is away"]
 
 
-async def test_something_can_be_done_before_each_start(journal: Journal) -> None:
+async def test_before_start_is_called_before_each_start(journal: Journal) -> None:
     starts: list[int] = []
 
     async def before_start() -> None:
@@ -283,8 +283,8 @@ async def test_a_program_that_does_not_exist_ends_everything(journal: Journal) -
         assert await exit_code(run) == 1
 
 
-async def test_a_part_has_time_to_end_by_itself_after_its_drain(journal: Journal) -> None:
-    """Its own deadline is the supervisor's: killed at that moment, it could not say so to its clients."""
+async def test_a_part_may_end_by_itself_after_its_drain(journal: Journal) -> None:
+    """Killed exactly at the end of its drain, a part could not send errors to its clients."""
     supervisor = Supervisor([journal.part("worker", behaviour="serve on")], drain_s=0.05)
     async with running(supervisor) as run:
         await until(lambda: bool(journal.pids("worker")))
@@ -321,7 +321,7 @@ async def test_a_part_that_does_not_drain_is_killed_with_its_children(
     await until(lambda: gone(journal.pids("worker")[0]))
 
 
-async def test_a_bad_end_of_a_drain_shows_in_the_exit_code(journal: Journal) -> None:
+async def test_an_error_at_the_end_of_a_drain_shows_in_the_exit_code(journal: Journal) -> None:
     supervisor = Supervisor([journal.part("worker", behaviour="end badly")])
     async with running(supervisor) as run:
         await until(lambda: bool(journal.pids("worker")))
@@ -360,7 +360,7 @@ async def test_the_embedded_store_keeps_socket_and_data_through_its_restart(tmp_
             assert await exit_code(run) == 0
 
 
-# In a process of its own: signals, sessions, and the supervisor's own death.
+# -- the supervisor in its own process: signals, sessions, and its death --------------------------------------------
 
 SUPERVISOR = """
 import asyncio, pathlib, sys
@@ -415,8 +415,8 @@ async def test_a_second_signal_kills(journal: Journal, spawn: Spawn) -> None:
     assert gone(journal.pids("worker")[0])
 
 
-async def test_parts_have_sessions_of_their_own(journal: Journal, spawn: Spawn) -> None:
-    """Ctrl-C reaches every process of the terminal's foreground group: the parts must not be among them."""
+async def test_every_part_has_its_own_session(journal: Journal, spawn: Spawn) -> None:
+    """Ctrl-C reaches every process of the terminal's foreground group, which must not contain the parts."""
     process = spawn("serve")
     await both_up(journal)
     sessions = {os.getsid(journal.pids(name)[0]) for name in ("worker", "gateway")}
@@ -436,11 +436,11 @@ async def test_parts_die_with_a_killed_supervisor(journal: Journal, spawn: Spawn
 # -- reloading -----------------------------------------------------------------------------------------------------
 
 
-async def test_sighup_is_passed_on_to_those_that_reload_and_ends_nobody(journal: Journal) -> None:
+async def test_sighup_is_passed_on_to_parts_that_reload_and_ends_no_part(journal: Journal) -> None:
     deaf = journal.part("deaf")
     reloading = replace(journal.part("gateway", behaviour="reload"), reloads=True)
     other = replace(journal.part("worker", behaviour="reload"), reloads=False)
-    starting = replace(journal.part("starting"), reloads=True)  # has said nothing about SIGHUP yet
+    starting = replace(journal.part("starting"), reloads=True)  # has no handler for SIGHUP yet
     async with running(Supervisor([deaf, reloading, other, starting])) as run:
         await until(lambda: len(journal.events()) == 4)
         os.kill(os.getpid(), signal.SIGHUP)

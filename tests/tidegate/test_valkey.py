@@ -1,4 +1,4 @@
-"""The embedded server: found, locked, reached by its socket, and ended with whoever started it."""
+"""The embedded server: its binary, its lock, its socket, and its end with the process that started it."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def client_of(url: str) -> redis.Redis:
     return redis.Redis.from_url(url)
 
 
-def test_it_serves_on_a_private_socket_and_no_port(tmp_path: Path) -> None:
+def test_the_server_listens_only_on_a_private_socket(tmp_path: Path) -> None:
     with running_valkey(tmp_path) as url, client_of(url) as client:
         assert client.ping()
         assert client.config_get("port") == {"port": "0"}
@@ -38,7 +38,7 @@ def test_data_is_still_there_after_a_stop(tmp_path: Path) -> None:
         assert client.get("key") == b"value"
 
 
-def test_the_directory_is_made_and_private(tmp_path: Path) -> None:
+def test_the_directory_is_created_and_private(tmp_path: Path) -> None:
     data_dir = tmp_path / "a" / "b"
     with EmbeddedValkey(data_dir):
         assert stat.S_IMODE(data_dir.stat().st_mode) == 0o700
@@ -57,7 +57,7 @@ def test_two_servers_never_share_a_directory(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_running_server_holds_the_lock_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A supervisor that was killed leaves a server behind for a moment: nobody may start beside it."""
+    """A killed supervisor leaves a server behind for a moment, and no second one may start beside it."""
     monkeypatch.setattr(launcher, "LOCK_WAIT_S", 0.0)
     with EmbeddedValkey(tmp_path) as valkey:
         process = subprocess.Popen(valkey.argv, pass_fds=valkey.pass_fds)
@@ -79,7 +79,7 @@ def test_a_long_directory_gets_a_short_socket(tmp_path: Path) -> None:
     assert list(data_dir.glob("appendonly*"))
 
 
-def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+def test_an_unusable_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValkeyError, match="file/data cannot be used: Not a directory"):
         EmbeddedValkey(tmp_path / "file" / "data").__enter__()
@@ -93,7 +93,7 @@ def test_a_server_that_does_not_start_is_reported(tmp_path: Path) -> None:
         pass
 
 
-async def test_is_ready_means_it_answers(tmp_path: Path) -> None:
+async def test_is_ready_means_that_the_server_answers(tmp_path: Path) -> None:
     with EmbeddedValkey(tmp_path) as valkey:
         assert await valkey.is_ready() is False
         with socket.socket(socket.AF_UNIX) as deaf:
@@ -120,7 +120,7 @@ def test_the_packaged_binary_comes_first_then_the_path(tmp_path: Path, monkeypat
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux's")
-async def test_it_ends_with_whoever_started_it(tmp_path: Path) -> None:
+async def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     script = (
         "import pathlib, sys\n"
         "from tidegate.valkey import running_valkey\n"

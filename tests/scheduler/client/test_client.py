@@ -1,4 +1,4 @@
-"""The gateway's side: what reaches whoever asked, and what is refused. Workers' events are played by hand."""
+"""The gateway's client: the events of a request, and rejected requests. Tests send the workers' events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,7 +22,7 @@ from tests.scheduler.world import run_bounded
 
 
 class Stage:
-    """A client alone with its collaborators; the test plays the worker."""
+    """A client with its queue, event channel and registry. The test acts as the worker."""
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
@@ -70,20 +70,20 @@ def finished(index: int, *token_ids: int, of: str = "r") -> TokenEvent:
     return TokenEvent(of, EventKind.FINISHED, index, token_ids, FinishReason.LENGTH)
 
 
-async def received(generation: TokenStream) -> list[TokenEvent]:
-    async with generation as events:
+async def received(stream: TokenStream) -> list[TokenEvent]:
+    async with stream as events:
         return [event async for event in events]
 
 
-# -- what arrives --------------------------------------------------------------------------------------------------
+# -- events --------------------------------------------------------------------------------------------------------
 
 
 def test_tokens_arrive_in_order_and_end_with_one_last_event() -> None:
     async def story(stage: Stage) -> None:
-        generation = await stage.submit(make_request("r"))
+        stream = await stage.submit(make_request("r"))
         await stage.tell(tokens(0, 5), tokens(1, 6, 7))
         await stage.tell(finished(3, 8))
-        assert await received(generation) == [tokens(0, 5), tokens(1, 6, 7), finished(3, 8)]
+        assert await received(stream) == [tokens(0, 5), tokens(1, 6, 7), finished(3, 8)]
         assert stage.client.num_open == 0
 
     play(story)
@@ -128,23 +128,23 @@ def test_a_diverged_request_is_cancelled_even_if_its_events_are_never_taken() ->
 
 def test_repeats_after_a_requeue_are_dropped_by_their_index() -> None:
     async def story(stage: Stage) -> None:
-        generation = await stage.submit(make_request("r"))
+        stream = await stage.submit(make_request("r"))
         await stage.tell(tokens(0, 5), tokens(1, 6), tokens(0, 5), tokens(1, 6, 7), finished(0, 5, 6, 7, 8))
-        assert await received(generation) == [tokens(0, 5), tokens(1, 6), tokens(2, 7), finished(3, 8)]
+        assert await received(stream) == [tokens(0, 5), tokens(1, 6), tokens(2, 7), finished(3, 8)]
 
     play(story)
 
 
 @pytest.mark.parametrize("other", [tokens(0, 9), tokens(1, 9), finished(0, 5, 9), tokens(4, 8)])
 def test_an_output_that_diverges_fails_and_its_work_is_cancelled(other: TokenEvent) -> None:
-    """A mixture of two answers, or one with a hole, is worse than none."""
+    """A mixture of two answers, or an answer with a gap, is worse than an error."""
 
     async def story(stage: Stage) -> None:
-        generation = await stage.submit(make_request("r"))
+        stream = await stage.submit(make_request("r"))
         await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
         await stage.tell(tokens(0, 5), tokens(1, 6))
         await stage.tell(other)
-        events = await received(generation)
+        events = await received(stream)
         assert [(e.kind, e.index) for e in events] == [
             (EventKind.TOKENS, 0),
             (EventKind.TOKENS, 1),
@@ -158,12 +158,12 @@ def test_an_output_that_diverges_fails_and_its_work_is_cancelled(other: TokenEve
     play(story)
 
 
-def test_n_sequences_are_one_generation_and_all_of_them_end() -> None:
+def test_n_sequences_share_one_stream_and_each_has_a_last_event() -> None:
     async def story(stage: Stage) -> None:
-        generation = await stage.submit(make_request("a"), make_request("b"))
+        stream = await stage.submit(make_request("a"), make_request("b"))
         await stage.tell(tokens(0, 1, of="a"), finished(0, 2, of="b"))
         await stage.tell(finished(1, 3, of="a"))
-        events = await received(generation)
+        events = await received(stream)
         assert [(e.request_id, e.kind) for e in events] == [
             ("a", EventKind.TOKENS),
             ("b", EventKind.FINISHED),
@@ -173,36 +173,36 @@ def test_n_sequences_are_one_generation_and_all_of_them_end() -> None:
     play(story)
 
 
-def test_events_of_others_are_ignored() -> None:
+def test_events_of_unknown_requests_are_ignored() -> None:
     async def story(stage: Stage) -> None:
-        generation = await stage.submit(make_request("r"))
+        stream = await stage.submit(make_request("r"))
         await stage.tell(tokens(0, 1, of="stranger"), finished(0, 5))
-        assert await received(generation) == [finished(0, 5)]
+        assert await received(stream) == [finished(0, 5)]
 
     play(story)
 
 
 def test_a_failure_after_a_requeue_says_where_it_stopped() -> None:
     async def story(stage: Stage) -> None:
-        generation = await stage.submit(make_request("r"))
+        stream = await stage.submit(make_request("r"))
         await stage.tell(tokens(0, 5, 6), TokenEvent("r", EventKind.FAILED, index=0, error="broken"))
-        events = await received(generation)
+        events = await received(stream)
         assert (events[-1].kind, events[-1].index, events[-1].error) == (EventKind.FAILED, 2, "broken")
 
     play(story)
 
 
-# -- what is lost --------------------------------------------------------------------------------------------------
+# -- lost requests -------------------------------------------------------------------------------------------------
 
 LOST_WITHIN_S = (2 * CHECK_EVERY + 1) * REFRESH_S
 
 
 def test_a_request_that_the_queue_has_lost_fails_soon() -> None:
     async def story(stage: Stage) -> None:
-        generation = await stage.submit(make_request("lost"), make_request("kept"))
+        stream = await stage.submit(make_request("lost"), make_request("kept"))
         await stage.tell(tokens(0, 5, of="lost"))
-        del stage.queue._shared.records["lost"]  # a failover went back to before the put
-        async with generation as events, asyncio.timeout(LOST_WITHIN_S):
+        del stage.queue._shared.records["lost"]  # a failover has lost the put
+        async with stream as events, asyncio.timeout(LOST_WITHIN_S):
             assert await anext(events) == tokens(0, 5, of="lost")
             event = await anext(events)
         assert (event.request_id, event.kind, event.index) == ("lost", EventKind.FAILED, 1)
@@ -211,7 +211,7 @@ def test_a_request_that_the_queue_has_lost_fails_soon() -> None:
     play(story)
 
 
-def test_what_waits_or_is_leased_is_not_lost_however_long_it_takes() -> None:
+def test_a_waiting_or_leased_request_is_never_taken_for_lost() -> None:
     async def story(stage: Stage) -> None:
         leased = await stage.submit(make_request("leased"))
         await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
@@ -224,14 +224,14 @@ def test_what_waits_or_is_leased_is_not_lost_however_long_it_takes() -> None:
     play(story)
 
 
-def test_a_last_event_may_come_after_its_request_is_done() -> None:
+def test_a_last_event_may_arrive_after_its_request_was_acknowledged() -> None:
     async def story(stage: Stage) -> None:
-        generation = await stage.submit(make_request("r"))
+        stream = await stage.submit(make_request("r"))
         await stage.clock.sleep(CHECK_EVERY * REFRESH_S - 0.5)
         del stage.queue._shared.records["r"]  # acknowledged; the event is on its way
         await stage.clock.sleep(REFRESH_S)
         await stage.tell(finished(0, 5))
-        assert await received(generation) == [finished(0, 5)]
+        assert await received(stream) == [finished(0, 5)]
         await stage.clock.sleep(3 * LOST_WITHIN_S)
 
     play(story)
@@ -253,7 +253,7 @@ def test_a_request_that_is_still_being_put_is_not_lost() -> None:
     play(story)
 
 
-def test_at_the_end_of_a_drain_every_open_generation_fails_with_the_reason() -> None:
+def test_fail_open_ends_every_open_request_with_the_reason() -> None:
     async def story(stage: Stage) -> None:
         first, second = await stage.submit(make_request("a"), make_request("b")), await stage.submit(make_request("c"))
         await stage.tell(tokens(0, 5, of="a"))
@@ -268,7 +268,7 @@ def test_at_the_end_of_a_drain_every_open_generation_fails_with_the_reason() -> 
         ]
         assert stage.client.num_open == 0
         await stage.client.close()
-        assert await stage.depth() == 0, "nobody works on them any more"
+        assert await stage.depth() == 0, "close cancels them"
 
     play(story)
 
@@ -278,9 +278,9 @@ def test_at_the_end_of_a_drain_every_open_generation_fails_with_the_reason() -> 
 
 def test_leaving_the_block_cancels_what_is_unfinished() -> None:
     async def story(stage: Stage) -> None:
-        generation = await stage.submit(make_request("a"), make_request("b"))
+        stream = await stage.submit(make_request("a"), make_request("b"))
         await stage.tell(finished(0, 1, of="a"))
-        async with generation as events:
+        async with stream as events:
             assert (await anext(aiter(events))).request_id == "a"
         assert await stage.depth() == 1, "a was never acknowledged here, b is gone"
         assert await stage.queue.cancel(["b"]) == [False]
@@ -291,9 +291,9 @@ def test_leaving_the_block_cancels_what_is_unfinished() -> None:
 
 def test_an_error_in_the_block_cancels_too() -> None:
     async def story(stage: Stage) -> None:
-        generation = await stage.submit(make_request("r"))
+        stream = await stage.submit(make_request("r"))
         with pytest.raises(ZeroDivisionError):
-            async with generation:
+            async with stream:
                 raise ZeroDivisionError
         assert await stage.depth() == 0
 
@@ -302,30 +302,30 @@ def test_an_error_in_the_block_cancels_too() -> None:
 
 def test_cancelling_one_choice_leaves_the_others() -> None:
     async def story(stage: Stage) -> None:
-        generation = await stage.submit(make_request("stopped"), make_request("goes on"))
+        stream = await stage.submit(make_request("stopped"), make_request("goes on"))
         await stage.tell(tokens(0, 1, of="stopped"))
-        async with generation as events:
+        async with stream as events:
             await anext(aiter(events))
-            await generation.cancel("stopped")
+            await stream.cancel("stopped")
             await stage.tell(tokens(1, 2, of="stopped"), finished(0, 3, of="goes on"))
             assert [e async for e in events] == [finished(0, 3, of="goes on")]
 
     play(story)
 
 
-def test_cancelling_the_last_choice_ends_whoever_waits_for_it() -> None:
+def test_cancelling_the_last_choice_ends_the_iteration() -> None:
     async def story(stage: Stage) -> None:
-        generation = await stage.submit(make_request("r"))
-        waiting = asyncio.create_task(received(generation))
+        stream = await stage.submit(make_request("r"))
+        waiting = asyncio.create_task(received(stream))
         await stage.clock.sleep(0.1)
-        await generation.cancel("r")
+        await stream.cancel("r")
         async with asyncio.timeout(1.0):
             assert await waiting == []
 
     play(story)
 
 
-def test_closing_cancels_whatever_still_waits() -> None:
+def test_closing_cancels_open_requests() -> None:
     async def story(stage: Stage) -> None:
         await stage.submit(make_request("a"), make_request("b"))
         await stage.client.close()
@@ -334,7 +334,7 @@ def test_closing_cancels_whatever_still_waits() -> None:
     play(story)
 
 
-def test_workers_learn_that_a_closed_client_does_not_listen() -> None:
+def test_publishing_to_a_closed_client_fails() -> None:
     async def story(stage: Stage) -> None:
         await stage.client.close()
         assert await stage.events.publish("gateway", [finished(0, 5)]) is False
@@ -342,7 +342,7 @@ def test_workers_learn_that_a_closed_client_does_not_listen() -> None:
     play(story)
 
 
-def test_a_submit_cancelled_on_its_way_leaves_nothing_in_the_queue() -> None:
+def test_a_submit_cancelled_during_the_put_leaves_nothing_in_the_queue() -> None:
     async def story(stage: Stage) -> None:
         put = stage.queue.put
 
@@ -365,7 +365,7 @@ def test_a_submit_cancelled_on_its_way_leaves_nothing_in_the_queue() -> None:
     play(story)
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------
+# -- rejections ----------------------------------------------------------------------------------------------------
 
 
 async def refused(stage: Stage, *requests: Request) -> Rejected:
@@ -377,21 +377,21 @@ async def refused(stage: Stage, *requests: Request) -> Rejected:
 
 @pytest.mark.trap(4, 15)
 def test_a_full_queue_refuses_all_or_none_and_n_counts_as_n() -> None:
-    """Traps 4 and 15: the limit is checked where the request is entered, in one move."""
+    """Traps 4 and 15: the queue checks the limit and enqueues in one atomic move."""
 
     async def story(stage: Stage) -> None:
         await stage.submit(make_request("a"), make_request("b"))
         rejected = await refused(stage, *(make_request(f"n{i}") for i in range(3)))
         assert rejected.reason is RejectReason.QUEUE_FULL
         assert await stage.depth() == 2
-        assert stage.client.num_open == 2, "nothing of the refused is remembered"
+        assert stage.client.num_open == 2, "rejected requests are not open"
         await stage.submit(make_request("c"), make_request("d"))
 
     play(story)
 
 
 @pytest.mark.trap(4)
-def test_trap_4_a_burst_of_submits_does_not_slip_through() -> None:
+def test_trap_4_a_burst_of_submits_does_not_exceed_the_queue_limit() -> None:
 
     async def story(stage: Stage) -> None:
         burst = [stage.client.submit([make_request(f"r{i}")]) for i in range(20)]
@@ -406,8 +406,8 @@ CAPACITY = TierCapacity(slots_free=64, drain_per_s=1.0, prefill_tokens_per_s=100
 PREDICTING = make_tiers(realtime={"admission": {"predict": True}}, bulk={"admission": {"predict": True}})
 
 
-async def foretelling(stage: Stage, gateway_id: str) -> SchedulerClient:
-    """A client that has heard what the worker can do: within the 0.5 s promised, 500 prompt tokens."""
+async def predicting_client(stage: Stage, gateway_id: str) -> SchedulerClient:
+    """Return a client that knows the worker's capacity: 500 prompt tokens within the SLO of 0.5 s."""
     client = SchedulerClient(stage.queue, stage.events, stage.registry, PREDICTING, stage.clock, gateway_id)
     tiers = {name: TierStatus(batch_size=64, capacity=CAPACITY) for name in PREDICTING.tiers}
     wall_ms = stage.clock.wall_ms()
@@ -416,18 +416,18 @@ async def foretelling(stage: Stage, gateway_id: str) -> SchedulerClient:
     return client
 
 
-async def let_in(*submits: Awaitable[TokenStream | Rejected]) -> int:
+async def num_admitted(*submits: Awaitable[TokenStream | Rejected]) -> int:
     outcomes = await asyncio.gather(*submits)
     assert {o.reason for o in outcomes if isinstance(o, Rejected)} <= {RejectReason.OVERLOADED}
     return sum(isinstance(o, TokenStream) for o in outcomes)
 
 
 @pytest.mark.trap(4)
-def test_trap_4_of_a_burst_over_two_gateways_only_what_will_be_in_time_gets_in() -> None:
+def test_trap_4_a_burst_over_two_gateways_is_admitted_only_within_the_slo() -> None:
     async def story(stage: Stage) -> None:
-        clients = [await foretelling(stage, f"gateway-{n}") for n in range(2)]
+        clients = [await predicting_client(stage, f"gateway-{n}") for n in range(2)]
         bursts = [c.submit([make_request(f"{c.gateway_id}-{i}", prompt=100)]) for i in range(20) for c in clients]
-        assert await let_in(*bursts) == 5
+        assert await num_admitted(*bursts) == 5
         for client in clients:
             await client.close()
 
@@ -436,10 +436,10 @@ def test_trap_4_of_a_burst_over_two_gateways_only_what_will_be_in_time_gets_in()
 
 @pytest.mark.trap(4)
 def test_trap_4_a_burst_that_was_claimed_at_once_still_counts() -> None:
-    """The queue is empty again, and the next heartbeat is a second away."""
+    """The queue is empty again, and the next heartbeat comes a second later."""
 
     async def story(stage: Stage) -> None:
-        client = await foretelling(stage, "gateway-1")
+        client = await predicting_client(stage, "gateway-1")
         for i in range(20):
             await client.submit([make_request(f"r{i}", prompt=100)])
             await stage.queue.for_worker("w").claim({"realtime": 99}, 10.0)
@@ -450,13 +450,13 @@ def test_trap_4_a_burst_that_was_claimed_at_once_still_counts() -> None:
 
 
 @pytest.mark.trap(15)
-def test_trap_15_n_choices_are_that_many_prompts_to_admission() -> None:
+def test_trap_15_admission_counts_the_prompt_of_each_of_n_choices() -> None:
     async def story(stage: Stage) -> None:
-        client = await foretelling(stage, "gateway-1")
+        client = await predicting_client(stage, "gateway-1")
         four = [make_request(f"four-{n}", prompt=70) for n in range(4)]
-        assert await let_in(client.submit(four)) == 1
-        assert await let_in(client.submit([make_request(f"more-{n}", prompt=70) for n in range(5)])) == 0
-        assert await let_in(client.submit([make_request("one", prompt=70)])) == 1
+        assert await num_admitted(client.submit(four)) == 1
+        assert await num_admitted(client.submit([make_request(f"more-{n}", prompt=70) for n in range(5)])) == 0
+        assert await num_admitted(client.submit([make_request("one", prompt=70)])) == 1
         await client.close()
 
     play(story)
@@ -465,22 +465,22 @@ def test_trap_15_n_choices_are_that_many_prompts_to_admission() -> None:
 @pytest.mark.trap(7)
 def test_trap_7_a_flood_of_bulk_stops_no_chat() -> None:
     async def story(stage: Stage) -> None:
-        client = await foretelling(stage, "gateway-1")
+        client = await predicting_client(stage, "gateway-1")
         flood = [make_request(f"b{n}", "bulk", prompt=500, deadline_ms=2**50) for n in range(500)]
-        assert await let_in(client.submit(flood)) == 1
-        assert await let_in(client.submit([make_request("chat", prompt=100)])) == 1
+        assert await num_admitted(client.submit(flood)) == 1
+        assert await num_admitted(client.submit([make_request("chat", prompt=100)])) == 1
         await client.close()
 
     play(story)
 
 
 @pytest.mark.trap(8)
-def test_trap_8_heartbeats_that_cease_refuse_nobody() -> None:
+def test_trap_8_without_new_heartbeats_nothing_is_refused() -> None:
     async def story(stage: Stage) -> None:
-        client = await foretelling(stage, "gateway-1")
-        assert await let_in(*(client.submit([make_request(f"a{n}", prompt=100)]) for n in range(9))) == 5
+        client = await predicting_client(stage, "gateway-1")
+        assert await num_admitted(*(client.submit([make_request(f"a{n}", prompt=100)]) for n in range(9))) == 5
         await stage.clock.sleep(STALE_S + REFRESH_S)
-        assert await let_in(*(client.submit([make_request(f"b{n}", prompt=100)]) for n in range(9))) == 9
+        assert await num_admitted(*(client.submit([make_request(f"b{n}", prompt=100)]) for n in range(9))) == 9
         await client.close()
 
     play(story)
@@ -520,18 +520,18 @@ def test_a_restarting_engine_is_waited_for_a_while() -> None:
     play(story)
 
 
-def test_a_draining_gateway_refuses_new_requests_and_serves_the_old() -> None:
+def test_a_draining_gateway_rejects_new_requests_and_serves_open_ones() -> None:
     async def story(stage: Stage) -> None:
-        generation = await stage.submit(make_request("r"))
+        stream = await stage.submit(make_request("r"))
         stage.client.drain()
         assert (await refused(stage)).reason is RejectReason.DRAINING
         await stage.tell(finished(0, 5))
-        assert await received(generation) == [finished(0, 5)]
+        assert await received(stream) == [finished(0, 5)]
 
     play(story)
 
 
-def test_a_request_whose_tier_was_removed_meanwhile_is_asked_to_come_again() -> None:
+def test_a_request_whose_tier_was_just_removed_is_rejected() -> None:
     async def story(stage: Stage) -> None:
         stage.client.reconfigure(make_tiers(gold={"priority": 5}))
         late = make_request("r", tier="gold")
@@ -555,7 +555,7 @@ def test_a_put_that_breaks_leaves_nothing_behind() -> None:
     play(story)
 
 
-def test_the_list_of_workers_survives_a_store_that_is_away_for_a_moment() -> None:
+def test_the_list_of_workers_survives_a_short_outage_of_the_store() -> None:
     async def story(stage: Stage) -> None:
         workers = stage.registry.workers
 
@@ -588,8 +588,8 @@ def test_listening_goes_on_after_an_error() -> None:
             raise RuntimeError("out of order for once")
 
         stage.events.listen = broken  # type: ignore[method-assign]
-        async with await stage.submit(make_request("a", max_tokens=1)) as generation:
+        async with await stage.submit(make_request("a", max_tokens=1)) as stream:
             await stage.tell(TokenEvent("a", EventKind.FINISHED, 0, (7,), FinishReason.LENGTH))
-            assert [e.token_ids async for e in generation] == [(7,)]
+            assert [e.token_ids async for e in stream] == [(7,)]
 
     play(story)

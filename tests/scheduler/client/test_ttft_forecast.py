@@ -1,4 +1,4 @@
-"""Waits foretold: from rates, from what is held and waits, and from heartbeats that have an age."""
+"""Forecasts from rates, held and waiting work, and the age of heartbeats."""
 
 import math
 from dataclasses import replace
@@ -34,19 +34,21 @@ def status(
 
 
 def heartbeats(*statuses: WorkerStatus) -> Heartbeats:
-    heard = Heartbeats()
-    heard.update(statuses, now=0.0, wall_ms=0)
-    return heard
+    known = Heartbeats()
+    known.update(statuses, now=0.0, wall_ms=0)
+    return known
 
 
 # -- a first token -------------------------------------------------------------------------------------------------
 
 
-def test_a_first_token_comes_after_what_is_held_what_waits_and_its_own_prompt() -> None:
+def test_a_first_token_comes_after_held_work_waiting_work_and_the_own_prompt() -> None:
     forecast = first_token([make_request(prompt=50)], CAPACITY, 8, TierUsage(), target_s=1.0)
     assert forecast.own_s == pytest.approx(0.02 + 0.05)
     assert forecast.seconds(Backlog()) == pytest.approx(0.07 + 0.2)
-    assert forecast.seconds(Backlog(1, 300, 9999)) == pytest.approx(0.07 + 0.2 + 0.3), "outputs ride along"
+    assert forecast.seconds(Backlog(1, 300, 9999)) == pytest.approx(0.07 + 0.2 + 0.3), (
+        "outputs take no time of their own"
+    )
 
 
 @pytest.mark.trap(15)
@@ -59,14 +61,14 @@ def test_trap_15_a_first_token_waits_for_all_n_choices() -> None:
     assert one.slots_free - eight.slots_free == 7
 
 
-def test_what_waits_for_a_slot_waits_as_long_as_one_is_kept() -> None:
+def test_requests_beyond_the_free_slots_wait_for_the_drain_rate() -> None:
     forecast = first_token([make_request(prompt=0)], CAPACITY, 8, TierUsage(), 1.0)
     assert forecast.slots_free == 2
     assert forecast.wait_s(Backlog(2, 0, 0)) == pytest.approx(0.2)
-    assert forecast.wait_s(Backlog(6, 0, 0)) == pytest.approx(1.0), "four more, at four a second"
+    assert forecast.wait_s(Backlog(6, 0, 0)) == pytest.approx(1.0), "four more, at four per second"
 
 
-def test_where_nobody_knows_how_long_a_slot_is_kept_slots_do_not_count() -> None:
+def test_without_a_drain_rate_slots_do_not_count() -> None:
     forecast = first_token([make_request()], replace(CAPACITY, drain_per_s=0.0), 8, TierUsage(), 1.0)
     assert forecast.limit(()).max_requests == math.inf
     assert forecast.wait_s(Backlog(1000, 0, 0)) == pytest.approx(0.2)
@@ -77,8 +79,8 @@ def test_cached_prompts_take_less() -> None:
     assert forecast.prompt_token_s == pytest.approx(0.2 / 1000)
 
 
-def test_a_request_too_long_for_the_promise_gets_in_where_little_waits() -> None:
-    """It could never be in time, and turning it away for ever would serve nobody."""
+def test_a_request_too_long_for_the_slo_is_admitted_when_little_waits() -> None:
+    """It can never be in time. Otherwise it would be rejected for ever."""
     forecast = first_token(
         [make_request(prompt=400)] * 64, replace(CAPACITY, prompt_tokens=0, slots_free=8), 8, TierUsage(), 0.5
     )
@@ -101,13 +103,13 @@ forecasts = st.builds(
 
 
 @given(forecasts, st.builds(Backlog, counts, counts, counts))
-def test_admitted_is_what_is_predicted_to_be_in_time(forecast: Forecast, ahead: Backlog) -> None:
+def test_exactly_the_requests_predicted_to_be_in_time_are_admitted(forecast: Forecast, ahead: Backlog) -> None:
     if math.isclose(forecast.seconds(ahead), forecast.target_s, rel_tol=1e-6, abs_tol=1e-6):
-        return  # either, by rounding
+        return  # rounding decides
     assert forecast.limit(()).admits(ahead) == (forecast.seconds(ahead) <= forecast.target_s)
 
 
-def test_everything_slower_is_every_wait_longer_and_own_work_the_same() -> None:
+def test_a_slowed_forecast_has_longer_waits_and_the_same_own_work() -> None:
     forecast = first_token([make_request(prompt=50)], CAPACITY, 8, TierUsage(), 1.0)
     for ahead in (Backlog(), Backlog(1, 300, 0), Backlog(9, 300, 0)):
         assert forecast.slowed(2.0).wait_s(ahead) == pytest.approx(2 * forecast.wait_s(ahead))
@@ -117,7 +119,7 @@ def test_everything_slower_is_every_wait_longer_and_own_work_the_same() -> None:
 # -- a deadline ----------------------------------------------------------------------------------------------------
 
 
-def test_completion_counts_outputs_as_they_usually_become() -> None:
+def test_completion_counts_outputs_by_their_usual_share() -> None:
     requests = [make_request("r", "bulk", prompt=100, max_tokens=1000)]
     forecast = completion(requests, CAPACITY, TierUsage(output_share=0.25), left_s=60, cap_own_work=False)
     assert forecast.output_token_s == pytest.approx(0.25 / 500)
@@ -125,7 +127,7 @@ def test_completion_counts_outputs_as_they_usually_become() -> None:
     assert forecast.own_s == pytest.approx(0.02 + 250 * 0.02), "one sequence cannot go faster than its steps"
 
 
-def test_many_choices_take_as_long_as_all_their_tokens() -> None:
+def test_completion_of_many_choices_takes_the_work_of_all_tokens() -> None:
     requests = [make_request(f"r{n}", "bulk", prompt=100, max_tokens=1000) for n in range(64)]
     forecast = completion(requests, CAPACITY, TierUsage(output_share=0.25), left_s=600, cap_own_work=False)
     assert forecast.own_s == pytest.approx(0.02 + 64 * (0.1 + 0.5))
@@ -135,18 +137,18 @@ def test_many_choices_take_as_long_as_all_their_tokens() -> None:
     ("capacity", "usage"),
     [(CAPACITY, TierUsage()), (replace(CAPACITY, output_tokens_per_s=0.0, step_s=0.0), TierUsage(output_share=0.5))],
 )
-def test_outputs_of_which_nothing_is_known_count_nothing(capacity: TierCapacity, usage: TierUsage) -> None:
+def test_outputs_without_a_known_share_or_rate_count_nothing(capacity: TierCapacity, usage: TierUsage) -> None:
     forecast = completion([make_request("r", "bulk", max_tokens=10**6)], capacity, usage, 60, cap_own_work=False)
     assert forecast.output_token_s == 0 and forecast.own_s < 0.1
 
 
 def test_only_the_callers_own_deadline_makes_long_work_too_late() -> None:
     requests = [make_request("r", "bulk", prompt=100, max_tokens=4000)]
-    wished, tiers_own = (
+    own, tiers = (
         completion(requests, CAPACITY, TierUsage(output_share=1.0), 60, cap_own_work=s) for s in (False, True)
     )
-    assert not wished.limit(()).admits(Backlog()) and wished.own_s > 60
-    assert tiers_own.limit(()).admits(Backlog())
+    assert not own.limit(()).admits(Backlog()) and own.own_s > 60
+    assert tiers.limit(()).admits(Backlog())
 
 
 # -- heartbeats ----------------------------------------------------------------------------------------------------
@@ -161,31 +163,31 @@ def test_rates_of_several_workers_add_up() -> None:
     assert together.slots("realtime") == 16
 
 
-def test_what_is_held_becomes_less_with_a_heartbeats_age() -> None:
-    heard = heartbeats(status())
-    aged = heard.capacity("realtime", 0.15)
+def test_held_work_shrinks_with_the_age_of_a_heartbeat() -> None:
+    known = heartbeats(status())
+    aged = known.capacity("realtime", 0.15)
     assert aged is not None and aged.prompt_tokens == 50
-    later = heard.capacity("realtime", 1.5)
-    assert later is not None and (later.prompt_tokens, later.slots_free) == (0, 8), "no more slots than there are"
+    later = known.capacity("realtime", 1.5)
+    assert later is not None and (later.prompt_tokens, later.slots_free) == (0, 8), "at most all slots"
 
 
-@pytest.mark.parametrize(("said_before_ms", "lag_s"), [(100, 0.1), (-5000, 0.0), (60_000, MAX_LAG_S)])
-def test_a_worker_whose_clock_is_wrong_is_believed_within_a_second(said_before_ms: int, lag_s: float) -> None:
-    heard = Heartbeats()
-    heard.update([status(at_ms=1_000_000 - said_before_ms)], now=5.0, wall_ms=1_000_000)
-    capacity = heard.capacity("realtime", 5.0)
+@pytest.mark.parametrize(("age_ms", "lag_s"), [(100, 0.1), (-5000, 0.0), (60_000, MAX_LAG_S)])
+def test_a_wrong_clock_changes_the_age_by_at_most_a_second(age_ms: int, lag_s: float) -> None:
+    known = Heartbeats()
+    known.update([status(at_ms=1_000_000 - age_ms)], now=5.0, wall_ms=1_000_000)
+    capacity = known.capacity("realtime", 5.0)
     assert capacity is not None and capacity.prompt_tokens == max(0, 200 - int(1000 * lag_s))
 
 
 @pytest.mark.trap(8)
-def test_trap_8_a_heartbeat_that_stands_still_says_nothing_any_more() -> None:
-    heard = heartbeats(status())
+def test_trap_8_an_old_heartbeat_is_not_used() -> None:
+    known = heartbeats(status())
     for second in range(1, 10):
-        heard.update([status()], now=float(second), wall_ms=1000 * second)
-    assert heard.capacity("realtime", STALE_S - 0.01) is not None
-    assert heard.capacity("realtime", STALE_S + 0.01) is None
-    heard.update([status(at_ms=10_000)], now=10.0, wall_ms=10_000)
-    assert heard.capacity("realtime", 10.0) is not None
+        known.update([status()], now=float(second), wall_ms=1000 * second)
+    assert known.capacity("realtime", STALE_S - 0.01) is not None
+    assert known.capacity("realtime", STALE_S + 0.01) is None
+    known.update([status(at_ms=10_000)], now=10.0, wall_ms=10_000)
+    assert known.capacity("realtime", 10.0) is not None
 
 
 @pytest.mark.trap(8)
@@ -193,7 +195,7 @@ def test_trap_8_a_heartbeat_that_stands_still_says_nothing_any_more() -> None:
     "capacity",
     [None, replace(CAPACITY, prefill_tokens_per_s=0.0)],
 )
-def test_trap_8_one_worker_that_does_not_know_leaves_all_unknown(capacity: TierCapacity | None) -> None:
+def test_trap_8_one_worker_without_a_capacity_makes_the_sum_unknown(capacity: TierCapacity | None) -> None:
     assert heartbeats(status("a"), status("b", capacity)).capacity("realtime", 0.0) is None
 
 

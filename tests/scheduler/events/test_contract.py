@@ -1,4 +1,4 @@
-"""What every event channel promises: one suite, run in memory and on a real server."""
+"""The contract of event channels: one suite, run in memory and on a real server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -49,7 +49,7 @@ async def test_messages_arrive_in_order_as_they_were_sent(channel: EventChannel)
     assert await listening == sent
 
 
-async def test_every_field_of_an_event_travels(channel: EventChannel) -> None:
+async def test_every_field_of_an_event_arrives(channel: EventChannel) -> None:
     await channel.open("g")
     events = [
         TokenEvent("a", EventKind.FINISHED, 4, (1, 2, 3), FinishReason.LENGTH, cached_tokens=16),
@@ -60,14 +60,14 @@ async def test_every_field_of_an_event_travels(channel: EventChannel) -> None:
     assert await take(channel, "g", 1) == [events]
 
 
-async def test_what_was_published_between_open_and_listen_is_kept(channel: EventChannel) -> None:
+async def test_messages_between_open_and_listen_are_kept(channel: EventChannel) -> None:
     await channel.open("g")
     await channel.publish("g", [tokens(1)])
     await channel.publish("g", [tokens(2, index=1)])
     assert await take(channel, "g", 2) == [[tokens(1)], [tokens(2, index=1)]]
 
 
-async def test_gateways_get_their_own_messages_only(channel: EventChannel) -> None:
+async def test_a_gateway_gets_only_its_own_messages(channel: EventChannel) -> None:
     await channel.open("g")
     await channel.open("h")
     await channel.publish("h", [tokens(2)])
@@ -76,11 +76,11 @@ async def test_gateways_get_their_own_messages_only(channel: EventChannel) -> No
     assert await take(channel, "h", 1) == [[tokens(2)]]
 
 
-async def test_publishing_to_nobody_is_refused(channel: EventChannel) -> None:
+async def test_publishing_to_an_unknown_gateway_fails(channel: EventChannel) -> None:
     assert await channel.publish("nobody", [tokens(1)]) is False
 
 
-async def test_opening_again_starts_afresh(channel: EventChannel) -> None:
+async def test_opening_again_drops_old_messages(channel: EventChannel) -> None:
     await channel.open("g")
     await channel.publish("g", [tokens(1)])
     await channel.open("g")
@@ -93,7 +93,7 @@ async def test_listening_needs_an_open_channel(channel: EventChannel) -> None:
         await take(channel, "g", 1)
 
 
-async def test_close_ends_the_listener_and_refuses_publishers(channel: EventChannel) -> None:
+async def test_close_ends_the_listener_and_makes_publishing_fail(channel: EventChannel) -> None:
     await channel.open("g")
     await channel.publish("g", [tokens(1)])
     heard = asyncio.Event()

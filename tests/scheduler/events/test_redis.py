@@ -1,4 +1,4 @@
-"""What only the event channel in Redis has: streams with a lifetime, and connections that drop."""
+"""The event channel in Redis: the lifetime of streams, and dropped connections."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -54,7 +54,7 @@ async def test_dropped_connections_neither_lose_nor_repeat(
     assert received == list(range(200))
 
 
-async def test_a_listener_whose_connection_breaks_without_a_word_is_not_deaf(
+async def test_a_listener_notices_a_connection_that_broke_without_being_closed(
     valkey_url: str, redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.1)
@@ -138,7 +138,7 @@ async def test_a_lost_stream_is_opened_again(
     await until(lambda: received == [1, 2])
 
 
-async def test_a_stream_nobody_reads_is_bounded(channel: RedisEventChannel, redis_client: Redis) -> None:
+async def test_a_stream_without_a_reader_is_bounded(channel: RedisEventChannel, redis_client: Redis) -> None:
     entry = {b"m": b""}
     pipeline = redis_client.pipeline(transaction=False)
     for _ in range(keys.EVENTS_MAXLEN + 500):

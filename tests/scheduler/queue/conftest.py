@@ -13,7 +13,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture(params=["memory", "redis"])
 async def handles(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIterator[Handles]:
-    """Handles on an empty queue, of either kind."""
+    """Handles on an empty queue, in memory and in Redis."""
     if request.param == "memory":
         handles = Handles(clock)
         yield handles

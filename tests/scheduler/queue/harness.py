@@ -1,4 +1,4 @@
-"""What the queue's tests share: a clock they move themselves, requests, and both queues behind one face."""
+"""Helpers of the queue's tests: a clock moved by hand, requests, and a factory for both queues."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ START_MS = 1_700_000_000_000
 
 
 class ManualClock:
-    """Stands still until told otherwise; sleeping is real."""
+    """A clock that stands still until it is advanced. Sleeping is real."""
 
     def __init__(self) -> None:
         self.ms = START_MS
@@ -56,7 +56,7 @@ def lease_of(claimed: Claimed) -> Lease:
 def may_wait(
     requests: float = math.inf, seconds: float = math.inf, per_prompt: float = 1.0, per_output: float = 0.0, *above: str
 ) -> AheadLimit:
-    """By default a prompt token is a second."""
+    """Return a limit at which, by default, a prompt token takes a second."""
     return AheadLimit(requests, seconds, per_prompt, per_output, above)
 
 
@@ -66,7 +66,7 @@ def ids(claimed: list[Claimed]) -> list[str]:
 
 @dataclass(slots=True)
 class Handles:
-    """Makes handles on one and the same queue, in memory or, with a client, in Redis."""
+    """Makes handles on one queue: in Redis with a client, otherwise in memory."""
 
     clock: Clock
     client: Redis | None = None

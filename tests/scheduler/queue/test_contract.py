@@ -1,4 +1,4 @@
-"""What every queue promises: one suite, run on the memory queue and on a real server."""
+"""The contract of queues: one suite, run on the memory queue and on a real server."""
 
 import asyncio
 import math
@@ -14,12 +14,12 @@ LEASE_S = 10.0
 
 
 async def quiet(queue: Queue) -> None:
-    """Take in every wake-up that is still due."""
+    """Consume all wake-ups that are still due."""
     while await queue.wait_for_work(0.03):
         pass
 
 
-async def test_a_request_comes_out_as_it_went_in(handles: Handles) -> None:
+async def test_a_claimed_request_equals_the_put_one(handles: Handles) -> None:
     request = make_request("a", tokens=100)
     assert await handles().put([request]) is None
     [claimed] = await handles("w").claim({"realtime": 1}, LEASE_S)
@@ -27,7 +27,7 @@ async def test_a_request_comes_out_as_it_went_in(handles: Handles) -> None:
     assert claimed.attempt == 1
 
 
-async def test_claims_go_by_deadline_then_by_put(handles: Handles) -> None:
+async def test_claims_are_in_order_of_deadline_then_put(handles: Handles) -> None:
     queue = handles()
     await queue.put([make_request("z", deadline_ms=START_MS + 20), make_request("y", deadline_ms=START_MS + 20)])
     await queue.put([make_request("x", deadline_ms=START_MS + 20), make_request("late", deadline_ms=START_MS + 99)])
@@ -51,12 +51,12 @@ async def test_claims_follow_the_order_and_the_limits_of_the_mapping(handles: Ha
     }
 
 
-async def test_an_empty_queue_gives_nothing(handles: Handles) -> None:
+async def test_an_empty_queue_yields_no_claims(handles: Handles) -> None:
     assert await handles().claim({"realtime": 5}, LEASE_S) == []
     assert await handles().claim({}, LEASE_S) == []
 
 
-async def test_put_again_changes_nothing(handles: Handles) -> None:
+async def test_a_repeated_put_changes_nothing(handles: Handles) -> None:
     queue = handles()
     await queue.put([make_request("a", deadline_ms=START_MS + 5), make_request("a", deadline_ms=START_MS + 9)])
     await queue.put([make_request("a", tier="bulk")])
@@ -77,7 +77,7 @@ async def test_put_is_all_or_none_against_the_limit(handles: Handles) -> None:
     assert await queue.depths(["realtime"]) == {"realtime": 3}
 
 
-async def test_put_of_what_is_known_is_never_refused(handles: Handles) -> None:
+async def test_a_put_of_known_requests_is_never_refused(handles: Handles) -> None:
     await handles().put([make_request("a")], limit=1)
     assert await handles().put([make_request("a")], limit=1) is None
     assert await handles().put([], limit=0) is None
@@ -99,8 +99,10 @@ async def test_limits_count_waiting_requests_only_and_requeued_work_is_exempt(ha
 
 
 @pytest.mark.trap(3)
-async def test_trap_3_a_queue_limit_spares_what_was_preempted_or_requeued(handles: Handles, clock: ManualClock) -> None:
-    """Admitted work comes back to its old place, whatever waits by then and however small the limits are."""
+async def test_trap_3_released_and_requeued_requests_are_exempt_from_limits(
+    handles: Handles, clock: ManualClock
+) -> None:
+    """They return to their old place, whatever waits by then and however small the limits are."""
     queue, none = handles(), may_wait(requests=0, seconds=0)
     await queue.put([make_request(name, deadline_ms=START_MS + n) for n, name in enumerate("abc")])
     a, b, c = await handles("w").claim({"realtime": 3}, LEASE_S)
@@ -113,8 +115,8 @@ async def test_trap_3_a_queue_limit_spares_what_was_preempted_or_requeued(handle
 
 
 @pytest.mark.trap(4)
-async def test_trap_4_of_a_burst_no_more_gets_in_than_may_wait_ahead(handles: Handles) -> None:
-    """Counted and entered in one move: puts at the same time see each other, from whichever gateway they come."""
+async def test_trap_4_a_burst_does_not_exceed_the_limit_of_what_waits_ahead(handles: Handles) -> None:
+    """Check and entry are one atomic move, so that simultaneous puts of any gateway see each other."""
     puts = [
         handles(f"gateway-{n}").put([make_request(f"r{n}", tokens=10)], limit=100, ahead=may_wait(seconds=35))
         for n in range(20)
@@ -134,7 +136,7 @@ async def test_trap_15_each_of_n_choices_counts_with_its_tokens(handles: Handles
     assert await queue.put([make_request("one")], ahead=may_wait(requests=8)) is not None
 
 
-async def test_what_waits_is_counted_through_every_move(handles: Handles, clock: ManualClock) -> None:
+async def test_sums_of_waiting_requests_are_right_after_every_move(handles: Handles, clock: ManualClock) -> None:
     queue = handles()
 
     async def waiting() -> Backlog:
@@ -155,7 +157,7 @@ async def test_what_waits_is_counted_through_every_move(handles: Handles, clock:
     assert await waiting() == Backlog()
 
 
-async def test_ahead_is_what_has_a_deadline_no_later_and_the_tiers_above(handles: Handles) -> None:
+async def test_ahead_are_requests_due_no_later_and_the_tiers_above(handles: Handles) -> None:
     queue, none = handles(), may_wait(0, math.inf, 1, 1, "realtime")
     await queue.put([make_request(f"b{n}", "bulk", START_MS + n, tokens=10, output=3) for n in range(4)])
     await queue.put([make_request("r", "realtime", tokens=100, output=1)])
@@ -167,10 +169,10 @@ async def test_ahead_is_what_has_a_deadline_no_later_and_the_tiers_above(handles
     assert await queue.put([late], ahead=may_wait(5, 100, 1, 1, "realtime")) is not None
 
 
-async def test_a_limit_below_nothing_refuses_even_the_first(handles: Handles) -> None:
+async def test_a_negative_limit_refuses_even_the_first(handles: Handles) -> None:
     assert await handles().put([make_request("a")], ahead=may_wait(seconds=-0.1)) is not None
     assert await handles().put([make_request("a")], ahead=may_wait(0, 0)) is None
-    assert await handles().put([make_request("a")], ahead=may_wait(-1, -1)) is None, "it is known already"
+    assert await handles().put([make_request("a")], ahead=may_wait(-1, -1)) is None, "the request is known already"
 
 
 async def test_ack_forgets_a_request_once(handles: Handles) -> None:
@@ -180,7 +182,7 @@ async def test_ack_forgets_a_request_once(handles: Handles) -> None:
     assert await queue.ack([lease_of(a), Lease("unknown", 1), lease_of(b)]) == [True, False, True]
     assert await queue.ack([lease_of(a)]) == [False]
     assert await queue.ack([]) == []
-    assert await queue.put([make_request("a")]) is None, "a forgotten id may come again"
+    assert await queue.put([make_request("a")]) is None, "a forgotten id may be used again"
     assert await queue.depths(["realtime"]) == {"realtime": 1}
 
 
@@ -191,10 +193,10 @@ async def test_release_returns_requests_to_their_old_place(handles: Handles) -> 
     assert await queue.release([lease_of(b), lease_of(a), lease_of(a)]) == [True, True, False]
     again = await queue.claim({"realtime": 3}, LEASE_S)
     assert ids(again) == ["a", "b", "c"]
-    assert [c.attempt for c in again] == [1, 1, 1], "who gives back has not tried"
+    assert [c.attempt for c in again] == [1, 1, 1], "a released claim is no attempt"
 
 
-async def test_an_expired_lease_brings_the_request_back_and_fences_its_holder(
+async def test_an_expired_lease_requeues_the_request_and_fences_its_holder(
     handles: Handles, clock: ManualClock
 ) -> None:
     await handles().put([make_request("a")])
@@ -260,7 +262,7 @@ async def test_cancel_of_waiting_leased_and_unknown_requests(handles: Handles) -
     assert await handles().depths(["realtime"]) == {"realtime": 0}
 
 
-async def test_known_is_what_waits_or_is_leased(handles: Handles) -> None:
+async def test_waiting_and_leased_requests_are_known(handles: Handles) -> None:
     queue = handles()
     await queue.put([make_request(name) for name in ("done", "leased", "waiting", "cancelled")])
     done, _ = await queue.claim({"realtime": 2}, LEASE_S)
@@ -271,7 +273,7 @@ async def test_known_is_what_waits_or_is_leased(handles: Handles) -> None:
     assert await queue.known([]) == []
 
 
-async def test_a_worker_hears_what_was_cancelled_under_its_lease_once(handles: Handles) -> None:
+async def test_a_worker_learns_once_of_each_request_cancelled_under_its_lease(handles: Handles) -> None:
     worker = handles("w")
     await quiet(worker)
     await handles().put([make_request("a"), make_request("b")])
@@ -323,7 +325,7 @@ async def test_work_put_between_two_waits_is_not_missed(handles: Handles) -> Non
         assert await worker.wait_for_work(30.0) is True
 
 
-async def test_wait_for_work_gives_up_after_its_timeout(handles: Handles) -> None:
+async def test_wait_for_work_ends_after_its_timeout(handles: Handles) -> None:
     worker = handles("w")
     await quiet(worker)
     assert await worker.wait_for_work(0.01) is False

@@ -1,4 +1,4 @@
-"""Laws 1 and 10: whatever is done to it, a queue loses and doubles nothing and counts what waits; both queues agree."""
+"""Laws 1 and 10: no sequence of operations loses or doubles a request or miscounts, and both queues agree."""
 
 import asyncio
 import math
@@ -22,7 +22,7 @@ tier = st.sampled_from(TIERS)
 worker = st.sampled_from(WORKERS)
 request_id = st.sampled_from(IDS)
 deadline = st.integers(0, 3).map(lambda n: START_MS + n)
-# Leases are drawn by their place among all that were ever granted: most are stale sooner or later.
+# A lease is drawn by its index among all leases ever granted, so most of them are stale.
 leases = st.lists(st.integers(0, 30), min_size=1, max_size=4)
 lease_s = st.sampled_from([1.0, 2.0])
 tokens = st.integers(0, 9)
@@ -52,13 +52,13 @@ operations = st.one_of(
     st.tuples(st.just("requeue_worker"), worker),
     st.tuples(st.just("cancel"), st.lists(request_id, min_size=1, max_size=3)),
 )
-# What a careless hand or an eviction policy takes away in Redis; "hash" of a request, "sums" of a tier.
+# Keys that an eviction policy or an operator may remove: the hash of a request, the sums of a tier.
 losses = st.tuples(st.just("lose"), st.one_of(st.tuples(st.just("hash"), request_id), st.tuples(st.just("sums"), tier)))
 
 
 @dataclass(slots=True)
 class Trial:
-    """One queue under test, with the record of what it accepted and what left it."""
+    """One queue under test, with a record of accepted and finished requests."""
 
     clock: ManualClock
     handles: Handles
@@ -121,7 +121,7 @@ class Trial:
 
 
 async def places(client: Redis) -> list[str]:
-    """The ids in every tier's set and in the lease set, repeats included."""
+    """Return the ids in every tier's set and in the lease set, with repetitions."""
     found = [member.decode() for member in await client.zrange(keys.LEASES, 0, -1)]
     for name in TIERS:
         found.extend(request_id for *_, request_id in await members(client, name))
@@ -129,13 +129,13 @@ async def places(client: Redis) -> list[str]:
 
 
 async def members(client: Redis, tier: str) -> list[tuple[int, int, str]]:
-    """Prompt tokens, output tokens and id of each member of a tier's set."""
+    """Return prompt tokens, output tokens and id of each member of a tier's set."""
     parts = [m.decode().split(":", 3) for m in await client.zrange(keys.tier_queue(tier), 0, -1)]
     return [(int(prompt), int(output), request_id) for _, prompt, output, request_id in parts]
 
 
 async def sums(client: Redis, tier: str) -> Backlog:
-    """From the members themselves."""
+    """Compute the sums from the members."""
     found = await members(client, tier)
     return Backlog(len(found), sum(prompt for prompt, *_ in found), sum(output for _, output, _ in found))
 
@@ -177,7 +177,7 @@ async def scenario_with_losses(url: str, done: list[tuple]) -> None:  # type: ig
             for name, backlog in (await trial.queue.backlogs(TIERS)).items():
                 if await client.exists(keys.tier_waiting(name)):
                     assert backlog == await sums(client, name)
-        for name in TIERS:  # lost sums are counted anew with the next move
+        for name in TIERS:  # lost sums are computed anew with the next move
             assert await trial.queue.put([make_request(f"last-{name}", name)]) is None
         assert await trial.queue.backlogs(TIERS) == {name: await sums(client, name) for name in TIERS}
     finally:
@@ -196,7 +196,7 @@ def test_both_queues_agree_and_conserve(valkey_url: str, done: list[tuple]) -> N
 
 @settings(max_examples=40)
 @given(done=st.lists(st.one_of(operations, losses), min_size=5, max_size=30))
-def test_the_sums_are_those_of_what_waits_whatever_is_lost(valkey_url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_the_sums_are_right_whatever_keys_are_lost(valkey_url: str, done: list[tuple]) -> None:  # type: ignore[type-arg]
     with sync_redis.Redis.from_url(valkey_url) as client:
         client.flushall()
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:

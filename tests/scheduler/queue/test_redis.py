@@ -1,4 +1,4 @@
-"""What only the queue in Redis has: its keys, its scripts, its connections."""
+"""The queue in Redis: its keys, scripts and connections."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,7 +26,7 @@ async def subscribers(client: Redis) -> int:
     return int(count)
 
 
-async def test_a_request_lives_under_the_documented_keys(queue: RedisQueue, redis_client: Redis) -> None:
+async def test_a_request_is_stored_under_the_documented_keys(queue: RedisQueue, redis_client: Redis) -> None:
     await queue.put([make_request("a", "bulk", START_MS + 5)])
     [(member, score)] = await redis_client.zrange("tidegate:queue:bulk", 0, -1, withscores=True)
     assert (member[-2:], score) == (b":a", START_MS + 5)
@@ -40,7 +40,7 @@ async def test_a_request_lives_under_the_documented_keys(queue: RedisQueue, redi
     assert set(await redis_client.keys("*")) == {keys.SEQUENCE.encode()}
 
 
-async def test_nothing_stays_behind_by_any_way_out(queue: RedisQueue, clock: ManualClock) -> None:
+async def test_no_key_is_left_however_a_request_ends(queue: RedisQueue, clock: ManualClock) -> None:
     await queue.put([make_request(name) for name in "abcd"])
     a, b, c = await queue.claim({"realtime": 3}, 5)
     await queue.ack([lease_of(a)])
@@ -50,14 +50,16 @@ async def test_nothing_stays_behind_by_any_way_out(queue: RedisQueue, clock: Man
     assert await queue.cancel(["b", "c", "d"]) == [True, True, True]
 
 
-async def test_scripts_survive_a_server_that_forgot_them(queue: RedisQueue, redis_client: Redis) -> None:
+async def test_scripts_are_sent_again_to_a_server_that_does_not_know_them(
+    queue: RedisQueue, redis_client: Redis
+) -> None:
     await queue.put([make_request("a")])
     await redis_client.script_flush()
     [a] = await queue.claim({"realtime": 1}, 5)
     assert await queue.ack([lease_of(a)]) == [True]
 
 
-async def test_fences_grow_on_after_the_store_lost_everything(
+async def test_fences_still_grow_after_the_store_has_lost_everything(
     queue: RedisQueue, redis_client: Redis, clock: ManualClock
 ) -> None:
     await queue.put([make_request("a")])
@@ -70,7 +72,7 @@ async def test_fences_grow_on_after_the_store_lost_everything(
     assert await queue.ack([lease_of(before), lease_of(after)]) == [False, True]
 
 
-async def test_a_removed_payload_does_not_poison_the_queue(queue: RedisQueue, redis_client: Redis) -> None:
+async def test_a_removed_payload_does_not_block_the_queue(queue: RedisQueue, redis_client: Redis) -> None:
     await queue.put([make_request(name) for name in "abc"])
     await queue.claim({"realtime": 1}, 0)
     await redis_client.delete(keys.REQUEST_PREFIX + "a", keys.REQUEST_PREFIX + "b")
@@ -79,7 +81,7 @@ async def test_a_removed_payload_does_not_poison_the_queue(queue: RedisQueue, re
     assert await queue.ack([lease_of(c)]) == [True]
 
 
-async def test_sums_are_right_although_a_payload_was_removed(queue: RedisQueue, redis_client: Redis) -> None:
+async def test_sums_are_right_after_a_payload_was_removed(queue: RedisQueue, redis_client: Redis) -> None:
     await queue.put([make_request(name, tokens=10, output=2) for name in "abc"])
     await redis_client.delete(keys.REQUEST_PREFIX + "a")
     assert await queue.cancel(["a", "b"]) == [False, True]
@@ -90,7 +92,7 @@ async def test_sums_are_right_although_a_payload_was_removed(queue: RedisQueue, 
 
 
 @pytest.mark.parametrize("move", ["put", "claim", "cancel", "refused"])
-async def test_lost_sums_are_counted_anew(queue: RedisQueue, redis_client: Redis, move: str) -> None:
+async def test_lost_sums_are_computed_anew(queue: RedisQueue, redis_client: Redis, move: str) -> None:
     await queue.put([make_request(name, tokens=10, output=2) for name in "abc"])
     await redis_client.delete(keys.tier_waiting("realtime"))
     match move:
@@ -110,12 +112,12 @@ async def test_lost_sums_are_counted_anew(queue: RedisQueue, redis_client: Redis
 
 @pytest.mark.trap(13)
 async def test_trap_13_a_request_is_one_member_of_a_sorted_set(queue: RedisQueue, redis_client: Redis) -> None:
-    """Not a list in one JSON value: moving one of a thousand requests writes one member, not a thousand."""
+    """Moving one of a thousand requests writes one member, not the whole queue."""
     await queue.put([make_request(f"r{n}", tokens=3, output=8) for n in range(1000)])
     assert await redis_client.type(keys.tier_queue("realtime")) == b"zset"
     members = await redis_client.zrange(keys.tier_queue("realtime"), 0, -1)
     assert sorted(m.decode().split(":", 3)[3] for m in members) == sorted(f"r{n}" for n in range(1000))
-    assert max(map(len, members)) < 32, "a member is a name, not a request"
+    assert max(map(len, members)) < 32, "a member contains the id, not the request"
     before = set(members)
     [claimed] = await queue.claim({"realtime": 1}, 5)
     left = set(await redis_client.zrange(keys.tier_queue("realtime"), 0, -1))
@@ -124,7 +126,7 @@ async def test_trap_13_a_request_is_one_member_of_a_sorted_set(queue: RedisQueue
     await queue.cancel([f"r{n}" for n in range(1000)])
 
 
-async def test_only_those_who_claim_or_wait_listen(queue: RedisQueue, redis_client: Redis) -> None:
+async def test_only_a_claim_or_a_wait_starts_the_listener(queue: RedisQueue, redis_client: Redis) -> None:
     await queue.put([make_request("a")])
     await queue.cancel(["a"])
     assert await subscribers(redis_client) == 0
@@ -144,7 +146,7 @@ async def test_the_listener_survives_a_lost_connection(queue: RedisQueue, redis_
     await queue.cancel(["a"])
 
 
-async def test_a_connection_that_breaks_without_a_word_is_made_again(
+async def test_a_connection_that_broke_without_being_closed_is_replaced(
     valkey_url: str, redis_client: Redis, clock: ManualClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scheduler.queue.redis.RESUBSCRIBE_S", 0.05)
@@ -163,9 +165,8 @@ async def test_a_connection_that_breaks_without_a_word_is_made_again(
         await client.aclose()
 
 
-async def test_put_and_claim_are_one_cheap_call_each(queue: RedisQueue, redis_client: Redis) -> None:
-    """Counted at the server: every put and claim is one EVALSHA, and it keeps the server busy for less than
-    0.3 ms on average."""
+async def test_put_and_claim_are_one_fast_call_each(queue: RedisQueue, redis_client: Redis) -> None:
+    """Every put and claim is one EVALSHA, and takes less than 0.3 ms of the server's time on average."""
     await queue.put([make_request("warm")])
     await queue.claim({"realtime": 1}, 5)
     await queue.cancel(["warm"])

@@ -1,4 +1,4 @@
-"""What every worker registry promises: one suite, run in memory and on a real server."""
+"""The contract of worker registries: one suite, run in memory and on a real server."""
 
 from collections.abc import AsyncIterator
 
@@ -39,14 +39,14 @@ def status(worker_id: str, running: int = 0) -> WorkerStatus:
     )
 
 
-async def test_announced_workers_are_listed_by_id_with_everything_they_said(registry: WorkerRegistry) -> None:
+async def test_announced_workers_are_listed_by_id_with_status_and_metrics(registry: WorkerRegistry) -> None:
     await registry.announce(status("w2"), "two 2\n")
     await registry.announce(status("w1"), "# HELP ünï\none 1\n")
     assert await registry.workers() == [status("w1"), status("w2")]
     assert await registry.metrics() == {"w1": "# HELP ünï\none 1\n", "w2": "two 2\n"}
 
 
-async def test_what_their_controllers_do_is_told_beside(registry: WorkerRegistry) -> None:
+async def test_the_state_of_the_controllers_is_kept_too(registry: WorkerRegistry) -> None:
     await registry.announce(status("w1"), "", '{"tiers": {"ünï": 1}}')
     await registry.announce(status("w2"), "")
     assert await registry.sla() == {"w1": '{"tiers": {"ünï": 1}}', "w2": "{}"}
@@ -61,7 +61,7 @@ async def test_the_latest_announcement_counts(registry: WorkerRegistry) -> None:
     assert await registry.metrics() == {"w1": "a 2\n"}
 
 
-async def test_nobody_is_there_at_first(registry: WorkerRegistry) -> None:
+async def test_a_new_registry_is_empty(registry: WorkerRegistry) -> None:
     assert await registry.workers() == []
     assert await registry.metrics() == {}
 
@@ -73,7 +73,7 @@ async def test_a_worker_that_withdraws_is_gone_at_once(registry: WorkerRegistry)
     assert await registry.workers() == []
 
 
-async def test_a_worker_that_falls_silent_is_gone_after_the_ttl(registry: WorkerRegistry) -> None:
+async def test_a_silent_worker_is_gone_after_the_ttl(registry: WorkerRegistry) -> None:
     await registry.announce(status("silent"), "")
 
     async def only_the_living() -> bool:
@@ -84,7 +84,9 @@ async def test_a_worker_that_falls_silent_is_gone_after_the_ttl(registry: Worker
     await until(only_the_living)
 
 
-async def test_the_index_forgets_dead_workers(no_leaked_keys: None, valkey_url: str, redis_client: Redis) -> None:
+async def test_dead_workers_are_removed_from_the_index(
+    no_leaked_keys: None, valkey_url: str, redis_client: Redis
+) -> None:
     registry = RedisWorkerRegistry(redis_client)
     await registry.announce(status("w1"), "")
     await redis_client.delete(keys.worker("w1"))

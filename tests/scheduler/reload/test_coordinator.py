@@ -1,4 +1,4 @@
-"""Changing the tiers of several processes on one store: all of them or none."""
+"""Changes of the tiers: on all processes of a store or on none."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -22,13 +22,13 @@ from tests.waiting import until
 
 
 def document(**limits: int) -> dict[str, Any]:
-    """Tiers with these queue limits."""
+    """Return a tiers document with these queue limits."""
     tiers = {name: {"priority": i, "queue_limit": limit} for i, (name, limit) in enumerate(limits.items())}
     return {"default_tier": next(iter(limits)), "batch_tier": next(iter(limits)), "tiers": tiers}
 
 
 class Recorder:
-    """A subject that remembers; `objects` is what it says against any other tiers."""
+    """A subject that records its tiers. `objects` is its objection to all other tiers."""
 
     def __init__(self, tiers: TierSet) -> None:
         self.tiers = tiers
@@ -44,7 +44,7 @@ class Recorder:
 
 
 class Part:
-    """One process's collaborators."""
+    """The objects of one process."""
 
     def __init__(self, redis: Redis, name: str, path: Path, depths: Mapping[str, int]) -> None:
         tiers = parse_tiers(yaml.safe_load(path.read_text()))
@@ -94,7 +94,7 @@ async def start(redis_client: Redis, path: Path) -> AsyncIterator[Start]:
 # -- in force everywhere -------------------------------------------------------------------------------------------
 
 
-async def test_a_change_is_made_by_all_before_it_is_answered(start: Start) -> None:
+async def test_a_change_returns_after_all_parts_have_made_it(start: Start) -> None:
     parts = [await start(name) for name in ("gateway", "worker 1", "worker 2")]
     outcome = await parts[0].changes.change(document(chat=7, bulk=8, extra=9), "test")
     assert isinstance(outcome, Applied)
@@ -105,7 +105,7 @@ async def test_a_change_is_made_by_all_before_it_is_answered(start: Start) -> No
     assert {part.generation for part in parts} == {outcome.in_force.generation}
 
 
-async def test_news_travel_faster_than_the_next_look(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_change_wakes_followers_before_their_next_read(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler.reload.follower.REPORT_S", 3600.0)
     first, second = await start("a"), await start("b")
     assert isinstance(await second.changes.change(document(chat=3, bulk=3), "test"), Applied)
@@ -121,7 +121,7 @@ async def test_the_file_is_read_again(start: Start, path: Path) -> None:
     assert second.limits == {"chat": 5, "bulk": 6}
 
 
-async def test_what_is_in_force_already_changes_nothing(start: Start) -> None:
+async def test_tiers_in_force_already_change_nothing(start: Start) -> None:
     first, second = await start("a"), await start("b")
     generation = first.generation
     outcome = await second.changes.reload()
@@ -131,7 +131,7 @@ async def test_what_is_in_force_already_changes_nothing(start: Start) -> None:
     assert first.subject.times == second.subject.times == 0
 
 
-async def test_two_at_once_are_made_one_after_the_other(start: Start, path: Path) -> None:
+async def test_two_changes_at_once_are_made_one_after_the_other(start: Start, path: Path) -> None:
     first, second = await start("a"), await start("b")
     write(path, document(chat=5, bulk=6))
     same = await asyncio.gather(first.changes.reload(), second.changes.reload())
@@ -147,10 +147,10 @@ async def test_two_at_once_are_made_one_after_the_other(start: Start, path: Path
     assert first.generation == second.generation == newest.generation
 
 
-async def test_what_another_one_put_in_force_just_before_the_proposal_is_not_made_again(
+async def test_a_change_made_just_before_by_another_part_is_not_made_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both see that it is not in force yet; the slower one proposes it when the other has done it all."""
+    """Both see that it is not in force yet. The slower one proposes it after the other has made it."""
     first, second = await start("a"), await start("b")
     propose = TierStore.propose
 
@@ -169,7 +169,7 @@ async def test_what_another_one_put_in_force_just_before_the_proposal_is_not_mad
 # -- refused everywhere --------------------------------------------------------------------------------------------
 
 
-async def test_a_document_that_is_not_a_tiers_file_reaches_nobody(start: Start, redis_client: Redis) -> None:
+async def test_an_invalid_document_is_not_proposed(start: Start, redis_client: Redis) -> None:
     part = await start("a")
     bad = {"default_tier": "chat", "batch_tier": "chat", "tiers": {"chat": {"priority": 1, "floor": 2}}}
     with pytest.raises(TierConfigError, match=r"tiers\.chat\.floor") as refusal:
@@ -216,7 +216,7 @@ async def test_a_tier_that_gets_a_request_while_it_is_removed_comes_back(start: 
     assert part.limits == {"chat": 1, "bulk": 2}
 
 
-async def test_a_bad_file_is_said_and_left(start: Start, path: Path) -> None:
+async def test_an_invalid_file_is_logged_and_ignored(start: Start, path: Path) -> None:
     part = await start("a")
     path.write_text("tiers: [")
     with capture_logs() as logs:
@@ -230,7 +230,7 @@ async def test_a_bad_file_is_said_and_left(start: Start, path: Path) -> None:
     assert part.limits == {"chat": 1, "bulk": 2}
 
 
-# -- who does not answer -------------------------------------------------------------------------------------------
+# -- silent parts --------------------------------------------------------------------------------------------------
 
 
 async def test_a_part_that_is_silent_is_named_and_nothing_changes(
@@ -246,7 +246,7 @@ async def test_a_part_that_is_silent_is_named_and_nothing_changes(
     assert isinstance(await part.changes.change(document(chat=9, bulk=9), "test"), Applied)
 
 
-async def test_a_part_that_agrees_and_then_falls_silent_is_named(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_part_that_votes_and_then_falls_silent_is_named(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "TIMEOUT_S", 0.2)
     part = await start("a")
     await part.store.report(Follower("worker 7", generation=part.generation, looked_at=10**9))
@@ -257,7 +257,7 @@ async def test_a_part_that_agrees_and_then_falls_silent_is_named(start: Start, m
 # -- starting ------------------------------------------------------------------------------------------------------
 
 
-async def test_whoever_starts_beside_others_takes_what_they_have(start: Start, tmp_path: Path) -> None:
+async def test_a_part_that_starts_beside_others_takes_their_tiers(start: Start, tmp_path: Path) -> None:
     first = await start("a")
     await first.changes.change(document(chat=7, bulk=7), "test")
     late = await start("b", write(tmp_path / "own.yaml", document(chat=3, bulk=3)))
@@ -265,7 +265,7 @@ async def test_whoever_starts_beside_others_takes_what_they_have(start: Start, t
     assert late.follower.in_force.source == "test"
 
 
-async def test_the_first_one_to_start_takes_its_own_file(start: Start, redis_client: Redis, path: Path) -> None:
+async def test_the_first_part_to_start_uses_its_own_file(start: Start, redis_client: Redis, path: Path) -> None:
     async with Part(redis_client, "of yesterday", path, {}).follower:
         pass
     async with (yesterday := Part(redis_client, "of yesterday", path, {})).follower:
@@ -283,7 +283,9 @@ async def test_parts_that_start_together_agree(start: Start, tmp_path: Path) -> 
     assert len({part.limits["chat"] for part in parts}) == 1
 
 
-async def test_what_cannot_be_used_is_left_and_said(start: Start, redis_client: Redis, path: Path) -> None:
+async def test_tiers_that_cannot_be_used_here_are_logged_and_ignored(
+    start: Start, redis_client: Redis, path: Path
+) -> None:
     first = await start("a")
     await first.changes.change(document(chat=7), "test")
     late = Part(redis_client, "b", path, {})

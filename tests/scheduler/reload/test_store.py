@@ -1,4 +1,4 @@
-"""The shared tiers in a real store: one proposal at a time, and who follows."""
+"""The shared tiers in a real store: one proposal at a time, and the list of followers."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ async def test_one_proposal_at_a_time(store: TierStore) -> None:
     assert await store.read() == Reading(None, second)
 
 
-async def test_a_proposal_that_nobody_settles_lapses(store: TierStore, redis_client: Redis) -> None:
+async def test_a_proposal_that_is_not_settled_expires(store: TierStore, redis_client: Redis) -> None:
     assert await store.propose(CONTENT, "x", 0) is not None
     assert 0 < await redis_client.pttl(keys.TIERS_PROPOSED) <= keys.TIERS_PROPOSED_TTL_S * 1000
 
@@ -64,10 +64,10 @@ async def test_followers_are_listed_until_they_leave_or_fall_silent(
     assert await store.followers() == []
 
 
-async def test_changes_are_heard(store: TierStore) -> None:
+async def test_listeners_are_told_of_changes(store: TierStore) -> None:
     heard: list[int] = []
     listening = asyncio.create_task(store.listen(lambda: heard.append(1)))
-    await until(lambda: len(heard) == 1)  # subscribed: something may have been missed
+    await until(lambda: len(heard) == 1)  # the subscription itself, because something may have been missed before
     document = await store.propose(CONTENT, "x", 0)
     await until(lambda: len(heard) == 2)
     assert document is not None

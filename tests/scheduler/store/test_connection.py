@@ -1,4 +1,4 @@
-"""Connections: what they survive, when they give up, and what `durable` means."""
+"""Connections: outages that they survive, time limits, and `durable`."""
 
 import asyncio
 import signal
@@ -56,12 +56,12 @@ async def client(server: Server) -> AsyncIterator[Redis]:
     await client.aclose()
 
 
-async def test_connections_speak_bytes(redis_client: Redis) -> None:
+async def test_replies_are_bytes(redis_client: Redis) -> None:
     await redis_client.set("key", b"\x00\xff")
     assert await redis_client.get("key") == b"\x00\xff"
 
 
-async def test_commands_ride_through_a_restart(server: Server, client: Redis) -> None:
+async def test_commands_survive_a_restart_of_the_server(server: Server, client: Redis) -> None:
     await server.start()
     await client.set("key", "value")
     server.end(signal.SIGKILL)
@@ -75,13 +75,13 @@ async def test_commands_fail_in_bounded_time_without_a_server(client: Redis) -> 
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.1)
     monkeypatch.setattr(connection, "COMMAND_TIMEOUT_S", 0.25)
 
 
-async def test_commands_fail_in_bounded_time_when_the_server_hangs(hasty: None, server: Server) -> None:
-    """It still accepts connections, and every attempt takes the whole reply timeout."""
+async def test_commands_fail_in_bounded_time_when_the_server_hangs(short_timeouts: None, server: Server) -> None:
+    """The server still accepts connections, and every attempt takes the whole reply timeout."""
     await server.start()
     client = connection.connect(server.valkey.url)
     await client.set("key", "value")
@@ -111,7 +111,7 @@ def test_the_backoff_stays_within_its_bound_after_any_number_of_failures() -> No
     assert all(0 <= backoff.compute(failures) <= connection.MAX_BACKOFF_S for failures in (1, 10, 1023, 1024, 10**6))
 
 
-async def test_what_is_durable_survives_a_kill_of_the_server(server: Server, client: Redis) -> None:
+async def test_durable_writes_survive_a_kill_of_the_server(server: Server, client: Redis) -> None:
     await server.start()
     for n in range(500):
         await client.set(f"key-{n}", n)
@@ -121,8 +121,8 @@ async def test_what_is_durable_survives_a_kill_of_the_server(server: Server, cli
     assert [await client.get(f"key-{n}") for n in range(500)] == [b"%d" % n for n in range(500)]
 
 
-async def test_durable_speaks_for_the_writes_of_other_connections(server: Server, client: Redis) -> None:
-    """WAITAOF alone would say yes at once on a connection that has written nothing itself."""
+async def test_durable_covers_the_writes_of_other_connections(server: Server, client: Redis) -> None:
+    """WAITAOF alone returns at once on a connection that has written nothing."""
     await server.start("--appendfsync", "no")
     other = connection.connect(server.valkey.url)
     await other.set("key", "value")
@@ -131,19 +131,19 @@ async def test_durable_speaks_for_the_writes_of_other_connections(server: Server
     await other.aclose()
 
 
-async def test_a_server_without_a_log_is_not_durable(server: Server, client: Redis) -> None:
+async def test_a_server_without_an_aof_is_not_durable(server: Server, client: Redis) -> None:
     await server.start("--appendonly", "no")
     assert await connection.durable(client) is False
 
 
-async def test_a_task_that_talks_to_the_store_can_be_cancelled_at_any_moment(redis_client: Redis) -> None:
-    async def talk() -> None:
+async def test_a_task_that_sends_commands_can_be_cancelled_at_any_moment(redis_client: Redis) -> None:
+    async def send_commands() -> None:
         while True:
             await redis_client.get("key")
 
     await redis_client.ping()
     for moment in range(300):
-        task = asyncio.create_task(talk())
+        task = asyncio.create_task(send_commands())
         for _ in range(moment % 13):
             await asyncio.sleep(0)
         task.cancel()
