@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 from redis.asyncio import Redis
-from redis.asyncio.client import PubSub
 
 from scheduler.clock import Clock
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
@@ -23,7 +22,6 @@ from scheduler.request import Claimed, Lease, Request
 from scheduler.store import connection, keys
 
 NO_LIMIT = AheadLimit(math.inf, math.inf, 0.0, 0.0)
-RESUBSCRIBE_S = 10.0  # without a message: the connection may have broken without being closed
 
 
 class RedisQueue:
@@ -131,21 +129,9 @@ class RedisQueue:
         Messages may be missed before each (new) subscription. One wake-up makes up for them, and a missed cancel is
         noticed at the next `renew`.
         """
-        client = connection.blocking(self._client, RESUBSCRIBE_S)
-        try:
-            while True:
-                await self._listen_until_silent(client.pubsub())
-        finally:
-            await client.aclose()
-
-    async def _listen_until_silent(self, pubsub: PubSub) -> None:
-        try:
-            await pubsub.subscribe(keys.WAKE)
-            while (message := await pubsub.get_message(timeout=RESUBSCRIBE_S)) is not None:
-                data = message["data"]
-                if message["type"] == "message" and data.startswith(b"cancel:"):
-                    self._wakeups.cancel(data.removeprefix(b"cancel:").decode())
-                else:
-                    self._wakeups.wake()
-        finally:
-            await pubsub.aclose()  # type: ignore[no-untyped-call]
+        async for message in connection.messages(self._client, keys.WAKE):
+            data = message["data"]
+            if message["type"] == "message" and data.startswith(b"cancel:"):
+                self._wakeups.cancel(data.removeprefix(b"cancel:").decode())
+            else:
+                self._wakeups.wake()

@@ -115,12 +115,12 @@ class TierChanges:
         return outcome
 
     async def _propose_alone(self, tiers: TierSet, source: str, until_s: float) -> TierDocument | Outcome:
-        """Propose `tiers` once no other change is under way. Return an outcome if they are in force by then."""
+        """Propose `tiers` once no other change is in progress. Return an outcome if they are in force by then."""
         while True:
             if (generation := await self._generation_of(tiers)) is not None:
                 return await self._applied(generation, until_s, changed=False)
             if self._clock.now() >= until_s:
-                return Refused("Another change of the tiers is under way.")
+                return Refused("Another change of the tiers is in progress.")
             document = await self._propose(tiers, source)
             if document is not None:
                 return document

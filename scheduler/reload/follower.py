@@ -22,7 +22,7 @@ from scheduler.reload.store import Follower, TierDocument, TierStore
 log = structlog.get_logger()
 
 REPORT_S = 1.0  # between two reads of the store, and two reports to it, while nothing changes
-JOIN_S = 5.0  # for a change that is under way to end before this part joins
+JOIN_S = 5.0  # for a change in progress to end before this part joins
 POLL_S = 0.01  # between two attempts to join
 
 
@@ -60,13 +60,13 @@ class TierFollower:
         self.in_force = InForce(tiers, 0, str(path), clock.wall_ms())
         self._vote = (0, "")  # generation of the last proposal voted on, and the objection (empty: none)
         self._has_joined = False
-        self._is_store_away = False  # at the last read
+        self._is_store_silent = False  # at the last read
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         """Start to follow. If the store answers, its tiers in force are used here when this returns."""
-        await self._look()
+        await self._sync()
         self._tasks = [asyncio.create_task(self._store.listen(self._news.set)), asyncio.create_task(self._follow())]
         return self
 
@@ -85,9 +85,9 @@ class TierFollower:
                 async with asyncio.timeout(REPORT_S):
                     await self._news.wait()
             self._news.clear()
-            await self._look()
+            await self._sync()
 
-    async def _look(self) -> None:
+    async def _sync(self) -> None:
         """Take the tiers in force, vote on proposed ones, and report both.
 
         No error ends the following: a process that stayed silent would prevent every change.
@@ -102,11 +102,11 @@ class TierFollower:
             if reading.proposed is not None and reading.proposed.generation != self._vote[0]:
                 self._vote = (reading.proposed.generation, self._objection(reading.proposed))
             await self._store.report(Follower(self.part, self.in_force.generation, *self._vote))
-            self._is_store_away = False
+            self._is_store_silent = False
         except RedisError as error:
-            if not self._is_store_away:
+            if not self._is_store_silent:
                 log.warning("the store does not answer; the tiers stay as they are", error=str(error))
-            self._is_store_away = True
+            self._is_store_silent = True
         except Exception:
             log.exception("following the tiers failed and will be tried again")
 
@@ -129,7 +129,7 @@ class TierFollower:
                 return
 
     def _take(self, document: TierDocument) -> None:
-        """Use `document`, or log why not: others may have agreed to it while this process was away."""
+        """Use `document`, or log why not: others may have agreed to it while this process could not reach the store."""
         objection = self._objection(document)
         if objection:
             log.error("the tiers in force cannot be used here", generation=document.generation, reason=objection)

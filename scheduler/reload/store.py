@@ -10,11 +10,8 @@ from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
-from redis.asyncio.client import PubSub
 
 from scheduler.store import connection, keys
-
-RESUBSCRIBE_S = 10.0  # without a message: the connection may have broken without being closed
 
 # End the proposal ARGV[1] if it is still the current one; with ARGV[2] 1, put it in force. Returns 1 if it is in force.
 _SETTLE = f"""\
@@ -119,21 +116,8 @@ class TierStore:
 
     async def listen(self, on_news: Callable[[], None]) -> None:
         """Call `on_news` when there may be something new to read, also after each reconnect. Runs until cancelled."""
-        client = connection.blocking(self._client, RESUBSCRIBE_S)
-        try:
-            while True:
-                await _listen_until_silent(client.pubsub(), on_news)
-        finally:
-            await client.aclose()
+        async for _ in connection.messages(self._client, keys.TIERS_NEWS):
+            on_news()
 
     def _document(self, data: bytes | None) -> TierDocument | None:
         return None if data is None else self._documents.decode(data)
-
-
-async def _listen_until_silent(pubsub: PubSub, on_news: Callable[[], None]) -> None:
-    try:
-        await pubsub.subscribe(keys.TIERS_NEWS)
-        while await pubsub.get_message(timeout=RESUBSCRIBE_S) is not None:
-            on_news()
-    finally:
-        await pubsub.aclose()  # type: ignore[no-untyped-call]

@@ -6,10 +6,11 @@ Knows servers and sockets; does not know what is stored. URLs are `redis://host:
 
 import asyncio
 import builtins
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
+from redis.asyncio.client import PubSub
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
@@ -26,6 +27,7 @@ COMMAND_TIMEOUT_S = 6.0  # for a command with all retries, so that a server that
 FIRST_BACKOFF_S = 0.01  # upper bound of the pause after the first failure; doubles with each one
 MAX_BACKOFF_S = 0.5
 MAX_DOUBLINGS = 16
+RESUBSCRIBE_S = 10.0  # without a message: the connection may have broken without being closed
 FOREVER = -1  # redis-py's number of retries without a limit
 
 Command = bytes | str | Iterable[bytes]
@@ -64,6 +66,29 @@ def blocking(client: Redis, longest_s: float) -> Redis:
     settings = {**pool.connection_kwargs, "socket_timeout": timeout_s, "retry": Retry(_backoff(), FOREVER)}
     own_pool = ConnectionPool(connection_class=pool.connection_class, **settings)
     return Redis.from_pool(own_pool)
+
+
+async def messages(client: Redis, channel: str) -> AsyncIterator[dict[str, Any]]:
+    """Yield the messages of a pub/sub channel for ever, including the confirmation of each (new) subscription.
+
+    Messages are missed between subscriptions. Take a confirmation as "something may have happened".
+    """
+    reader = blocking(client, RESUBSCRIBE_S)
+    try:
+        while True:
+            async for message in _messages_until_silent(reader.pubsub(), channel):
+                yield message
+    finally:
+        await reader.aclose()
+
+
+async def _messages_until_silent(pubsub: PubSub, channel: str) -> AsyncIterator[dict[str, Any]]:
+    try:
+        await pubsub.subscribe(channel)
+        while (message := await pubsub.get_message(timeout=RESUBSCRIBE_S)) is not None:
+            yield message
+    finally:
+        await pubsub.aclose()  # type: ignore[no-untyped-call]
 
 
 async def durable(client: Redis, timeout_s: float = 3.0) -> bool:

@@ -149,7 +149,7 @@ async def test_the_listener_survives_a_lost_connection(queue: RedisQueue, redis_
 async def test_a_connection_that_broke_without_being_closed_is_replaced(
     valkey_url: str, redis_client: Redis, clock: ManualClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler.queue.redis.RESUBSCRIBE_S", 0.05)
+    monkeypatch.setattr("scheduler.store.connection.RESUBSCRIBE_S", 0.05)
     async with StallingProxy(valkey_url, tmp_path / "proxy.sock").serving() as proxy:
         client = connection.connect(proxy.url)
         queue = RedisQueue(client, clock, worker_id="w1")
