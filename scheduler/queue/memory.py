@@ -101,13 +101,9 @@ class MemoryQueue:
                 fresh.setdefault(request.id, request)
         if not fresh:
             return None
-        depth = shared.waiting[tier].backlog.requests
-        if limit is not None and depth + len(fresh) > limit:
-            return QueueFull(tier, depth, limit)
-        if ahead is not None:
-            waiting = self._ahead(tier, max(r.deadline_ms for r in fresh.values()), ahead.above)
-            if not ahead.admits(waiting):
-                return TooFarBehind(tier, waiting)
+        refusal = self._refusal(tier, list(fresh.values()), limit, ahead)
+        if refusal is not None:
+            return refusal
         first = self._take_numbers(len(fresh))
         for number, request in enumerate(fresh.values(), first):
             shared.records[request.id] = record = _Record(request, number)
@@ -194,6 +190,18 @@ class MemoryQueue:
     async def close(self) -> None:
         if self._wakeups in self._shared.listeners:
             self._shared.listeners.remove(self._wakeups)
+
+    def _refusal(
+        self, tier: str, requests: Sequence[Request], limit: int | None, ahead: AheadLimit | None
+    ) -> QueueFull | TooFarBehind | None:
+        depth = self._shared.waiting[tier].backlog.requests
+        if limit is not None and depth + len(requests) > limit:
+            return QueueFull(tier, depth, limit)
+        if ahead is not None:
+            waiting = self._ahead(tier, max(r.deadline_ms for r in requests), ahead.above)
+            if not ahead.admits(waiting):
+                return TooFarBehind(tier, waiting)
+        return None
 
     def _take_numbers(self, count: int) -> int:
         first = max(self._shared.sequence + 1, self._clock.wall_ms())
