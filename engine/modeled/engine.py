@@ -41,7 +41,7 @@ class _Step:
 
     step_id: int
     chunks: list[Chunk]
-    staying: list[Chunk]
+    remaining: list[Chunk]  # without the evicted ones
     copying_s: float
     slowness: float
     duration_s: float
@@ -92,7 +92,7 @@ class ModeledEngine:
         self._drift = drift
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
         self._running: _Step | None = None
-        self._wished: set[str] = set()  # away from the running step
+        self._evictees: set[str] = set()  # requested for the running step
 
     @property
     def info(self) -> EngineInfo:
@@ -111,7 +111,7 @@ class ModeledEngine:
         if self._running is not None:
             raise PlanError("one step in flight, not more")
         self._table.check(plan)
-        self._wished.clear()
+        self._evictees.clear()
         self._running = self._begin(plan)
 
     async def collect(self) -> StepResult:
@@ -127,18 +127,18 @@ class ModeledEngine:
         return self._result(step)
 
     def evict(self, seq_ids: Collection[str]) -> None:
-        """Too late in the last layer."""
+        """Evict at the next layer boundary; in the last layer there is none any more."""
         step = self._running
         if step is None or self._timer is None or self._info.step_eviction is StepEviction.NOTHING:
             return
-        self._wished.update(seq_ids)
-        staying = [c for c in step.staying if c.sequence.seq_id not in self._wished]
-        if len(staying) == len(step.staying) or (staying and self._info.step_eviction is StepEviction.STEPS):
+        self._evictees.update(seq_ids)
+        remaining = [c for c in step.remaining if c.sequence.seq_id not in self._evictees]
+        if len(remaining) == len(step.remaining) or (remaining and self._info.step_eviction is StepEviction.STEPS):
             return
         elapsed_s = self._timer.now() - step.started_s
         progress = step.progress_at(elapsed_s)
         if progress < 1 - 1 / self._num_layers:
-            self._shorten(step, staying, elapsed_s, progress)
+            self._shorten(step, remaining, elapsed_s, progress)
             self._timer.move(step.started_s + step.duration_s)
 
     def close(self) -> None:
@@ -162,21 +162,21 @@ class ModeledEngine:
         run = cost.run
         return max(cost.floor_s, cost.step_s + sum([run(chunk.num_tokens, chunk.start) for chunk in chunks]))
 
-    def _shorten(self, step: _Step, staying: list[Chunk], elapsed_s: float, progress: float) -> None:
-        """The layer that runs is computed with all of them, the others with those that stay."""
+    def _shorten(self, step: _Step, remaining: list[Chunk], elapsed_s: float, progress: float) -> None:
+        """Compute the running layer with all chunks, and the layers after it with the remaining ones."""
         layer = 1 / self._num_layers
         layer_s = (step.duration_s - elapsed_s) / (1 - progress) * layer
-        whole_s = (step.copying_s + self._computing_s(staying)) * step.slowness if staying else 0.0
-        step.mark_s, step.progress, step.staying = elapsed_s, progress, staying
+        whole_s = (step.copying_s + self._computing_s(remaining)) * step.slowness if remaining else 0.0
+        step.mark_s, step.progress, step.remaining = elapsed_s, progress, remaining
         step.duration_s = elapsed_s + layer_s + whole_s * (1 - progress - layer)
 
     def _result(self, step: _Step) -> StepResult:
-        if step.staying is step.chunks:  # as nearly always
+        if step.remaining is step.chunks:  # the usual case: nothing was evicted
             outputs, evicted = [self._advance(chunk) for chunk in step.chunks], []
         else:
-            stayed = {chunk.sequence.seq_id for chunk in step.staying}
-            evicted = [c.sequence.seq_id for c in step.chunks if c.sequence.seq_id not in stayed]
-            outputs = [self._advance(c) if c.sequence.seq_id in stayed else self._leave(c) for c in step.chunks]
+            remaining = {chunk.sequence.seq_id for chunk in step.remaining}
+            evicted = [c.sequence.seq_id for c in step.chunks if c.sequence.seq_id not in remaining]
+            outputs = [self._advance(c) if c.sequence.seq_id in remaining else self._evict(c) for c in step.chunks]
         return StepResult(
             step.step_id,
             tuple(outputs),
@@ -196,6 +196,6 @@ class ModeledEngine:
         reason = self._table.advance(chunk, token)
         return SequenceOutput(sequence.seq_id, end, (token,), reason, chunk.num_cached)
 
-    def _leave(self, chunk: Chunk) -> SequenceOutput:
-        self._table.leave(chunk)
+    def _evict(self, chunk: Chunk) -> SequenceOutput:
+        self._table.evict_from_step(chunk)
         return SequenceOutput(chunk.sequence.seq_id, chunk.start, num_cached_tokens=chunk.num_cached)

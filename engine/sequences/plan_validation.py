@@ -11,12 +11,12 @@ from engine.interface import EngineInfo, NewSequence, PlanError, Preempt, Preemp
 from engine.sequences.block_pool import BlockPool
 from engine.sequences.sequence import Sequence, SequenceStatus
 
-# mode: (from which states, into which). Evicting a paused sequence reclaims its memory.
+# mode: (from which states, into which). Swapping or recomputing a paused sequence frees its KV blocks.
 _ON_DEVICE = frozenset({SequenceStatus.ACTIVE, SequenceStatus.PAUSED})
 PREEMPTIONS = {
     PreemptionMode.PAUSE: (frozenset({SequenceStatus.ACTIVE}), SequenceStatus.PAUSED),
     PreemptionMode.SWAP: (_ON_DEVICE, SequenceStatus.SWAPPED),
-    PreemptionMode.RECOMPUTE: (_ON_DEVICE, SequenceStatus.EVICTED),
+    PreemptionMode.RECOMPUTE: (_ON_DEVICE, SequenceStatus.TO_RECOMPUTE),
 }
 
 

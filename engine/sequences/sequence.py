@@ -15,7 +15,7 @@ class SequenceStatus(Enum):
     ACTIVE = "active"  # may be run
     PAUSED = "paused"  # KV resident; may not be run until resumed
     SWAPPED = "swapped"  # KV in host memory; may not be run until resumed
-    EVICTED = "evicted"  # KV freed, to be recomputed; may not be run until resumed
+    TO_RECOMPUTE = "to be recomputed"  # KV freed; may not be run until resumed
 
 
 class Sequence:

@@ -110,9 +110,9 @@ class SequenceTable:
             self.remove(sequence.seq_id)
         return reason
 
-    def leave(self, chunk: Chunk) -> None:
-        """The chunk's sequence has left the step before its end: it is as it was, but for what it found in the cache,
-        and gives back the blocks that it was given for the step."""
+    def evict_from_step(self, chunk: Chunk) -> None:
+        """Undo the chunk of a sequence that was evicted from the running step: free the blocks that were allocated for
+        the chunk. Tokens and blocks that the sequence found in the prefix cache stay."""
         sequence = chunk.sequence
         kept = blocks_for(chunk.start, self._info.block_size)
         self.pool.free(reversed(sequence.block_table[kept:]), sequence.seq_id)

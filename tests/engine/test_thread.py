@@ -22,7 +22,7 @@ class FakeStepper:
         self.info = INFO
         self.threads: set[int] = set()
         self.num_closed = 0
-        self.asked: list[tuple[int, set[str]]] = []
+        self.evictions: list[tuple[int, set[str]]] = []
         self._answer = answer
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -31,7 +31,7 @@ class FakeStepper:
         return StepResult(plan.step_id)
 
     def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
-        self.asked.append((step_id, set(seq_ids)))
+        self.evictions.append((step_id, set(seq_ids)))
 
     def close(self) -> None:
         self.threads.add(threading.get_ident())
@@ -241,25 +241,25 @@ async def test_a_launch_that_ends_the_engine_ends_the_step_before_it() -> None:
             await engine.collect()
 
 
-async def test_a_wish_is_for_the_step_in_flight() -> None:
+async def test_an_eviction_is_for_the_oldest_step_in_flight() -> None:
     release = threading.Event()
     stepper = FakeStepper(lambda plan: assert_set(release))
     stepper.info = replace(INFO, step_eviction=StepEviction.STEPS)
     async with serving(stepper) as engine:
-        engine.evict({"nobody"})
+        engine.evict({"early"})
         for step_id in (7, 8):
             engine.submit(StepPlan(step_id))
             engine.evict({"a", "b"})
             release.set()
             await engine.collect()
             engine.evict({"late"})
-    assert stepper.asked == [(7, {"a", "b"}), (8, {"a", "b"})]
+    assert stepper.evictions == [(7, {"a", "b"}), (8, {"a", "b"})]
 
 
-async def test_an_engine_that_lets_nothing_go_is_not_asked() -> None:
+async def test_an_engine_that_cannot_evict_gets_no_request() -> None:
     stepper = FakeStepper()
     async with serving(stepper) as engine:
         engine.submit(StepPlan(1))
         engine.evict({"a"})
         await engine.collect()
-    assert stepper.asked == []
+    assert stepper.evictions == []

@@ -21,19 +21,19 @@ from engine.sequences.sequence_table import Chunk
 
 
 class StepComputation:
-    """`wished` says at any time who is to leave the step that is computed."""
+    """Computes a step's chunks. `evictees` returns the sequences to evict from the running step, at any time."""
 
     def __init__(
-        self, info: EngineInfo, runner: ModelRunner, chooser: TokenChooser, wished: Callable[[], frozenset[str]]
+        self, info: EngineInfo, runner: ModelRunner, chooser: TokenChooser, evictees: Callable[[], frozenset[str]]
     ) -> None:
         self._info = info
         self._runner = runner
         self._chooser = chooser
-        self._wished = wished
+        self._evictees = evictees
 
     @torch.inference_mode()
     def __call__(self, chunks: list[Chunk]) -> Outcomes:
-        running = RunningChunks(chunks, self._info.block_size, self._info.step_eviction, self._wished)
+        running = RunningChunks(chunks, self._info.block_size, self._info.step_eviction, self._evictees)
         outcomes = {chunk.sequence.seq_id: Outcome(is_evicted=True) for chunk in chunks}
         evict = None if self._info.step_eviction is StepEviction.NOTHING else running.evict
         try:

@@ -63,8 +63,8 @@ class TorchEngine:
         self._in_flight: deque[_InFlightStep] = deque()  # launched; the device may still be at them
         self._results: deque[StepResult] = deque()  # of steps that have ended
         self._landed_s = 0.0
-        self._wishes = EvictionRequest()
-        compute = StepComputation(info, runner, TokenChooser(info, sampler), self._wishes.now)
+        self._eviction = EvictionRequest()
+        compute = StepComputation(info, runner, TokenChooser(info, sampler), self._eviction.evictees)
         self._compute_all = PiecewiseComputation(compute, runner.release_memory, info.block_size)
 
     @property
@@ -116,7 +116,7 @@ class TorchEngine:
     def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
         """Evict these sequences from that step at its next layer, as far as `info.step_eviction` says. Call it from any
         one thread, before the step begins or while it runs; afterwards it has no effect."""
-        self._wishes.ask(step_id, seq_ids)
+        self._eviction.request(step_id, seq_ids)
 
     def close(self) -> None:
         """Nothing to hand back: memory goes with the engine."""
@@ -181,7 +181,7 @@ class TorchEngine:
     def _compute_at_once(self, plan: StepPlan, chunks: list[Chunk], started_s: float) -> None:
         self._land_all()
         chunks = [chunk for chunk in chunks if self._table.holds(chunk.sequence)]
-        self._wishes.begin(plan.step_id)
+        self._eviction.begin(plan.step_id)
         outcomes = self._compute_all(chunks) if chunks else {}
         outputs: list[SequenceOutput] = []
         failures: list[SequenceFailure] = []
@@ -193,7 +193,7 @@ class TorchEngine:
                 self._table.discard(seq_id)
                 failures.append(SequenceFailure(seq_id, outcome.failure))
             elif outcome.is_evicted:
-                self._table.leave(chunk)
+                self._table.evict_from_step(chunk)
                 outputs.append(SequenceOutput(seq_id, chunk.start, num_cached_tokens=chunk.num_cached))
                 evicted.append(seq_id)
             else:

@@ -57,7 +57,7 @@ class Reference:
         self.shared: dict[str, int] = {}  # as reported
         self.num_hits = 0
         self.num_refused = 0
-        self.num_left = 0
+        self.num_evicted = 0
         self._count = 0
 
     @property
@@ -82,12 +82,12 @@ class Reference:
         assert [c.sequence.seq_id for c in chunks] == [r.seq_id for r in plan.run]
         for chunk, run in zip(chunks, plan.run, strict=True):
             assert 1 <= chunk.num_tokens <= run.num_tokens
-        leaving = [chunk for chunk in chunks if rng.random() < 0.15]
+        evicted = [chunk for chunk in chunks if rng.random() < 0.15]
         for chunk in chunks:
-            self._compute(chunk, is_leaving=chunk in leaving)
+            self._compute(chunk, is_evicted=chunk in evicted)
         for chunk in chunks:
-            if chunk in leaving:
-                self._leave(chunk)
+            if chunk in evicted:
+                self._evict(chunk)
             else:
                 self._advance(chunk)
         self._check_books()
@@ -119,7 +119,7 @@ class Reference:
         sampling = SamplingParams(max_tokens=rng.randint(1, 9), prompt_logprobs=rng.choice((None, None, None, 0)))
         return NewSequence(str(self._count), (*head, *tail), sampling, rng.choice("xy"), rng.randint(0, 2))
 
-    def _compute(self, chunk: Chunk, is_leaving: bool) -> None:
+    def _compute(self, chunk: Chunk, is_evicted: bool) -> None:
         sequence = chunk.sequence
         salt = self.salts[sequence.seq_id]
         self.num_hits += chunk.num_cached > 0
@@ -130,7 +130,7 @@ class Reference:
             if position < chunk.start:
                 assert self.device[sequence.block_table[block]][slot] == contents
             else:
-                self.device[sequence.block_table[block]][slot] = None if is_leaving else contents
+                self.device[sequence.block_table[block]][slot] = None if is_evicted else contents
 
     def _advance(self, chunk: Chunk) -> None:
         if self.rng.random() < 0.03:
@@ -138,11 +138,11 @@ class Reference:
         else:
             self.table.advance(chunk, self.rng.randint(4, 5) if chunk.samples else None)
 
-    def _leave(self, chunk: Chunk) -> None:
-        """It has written some of its keys and values, and some not: nobody may read any of them."""
-        self.num_left += 1
+    def _evict(self, chunk: Chunk) -> None:
+        """The evicted chunk may have written some of its keys and values: nothing may read them."""
+        self.num_evicted += 1
         known = len(chunk.sequence.token_ids)
-        self.table.leave(chunk)
+        self.table.evict_from_step(chunk)
         assert (chunk.sequence.num_computed_tokens, len(chunk.sequence.token_ids)) == (chunk.start, known)
 
     def _fail(self, chunk: Chunk) -> None:
@@ -188,7 +188,7 @@ def test_the_reference_sees_hits_and_refusals() -> None:
         reference.step()
     assert reference.num_hits > 20
     assert reference.num_refused > 5
-    assert reference.num_left > 20
+    assert reference.num_evicted > 20
 
 
 # -- the prefix cache, step by step ------------------------------------------------------------------------------------
