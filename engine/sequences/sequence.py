@@ -84,16 +84,16 @@ class Sequence:
         return known
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Take a sampled token; say whether, and why, it was the last."""
+        """Take a sampled token. Return why it was the last one; None if it was not."""
         self.token_ids.append(token_id)
         return self._finish_reason(len(self.token_ids) - 1)
 
-    def append_pending(self, place_holder: int) -> None:
+    def append_placeholder(self, placeholder: int) -> None:
         """Take a token that only the device knows yet."""
-        self.token_ids.append(place_holder)
+        self.token_ids.append(placeholder)
 
-    def settle(self, index: int, token_id: int) -> FinishReason | None:
-        """Token `index` has become known; say whether, and why, it was the last."""
+    def replace_placeholder(self, index: int, token_id: int) -> FinishReason | None:
+        """Put the real token at `index`. Return why it was the last one; None if it was not."""
         self.token_ids[index] = token_id
         return self._finish_reason(index)
 

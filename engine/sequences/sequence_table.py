@@ -118,17 +118,17 @@ class SequenceTable:
         self.pool.free(reversed(sequence.block_table[kept:]), sequence.seq_id)
         del sequence.block_table[kept:]
 
-    def launch(self, chunk: Chunk, place_holder: int | None) -> None:
-        """The first half of `advance`, for a chunk that the device is computing: the next plan may go on from it.
-        `place_holder` stands for the token that it samples, if it does."""
+    def launch(self, chunk: Chunk, placeholder: int | None) -> None:
+        """Do the first half of `advance` while the device computes the chunk, so that the next plan can go on from it.
+        `placeholder` stands for the token that the chunk samples; None if it samples none."""
         chunk.sequence.num_computed_tokens = chunk.end
-        if place_holder is not None:
-            chunk.sequence.append_pending(place_holder)
+        if placeholder is not None:
+            chunk.sequence.append_placeholder(placeholder)
 
-    def land(self, chunk: Chunk, token_id: int | None) -> FinishReason | None:
-        """The other half: the device has computed the chunk, and its token is known."""
+    def finalize(self, chunk: Chunk, token_id: int | None) -> FinishReason | None:
+        """Do the second half of `advance`: the device has computed the chunk, and its token is known."""
         sequence = chunk.sequence
-        reason = None if token_id is None else sequence.settle(chunk.end, token_id)
+        reason = None if token_id is None else sequence.replace_placeholder(chunk.end, token_id)
         if self._caches:
             self._remember(sequence, chunk.end)
         if reason is not None:
