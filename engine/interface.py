@@ -12,8 +12,8 @@ first `num_computed_tokens` have their keys and values (KV) in the cache. `Run(s
 known tokens are computed, the engine samples one new token. So a prefill chunk, a whole prefill and a decode are all
 runs; a decode is a run of one token.
 
-KV lies in blocks of `EngineInfo.block_size` tokens. The engine allocates and shares them; the scheduler counts them, and
-preempts sequences to get more.
+KV lies in blocks of `EngineInfo.block_size` tokens. The engine allocates and shares blocks; the scheduler counts them
+and preempts sequences to get more.
 
 This module imports nothing of the project. It knows sequences, tokens and steps; not torch, tiers, time or HTTP.
 """
