@@ -12,7 +12,7 @@ from typing import Protocol
 
 from engine.interface import EngineInfo, PlanError, SequenceOutput, StepEviction, StepPlan, StepResult
 from engine.sequences.sequence_table import Chunk, SequenceTable
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 
 FIRST_ORDINARY_TOKEN = 3  # ids below are never generated; a real model's special ids
 
@@ -160,7 +160,7 @@ class ModeledEngine:
             return 0.0
         cost = self._cost if any(chunk.num_tokens > 1 for chunk in chunks) else self._decode_cost
         run = cost.run
-        return max(cost.floor_s, cost.step_s + sum([run(chunk.num_tokens, chunk.start) for chunk in chunks]))
+        return max(cost.min_step_s, cost.step_s + sum([run(chunk.num_tokens, chunk.start) for chunk in chunks]))
 
     def _shorten(self, step: _Step, remaining: list[Chunk], elapsed_s: float, progress: float) -> None:
         """Compute the running layer with all chunks, and the layers after it with the remaining ones."""

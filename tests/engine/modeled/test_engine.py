@@ -19,7 +19,7 @@ from engine.interface import (
     StepResult,
 )
 from engine.modeled.engine import FIRST_ORDINARY_TOKEN, ModeledEngine, modeled_token
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 
 INFO = EngineInfo("m", max_model_len=64, vocab_size=100, block_size=4, num_blocks=20, max_step_tokens=50)
 COST = StepCost(step_s=1.0, prefill_token_s=0.1, attend_s=0.0, context_token_s=0.0, decode_s=0.01)

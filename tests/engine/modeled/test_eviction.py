@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.interface import EngineInfo, Run, StepEviction, StepPlan, StepResult
 from engine.modeled.engine import ModeledEngine
 from engine.modeled.timer import LoopTimer
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.virtual_time import run_virtual
 from tests.engine.drive import drive, make_new, random_chunks
 from tests.engine.modeled.test_engine import new
