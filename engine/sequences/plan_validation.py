@@ -1,7 +1,7 @@
 """The rules of a `StepPlan`: what makes an engine refuse one. Reads sequences and pools; changes nothing.
 
-The plan is followed in its order on a copy of what it touches. What the prefix cache will spare a run is not counted:
-a plan that passes has the blocks it needs without it.
+The check follows the plan in its order, on copies of the sequences that it touches. It does not count on the prefix
+cache: a plan that passes has the blocks that it needs without any cached one.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from engine.interface import EngineInfo, NewSequence, PlanError, Preempt, Preemp
 from engine.sequences.block_pool import BlockPool
 from engine.sequences.sequence import Sequence, SequenceStatus
 
-# mode: (from which states, into which). Swapping or recomputing a paused sequence frees its KV blocks.
+# mode: (statuses before, status after). Swapping or recomputing a paused sequence frees its KV blocks.
 _ON_DEVICE = frozenset({SequenceStatus.ACTIVE, SequenceStatus.PAUSED})
 PREEMPTIONS = {
     PreemptionMode.PAUSE: (frozenset({SequenceStatus.ACTIVE}), SequenceStatus.PAUSED),
@@ -22,7 +22,7 @@ PREEMPTIONS = {
 
 @dataclass(slots=True)
 class _Foreseen:
-    """A sequence as it will be when the plan's runs begin."""
+    """A copy of a sequence, as it will be when the plan's runs begin."""
 
     status: SequenceStatus
     num_tokens: int
@@ -32,7 +32,7 @@ class _Foreseen:
 
 
 class PlanCheck:
-    """Follows one plan. `run` is called once."""
+    """Checks one plan; `run` is called once."""
 
     def __init__(
         self, info: EngineInfo, sequences: Mapping[str, Sequence], pool: BlockPool, swap_pool: BlockPool
@@ -40,13 +40,13 @@ class PlanCheck:
         self._info = info
         self._sequences = sequences
         self._pool = pool
-        self._foreseen: dict[str, _Foreseen | None] = {}  # None: gone
-        self._leaving: list[Sequence] = []  # they let go of all their blocks
-        self._num_needed = 0
+        self._foreseen: dict[str, _Foreseen | None] = {}  # None: aborted
+        self._releasing: list[Sequence] = []  # sequences that release all their blocks
+        self._num_needed = 0  # blocks
         self._num_swap_free = swap_pool.num_free
 
     def run(self, plan: StepPlan) -> None:
-        """Raises `PlanError` for the first rule that `plan`, executed in order, would break."""
+        """Raise `PlanError` for the first rule that `plan`, executed in order, breaks."""
         if plan.num_tokens > self._info.max_step_tokens:
             raise PlanError(f"{plan.num_tokens} tokens in a step, at most {self._info.max_step_tokens} allowed")
         for seq_id in plan.abort:
@@ -58,7 +58,7 @@ class PlanCheck:
         for new in plan.start:
             self._start(new)
         self._runs(plan.run)
-        num_free = self._pool.num_free + self._pool.num_freed_by(s.block_table for s in self._leaving)
+        num_free = self._pool.num_free + self._pool.num_freed_by(s.block_table for s in self._releasing)
         if self._num_needed > num_free:
             raise PlanError(f"the plan needs {self._num_needed} KV blocks and {num_free} are free")
 
@@ -76,7 +76,7 @@ class PlanCheck:
     def _abort(self, seq_id: str) -> None:
         self._num_swap_free += self._look_up(seq_id).num_swapped
         self._foreseen[seq_id] = None
-        self._leaving.append(self._sequences[seq_id])
+        self._releasing.append(self._sequences[seq_id])
 
     def _preempt(self, preempt: Preempt) -> None:
         sequence = self._look_up(preempt.seq_id)
@@ -88,7 +88,7 @@ class PlanCheck:
         sequence.status = target
         if target is SequenceStatus.PAUSED:
             return
-        self._leaving.append(self._sequences[preempt.seq_id])
+        self._releasing.append(self._sequences[preempt.seq_id])
         if target is SequenceStatus.SWAPPED:
             self._swap_out(preempt.seq_id, sequence)
         else:
@@ -132,7 +132,7 @@ class PlanCheck:
             if known is None:
                 s = self._look_up(run.seq_id)
                 self._run(run, s.status, s.num_tokens, s.num_computed, s.num_blocks)
-            else:  # most are touched by nothing else in the plan, and need no copy
+            else:  # most sequences are only run by the plan, and need no copy
                 self._run(run, known.status, known.num_tokens, known.num_computed_tokens, len(known.block_table))
 
     def _run(self, run: Run, status: SequenceStatus, num_tokens: int, num_computed: int, num_blocks: int) -> None:
