@@ -163,7 +163,7 @@ def _decode_group(decodes: list[Chunk], first_row: int, block_size: int) -> Deco
     table = np.empty((len(decodes), num_blocks), dtype=np.int64)
     for row, chunk in zip(table, decodes, strict=True):
         # If the chunk is a piece of a larger one, the table goes on with blocks that are not written yet.
-        own = chunk.sequence.block_table[: -(-chunk.end // block_size)]
+        own = chunk.sequence.block_table[: blocks_for(chunk.end, block_size)]
         row[: len(own)] = own
         # The padding is masked. It names a block of the sequence itself, so that no other KV enters the arithmetic.
         row[len(own) :] = own[0]
