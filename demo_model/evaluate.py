@@ -1,6 +1,6 @@
 """Measures the demo model in bf16, as it is served: `python -m demo_model.evaluate [DIR]` prints a row for each skill.
 
-Most questions are unseen: new nonces and phrases, sums and paraphrases that training leaves out, another seed.
+Most questions are unseen: new nonces and phrases, held-out sums and paraphrases, another seed.
 Knows the right answers; not how the model was trained.
 """
 

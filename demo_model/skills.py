@@ -134,7 +134,7 @@ def repeat(rng: random.Random, text: str) -> Pair:
 
 
 def is_held_out_sum(a: int, b: int) -> bool:
-    """Return whether the sum is held out of training, so that evaluation measures addition, not memory. One in 16 is."""
+    """Return whether the sum is held out of training (1 of 16), so that evaluation measures addition, not memory."""
     return (a * 31 + b * 17) % 16 == 5
 
 

@@ -15,7 +15,7 @@ class EngineStartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How to build an engine. A value of None is chosen from the model and from what the machine has free."""
+    """The options of an engine. A value of None is chosen from the model and from what the machine has free."""
 
     model: str  # a directory of a transformers model, or a hub id
     load_format: LoadFormat = "auto"  # dummy: random weights in the shape of the config, for benchmarks

@@ -27,7 +27,7 @@ from typing import Protocol
 
 
 class PreemptionMode(Enum):
-    """What happens to the KV blocks of a preempted sequence."""
+    """The ways to preempt a sequence; they differ in what happens to its KV blocks."""
 
     PAUSE = "pause"  # they stay on the device; the sequence is not run until it is resumed
     SWAP = "swap"  # they are copied to host memory and freed; the resume copies them back
@@ -35,7 +35,7 @@ class PreemptionMode(Enum):
 
 
 class StepEviction(Enum):
-    """What an engine can evict from a running step."""
+    """The granularity at which an engine can evict sequences from a running step."""
 
     NOTHING = "nothing"
     STEPS = "steps"  # all sequences of the step together, which ends it
@@ -43,7 +43,7 @@ class StepEviction(Enum):
 
 
 class FinishReason(Enum):
-    """Why a sequence is finished; the values are those of OpenAI's API."""
+    """The reasons why a sequence is finished; the values are those of OpenAI's API."""
 
     STOP = "stop"  # an end-of-sequence or stop token
     LENGTH = "length"  # max_tokens, or the model's context is full
@@ -54,7 +54,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token of a sequence is chosen. Neutral values are the defaults.
+    """The parameters that choose a sequence's tokens. Values with no effect are the defaults.
 
     `seed` is always set (the gateway draws one if the user did not), so that a sequence that is computed again, on any
     worker, gets the same tokens.
@@ -152,7 +152,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """What one `Run` did."""
+    """The outcome of one `Run`."""
 
     seq_id: str
     num_computed_tokens: int  # of the whole sequence, after the step
@@ -196,7 +196,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is, and how much it can hold. Constant while the engine lives."""
+    """The properties and sizes of an engine, constant while it lives."""
 
     model_path: str
     max_model_len: int  # most tokens of a sequence, prompt and output together

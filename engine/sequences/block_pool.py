@@ -1,5 +1,5 @@
-"""Which KV blocks are free, and which holders the others have. Knows block ids and names of holders; not what a holder
-is, nor the tensors behind a block.
+"""The KV blocks of an engine: which are free, and which holders the others have. Knows block ids and names of holders;
+not what a holder is, nor a block's tensors.
 
 A full block may have several holders. It is never written again, so nothing is ever copied on write.
 """

@@ -21,7 +21,7 @@ PREEMPTIONS = {
 
 
 @dataclass(slots=True)
-class _Foreseen:
+class _SequenceCopy:
     """A copy of a sequence, as it will be when the plan's runs begin."""
 
     status: SequenceStatus
@@ -40,7 +40,7 @@ class PlanCheck:
         self._info = info
         self._sequences = sequences
         self._pool = pool
-        self._foreseen: dict[str, _Foreseen | None] = {}  # None: aborted
+        self._copies: dict[str, _SequenceCopy | None] = {}  # None: aborted
         self._releasing: list[Sequence] = []  # sequences that release all their blocks
         self._num_needed = 0  # blocks
         self._num_swap_free = swap_pool.num_free
@@ -62,20 +62,20 @@ class PlanCheck:
         if self._num_needed > num_free:
             raise PlanError(f"the plan needs {self._num_needed} KV blocks and {num_free} are free")
 
-    def _look_up(self, seq_id: str) -> _Foreseen:
-        if seq_id not in self._foreseen and seq_id in self._sequences:
+    def _look_up(self, seq_id: str) -> _SequenceCopy:
+        if seq_id not in self._copies and seq_id in self._sequences:
             s = self._sequences[seq_id]
-            self._foreseen[seq_id] = _Foreseen(
+            self._copies[seq_id] = _SequenceCopy(
                 s.status, s.num_tokens, s.num_computed_tokens, len(s.block_table), len(s.swap_table)
             )
-        sequence = self._foreseen.get(seq_id)
+        sequence = self._copies.get(seq_id)
         if sequence is None:
             raise PlanError(f"there is no sequence {seq_id}")
         return sequence
 
     def _abort(self, seq_id: str) -> None:
         self._num_swap_free += self._look_up(seq_id).num_swapped
-        self._foreseen[seq_id] = None
+        self._copies[seq_id] = None
         self._releasing.append(self._sequences[seq_id])
 
     def _preempt(self, preempt: Preempt) -> None:
@@ -95,7 +95,7 @@ class PlanCheck:
             sequence.num_computed = 0
         sequence.num_blocks = 0
 
-    def _swap_out(self, seq_id: str, sequence: _Foreseen) -> None:
+    def _swap_out(self, seq_id: str, sequence: _SequenceCopy) -> None:
         if sequence.num_blocks > self._num_swap_free:
             raise PlanError(f"{seq_id}: {sequence.num_blocks} KV blocks to swap, host memory has {self._num_swap_free}")
         self._num_swap_free -= sequence.num_blocks
@@ -111,7 +111,7 @@ class PlanCheck:
         sequence.num_swapped = 0
 
     def _start(self, new: NewSequence) -> None:
-        if self._foreseen.get(new.seq_id) or (new.seq_id not in self._foreseen and new.seq_id in self._sequences):
+        if self._copies.get(new.seq_id) or (new.seq_id not in self._copies and new.seq_id in self._sequences):
             raise PlanError(f"{new.seq_id} exists already")
         num_prompt = len(new.prompt_token_ids)
         if not 1 <= num_prompt < self._info.max_model_len:
@@ -120,7 +120,7 @@ class PlanCheck:
             raise PlanError(f"{new.seq_id}: max_tokens is {new.sampling.max_tokens}, not at least 1")
         if min(new.prompt_token_ids) < 0 or max(new.prompt_token_ids) >= self._info.vocab_size:
             raise PlanError(f"{new.seq_id}: a token id outside the vocabulary of {self._info.vocab_size}")
-        self._foreseen[new.seq_id] = _Foreseen(SequenceStatus.ACTIVE, num_prompt, 0, 0, 0)
+        self._copies[new.seq_id] = _SequenceCopy(SequenceStatus.ACTIVE, num_prompt, 0, 0, 0)
 
     def _runs(self, runs: tuple[Run, ...]) -> None:
         seen: set[str] = set()
@@ -128,7 +128,7 @@ class PlanCheck:
             if run.seq_id in seen:
                 raise PlanError(f"{run.seq_id} is run twice")
             seen.add(run.seq_id)
-            known = None if run.seq_id in self._foreseen else self._sequences.get(run.seq_id)
+            known = None if run.seq_id in self._copies else self._sequences.get(run.seq_id)
             if known is None:
                 s = self._look_up(run.seq_id)
                 self._run(run, s.status, s.num_tokens, s.num_computed, s.num_blocks)

@@ -1,4 +1,4 @@
-"""What a step costs: the features of its work, and the formula that turns them into seconds.
+"""The cost of a step: the features of its work, and the formula that turns them into seconds.
 
     step time = max(min_step_s, step_s + prefill_token_s·P + attend_s·A + context_token_s·C + decode_s·D)
 
@@ -6,7 +6,7 @@
 |---|---|---|---|
 | 1: every step | – | `step_s` | s |
 | P: tokens of prefill chunks | tokens | `prefill_token_s` | s a token |
-| A: Σ p·(c + p/2) over chunks of p tokens behind c computed ones | pairs of tokens | `attend_s` | s a pair |
+| A: Σ p·(c + p/2) over chunks of p tokens after c computed ones | pairs of tokens | `attend_s` | s a pair |
 | C: Σ c over decodes with c computed tokens | tokens | `context_token_s` | s a token |
 | D: decodes | decodes | `decode_s` | s a decode |
 
@@ -28,7 +28,7 @@ class StepWork:
     prefills: int = 0  # prefill chunks
 
     def add(self, num_tokens: int, context: int) -> None:
-        """Add a run of `num_tokens` tokens behind `context` computed ones; a run of one token is a decode."""
+        """Add a run of `num_tokens` tokens after `context` computed ones; a run of one token is a decode."""
         if num_tokens == 1:
             self.decodes += 1
             self.context_tokens += context
@@ -60,11 +60,11 @@ class StepCost:
     min_step_s: float = 0.0  # no step is shorter, however little work it holds
 
     def prefill(self, num_tokens: int, context: int) -> float:
-        """A chunk of `num_tokens` tokens behind `context` computed ones."""
+        """A chunk of `num_tokens` tokens after `context` computed ones."""
         return self.prefill_token_s * num_tokens + self.attend_s * attended_pairs(num_tokens, context)
 
     def decode(self, context: int) -> float:
-        """One token behind `context` computed ones."""
+        """One token after `context` computed ones."""
         return self.decode_s + self.context_token_s * context
 
     def run(self, num_tokens: int, context: int) -> float:

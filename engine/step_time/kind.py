@@ -1,4 +1,4 @@
-"""What one kind of step costs (decode-only steps, or mixed ones), learned online from measured steps.
+"""The cost of one kind of step (decode-only or mixed), learned online from measured steps.
 
 A linear model of the work (`StepRegression`) gives the coefficients. A correction by the number of rows replaces its
 prediction where it fits poorly (`RowTable`), no prediction is below the shortest step seen, and a safety factor raises
@@ -65,7 +65,7 @@ class StepKind:
         return min(self._min_step_s, MAX_MIN_STEP * one_decode_s * slowdown)
 
     def is_outlier(self, ratio: float) -> bool:
-        """Return whether to drop a step that took `ratio` times its prediction: a slow step behind a normal one. A page
+        """Return whether to drop a step that took `ratio` times its prediction: a slow step after a normal one. A page
         fault does not repeat; an engine that has become slower is slow again at the next step of this kind."""
         was_slow, self._was_slow = self._was_slow, ratio > OUTLIER_RATIO
         return self._was_slow and not was_slow

@@ -1,4 +1,4 @@
-"""How long will a step take? A model learned online from measured steps.
+"""A model of how long a step takes, learned online from measured steps.
 
 The formula is in `cost`. Decode-only and mixed steps have a model each (`kind`). What makes every step slower alike (a
 hot or shared machine) is one factor, the slowdown: a few steps show it, while coefficients take a few hundred.

@@ -1,4 +1,4 @@
-"""An engine that blocks, run on a thread behind an event loop."""
+"""The engine's thread: an engine that blocks, driven from an event loop."""
 
 import asyncio
 import threading

@@ -47,9 +47,9 @@ class EvictionRequest:
 
 @dataclass(frozen=True, slots=True)
 class RemainingRows:
-    """What remains of a batch: `rows` are row numbers of the batch before the eviction, in the order of `batch`."""
+    """The rest of a batch after an eviction."""
 
-    rows: Ints
+    rows: Ints  # row numbers of the batch before the eviction, in the order of `batch`
     batch: StepBatch
 
 
@@ -67,8 +67,8 @@ class RunningChunks:
         self._handled = _NO_EVICTEES
 
     def evict(self) -> RemainingRows | None:
-        """Evict the requested sequences; called at each layer boundary. Return None if the batch stays as it is. Raises
-        `StepEvicted` if no sequence remains."""
+        """Evict the requested sequences; called at each layer boundary. Return None if the batch does not change.
+        Raises `StepEvicted` if no sequence remains."""
         evictees = self._evictees()
         if evictees is self._handled:
             return None

@@ -95,9 +95,9 @@ class PrefillGroup:
 
 
 class StepTensors:
-    """What a forward pass must know of its step: a token, position and slot for each row, (T,) each, and what each row
-    attends to. `num_slots` is the number of slots of the cache. After an eviction, `origin` holds the row numbers that
-    the remaining rows had at the start of the pass; before, it is None."""
+    """A step as a forward pass needs it: a token, position and slot for each row, (T,) each, and what each row attends
+    to. `num_slots` is the number of slots of the cache. After an eviction, `origin` holds the row numbers that the
+    remaining rows had at the start of the pass; before, it is None."""
 
     def __init__(
         self,

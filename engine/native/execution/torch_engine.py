@@ -1,8 +1,8 @@
 """Executes plans with torch, in order.
 
-A step goes from sequences and blocks over the forward pass and the choice of tokens to its result. There are two kinds:
-a step of async scheduling is launched, stays on the device while the next one is launched, and is finalized later; any
-other step is computed to its end at once. Knows neither tiers nor time, and not the thread that it runs on
+A step prepares sequences and blocks, runs the forward pass, chooses tokens, and reports its result. There are two kinds
+of steps. A step of async scheduling is launched, stays on the device while the next one is launched, and is finalized
+later. Any other step is computed to its end at once. Knows neither tiers nor time, and not the thread that it runs on
 (`EngineThread`).
 """
 

@@ -19,7 +19,7 @@ _BLOCK_DIM = 3  # dimension of a pool that counts blocks
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one token of one layer takes in the cache."""
+    """The shape of one token's keys, and of its values, in one layer."""
 
     num_kv_heads: int
     head_dim: int

@@ -1,6 +1,6 @@
-"""How many KV blocks an engine gets, and how long a sequence may become with them.
+"""The number of KV blocks of an engine, and the longest sequence that they allow.
 
-Knows bytes, blocks and the configuration; not the model behind them, and not the tensors (`KVCache`).
+Knows bytes, blocks and the configuration; not the model, and not the tensors (`KVCache`).
 """
 
 import torch

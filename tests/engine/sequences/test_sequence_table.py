@@ -245,7 +245,7 @@ def test_a_recomputed_sequence_takes_blocks_that_are_still_cached() -> None:
 
 
 def test_a_first_chunk_takes_cached_blocks_only_if_the_plan_keeps_its_own() -> None:
-    """Of 10 blocks 8 are cached and idle, and the other run of the plan needs 8."""
+    """The pool has 10 blocks: 8 are cached and idle, and the other run of the plan needs 8."""
     driver = Driver(num_blocks=10)
     driver.start("gone", 33)
     driver.table.begin(StepPlan(0, abort=("gone",)))
