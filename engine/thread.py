@@ -78,6 +78,7 @@ class EngineThread:
         return self._stepper.info
 
     def submit(self, plan: StepPlan) -> None:
+        """Hand a plan to the thread. Raises `RuntimeError` while as many steps as allowed are in flight."""
         if self._death is not None or self._is_closed:
             raise EngineDead("the engine has stopped") from self._death
         if len(self._pending) > (self.info.steps_ahead if plan.ahead else 0):
@@ -86,7 +87,7 @@ class EngineThread:
         self._inbox.put(self._pending[-1])
 
     async def collect(self) -> StepResult:
-        """Cancelling it loses nothing: the next call returns the same step."""
+        """Return the result of the oldest step in flight. After a cancelled call, the next one returns it."""
         if self._death is not None:
             raise EngineDead("the engine has stopped") from self._death
         if not self._pending:
