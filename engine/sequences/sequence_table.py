@@ -89,7 +89,7 @@ class SequenceTable:
         compute; `copies` must be copied before."""
         self.copies = BlockCopies()
         for seq_id in plan.abort:
-            self.remove(seq_id)
+            self.free(seq_id)
         for preempt in plan.preempt:
             self._preempt(self._sequences[preempt.seq_id], preempt.mode)
         for seq_id in plan.resume:
@@ -110,7 +110,7 @@ class SequenceTable:
             self._prefixes.add_full_blocks(sequence, end)
         reason = None if token_id is None else sequence.append(token_id)
         if reason is not None:
-            self.remove(sequence.seq_id)
+            self.free(sequence.seq_id)
         return reason
 
     def evict_from_step(self, chunk: Chunk) -> None:
@@ -135,24 +135,24 @@ class SequenceTable:
         if self._prefixes is not None:
             self._prefixes.add_full_blocks(sequence, chunk.end)
         if reason is not None:
-            self.remove(sequence.seq_id)
+            self.free(sequence.seq_id)
         return reason
 
     def holds(self, sequence: Sequence) -> bool:
         """Return whether the sequence is neither finished nor aborted nor failed."""
         return self._sequences.get(sequence.seq_id) is sequence
 
-    def remove(self, seq_id: str) -> None:
-        """Free a sequence."""
+    def free(self, seq_id: str) -> None:
+        """Free a sequence: its blocks are released, and the table knows it no more."""
         sequence = self._sequences.pop(seq_id)
         self._free_blocks(sequence)
         self._free_swapped(sequence)
 
-    def discard(self, seq_id: str) -> None:
+    def free_broken(self, seq_id: str) -> None:
         """Free a sequence whose KV may be broken, and remove its blocks from the prefix cache."""
         for block in self._sequences[seq_id].block_table:
             self.pool.cache.forget(block)
-        self.remove(seq_id)
+        self.free(seq_id)
 
     def _preempt(self, sequence: Sequence, mode: PreemptionMode) -> None:
         sequence.status = PREEMPTIONS[mode][1]

@@ -91,8 +91,8 @@ class ModelRunner:
         return upload_step(batch, self._cache.num_blocks, self._cache.block_size, self._upload)
 
     def _paced(self, evict: Evict) -> Evict:
-        """Return `evict` preceded by a wait on CUDA: the host may be many layers ahead of the device, and an eviction
-        there saves nothing that the device was already given."""
+        """Return `evict`; on CUDA, let it first wait for the device. The host may be many layers ahead of the device,
+        and an eviction only saves layers that the device was not given yet."""
         pace = self._pace
         if pace is None:
             return evict

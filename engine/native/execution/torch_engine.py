@@ -131,7 +131,8 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _launch_step(self, plan: StepPlan, chunks: list[Chunk], started_s: float) -> bool:
-        """Return False, with nothing done, if the step needs the host before its end or does not fit in memory."""
+        """Launch a step whose tokens can stay on the device. Return False, with nothing done, if the step needs the
+        host or does not fit in memory."""
         sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         if not self._info.steps_ahead or not sequences or not all(_is_simple(chunk) for chunk in chunks):
             return False
@@ -171,7 +172,7 @@ class TorchEngine:
                 continue
             token_id = sampled.get(seq_id)
             if seq_id in sampled and token_id is None:
-                self._table.discard(seq_id)
+                self._table.free_broken(seq_id)
                 failures.append(SequenceFailure(seq_id, BROKEN_LOGITS))
             else:
                 reason = self._table.finalize(chunk, token_id)
@@ -192,7 +193,7 @@ class TorchEngine:
             seq_id = chunk.sequence.seq_id
             outcome = outcomes[seq_id]
             if outcome.failure is not None:
-                self._table.discard(seq_id)
+                self._table.free_broken(seq_id)
                 failures.append(SequenceFailure(seq_id, outcome.failure))
             elif outcome.is_evicted:
                 self._table.evict_from_step(chunk)

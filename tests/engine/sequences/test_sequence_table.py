@@ -149,7 +149,7 @@ class Reference:
     def _fail(self, chunk: Chunk) -> None:
         """The KV is broken: no sequence may find it any more; sequences that share it may go on."""
         blocks = list(chunk.sequence.block_table)
-        self.table.discard(chunk.sequence.seq_id)
+        self.table.free_broken(chunk.sequence.seq_id)
         assert not any(block in self.table.pool.cache for block in blocks)
 
     def _check_blocks(self) -> None:
