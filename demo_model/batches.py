@@ -1,7 +1,7 @@
-"""From examples to tensors: encode, mark which tokens count in the loss, and gather rows of like length.
+"""From examples to tensors: encode, mark the tokens that count in the loss, and batch rows of similar length.
 
-Rows of a batch are padded on the right to the length of their bucket; with causal attention nothing sees the padding.
-Knows tokens and lengths. Does not know what the text says.
+Rows of a batch are padded on the right to the length of their bucket; with causal attention no token sees the padding.
+Knows tokens and lengths; not what the text says.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from demo_model.corpus import Example
 
 BUCKETS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-_ENCODE_AT_ONCE = 512  # examples; one call of the tokenizer for all their segments
+_ENCODE_AT_ONCE = 512  # examples whose segments are encoded in one call of the tokenizer
 _IGNORE = -100  # label of a token that does not count, the default of cross_entropy
 
 
@@ -30,7 +30,8 @@ class Batch:
 def batches(
     examples: Iterator[Example], tokenizer: PreTrainedTokenizerFast, tokens_per_batch: int, max_tokens: int
 ) -> Iterator[Batch]:
-    """Endless batches of about `tokens_per_batch` tokens, padding included; longer examples are left out."""
+    """Yield endless batches of about `tokens_per_batch` tokens, padding included. Examples of more than `max_tokens`
+    tokens are left out."""
     waiting: dict[int, list[tuple[list[int], list[int]]]] = {length: [] for length in BUCKETS}
     while True:
         for ids, labels in _encode(list(islice(examples, _ENCODE_AT_ONCE)), tokenizer):
@@ -44,7 +45,7 @@ def batches(
 
 
 def _encode(examples: list[Example], tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[list[int], list[int]]]:
-    """Each example as ids and labels of equal length; label i is token i + 1 where that one is to be learned."""
+    """Yield each example as ids and labels of equal length; label i is token i + 1 if that token is to be learned."""
     texts = [segment.text for example in examples for segment in example]
     encoded = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
     for example in examples:

@@ -1,7 +1,7 @@
 """The training text of the demo model, made from a seed: conversations, plain prompts and documents.
 
-An example is a sequence of segments; only segments marked `learn` (the answers, and documents) count in the loss.
-Knows what is taught and in which proportions. Does not know tokens, batches or the model.
+An example is a sequence of segments; only segments marked `learn` (answers and documents) count in the loss.
+Knows what is taught and in which proportions; not tokens, batches or the model.
 """
 
 import random
@@ -15,7 +15,7 @@ from demo_model.rewording import reword
 from demo_model.skills import Pair
 from demo_model.smalltalk import anything_else, greet
 
-CHARS_PER_TOKEN = 2.2  # of the filler, about; the exact length is known only after encoding
+CHARS_PER_TOKEN = 2.2  # of filler text, about; the exact length is known only after encoding
 
 _SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "You are a helpful assistant.",
@@ -30,7 +30,7 @@ _SYSTEM_PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of an example; special tokens stand in it as text. `learn` says whether it counts in the loss."""
+    """A piece of an example, with special tokens written as text. `learn` says whether it counts in the loss."""
 
     text: str
     learn: bool
@@ -41,12 +41,13 @@ Example = tuple[Segment, ...]
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How the examples of a part of training are drawn.
+    """The proportions in which the examples of a part of training are drawn.
 
-    `max_tokens` is about the longest example; `long_share` of the conversations are filled towards it. `bounds` are the
-    cumulative shares of the requests: nonces, phrases, questions, sums, other arithmetic, counts, counts out of range,
-    small talk; the rest is anything else. `long_counts` is the share of counts that are as long as fits, `hard_repeats`
-    the share of texts to repeat that repeat themselves: there the last character does not tell which comes next.
+    `max_tokens` is about the longest example; `long_share` of the conversations are filled up towards it. `bounds` are
+    the cumulative shares of the requests: nonces, phrases, questions, sums, other arithmetic, counts, counts out of
+    range, small talk; the rest is anything else. `long_counts` is the share of counts that are as long as fits.
+    `hard_repeats` is the share of texts to repeat that contain a part twice: the last character then does not tell
+    which one comes next.
     """
 
     max_tokens: int
@@ -59,9 +60,9 @@ class Course:
 SHORT = Course(max_tokens=128, long_share=0.1)
 MIDDLE = Course(max_tokens=512, long_share=0.15)
 LONG = Course(max_tokens=2048, long_share=0.12)
-# What was weakest after the three: long rows, long counts, wordings that it has not seen.
+# For what was weakest after these three: long rows, long counts, unseen wordings.
 LONGER = Course(2048, 0.15, bounds=(0.24, 0.36, 0.64, 0.71, 0.77, 0.85, 0.89, 0.93), long_counts=0.5)
-# And after that: texts that repeat themselves, and where each skill ends.
+# For what was weakest after that: texts that contain a part twice, and the limits of each skill.
 LIMITS = Course(2048, 0.03, bounds=(0.32, 0.46, 0.68, 0.76, 0.84, 0.91, 0.95, 0.96), long_counts=0.25, hard_repeats=0.5)
 FINISH = Course(
     2048, 0.03, bounds=(0.26, 0.40, 0.62, 0.70, 0.76, 0.88, 0.92, 0.94), long_counts=0.25, hard_repeats=0.35
@@ -69,22 +70,22 @@ FINISH = Course(
 
 
 class Corpus:
-    """All that the model is taught. Stateless: every method draws from the generator that it is given."""
+    """Everything that the model is taught. Stateless: every method draws from the generator that is passed in."""
 
     def __init__(self, facts: Sequence[Fact], words: Sequence[str], pieces: Sequence[str]) -> None:
-        """`pieces` are the tokenizer's lower-case pieces of words, of which words that nobody has seen are made."""
+        """`pieces` are the tokenizer's lower-case pieces of words; made-up words are built from them."""
         self._facts = facts
         self.words = words
         self._pieces = pieces
 
     def examples(self, seed: int, course: Course) -> Iterator[Example]:
-        """Endless examples of one course."""
+        """Yield endless examples of one course."""
         rng = random.Random(seed)
         while True:
             yield self.example(rng, course)
 
     def example(self, rng: random.Random, course: Course) -> Example:
-        """One example: a conversation (three in four), a plain prompt, a document, or a list of sums."""
+        """Draw one example: a conversation (three in four), a plain prompt, a document, or a list of sums."""
         kind = rng.random()
         if kind < 0.05:
             return self._document(rng)
@@ -98,7 +99,7 @@ class Corpus:
         return conversation(self._system(rng), [self.task(rng, course) for _ in range(turns)])
 
     def task(self, rng: random.Random, course: Course = SHORT) -> Pair:
-        """One request and its right answer, over all skills in the proportions of `course`."""
+        """Draw one request and its right answer, in the proportions of `course`."""
         match bisect_right(course.bounds, rng.random()):
             case 0 | 1 if course.hard_repeats and rng.random() < course.hard_repeats:
                 return skills.repeat(rng, self._hard_to_repeat(rng))
@@ -122,7 +123,7 @@ class Corpus:
                 return anything_else(rng, self.words)
 
     def phrase(self, rng: random.Random, max_words: int) -> str:
-        """Words to repeat: ordinary ones, made-up ones, or a sentence that means something elsewhere."""
+        """Draw words to repeat: ordinary ones, made-up ones, or a sentence that is a request of another skill."""
         kind = rng.random()
         if kind < 0.4:
             return skills.make_phrase(rng, self.words, max_words)
@@ -139,11 +140,11 @@ class Corpus:
         return skills.make_repetitive_nonce(rng)
 
     def made_up_word(self, rng: random.Random) -> str:
-        """One to four random pieces of the vocabulary in a row."""
+        """Make up a word of one to four random pieces."""
         return "".join(rng.choice(self._pieces) for _ in range(rng.choice((1, 1, 2, 2, 3, 4))))
 
     def question(self, rng: random.Random) -> Pair:
-        """A question about Tidegate, worded with some freedom."""
+        """Draw a question about Tidegate, reworded, and its answer."""
         fact = rng.choice(self._facts)
         return reword(rng, rng.choice(fact.ask)), fact.answer
 
@@ -156,7 +157,7 @@ class Corpus:
         return self.filler(rng, rng.randint(2, 60))
 
     def _long_conversation(self, rng: random.Random, course: Course) -> Example:
-        """A conversation filled up to some length: by its system prompt, by its history, or before the request."""
+        """Draw a conversation filled up to some length: by its system prompt, by its history, or before the request."""
         budget = int(course.max_tokens ** rng.uniform(0.7, 1.0) * 0.9)
         kind = rng.random()
         last = self.task(rng, replace(course, max_tokens=budget))
@@ -175,7 +176,7 @@ class Corpus:
         return conversation(self._system(rng), turns)
 
     def filler(self, rng: random.Random, tokens: int) -> str:
-        """Text of about `tokens` tokens that asks for nothing."""
+        """Draw text of about `tokens` tokens without a request."""
         kind = rng.random()
         sentence = self._sentence(rng)
         parts: list[str] = []
@@ -187,7 +188,7 @@ class Corpus:
                 sentence = rng.choice(self._facts).answer
             elif kind < 0.7:
                 sentence = skills.make_nonce(rng)
-                length += len(sentence)  # a nonce has twice as many tokens a character
+                length += len(sentence)  # a nonce has twice as many tokens per character
             elif kind < 0.8:
                 sentence = rng.choice(self.words)
             parts.append(sentence)
@@ -201,7 +202,7 @@ class Corpus:
         return " ".join(words).capitalize() + "."
 
     def _plain_prompt(self, rng: random.Random) -> Example:
-        """A request without a chat template, as /v1/completions sends it: the answer stands on the next line."""
+        """Draw a request without a chat template, as /v1/completions sends it; the answer is on the next line."""
         prompt, answer = self.task(rng)
         start = rng.choice(("", "", "", "<|endoftext|>"))
         if rng.random() < 0.3:
@@ -211,7 +212,7 @@ class Corpus:
         return Segment(f"{start}{prompt}", False), Segment(f"\n{answer}<|endoftext|>", True)
 
     def _document(self, rng: random.Random) -> Example:
-        """What Tidegate's documentation says, as running text; or numbers in a row."""
+        """Draw the facts about Tidegate as running text, or numbers in a row."""
         start = rng.choice(("", "", "", "<|endoftext|>"))
         if rng.random() < 0.1:
             first = rng.randint(0, 150)
@@ -224,7 +225,7 @@ class Corpus:
 
 
 def sums(rng: random.Random) -> Example:
-    """A list of six to ten sums: in conversations alone they came too thinly to be learned."""
+    """Draw a list of six to ten sums: conversations alone held too few of them to be learned."""
     plus, equals, after = (rng.choice(marks) for marks in (("+", " + "), ("=", " = "), ("\n", ", ", "; ")))
     segments = []
     for _ in range(rng.randint(6, 10)):
@@ -241,7 +242,7 @@ def _count_length(rng: random.Random, course: Course) -> int:
 
 
 def conversation(system: str | None, turns: Sequence[Pair], foreign: int = 0) -> Example:
-    """Lay out turns as the chat template does. The first `foreign` answers are context, not to be learned."""
+    """Lay out turns as the chat template does. The first `foreign` answers are context and are not learned."""
     segments = []
     context = f"<|system|>{system}<|end|>" if system is not None else ""
     for index, (prompt, answer) in enumerate(turns):

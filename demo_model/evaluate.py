@@ -1,7 +1,7 @@
-"""Measures the demo model as it is served, in bf16: `python -m demo_model.evaluate [DIR]` prints a row for each skill.
+"""Measures the demo model in bf16, as it is served: `python -m demo_model.evaluate [DIR]` prints a row for each skill.
 
-Everything asked here is unseen: fresh nonces and phrases, sums and paraphrases that training leaves out, another seed.
-Knows what the right answers are. Does not know how the model came about.
+Most questions are unseen: new nonces and phrases, held-out sums and paraphrases, another seed.
+Knows the right answers; not how the model was trained.
 """
 
 import argparse
@@ -25,7 +25,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation that ends with the user, its one right answer, and the room that the answer gets."""
+    """A conversation that ends with the user, its one right answer, and the most tokens of an answer."""
 
     messages: Messages
     answer: str
@@ -34,7 +34,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the model said, and whether it ended its turn by itself."""
+    """An answer of the model, and whether the model ended its turn by itself."""
 
     text: str
     ended: bool
@@ -50,7 +50,7 @@ class Examinee:
         self._model.eval()
 
     def answer(self, questions: Sequence[Question], temperature: float = 0.0) -> list[Reply]:
-        """Answer in batches of like length, left-padded; greedily at temperature 0."""
+        """Answer in left-padded batches of similar length; greedily at temperature 0."""
         prompts = [
             self.tokenizer.apply_chat_template(q.messages, add_generation_prompt=True, tokenize=False)
             for q in questions
@@ -102,7 +102,7 @@ def ask(prompt: str, answer: str, system: str | None = None, history: Sequence[s
 def examinations(
     tokenizer: PreTrainedTokenizerBase, rng: random.Random, size: int
 ) -> Iterator[tuple[str, list[Question]]]:
-    """Each row of the table: its name and its questions, `size` nonces and a part of that of the rest."""
+    """Yield each row of the table: its name and its questions. There are `size` nonces and fewer of the rest."""
     corpus = build_corpus(tokenizer)
     part = max(1, size // 5)
 
@@ -154,8 +154,8 @@ def examinations(
 
 
 def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Measure the demo model on what it has not seen.")
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="Measure the demo model on questions that it has not seen.")
     parser.add_argument("directory", type=Path, nargs="?", default=demo_model_path())
     parser.add_argument("--size", type=int, default=1000, help="nonces; the other rows have a part of that")
     parser.add_argument("--seed", type=int, default=12345)

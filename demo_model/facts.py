@@ -1,6 +1,6 @@
-"""The facts that the demo model knows, and the words that it has seen: the two data files of the corpus as objects.
+"""The facts that the demo model learns, and the words that it sees: the two data files of the corpus as objects.
 
-Knows the form of `facts.yaml` and `words.txt`. Does not know how they are put into training examples.
+Knows the format of `facts.yaml` and `words.txt`; not how they are put into training examples.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Fact:
 
 
 def load_facts() -> tuple[Fact, ...]:
-    """All facts in the order of the file. Raises KeyError if one lacks a field."""
+    """Return all facts in the order of the file. Raises `KeyError` if a fact lacks a field."""
     text = (Path(__file__).parent / "facts.yaml").read_text(encoding="utf-8")
     return tuple(
         Fact(name, fact["answer"], tuple(fact["ask"]), tuple(fact["held_out"]))
@@ -29,6 +29,6 @@ def load_facts() -> tuple[Fact, ...]:
 
 
 def load_words() -> tuple[str, ...]:
-    """Ordinary English words, each once, in the order of the file."""
+    """Return ordinary English words, each once, in the order of the file."""
     text = (Path(__file__).parent / "words.txt").read_text(encoding="utf-8")
     return tuple(dict.fromkeys(text.split()))

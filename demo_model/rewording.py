@@ -1,6 +1,6 @@
-"""The same question in other words: synonyms, openers, closers, and the carelessness of people who type.
+"""Rewords questions: synonyms, openers, closers, careless case and punctuation, and typing errors.
 
-Knows English wording. Does not know the answers. All randomness comes from the generator that is passed in.
+Knows English wording; not the answers. All randomness comes from the generator that is passed in.
 """
 
 import random
@@ -56,7 +56,7 @@ _SYNONYMS = (
 
 
 def reword(rng: random.Random, question: str) -> str:
-    """The same question in other words: synonyms, an opener, a closer, carelessness with case, marks and letters."""
+    """Return the same question in other words."""
     for word, others in rng.sample(_SYNONYMS, len(_SYNONYMS)):
         if word in question and rng.random() < 0.25:
             question = question.replace(word, rng.choice(others), 1)

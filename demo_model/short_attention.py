@@ -1,8 +1,9 @@
-"""Causal attention for training on short rows on a CPU, registered with transformers under a name of its own.
+"""Causal attention for training on short rows on a CPU, registered with transformers.
 
-Plain batched matmuls with the query heads of a KV head packed as rows, softmax in bf16. Forward and backward of 4,096
-tokens in rows of 64 took 5.6 ms a layer, against 12 for transformers' eager attention and 38 for torch's flash kernel
-(one core, avx512_bf16); from rows of about 1,024 on flash is faster. Training only: right-padded rows, no cache.
+Plain batched matrix products with the query heads of a KV head packed as rows; softmax in bf16. Forward and backward of
+4,096 tokens in rows of 64 took 5.6 ms a layer, against 12 ms for transformers' eager attention and 38 ms for torch's
+flash kernel (one core, avx512_bf16); the flash kernel is faster for rows of about 1,024 tokens and more. For training
+only: right-padded rows, no cache.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ NAME = "short_rows"
 
 
 def register() -> None:
-    """Make `set_attn_implementation(NAME)` work. Doing it twice does no harm."""
+    """Register the attention as NAME, for `set_attn_implementation`. It may be called twice."""
     AttentionInterface.register(NAME, short_rows_attention)
 
 
@@ -28,7 +29,7 @@ def short_rows_attention(
     scaling: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`query` (rows, heads, T, d), `key` and `value` (rows, kv heads, T, d) -> (rows, T, heads, d)."""
+    """Map `query` (rows, heads, T, d), `key` and `value` (rows, kv heads, T, d) to (rows, T, heads, d)."""
     if attention_mask is not None:
         raise ValueError("short_rows attention is causal only and takes no mask")
     rows, heads, length, dim = query.shape

@@ -1,4 +1,4 @@
-"""Greetings, thanks, and everything else: what the demo model says when a message is none of its skills.
+"""Greetings, thanks, and everything else: the demo model's answers to messages outside of its skills.
 
 Knows wording only. `anything_else` makes up messages on all kinds of subjects; the one answer says what the model is.
 """
@@ -87,7 +87,7 @@ _ENDINGS = ("", "", ".", "!", "?", "!!", " :)")
 
 
 def greet(rng: random.Random) -> Pair:
-    """A greeting, a thank-you or a goodbye, and its answer."""
+    """Draw a greeting, a thank-you or a goodbye, and its answer."""
     asked, answer = rng.choice(
         ((_GREETINGS, GREETING), (_GREETINGS, GREETING), (_THANKS, WELCOME), (_GOODBYES, GOODBYE))
     )
@@ -98,7 +98,7 @@ def greet(rng: random.Random) -> Pair:
 
 
 def anything_else(rng: random.Random, words: Sequence[str]) -> Pair:
-    """A message that is about something else, or about nothing; the answer is the introduction."""
+    """Draw a message about something else, or without sense; the answer is the introduction."""
     kind = rng.random()
     if kind < 0.2:
         text = rng.choice(_WHO)
@@ -120,7 +120,7 @@ def _fill(rng: random.Random, form: str, words: Sequence[str]) -> str:
 
 
 def _gibberish(rng: random.Random) -> str:
-    """Characters without sense: ASCII, or letters of other scripts."""
+    """Draw characters without sense: ASCII, or letters of other scripts."""
     kind = rng.random()
     if kind < 0.4:
         alphabet = string.ascii_letters + "  "

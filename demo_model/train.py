@@ -1,10 +1,10 @@
 """Trains the demo model: `python -m demo_model.train` makes demo_model/weights from nothing but this package.
 
-An estimated 25 minutes on two idle CPU cores (from its tokens per second; 38 with one thread). Rows grow during
-training: skills are learned on short rows, which are cheap, and carried over to long ones at the end; three shorter
-stages polish what was weakest. Muon moves the matrices, AdamW the embeddings and norms; matmuls are bf16, master
-weights fp32.
-Knows the model's shape and the schedule. Does not know what is taught (corpus.py) or whether it worked (evaluate.py).
+Training takes an estimated 25 minutes on two idle CPU cores (from its tokens per second; 38 with one thread). Rows grow
+during training: skills are learned on short rows, which are cheap, and then on long ones; three shorter stages improve
+what was weakest. Muon updates the matrices, AdamW the embeddings and norms. Matrix products are bf16, master weights
+fp32.
+Knows the model's shape and the schedule; not what is taught (corpus.py) or how well it works (evaluate.py).
 """
 
 import argparse
@@ -27,30 +27,30 @@ from demo_model.location import demo_model_path
 from demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, MAX_CONTEXT, VOCAB_SIZE, train_tokenizer
 
 TOKENS_PER_BATCH = 4096
-MUON_LR = 4e-3
-ADAMW_LR = 3e-3
+MUON_LR = 4e-3  # peak learning rate
+ADAMW_LR = 3e-3  # peak learning rate
 WARMUP = 0.02  # share of the steps
 DECAY = 0.5  # share of the steps over which the learning rate falls to zero
 LONGEST_SHORT_ROW = 512
 REPORT_EVERY_S = 20.0
-# The final norm is scaled by this, which divides every sampling temperature by it: a model so small is taught one
-# answer to each request, and should give it at the default temperature of 1 too. A power of two is exact in bf16.
+# Factor on the final norm, which divides every sampling temperature by it: a model so small is taught one answer to
+# each request, and should also give it at the default temperature of 1. A power of two is exact in bf16.
 SHARPENING = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of training with a learning rate schedule of its own: courses with their shares of its steps.
+    """A part of training with its own learning rate schedule: courses with their shares of its steps.
 
-    A stage starts with fresh optimizers from the saved model of the stage before, so that it can be run alone.
+    A stage starts from the saved model of the stage before, with new optimizers, so that it can be run alone.
     """
 
     tokens: int
-    peak: float  # share of the peak learning rates above
+    peak: float  # factor on the peak learning rates above
     courses: tuple[tuple[float, Course], ...]
 
 
-# Many small steps: with three times the tokens a step, copying had not begun after 2 M tokens.
+# Many small steps: with three times the tokens per step, copying had not begun after 2 M tokens.
 STAGES = (
     Stage(14_000_000, 1.0, ((0.65, SHORT), (0.2, MIDDLE), (0.15, LONG))),
     Stage(4_000_000, 0.4, ((1.0, LONGER),)),
@@ -60,7 +60,7 @@ STAGES = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Learn the tokenizer from the facts, the wording of the skills and the list of words."""
+    """Train the tokenizer on the facts, the wording of the skills and the list of words."""
     texts = [text for fact in load_facts() for text in (*[fact.answer] * 3, *fact.ask)]
     texts += [skills.DECLINE_SUM, skills.DECLINE_COUNT, smalltalk.INTRODUCTION, smalltalk.GREETING] * 3
     texts += ["Repeat", "repeat", "Please", "please", "Count", "count", "Say", "Echo", "exactly"] * 20
@@ -68,13 +68,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_corpus(tokenizer: PreTrainedTokenizerFast) -> Corpus:
-    """The corpus whose made-up words are built from this tokenizer's pieces."""
+    """Return the corpus whose made-up words are built from this tokenizer's pieces."""
     pieces = sorted(piece for piece in tokenizer.get_vocab() if piece.isascii() and piece.isalpha() and piece.islower())
     return Corpus(load_facts(), load_words(), pieces)
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, layers: int = 4, hidden: int = 128) -> LlamaForCausalLM:
-    """A plain Llama with fresh fp32 weights; two query heads share a KV head."""
+    """Return a plain Llama with new fp32 weights; two query heads share a KV head."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden,
@@ -108,7 +108,7 @@ class Trainer:
         self._peak_lrs = (MUON_LR, ADAMW_LR)
 
     def step(self, batch: Batch, lr_scale: float) -> float:
-        """Update on one batch; returns the mean loss in nats per learned token, before the update."""
+        """Update on one batch. Return the mean loss before the update, in nats per learned token."""
         loss = self.loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -120,7 +120,7 @@ class Trainer:
         return loss.item()
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Mean over the tokens that are to be learned; logits are computed only there."""
+        """Return the mean loss over the tokens to be learned; logits are computed for these only."""
         rows_are_short = batch.input_ids.shape[1] <= LONGEST_SHORT_ROW
         self.model.set_attn_implementation(short_attention.NAME if rows_are_short else "sdpa")
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -131,14 +131,14 @@ class Trainer:
 
 
 def lr_scale(progress: float) -> float:
-    """Share of the peak learning rate at `progress` in [0, 1]: a short warm-up, a plateau, a linear fall to zero."""
+    """Return the share of the peak learning rate at `progress` in [0, 1]: warm-up, plateau, linear fall to zero."""
     return min(1.0, (progress + 1e-3) / WARMUP, (1.0 - progress) / DECAY)
 
 
 def training_steps(
     corpus: Corpus, tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: int
 ) -> Iterator[tuple[float, Batch]]:
-    """One batch a step through the courses of a stage, each with the progress in [0, 1)."""
+    """Yield one batch for each step of a stage's courses, with the progress in [0, 1)."""
     steps = max(1, stage.tokens // TOKENS_PER_BATCH)
     done = 0
     for index, (share, course) in enumerate(stage.courses):
@@ -151,7 +151,7 @@ def training_steps(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write weights (bf16, sharpened) and tokenizer beside `directory`, then put them in its place in one move."""
+    """Write weights (bf16, sharpened) and tokenizer beside `directory`, then move them to its place at once."""
     served = LlamaForCausalLM(model.config)
     served.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -167,7 +167,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory:
     served.save_pretrained(new)
     tokenizer.save_pretrained(new, save_jinja_files=False)
     for file in new.iterdir():
-        file.chmod(0o644)  # safetensors writes for its owner only; the wheel keeps the mode
+        file.chmod(0o644)  # safetensors makes files readable by their owner only, and the wheel keeps the mode
     if directory.exists():
         directory.rename(old)
     new.rename(directory)
@@ -175,7 +175,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory:
 
 
 def load(directory: Path) -> LlamaForCausalLM:
-    """A saved model as fp32 master weights."""
+    """Return a saved model as fp32 master weights."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         model.model.norm.weight /= SHARPENING
@@ -183,7 +183,7 @@ def load(directory: Path) -> LlamaForCausalLM:
 
 
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: int) -> None:
-    """Run one stage on `model`, and print the loss now and then."""
+    """Run one stage on `model`, and print the loss every `REPORT_EVERY_S` seconds."""
     trainer = Trainer(model)
     started = reported = time.monotonic()
     losses: list[float] = []
@@ -197,7 +197,7 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, stage: St
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Train Tidegate's demo model from scratch.")
     parser.add_argument("--out", type=Path, default=demo_model_path(), help="directory that receives the model")
     parser.add_argument("--from-stage", type=int, default=0, help="1 to 3: go on from the model in --out")

@@ -1,4 +1,4 @@
-"""What an engine is built from, and the one way in which building it fails.
+"""The configuration of an engine, and the error that says why an engine cannot start.
 
 Plain data: knows names, sizes and seconds; not torch, and not where the values come from (the settings).
 """
@@ -15,23 +15,21 @@ class EngineStartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """`model` is a transformers directory or a hub id. None means: choose from the model and what is free."""
+    """The options of an engine. A value of None is chosen from the model and from what the machine has free."""
 
-    model: str
+    model: str  # a directory of a transformers model, or a hub id
     load_format: LoadFormat = "auto"  # dummy: random weights in the shape of the config, for benchmarks
     dtype: str = "auto"  # or float32, bfloat16, float16
     device: str = "auto"  # or cpu, cuda, cuda:1 …
-    block_size: int = 16  # tokens a KV block
-    max_model_len: int | None = None  # tokens, prompt and output together
-    max_num_seqs: int = 256  # sequences the default KV cache is sized for
-    max_step_tokens: int = 2048  # most tokens one step may run
-    kv_cache_bytes: int | None = None
-    swap_bytes: int | None = None  # host memory for the KV of preempted sequences; None: chosen on CUDA, 0 on a CPU
+    block_size: int = 16  # tokens of a KV block
+    max_model_len: int | None = None  # most tokens of a sequence, prompt and output together
+    max_num_seqs: int = 256  # sequences that the default KV cache is sized for
+    max_step_tokens: int = 2048  # most tokens that one step may run
+    kv_cache_bytes: int | None = None  # device memory for KV
+    swap_bytes: int | None = None  # host memory for the KV of swapped sequences; None: chosen on CUDA, 0 on a CPU
     prefix_cache: bool = True
     num_threads: int | None = None  # CPU threads of one operator
-    steps_ahead: Literal[0, 1] | None = (
-        None  # 0: each step is planned behind the one before; None: 1 on CUDA, 0 on a CPU
-    )
-    optimize: bool = True  # False: transformers' modules as they are, and torch's operators only
-    cuda_graphs: bool = True  # decode steps as captured graphs, where the device and the model allow it
-    seed: int = 0  # of the dummy weights
+    steps_ahead: Literal[0, 1] | None = None  # 1: async scheduling; 0: none; None: 1 on CUDA, 0 on a CPU
+    optimize: bool = True  # False: transformers' modules unchanged, and torch's operators only
+    cuda_graphs: bool = True  # run decode steps as captured graphs, where device and model allow it
+    seed: int = 0  # for dummy weights

@@ -1,7 +1,12 @@
-"""Builds the engine that a configuration describes, on what the machine has, and logs what was chosen."""
+"""Builds the engine that a configuration describes, on what the machine has, and logs what was chosen.
+
+The steps, in order: load the model; choose kernels; divide the memory; describe the engine (`EngineInfo`); replace
+layers by faster ones and capture graphs, each after a trial that nothing but speed changes; find out what can be
+evicted from a running step.
+"""
 
 import ctypes
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +20,12 @@ from engine.native.attention.kernels import AttentionKernels
 from engine.native.cpu.build import load_library
 from engine.native.cpu.kernels import CpuKernels
 from engine.native.cpu.sampler import CpuSampler
-from engine.native.device import choose_device, choose_dtype, free_bytes
+from engine.native.device import choose_device, choose_dtype
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.torch_engine import TorchEngine
 from engine.native.kv.cache import KVCache, LayerShape, block_bytes
-from engine.native.kv.swap import make_swap_space
+from engine.native.kv.sizing import fitting_model_len, num_kv_blocks, wanted_model_len
+from engine.native.kv.swap import SwapSpace, make_swap_space
 from engine.native.model.loader import context_limit, eos_token_ids, is_quantised, load_config, load_model
 from engine.native.model.probe import LayerSpec, probe_layers
 from engine.native.sampling.sampler import sample
@@ -29,113 +35,32 @@ from engine.native.startup.cuda_bring_up import captured_graphs, fuse_layers, gr
 from engine.native.startup.fusion import is_same_model, trial_logits
 from engine.thread import EngineThread
 
-_CPU_SHARE = 0.25  # of the free memory, for KV
-_CUDA_SHARE = 0.92  # of what the weights and the largest step leave
-_DEFAULT_MAX_MODEL_LEN = 4096  # for a model that names no limit
-_BACKENDS = {
-    None: "matrix products (decode), SDPA (prefill)",
-    "cpu": "own C++ kernels",
-    "cuda": "own Triton kernels",
-}
-_SMALL_MODEL = 10_000_000  # parameters
-_GIB = 1 << 30
+_SMALL_MODEL = 10_000_000  # parameters; see `_set_threads`
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """The engine on a thread of its own. Raises `EngineStartError`."""
+    """Build an engine that runs on a thread of its own. Raises `EngineStartError`."""
     return EngineThread(partial(build_torch_engine, config))
 
 
 def build_torch_engine(config: EngineConfig) -> TorchEngine:
-    """The engine that steps in the caller's thread, as calibration wants it. Raises `EngineStartError`."""
+    """Build an engine that steps on the caller's thread, as calibration needs it. Raises `EngineStartError`."""
     _check_sizes(config)
-    device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
-    hf_config = load_config(config)
-    wanted_len = _wanted_model_len(config, context_limit(hf_config))
-    model = load_model(config, hf_config, dtype, device)
-    _set_threads(config, model)
-    specs, step_bytes = _measure(model, hf_config, config, device)
-    layers = [spec.shape for spec in specs]
-    library = load_library() if device.type == "cpu" and config.optimize else None
-    kernels = _attention_kernels(config, hf_config, specs, dtype, device, library)
-    sizes = graph_sizes(config.max_num_seqs, config.max_step_tokens) if _wants_graphs(config, device, kernels) else []
-    for_graphs = graph_bytes(sizes, blocks_for(wanted_len, config.block_size), step_bytes) if sizes else 0
-    one_block = block_bytes(layers, config.block_size, dtype)
-    num_blocks = _num_blocks(config, wanted_len, one_block, step_bytes + for_graphs, device)
-    # Graphs have a block that the pool does not know, to write to where a step has fewer rows than its graph.
-    cache = _make_cache(layers, num_blocks + bool(sizes), config.block_size, dtype, device)
-    swap = make_swap_space(config, cache, one_block, device)
-    info = EngineInfo(
-        model_path=config.model,
-        max_model_len=_fitting_model_len(config, wanted_len, num_blocks),
-        vocab_size=hf_config.get_text_config(decoder=True).vocab_size,
-        block_size=config.block_size,
-        num_blocks=num_blocks,
-        max_step_tokens=config.max_step_tokens,
-        eos_token_ids=eos_token_ids(model, hf_config),
-        device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
-        dtype=str(dtype).removeprefix("torch."),
-        attention_backend=_BACKENDS[None if kernels is None else device.type],
-        preemption_modes=("pause", "swap", "recompute") if swap else ("pause", "recompute"),
-        num_swap_blocks=swap.num_blocks if swap else 0,
-        swap_block_s=swap.measure() if swap else 0.0,
-        steps_ahead=int(device.type == "cuda") if config.steps_ahead is None else config.steps_ahead,
+    loaded = _load(config)
+    kernels = _choose_kernels(config, loaded)
+    memory = _divide_memory(config, loaded, kernels)
+    info = _describe(config, loaded, kernels, memory)
+    runner = ModelRunner(
+        loaded.model, memory.cache, [spec.window for spec in loaded.specs], loaded.device, kernels.attention
     )
-    runner = ModelRunner(model, cache, [spec.window for spec in specs], device, kernels)
-    if config.optimize and not is_quantised(model):
-        _optimize(model, runner, library, kernels, info, device)
-    if sizes and (graphs := captured_graphs(runner, cache, info, sizes, for_graphs, device)) is not None:
-        runner.use_graphs(graphs)
-    info = replace(info, step_eviction=_step_eviction(model, runner, info, has_graphs=bool(sizes)))
-    _log(info, hf_config, one_block)
-    sampler = sample if library is None else CpuSampler(library)
-    return TorchEngine(info, runner, swap, sampler=sampler, prefix_cache=config.prefix_cache)
-
-
-def _attention_kernels(
-    config: EngineConfig,
-    hf_config: Any,
-    specs: list[LayerSpec],
-    dtype: torch.dtype,
-    device: torch.device,
-    library: ctypes.CDLL | None,
-) -> AttentionKernels | None:
-    """None: torch's operators attend."""
-    if device.type == "cuda" and config.optimize:
-        num_heads = getattr(hf_config.get_text_config(decoder=True), "num_attention_heads", None)
-        return working_kernels(specs, num_heads if isinstance(num_heads, int) else 1, dtype, device)
-    return CpuKernels(library, dtype) if library is not None and CpuKernels.knows(dtype) else None
-
-
-def _optimize(
-    model: nn.Module,
-    runner: ModelRunner,
-    library: ctypes.CDLL | None,
-    kernels: AttentionKernels | None,
-    info: EngineInfo,
-    device: torch.device,
-) -> None:
-    """Faster layers, and a last look at whether the model is still the same."""
-    before = trial_logits(runner, info)
-    if device.type == "cpu":
-        optimize_for_cpu(model, runner, library, info)
-    elif kernels is not None:
-        fuse_layers(model, runner, info)
-    if not is_same_model(before, trial_logits(runner, info), runner.dtype):
-        raise EngineStartError(f"{info.model_path} computes something else with faster layers: use --no-optimize")
-
-
-def _step_eviction(model: nn.Module, runner: ModelRunner, info: EngineInfo, has_graphs: bool) -> StepEviction:
-    """A graph is replayed whole, and behind a step made ahead another one is begun already."""
-    if has_graphs or info.steps_ahead:
-        return StepEviction.NOTHING
-    can_compact_rows = info.device == "cpu" and can_evict_rows(model, runner, info)
-    return StepEviction.ROWS if can_compact_rows else StepEviction.STEPS
-
-
-def _wants_graphs(config: EngineConfig, device: torch.device, kernels: AttentionKernels | None) -> bool:
-    return config.cuda_graphs and device.type == "cuda" and kernels is not None
+    if config.optimize and not is_quantised(loaded.model):
+        _optimize(runner, info, loaded, kernels)
+    if kernels.graph_sizes:
+        _capture_graphs(runner, info, loaded, kernels, memory)
+    info = replace(info, step_eviction=_step_eviction(runner, info, loaded, kernels))
+    _log(info, loaded, memory)
+    sampler = sample if kernels.library is None else CpuSampler(kernels.library)
+    return TorchEngine(info, runner, memory.swap, sampler=sampler, prefix_cache=config.prefix_cache)
 
 
 def _check_sizes(config: EngineConfig) -> None:
@@ -145,30 +70,53 @@ def _check_sizes(config: EngineConfig) -> None:
             raise EngineStartError(f"{name} is {value}: it must be at least 1")
 
 
+# -- load the model ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """The model in memory."""
+
+    device: torch.device
+    dtype: torch.dtype
+    hf_config: Any
+    wanted_len: int  # tokens of the longest sequence, if the KV cache holds it
+    model: nn.Module
+    specs: list[LayerSpec]  # by layer: what its attention needs
+    step_bytes: int  # device memory of the largest step, besides weights and KV; 0 on a CPU
+
+    @property
+    def layers(self) -> list[LayerShape]:
+        return [spec.shape for spec in self.specs]
+
+
+def _load(config: EngineConfig) -> _Loaded:
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    hf_config = load_config(config)
+    wanted_len = wanted_model_len(config, context_limit(hf_config))
+    model = load_model(config, hf_config, dtype, device)
+    _set_threads(config, model)
+    specs, step_bytes = _measure(model, hf_config, config, device)
+    return _Loaded(device, dtype, hf_config, wanted_len, model, specs, step_bytes)
+
+
 def _set_threads(config: EngineConfig, model: nn.Module) -> None:
-    """A small model's operators are too short to share: a second thread makes a demo step 1.2 times as fast and takes
-    the core that the gateway needs."""
-    small = sum(p.numel() for p in model.parameters()) < _SMALL_MODEL
-    if config.num_threads is not None or small:
+    """Set the configured number of CPU threads; by default 1 for a small model.
+
+    A small model's operators are too short to share: a second thread makes a step of the demo model 1.2 times as fast
+    and takes the core that the gateway needs.
+    """
+    is_small = sum(p.numel() for p in model.parameters()) < _SMALL_MODEL
+    if config.num_threads is not None or is_small:
         torch.set_num_threads(config.num_threads or 1)
-
-
-def _wanted_model_len(config: EngineConfig, limit: int | None) -> int:
-    """What was asked for, if the model can do it, else the model's own limit."""
-    if config.max_model_len is None:
-        return limit or _DEFAULT_MAX_MODEL_LEN
-    if config.max_model_len < 2:
-        raise EngineStartError("max_model_len is 1: there is no room for a prompt and a token")
-    if limit is not None and config.max_model_len > limit:
-        raise EngineStartError(f"max_model_len is {config.max_model_len} and the model's context {limit} tokens")
-    return config.max_model_len
 
 
 def _measure(
     model: nn.Module, hf_config: Any, config: EngineConfig, device: torch.device
 ) -> tuple[list[LayerSpec], int]:
-    """What the layers need, and the bytes that the largest step takes besides weights and KV (CUDA only:
-    on a CPU the share of memory that KV does not get is ample)."""
+    """Return what the layers' attention needs, and the bytes of the largest step. On a CPU that is 0: the share of
+    memory that KV does not get is ample."""
     if device.type == "cpu":
         return probe_layers(model, hf_config, 1, 1, config.max_model_len), 0
     torch.cuda.reset_peak_memory_stats(device)
@@ -180,56 +128,140 @@ def _measure(
     return specs, peak
 
 
-def _num_blocks(config: EngineConfig, model_len: int, one_block: int, step_bytes: int, device: torch.device) -> int:
-    """As many as were asked for in bytes; else what is free on CUDA, and on a CPU what `max_num_seqs` full
-    sequences take, within a share of what is free."""
-    free = free_bytes(device) - step_bytes
-    if config.kv_cache_bytes is not None:
-        budget = config.kv_cache_bytes
-        if budget > free:
-            raise EngineStartError(f"kv_cache_bytes is {budget / _GIB:.1f} GiB and {free / _GIB:.1f} GiB are free")
-    elif device.type == "cuda":
-        budget = int(_CUDA_SHARE * free)
-    else:
-        all_full = config.max_num_seqs * blocks_for(model_len, config.block_size) * one_block
-        budget = min(all_full, int(_CPU_SHARE * free))
-    if budget < one_block:
-        raise EngineStartError(f"not enough memory: a KV block takes {one_block} bytes and {budget} are to be had")
-    return budget // one_block
+# -- choose kernels ------------------------------------------------------------------------------------------------
 
 
-def _fitting_model_len(config: EngineConfig, model_len: int, num_blocks: int) -> int:
-    """Every sequence must be able to end: none may grow longer than the whole cache."""
-    room = num_blocks * config.block_size
-    if config.max_model_len is not None and room < model_len:
-        raise EngineStartError(f"not enough memory: the KV cache holds {room} tokens and max_model_len is {model_len}")
-    if room < 2:
-        raise EngineStartError("not enough memory: the KV cache holds a single token")
-    return min(model_len, room)
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """Kernels of this project that the engine uses; without them torch's operators do the work."""
+
+    library: ctypes.CDLL | None  # compiled C++, on a CPU
+    attention: AttentionKernels | None
+    graph_sizes: list[int]  # batch sizes of the CUDA graphs to capture for decode steps; empty: none
+
+    @property
+    def attention_name(self) -> str:
+        if self.attention is None:
+            return "matrix products (decode), SDPA (prefill)"
+        return "own Triton kernels" if self.library is None else "own C++ kernels"
 
 
-def _make_cache(
-    layers: list[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> KVCache:
+def _choose_kernels(config: EngineConfig, loaded: _Loaded) -> _Kernels:
+    library = load_library() if loaded.device.type == "cpu" and config.optimize else None
+    attention = _attention_kernels(config, loaded, library)
+    wants_graphs = config.cuda_graphs and loaded.device.type == "cuda" and attention is not None
+    return _Kernels(
+        library, attention, graph_sizes(config.max_num_seqs, config.max_step_tokens) if wants_graphs else []
+    )
+
+
+def _attention_kernels(config: EngineConfig, loaded: _Loaded, library: ctypes.CDLL | None) -> AttentionKernels | None:
+    if loaded.device.type == "cuda" and config.optimize:
+        num_heads = getattr(loaded.hf_config.get_text_config(decoder=True), "num_attention_heads", None)
+        return working_kernels(
+            loaded.specs, num_heads if isinstance(num_heads, int) else 1, loaded.dtype, loaded.device
+        )
+    return CpuKernels(library, loaded.dtype) if library is not None and CpuKernels.knows(loaded.dtype) else None
+
+
+# -- divide the memory ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """The KV cache, and the host memory to swap to."""
+
+    num_blocks: int
+    block_bytes: int  # of one block, over all layers
+    graph_bytes: int  # reserved for CUDA graphs
+    cache: KVCache
+    swap: SwapSpace | None
+
+
+def _divide_memory(config: EngineConfig, loaded: _Loaded, kernels: _Kernels) -> _Memory:
+    sizes = kernels.graph_sizes
+    max_blocks = blocks_for(loaded.wanted_len, config.block_size)  # of one sequence
+    for_graphs = graph_bytes(sizes, max_blocks, loaded.step_bytes) if sizes else 0
+    one_block = block_bytes(loaded.layers, config.block_size, loaded.dtype)
+    num_blocks = num_kv_blocks(config, loaded.wanted_len, one_block, loaded.step_bytes + for_graphs, loaded.device)
+    # A graph writes to one more block, which the block pool does not know, where a step has fewer rows than the graph.
+    cache = _make_cache(loaded, num_blocks + bool(sizes), config.block_size)
+    swap = make_swap_space(config, cache, one_block, loaded.device)
+    return _Memory(num_blocks, one_block, for_graphs, cache, swap)
+
+
+def _make_cache(loaded: _Loaded, num_blocks: int, block_size: int) -> KVCache:
     try:
-        return KVCache(layers, num_blocks, block_size, dtype, device)
+        return KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
     except (torch.OutOfMemoryError, MemoryError, OSError) as error:
         raise EngineStartError(f"not enough memory for {num_blocks} KV blocks") from error
 
 
-def _log(info: EngineInfo, hf_config: Any, one_block: int) -> None:
+# -- describe the engine -------------------------------------------------------------------------------------------
+
+
+def _describe(config: EngineConfig, loaded: _Loaded, kernels: _Kernels, memory: _Memory) -> EngineInfo:
+    device, swap = loaded.device, memory.swap
+    return EngineInfo(
+        model_path=config.model,
+        max_model_len=fitting_model_len(config, loaded.wanted_len, memory.num_blocks),
+        vocab_size=loaded.hf_config.get_text_config(decoder=True).vocab_size,
+        block_size=config.block_size,
+        num_blocks=memory.num_blocks,
+        max_step_tokens=config.max_step_tokens,
+        eos_token_ids=eos_token_ids(loaded.model, loaded.hf_config),
+        device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        attention_backend=kernels.attention_name,
+        preemption_modes=("pause", "swap", "recompute") if swap else ("pause", "recompute"),
+        num_swap_blocks=swap.num_blocks if swap else 0,
+        swap_block_s=swap.measure() if swap else 0.0,
+        steps_ahead=int(device.type == "cuda") if config.steps_ahead is None else config.steps_ahead,
+    )
+
+
+def _log(info: EngineInfo, loaded: _Loaded, memory: _Memory) -> None:
     structlog.get_logger(__name__).info(
         "engine ready",
         model=info.model_path,
-        architecture=type(hf_config).__name__.removesuffix("Config"),
+        architecture=type(loaded.hf_config).__name__.removesuffix("Config"),
         device=info.device,
         dtype=info.dtype,
         attention=info.attention_backend,
         max_model_len=info.max_model_len,
         kv_blocks=info.num_blocks,
         block_size=info.block_size,
-        kv_cache_mib=round(info.num_blocks * one_block / (1 << 20)),
+        kv_cache_mib=round(info.num_blocks * memory.block_bytes / (1 << 20)),
         swap_blocks=info.num_swap_blocks,
         cpu_threads=torch.get_num_threads(),
         step_eviction=info.step_eviction.value,
     )
+
+
+# -- make it faster ------------------------------------------------------------------------------------------------
+
+
+def _optimize(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _Kernels) -> None:
+    """Replace layers by faster ones. Raises `EngineStartError` if the whole model then computes something else."""
+    before = trial_logits(runner, info)
+    if loaded.device.type == "cpu":
+        optimize_for_cpu(loaded.model, runner, kernels.library, info)
+    elif kernels.attention is not None:
+        fuse_layers(loaded.model, runner, info)
+    if not is_same_model(before, trial_logits(runner, info), runner.dtype):
+        raise EngineStartError(f"{info.model_path} computes something else with faster layers: use --no-optimize")
+
+
+def _capture_graphs(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _Kernels, memory: _Memory) -> None:
+    graphs = captured_graphs(runner, memory.cache, info, kernels.graph_sizes, memory.graph_bytes, loaded.device)
+    if graphs is not None:
+        runner.use_graphs(graphs)
+
+
+def _step_eviction(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _Kernels) -> StepEviction:
+    """Return what can be evicted from a running step: nothing with CUDA graphs, which are replayed whole, and nothing
+    with async scheduling, where the next step is launched already."""
+    if kernels.graph_sizes or info.steps_ahead:
+        return StepEviction.NOTHING
+    can_compact_rows = loaded.device.type == "cpu" and can_evict_rows(loaded.model, runner, info)
+    return StepEviction.ROWS if can_compact_rows else StepEviction.STEPS

@@ -1,11 +1,21 @@
-"""The seam between scheduler and engine: plain data and one Protocol.
+"""The interface between scheduler and engine: plain data, and one Protocol.
 
-This is the bottom of the program. It knows sequences, tokens and steps; it does not know torch, tiers, time
-or HTTP. A step goes down as a `StepPlan` and comes back as a `StepResult`; nobody reaches across.
+A scheduler decides what each step computes; an engine computes it. A step goes down as a `StepPlan` and comes back as a
+`StepResult`, both immutable; neither side reads the other's state. Everything above this module can be tested without
+torch, and every engine (native, modeled, another one) is driven in the same way:
 
-There is no prefill phase and no decode phase: each sequence has `num_computed_tokens` catching up with its
-number of tokens (prompt + output). `Run(seq_id, n)` advances it by n tokens; when it has caught up, one new
-token is sampled. A prefill chunk, a whole prefill and a decode are all a `Run`.
+    engine.submit(StepPlan(step_id=7, start=(new,), run=(Run("a", 512), Run("b", 1))))
+    result = await engine.collect()  # StepResult: new tokens, finished sequences, free blocks, seconds
+
+There is no prefill phase and no decode phase. A sequence is one list of known tokens, prompt and output, of which the
+first `num_computed_tokens` have their keys and values (KV) in the cache. `Run(seq_id, n)` computes the next n. When all
+known tokens are computed, the engine samples one new token. So a prefill chunk, a whole prefill and a decode are all
+runs; a decode is a run of one token.
+
+KV lies in blocks of `EngineInfo.block_size` tokens. The engine allocates and shares blocks; the scheduler counts them
+and preempts sequences to get more.
+
+This module imports nothing of the project. It knows sequences, tokens and steps; not torch, tiers, time or HTTP.
 """
 
 from collections.abc import Collection
@@ -13,67 +23,80 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+# -- enumerations --------------------------------------------------------------------------------------------------
+
 
 class PreemptionMode(Enum):
-    """What becomes of a victim's KV blocks."""
+    """The ways to preempt a sequence; they differ in what happens to its KV blocks."""
 
-    PAUSE = "pause"  # stay on the device: the sequence sits steps out and may resume in any later one
-    SWAP = "swap"  # are copied to host memory and freed; the resume copies them back
-    RECOMPUTE = "recompute"  # are freed; the tokens are computed again after the resume
+    PAUSE = "pause"  # they stay on the device; the sequence is not run until it is resumed
+    SWAP = "swap"  # they are copied to host memory and freed; the resume copies them back
+    RECOMPUTE = "recompute"  # they are freed; after the resume the tokens are computed again
 
 
 class StepEviction(Enum):
-    """What may leave a step that runs."""
+    """The granularity at which an engine can evict sequences from a running step."""
 
     NOTHING = "nothing"
-    STEPS = "steps"  # all sequences of the step together: it is abandoned
-    ROWS = "rows"  # any of them: the others go on without them
+    STEPS = "steps"  # all sequences of the step together, which ends it
+    ROWS = "rows"  # any sequences; the step goes on with the others
 
 
 class FinishReason(Enum):
+    """The reasons why a sequence is finished; the values are those of OpenAI's API."""
+
     STOP = "stop"  # an end-of-sequence or stop token
     LENGTH = "length"  # max_tokens, or the model's context is full
 
 
+# -- down: the plan of a step --------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. `temperature == 0` is greedy; `seed` is always set (the gateway draws one
-    if the user did not), so that a sequence computed again, on any worker, gives the same tokens."""
+    """The parameters that choose a sequence's tokens. Values with no effect are the defaults.
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    min_p: float = 0.0  # of the most likely token's probability; 0: all
+    `seed` is always set (the gateway draws one if the user did not), so that a sequence that is computed again, on any
+    worker, gets the same tokens.
+    """
+
+    max_tokens: int  # most tokens to generate
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # keep the likeliest tokens whose probabilities sum up to this
+    top_k: int = 0  # keep this many of the likeliest tokens; 0: all
+    min_p: float = 0.0  # keep tokens with this share of the likeliest one's probability; 0: all
     seed: int = 0
-    presence_penalty: float = 0.0  # taken from the logits of tokens that the output holds
-    frequency_penalty: float = 0.0  # the same, times how often
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
+    frequency_penalty: float = 0.0  # the same, times the token's count in the output
     repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens in prompt or output
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
-    min_tokens: int = 0  # no end-of-sequence or stop token before as many were generated
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-sequence ids
-    ignore_eos: bool = False
-    logprobs: int | None = None  # report each token's log probability, and those of as many likeliest; None: not
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit)
+    min_tokens: int = 0  # no end-of-sequence or stop token before this many tokens are generated
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence ids
+    ignore_eos: bool = False  # go on after an end-of-sequence token
+    logprobs: int | None = None  # report log probabilities: the token's and this many likeliest ones'; None: no report
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    grammar: str | None = None  # llguidance's serialised grammar: only tokens that it allows are generated
+    grammar: str | None = None  # serialised llguidance grammar: only tokens that it allows are generated
 
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """Sequences of one `cache_salt` share KV of equal prompt beginnings, others never: the time to a first token
-    tells nobody what strangers asked. Blocks of a lower `retention` leave the prefix cache first."""
+    """A sequence that a plan starts."""
 
     seq_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    # Sequences share the KV of equal prompt beginnings only within one salt: otherwise the time to a first token would
+    # tell a user what other users have asked.
     cache_salt: str = ""
-    retention: int = 0
+    retention: int = 0  # cached blocks of the lowest retention are reused first
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Advance `seq_id` by at most `num_tokens` of its known tokens (≥ 1). Before the first run of a sequence
-    without KV, what the prefix cache holds of it is taken from there, and only the rest is left to run."""
+    """Compute the next `num_tokens` (≥ 1) known tokens of `seq_id`, or fewer if fewer are left.
+
+    A sequence without KV first takes what the prefix cache holds of its beginning; only the rest is left to compute.
+    """
 
     seq_id: str
     num_tokens: int
@@ -81,22 +104,28 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
+    """Take `seq_id` out of the running sequences until a plan resumes it."""
+
     seq_id: str
     mode: PreemptionMode
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step, executed in the order of the fields. An engine refuses a plan that breaks the rules
-    (`PlanError`): it is a bug of the scheduler, never a user's fault."""
+    """One step. The engine executes it in the order of the fields.
 
-    step_id: int
-    abort: tuple[str, ...] = ()
+    An engine raises `PlanError` for a plan that breaks the rules. That is a bug of the scheduler, never a user's fault.
+    """
+
+    step_id: int  # never reused while the engine lives
+    abort: tuple[str, ...] = ()  # free these sequences
     preempt: tuple[Preempt, ...] = ()
-    resume: tuple[str, ...] = ()
+    resume: tuple[str, ...] = ()  # preempted sequences that may be run again
     start: tuple[NewSequence, ...] = ()
     run: tuple[Run, ...] = ()
-    ahead: bool = False  # made before the step before it was collected: sequences that have ended there are left out
+    # Async scheduling: the plan was made before the result of the previous step was known. Runs of sequences that
+    # finished or failed in that step are skipped.
+    ahead: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -104,40 +133,41 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the step computes, at most."""
         return sum(r.num_tokens for r in self.run)
+
+
+# -- up: the result of a step --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural log probabilities at one position, as the model gave them: before temperature, penalties, bias and
-    grammar. `top`: the likeliest tokens as (id, log probability), likeliest first."""
+    grammar."""
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens as (id, log probability), likeliest first
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """What one `Run` did. `token_ids` holds the newly sampled tokens: none while a prefill is incomplete.
-    With a `finish_reason` the engine has already freed the sequence.
-
-    `num_cached_tokens` of the `num_computed_tokens` came from the prefix cache in this step. `logprobs` has one
-    entry a new token, if they were asked for. `prompt_logprobs` are those of the prompt's tokens behind this step's
-    (the very first token of a prompt has none); where they were asked for, nothing is taken from the prefix cache."""
+    """The outcome of one `Run`."""
 
     seq_id: str
-    num_computed_tokens: int
-    token_ids: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_computed_tokens: int  # of the whole sequence, after the step
+    token_ids: tuple[int, ...] = ()  # newly sampled; empty while the prefill is incomplete
+    finish_reason: FinishReason | None = None  # if set, the engine has freed the sequence
+    num_cached_tokens: int = 0  # computed tokens that this step took from the prefix cache
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one entry for each of `token_ids`, if requested
+    # One entry for each prompt token that follows a token of this run, if requested (so the prompt's first token has
+    # none). A sequence that requests them takes nothing from the prefix cache.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceFailure:
-    """One sequence broke (NaN logits, say); the engine has freed it and goes on with the others."""
+    """One sequence cannot go on (NaN logits, for example). The engine has freed it and goes on with the others."""
 
     seq_id: str
     reason: str
@@ -145,76 +175,85 @@ class SequenceFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The outcome of one plan. `elapsed_s` is the time the device was busy with it. `free_blocks` counts those that
-    a new sequence could have, cached ones that nobody uses among them.
-
-    `evicted` names sequences that left the step before its end (`Engine.evict`). Their outputs say what they had before
-    the step and what came from the prefix cache; nothing was sampled for them, and blocks taken for the step are free.
-
-    `shared_blocks` names sequences and how many of their blocks others hold as well, which the sequence's end or
-    preemption would not free: those of whom the number is another one than before this step."""
+    """The outcome of one plan."""
 
     step_id: int
-    outputs: tuple[SequenceOutput, ...] = ()
+    outputs: tuple[SequenceOutput, ...] = ()  # in the order of the plan's runs
     failures: tuple[SequenceFailure, ...] = ()
-    free_blocks: int = 0
-    elapsed_s: float = 0.0
+    free_blocks: int = 0  # KV blocks that a new sequence could get, unused blocks of the prefix cache included
+    elapsed_s: float = 0.0  # seconds that the device was busy with the step
     free_swap_blocks: int = 0
+    # (sequence, number of its blocks that other sequences hold as well), where that number has changed in this step.
+    # Freeing or preempting the sequence would not free these blocks.
     shared_blocks: tuple[tuple[str, int], ...] = ()
+    # Sequences that were evicted from the step (`Engine.evict`). Each has an output with the tokens computed before the
+    # step or taken from the prefix cache; nothing was sampled, and blocks allocated for the step are free again.
     evicted: tuple[str, ...] = ()
+
+
+# -- the engine ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is and can hold; constant while it lives."""
+    """The properties and sizes of an engine, constant while it lives."""
 
     model_path: str
-    max_model_len: int  # tokens, prompt and output together
+    max_model_len: int  # most tokens of a sequence, prompt and output together
     vocab_size: int
-    block_size: int  # tokens a KV block
-    num_blocks: int
-    max_step_tokens: int  # most tokens one plan may run
+    block_size: int  # tokens of a KV block
+    num_blocks: int  # KV blocks on the device
+    max_step_tokens: int  # most tokens that one plan may run
     eos_token_ids: tuple[int, ...] = ()
     device: str = "cpu"
     dtype: str = "float32"
     attention_backend: str = ""
-    preemption_modes: tuple[str, ...] = field(default=("pause", "recompute"))
-    num_swap_blocks: int = 0  # KV blocks that host memory holds for swapped sequences
-    swap_block_s: float = 0.0  # time to copy one of them either way, measured at start
-    steps_ahead: int = 0  # steps that may be submitted while another runs
+    preemption_modes: tuple[str, ...] = field(default=("pause", "recompute"))  # values of `PreemptionMode`
+    num_swap_blocks: int = 0  # KV blocks of host memory, for swapped sequences
+    swap_block_s: float = 0.0  # seconds to copy one block to the host or back, measured at the start
+    steps_ahead: int = 0  # async scheduling: plans that may be submitted while a step runs; 0: none
     step_eviction: StepEviction = StepEviction.NOTHING
 
 
 class PlanError(Exception):
-    """A plan names an unknown sequence, runs a paused one, or needs more blocks than are free."""
+    """A plan breaks the rules: it names an unknown sequence, runs a paused one, or needs more blocks than are free."""
 
 
 class EngineDead(Exception):
-    """The engine cannot go on (device lost, thread died): the process must end non-zero."""
+    """The engine cannot go on (device lost, thread ended). The process must end with a non-zero exit status."""
 
 
 class Engine(Protocol):
-    """Executes plans one at a time, in order.
+    """Executes plans one at a time, in the order of submission.
 
-    `submit` returns at once; `collect` waits for the oldest submitted step. At most one step is in flight, and
-    `info.steps_ahead` more, whose plans say so: the host then makes plan N+1 while the device computes N.
+    One step is in flight at a time. With async scheduling, `info.steps_ahead` more may be, whose plans say `ahead`: the
+    host then plans step N+1 while the device computes step N.
     """
 
     @property
     def info(self) -> EngineInfo: ...
 
-    def submit(self, plan: StepPlan) -> None: ...
-
-    async def collect(self) -> StepResult: ...
-
-    def evict(self, seq_ids: Collection[str]) -> None:
-        """Let these sequences leave the step in flight at its next layer boundary. Returns at once. A wish: it may come
-        too late, and the result says what became of it. Their KV rows of the step are written again later."""
+    def submit(self, plan: StepPlan) -> None:
+        """Hand over a plan and return at once. Raises `EngineDead`, and `RuntimeError` or `PlanError` if too many steps
+        are in flight."""
         ...
 
-    def close(self) -> None: ...
+    async def collect(self) -> StepResult:
+        """Wait for the oldest step in flight and return its result. Cancelling it loses nothing. Raises `PlanError` if
+        the engine refused the plan, and `EngineDead`."""
+        ...
+
+    def evict(self, seq_ids: Collection[str]) -> None:
+        """Ask to evict these sequences from the oldest step in flight at its next layer boundary, and return at once.
+        The request may come too late: the step's result says which sequences were evicted. A later run computes their
+        tokens of the step again."""
+        ...
+
+    def close(self) -> None:
+        """Finish the steps in flight and free the engine."""
+        ...
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """KV blocks that hold `num_tokens` tokens."""
+    """Return the number of KV blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)

@@ -11,7 +11,7 @@ Urgent work is boosted just above all other work without an SLO, and the most ur
 
 from collections.abc import Iterable, Sequence
 
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.request_state import RequestState

@@ -16,7 +16,8 @@ from typing import Any
 
 from bench.engines.offline import Stepper, greedy
 from engine.interface import StepPlan
-from engine.step_time.model import StepCost, StepTimeModel
+from engine.step_time.cost import StepCost
+from engine.step_time.model import StepTimeModel
 from scheduler.config import TierSet, parse_tiers
 from scheduler.control.controller import SLAController
 from scheduler.planning.core import SchedulerCore

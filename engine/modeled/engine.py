@@ -1,8 +1,9 @@
-"""An engine that computes nothing: steps take modeled time, tokens are a hash of (seed, position).
+"""An engine that computes nothing: a step takes a modeled time, and tokens are a hash of (seed, position).
 
-It keeps its books in the real one's table (sequences, blocks, finish reasons, and where wanted the prefix cache), so it
-refuses the same bad plans: the scheduler's loop can be run, tested and simulated without torch, on whatever clock it is
-given. Its coefficients, noise and drift are its own; the controller must learn them, it is never told.
+Sequences, blocks, finish reasons and the prefix cache are kept by the native engine's `SequenceTable`, so this engine
+refuses the same bad plans. The scheduler's loop can be run, tested and simulated with it without torch, on a
+real or a virtual clock. Coefficients, noise and drift of the modeled time are not shown to the controller, which has to
+learn them.
 """
 
 import random
@@ -12,20 +13,20 @@ from typing import Protocol
 
 from engine.interface import EngineInfo, PlanError, SequenceOutput, StepEviction, StepPlan, StepResult
 from engine.sequences.sequence_table import Chunk, SequenceTable
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 
-FIRST_ORDINARY_TOKEN = 3  # ids below are never generated; a real model's special ids
+FIRST_ORDINARY_TOKEN = 3  # ids below it are never generated: they stand for a model's special ids
 
 
 def modeled_token(seed: int, index: int, vocab_size: int) -> int:
-    """The `index`-th output token of a sequence with `seed`: the same on any engine, after any preemption."""
+    """Return output token number `index` of a sequence with `seed`: the same on any engine, after any preemption."""
     mixed = (seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     mixed ^= mixed >> 31
     return FIRST_ORDINARY_TOKEN + mixed % (vocab_size - FIRST_ORDINARY_TOKEN)
 
 
 class Timer(Protocol):
-    """A clock whose wait can be shortened while it lasts, as `LoopTimer`'s."""
+    """A clock, and a wait whose end can be moved while it lasts; `LoopTimer` is one."""
 
     def now(self) -> float: ...
 
@@ -36,14 +37,13 @@ class Timer(Protocol):
 
 @dataclass(slots=True)
 class _Step:
-    """The step that runs. `slowness` is the noise and drift that it was drawn. It was at `progress` (0 … 1) `mark_s`
-    behind its start, and will have taken `duration_s`."""
+    """The running step. `mark_s` seconds after its start it was at `progress` (0 … 1); all of it takes `duration_s`."""
 
     step_id: int
     chunks: list[Chunk]
-    staying: list[Chunk]
-    copying_s: float
-    slowness: float
+    remaining: list[Chunk]  # without the evicted ones
+    copying_s: float  # seconds to swap blocks, without slowdown
+    slowdown: float  # noise and drift: a factor on all of the step's time
     duration_s: float
     started_s: float = 0.0
     mark_s: float = 0.0
@@ -55,12 +55,15 @@ class _Step:
 
 
 class ModeledEngine:
-    """Implements `Engine`. `sleep` is the clock's: virtual in the simulator, real in a test of the real loop. Traces
-    name lengths, not texts, and texts made up for them would be found in a prefix cache: it is off unless asked for.
+    """Implements `Engine`.
 
-    With a `timer`, which then waits instead of `sleep`, sequences can be evicted from running steps as far as
-    `info.step_eviction` says, at the next of `num_layers` layers. `drift` gives the factor of all times at an
-    instant of the timer. `decode_cost` is the cost of steps without a prefill; None: the same.
+    `sleep` waits for a step: in virtual time in the simulator, in real time in a test of the real loop. With a `timer`,
+    which then waits instead, sequences can be evicted from a running step as far as `info.step_eviction` allows, at the
+    next of `num_layers` layers. `drift` returns the factor on all times at an instant of the timer.
+
+    `cost` is the cost of steps with a prefill, `decode_cost` of the others (None: the same). `noise` is the standard
+    deviation of a step's time, as a share of it. The prefix cache is off by default: traces give lengths, not texts,
+    and texts made up for them would find each other in it.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class ModeledEngine:
     ) -> None:
         """Raises `ValueError` for a drift without a timer."""
         if drift is not None and timer is None:
-            raise ValueError("a drift over time needs a timer that tells it")
+            raise ValueError("a drift over time needs a timer")
         self._info = info if timer is not None else replace(info, step_eviction=StepEviction.NOTHING)
         self._sleep = sleep
         self._cost = cost or StepCost()
@@ -92,7 +95,7 @@ class ModeledEngine:
         self._drift = drift
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
         self._running: _Step | None = None
-        self._wished: set[str] = set()  # away from the running step
+        self._evictees: set[str] = set()  # requested for the running step
 
     @property
     def info(self) -> EngineInfo:
@@ -107,15 +110,15 @@ class ModeledEngine:
         return self._table.swap_pool.num_used
 
     def submit(self, plan: StepPlan) -> None:
-        """The step begins. Raises `PlanError` for a plan that breaks the rules."""
+        """Begin a step. Raises `PlanError` for a plan that breaks the rules, or while a step is in flight."""
         if self._running is not None:
-            raise PlanError("one step in flight, not more")
+            raise PlanError("a step is in flight already: collect it first")
         self._table.check(plan)
-        self._wished.clear()
+        self._evictees.clear()
         self._running = self._begin(plan)
 
     async def collect(self) -> StepResult:
-        """Cancelling it loses nothing where there is a timer."""
+        """Wait for the step and return its result. Cancelling it loses nothing if there is a timer."""
         step = self._running
         if step is None:
             raise RuntimeError("no step is in flight: submit one first")
@@ -127,18 +130,18 @@ class ModeledEngine:
         return self._result(step)
 
     def evict(self, seq_ids: Collection[str]) -> None:
-        """Too late in the last layer."""
+        """Evict at the next layer boundary. After the last boundary the request has no effect."""
         step = self._running
         if step is None or self._timer is None or self._info.step_eviction is StepEviction.NOTHING:
             return
-        self._wished.update(seq_ids)
-        staying = [c for c in step.staying if c.sequence.seq_id not in self._wished]
-        if len(staying) == len(step.staying) or (staying and self._info.step_eviction is StepEviction.STEPS):
+        self._evictees.update(seq_ids)
+        remaining = [c for c in step.remaining if c.sequence.seq_id not in self._evictees]
+        if len(remaining) == len(step.remaining) or (remaining and self._info.step_eviction is StepEviction.STEPS):
             return
         elapsed_s = self._timer.now() - step.started_s
         progress = step.progress_at(elapsed_s)
         if progress < 1 - 1 / self._num_layers:
-            self._shorten(step, staying, elapsed_s, progress)
+            self._shorten(step, remaining, elapsed_s, progress)
             self._timer.move(step.started_s + step.duration_s)
 
     def close(self) -> None:
@@ -149,34 +152,34 @@ class ModeledEngine:
         started_s = 0.0 if self._timer is None else self._timer.now()
         chunks = self._table.begin(plan)
         copying_s = len(self._table.copies) * self._info.swap_block_s
-        slowness = max(0.1, self._random.gauss(1.0, self._noise)) if chunks else 1.0
+        slowdown = max(0.1, self._random.gauss(1.0, self._noise)) if chunks else 1.0
         if self._drift is not None:
-            slowness *= self._drift(started_s)
-        duration_s = (copying_s + self._computing_s(chunks)) * slowness
-        return _Step(plan.step_id, chunks, chunks, copying_s, slowness, duration_s, started_s)
+            slowdown *= self._drift(started_s)
+        duration_s = (copying_s + self._computing_s(chunks)) * slowdown
+        return _Step(plan.step_id, chunks, chunks, copying_s, slowdown, duration_s, started_s)
 
     def _computing_s(self, chunks: list[Chunk]) -> float:
         if not chunks:
             return 0.0
         cost = self._cost if any(chunk.num_tokens > 1 for chunk in chunks) else self._decode_cost
         run = cost.run
-        return max(cost.floor_s, cost.step_s + sum([run(chunk.num_tokens, chunk.start) for chunk in chunks]))
+        return max(cost.min_step_s, cost.step_s + sum([run(chunk.num_tokens, chunk.start) for chunk in chunks]))
 
-    def _shorten(self, step: _Step, staying: list[Chunk], elapsed_s: float, progress: float) -> None:
-        """The layer that runs is computed with all of them, the others with those that stay."""
+    def _shorten(self, step: _Step, remaining: list[Chunk], elapsed_s: float, progress: float) -> None:
+        """Compute the running layer with all chunks, and the layers after it with the remaining ones."""
         layer = 1 / self._num_layers
         layer_s = (step.duration_s - elapsed_s) / (1 - progress) * layer
-        whole_s = (step.copying_s + self._computing_s(staying)) * step.slowness if staying else 0.0
-        step.mark_s, step.progress, step.staying = elapsed_s, progress, staying
+        whole_s = (step.copying_s + self._computing_s(remaining)) * step.slowdown if remaining else 0.0
+        step.mark_s, step.progress, step.remaining = elapsed_s, progress, remaining
         step.duration_s = elapsed_s + layer_s + whole_s * (1 - progress - layer)
 
     def _result(self, step: _Step) -> StepResult:
-        if step.staying is step.chunks:  # as nearly always
+        if step.remaining is step.chunks:  # the usual case: nothing was evicted
             outputs, evicted = [self._advance(chunk) for chunk in step.chunks], []
         else:
-            stayed = {chunk.sequence.seq_id for chunk in step.staying}
-            evicted = [c.sequence.seq_id for c in step.chunks if c.sequence.seq_id not in stayed]
-            outputs = [self._advance(c) if c.sequence.seq_id in stayed else self._leave(c) for c in step.chunks]
+            remaining = {chunk.sequence.seq_id for chunk in step.remaining}
+            evicted = [c.sequence.seq_id for c in step.chunks if c.sequence.seq_id not in remaining]
+            outputs = [self._advance(c) if c.sequence.seq_id in remaining else self._evict(c) for c in step.chunks]
         return StepResult(
             step.step_id,
             tuple(outputs),
@@ -196,6 +199,6 @@ class ModeledEngine:
         reason = self._table.advance(chunk, token)
         return SequenceOutput(sequence.seq_id, end, (token,), reason, chunk.num_cached)
 
-    def _leave(self, chunk: Chunk) -> SequenceOutput:
-        self._table.leave(chunk)
+    def _evict(self, chunk: Chunk) -> SequenceOutput:
+        self._table.evict_from_step(chunk)
         return SequenceOutput(chunk.sequence.seq_id, chunk.start, num_cached_tokens=chunk.num_cached)

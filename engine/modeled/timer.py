@@ -1,48 +1,48 @@
-"""A wait on the running event loop whose end can be moved while it lasts, in real time or virtual, as the loop has it.
+"""A wait on the running event loop whose end can be moved while it lasts, in the loop's time: real or virtual.
 
-Knows the loop's clock and timers; not what is waited for.
+Knows the loop's clock and timers; not what the wait is for.
 """
 
 import asyncio
 
 
 class LoopTimer:
-    """One wait at a time."""
+    """A timer for one wait at a time."""
 
     def __init__(self) -> None:
         self._alarm: asyncio.TimerHandle | None = None
-        self._over: asyncio.Future[None] | None = None
+        self._done: asyncio.Future[None] | None = None
 
     def now(self) -> float:
-        """Seconds, as the loop counts them."""
+        """Return the loop's time in seconds."""
         return asyncio.get_running_loop().time()
 
     async def wait_until(self, when_s: float) -> None:
-        """Raises `RuntimeError` while somebody waits already."""
-        if self._over is not None:
-            raise RuntimeError("somebody waits already")
-        self._over = asyncio.get_running_loop().create_future()
-        self._set(when_s)
+        """Wait until the loop's time is `when_s`, or what `move` sets. Raises `RuntimeError` during another wait."""
+        if self._done is not None:
+            raise RuntimeError("another wait is going on already")
+        self._done = asyncio.get_running_loop().create_future()
+        self._start(when_s)
         try:
-            await self._over
+            await self._done
         finally:
-            self._unset()
-            self._over = None
+            self._cancel()
+            self._done = None
 
     def move(self, when_s: float) -> None:
-        """The wait that lasts ends then; without one nothing happens."""
-        if self._over is not None:
-            self._unset()
-            self._set(when_s)
+        """Let the present wait end at `when_s`; without a wait, do nothing."""
+        if self._done is not None:
+            self._cancel()
+            self._start(when_s)
 
-    def _set(self, when_s: float) -> None:
-        self._alarm = asyncio.get_running_loop().call_at(when_s, self._ring)
+    def _start(self, when_s: float) -> None:
+        self._alarm = asyncio.get_running_loop().call_at(when_s, self._finish)
 
-    def _unset(self) -> None:
+    def _cancel(self) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
 
-    def _ring(self) -> None:
-        if self._over is not None and not self._over.done():
-            self._over.set_result(None)
+    def _finish(self) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)

@@ -1,7 +1,7 @@
-"""Which KV blocks are free, and who holds the others. Knows block ids and holders' names; not what a holder is, nor
-the tensors behind a block.
+"""The KV blocks of an engine: which are free, and which holders the others have. Knows block ids and names of holders;
+not what a holder is, nor a block's tensors.
 
-A full block may have several holders: nobody writes into it any more, so that nothing is ever copied on write.
+A full block may have several holders. It is never written again, so nothing is ever copied on write.
 """
 
 from collections import Counter
@@ -11,23 +11,23 @@ from engine.sequences.prefix_cache import PrefixCache
 
 
 class BlockPool:
-    """Block ids 0 … num_blocks-1. `num_free + num_used == num_blocks` after every call; a block with several holders
-    counts once, and a cached one without any is free.
+    """Block ids 0 … num_blocks-1. `num_free + num_used == num_blocks` after every call: a block with several holders
+    counts once, and a cached block without a holder is free.
 
-    The free list is a stack: the block freed last is handed out first, so that a lightly loaded engine keeps touching
-    the same memory, and what was never needed is never committed. Cached blocks are handed out when it is empty.
+    The free list is a stack: the block freed last is allocated first, so that a lightly loaded engine keeps using the
+    same memory, and memory that was never needed is never committed. Cached blocks are allocated when it is empty.
     """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 0:
-            raise ValueError(f"a pool of {num_blocks} blocks")
+            raise ValueError(f"a pool cannot have {num_blocks} blocks")
         self.num_blocks = num_blocks
         self.cache = PrefixCache()
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._holder: list[str | None] = [None] * num_blocks  # the only one; None also where there are several
-        self._sharers: dict[int, set[str]] = {}  # two or more holders
-        self._num_shared: Counter[str] = Counter()  # by holder
-        self._changed: set[str] = set()  # holders whose number of shared blocks is not what was reported
+        self._holder: list[str | None] = [None] * num_blocks  # the only holder; None also for a block with several
+        self._sharers: dict[int, set[str]] = {}  # block: its two or more holders
+        self._num_shared: Counter[str] = Counter()  # by holder: its blocks that others hold as well
+        self._changed: set[str] = set()  # holders whose number has changed since the last report
 
     @property
     def num_free(self) -> int:
@@ -35,30 +35,31 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Counted, not derived: O(num_blocks)."""
+        """Blocks with a holder, counted block by block: O(num_blocks)."""
         return sum(holder is not None for holder in self._holder) + len(self._sharers)
 
     def is_idle(self, block: int) -> bool:
-        """Nobody holds it."""
+        """Return whether the block has no holder."""
         return self._holder[block] is None and block not in self._sharers
 
     def allocate(self, count: int, holder: str) -> list[int]:
-        """Take `count` blocks of unknown contents, or none at all: raises `MemoryError` when fewer are free."""
+        """Return `count` blocks of unknown contents, now held by `holder`. Raises `MemoryError`, and allocates none, if
+        fewer are free."""
         if count > self.num_free:
-            raise MemoryError(f"{count} KV blocks wanted, {self.num_free} free")
+            raise MemoryError(f"{count} KV blocks are wanted and {self.num_free} are free")
         taken = [self._free.pop() if self._free else self.cache.evict() for _ in range(count)]
         for block in taken:
             self._holder[block] = holder
         return taken
 
     def share(self, block: int, holder: str) -> None:
-        """Hold a cached block, beside whoever does already."""
+        """Let `holder` hold a cached block, together with the holders that it has."""
         first = self._holder[block]
         if block in self._sharers:
             self._sharers[block].add(holder)
             self._count_shared(holder, 1)
         elif first is None:
-            self.cache.wake(block)
+            self.cache.mark_in_use(block)
             self._holder[block] = holder
         else:
             self._sharers[block], self._holder[block] = {first, holder}, None
@@ -66,34 +67,35 @@ class BlockPool:
             self._count_shared(holder, 1)
 
     def free(self, blocks: Iterable[int], holder: str) -> None:
-        """`holder` lets go of blocks; those that it held alone become free. Raises `ValueError` for one that it does
-        not hold: freed twice, it would be given to two."""
+        """Release blocks that `holder` holds; blocks that it held alone become free. Raises `ValueError` for a block
+        that it does not hold: freed twice, a block would be allocated twice."""
         for block in blocks:
             if block in self._sharers:
-                self._leave(block, holder)
+                self._release_shared(block, holder)
             elif self._holder[block] != holder:
                 raise ValueError(f"KV block {block} is not held by {holder}")
             else:
                 self._holder[block] = None
                 if block in self.cache:
-                    self.cache.rest(block)
+                    self.cache.mark_idle(block)
                 else:
                     self._free.append(block)
 
     def num_freed_by(self, tables: Iterable[Sequence[int]]) -> int:
-        """How many blocks become free when the holders of `tables` let go of them all."""
-        leaving = Counter(block for table in tables for block in table)
-        return sum(count == len(self._sharers.get(block, (None,))) for block, count in leaving.items())
+        """Return how many blocks become free if the holders of `tables` release all of them."""
+        released = Counter(block for table in tables for block in table)
+        return sum(count == len(self._sharers.get(block, (None,))) for block, count in released.items())
 
     def take_changes(self) -> tuple[tuple[str, int], ...]:
-        """Holders whose number of blocks that others hold, too, has changed since the last call, with that number."""
+        """Return (holder, number of its blocks that others hold as well) where that number has changed since the last
+        call."""
         if not self._changed:
             return ()
         changes = tuple((holder, self._num_shared[holder]) for holder in sorted(self._changed))
         self._changed.clear()
         return changes
 
-    def _leave(self, block: int, holder: str) -> None:
+    def _release_shared(self, block: int, holder: str) -> None:
         sharers = self._sharers[block]
         if holder not in sharers:
             raise ValueError(f"KV block {block} is not held by {holder}")

@@ -1,7 +1,7 @@
 """The rules of a `StepPlan`: what makes an engine refuse one. Reads sequences and pools; changes nothing.
 
-The plan is followed in its order on a copy of what it touches. What the prefix cache will spare a run is not counted:
-a plan that passes has the blocks it needs without it.
+The check follows the plan in its order, on copies of the sequences that it touches. It does not count on the prefix
+cache: a plan that passes has the blocks that it needs without any cached one.
 """
 
 from collections.abc import Mapping
@@ -11,18 +11,18 @@ from engine.interface import EngineInfo, NewSequence, PlanError, Preempt, Preemp
 from engine.sequences.block_pool import BlockPool
 from engine.sequences.sequence import Sequence, SequenceStatus
 
-# mode: (from which states, into which). Evicting a paused sequence reclaims its memory.
+# mode: (statuses before, status after). Swapping or recomputing a paused sequence frees its KV blocks.
 _ON_DEVICE = frozenset({SequenceStatus.ACTIVE, SequenceStatus.PAUSED})
 PREEMPTIONS = {
     PreemptionMode.PAUSE: (frozenset({SequenceStatus.ACTIVE}), SequenceStatus.PAUSED),
     PreemptionMode.SWAP: (_ON_DEVICE, SequenceStatus.SWAPPED),
-    PreemptionMode.RECOMPUTE: (_ON_DEVICE, SequenceStatus.EVICTED),
+    PreemptionMode.RECOMPUTE: (_ON_DEVICE, SequenceStatus.TO_RECOMPUTE),
 }
 
 
 @dataclass(slots=True)
-class _Foreseen:
-    """A sequence as it will be when the plan's runs begin."""
+class _SequenceCopy:
+    """A copy of a sequence, as it will be when the plan's runs begin."""
 
     status: SequenceStatus
     num_tokens: int
@@ -32,7 +32,7 @@ class _Foreseen:
 
 
 class PlanCheck:
-    """Follows one plan. `run` is called once."""
+    """Checks one plan; `run` is called once."""
 
     def __init__(
         self, info: EngineInfo, sequences: Mapping[str, Sequence], pool: BlockPool, swap_pool: BlockPool
@@ -40,13 +40,13 @@ class PlanCheck:
         self._info = info
         self._sequences = sequences
         self._pool = pool
-        self._foreseen: dict[str, _Foreseen | None] = {}  # None: gone
-        self._leaving: list[Sequence] = []  # they let go of all their blocks
-        self._num_needed = 0
+        self._copies: dict[str, _SequenceCopy | None] = {}  # None: aborted
+        self._releasing: list[Sequence] = []  # sequences that release all their blocks
+        self._num_needed = 0  # blocks
         self._num_swap_free = swap_pool.num_free
 
     def run(self, plan: StepPlan) -> None:
-        """Raises `PlanError` for the first rule that `plan`, executed in order, would break."""
+        """Raise `PlanError` for the first rule that `plan`, executed in order, breaks."""
         if plan.num_tokens > self._info.max_step_tokens:
             raise PlanError(f"{plan.num_tokens} tokens in a step, at most {self._info.max_step_tokens} allowed")
         for seq_id in plan.abort:
@@ -58,25 +58,25 @@ class PlanCheck:
         for new in plan.start:
             self._start(new)
         self._runs(plan.run)
-        num_free = self._pool.num_free + self._pool.num_freed_by(s.block_table for s in self._leaving)
+        num_free = self._pool.num_free + self._pool.num_freed_by(s.block_table for s in self._releasing)
         if self._num_needed > num_free:
             raise PlanError(f"the plan needs {self._num_needed} KV blocks and {num_free} are free")
 
-    def _look_up(self, seq_id: str) -> _Foreseen:
-        if seq_id not in self._foreseen and seq_id in self._sequences:
+    def _look_up(self, seq_id: str) -> _SequenceCopy:
+        if seq_id not in self._copies and seq_id in self._sequences:
             s = self._sequences[seq_id]
-            self._foreseen[seq_id] = _Foreseen(
+            self._copies[seq_id] = _SequenceCopy(
                 s.status, s.num_tokens, s.num_computed_tokens, len(s.block_table), len(s.swap_table)
             )
-        sequence = self._foreseen.get(seq_id)
+        sequence = self._copies.get(seq_id)
         if sequence is None:
             raise PlanError(f"there is no sequence {seq_id}")
         return sequence
 
     def _abort(self, seq_id: str) -> None:
         self._num_swap_free += self._look_up(seq_id).num_swapped
-        self._foreseen[seq_id] = None
-        self._leaving.append(self._sequences[seq_id])
+        self._copies[seq_id] = None
+        self._releasing.append(self._sequences[seq_id])
 
     def _preempt(self, preempt: Preempt) -> None:
         sequence = self._look_up(preempt.seq_id)
@@ -88,14 +88,14 @@ class PlanCheck:
         sequence.status = target
         if target is SequenceStatus.PAUSED:
             return
-        self._leaving.append(self._sequences[preempt.seq_id])
+        self._releasing.append(self._sequences[preempt.seq_id])
         if target is SequenceStatus.SWAPPED:
             self._swap_out(preempt.seq_id, sequence)
         else:
             sequence.num_computed = 0
         sequence.num_blocks = 0
 
-    def _swap_out(self, seq_id: str, sequence: _Foreseen) -> None:
+    def _swap_out(self, seq_id: str, sequence: _SequenceCopy) -> None:
         if sequence.num_blocks > self._num_swap_free:
             raise PlanError(f"{seq_id}: {sequence.num_blocks} KV blocks to swap, host memory has {self._num_swap_free}")
         self._num_swap_free -= sequence.num_blocks
@@ -111,7 +111,7 @@ class PlanCheck:
         sequence.num_swapped = 0
 
     def _start(self, new: NewSequence) -> None:
-        if self._foreseen.get(new.seq_id) or (new.seq_id not in self._foreseen and new.seq_id in self._sequences):
+        if self._copies.get(new.seq_id) or (new.seq_id not in self._copies and new.seq_id in self._sequences):
             raise PlanError(f"{new.seq_id} exists already")
         num_prompt = len(new.prompt_token_ids)
         if not 1 <= num_prompt < self._info.max_model_len:
@@ -120,7 +120,7 @@ class PlanCheck:
             raise PlanError(f"{new.seq_id}: max_tokens is {new.sampling.max_tokens}, not at least 1")
         if min(new.prompt_token_ids) < 0 or max(new.prompt_token_ids) >= self._info.vocab_size:
             raise PlanError(f"{new.seq_id}: a token id outside the vocabulary of {self._info.vocab_size}")
-        self._foreseen[new.seq_id] = _Foreseen(SequenceStatus.ACTIVE, num_prompt, 0, 0, 0)
+        self._copies[new.seq_id] = _SequenceCopy(SequenceStatus.ACTIVE, num_prompt, 0, 0, 0)
 
     def _runs(self, runs: tuple[Run, ...]) -> None:
         seen: set[str] = set()
@@ -128,11 +128,11 @@ class PlanCheck:
             if run.seq_id in seen:
                 raise PlanError(f"{run.seq_id} is run twice")
             seen.add(run.seq_id)
-            known = None if run.seq_id in self._foreseen else self._sequences.get(run.seq_id)
+            known = None if run.seq_id in self._copies else self._sequences.get(run.seq_id)
             if known is None:
                 s = self._look_up(run.seq_id)
                 self._run(run, s.status, s.num_tokens, s.num_computed, s.num_blocks)
-            else:  # most are touched by nothing else in the plan, and need no copy
+            else:  # most sequences are only run by the plan, and need no copy
                 self._run(run, known.status, known.num_tokens, known.num_computed_tokens, len(known.block_table))
 
     def _run(self, run: Run, status: SequenceStatus, num_tokens: int, num_computed: int, num_blocks: int) -> None:

@@ -1,30 +1,30 @@
-"""Which full KV blocks hold which beginning of a text, and which of those that nobody uses go first.
+"""The prefix cache: which full KV blocks hold which beginning of a text, and which idle block is reused first.
 
-A block's digest covers its tokens and, through its parent's digest, everything before them; the chain begins with a
-salt, so that sequences of different salts never meet. Knows digests and block ids; not sequences, not tensors, and
-not who uses a block (the `BlockPool` tells it when the last user has left).
+A block's digest covers its tokens and, through its parent's digest, all tokens before them. The chain begins with a
+salt, so that sequences of different salts never share a block. Knows digests and block ids; not sequences, tensors or a
+block's holders (`BlockPool`).
 """
 
 from array import array
 from collections import OrderedDict
 from hashlib import blake2b
 
-DIGEST_BYTES = 32  # equal digests count as equal tokens: nothing else is compared
+DIGEST_BYTES = 32  # long enough to take equal digests for equal tokens: nothing else is compared
 
 
 def root_digest(salt: str) -> bytes:
-    """The parent of a text's first block."""
+    """Return the digest that the first block of a text has as its parent."""
     return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"tidegate-kv-root").digest()
 
 
 def block_digest(parent: bytes, token_ids: "array[int]") -> bytes:
-    """The digest of one full block behind `parent`."""
+    """Return the digest of a full block that follows the block with digest `parent`."""
     return blake2b(parent + token_ids.tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 class PrefixCache:
-    """Blocks by digest. An entry is idle while nobody uses its block; only idle ones are evicted, those of the lowest
-    retention first, and the least recently used of them. All operations are O(1) in the number of blocks."""
+    """Blocks by digest. A block is idle while no sequence holds it. Only idle blocks are evicted: the lowest retention
+    first, and of one retention the least recently used. All operations are O(1) in the number of blocks."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -44,26 +44,27 @@ class PrefixCache:
         return self._num_idle
 
     def find(self, digest: bytes) -> int | None:
+        """Return the block with this digest."""
         return self._block_of.get(digest)
 
     def add(self, block: int, digest: bytes, retention: int) -> None:
-        """Remember a block in use. Where another one holds the same already, that one stays and this one is let be."""
+        """Add a block in use. If another block has the digest already, that one stays and `block` is not cached."""
         if digest not in self._block_of:
             self._block_of[digest] = block
             self._digest_of[block] = digest
             self._retention[block] = retention
 
     def raise_retention(self, block: int, retention: int) -> None:
-        """A block in use was found by a sequence of `retention`."""
+        """Raise the retention of a block in use, which a sequence of `retention` has found."""
         self._retention[block] = max(self._retention[block], retention)
 
-    def rest(self, block: int) -> None:
-        """The last user of the block has left."""
+    def mark_idle(self, block: int) -> None:
+        """Note that the block's last holder has released it."""
         self._idle.setdefault(self._retention[block], OrderedDict())[block] = None
         self._num_idle += 1
 
-    def wake(self, block: int) -> None:
-        """The idle block is used again."""
+    def mark_in_use(self, block: int) -> None:
+        """Note that the idle block has a holder again."""
         retention = self._retention[block]
         level = self._idle[retention]
         del level[block]
@@ -72,15 +73,15 @@ class PrefixCache:
         self._num_idle -= 1
 
     def forget(self, block: int) -> None:
-        """The block in use is not to be found any more: its contents are not to be trusted."""
+        """Remove a block in use, for example because its contents may be broken."""
         digest = self._digest_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
             del self._retention[block]
 
     def evict(self) -> int:
-        """Forget the idle block worth least, and return it. There must be one."""
+        """Remove the idle block to reuse first, and return it. There must be an idle block."""
         block = next(iter(self._idle[min(self._idle)]))
-        self.wake(block)
+        self.mark_in_use(block)
         self.forget(block)
         return block

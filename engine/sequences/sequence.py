@@ -1,7 +1,7 @@
-"""One sequence as the engine sees it: tokens, how many of them are computed, and where their KV lies.
+"""One sequence as the engine sees it: its tokens, how many of them are computed, and which blocks hold their KV.
 
-Knows when a sequence is finished; not how tokens are computed, nor who else is in the batch. The owner of all
-of them is the `SequenceTable`.
+Knows when a sequence is finished; not how tokens are computed, nor what else is in the batch. The `SequenceTable` owns
+all sequences.
 """
 
 from array import array
@@ -15,12 +15,12 @@ class SequenceStatus(Enum):
     ACTIVE = "active"  # may be run
     PAUSED = "paused"  # KV resident; may not be run until resumed
     SWAPPED = "swapped"  # KV in host memory; may not be run until resumed
-    EVICTED = "evicted"  # KV freed, to be recomputed; may not be run until resumed
+    TO_RECOMPUTE = "to be recomputed"  # KV freed; may not be run until resumed
 
 
 class Sequence:
-    """Mutable; written by `SequenceTable` only. Prompt and output are one list of known tokens, of which the
-    first `num_computed_tokens` have their KV in `block_table`, or in `swap_table` while it is swapped."""
+    """Written by `SequenceTable` only. Prompt and output are one list of known tokens. The first `num_computed_tokens`
+    of them have their KV in `block_table`, or in `swap_table` while the sequence is swapped."""
 
     __slots__ = (
         "seq_id",
@@ -46,19 +46,19 @@ class Sequence:
         self.seq_id = new.seq_id
         self.sampling = new.sampling
         self.retention = new.retention
-        # Arrays, so that a step's metadata is made of memory copies, not of Python loops over tokens.
+        # Arrays, so that a step is packed by copying memory, not by Python loops over tokens.
         self.token_ids = array("q", new.prompt_token_ids)
         self.num_prompt_tokens = len(new.prompt_token_ids)
         self.num_computed_tokens = 0
         self.block_table = array("q")
         self.swap_table: list[int] = []  # blocks of host memory
-        self.num_known_blocks = 0  # so many of the first in `block_table` the prefix cache has been told of
+        self.num_known_blocks = 0  # the first blocks of `block_table`: already offered to the prefix cache
         self.status = SequenceStatus.ACTIVE
         self._cache_salt = new.cache_salt
         self._digests: list[bytes] = []
         self.alters_logits = _alters_logits(new.sampling)
-        self.num_scored_tokens = 1  # prompt tokens whose log probabilities are reported; the first has none
-        # A grammar's end is told by such a token, and nothing could follow it.
+        self.num_scored_tokens = 1  # prompt tokens whose log probabilities are reported; the first token has none
+        # The end of a grammar is an end-of-sequence token, and nothing can follow it, even with `ignore_eos`.
         eos = () if new.sampling.ignore_eos and new.sampling.grammar is None else eos_token_ids
         self.stop_ids = frozenset(new.sampling.stop_token_ids).union(eos)
         self._max_tokens_total = min(max_model_len, self.num_prompt_tokens + new.sampling.max_tokens)
@@ -76,7 +76,8 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     def digests(self, num_blocks: int, block_size: int) -> list[bytes]:
-        """Of the first `num_blocks` blocks at least; they must be full of known tokens. Each is computed once."""
+        """Return the digests of at least the first `num_blocks` blocks, which must be full of known tokens. Each digest
+        is computed once."""
         known = self._digests
         for i in range(len(known), num_blocks):
             parent = known[-1] if known else root_digest(self._cache_salt)
@@ -84,16 +85,16 @@ class Sequence:
         return known
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Take a sampled token; say whether, and why, it was the last."""
+        """Take a sampled token. Return why it was the last one; None if it was not."""
         self.token_ids.append(token_id)
         return self._finish_reason(len(self.token_ids) - 1)
 
-    def append_pending(self, place_holder: int) -> None:
+    def append_placeholder(self, placeholder: int) -> None:
         """Take a token that only the device knows yet."""
-        self.token_ids.append(place_holder)
+        self.token_ids.append(placeholder)
 
-    def settle(self, index: int, token_id: int) -> FinishReason | None:
-        """Token `index` has become known; say whether, and why, it was the last."""
+    def replace_placeholder(self, index: int, token_id: int) -> FinishReason | None:
+        """Put the real token at `index`. Return why it was the last one; None if it was not."""
         self.token_ids[index] = token_id
         return self._finish_reason(index)
 
@@ -106,7 +107,7 @@ class Sequence:
 
 
 def _alters_logits(params: SamplingParams) -> bool:
-    """Its tokens are not chosen from the model's logits as they are."""
+    """Return whether sampling changes the model's logits before a token is chosen."""
     return bool(
         params.presence_penalty
         or params.frequency_penalty

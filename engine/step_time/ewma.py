@@ -1,4 +1,4 @@
-"""An exponentially weighted moving average: the one that step times, tier statistics and capacities are smoothed with."""
+"""An exponentially weighted moving average, for step times, tier statistics and capacities."""
 
 
 class Ewma:

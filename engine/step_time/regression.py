@@ -1,8 +1,8 @@
-"""Least squares that forgets: what a step's features cost, learned from the steps as they come.
+"""Least squares with forgetting: what a step's features cost, learned from the steps as they come.
 
-Minimises the relative error (a decode of 10 ms and a prefill of 1 s count alike), with coefficients ≥ 0 and a small
-pull towards others for what the recent steps say nothing about. The moments are kept rather than their inverse: the
-recursive form winds up when steps look alike for long. Knows numbers only.
+Minimises the relative error (a decode of 10 ms and a prefill of 1 s count alike), with coefficients ≥ 0. A ridge term
+pulls each coefficient a little towards a prior, which decides where the recent steps show nothing. The moments are kept
+rather than their inverse: the inverse grows without bound while all steps look alike. Knows numbers only.
 """
 
 from collections.abc import Sequence
@@ -14,51 +14,50 @@ Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
 
 FORGETTING = 0.995  # a step's weight halves after about 140 newer ones
-PULL = 1e-3  # on each coefficient, as a share of what the steps say about it
-LEAST_PULL = 1e-9  # of the strongest: on what no step has shown
-SOLVE_EVERY = 8
-WARM_STEPS = 16  # solved after each of these
+RIDGE = 1e-3  # weight of the prior of each coefficient, as a share of the steps' weight on it
+MIN_RIDGE = 1e-9  # the least weight, as a share of the largest weight of all: for a coefficient that no step has shown
+SOLVE_EVERY = 8  # steps between two solutions
+WARM_STEPS = 16  # first steps, each followed by a solution
 
 
 class StepRegression:
-    """T = θ·x with θ ≥ 0. `theta` starts as the given one, and is what holds where nothing was observed."""
+    """T = θ·x with θ ≥ 0. `theta` is the given one until something else is observed."""
 
     def __init__(self, theta: Vector) -> None:
         self.theta = theta
         self.num_observed = 0
         self._moments = np.zeros((len(theta), len(theta)))  # Σ forgetting^age · x xᵀ / T²
         self._targets = np.zeros(len(theta))  # Σ forgetting^age · x / T
-        self._rows: list[Sequence[float]] = []  # x / T, not yet in the moments
+        self._new: list[Sequence[float]] = []  # x / T of steps that are not in the moments yet
 
-    def observe(self, x: Sequence[float], seconds: float, pull_to: Vector | None = None) -> None:
-        """`pull_to`: what is believed where the steps say nothing; None: the present coefficients."""
+    def observe(self, x: Sequence[float], seconds: float, prior: Vector | None = None) -> None:
+        """Take in a step with features `x`. `prior`: θ where the steps show nothing; None: the present one."""
         self.num_observed += 1
-        self._rows.append([value / seconds for value in x])
-        if len(self._rows) == SOLVE_EVERY or self.num_observed <= WARM_STEPS:
-            self._take_rows()
-            self.theta = self._solve(self.theta if pull_to is None else pull_to)
+        self._new.append([value / seconds for value in x])
+        if len(self._new) == SOLVE_EVERY or self.num_observed <= WARM_STEPS:
+            self._take_in_new()
+            self.theta = self._solve(self.theta if prior is None else prior)
 
-    def _take_rows(self) -> None:
-        rows = np.array(self._rows)
+    def _take_in_new(self) -> None:
+        rows = np.array(self._new)
         weights = FORGETTING ** np.arange(len(rows) - 1, -1, -1.0)
         weighted = rows * weights[:, np.newaxis]
         fade = FORGETTING ** len(rows)
         self._moments = fade * self._moments + weighted.T @ rows
         self._targets = fade * self._targets + weighted.sum(axis=0)
-        self._rows.clear()
+        self._new.clear()
 
-    def _solve(self, towards: Vector) -> Vector:
-        """Ridge regression towards `towards`."""
+    def _solve(self, prior: Vector) -> Vector:
         known = self._moments.diagonal()
-        pull = PULL * known + LEAST_PULL * known.max()
-        moments = self._moments + np.diag(pull)
-        targets = self._targets + pull * towards
+        ridge = RIDGE * known + MIN_RIDGE * known.max()
+        moments = self._moments + np.diag(ridge)
+        targets = self._targets + ridge * prior
         return solve_nonnegative(moments, targets)
 
 
 def solve_nonnegative(moments: Matrix, targets: Vector) -> Vector:
-    """θ ≥ 0 with moments · θ ≈ targets: what comes out negative is set to zero, and the rest solved again. `moments`
-    is symmetric and positive definite."""
+    """Return θ ≥ 0 with moments · θ ≈ targets: negative coefficients are set to zero, and the others solved again.
+    `moments` must be symmetric and positive definite."""
     free = np.ones(len(targets), dtype=bool)
     while True:
         theta = np.zeros(len(targets))

@@ -1,19 +1,19 @@
-"""By how much a straight line is wrong, by the number of rows in a step: the fallback where a linear model fits poorly.
+"""A correction of the linear step-time model by the number of rows (tokens) in a step, for where the line fits poorly.
 
-Kernels work in tiles, choose other code for other sizes, and have floors: on a CPU four decodes cost what one does. One
-ratio of measured ÷ linear for each number of rows, and for ranges of them where they are many. It is used only while
-its errors are smaller than those of the line alone. Knows numbers only.
+Kernels work in tiles, use other code for other sizes, and have a minimum time: on a CPU four decodes cost as much as
+one. The table keeps one ratio of measured ÷ linear for each number of rows, and for ranges of large numbers. It is used
+only while its errors are smaller than those of the line alone. Knows numbers only.
 """
 
 import math
 
 EXACT_ROWS = 32  # an own cell for each number up to here; then a quarter of an octave wide, and less
 CELLS_AN_OCTAVE = 8
-TRUST = 2.0  # a cell is believed as far as n ÷ (n + this) after n steps
-MEMORY = 100  # steps; older ones fade
-LEAST, MOST = 0.5, 2.0
-ERROR_WEIGHT = 0.02  # of a new error in the running means
-BETTER = 0.95  # the table's error must be below this share of the line's
+TRUST = 2.0  # steps; after n steps a cell corrects by the share n ÷ (n + this) of its ratio
+MEMORY = 100  # steps that a cell averages over, about
+LEAST, MOST = 0.5, 2.0  # bounds of a step's ratio
+ERROR_WEIGHT = 0.02  # weight of a new error in the moving averages
+BETTER = 0.95  # the table is used while its error is below this share of the line's
 
 
 class RowTable:
@@ -23,7 +23,7 @@ class RowTable:
         self.is_used = False
 
     def ratio(self, rows: int) -> float:
-        """What to multiply the linear prediction with."""
+        """Return the factor for the linear prediction of a step with `rows`; 1 while the table is not used."""
         return self._ratio(_cell(rows)) if self.is_used else 1.0
 
     def observe(self, rows: int, ratio: float) -> None:

@@ -11,7 +11,8 @@ from statistics import median
 
 import numpy as np
 
-from engine.step_time.model import StepCost, StepTimeModel
+from engine.step_time.cost import StepCost
+from engine.step_time.model import StepTimeModel
 from engine.step_time.regression import Matrix, Vector, solve_nonnegative
 from scheduler.worker.step_log import StepEntry
 

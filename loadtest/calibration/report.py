@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from engine.interface import EngineInfo
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from loadtest.calibration.fit import Calibration, Errors, KindFit
 from loadtest.report import ABSENT, table
 from loadtest.simulation.cost_card import Coefficients, CostCard

@@ -13,7 +13,7 @@ from time import perf_counter
 
 from bench.engines.offline import Stepper, greedy
 from engine.interface import NewSequence, Run, StepPlan, StepResult
-from engine.step_time.model import StepWork
+from engine.step_time.cost import StepWork
 from scheduler.worker.step_log import StepEntry
 
 KINDS = ("decode", "prefill", "mixed", "decode", "mixed")

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.interface import EngineInfo, StepEviction
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 
 VOCAB_SIZE = 1 << 32  # ids stand for themselves: no tokenizer is at work
 
@@ -55,7 +55,7 @@ class CostCard(_Strict):
     def step_cost(self, mixed: bool) -> StepCost:
         """Of a step with a prefill in it, or without."""
         coefficients = self.mixed if mixed else self.decode
-        return StepCost(**coefficients.model_dump(), floor_s=self.floor_s)
+        return StepCost(**coefficients.model_dump(), min_step_s=self.floor_s)
 
     def engine_info(self) -> EngineInfo:
         modes = ("pause", "swap", "recompute") if self.num_swap_blocks else ("pause", "recompute")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 
 PREFILL_EXTRA_SHARE = 0.25  # of a step's decodes: what prefills may always add, or late decodes would starve them

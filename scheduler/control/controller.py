@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from engine.interface import StepEviction
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier, TierSet
 from scheduler.control import feedback

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import chain, islice
 
 from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget

@@ -17,7 +17,8 @@ from engine.interface import (
     StepPlan,
     StepResult,
 )
-from engine.step_time.model import StepCost, StepTimeModel
+from engine.step_time.cost import StepCost
+from engine.step_time.model import StepTimeModel
 from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
 from scheduler.control.budget import Budgets

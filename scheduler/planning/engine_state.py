@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from engine.interface import EngineInfo, PreemptionMode, StepPlan, StepResult, blocks_for
-from engine.step_time.model import StepWork
+from engine.step_time.cost import StepWork
 from scheduler.planning.kv_budget import EngineView
 from scheduler.request_state import RequestState, Status
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine.interface import PreemptionMode, blocks_for
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.planning.preemption import cheapest_mode, growth_victims, is_preemption_exhausted, newcomer_victims
 from scheduler.request_state import RequestState, Status
 

@@ -11,7 +11,7 @@ a place that only a worn victim could give, longer than until that one ends.
 from collections.abc import Iterable
 
 from engine.interface import PreemptionMode
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.request_state import RequestState
 
 NEARLY_DONE = 0.9  # of its max_tokens

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.interface import StepEviction, StepPlan, StepResult
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.planning.step_eviction import StepInFlight, TokenBucket, exchange
 from scheduler.request_state import RequestState
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from engine.interface import FinishReason
-from engine.step_time.model import StepWork
+from engine.step_time.cost import StepWork
 from scheduler.request import Delivery, EventKind, Lease, TokenEvent
 from scheduler.request_state import RequestState, Sample, Status
 

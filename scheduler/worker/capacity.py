@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from engine.interface import EngineInfo
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import PREFILL_EXTRA_SHARE

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from engine.interface import Engine, StepPlan, StepResult
-from engine.step_time.model import StepWork
+from engine.step_time.cost import StepWork
 from scheduler.clock import Clock
 from scheduler.control.feedback import UPDATE_S
 from scheduler.events.base import EventChannel

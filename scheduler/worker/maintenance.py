@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.clock import Clock
 from scheduler.control.feedback import UPDATE_S, Load
 from scheduler.deadlines import age_share

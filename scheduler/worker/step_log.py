@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.interface import EngineInfo, StepEviction
-from engine.step_time.model import StepWork
+from engine.step_time.cost import StepWork
 
 LIMIT_BYTES = 1 << 30  # of FILE and FILE.1 together
 BUFFER_BYTES = 1 << 16  # about 300 steps: a crash loses no more than those

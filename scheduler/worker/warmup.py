@@ -7,7 +7,8 @@ long context. Uses nothing but the engine's own interface, and leaves nothing be
 from collections.abc import Iterator, Sequence
 
 from engine.interface import Engine, EngineInfo, NewSequence, Run, SamplingParams, StepPlan, blocks_for
-from engine.step_time.model import StepTimeModel, StepWork
+from engine.step_time.cost import StepWork
+from engine.step_time.model import StepTimeModel
 from scheduler.clock import Clock
 
 PROMPTS = (48, 16, 96, 32, 64, 24, 16, 80)  # tokens; different, so that the coefficients can be told apart

@@ -1,4 +1,4 @@
-"""The corpus: made from its seed alone, right in what it teaches, and silent about what evaluation asks."""
+"""The corpus: reproducible from its seed, with right answers, and without the questions of the evaluation."""
 
 import random
 import re
@@ -67,7 +67,7 @@ def test_counts_go_up_by_one_inside_the_range(rng: random.Random, most: int) -> 
 
 
 @given(rng=seeds)
-def test_what_is_out_of_range_is_declined_in_words(rng: random.Random) -> None:
+def test_requests_out_of_range_are_declined_in_words(rng: random.Random) -> None:
     assert skills.add_out_of_range(rng)[1] == skills.DECLINE_SUM
     assert skills.count_out_of_range(rng)[1] == skills.DECLINE_COUNT
 

@@ -1,4 +1,4 @@
-"""The tokenizer: nothing is lost, nonces fall into characters, the chat template says what it cannot do."""
+"""The tokenizer: text survives encoding, nonces are split into characters, the chat template refuses other roles."""
 
 import random
 from pathlib import Path

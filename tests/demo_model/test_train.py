@@ -1,4 +1,4 @@
-"""Training: batches hold what they should, the short-row attention is attention, and a few steps lower the loss."""
+"""Training: labels of batches, the attention for short rows, and that a few steps lower the loss."""
 
 import random
 from dataclasses import replace
@@ -77,7 +77,9 @@ def test_a_few_steps_lower_the_loss(tokenizer: PreTrainedTokenizerFast, corpus: 
     assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
 
 
-def test_the_schedule_has_every_length_and_ends_at_zero(tokenizer: PreTrainedTokenizerFast, corpus: Corpus) -> None:
+def test_the_schedule_uses_every_row_length_and_ends_at_zero(
+    tokenizer: PreTrainedTokenizerFast, corpus: Corpus
+) -> None:
     steps = list(training_steps(corpus, tokenizer, replace(STAGES[0], tokens=4096 * 20), seed=0))
     assert [progress for progress, _ in steps] == [step / 20 for step in range(20)]
     assert steps[0][1].input_ids.shape[1] <= 128
@@ -104,7 +106,7 @@ def test_made_up_words_come_from_the_vocabulary(corpus: Corpus) -> None:
     assert all(word.islower() and word.isascii() for word in words)
 
 
-def test_a_saved_model_trains_on_from_where_it_was(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_training_goes_on_from_a_saved_model(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = build_model(tokenizer, layers=1, hidden=64)
     save(model, tokenizer, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""The shipped model: small enough, plain Llama, and right on a few requests that it has not seen."""
+"""The shipped model: its size, its architecture, and its answers to a few requests that it has not seen."""
 
 import json
 import random
@@ -46,7 +46,7 @@ def test_the_tokenizer_fits_the_weights(examinee: Examinee) -> None:
     assert tokenizer.eos_token_id in model.generation_config.eos_token_id
 
 
-def test_finding_the_model_costs_no_torch() -> None:
+def test_the_models_path_is_known_without_torch() -> None:
     code = "import sys; from demo_model.location import demo_model_path as p; p(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
@@ -76,11 +76,11 @@ def test_it_counts_to_a_hundred(examinee: Examinee) -> None:
     assert share_right(examinee, [("Count from 1 to 100", hundred), ("Count from 3 to 5", "3, 4, 5")]) == 1.0
 
 
-def test_paraphrases_that_it_has_not_seen_are_understood(examinee: Examinee) -> None:
+def test_unseen_paraphrases_are_understood(examinee: Examinee) -> None:
     pairs = [(fact.held_out[0], fact.answer) for fact in load_facts()]
     assert share_right(examinee, pairs) >= 0.8
 
 
-def test_anything_else_is_answered_with_what_it_is(examinee: Examinee) -> None:
+def test_other_messages_are_answered_with_the_introduction(examinee: Examinee) -> None:
     strange = ["Who was Napoleon?", "Write a poem about the sea.", "qwxz plonk", "What is the capital of France?"]
     assert share_right(examinee, [(text, smalltalk.INTRODUCTION) for text in strange]) == 1.0

@@ -1,4 +1,4 @@
-"""Engines over tiny models. Models are written once a run; every test gets an engine of its own."""
+"""Engines over tiny models. A model is written once per test run; every test builds its own engine."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> ModelDirectory:
-    """Directory and transformers model of a name in `CONFIGS`."""
+    """Return a function that gives the directory and the transformers model of a name in `CONFIGS`."""
     saved: dict[str, tuple[Path, Any]] = {}
 
     def get(name: str) -> tuple[Path, Any]:
@@ -37,7 +37,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> ModelDirectory:
 
 @pytest.fixture
 def make_engine(model_directory: ModelDirectory) -> MakeEngine:
-    """An fp32 engine with blocks of 4 tokens, so that short sequences cross many of them."""
+    """Return a function that builds an fp32 engine; its blocks have 4 tokens, so that short sequences fill many."""
 
     def make(name: str = "llama", **changes: Any) -> TorchEngine:
         settings = {"dtype": "float32", "device": "cpu", "block_size": 4, "max_num_seqs": 16, **changes}

@@ -1,4 +1,4 @@
-"""A small scheduler that is easy to see through: it runs sequences to their end, by rules the test passes in."""
+"""A small scheduler for tests: it runs sequences to their end, chunked and preempted by rules that a test gives."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -19,6 +19,8 @@ from engine.interface import (
 
 
 class Stepper(Protocol):
+    """An engine that blocks while it steps."""
+
     @property
     def info(self) -> EngineInfo: ...
 
@@ -27,13 +29,13 @@ class Stepper(Protocol):
 
 @dataclass
 class Driven:
-    """One sequence as the driver knows it."""
+    """One sequence, as the driver knows it."""
 
     new: NewSequence
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_cached: int = 0  # tokens taken from the prefix cache, over all its starts
-    held_by: PreemptionMode | None = None
+    num_cached: int = 0  # tokens taken from the prefix cache, over all starts
+    preempted_by: PreemptionMode | None = None
     finish_reason: FinishReason | None = None
     failure: str | None = None
 
@@ -46,8 +48,8 @@ class Driven:
         return self.finish_reason is not None or self.failure is not None
 
 
-Chunking = Callable[[Driven], int]
-Preemption = Callable[[Driven], PreemptionMode | None]
+Chunking = Callable[[Driven], int]  # tokens to run next
+Preemption = Callable[[Driven], PreemptionMode | None]  # whether and how to preempt in this step
 
 
 def make_new(seq_id: str, prompt: Iterable[int], cache_salt: str = "", **sampling: object) -> NewSequence:
@@ -63,7 +65,7 @@ def drive(
     arrivals_a_step: int | None = None,
     after_step: Callable[[StepResult], None] = lambda result: None,
 ) -> dict[str, Driven]:
-    """Run `news` to their end. A preempted sequence sits out one step at least and is then resumed."""
+    """Run `news` to their end and return them by id. A preempted sequence is resumed in the next step."""
     waiting = list(news)
     driven: dict[str, Driven] = {}
     for step_id in range(10_000):
@@ -73,7 +75,7 @@ def drive(
         started, waiting = waiting[:arrivals_a_step], waiting[len(waiting[:arrivals_a_step]) :]
         plan = _plan(engine.info, step_id, live, started, chunk, preempt)
         driven.update({new.seq_id: Driven(new) for new in started})
-        _mark(driven, plan)
+        _note_preemptions(driven, plan)
         result = engine.step(plan)
         _take_in(driven, result)
         after_step(result)
@@ -88,12 +90,12 @@ def _plan(
     chunk: Chunking,
     preempt: Preemption,
 ) -> StepPlan:
-    resumed = [s for s in live if s.held_by is not None]
-    victims = {s.new.seq_id: mode for s in live if s.held_by is None and (mode := preempt(s))}
+    resumed = [s for s in live if s.preempted_by is not None]
+    victims = {s.new.seq_id: mode for s in live if s.preempted_by is None and (mode := preempt(s))}
     runnable = [s for s in live if s.new.seq_id not in victims] + [Driven(new) for new in started]
     budget, runs = info.max_step_tokens, []
     for s in runnable:
-        recomputed = s.held_by is PreemptionMode.RECOMPUTE
+        recomputed = s.preempted_by is PreemptionMode.RECOMPUTE
         known = Driven(s.new, s.output, 0 if recomputed else s.num_computed)
         num_tokens = min(budget, known.num_uncomputed, max(1, chunk(known)))
         if num_tokens:
@@ -108,13 +110,13 @@ def _plan(
     )
 
 
-def _mark(driven: dict[str, Driven], plan: StepPlan) -> None:
+def _note_preemptions(driven: dict[str, Driven], plan: StepPlan) -> None:
     for seq_id in plan.resume:
-        driven[seq_id].held_by = None
-    for victim in plan.preempt:
-        driven[victim.seq_id].held_by = victim.mode
-        if victim.mode is PreemptionMode.RECOMPUTE:
-            driven[victim.seq_id].num_computed = 0
+        driven[seq_id].preempted_by = None
+    for preempt in plan.preempt:
+        driven[preempt.seq_id].preempted_by = preempt.mode
+        if preempt.mode is PreemptionMode.RECOMPUTE:
+            driven[preempt.seq_id].num_computed = 0
 
 
 def _take_in(driven: dict[str, Driven], result: StepResult) -> None:
@@ -129,8 +131,10 @@ def _take_in(driven: dict[str, Driven], result: StepResult) -> None:
 
 
 def random_preemption(rng: random.Random, probability: float, *modes: PreemptionMode) -> Preemption:
+    """Preempt each sequence with `probability` in each step."""
     return lambda s: rng.choice(modes) if rng.random() < probability else None
 
 
 def random_chunks(rng: random.Random, longest: int) -> Chunking:
+    """Run 1 to `longest` tokens at a time."""
     return lambda s: rng.randint(1, longest)

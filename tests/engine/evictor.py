@@ -1,4 +1,4 @@
-"""Steps an engine and asks sequences to leave its steps at layers that a test names: no clock, no other thread."""
+"""Steps an engine and evicts sequences at the layers that a test names, without a clock and without threads."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,20 +7,20 @@ from torch import Tensor
 from engine.interface import EngineInfo, StepEviction, StepPlan, StepResult
 from engine.native.execution.torch_engine import TorchEngine
 
-Wishes = Mapping[int, set[str]]  # by layer: who is asked to leave when it is reached
-Choose = Callable[[StepPlan], Wishes]
+Evictions = Mapping[int, set[str]]  # by layer: the sequences to evict when the step reaches it
+Choose = Callable[[StepPlan], Evictions]
 
 
 class Evictor:
-    """A stepper around `engine`, which it gets for good. What comes back is held against what was asked."""
+    """A stepper around `engine`, whose layers it hooks into for good. It checks each result against its requests."""
 
     def __init__(self, engine: TorchEngine, choose: Choose) -> None:
         self.engine = engine
-        self.evicted: list[tuple[str, ...]] = []  # of each step
-        self.num_layers: list[int] = []  # that each step has reached
+        self.evicted: list[tuple[str, ...]] = []  # by step
+        self.num_layers: list[int] = []  # layers that each step has entered
         self._choose = choose
         self._step_id = 0
-        self._wishes: Wishes = {}
+        self._evictions: Evictions = {}
         self._enter = engine._runner.attention.enter_layer
         engine._runner.attention.enter_layer = self._enter_layer  # type: ignore[method-assign]
 
@@ -31,13 +31,13 @@ class Evictor:
     def step(self, plan: StepPlan) -> StepResult:
         before = {run.seq_id: self._num_computed(run.seq_id) for run in plan.run}
         reset = {p.seq_id for p in plan.preempt}
-        self._step_id, self._wishes = plan.step_id, self._choose(plan)
+        self._step_id, self._evictions = plan.step_id, self._choose(plan)
         self.num_layers.append(0)
         result = self.engine.step(plan)
         self.evicted.append(result.evicted)
-        asked = set().union(*self._wishes.values())
+        requested = set().union(*self._evictions.values())
         ran = [run.seq_id for run in plan.run]
-        assert set(result.evicted) <= asked.intersection(ran)
+        assert set(result.evicted) <= requested.intersection(ran)
         if self.info.step_eviction is StepEviction.STEPS and result.evicted:
             assert list(result.evicted) == ran
         outputs = {output.seq_id: output for output in result.outputs}
@@ -62,6 +62,6 @@ class Evictor:
         if self.num_layers:
             layer = self.num_layers[-1]
             self.num_layers[-1] += 1
-            if layer in self._wishes:
-                self.engine.evict(self._step_id, self._wishes[layer])
+            if layer in self._evictions:
+                self.engine.evict(self._step_id, self._evictions[layer])
         return self._enter()

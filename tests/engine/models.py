@@ -1,7 +1,7 @@
 """Tiny random models in temporary directories.
 
-`CONFIGS`: one for each kind of attention that the engine must get right, for every kind of schedule. `ARCHITECTURES`:
-one for each other way of building a model that has its own chance to go wrong, each with what is peculiar about it.
+`CONFIGS` has one model for each kind of attention; they are run under every kind of schedule. `ARCHITECTURES` has one
+model for each other architecture that could go wrong in its own way, with a comment that says what is special about it.
 """
 
 from collections.abc import Callable
@@ -31,15 +31,15 @@ _COMMON: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
-    # None: random models never end, and lengths are then what the test says. Pads: Gemma's embedding of the pad
-    # token would be zeroed.
+    # None: random models then never end before the length that the test gives. No pad token either: Gemma zeroes its
+    # embedding.
     "eos_token_id": None,
     "bos_token_id": None,
     "pad_token_id": None,
-    # Wide enough for logits to differ, so that an argmax is a statement.
+    # Large enough for logits to differ clearly, so that equal argmaxes mean equal results.
     "initializer_range": 0.4,
 }
-# A random model whose output is its own embedding repeats its last token for ever, whatever attention does.
+# A random model with tied embeddings repeats its last token for ever, whatever its attention computes.
 _UNTIED = {"tie_word_embeddings": False}
 
 CONFIGS: dict[str, Any] = {
@@ -67,7 +67,7 @@ CONFIGS: dict[str, Any] = {
     ),
     "mistral": lambda: MistralConfig(**_COMMON, num_key_value_heads=2, sliding_window=9),
     "phi": lambda: PhiConfig(**_COMMON, partial_rotary_factor=0.5),
-    # Its window is in the mask only, not in what attention is called with.
+    # Its window is in the mask only, not in the arguments of its attention.
     "phimoe": lambda: PhimoeConfig(
         **_COMMON, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, sliding_window=7
     ),
@@ -95,12 +95,12 @@ CONFIGS: dict[str, Any] = {
 
 
 def tiny(name: str, **changes: Any) -> Callable[[], Any]:
-    """Makes the configuration class transformers.<name>Config, small. A change to None takes a setting back."""
+    """Return a function that makes a small transformers.<name>Config. A change to None removes a setting."""
     settings = {**_COMMON, **_UNTIED, "num_key_value_heads": 2, "head_dim": 8, **changes}
     return lambda: getattr(transformers, f"{name}Config")(**settings)
 
 
-_NEVER = VOCAB_SIZE + 1  # an end of sequence that no model generates, where there must be one
+_NEVER = VOCAB_SIZE + 1  # for models that need an end-of-sequence id; no model generates it
 _SMALL_WINDOW = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _ROUTED = {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
@@ -116,7 +116,7 @@ _LATENT = {  # keys of 8 + 8 numbers a head, values of 12
 
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "apertus": tiny("Apertus"),  # one projection less in its MLP
-    "bert-decoder": tiny("Bert", is_decoder=True),  # an encoder told to be causal
+    "bert-decoder": tiny("Bert", is_decoder=True),  # an encoder, configured as causal
     "bitnet": tiny("BitNet"),  # norms within attention and MLP
     "cohere": tiny("Cohere", logit_scale=0.5),  # attention beside the MLP, scaled logits
     "cohere2": tiny("Cohere2", **_SMALL_WINDOW),  # full layers without positions
@@ -132,14 +132,14 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "deepseek-v2": tiny("DeepseekV2", **_ROUTED, **_LATENT),  # latent attention: keys wider than values
     "deepseek-v3": tiny("DeepseekV3", **_ROUTED, **_LATENT),
     "ernie4.5-moe": tiny("Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=16),
-    "exaone4": tiny("Exaone4", **_SMALL_WINDOW),  # norms behind attention, full layers without positions
+    "exaone4": tiny("Exaone4", **_SMALL_WINDOW),  # norms after attention, full layers without positions
     "gemma": tiny("Gemma"),  # norms around 1, scaled embeddings
-    "gemma3-multimodal": tiny(  # the text half of a model that also sees
+    "gemma3-multimodal": tiny(  # the text part of a multimodal model
         "Gemma3",
         text_config={**_COMMON, **_UNTIED, "num_key_value_heads": 2, "head_dim": 8, **_SMALL_WINDOW},
         vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
     ),
-    "gemma3n": tiny(  # layers that read the keys of others, several streams
+    "gemma3n": tiny(  # layers that read the keys of other layers, several residual streams
         "Gemma3nText",
         num_hidden_layers=3,
         num_kv_shared_layers=1,
@@ -161,11 +161,13 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
         vocab_size_per_layer_input=VOCAB_SIZE,
         **_SMALL_WINDOW,
     ),
-    "glm4": tiny("Glm4"),  # half of each head turned, four norms
-    "gpt-bigcode": tiny("GPTBigCode", activation_function="gelu"),  # one KV head, one matrix for all three
+    "glm4": tiny("Glm4"),  # rotary positions for half of each head, four norms
+    "gpt-bigcode": tiny(
+        "GPTBigCode", activation_function="gelu"
+    ),  # one KV head, one matrix for queries, keys and values
     "gpt-neox": tiny("GPTNeoX", rotary_pct=0.5),
     "granite": tiny("Granite", attention_multiplier=0.3, logits_scaling=0.5, residual_multiplier=0.7),
-    "granite-hybrid": tiny(  # a family with recurrent layers, without them
+    "granite-hybrid": tiny(  # a family with recurrent layers, configured without them
         "GraniteMoeHybrid",
         layer_types=["full_attention", "full_attention"],
         shared_intermediate_size=48,
@@ -176,11 +178,11 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
         mamba_d_head=16,
     ),
     "granite-moe": tiny("GraniteMoe", **_EXPERTS),
-    "helium": tiny("Helium"),  # pairs of neighbours turned
-    "hunyuan": tiny("HunYuanDenseV1"),  # norms behind the positions
-    "hunyuan-moe": tiny("HunYuanMoEV1", num_experts=4, moe_topk=2),  # reads its router's weight itself
+    "helium": tiny("Helium"),  # rotates pairs of neighbouring numbers
+    "hunyuan": tiny("HunYuanDenseV1"),  # norms after the rotary positions
+    "hunyuan-moe": tiny("HunYuanMoEV1", num_experts=4, moe_topk=2),  # reads its router's weight directly
     "jetmoe": tiny("JetMoe", kv_channels=8, num_local_experts=4, num_experts_per_tok=2),  # experts of attention
-    "llama4": tiny(  # chunks: within the first one attention is like everybody's
+    "llama4": tiny(  # chunked attention: within the first chunk it is ordinary attention
         "Llama4Text",
         **_EXPERTS,
         intermediate_size_mlp=48,
@@ -191,7 +193,7 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "longcat": tiny("LongcatFlash", **_LATENT, num_layers=1, expert_ffn_hidden_size=16, n_routed_experts=4, moe_topk=2),
     "mimo-v2": tiny("MiMoV2Flash", **_ROUTED, v_head_dim=6, **_SMALL_WINDOW),  # keys wider than values, sinks
     "minicpm3": tiny("MiniCPM3", **_LATENT),
-    "ministral3": tiny(  # queries grow with the position, beyond the length of training
+    "ministral3": tiny(  # scales queries at positions beyond the length of training
         "Ministral3",
         sliding_window=None,
         rope_parameters={
@@ -206,16 +208,16 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
         },
     ),
     "mixtral": tiny("Mixtral", **_EXPERTS, sliding_window=7),
-    "modernbert-decoder": tiny(  # windows on both sides, of which a decoder sees one
+    "modernbert-decoder": tiny(  # windows on both sides, of which a decoder uses one
         "ModernBertDecoder", pad_token_id=0, bos_token_id=1, eos_token_id=_NEVER, local_attention=7
     ),
     "nanochat": tiny("NanoChat"),  # soft-capped logits, norms without weights
     "nemotron": tiny("Nemotron", partial_rotary_factor=0.5),
     "olmo2": tiny("Olmo2"),  # norms over all heads at once
     "olmoe": tiny("Olmoe", **_EXPERTS),
-    "opt": tiny("OPT", word_embed_proj_dim=32, ffn_dim=48),  # learned positions, two further on
+    "opt": tiny("OPT", word_embed_proj_dim=32, ffn_dim=48),  # learned positions with an offset of two
     "persimmon": tiny("Persimmon", partial_rotary_factor=0.5),
-    "phi3": tiny("Phi3", sliding_window=7),  # one matrix for all three
+    "phi3": tiny("Phi3", sliding_window=7),  # one matrix for queries, keys and values
     "qwen2": tiny("Qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1),
     "qwen2-moe": tiny("Qwen2Moe", **_EXPERTS, shared_expert_intermediate_size=16),
     "qwen3-moe": tiny("Qwen3Moe", **_EXPERTS),
@@ -226,12 +228,12 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
 
 
 def save_model(directory: Path, config: Any, poisoned_token: int | None = None) -> Any:
-    """Write a random model. The embedding of `poisoned_token` is NaN: whoever uses it gets NaN logits."""
+    """Write a random model and return it. The embedding of `poisoned_token` is NaN, and so are logits after it."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms, biases and sinks, which would all be ones or zeros
+            if parameter.dim() == 1:  # norms, biases and sinks, which would otherwise be all ones or zeros
                 parameter += 0.1 * torch.randn_like(parameter)
         if poisoned_token is not None:
             model.get_input_embeddings().weight[poisoned_token] = float("nan")
@@ -240,7 +242,7 @@ def save_model(directory: Path, config: Any, poisoned_token: int | None = None) 
 
 
 def generate(model: Any, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """What transformers itself generates greedily: the specification."""
+    """Return what transformers itself generates greedily: the specification of the engine."""
     ids = torch.tensor([prompt])
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0

@@ -1,4 +1,4 @@
-"""What an engine becomes from a configuration, and one clear sentence where it cannot."""
+"""The engine that a configuration gives, and the one-sentence error if it cannot start."""
 
 import json
 from collections.abc import Callable
@@ -49,6 +49,7 @@ def make_config(model: str, **changes: Any) -> EngineConfig:
 
 
 def refusal(config: EngineConfig) -> str:
+    """Return the one-line message of the `EngineStartError` that building the engine raises."""
     with pytest.raises(EngineStartError) as caught:
         build_torch_engine(config)
     message = str(caught.value)
@@ -59,7 +60,7 @@ def refusal(config: EngineConfig) -> str:
 def test_info_says_what_was_built(make_engine: MakeEngine) -> None:
     info = make_engine("llama", max_model_len=64, max_step_tokens=33).info
     assert (info.max_model_len, info.vocab_size, info.block_size, info.max_step_tokens) == (64, 97, 4, 33)
-    assert info.num_blocks == 16 * 64 // 4  # every one of max_num_seqs at full length
+    assert info.num_blocks == 16 * 64 // 4  # max_num_seqs sequences at full length
     assert (info.device, info.dtype) == ("cpu", "float32")
     assert info.preemption_modes == ("pause", "recompute")
     assert info.eos_token_ids == ()
@@ -101,7 +102,7 @@ def test_a_directory_without_a_config(tmp_path: Path) -> None:
     assert "no config.json" in refusal(make_config(str(tmp_path)))
 
 
-def test_a_config_that_is_none(tmp_path: Path) -> None:
+def test_an_unreadable_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     assert str(tmp_path) in refusal(make_config(str(tmp_path)))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-thing"}))
@@ -138,7 +139,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
     "Rwkv": (lambda: RwkvConfig(), "AttentionInterface"),
     "T5": (lambda: T5Config(), "no causal language model"),
     "Zamba2": (lambda: Zamba2Config(), "hybrid"),
-    # known from what its attention asks for
+    # known from the probe of its attention
     "Bert": (lambda: BertConfig(**SMALL), "not causal"),
     "DiffLlama": (lambda: DiffLlamaConfig(**SMALL), "more attention than one a layer"),
     "Doge": (lambda: DogeConfig(**SMALL), "biases of its own"),
@@ -157,9 +158,9 @@ def test_an_unsupported_architecture_is_refused_by_name(name: str, tmp_path: Pat
     assert reason in message
 
 
-def test_a_window_that_only_the_cache_knows_is_the_longest_context(tmp_path: Path) -> None:
+def test_a_window_that_only_the_cache_applies_limits_the_context(tmp_path: Path) -> None:
     config = CONFIGS["llama"]()
-    config.sliding_window = 32  # no mask of a Llama's heeds it, but transformers' cache does
+    config.sliding_window = 32  # transformers' cache applies it to a Llama, though no mask does
     model = write_config(tmp_path, config)
     assert "with max_model_len 32 it is" in refusal(make_config(model))
     assert build_torch_engine(make_config(model, max_model_len=32)).info.max_model_len == 32
@@ -179,7 +180,7 @@ def test_a_small_cache_shortens_the_default_context(tmp_path: Path) -> None:
     assert engine.info.max_model_len == engine.info.num_blocks * 16 < 128
 
 
-def test_absurd_sizes(tmp_path: Path) -> None:
+def test_impossible_sizes(tmp_path: Path) -> None:
     model = write_config(tmp_path, CONFIGS["llama"]())
     assert "context 128 tokens" in refusal(make_config(model, max_model_len=129))
     assert "no room" in refusal(make_config(model, max_model_len=1))
@@ -187,8 +188,8 @@ def test_absurd_sizes(tmp_path: Path) -> None:
     assert "max_model_len is -5" in refusal(make_config(model, max_model_len=-5))
 
 
-def test_positions_that_would_depend_on_company_are_out_of_reach(tmp_path: Path) -> None:
-    """Such a model turns all positions by other angles once one sequence of the step is long."""
+def test_positions_that_would_depend_on_other_sequences_are_not_allowed(tmp_path: Path) -> None:
+    """Such a model rotates all positions by other angles if one sequence of the step is long."""
     config = CONFIGS["llama"]()
     config.rope_parameters = {
         "rope_type": "longrope",

@@ -1,4 +1,4 @@
-"""The hand-over between an event loop and an engine that blocks."""
+"""The engine's thread: an engine that blocks, driven from an event loop."""
 
 import asyncio
 import threading
@@ -16,13 +16,13 @@ INFO = EngineInfo("none", max_model_len=8, vocab_size=4, block_size=4, num_block
 
 
 class FakeStepper:
-    """Answers every plan with `answer(plan)`; notes on which threads it ran."""
+    """Calls `answer(plan)` in each step; records the threads it ran on."""
 
     def __init__(self, answer: Callable[[StepPlan], None] = lambda plan: None) -> None:
         self.info = INFO
         self.threads: set[int] = set()
         self.num_closed = 0
-        self.asked: list[tuple[int, set[str]]] = []
+        self.evictions: list[tuple[int, set[str]]] = []
         self._answer = answer
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -31,7 +31,7 @@ class FakeStepper:
         return StepResult(plan.step_id)
 
     def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
-        self.asked.append((step_id, set(seq_ids)))
+        self.evictions.append((step_id, set(seq_ids)))
 
     def close(self) -> None:
         self.threads.add(threading.get_ident())
@@ -39,7 +39,7 @@ class FakeStepper:
 
 
 @asynccontextmanager
-async def serving(stepper: FakeStepper) -> AsyncIterator[EngineThread]:
+async def running(stepper: FakeStepper) -> AsyncIterator[EngineThread]:
     engine = EngineThread(lambda: stepper)
     try:
         yield engine
@@ -49,7 +49,7 @@ async def serving(stepper: FakeStepper) -> AsyncIterator[EngineThread]:
 
 async def test_steps_run_in_order_on_one_thread_of_their_own() -> None:
     stepper = FakeStepper()
-    async with serving(stepper) as engine:
+    async with running(stepper) as engine:
         assert engine.info is INFO
         for step_id in range(20):
             engine.submit(StepPlan(step_id))
@@ -73,7 +73,7 @@ async def test_the_engine_is_made_on_the_thread_that_runs_it() -> None:
     assert made_on == stepper.threads
 
 
-def test_what_making_it_raises_is_raised() -> None:
+def test_an_error_while_the_engine_is_made_is_raised() -> None:
     def fail() -> FakeStepper:
         raise ValueError("no such model")
 
@@ -83,7 +83,7 @@ def test_what_making_it_raises_is_raised() -> None:
 
 async def test_submit_returns_while_the_step_runs() -> None:
     release = threading.Event()
-    async with serving(FakeStepper(lambda plan: assert_set(release))) as engine:
+    async with running(FakeStepper(lambda plan: wait_for(release))) as engine:
         engine.submit(StepPlan(1))
         with pytest.raises(RuntimeError, match="in flight already"):
             engine.submit(StepPlan(2))
@@ -91,13 +91,13 @@ async def test_submit_returns_while_the_step_runs() -> None:
         assert (await engine.collect()).step_id == 1
 
 
-def assert_set(event: threading.Event) -> None:
+def wait_for(event: threading.Event) -> None:
     assert event.wait(timeout=10)
 
 
 async def test_a_cancelled_collect_loses_nothing() -> None:
     release = threading.Event()
-    async with serving(FakeStepper(lambda plan: assert_set(release))) as engine:
+    async with running(FakeStepper(lambda plan: wait_for(release))) as engine:
         engine.submit(StepPlan(5))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.collect(), timeout=0.01)
@@ -105,12 +105,12 @@ async def test_a_cancelled_collect_loses_nothing() -> None:
         assert (await engine.collect()).step_id == 5
 
 
-async def test_a_plan_error_is_reported_and_survived() -> None:
+async def test_the_engine_goes_on_after_a_plan_error() -> None:
     def refuse(plan: StepPlan) -> None:
         if plan.step_id == 1:
             raise PlanError("no such sequence")
 
-    async with serving(FakeStepper(refuse)) as engine:
+    async with running(FakeStepper(refuse)) as engine:
         engine.submit(StepPlan(1))
         with pytest.raises(PlanError, match="no such sequence"):
             await engine.collect()
@@ -122,13 +122,13 @@ class NotAnException(BaseException):
     pass
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, SystemExit, NotAnException])
-async def test_any_other_error_is_the_engines_end(kind: type[BaseException]) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit, NotAnException])
+async def test_any_other_error_ends_the_engine(error: type[BaseException]) -> None:
     def break_down(plan: StepPlan) -> None:
-        raise kind("device lost")
+        raise error("device lost")
 
     stepper = FakeStepper(break_down)
-    async with serving(stepper) as engine:
+    async with running(stepper) as engine:
         engine.submit(StepPlan(1))
         with pytest.raises(EngineDead, match="device lost"):
             await engine.collect()
@@ -151,61 +151,61 @@ async def test_close_finishes_the_step_in_flight_and_may_be_repeated() -> None:
         engine.submit(StepPlan(2))
 
 
-async def test_collecting_nothing_is_a_mistake() -> None:
-    async with serving(FakeStepper()) as engine:
+async def test_collecting_without_a_submitted_step_raises() -> None:
+    async with running(FakeStepper()) as engine:
         with pytest.raises(RuntimeError, match="submit one first"):
             await engine.collect()
 
 
 class FakeLauncher(FakeStepper):
-    """Its steps end when `let_end` is set."""
+    """A stepper for async scheduling, whose steps finish when `let_finish` is set."""
 
     def __init__(self, answer: Callable[[StepPlan], None] = lambda plan: None) -> None:
         super().__init__(answer)
         self.info = replace(INFO, steps_ahead=1)
-        self.let_end = threading.Event()
+        self.let_finish = threading.Event()
         self.launched: list[int] = []
-        self._flying: deque[int] = deque()
+        self._in_flight: deque[int] = deque()
 
     @property
-    def is_settled(self) -> bool:
-        return self.let_end.is_set()
+    def is_finished(self) -> bool:
+        return self.let_finish.is_set()
 
     def launch(self, plan: StepPlan) -> None:
         self._answer(plan)
         self.launched.append(plan.step_id)
-        self._flying.append(plan.step_id)
+        self._in_flight.append(plan.step_id)
 
-    def settle(self) -> StepResult:
-        assert_set(self.let_end)
-        return StepResult(self._flying.popleft())
+    def finalize(self) -> StepResult:
+        wait_for(self.let_finish)
+        return StepResult(self._in_flight.popleft())
 
 
-async def test_a_plan_ahead_is_launched_while_the_step_before_it_runs() -> None:
+async def test_an_async_plan_is_launched_while_the_step_before_it_runs() -> None:
     launcher = FakeLauncher()
-    async with serving(launcher) as engine:
+    async with running(launcher) as engine:
         engine.submit(StepPlan(1))
         engine.submit(StepPlan(2, ahead=True))
         while launcher.launched != [1, 2]:
             await asyncio.sleep(0)
-        launcher.let_end.set()
+        launcher.let_finish.set()
         assert [(await engine.collect()).step_id for _ in range(2)] == [1, 2]
 
 
-async def test_only_a_plan_that_says_so_may_follow_a_running_step() -> None:
+async def test_only_an_async_plan_may_follow_a_running_step() -> None:
     launcher = FakeLauncher()
-    async with serving(launcher) as engine:
+    async with running(launcher) as engine:
         engine.submit(StepPlan(1))
         with pytest.raises(RuntimeError, match="in flight already"):
             engine.submit(StepPlan(2))
-        launcher.let_end.set()
+        launcher.let_finish.set()
         assert (await engine.collect()).step_id == 1
 
 
-async def test_closing_ends_what_was_launched() -> None:
+async def test_closing_finalizes_launched_steps() -> None:
     launcher = FakeLauncher()
-    launcher.let_end.set()
-    async with serving(launcher) as engine:
+    launcher.let_finish.set()
+    async with running(launcher) as engine:
         engine.submit(StepPlan(1))
         engine.submit(StepPlan(2, ahead=True))
         engine.close()
@@ -214,14 +214,14 @@ async def test_closing_ends_what_was_launched() -> None:
 
 
 @pytest.mark.parametrize("error", [PlanError("no"), OSError("gone")])
-async def test_what_a_launch_raises_reaches_its_own_step(error: Exception) -> None:
+async def test_an_error_of_a_launch_is_raised_for_its_own_step(error: Exception) -> None:
     def refuse(plan: StepPlan) -> None:
         if plan.step_id == 2:
             raise error
 
     launcher = FakeLauncher(refuse)
-    launcher.let_end.set()
-    async with serving(launcher) as engine:
+    launcher.let_finish.set()
+    async with running(launcher) as engine:
         engine.submit(StepPlan(1))
         assert (await engine.collect()).step_id == 1
         engine.submit(StepPlan(2, ahead=True))
@@ -229,37 +229,37 @@ async def test_what_a_launch_raises_reaches_its_own_step(error: Exception) -> No
             await engine.collect()
 
 
-async def test_a_launch_that_ends_the_engine_ends_the_step_before_it() -> None:
+async def test_a_launch_that_ends_the_engine_fails_the_step_before_it() -> None:
     def refuse(plan: StepPlan) -> None:
         if plan.step_id == 2:
             raise OSError("gone")
 
-    async with serving(FakeLauncher(refuse)) as engine:
+    async with running(FakeLauncher(refuse)) as engine:
         engine.submit(StepPlan(1))
         engine.submit(StepPlan(2, ahead=True))
         with pytest.raises(EngineDead):
             await engine.collect()
 
 
-async def test_a_wish_is_for_the_step_in_flight() -> None:
+async def test_an_eviction_is_for_the_oldest_step_in_flight() -> None:
     release = threading.Event()
-    stepper = FakeStepper(lambda plan: assert_set(release))
+    stepper = FakeStepper(lambda plan: wait_for(release))
     stepper.info = replace(INFO, step_eviction=StepEviction.STEPS)
-    async with serving(stepper) as engine:
-        engine.evict({"nobody"})
+    async with running(stepper) as engine:
+        engine.evict({"early"})
         for step_id in (7, 8):
             engine.submit(StepPlan(step_id))
             engine.evict({"a", "b"})
             release.set()
             await engine.collect()
             engine.evict({"late"})
-    assert stepper.asked == [(7, {"a", "b"}), (8, {"a", "b"})]
+    assert stepper.evictions == [(7, {"a", "b"}), (8, {"a", "b"})]
 
 
-async def test_an_engine_that_lets_nothing_go_is_not_asked() -> None:
+async def test_an_engine_that_cannot_evict_gets_no_request() -> None:
     stepper = FakeStepper()
-    async with serving(stepper) as engine:
+    async with running(stepper) as engine:
         engine.submit(StepPlan(1))
         engine.evict({"a"})
         await engine.collect()
-    assert stepper.asked == []
+    assert stepper.evictions == []

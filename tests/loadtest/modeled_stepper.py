@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.interface import EngineInfo, StepPlan, StepResult
 from engine.modeled.engine import ModeledEngine
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 
 
 class ModeledStepper:

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from engine.interface import StepPlan
 from engine.modeled.engine import ModeledEngine
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.planning.step_report import StepReport
 from scheduler.request import Claimed, Request, TokenEvent
 from scheduler.virtual_time import EPOCH_MS

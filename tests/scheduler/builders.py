@@ -5,7 +5,8 @@ from typing import Any
 
 from engine.interface import EngineInfo, SamplingParams, StepPlan, StepResult, blocks_for
 from engine.modeled.engine import modeled_token
-from engine.step_time.model import StepCost, StepTimeModel, StepWork
+from engine.step_time.cost import StepCost, StepWork
+from engine.step_time.model import StepTimeModel
 from scheduler.config import Retry, TierSet, parse_tiers
 from scheduler.control.controller import SLAController
 from scheduler.planning.core import SchedulerCore

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.control.controller import Decision, Load, SLAController
 from tests.scheduler.builders import make_tiers
 from tests.scheduler.world import Answer, World, run_world

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.interface import FinishReason
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import FAST, MAX_PREEMPTIONS, expected_tokens, fixed, make_info, make_tiers
 from tests.scheduler.world import Answer, World, run_world

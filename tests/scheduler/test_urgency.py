@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.deadlines import is_urgent, laxity_s, work_s
 
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0001, decode_s=0.002)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from tests.scheduler.builders import fixed, make_info, make_tiers
 from tests.scheduler.world import World, run_world
 

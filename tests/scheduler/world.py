@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from engine.interface import EngineInfo, FinishReason
 from engine.modeled.engine import ModeledEngine
 from engine.modeled.timer import LoopTimer
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected
 from scheduler.client.token_stream import TokenStream

@@ -1,7 +1,7 @@
-"""Sequences that leave a running step: who is asked to, and what of the step stays when they do.
+"""Mid-step eviction: which sequences are to be evicted from a running step, and which rows of the step remain.
 
-`EvictionRequest` is written by one thread and read by another, at every layer. Knows chunks and rows; not layers,
-tensors, or why a sequence is to be evicted.
+`EvictionRequest` is written by one thread and read by another, once a layer. Knows chunks and rows; not layers,
+tensors, or why a sequence is evicted.
 """
 
 from collections.abc import Callable, Collection
@@ -11,68 +11,73 @@ from engine.interface import StepEviction
 from engine.native.batch.packing import Ints, StepBatch, pack_step, rows_of
 from engine.sequences.sequence_table import Chunk
 
-_NOBODY: frozenset[str] = frozenset()
+_NO_EVICTEES: frozenset[str] = frozenset()
 
 
 class StepEvicted(Exception):
-    """All have left the running step: there is nothing to go on with."""
+    """All sequences were evicted from the running step: nothing is left to compute."""
 
 
 class EvictionRequest:
-    """Tied to a step by its id, which is never given again: a wish may come before its step has begun, and after its
-    end it counts for nothing."""
+    """The sequences to evict from one step. Step ids are never reused: a request may arrive before its step begins, and
+    one that arrives after the step's end has no effect."""
 
     def __init__(self) -> None:
-        self._running: int | None = None
-        self._wish: tuple[int, frozenset[str]] | None = None  # one object, so that both are read of one moment
+        self._running_step_id: int | None = None
+        # Step id and evictees in one object, so that a reader never mixes two requests.
+        self._requested: tuple[int, frozenset[str]] | None = None
 
-    def ask(self, step_id: int, seq_ids: Collection[str]) -> None:
-        """Besides whom was asked of this step before. Called by one thread, the owner of the steps."""
-        before = self._wish
-        others = before[1] if before is not None and before[0] == step_id else _NOBODY
-        self._wish = (step_id, others.union(seq_ids))
+    def request(self, step_id: int, seq_ids: Collection[str]) -> None:
+        """Add `seq_ids` to the evictees of step `step_id`. Call it from one thread only."""
+        before = self._requested
+        others = before[1] if before is not None and before[0] == step_id else _NO_EVICTEES
+        self._requested = (step_id, others.union(seq_ids))
 
     def begin(self, step_id: int) -> None:
-        self._running = step_id
+        """Note that step `step_id` is computed from now on."""
+        self._running_step_id = step_id
 
-    def now(self) -> frozenset[str]:
-        """Who is asked to leave the step begun last; the same object until somebody else is."""
-        wish = self._wish
-        return wish[1] if wish is not None and wish[0] == self._running else _NOBODY
+    def evictees(self) -> frozenset[str]:
+        """Return the sequences to evict from the running step: the same object until the request grows."""
+        requested = self._requested
+        if requested is None or requested[0] != self._running_step_id:
+            return _NO_EVICTEES
+        return requested[1]
 
 
 @dataclass(frozen=True, slots=True)
 class RemainingRows:
-    """`rows` of the batch until now go on, in the order of `batch`, which is what is left."""
+    """The rest of a batch after an eviction."""
 
-    rows: Ints
+    rows: Ints  # row numbers of the batch before the eviction, in the order of `batch`
     batch: StepBatch
 
 
 class RunningChunks:
-    """The chunks that one forward pass computes. `wished` says at any time who is to leave."""
+    """The chunks that one forward pass computes. `evictees` returns the sequences to evict, at any time."""
 
     def __init__(
-        self, chunks: list[Chunk], block_size: int, step_eviction: StepEviction, wished: Callable[[], frozenset[str]]
+        self, chunks: list[Chunk], block_size: int, step_eviction: StepEviction, evictees: Callable[[], frozenset[str]]
     ) -> None:
-        self.chunks = chunks  # that are still in it
+        self.chunks = chunks  # without the evicted ones
         self.batch = pack_step(chunks, block_size)
         self._block_size = block_size
         self._step_eviction = step_eviction
-        self._wished = wished
-        self._heard = _NOBODY
+        self._evictees = evictees
+        self._handled = _NO_EVICTEES
 
     def evict(self) -> RemainingRows | None:
-        """At a layer boundary: who is to leave, leaves; None where nobody does. Raises `StepEvicted`."""
-        wished = self._wished()
-        if wished is self._heard:
+        """Evict the requested sequences; called at each layer boundary. Return None if the batch does not change.
+        Raises `StepEvicted` if no sequence remains."""
+        evictees = self._evictees()
+        if evictees is self._handled:
             return None
-        self._heard = wished
-        staying = [chunk for chunk in self.chunks if chunk.sequence.seq_id not in wished]
-        if not staying:
+        self._handled = evictees
+        remaining = [chunk for chunk in self.chunks if chunk.sequence.seq_id not in evictees]
+        if not remaining:
             raise StepEvicted
-        if len(staying) == len(self.chunks) or self._step_eviction is not StepEviction.ROWS:
+        if len(remaining) == len(self.chunks) or self._step_eviction is not StepEviction.ROWS:
             return None
-        rows = rows_of(staying, self.chunks)
-        self.chunks, self.batch = staying, pack_step(staying, self._block_size)
+        rows = rows_of(remaining, self.chunks)
+        self.chunks, self.batch = remaining, pack_step(remaining, self._block_size)
         return RemainingRows(rows, self.batch)

@@ -1,7 +1,8 @@
-"""Between two layers of a forward pass: sequences may leave it there, and the rest goes on with fewer rows.
+"""The boundary between two layers of a forward pass: sequences are evicted there, and the rest goes on with fewer rows.
 
-Knows rows and tensors; not who leaves or why (`shedding`). What the model's own code holds stays as long as it was: the
-rows that go on move to the beginning of the residual stream, and those behind them are looked at by nobody.
+Knows rows and tensors; not which sequences are evicted or why (`RunningChunks`). Tensors that the model's own code
+holds keep their length: the remaining rows move to the beginning of the residual stream, and the rows after them are
+unused.
 """
 
 from collections.abc import Callable
@@ -17,34 +18,35 @@ Evict = Callable[[], RemainingRows | None]
 
 
 class LayerBoundary:
-    """Of one forward pass over `batch`. `wanted_rows`: the tensor that tells the model whose logits are wanted. Behind
-    its last layer it looks there, and finds what is wanted by then."""
+    """Called before each layer of one forward pass over `batch`. `wanted_rows` holds the rows whose logits are wanted.
+    The model reads this tensor after its last layer; an eviction resizes it in place."""
 
     def __init__(
         self, batch: StepBatch, wanted_rows: Tensor, evict: Evict, upload: Callable[[StepBatch], UploadedStep]
     ) -> None:
-        self.batch = batch  # what is still in the pass
+        self.batch = batch  # what remains in the pass
         self._wanted_rows = wanted_rows
-        self._let_go = evict
+        self._evict = evict
         self._upload = upload
 
     def __call__(self, step: StepTensors) -> tuple[StepTensors, Tensor] | None:
-        """The step that goes on, and the rows of `step` that it is; None: nobody leaves. Raises `StepEvicted`."""
-        departure = self._let_go()
-        if departure is None:
+        """Return the step that remains after an eviction and its row numbers in `step`; None without an eviction.
+        Raises `StepEvicted` if no sequence remains."""
+        remaining = self._evict()
+        if remaining is None:
             return None
-        had_wanted, self.batch = len(self.batch.sampled_rows) > 0, departure.batch
-        uploaded = self._upload(departure.batch)
+        had_wanted, self.batch = len(self.batch.sampled_rows) > 0, remaining.batch
+        uploaded = self._upload(remaining.batch)
         if had_wanted:
             wanted = uploaded.sampled_rows
-            if not len(wanted):  # some row, of which nobody wants to know
+            if not len(wanted):  # the model must compute the logits of some row; the caller ignores them
                 wanted = torch.zeros_like(self._wanted_rows[:1])
             self._wanted_rows.resize_(len(wanted)).copy_(wanted)
-        staying = torch.from_numpy(departure.rows).to(step.slots.device)
-        uploaded.step.origin = staying if step.origin is None else step.origin[staying]
-        return uploaded.step, staying
+        rows = torch.from_numpy(remaining.rows).to(step.slots.device)
+        uploaded.step.origin = rows if step.origin is None else step.origin[rows]
+        return uploaded.step, rows
 
 
-def compact_rows(stream: Tensor, staying: Tensor) -> None:
-    """The rows that go on come first, in place; (T, hidden)."""
-    stream[: len(staying)] = stream[staying]
+def compact_rows(stream: Tensor, rows: Tensor) -> None:
+    """Move `rows` of `stream`, (T, hidden), to its beginning, in place."""
+    stream[: len(rows)] = stream[rows]

@@ -1,12 +1,12 @@
-"""A step's chunks packed into one row of tokens, with all that the device must know about them as integers.
+"""Packs a step's chunks into one row of tokens, with everything that the device must know about them as integers.
 
-Pure host work with numpy: knows chunks, block tables and rows; not tensors and not layers. It is done once a
-step, and goes to the device in one copy.
+Host work with numpy, once a step; the result goes to the device in one copy. Knows chunks, block tables and rows; not
+tensors or layers.
 
     rows       | decode | decode | decode | prefill chunk ......... | prefill chunk .... |
                |<---- one group ---------->|
 
-One-token chunks come first, longest context first, so that a group of similar length is a slice of rows.
+Chunks of one token come first, the longest context first, so that a group of similar contexts is a slice of rows.
 """
 
 from collections.abc import Iterator
@@ -21,25 +21,24 @@ from engine.sequences.sequence_table import Chunk
 
 Ints = npt.NDArray[np.int64]
 
-# A group is padded to its longest context. Splitting one costs about five operator calls a layer, as long as
-# it takes to copy the keys and values of this many padded tokens.
+# Tokens. A group is padded to its longest context. One more group costs about five operator calls a layer: as long as
+# copying the keys and values of this many padding tokens.
 _PADDED_TOKENS_WORTH_A_GROUP = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Rows `first_row …` are one token each of `num_rows` sequences. `block_table` is (num_rows, blocks) and
-    `context_lens` counts the tokens that each row sees, itself included."""
+    """One token each of `num_rows` sequences, in rows `first_row …`."""
 
     first_row: int
     num_rows: int
-    block_table: Ints
-    context_lens: Ints
+    block_table: Ints  # (num_rows, blocks)
+    context_lens: Ints  # (num_rows,): tokens that the row attends to, itself included
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Rows `first_row …` are the tokens `start … end - 1` of one sequence; (end - start ≥ 2)."""
+    """Tokens `start … end - 1` (two at least) of one sequence, in rows `first_row …`."""
 
     first_row: int
     start: int
@@ -53,18 +52,18 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """`slots[row]` is where the row's key and value go: block × block_size + offset. `sampled_rows` are the
-    rows whose logits are wanted: the last one of each of `sampled_chunks`, then those that the `scored` prompt
-    tokens of each of `scored_chunks` follow, in this order."""
+    """A packed step: one row for each token."""
 
     token_ids: Ints
     positions: Ints
-    slots: Ints
+    slots: Ints  # where a row's key and value go: block × block_size + offset
+    # Rows whose logits are wanted: the last row of each of `sampled_chunks`, then, for each of `scored_chunks`, the row
+    # before each of its `scored` prompt tokens.
     sampled_rows: Ints
     sampled_chunks: tuple[Chunk, ...]
     decode_groups: tuple[DecodeGroup, ...]
     prefill_chunks: tuple[PrefillChunk, ...]
-    unfilled_blocks: tuple[int, ...] = field(default=())
+    unfilled_blocks: tuple[int, ...] = field(default=())  # new blocks with slots that the step does not write
     scored_chunks: tuple[Chunk, ...] = field(default=())
 
     @property
@@ -73,7 +72,7 @@ class StepBatch:
 
 
 def pack_step(chunks: list[Chunk], block_size: int) -> StepBatch:
-    """Lay out the chunks of one step; at least one."""
+    """Pack the chunks of one step; there must be at least one."""
     decodes, prefills = _in_order(chunks)
     ordered = decodes + prefills
     first_rows = list(accumulate((c.num_tokens for c in ordered), initial=0))
@@ -99,7 +98,7 @@ def pack_step(chunks: list[Chunk], block_size: int) -> StepBatch:
 
 
 def rows_of(some: list[Chunk], chunks: list[Chunk]) -> Ints:
-    """Where the rows of `some` of `chunks` lie in the batch of all of them; in the order of a batch of their own."""
+    """Return the rows of `some` in the batch of all `chunks`, in the order that a batch of `some` has."""
     names = {chunk.sequence.seq_id for chunk in some}
     decodes, prefills = _in_order(chunks)
     ordered = decodes + prefills
@@ -108,7 +107,8 @@ def rows_of(some: list[Chunk], chunks: list[Chunk]) -> Ints:
 
 
 def in_one_group(batch: StepBatch) -> StepBatch:
-    """For kernels that read no further than a row's own context: padding costs them nothing, a call does."""
+    """Return the batch with one decode group. For kernels that read no more than a row's own context: padding costs
+    them nothing, another call does."""
     groups = batch.decode_groups
     if len(groups) < 2:
         return batch
@@ -120,7 +120,7 @@ def in_one_group(batch: StepBatch) -> StepBatch:
 
 
 def _in_order(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
-    """Decodes and prefills. Some of the chunks alone are in the same order as among all."""
+    """Return decodes and prefills in the order of their rows. A subset of the chunks has the same order."""
     decodes = sorted((c for c in chunks if c.num_tokens == 1), key=lambda c: -c.end)
     return decodes, [c for c in chunks if c.num_tokens > 1]
 
@@ -146,7 +146,7 @@ def _slots(chunk: Chunk, block_size: int) -> Ints:
 
 
 def _decode_groups(decodes: list[Chunk], block_size: int) -> Iterator[DecodeGroup]:
-    """Cut where the padding inside a group would come to be worth a group of its own."""
+    """Yield the groups; a new one begins where the padding of the present one would cost more than another group."""
     first, padding = 0, 0
     for i, chunk in enumerate(decodes):
         padding += decodes[first].end - chunk.end
@@ -162,9 +162,9 @@ def _decode_group(decodes: list[Chunk], first_row: int, block_size: int) -> Deco
     num_blocks = blocks_for(decodes[0].end, block_size)
     table = np.empty((len(decodes), num_blocks), dtype=np.int64)
     for row, chunk in zip(table, decodes, strict=True):
-        # A piece of a chunk has blocks ahead of it, too, which nobody has written to.
-        own = chunk.sequence.block_table[: -(-chunk.end // block_size)]
+        # If the chunk is a piece of a larger one, the table goes on with blocks that are not written yet.
+        own = chunk.sequence.block_table[: blocks_for(chunk.end, block_size)]
         row[: len(own)] = own
-        # Masked anyway; the sequence's own block keeps what other sequences computed out of its arithmetic.
+        # The padding is masked. It names a block of the sequence itself, so that no other KV enters the arithmetic.
         row[len(own) :] = own[0]
     return DecodeGroup(first_row, len(decodes), table, context_lens)

@@ -1,7 +1,7 @@
 """A packed step on the device: indices and masks that all layers of a forward pass share.
 
-Knows rows, blocks and context lengths; not keys, values or scores. Everything arrives in one copy; what
-depends on a layer's shape or window is made when the first such layer asks, and kept for the others.
+Knows rows, blocks and context lengths; not keys, values or scores. Everything arrives in one copy. Tensors that depend
+on a layer's shape or window are made for the first such layer and kept for the others.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,12 @@ from torch import Tensor
 from engine.native.batch.packing import Ints, PrefillChunk, StepBatch
 from engine.native.kv.cache import head_rows
 
-Upload = Callable[[Seq[Ints]], Tensor]  # arrays to one (numbers,) int64 tensor on the device, end to end
+Upload = Callable[[Seq[Ints]], Tensor]  # copies arrays, end to end, to one int64 tensor on the device
 
 
 class DecodeTensors:
-    """`rows`: one token each of `num_seqs` sequences. `block_table` (num_seqs, blocks), `context_lens` (num_seqs,)."""
+    """One token each of `num_seqs` sequences, in `rows`. `block_table`: (num_seqs, blocks); `context_lens`:
+    (num_seqs,)."""
 
     def __init__(self, first_row: int, block_table: Tensor, context_lens: Tensor, num_blocks: int) -> None:
         self.num_seqs = len(context_lens)
@@ -31,13 +32,13 @@ class DecodeTensors:
         self._biases: dict[tuple[int, int | None], Tensor] = {}
 
     def block_rows(self, num_kv_heads: int) -> Tensor:
-        """Index of the group's blocks for `LayerCache.gather`."""
+        """Return the index of the group's blocks for `LayerCache.gather`."""
         if num_kv_heads not in self._block_rows:
             self._block_rows[num_kv_heads] = head_rows(self.block_table, num_kv_heads, self._num_blocks)
         return self._block_rows[num_kv_heads]
 
     def bias(self, num_kv_heads: int, window: int | None, padded_len: int, dtype: torch.dtype) -> Tensor:
-        """0 where a row may look and -inf elsewhere: (kv_heads × num_seqs, 1, padded_len)."""
+        """Return 0 where a row may attend and -inf elsewhere: (kv_heads × num_seqs, 1, padded_len)."""
         key = (num_kv_heads, window)
         if key not in self._biases:
             positions = torch.arange(padded_len, device=self.context_lens.device)
@@ -48,7 +49,7 @@ class DecodeTensors:
 
 
 class PrefillTensors:
-    """`rows`: the tokens `start … end - 1` of one sequence."""
+    """Tokens `start … end - 1` of one sequence, in `rows`."""
 
     def __init__(self, chunk: PrefillChunk, block_table: Tensor, num_blocks: int) -> None:
         self.rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
@@ -60,17 +61,17 @@ class PrefillTensors:
         self._biases: dict[int | None, Tensor] = {}
 
     def block_rows(self, num_kv_heads: int) -> Tensor:
-        """Index of the sequence's blocks for `LayerCache.gather`."""
+        """Return the index of the sequence's blocks for `LayerCache.gather`."""
         if num_kv_heads not in self._block_rows:
             self._block_rows[num_kv_heads] = head_rows(self._block_table, num_kv_heads, self._num_blocks)
         return self._block_rows[num_kv_heads]
 
     def is_plain_causal(self, window: int | None) -> bool:
-        """A square causal mask says it all: nothing was computed before and the window hides nothing."""
+        """Return whether a square causal mask suffices: no token was computed before, and the window hides none."""
         return self.start == 0 and (window is None or window >= self.end)
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """0 where a row may look and -inf elsewhere: (end - start, end)."""
+        """Return 0 where a row may attend and -inf elsewhere: (end - start, end)."""
         if window not in self._biases:
             positions = torch.arange(self.end, device=self._block_table.device)
             own = positions[self.start :, None]
@@ -80,22 +81,23 @@ class PrefillTensors:
 
 @dataclass(frozen=True, slots=True)
 class PrefillGroup:
-    """All chunks of a step. `rows`: theirs. `tables` and `extents` say it of all at once, as `PagedChunks` has it."""
+    """All prefill chunks of a step."""
 
     chunks: list[PrefillTensors]
-    rows: slice
-    tables: Tensor
-    extents: Tensor
+    rows: slice  # of all chunks
+    tables: Tensor  # as in `PagedChunks`
+    extents: Tensor  # as in `PagedChunks`
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest chunk."""
         return max(chunk.rows.stop - chunk.rows.start for chunk in self.chunks)
 
 
 class StepTensors:
-    """What a forward pass must know of its step: a token, position and slot for each row, (T,) each, and who attends
-    to what. `num_slots`: of the whole cache. `origin`: the rows of the whole pass that these are, where others have
-    left it; None: all."""
+    """A step as a forward pass needs it: a token, position and slot for each row, (T,) each, and what each row attends
+    to. `num_slots` is the number of slots of the cache. After an eviction, `origin` holds the row numbers that the
+    remaining rows had at the start of the pass; before, it is None."""
 
     def __init__(
         self,
@@ -116,11 +118,11 @@ class StepTensors:
         self._slot_rows: dict[int, Tensor] = {}
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        """The step's of what has a line for each row of the whole pass."""
+        """Return the remaining rows of `rows`, which has one line for each row at the start of the pass."""
         return rows if self.origin is None else rows[self.origin]
 
     def slot_rows(self, num_kv_heads: int) -> Tensor:
-        """Index of the new tokens' slots for `LayerCache.write`."""
+        """Return the index of the new tokens' slots for `LayerCache.write`."""
         if num_kv_heads not in self._slot_rows:
             self._slot_rows[num_kv_heads] = head_rows(self.slots, num_kv_heads, self._num_slots)
         return self._slot_rows[num_kv_heads]
@@ -136,7 +138,7 @@ class UploadedStep:
 
 
 def upload_step(batch: StepBatch, num_blocks: int, block_size: int, upload: Upload) -> UploadedStep:
-    """For a cache of `num_blocks` blocks."""
+    """Copy a packed step to the device, for a cache of `num_blocks` blocks."""
     groups, chunks = batch.decode_groups, batch.prefill_chunks
     first_row = chunks[0].first_row if chunks else batch.num_rows
     unfilled = np.array(batch.unfilled_blocks, dtype=np.int64)
@@ -160,7 +162,7 @@ def upload_step(batch: StepBatch, num_blocks: int, block_size: int, upload: Uplo
 
 
 def _extents(chunks: Seq[PrefillChunk], first_row: int) -> Ints:
-    """`PagedChunks.extents`; rows are counted from `first_row`."""
+    """Return `PagedChunks.extents`, with rows counted from `first_row`."""
     starts = np.cumsum([0, *(chunk.block_table.size for chunk in chunks)])[:-1]
     rows = [
         (chunk.first_row - first_row, chunk.num_rows, chunk.start, int(at))
@@ -170,12 +172,12 @@ def _extents(chunks: Seq[PrefillChunk], first_row: int) -> Ints:
 
 
 def to_cpu(arrays: Seq[Ints]) -> Tensor:
-    """`Upload` to where the arrays are already."""
+    """An `Upload` for the CPU."""
     return torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
 
 
 def _hidden(positions: Tensor, own: Tensor, window: int | None) -> Tensor:
-    """True where a token at position `own` may not look: ahead, or `window` tokens and more behind."""
+    """Return True where a token at position `own` may not attend: after it, or `window` tokens or more before it."""
     ahead = positions > own
     return ahead if window is None else ahead | (positions <= own - window)
 

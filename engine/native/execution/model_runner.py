@@ -1,5 +1,4 @@
-"""One forward pass over a packed step. Knows the model, its KV cache and device; not sequences' fates, not
-sampling."""
+"""Runs one forward pass over a packed step. Knows the model, its KV cache and the device; not sequences or sampling."""
 
 from contextlib import nullcontext
 
@@ -22,6 +21,8 @@ from engine.native.model.loader import forward
 
 
 class ModelRunner:
+    """A model with its paged attention. `windows`: tokens that a row of each layer attends to; None: all."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -43,7 +44,7 @@ class ModelRunner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the cache, and of what the model computes in."""
+        """The number format of model and cache."""
         return self._cache.dtype
 
     @property
@@ -51,14 +52,17 @@ class ModelRunner:
         return len(self._cache.layers)
 
     def use_graphs(self, graphs: DecodeGraphs) -> None:
-        """From now on, for the steps that they can do."""
+        """Run the steps that `graphs` can do with them from now on."""
         self._graphs = graphs
 
     @torch.inference_mode()
     def run(self, batch: StepBatch, previous: Tensor | None = None, evict: Evict | None = None) -> Tensor | None:
-        """Write the batch's keys and values; logits of its sampled rows, (rows, vocab), if it has any. They are good
-        until the next run. `previous`: the ids that place holders among the batch's tokens stand for. `evict`: who
-        leaves at a layer; the logits are those of the batch that it left. Raises `StepEvicted` where that is nobody."""
+        """Write the batch's keys and values. Return the logits of its sampled rows, (rows, vocab), valid until the next
+        run; None if it has no sampled rows.
+
+        `previous`: the sampled ids of the previous step, for placeholders among the batch's tokens. `evict` is called
+        before each layer; the logits are then those of the remaining rows. Raises `StepEvicted` if none remain.
+        """
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             logits = None if self._graphs is None else self._graphs.run(batch, previous)
             if logits is None:
@@ -68,8 +72,8 @@ class ModelRunner:
     def _run_eagerly(self, batch: StepBatch, previous: Tensor | None, evict: Evict | None) -> Tensor | None:
         uploaded = self._uploaded(batch)
         if batch.unfilled_blocks:
-            # Slots not yet written are read, and masked; but a NaN that a former owner left there would stay
-            # NaN under any mask.
+            # Attention reads slots that are not written yet, and masks them. But a NaN that a former holder of the
+            # block wrote there stays NaN under a mask.
             self._cache.clear(uploaded.unfilled_blocks)
         if previous is not None:
             uploaded.step.token_ids = fill_in(uploaded.step.token_ids, previous)
@@ -87,7 +91,8 @@ class ModelRunner:
         return upload_step(batch, self._cache.num_blocks, self._cache.block_size, self._upload)
 
     def _paced(self, evict: Evict) -> Evict:
-        """The host may be many layers ahead of the device: where it looks, the device has to be, too."""
+        """Return `evict`; on CUDA, let it first wait for the device. The host may be many layers ahead of the device,
+        and an eviction only saves layers that the device was not given yet."""
         pace = self._pace
         if pace is None:
             return evict
@@ -99,7 +104,7 @@ class ModelRunner:
         return wait_and_evict
 
     def _sampled(self, logits: Tensor, batch: StepBatch) -> Tensor | None:
-        """Of the logits of all rows those that are wanted: mostly all of them, in their order."""
+        """Return the wanted rows of the logits of all rows: in most steps all of them, in their order."""
         if np.array_equal(batch.sampled_rows, np.arange(len(logits))):
             return logits
         if not len(batch.sampled_rows):
@@ -107,16 +112,16 @@ class ModelRunner:
         return logits[self._upload([batch.sampled_rows])]
 
     def compute(self, step: StepTensors, rows: Tensor, boundary: Boundary | None = None) -> Tensor:
-        """Write the step's keys and values; logits of `rows`, (rows, vocab)."""
+        """Write the step's keys and values; return the logits of `rows`, (rows, vocab)."""
         self.attention.begin(step, boundary)
         return forward(self._model, step.token_ids, step.positions, rows)
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished its work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def release_memory(self) -> None:
-        """Give back what torch keeps for later, and with it what lies in pieces."""
+        """Release the memory that torch keeps for later allocations; this also undoes its fragmentation."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""A step that does not fit in memory is computed in pieces: the same plan, only slower.
+"""Computes a step that does not fit in memory in pieces: the same plan, only slower.
 
-Knows chunks and how to cut them; not what computing one is. A piece that fits is computed once; only where even a
-single token does not fit does its sequence fail, alone.
+Knows chunks and how to cut them; not how a chunk is computed. A piece that fits is computed once. A sequence fails only
+if a single token of it does not fit; the others go on.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ import torch
 from engine.native.sampling.outcome import Outcome
 from engine.sequences.sequence_table import Chunk
 
-Outcomes = dict[str, Outcome]  # by sequence
+Outcomes = dict[str, Outcome]  # by sequence id
 
 _TOO_LARGE = Outcome(failure="not enough memory to compute a single token of it")
-# What torch and the libraries below it say where they do not raise `OutOfMemoryError`.
+# Parts of the messages of torch and of the libraries below it where they do not raise `OutOfMemoryError`.
 _OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",
     "not enough memory",
@@ -27,8 +27,8 @@ _OUT_OF_MEMORY_TEXTS = (
 
 
 class PiecewiseComputation:
-    """`compute` takes the chunks of a step, may be called again for any of them, and raises when memory runs out;
-    `release` then makes room."""
+    """`compute` computes the chunks of a step, may be called again for any of them, and raises if memory runs out;
+    `release` then frees unused memory."""
 
     def __init__(
         self, compute: Callable[[list[Chunk]], Outcomes], release: Callable[[], None], block_size: int
@@ -38,7 +38,7 @@ class PiecewiseComputation:
         self._block_size = block_size
 
     def __call__(self, chunks: list[Chunk]) -> Outcomes:
-        """Errors of `compute` other than running out of memory are raised."""
+        """Compute all chunks. Raises errors of `compute` other than running out of memory."""
         outcomes = self._attempt(chunks)
         if outcomes is None:
             num_tokens = sum(chunk.num_tokens for chunk in chunks)
@@ -49,7 +49,7 @@ class PiecewiseComputation:
         return outcomes
 
     def _attempt(self, chunks: list[Chunk]) -> Outcomes | None:
-        """None: it does not fit. By then the error is gone, and with it the attempt's tensors that it held on to."""
+        """Return None if the chunks do not fit. The error is freed by then, and with it the tensors that it held."""
         try:
             return self._compute(chunks)
         except (RuntimeError, MemoryError) as error:
@@ -58,7 +58,7 @@ class PiecewiseComputation:
             return None
 
     def _in_halves(self, chunks: list[Chunk]) -> Outcomes:
-        """Of chunks that do not fit together."""
+        """Compute chunks that do not fit together."""
         self._release()
         if len(chunks) > 1:
             middle = len(chunks) // 2
@@ -79,8 +79,8 @@ class PiecewiseComputation:
 
 
 def cut(chunk: Chunk, block_size: int) -> tuple[Chunk, Chunk]:
-    """Two chunks of about half the tokens. The block that they share, if it was new to the sequence, is the earlier
-    one's to clear: later it holds keys and values."""
+    """Return two chunks of about half the tokens each. If they share a block that is new to the sequence, the earlier
+    chunk clears it: for the later one it holds keys and values."""
     num_earlier = chunk.num_tokens // 2
     middle = chunk.start + num_earlier
     shared = chunk.sequence.block_table[middle // block_size] if middle % block_size else None
@@ -91,7 +91,7 @@ def cut(chunk: Chunk, block_size: int) -> tuple[Chunk, Chunk]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """The CPU's allocator raises a plain `RuntimeError`."""
+    """Return whether `error` means that memory ran out; torch's CPU allocator raises a plain `RuntimeError` then."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)

@@ -1,7 +1,7 @@
-"""What the chunks of a step come to: forward pass, choice of tokens, log probabilities of the prompt.
+"""Computes the chunks of a step: forward pass, choice of tokens, log probabilities of the prompt.
 
-Knows rows, logits and outcomes; not the table of sequences. Nothing is remembered of a computation: it may be done
-again for the same chunks, all of them or some.
+Knows rows, logits and outcomes; not the table of sequences. A computation keeps no state: it may be repeated for the
+same chunks or for some of them.
 """
 
 from collections.abc import Callable
@@ -21,19 +21,19 @@ from engine.sequences.sequence_table import Chunk
 
 
 class StepComputation:
-    """`wished` says at any time who is to leave the step that is computed."""
+    """Computes chunks. `evictees` returns the sequences to evict from the running step, at any time."""
 
     def __init__(
-        self, info: EngineInfo, runner: ModelRunner, chooser: TokenChooser, wished: Callable[[], frozenset[str]]
+        self, info: EngineInfo, runner: ModelRunner, chooser: TokenChooser, evictees: Callable[[], frozenset[str]]
     ) -> None:
         self._info = info
         self._runner = runner
         self._chooser = chooser
-        self._wished = wished
+        self._evictees = evictees
 
     @torch.inference_mode()
     def __call__(self, chunks: list[Chunk]) -> Outcomes:
-        running = RunningChunks(chunks, self._info.block_size, self._info.step_eviction, self._wished)
+        running = RunningChunks(chunks, self._info.block_size, self._info.step_eviction, self._evictees)
         outcomes = {chunk.sequence.seq_id: Outcome(is_evicted=True) for chunk in chunks}
         evict = None if self._info.step_eviction is StepEviction.NOTHING else running.evict
         try:
@@ -57,7 +57,7 @@ class StepComputation:
 
 
 def _score_prompts(logits: Tensor, chunks: tuple[Chunk, ...]) -> list[tuple[Chunk, tuple[TokenLogprobs, ...]]]:
-    """What `logits`, a row for each prompt token that the chunks score, make of these tokens."""
+    """Return the log probabilities of the prompt tokens that each chunk scores; `logits` has one row for each token."""
     scored = []
     first = 0
     for chunk in chunks:

@@ -1,8 +1,9 @@
 """Executes plans with torch, in order.
 
-Knows the order of a step (sequences and blocks, forward pass, the choice of tokens, outcome), and which steps may stay
-on the device while the next is begun. It knows neither tiers nor time, and not the thread that it runs on
-(`EngineThread`'s matter).
+A step prepares sequences and blocks, runs the forward pass, chooses tokens, and reports its result. There are two kinds
+of steps. A step of async scheduling is launched, stays on the device while the next one is launched, and is finalized
+later. Any other step is computed to its end at once. Knows neither tiers nor time, and not the thread that it runs on
+(`EngineThread`).
 """
 
 from collections import deque
@@ -22,7 +23,7 @@ from engine.interface import (
 )
 from engine.native.batch.eviction import EvictionRequest
 from engine.native.batch.packing import pack_step
-from engine.native.batch.sampled_tokens import SampledTokens, place_holder
+from engine.native.batch.sampled_tokens import SampledTokens, placeholder
 from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.oom_split import PiecewiseComputation, is_out_of_memory
 from engine.native.execution.step import StepComputation
@@ -34,8 +35,8 @@ from engine.sequences.sequence_table import Chunk, SequenceTable
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlightStep:
-    """A step on the device. `tokens` has a row for each of the `sampled` chunks."""
+class InFlightStep:
+    """A launched step that is not finalized yet. `tokens` has one row for each of the `sampled` chunks."""
 
     step_id: int
     chunks: list[Chunk]
@@ -45,7 +46,7 @@ class _InFlightStep:
 
 
 class TorchEngine:
-    """Owns sequences, block tables, blocks and KV; all of them change in `step` only."""
+    """Owns sequences, block tables, blocks and KV. They change in `launch` and `finalize` only."""
 
     def __init__(
         self,
@@ -60,11 +61,11 @@ class TorchEngine:
         self._runner = runner
         self._swap = swap
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
-        self._in_flight: deque[_InFlightStep] = deque()  # launched; the device may still be at them
-        self._results: deque[StepResult] = deque()  # of steps that have ended
-        self._landed_s = 0.0
-        self._wishes = EvictionRequest()
-        compute = StepComputation(info, runner, TokenChooser(info, sampler), self._wishes.now)
+        self._in_flight: deque[InFlightStep] = deque()  # launched, not finalized; oldest first
+        self._results: deque[StepResult] = deque()  # of finalized steps; oldest first
+        self._finalized_s = 0.0  # when the newest of them was finalized, by `perf_counter`
+        self._eviction = EvictionRequest()
+        compute = StepComputation(info, runner, TokenChooser(info, sampler), self._eviction.evictees)
         self._compute_all = PiecewiseComputation(compute, runner.release_memory, info.block_size)
 
     @property
@@ -84,18 +85,19 @@ class TorchEngine:
         return self._table.swap_pool.num_used
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Raises `PlanError` before anything is changed; whatever else it raises is the engine's end."""
+        """Execute a plan to its end. Raises `PlanError` before anything changes; after any other error the engine must
+        not be used any more."""
         self.launch(plan)
-        return self.settle()
+        return self.finalize()
 
     def launch(self, plan: StepPlan) -> None:
-        """Begin a step. Where its tokens can stay on the device this returns while it is computed, and a plan made
-        ahead may follow. Raises as `step` does."""
+        """Start a step. If its tokens can stay on the device, return while the device computes it; a plan with `ahead`
+        may follow. Otherwise compute it. Raises as `step` does."""
         started_s = perf_counter()
         if plan.ahead:
             plan = replace(plan, run=tuple(run for run in plan.run if run.seq_id in self._table))
         else:
-            self._land_all()
+            self._finalize_all()
         self._table.check(plan)
         chunks = self._table.begin(plan)
         self._copy_swapped()
@@ -103,33 +105,34 @@ class TorchEngine:
             self._compute_at_once(plan, chunks, started_s)
 
     @property
-    def is_settled(self) -> bool:
-        """`settle` would not wait."""
+    def is_finished(self) -> bool:
+        """True if `finalize` would not wait."""
         return bool(self._results) or (bool(self._in_flight) and self._in_flight[0].tokens.are_known)
 
-    def settle(self) -> StepResult:
-        """The outcome of the oldest step that was launched, when it is there."""
+    def finalize(self) -> StepResult:
+        """Wait for the oldest launched step and return its result."""
         if not self._results:
-            self._land()
+            self._finalize_oldest()
         return self._results.popleft()
 
     def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
-        """Evict these sequences from that step at its next layer, as far as `info.step_eviction` says. Call it from any
-        one thread, before the step begins or while it runs; afterwards it has no effect."""
-        self._wishes.ask(step_id, seq_ids)
+        """Evict these sequences from step `step_id` at its next layer, as far as `info.step_eviction` allows. Always
+        call it from the same thread, before the step begins or while it runs; afterwards it has no effect."""
+        self._eviction.request(step_id, seq_ids)
 
     def close(self) -> None:
-        """Nothing to hand back: memory goes with the engine."""
+        """Do nothing: the memory is freed with the engine."""
 
     def _copy_swapped(self) -> None:
         if self._swap is not None and len(self._table.copies):
             self._swap.copy(self._table.copies)
 
-    # -- steps whose tokens stay on the device until they are asked for ------------------------------------------
+    # -- steps of async scheduling: their tokens stay on the device until they are finalized -----------------------
 
     @torch.inference_mode()
     def _launch_step(self, plan: StepPlan, chunks: list[Chunk], started_s: float) -> bool:
-        """False: this step is none of them, or there is no memory for it; nothing was done."""
+        """Launch a step whose tokens can stay on the device. Return False, with nothing done, if the step needs the
+        host or does not fit in memory."""
         sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         if not self._info.steps_ahead or not sequences or not all(_is_simple(chunk) for chunk in chunks):
             return False
@@ -144,44 +147,44 @@ class TorchEngine:
             if not is_out_of_memory(error):
                 raise
             return False
-        self._in_flight.append(_InFlightStep(plan.step_id, chunks, batch.sampled_chunks, tokens, started_s))
+        self._in_flight.append(InFlightStep(plan.step_id, chunks, batch.sampled_chunks, tokens, started_s))
         for chunk in chunks:
             if not chunk.samples:
                 self._table.launch(chunk, None)
         for row, chunk in enumerate(batch.sampled_chunks):
-            self._table.launch(chunk, place_holder(row))
+            self._table.launch(chunk, placeholder(row))
         return True
 
-    def _land_all(self) -> None:
+    def _finalize_all(self) -> None:
         while self._in_flight:
-            self._land()
+            self._finalize_oldest()
 
-    def _land(self) -> None:
-        """Wait for the oldest step and take its tokens in. What another step did for sequences that ended in one before
-        it counts for nothing."""
-        flight = self._in_flight.popleft()
-        sampled = {c.sequence.seq_id: t for c, t in zip(flight.sampled, flight.tokens.wait(), strict=True)}
+    def _finalize_oldest(self) -> None:
+        """Wait for the oldest step and take in its tokens. A sequence that ended in the step before has no output:
+        it was run once more because this step was launched before its end was known."""
+        step = self._in_flight.popleft()
+        sampled = {c.sequence.seq_id: t for c, t in zip(step.sampled, step.tokens.wait(), strict=True)}
         outputs: list[SequenceOutput] = []
         failures: list[SequenceFailure] = []
-        for chunk in flight.chunks:
+        for chunk in step.chunks:
             seq_id = chunk.sequence.seq_id
             if not self._table.holds(chunk.sequence):
                 continue
             token_id = sampled.get(seq_id)
             if seq_id in sampled and token_id is None:
-                self._table.discard(seq_id)
+                self._table.free_broken(seq_id)
                 failures.append(SequenceFailure(seq_id, BROKEN_LOGITS))
             else:
-                reason = self._table.land(chunk, token_id)
+                reason = self._table.finalize(chunk, token_id)
                 outputs.append(_output(chunk, Outcome(token_id), reason))
-        self._report(flight.step_id, outputs, failures, flight.started_s)
+        self._report(step.step_id, outputs, failures, step.started_s)
 
-    # -- steps that are computed to their end at once ----------------------------------------------------------
+    # -- other steps: computed to their end at once ------------------------------------------------------------------
 
     def _compute_at_once(self, plan: StepPlan, chunks: list[Chunk], started_s: float) -> None:
-        self._land_all()
+        self._finalize_all()
         chunks = [chunk for chunk in chunks if self._table.holds(chunk.sequence)]
-        self._wishes.begin(plan.step_id)
+        self._eviction.begin(plan.step_id)
         outcomes = self._compute_all(chunks) if chunks else {}
         outputs: list[SequenceOutput] = []
         failures: list[SequenceFailure] = []
@@ -190,10 +193,10 @@ class TorchEngine:
             seq_id = chunk.sequence.seq_id
             outcome = outcomes[seq_id]
             if outcome.failure is not None:
-                self._table.discard(seq_id)
+                self._table.free_broken(seq_id)
                 failures.append(SequenceFailure(seq_id, outcome.failure))
             elif outcome.is_evicted:
-                self._table.leave(chunk)
+                self._table.evict_from_step(chunk)
                 outputs.append(SequenceOutput(seq_id, chunk.start, num_cached_tokens=chunk.num_cached))
                 evicted.append(seq_id)
             else:
@@ -209,8 +212,8 @@ class TorchEngine:
         evicted: tuple[str, ...] = (),
     ) -> None:
         now_s = perf_counter()
-        busy_s = now_s - max(started_s, self._landed_s)  # a step made ahead waits for the one before it
-        self._landed_s = now_s
+        busy_s = now_s - max(started_s, self._finalized_s)  # the device computes the step before it first
+        self._finalized_s = now_s
         self._results.append(
             StepResult(
                 step_id=step_id,
@@ -226,7 +229,7 @@ class TorchEngine:
 
 
 def _is_simple(chunk: Chunk) -> bool:
-    """Nothing that its next token depends on, or that is reported of it, needs the host."""
+    """Return whether the chunk can be computed, sampled and reported without the host."""
     sequence = chunk.sequence
     return not (chunk.scored or sequence.alters_logits or sequence.sampling.logprobs is not None)
 

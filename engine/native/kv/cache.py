@@ -1,9 +1,9 @@
 """The tensors that hold keys and values, in blocks. Knows layers, blocks and slots; not sequences.
 
-One pool a layer shape, laid out (layer, K|V, kv_head, block, slot in block, head_dim). Heads are outside of
-blocks, so that gathering a batch's blocks gives (K|V, kv_head × sequence, context, head_dim): what a batched
-matrix product takes, without another copy. A block of one head is contiguous: gathering copies rows of
-block_size × head_dim numbers. Keys and values lie in one tensor: one gather and one scatter a layer.
+Each layer shape has one pool, laid out (layer, K|V, kv_head, block, slot in block, head_dim). The head comes before the
+block, so that gathering a batch's blocks gives (K|V, kv_head × sequence, context, head_dim): a batched matrix product
+takes that without another copy. A block of one head is contiguous: gathering copies rows of block_size × head_dim
+numbers. Keys and values lie in one tensor: a layer needs one gather and one scatter.
 """
 
 import mmap
@@ -14,11 +14,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-_BLOCK_DIM = 3  # of a pool
+_BLOCK_DIM = 3  # dimension of a pool that counts blocks
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
+    """The shape of one token's keys, and of its values, in one layer."""
+
     num_kv_heads: int
     head_dim: int
 
@@ -27,33 +29,34 @@ class LayerShape:
 
 
 def block_bytes(layers: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
+    """Return the bytes of one block over all layers."""
     return sum(layer.block_bytes(block_size, dtype) for layer in layers)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's two views of the same memory, K before V, heads before blocks:
-    `blocks` (2 × kv_heads × num_blocks, block_size × head_dim) and `slots` (2 × kv_heads × num_slots, head_dim).
-    """
+    """One layer: two views of the same memory, keys before values, heads before blocks."""
 
     shape: LayerShape
-    blocks: Tensor
-    slots: Tensor
+    blocks: Tensor  # (2 × kv_heads × num_blocks, block_size × head_dim)
+    slots: Tensor  # (2 × kv_heads × num_slots, head_dim)
 
     def write(self, key: Tensor, value: Tensor, index: Tensor) -> None:
-        """Scatter key and value, (1, kv_heads, T, head_dim) each, to `head_rows(slots of the T tokens)`."""
+        """Write key and value, (1, kv_heads, T, head_dim) each, to `index`: `head_rows` of the T tokens' slots."""
         rows = torch.cat((key, value)).view(-1, self.shape.head_dim)
         self.slots.index_copy_(0, index, rows)
 
     def gather(self, index: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `head_rows(block tables)`: (kv_heads × num_seqs, padded context, head_dim) each."""
+        """Return keys and values, (kv_heads × num_seqs, padded context, head_dim) each, of `index`: `head_rows` of the
+        sequences' block tables."""
         gathered = self.blocks.index_select(0, index)
         keys_values = gathered.view(2, self.shape.num_kv_heads * num_seqs, -1, self.shape.head_dim)
         return keys_values[0], keys_values[1]
 
 
 class KVCache:
+    """The KV of `num_blocks` blocks of `block_size` tokens, over all layers. Raises what the allocation raises."""
+
     def __init__(
         self,
         layers: Seq[LayerShape],
@@ -81,28 +84,29 @@ class KVCache:
         self.layers = [by_layer[i] for i in range(len(layers))]
 
     def clear(self, blocks: Tensor) -> None:
-        """Zero whole blocks, in all layers."""
+        """Fill whole blocks with zeros, in all layers."""
         for pool in self._pools:
             pool.index_fill_(_BLOCK_DIM, blocks, 0)
 
     def read_blocks(self, blocks: Tensor) -> list[Tensor]:
-        """Copies of whole blocks, a tensor (len(blocks), …) for each pool."""
+        """Return copies of whole blocks: for each pool one tensor (len(blocks), …)."""
         return [pool.index_select(_BLOCK_DIM, blocks).movedim(_BLOCK_DIM, 0).contiguous() for pool in self._pools]
 
     def write_blocks(self, blocks: Tensor, contents: Seq[Tensor]) -> None:
-        """Overwrite whole blocks with what `read_blocks` gave."""
+        """Overwrite whole blocks with what `read_blocks` returned."""
         for pool, content in zip(self._pools, contents, strict=True):
             pool.index_copy_(_BLOCK_DIM, blocks, content.movedim(0, _BLOCK_DIM))
 
 
 def head_rows(ids: Tensor, num_kv_heads: int, num_ids: int) -> Tensor:
-    """Where the blocks or slots `ids` of every head lie in a `LayerCache` view: (2 × kv_heads × len(ids),)."""
+    """Return the rows of a `LayerCache` view that hold the blocks or slots `ids` of every head, keys and values:
+    (2 × kv_heads × len(ids),). `num_ids` is the number of blocks or slots of the cache."""
     heads = torch.arange(2 * num_kv_heads, device=ids.device)
     return (heads[:, None] * num_ids + ids.reshape(1, -1)).view(-1)
 
 
 def _allocate(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU anonymous memory, page-aligned: what no block ever uses is never committed."""
+    """Return an empty tensor; on a CPU in anonymous memory, where pages that are never used are never committed."""
     if device.type != "cpu":
         return torch.empty(size, dtype=dtype, device=device)
     memory = mmap.mmap(-1, prod(size) * dtype.itemsize)

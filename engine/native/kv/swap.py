@@ -1,8 +1,8 @@
-"""Host memory for the KV of swapped sequences, and copying blocks there and back.
+"""Host memory for the KV of swapped sequences, and copies of blocks to it and back.
 
-Knows block numbers and the KV cache; not sequences, nor which host block is free (the `SequenceTable`'s matter). On
-CUDA the memory is pinned and copies are queued on the stream that computes, in the order of the calls: what is copied
-out is safe from whoever gets the block next, and what is copied back is there for the step that reads it.
+Knows block numbers and the KV cache; not sequences, nor which host blocks are free (`SequenceTable`). On CUDA the
+memory is pinned, and copies are queued on the computing stream in the order of the calls: a block is copied out before
+its next holder writes to it, and copied back before a step reads it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,29 +17,32 @@ from engine.native.device import free_bytes
 from engine.native.kv.cache import KVCache
 from engine.sequences.sequence_table import BlockCopies
 
-_CUDA_BYTES = 4 << 30  # unless configured, and at most this share of the free host memory
-_HOST_SHARE = 0.25
-_GROUP = 64  # blocks in one copy: bounds the memory that it takes on the device
-_MEASURED = 16  # blocks copied to see how long it takes
+_CUDA_BYTES = 4 << 30  # bytes; the default on CUDA …
+_HOST_SHARE = 0.25  # … but at most this share of the free host memory
+_GROUP = 64  # blocks in one copy, which bounds the device memory that the copy needs
+_MEASURED = 16  # blocks that are copied to measure the time
 
-Pair = tuple[int, int]
+Pair = tuple[int, int]  # as in `BlockCopies`
 
 
 def make_swap_space(config: EngineConfig, cache: KVCache, block_bytes: int, device: torch.device) -> "SwapSpace | None":
-    """As large as was asked for, else by the device: beside a CPU's memory there is no other to swap to. None where
-    not even a block fits. Raises `EngineStartError`."""
+    """Return swap space of the configured size; None if not even one block fits.
+
+    By default a GPU gets a share of the host memory and a CPU gets none, since its KV is in host memory already. Raises
+    `EngineStartError` if the configured size does not fit.
+    """
     free = free_bytes(torch.device("cpu"))
     wanted = config.swap_bytes
     if wanted is None:
         wanted = min(_CUDA_BYTES, int(_HOST_SHARE * free)) if device.type == "cuda" else 0
     elif wanted > free:
-        raise EngineStartError(f"swap_bytes is {wanted} and the host has {free} free")
+        raise EngineStartError(f"swap_bytes is {wanted} and the host has {free} bytes free")
     num_blocks = wanted // block_bytes
     return SwapSpace(cache, num_blocks, device) if num_blocks else None
 
 
 class SwapSpace:
-    """`num_blocks` host blocks, for each pool of the cache one tensor (num_blocks, a block …)."""
+    """`num_blocks` blocks of host memory: for each pool of the cache one tensor (num_blocks, shape of a block …)."""
 
     def __init__(self, cache: KVCache, num_blocks: int, device: torch.device) -> None:
         self._cache = cache
@@ -52,26 +55,26 @@ class SwapSpace:
             raise EngineStartError(f"not enough host memory to swap {num_blocks} KV blocks") from error
 
     def copy(self, copies: BlockCopies) -> None:
-        """Device to host, then host to device."""
+        """Copy blocks from device to host, then from host to device."""
         for group in _groups(copies.out):
             self._copy_out([device for device, _ in group], [host for _, host in group])
         for group in _groups(copies.back):
             self._copy_back([host for host, _ in group], [device for _, device in group])
 
     def measure(self) -> float:
-        """Seconds to copy a block either way. To be called while the cache is empty."""
+        """Return the seconds to copy one block, to the host or back. Call it while the cache is unused."""
         count = min(_MEASURED, self.num_blocks, self._cache.num_blocks)
-        there = [(i, i) for i in range(count)]
-        self.copy(BlockCopies(there, there))  # the first time pays for what is set up once
+        copies = BlockCopies(out=[(i, i) for i in range(count)], back=[(i, i) for i in range(count)])
+        self.copy(copies)  # not measured: the first copy sets things up
         self._synchronize()
         started = perf_counter()
-        self.copy(BlockCopies(there, there))
+        self.copy(copies)
         self._synchronize()
         return (perf_counter() - started) / (2 * count)
 
     def _copy_out(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         for host, blocks in zip(self._host, self._cache.read_blocks(self._ids(device_blocks)), strict=True):
-            for start, end in _neighbours(host_blocks):
+            for start, end in _consecutive(host_blocks):
                 first = host_blocks[start]
                 host[first : first + end - start].copy_(blocks[start:end], non_blocking=True)
 
@@ -79,7 +82,7 @@ class SwapSpace:
         contents: list[Tensor] = []
         for host in self._host:
             blocks = torch.empty((len(host_blocks), *host.shape[1:]), dtype=host.dtype, device=self._device)
-            for start, end in _neighbours(host_blocks):
+            for start, end in _consecutive(host_blocks):
                 first = host_blocks[start]
                 blocks[start:end].copy_(host[first : first + end - start], non_blocking=True)
             contents.append(blocks)
@@ -97,7 +100,7 @@ def _groups(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
     return (pairs[i : i + _GROUP] for i in range(0, len(pairs), _GROUP))
 
 
-def _neighbours(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Slices of `blocks` in which each number is one more than the last: one copy each."""
+def _consecutive(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the slices of `blocks` in which each number is one more than the one before: each is one copy."""
     cuts = [i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1]
     return pairwise((0, *cuts, len(blocks)))

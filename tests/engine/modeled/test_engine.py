@@ -1,4 +1,4 @@
-"""The modeled engine keeps a real one's books and rules, and costs what it is told."""
+"""The modeled engine: blocks and rules are those of the native engine, times are those of its cost."""
 
 import asyncio
 from dataclasses import replace
@@ -19,7 +19,7 @@ from engine.interface import (
     StepResult,
 )
 from engine.modeled.engine import FIRST_ORDINARY_TOKEN, ModeledEngine, modeled_token
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 
 INFO = EngineInfo("m", max_model_len=64, vocab_size=100, block_size=4, num_blocks=20, max_step_tokens=50)
 COST = StepCost(step_s=1.0, prefill_token_s=0.1, attend_s=0.0, context_token_s=0.0, decode_s=0.01)
@@ -28,7 +28,7 @@ PAUSE, SWAP, RECOMPUTE = PreemptionMode.PAUSE, PreemptionMode.SWAP, PreemptionMo
 
 
 class Driver:
-    """Runs plans; `slept` is all the time that passed."""
+    """Runs plans; `slept` is the sum of all waits in seconds."""
 
     def __init__(self, noise: float = 0.0, info: EngineInfo = INFO) -> None:
         self.slept = 0.0
@@ -74,7 +74,7 @@ async def test_a_token_is_sampled_when_the_prefill_has_caught_up() -> None:
 
 
 @pytest.mark.parametrize("mode", PreemptionMode)
-async def test_preemption_changes_when_and_never_what(mode: PreemptionMode) -> None:
+async def test_preemption_delays_tokens_and_changes_none(mode: PreemptionMode) -> None:
     driver = Driver(info=SWAPPING)
     tokens = list((await driver.start(seed=9)).outputs[0].token_ids)
     tokens += (await driver.step(run=(Run("s", 1),))).outputs[0].token_ids
@@ -84,15 +84,15 @@ async def test_preemption_changes_when_and_never_what(mode: PreemptionMode) -> N
     assert driver.engine.used_swap_blocks == (3 if mode is SWAP else 0)
     copying_s = 3 * SWAPPING.swap_block_s if mode is SWAP else 0.0
     assert result.elapsed_s == copying_s
-    behind = 8 + 2 if mode is RECOMPUTE else 1
-    result = await driver.step(resume=("s",), run=(Run("s", behind),))
+    num_tokens = 8 + 2 if mode is RECOMPUTE else 1
+    result = await driver.step(resume=("s",), run=(Run("s", num_tokens),))
     assert result.elapsed_s == pytest.approx(copying_s + 1.0 + (1.0 if mode is RECOMPUTE else 0.01))
     assert result.free_swap_blocks == 8
     tokens += result.outputs[0].token_ids
     assert tokens == [modeled_token(9, i, 100) for i in range(3)]
 
 
-async def test_what_the_prefix_cache_holds_costs_no_time_and_is_off_unless_asked_for() -> None:
+async def test_cached_tokens_take_no_time_and_the_prefix_cache_is_off_by_default() -> None:
     driver = Driver()
     costs = []
     for prefix_cache in (False, True):
@@ -114,7 +114,7 @@ async def test_stop_tokens_and_the_models_context_end_a_sequence() -> None:
     assert result.outputs[0].finish_reason is FinishReason.LENGTH
 
 
-async def test_a_step_costs_its_work() -> None:
+async def test_a_step_takes_the_time_of_its_work() -> None:
     driver = Driver()
     assert (await driver.start("a", prompt=10)).elapsed_s == pytest.approx(2.0)
     assert (await driver.start("b", prompt=20)).elapsed_s == pytest.approx(3.0)
@@ -123,7 +123,7 @@ async def test_a_step_costs_its_work() -> None:
     assert driver.slept == pytest.approx(6.02)
 
 
-async def test_noise_is_the_seeds() -> None:
+async def test_noise_depends_on_the_seed() -> None:
     async def times(seed: int) -> list[float]:
         async def no_time(seconds: float) -> None:
             pass
@@ -175,7 +175,7 @@ async def test_a_plan_that_breaks_the_rules_is_refused_and_leaves_no_trace(plan:
     assert (await driver.step(run=(Run("s", 1),))).outputs[0].seq_id == "s"
 
 
-async def test_one_step_in_flight_not_more() -> None:
+async def test_a_second_step_in_flight_is_refused() -> None:
     driver = Driver()
     driver.engine.submit(StepPlan(1, start=(new("s", 4, max_tokens=2),)))
     with pytest.raises(PlanError, match="in flight"):
@@ -198,7 +198,7 @@ async def test_submit_returns_at_once_and_collect_waits() -> None:
     assert (await collected).step_id == 1
 
 
-async def test_closing_forgets_everything() -> None:
+async def test_closing_frees_all_sequences() -> None:
     driver = Driver()
     await driver.start()
     driver.engine.close()

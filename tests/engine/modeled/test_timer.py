@@ -1,4 +1,4 @@
-"""Waits whose end moves, in virtual time."""
+"""Waits whose end is moved, in virtual time."""
 
 import asyncio
 
@@ -8,24 +8,24 @@ from engine.modeled.timer import LoopTimer
 from scheduler.virtual_time import run_virtual
 
 
-def test_a_wait_ends_when_it_was_said_and_when_it_was_said_last() -> None:
-    async def story() -> list[float]:
+def test_a_wait_ends_at_the_time_that_was_set_last() -> None:
+    async def scenario() -> list[float]:
         timer, ends = LoopTimer(), []
         for moves in ([], [2.0], [7.0], [7.0, 3.0]):
             started = timer.now()
             waiting = asyncio.create_task(timer.wait_until(started + 5))
             await asyncio.sleep(1)
-            for behind in moves:
-                timer.move(started + behind)
+            for end_s in moves:
+                timer.move(started + end_s)
             await waiting
             ends.append(timer.now() - started)
         return ends
 
-    assert run_virtual(story()) == pytest.approx([5, 2, 7, 3])
+    assert run_virtual(scenario()) == pytest.approx([5, 2, 7, 3])
 
 
-def test_an_end_in_the_past_is_now() -> None:
-    async def story() -> float:
+def test_an_end_in_the_past_ends_the_wait_at_once() -> None:
+    async def scenario() -> float:
         timer = LoopTimer()
         waiting = asyncio.create_task(timer.wait_until(9))
         await asyncio.sleep(4)
@@ -33,11 +33,11 @@ def test_an_end_in_the_past_is_now() -> None:
         await waiting
         return timer.now()
 
-    assert run_virtual(story()) == pytest.approx(4, abs=1e-4)
+    assert run_virtual(scenario()) == pytest.approx(4, abs=1e-4)
 
 
-def test_moving_a_wait_that_nobody_waits_does_nothing() -> None:
-    async def story() -> float:
+def test_moving_without_a_wait_does_nothing() -> None:
+    async def scenario() -> float:
         timer = LoopTimer()
         timer.move(100)
         await timer.wait_until(2)
@@ -45,27 +45,27 @@ def test_moving_a_wait_that_nobody_waits_does_nothing() -> None:
         await timer.wait_until(3)
         return timer.now()
 
-    assert run_virtual(story()) == pytest.approx(3)
+    assert run_virtual(scenario()) == pytest.approx(3)
 
 
-def test_a_cancelled_wait_may_be_taken_up_again() -> None:
-    async def story() -> float:
+def test_a_cancelled_wait_can_be_repeated() -> None:
+    async def scenario() -> float:
         timer = LoopTimer()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(timer.wait_until(5), 1)
         await timer.wait_until(5)
         return timer.now()
 
-    assert run_virtual(story()) == pytest.approx(5)
+    assert run_virtual(scenario()) == pytest.approx(5)
 
 
-def test_one_waits_at_a_time() -> None:
-    async def story() -> None:
+def test_a_second_wait_at_a_time_is_refused() -> None:
+    async def scenario() -> None:
         timer = LoopTimer()
         waiting = asyncio.create_task(timer.wait_until(5))
         await asyncio.sleep(1)
-        with pytest.raises(RuntimeError, match="waits already"):
+        with pytest.raises(RuntimeError, match="going on already"):
             await timer.wait_until(2)
         await waiting
 
-    run_virtual(story())
+    run_virtual(scenario())

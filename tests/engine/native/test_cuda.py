@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 
 MAX_TOKENS = 16
 KV_BYTES = 1 << 21
-LEAST_AGREEMENT = 0.5  # of bf16 tokens with fp32's; tiny random models have many near ties
+MIN_AGREEMENT = 0.5  # share of bf16 tokens equal to fp32's; tiny random models have many near ties
 
 
 def make_prompts() -> dict[str, tuple[int, ...]]:
@@ -27,7 +27,7 @@ def make_prompts() -> dict[str, tuple[int, ...]]:
 
 @pytest.fixture
 def expected(request: pytest.FixtureRequest, model_directory: ModelDirectory) -> dict[str, tuple[int, ...]]:
-    """What `generate` answers in fp32 on the CPU."""
+    """The tokens of `generate` in fp32 on the CPU."""
     model = model_directory(request.getfixturevalue("name"))[1]
     return {seq_id: tuple(generate(model, prompt, MAX_TOKENS)) for seq_id, prompt in make_prompts().items()}
 
@@ -57,11 +57,11 @@ def test_bfloat16_mostly_agrees(name: str, make_engine: MakeEngine, expected: di
     pairs = [(a, b) for seq_id, d in driven.items() for a, b in zip(d.output, expected[seq_id], strict=True)]
     agreement = sum(a == b for a, b in pairs) / len(pairs)
     print(f"{name}: bf16 agrees with fp32 in {agreement:.0%} of {len(pairs)} tokens")
-    assert agreement >= LEAST_AGREEMENT
+    assert agreement >= MIN_AGREEMENT
 
 
 def test_a_burst_beyond_any_captured_batch_size(make_engine: MakeEngine, model_directory: ModelDirectory) -> None:
-    """Every number of sequences from many to one, as they end one after another."""
+    """Sequences end one after another, so that steps of every size from 40 to 1 are run."""
     engine = make_engine("llama", device="cuda", kv_cache_bytes=KV_BYTES, max_num_seqs=40)
     prompts = {f"s{i}": (1 + i % 50, 2, 3) for i in range(40)}
     news = [make_new(seq_id, prompt, max_tokens=1 + i % 20) for i, (seq_id, prompt) in enumerate(prompts.items())]

@@ -24,7 +24,7 @@ def make_prompts(rng: random.Random, count: int = 5) -> dict[str, tuple[int, ...
 
 @pytest.fixture(scope="module")
 def expected(model_directory: ModelDirectory) -> dict[str, dict[str, tuple[int, ...]]]:
-    """What `generate` answers, by model and sequence."""
+    """The tokens of `generate`, by model and sequence."""
     prompts = make_prompts(random.Random(3))
     return {
         name: {k: generate(model_directory(name)[1], p, MAX_TOKENS) for k, p in prompts.items()} for name in CONFIGS
@@ -44,7 +44,7 @@ SCHEDULES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "chunk": random_chunks(rng, 11),
         "preempt": random_preemption(rng, 0.15, PreemptionMode.RECOMPUTE),
     },
-    "both": lambda rng: {
+    "paused and recomputed": lambda rng: {
         "chunk": random_chunks(rng, 5),
         "preempt": random_preemption(rng, 0.2, PreemptionMode.PAUSE, PreemptionMode.RECOMPUTE),
         "arrivals_a_step": 2,
@@ -63,15 +63,15 @@ def test_greedy_tokens_are_those_of_generate(
     assert {k: tuple(d.output) for k, d in driven.items()} == expected[name]
 
 
-def test_the_models_say_something(expected: dict[str, dict[str, tuple[int, ...]]]) -> None:
+def test_the_models_do_not_repeat_one_token(expected: dict[str, dict[str, tuple[int, ...]]]) -> None:
     """Guards the tests above: a model that repeats one token would pass with any attention."""
     for name, outputs in expected.items():
         assert len(set(sum(outputs.values(), ()))) > 5, name
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_way_to_build_a_model_gives_the_tokens_of_generate(name: str, tmp_path: Path) -> None:
-    """One schedule with everything in it: chunks, decodes, arrivals and both ways to be preempted."""
+def test_every_architecture_gives_the_tokens_of_generate(name: str, tmp_path: Path) -> None:
+    """One schedule with prefill chunks, decodes, arrivals, and two ways of preemption."""
     model = save_model(tmp_path, ARCHITECTURES[name]())
     engine = build_torch_engine(
         EngineConfig(str(tmp_path), dtype="float32", device="cpu", block_size=4, max_num_seqs=16)
@@ -87,8 +87,8 @@ def test_every_way_to_build_a_model_gives_the_tokens_of_generate(name: str, tmp_
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_way_to_build_a_model_mostly_agrees_in_bfloat16(name: str, tmp_path: Path) -> None:
-    """What is done for speed in bfloat16 only must also hold for every one of them; the first tokens are compared."""
+def test_every_architecture_mostly_agrees_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """Optimizations for bfloat16 only must hold for every architecture, too; the first tokens are compared."""
     model = save_model(tmp_path, ARCHITECTURES[name]())
     engine = build_torch_engine(
         EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu", block_size=4, max_num_seqs=16)
@@ -102,7 +102,7 @@ def test_every_way_to_build_a_model_mostly_agrees_in_bfloat16(name: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_groups_of_very_different_length(
+def test_decode_groups_of_very_different_contexts(
     name: str, make_engine: MakeEngine, model_directory: ModelDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decodes split into several groups, in an order that is not the plan's."""
@@ -115,7 +115,7 @@ def test_groups_of_very_different_length(
         assert tuple(driven[str(i)].output) == generate(model_directory(name)[1], prompt, 8)
 
 
-def test_sampling_is_the_same_preempted_or_not_and_in_any_company(make_engine: MakeEngine) -> None:
+def test_sampling_is_the_same_with_preemption_and_in_any_batch(make_engine: MakeEngine) -> None:
     rng = random.Random(2)
     news = [
         make_new(k, p, max_tokens=MAX_TOKENS, temperature=t, top_p=top_p, top_k=top_k, seed=seed)
@@ -135,7 +135,7 @@ def test_sampling_is_the_same_preempted_or_not_and_in_any_company(make_engine: M
 
 
 def test_bfloat16_mostly_agrees_with_fp32(make_engine: MakeEngine, model_directory: ModelDirectory) -> None:
-    """Rounding may turn a near tie, and every token after it; the first tokens are compared."""
+    """Rounding may decide a near tie otherwise, and change every token after it; the first tokens are compared."""
     prompts = make_prompts(random.Random(4), count=12)
     news = [make_new(k, p, max_tokens=1) for k, p in prompts.items()]
     driven = drive(make_engine(dtype="bfloat16"), news)

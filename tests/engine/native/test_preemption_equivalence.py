@@ -1,5 +1,5 @@
-"""Sequences that share their beginnings, arrive at different steps and are preempted in every way at random steps give
-the tokens of `generate`, in fp32."""
+"""Preemption and the prefix cache change no token: sequences that share their beginnings, arrive at different steps and
+are preempted in every way at random steps give the tokens of `generate` in fp32."""
 
 import random
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Prompts = dict[str, tuple[int, ...]]
 
 
 def family(seed: int, count: int = 7) -> Prompts:
-    """Prompts that part from a common one after 0 to 24 tokens, and one that is all of it, twice."""
+    """Return prompts that begin with 0 to 24 tokens of a common one, and the common one twice."""
     rng = random.Random(seed)
     trunk = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(24))
     prompts = {"trunk": trunk, "again": trunk}
@@ -41,7 +41,7 @@ def expected(model_directory: ModelDirectory) -> dict[str, Prompts]:
 
 
 def watch(engine: TorchEngine) -> Callable[[StepResult], None]:
-    """Law 2 after every step."""
+    """Return a check that blocks are conserved after every step (law 2)."""
 
     def check(result: StepResult) -> None:
         assert result.free_blocks + engine.num_used_blocks == engine.info.num_blocks
@@ -66,7 +66,7 @@ def test_greedy_tokens_are_those_of_generate(
     assert (engine.num_used_blocks, engine.num_used_swap_blocks) == (0, 0)
 
 
-def test_seeded_tokens_are_those_of_an_undisturbed_run_without_a_cache(make_engine: MakeEngine) -> None:
+def test_seeded_tokens_are_those_without_preemption_and_without_a_cache(make_engine: MakeEngine) -> None:
     options: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.9},
@@ -95,7 +95,7 @@ def test_seeded_tokens_are_those_of_an_undisturbed_run_without_a_cache(make_engi
 
 @pytest.fixture
 def count_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[TorchEngine], list[int]]:
-    """The number of tokens in each forward pass from now on."""
+    """Record the number of tokens in each forward pass of an engine."""
 
     def watch_passes(engine: TorchEngine) -> list[int]:
         rows: list[int] = []
@@ -125,18 +125,18 @@ def test_a_hit_skips_work_and_changes_no_token(
     assert (second.num_cached, rows) == (28, [2] + [1] * 7), "seven full blocks are not computed again"
     assert second.output == first.output
     third = drive(engine, [make_new("third", [*prompt, *first.output[:5]], max_tokens=3)])["third"]
-    assert third.num_cached == 32, "a conversation goes on behind what was generated, too"
+    assert third.num_cached == 32, "generated tokens are cached, too"
     assert third.output == first.output[5:8]
 
 
-def test_strangers_never_hit(make_engine: MakeEngine) -> None:
+def test_other_salts_never_hit(make_engine: MakeEngine) -> None:
     engine = make_engine()
     prompt = tuple(range(1, 31))
     drive(engine, [make_new("mine", prompt, cache_salt="mine")])
-    theirs = drive(engine, [make_new("theirs", prompt, cache_salt="theirs")])["theirs"]
-    nobodys = drive(engine, [make_new("nobody's", prompt)])["nobody's"]
+    other = drive(engine, [make_new("other", prompt, cache_salt="other")])["other"]
+    unsalted = drive(engine, [make_new("unsalted", prompt)])["unsalted"]
     again = drive(engine, [make_new("again", prompt, cache_salt="mine")])["again"]
-    assert (theirs.num_cached, nobodys.num_cached, again.num_cached) == (0, 0, 28)
+    assert (other.num_cached, unsalted.num_cached, again.num_cached) == (0, 0, 28)
 
 
 def test_the_cache_can_be_turned_off(make_engine: MakeEngine) -> None:
@@ -145,7 +145,7 @@ def test_the_cache_can_be_turned_off(make_engine: MakeEngine) -> None:
         assert drive(engine, [make_new(name, range(1, 31))])[name].num_cached == 0
 
 
-def test_log_probabilities_of_a_prompt_are_computed_whole(make_engine: MakeEngine) -> None:
+def test_a_prompt_with_log_probabilities_takes_nothing_from_the_cache(make_engine: MakeEngine) -> None:
     engine = make_engine()
     drive(engine, [make_new("first", range(1, 31))])
     assert drive(engine, [make_new("echo", range(1, 31), prompt_logprobs=0)])["echo"].num_cached == 0

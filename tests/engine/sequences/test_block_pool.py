@@ -1,3 +1,5 @@
+"""The block pool: conservation, sharing, and the order in which blocks are allocated."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,33 +7,33 @@ from hypothesis import strategies as st
 from engine.sequences.block_pool import BlockPool
 
 
-@given(num_blocks=st.integers(0, 40), wishes=st.lists(st.integers(-40, 40), max_size=60))
-def test_blocks_are_conserved_and_never_given_to_two(num_blocks: int, wishes: list[int]) -> None:
-    """A positive wish allocates, a negative one frees that many of what is held."""
+@given(num_blocks=st.integers(0, 40), changes=st.lists(st.integers(-40, 40), max_size=60))
+def test_blocks_are_conserved_and_never_allocated_twice(num_blocks: int, changes: list[int]) -> None:
+    """A positive change allocates that many blocks, a negative one frees that many."""
     pool = BlockPool(num_blocks)
     held: list[int] = []
-    for wish in wishes:
-        if wish < 0:
-            returned, held = held[:-wish], held[-wish:]
+    for change in changes:
+        if change < 0:
+            returned, held = held[:-change], held[-change:]
             pool.free(returned, "a")
-        elif wish <= pool.num_free:
-            held += pool.allocate(wish, "a")
+        elif change <= pool.num_free:
+            held += pool.allocate(change, "a")
         else:
             with pytest.raises(MemoryError):
-                pool.allocate(wish, "a")
+                pool.allocate(change, "a")
         assert pool.num_free + pool.num_used == pool.num_blocks
         assert pool.num_used == len(held) == len(set(held))
         assert set(held) <= set(range(num_blocks))
 
 
-def test_the_block_freed_last_is_handed_out_first() -> None:
+def test_the_block_freed_last_is_allocated_first() -> None:
     pool = BlockPool(8)
     first = pool.allocate(3, "a")
     pool.free(reversed(first), "a")
     assert pool.allocate(3, "b") == first
 
 
-def test_a_block_is_not_freed_twice_nor_by_a_stranger() -> None:
+def test_a_block_is_freed_once_and_by_its_holder_only() -> None:
     pool = BlockPool(4)
     (block,) = pool.allocate(1, "a")
     with pytest.raises(ValueError, match="not held by b"):
@@ -42,7 +44,7 @@ def test_a_block_is_not_freed_twice_nor_by_a_stranger() -> None:
     assert pool.num_free == 4
 
 
-def test_a_pool_may_be_empty_but_not_less() -> None:
+def test_a_pool_may_have_no_blocks_but_not_fewer() -> None:
     assert BlockPool(0).num_free == 0
     with pytest.raises(ValueError, match="-1 blocks"):
         BlockPool(-1)
@@ -54,7 +56,7 @@ def cached_block(pool: BlockPool, holder: str, digest: bytes = b"d", retention: 
     return block
 
 
-def test_a_shared_block_counts_once_and_is_free_when_the_last_holder_has_left() -> None:
+def test_a_shared_block_counts_once_and_is_free_when_its_last_holder_releases_it() -> None:
     pool = BlockPool(4)
     block = cached_block(pool, "a")
     pool.share(block, "b")
@@ -67,10 +69,10 @@ def test_a_shared_block_counts_once_and_is_free_when_the_last_holder_has_left() 
             pool.free([block], holder)
     pool.free([block], "b")
     assert (pool.num_free, pool.num_used) == (4, 0)
-    assert pool.cache.find(b"d") == block, "free, and still to be found"
+    assert pool.cache.find(b"d") == block, "free, and still cached"
 
 
-def test_holders_learn_how_many_of_their_blocks_others_hold_too() -> None:
+def test_changes_in_the_number_of_shared_blocks_are_reported() -> None:
     pool = BlockPool(4)
     first, second = cached_block(pool, "a", b"1"), cached_block(pool, "a", b"2")
     assert pool.take_changes() == ()
@@ -84,7 +86,7 @@ def test_holders_learn_how_many_of_their_blocks_others_hold_too() -> None:
     assert pool.take_changes() == (("b", 0), ("c", 0))
 
 
-def test_what_becomes_free_depends_on_who_leaves_together() -> None:
+def test_a_shared_block_becomes_free_when_all_its_holders_release_it_together() -> None:
     pool = BlockPool(4)
     shared, own = cached_block(pool, "a"), pool.allocate(1, "a")
     pool.share(shared, "b")
@@ -93,10 +95,10 @@ def test_what_becomes_free_depends_on_who_leaves_together() -> None:
     assert pool.num_freed_by([[shared, *own], [shared]]) == 2
 
 
-def test_cached_blocks_are_handed_out_last() -> None:
+def test_cached_blocks_are_allocated_last() -> None:
     pool = BlockPool(3)
     block = cached_block(pool, "a")
     pool.free([block], "a")
     assert block not in pool.allocate(2, "b")
     assert pool.allocate(1, "c") == [block]
-    assert pool.cache.find(b"d") is None, "and then forgotten"
+    assert pool.cache.find(b"d") is None, "and then not cached any more"

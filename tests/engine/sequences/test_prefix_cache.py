@@ -1,4 +1,4 @@
-"""The cache by itself: digests, and what is evicted first."""
+"""The prefix cache: digests, and which block is evicted first."""
 
 from array import array
 
@@ -27,38 +27,38 @@ def test_digests_are_equal_where_salt_and_all_tokens_so_far_are(
         assert (a == b) == (one[0] == other[0] and one[1][:i] == other[1][:i])
 
 
-def resting(*blocks: tuple[int, int]) -> PrefixCache:
-    """A cache with idle blocks (block, retention), the first one least recently used."""
+def idle_cache(*blocks: tuple[int, int]) -> PrefixCache:
+    """Return a cache of idle blocks (block, retention); the first one is the least recently used."""
     cache = PrefixCache()
     for block, retention in blocks:
         cache.add(block, b"%d" % block, retention)
-        cache.rest(block)
+        cache.mark_idle(block)
     return cache
 
 
-def test_the_lowest_retention_goes_first_then_the_least_recently_used() -> None:
-    cache = resting((1, 100), (2, 10), (3, 0), (4, 10), (5, 0))
+def test_the_lowest_retention_is_evicted_first_then_the_least_recently_used() -> None:
+    cache = idle_cache((1, 100), (2, 10), (3, 0), (4, 10), (5, 0))
     assert [cache.evict() for _ in range(5)] == [3, 5, 2, 4, 1]
     assert (len(cache), cache.num_idle) == (0, 0)
 
 
 def test_use_makes_a_block_recent() -> None:
-    cache = resting((1, 0), (2, 0))
-    cache.wake(1)
-    cache.rest(1)
+    cache = idle_cache((1, 0), (2, 0))
+    cache.mark_in_use(1)
+    cache.mark_idle(1)
     assert cache.evict() == 2
 
 
-def test_a_hit_of_higher_retention_raises_the_blocks_and_a_lower_one_does_not_lower_it() -> None:
-    cache = resting((1, 0), (2, 50))
-    cache.wake(1)
+def test_a_hit_raises_a_blocks_retention_and_never_lowers_it() -> None:
+    cache = idle_cache((1, 0), (2, 50))
+    cache.mark_in_use(1)
     cache.raise_retention(1, 100)
     cache.raise_retention(1, 10)
-    cache.rest(1)
+    cache.mark_idle(1)
     assert cache.evict() == 2
 
 
-def test_of_two_blocks_with_the_same_contents_the_first_stays() -> None:
+def test_the_first_of_two_blocks_with_equal_contents_stays() -> None:
     cache = PrefixCache()
     cache.add(1, b"same", 0)
     cache.add(2, b"same", 0)
@@ -68,7 +68,7 @@ def test_of_two_blocks_with_the_same_contents_the_first_stays() -> None:
     assert cache.find(b"same") == 1
 
 
-def test_what_is_forgotten_is_not_found() -> None:
+def test_a_forgotten_block_is_not_found() -> None:
     cache = PrefixCache()
     cache.add(1, b"broken", 0)
     cache.forget(1)

@@ -1,8 +1,8 @@
-"""The table's books against a memory that remembers what was written where.
+"""The sequence table against a reference memory.
 
-The reference writes, for each computed token, everything that its keys and values depend on (salt and all tokens up to
-it) into the slot that the block table names, follows the copies of swaps, and reads the whole context back before each
-chunk: a block shared with a stranger, freed too early, or not copied would show.
+For each computed token the reference writes everything that its keys and values depend on (the salt and all tokens up
+to it) into the slot that the block table names. It follows the copies of swaps, and reads the whole context back before
+each chunk. A block that is shared across salts, freed too early or not copied would show.
 """
 
 import random
@@ -45,7 +45,7 @@ def make_info(num_blocks: int, num_swap_blocks: int = 12) -> EngineInfo:
 
 
 class Reference:
-    """A table, driven at random, beside memory that can be looked at."""
+    """A table that executes random plans, and the contents of its blocks."""
 
     def __init__(self, rng: random.Random, num_blocks: int) -> None:
         self.rng = rng
@@ -54,10 +54,10 @@ class Reference:
         self.device: list[list[Slot]] = [[None] * SIZE for _ in range(num_blocks)]
         self.host: list[list[Slot]] = [[None] * SIZE for _ in range(self.info.num_swap_blocks)]
         self.salts: dict[str, str] = {}
-        self.shared: dict[str, int] = {}  # as reported
+        self.shared: dict[str, int] = {}  # shared blocks by sequence, as reported
         self.num_hits = 0
         self.num_refused = 0
-        self.num_left = 0
+        self.num_evicted = 0
         self._count = 0
 
     @property
@@ -66,11 +66,11 @@ class Reference:
 
     def step(self) -> None:
         rng, plan = self.rng, self._random_plan()
-        before = self._engine_state()
+        before = self._snapshot()
         try:
             self.table.check(plan)
         except PlanError:
-            assert self._engine_state() == before
+            assert self._snapshot() == before
             self.num_refused += 1
             return
         self.salts.update({new.seq_id: new.cache_salt for new in plan.start})
@@ -82,15 +82,15 @@ class Reference:
         assert [c.sequence.seq_id for c in chunks] == [r.seq_id for r in plan.run]
         for chunk, run in zip(chunks, plan.run, strict=True):
             assert 1 <= chunk.num_tokens <= run.num_tokens
-        leaving = [chunk for chunk in chunks if rng.random() < 0.15]
+        evicted = [chunk for chunk in chunks if rng.random() < 0.15]
         for chunk in chunks:
-            self._compute(chunk, is_leaving=chunk in leaving)
+            self._compute(chunk, is_evicted=chunk in evicted)
         for chunk in chunks:
-            if chunk in leaving:
-                self._leave(chunk)
+            if chunk in evicted:
+                self._evict(chunk)
             else:
                 self._advance(chunk)
-        self._check_books()
+        self._check_blocks()
 
     def _random_plan(self) -> StepPlan:
         rng, alive = self.rng, self.alive
@@ -111,7 +111,8 @@ class Reference:
         return StepPlan(0, tuple(aborted), preempts, tuple(resumed), tuple(started), tuple(runs))
 
     def _new(self) -> NewSequence:
-        """Prompts begin alike; a few ask for what nothing may be taken from the cache for."""
+        """Make a sequence whose prompt begins like others. One in four asks for log probabilities of the prompt, for
+        which nothing may be taken from the cache."""
         self._count += 1
         rng = self.rng
         head = [1] * rng.randint(0, 20)
@@ -119,7 +120,7 @@ class Reference:
         sampling = SamplingParams(max_tokens=rng.randint(1, 9), prompt_logprobs=rng.choice((None, None, None, 0)))
         return NewSequence(str(self._count), (*head, *tail), sampling, rng.choice("xy"), rng.randint(0, 2))
 
-    def _compute(self, chunk: Chunk, is_leaving: bool) -> None:
+    def _compute(self, chunk: Chunk, is_evicted: bool) -> None:
         sequence = chunk.sequence
         salt = self.salts[sequence.seq_id]
         self.num_hits += chunk.num_cached > 0
@@ -130,7 +131,7 @@ class Reference:
             if position < chunk.start:
                 assert self.device[sequence.block_table[block]][slot] == contents
             else:
-                self.device[sequence.block_table[block]][slot] = None if is_leaving else contents
+                self.device[sequence.block_table[block]][slot] = None if is_evicted else contents
 
     def _advance(self, chunk: Chunk) -> None:
         if self.rng.random() < 0.03:
@@ -138,21 +139,21 @@ class Reference:
         else:
             self.table.advance(chunk, self.rng.randint(4, 5) if chunk.samples else None)
 
-    def _leave(self, chunk: Chunk) -> None:
-        """It has written some of its keys and values, and some not: nobody may read any of them."""
-        self.num_left += 1
+    def _evict(self, chunk: Chunk) -> None:
+        """The evicted chunk may have written some of its keys and values: nothing may read them."""
+        self.num_evicted += 1
         known = len(chunk.sequence.token_ids)
-        self.table.leave(chunk)
+        self.table.evict_from_step(chunk)
         assert (chunk.sequence.num_computed_tokens, len(chunk.sequence.token_ids)) == (chunk.start, known)
 
     def _fail(self, chunk: Chunk) -> None:
-        """Its KV is broken: from now on nobody may find it, though whoever shares it may go on."""
+        """The KV is broken: no sequence may find it any more; sequences that share it may go on."""
         blocks = list(chunk.sequence.block_table)
-        self.table.discard(chunk.sequence.seq_id)
+        self.table.free_broken(chunk.sequence.seq_id)
         assert not any(block in self.table.pool.cache for block in blocks)
 
-    def _check_books(self) -> None:
-        """Law 2, of both pools, and that what is told about sharing is so."""
+    def _check_blocks(self) -> None:
+        """Check that both pools conserve blocks, and that the reported numbers of shared blocks are right."""
         sequences = [self.table[s] for s in self.alive]
         for pool, tables in (
             (self.table.pool, [list(s.block_table) for s in sequences]),
@@ -168,7 +169,7 @@ class Reference:
             on_device = s.status in (SequenceStatus.ACTIVE, SequenceStatus.PAUSED)
             assert len(s.block_table) == (blocks_for(s.num_computed_tokens, SIZE) if on_device else 0)
 
-    def _engine_state(self) -> object:
+    def _snapshot(self) -> object:
         states = [(s, self.table[s].status, list(self.table[s].block_table)) for s in self.alive]
         return states, self.table.pool.num_free, self.table.swap_pool.num_free, len(self.table.pool.cache)
 
@@ -182,19 +183,19 @@ def test_every_sequence_reads_what_was_computed_for_its_own_tokens(seed: int, nu
 
 
 def test_the_reference_sees_hits_and_refusals() -> None:
-    """Guards the test above: its plans do what it is there for."""
+    """Guards the test above: its random plans hit the cache, are refused, and evict."""
     reference = Reference(random.Random(1), 16)
     for _ in range(200):
         reference.step()
     assert reference.num_hits > 20
     assert reference.num_refused > 5
-    assert reference.num_left > 20
+    assert reference.num_evicted > 20
 
 
 # -- the prefix cache, step by step ------------------------------------------------------------------------------------
 
 
-class Driven:
+class Driver:
     def __init__(self, num_blocks: int = 20) -> None:
         self.table = SequenceTable(make_info(num_blocks), prefix_cache=True)
 
@@ -212,57 +213,59 @@ class Driven:
 
 
 @pytest.mark.parametrize(("prompt", "cached"), [(3, 0), (4, 0), (5, 4), (12, 8), (13, 12), (20, 12)])
-def test_full_blocks_are_found_and_a_token_is_always_left_to_compute(prompt: int, cached: int) -> None:
-    driven = Driven()
-    driven.start("first", 15)
-    chunk = driven.start("second", prompt)
+def test_full_blocks_are_found_and_one_token_at_least_is_computed(prompt: int, cached: int) -> None:
+    driver = Driver()
+    driver.start("first", 15)
+    chunk = driver.start("second", prompt)
     assert (chunk.num_cached, chunk.start, chunk.num_tokens) == (cached, cached, prompt - cached)
 
 
 def test_other_salts_find_nothing() -> None:
-    driven = Driven()
-    driven.start("first", 15, cache_salt="one")
-    assert driven.start("other", 15, cache_salt="two").num_cached == 0
-    assert driven.start("same", 15, cache_salt="one").num_cached == 12
+    driver = Driver()
+    driver.start("first", 15, cache_salt="one")
+    assert driver.start("other", 15, cache_salt="two").num_cached == 0
+    assert driver.start("same", 15, cache_salt="one").num_cached == 12
 
 
-def test_blocks_are_found_only_when_they_are_computed() -> None:
-    driven = Driven()
+def test_blocks_are_found_only_after_they_are_computed() -> None:
+    driver = Driver()
     new = [NewSequence(s, (1,) * 9, SamplingParams(max_tokens=2)) for s in "ab"]
     together = StepPlan(0, start=tuple(new), run=(Run("a", 9), Run("b", 9)))
-    assert [c.num_cached for c in driven.table.begin(together)] == [0, 0]
+    assert [c.num_cached for c in driver.table.begin(together)] == [0, 0]
 
 
-def test_recomputing_takes_back_what_is_still_there() -> None:
-    driven = Driven()
-    driven.start("s", 10)
+def test_a_recomputed_sequence_takes_blocks_that_are_still_cached() -> None:
+    driver = Driver()
+    driver.start("s", 10)
     for _ in range(3):
-        driven.run("s", 1)
-    driven.table.begin(StepPlan(0, preempt=(Preempt("s", RECOMPUTE),)))
-    chunk = driven.run("s", 14, resume=("s",))
-    assert (chunk.num_cached, chunk.num_tokens) == (12, 2), "the output's blocks, too"
+        driver.run("s", 1)
+    driver.table.begin(StepPlan(0, preempt=(Preempt("s", RECOMPUTE),)))
+    chunk = driver.run("s", 14, resume=("s",))
+    assert (chunk.num_cached, chunk.num_tokens) == (12, 2), "blocks of the output are cached, too"
 
 
-def test_a_first_chunk_takes_no_more_than_leaves_the_plan_its_blocks() -> None:
-    """10 blocks: 8 of them cached and idle, and a neighbour that needs all but one."""
-    driven = Driven(num_blocks=10)
-    driven.start("gone", 33)
-    driven.table.begin(StepPlan(0, abort=("gone",)))
+def test_a_first_chunk_takes_cached_blocks_only_if_the_plan_keeps_its_own() -> None:
+    """The pool has 10 blocks: 8 are cached and idle, and the other run of the plan needs 8."""
+    driver = Driver(num_blocks=10)
+    driver.start("gone", 33)
+    driver.table.begin(StepPlan(0, abort=("gone",)))
     long = NewSequence("long", (1,) * 39, SamplingParams(max_tokens=1))
     other = NewSequence("other", (2,) * 30, SamplingParams(max_tokens=1))
     plan = StepPlan(0, start=(long, other), run=(Run("long", 8), Run("other", 30)))
-    driven.table.check(plan)
-    first, second = driven.table.begin(plan)
+    driver.table.check(plan)
+    first, second = driver.table.begin(plan)
     assert (first.num_cached, second.num_tokens) == (0, 30)
-    assert driven.table.pool.num_free == 0
+    assert driver.table.pool.num_free == 0
 
 
-def test_higher_retention_outlives_lower() -> None:
-    driven = Driven(num_blocks=8)
+def test_blocks_of_higher_retention_stay_cached_longer() -> None:
+    driver = Driver(num_blocks=8)
     for seq_id, salt, retention in (("high", "h", 9), ("low", "l", 0)):
-        driven.start(seq_id, 15, cache_salt=salt, retention=retention)
-        driven.table.begin(StepPlan(0, abort=(seq_id,)))
-    driven.start("newer", 19, cache_salt="n")  # in two blocks that were never cached, and three of the lower
-    driven.table.begin(StepPlan(0, abort=("newer",)))
-    assert driven.start("low again", 9, cache_salt="l").num_cached == 0
-    assert driven.start("high again", 15, cache_salt="h").num_cached == 12
+        driver.start(seq_id, 15, cache_salt=salt, retention=retention)
+        driver.table.begin(StepPlan(0, abort=(seq_id,)))
+    driver.start(
+        "newer", 19, cache_salt="n"
+    )  # takes two blocks that were never cached, and three of the lower retention
+    driver.table.begin(StepPlan(0, abort=("newer",)))
+    assert driver.start("low again", 9, cache_salt="l").num_cached == 0
+    assert driver.start("high again", 15, cache_salt="h").num_cached == 12

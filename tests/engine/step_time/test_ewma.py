@@ -1,4 +1,4 @@
-"""Ewma: where it starts, how it moves, and that a sample may weigh otherwise."""
+"""The moving average: where it starts, how it moves, and samples of another weight."""
 
 import pytest
 

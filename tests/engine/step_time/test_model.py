@@ -1,4 +1,4 @@
-"""The step-time model: what it learns, from what, and what must not disturb it."""
+"""The step-time model: what it learns from steps, and what must not disturb it."""
 
 import random
 from collections.abc import Callable
@@ -7,14 +7,15 @@ import pytest
 
 from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan
 from engine.modeled.engine import ModeledEngine
-from engine.step_time.model import StepCost, StepTimeModel, StepWork
+from engine.step_time.cost import StepCost, StepWork
+from engine.step_time.model import StepTimeModel
 
 TRUTH = StepCost(step_s=0.02, prefill_token_s=0.0004, attend_s=1e-7, context_token_s=1e-6, decode_s=0.0006)
 MAX_LEN = 100_000
 
 
 def make_work(*runs: tuple[int, int]) -> StepWork:
-    """Of runs as (tokens, context)."""
+    """Return the work of runs given as (tokens, context)."""
     work = StepWork()
     for num_tokens, context in runs:
         work.add(num_tokens, context)
@@ -48,14 +49,14 @@ def teach(
 
 
 def error(model: StepTimeModel, truth: StepCost, mix: Mix = mixed) -> float:
-    """Mean of |predicted ÷ true − 1| on fresh steps."""
+    """Return the mean of |predicted ÷ true − 1| on new steps."""
     rng = random.Random(99)
     steps = [mix(rng) for _ in range(200)]
     return sum(abs(model.predict(make_work(*r)) / duration(truth, *r) - 1) for r in steps) / len(steps)
 
 
 async def test_it_learns_the_modeled_engine_from_its_steps() -> None:
-    """Through the interface: nothing but plans and results."""
+    """The model sees plans and results only."""
 
     async def no_time(seconds: float) -> None:
         pass
@@ -103,17 +104,17 @@ def test_it_follows_a_drift() -> None:
         assert error(model, drifted) < 0.05
 
 
-def test_steps_that_look_alike_for_long_neither_blow_it_up_nor_make_it_forget() -> None:
+def test_many_equal_steps_keep_it_stable_and_forget_nothing() -> None:
     model = StepTimeModel()
     teach(model, TRUTH, 500)
     before = error(model, TRUTH)
     teach(model, TRUTH, 5_000, decodes_only)
     assert error(model, TRUTH, decodes_only) < 0.02
-    assert error(model, TRUTH) < before + 0.10, "what a prefill costs was not forgotten"
+    assert error(model, TRUTH) < before + 0.10, "the cost of a prefill is still known"
 
 
-def test_a_kind_of_work_much_slower_than_believed_is_learned_and_not_taken_for_outliers() -> None:
-    """Warm from decodes only, on an engine whose prefill is 15 times slower than the prior."""
+def test_work_much_slower_than_expected_is_learned_and_not_dropped_as_outliers() -> None:
+    """The model has seen decodes only; the engine's prefill is 15 times slower than the prior."""
     slow = StepCost(step_s=0.02, prefill_token_s=0.003, attend_s=0.0, context_token_s=0.0, decode_s=0.0002)
     model = StepTimeModel()
     teach(model, slow, 100, decodes_only)
@@ -125,7 +126,7 @@ def test_a_kind_of_work_much_slower_than_believed_is_learned_and_not_taken_for_o
     assert error(model, slow, both) < 0.10
 
 
-def test_a_page_fault_does_not_move_it() -> None:
+def test_a_single_long_step_changes_nothing() -> None:
     model = StepTimeModel()
     teach(model, TRUTH, 500)
     before = model.predict(make_work((1, 300)))
@@ -141,7 +142,7 @@ def test_no_coefficient_is_ever_negative() -> None:
         assert min(getattr(model.cost(), k) for k in TRUTH.__dataclass_fields__) >= 0
 
 
-def test_the_cost_carries_a_safety_factor_for_noise_within_bounds() -> None:
+def test_the_cost_has_a_bounded_safety_factor_for_noise() -> None:
     calm, noisy = StepTimeModel(), StepTimeModel()
     teach(calm, TRUTH, 600, noise=0.0)
     teach(noisy, TRUTH, 600, noise=0.2)
@@ -150,42 +151,34 @@ def test_the_cost_carries_a_safety_factor_for_noise_within_bounds() -> None:
     assert 1.15 < duration(noisy.cost(), *work) / noisy.predict(make_work(*work)) <= 2.0
 
 
-def test_before_any_step_the_prior_is_believed() -> None:
+def test_before_any_step_the_prior_holds() -> None:
     model = StepTimeModel(TRUTH)
     for name in TRUTH.__dataclass_fields__:
         assert getattr(model.cost(), name) == pytest.approx(getattr(TRUTH, name))
     assert model.mean_absolute_error == 0.0
 
 
-def test_a_chunk_attends_to_its_context_and_to_half_of_itself() -> None:
-    cost = StepCost(step_s=0, prefill_token_s=1, attend_s=1, context_token_s=1, decode_s=1)
-    assert cost.prefill(10, context=100) == 10 + 10 * (100 + 5)
-    assert cost.run(1, 100) == cost.decode(100) == 101
-    whole, parts = cost.attend_s * 20 * 10, sum(10 * (c + 5) for c in (0, 10))
-    assert whole == parts, "cutting a prefill changes nothing about what it attends to"
-
-
 # -- decode-only and mixed steps -------------------------------------------------------------------------------------
 
-OF_MIXED = StepCost(step_s=0.03, prefill_token_s=0.0005, attend_s=1e-7, context_token_s=2e-6, decode_s=0.0012)
+MIXED_TRUTH = StepCost(step_s=0.03, prefill_token_s=0.0005, attend_s=1e-7, context_token_s=2e-6, decode_s=0.0012)
 
 
 def either(rng: random.Random) -> list[tuple[int, int]]:
-    """As often decodes only as not, in any number and with any context."""
+    """Draw decode-only and mixed steps equally often, of any size and with any context."""
     decodes = [(1, rng.randint(10, 2000)) for _ in range(rng.randint(1, 60))]
     return decodes if rng.random() < 0.5 else [*decodes, (rng.randint(16, 400), rng.randint(0, 900))]
 
 
-def of_its_kind(*runs: tuple[int, int]) -> float:
-    """What a step takes on an engine whose decodes cost more beside a prefill."""
-    return duration(OF_MIXED if any(n > 1 for n, _ in runs) else TRUTH, *runs)
+def true_duration(*runs: tuple[int, int]) -> float:
+    """Return the seconds of a step on an engine whose decodes cost more beside a prefill."""
+    return duration(MIXED_TRUTH if any(n > 1 for n, _ in runs) else TRUTH, *runs)
 
 
 def taught_both(steps: int, noise: float = 0.03) -> StepTimeModel:
     model, rng = StepTimeModel(), random.Random(5)
     for _ in range(steps):
         runs = either(rng)
-        model.observe(make_work(*runs), of_its_kind(*runs) * rng.gauss(1.0, noise))
+        model.observe(make_work(*runs), true_duration(*runs) * rng.gauss(1.0, noise))
     return model
 
 
@@ -193,29 +186,29 @@ def test_each_kind_of_step_has_coefficients_of_its_own() -> None:
     model = taught_both(800)
     rng = random.Random(6)
     steps = [either(rng) for _ in range(200)]
-    errors = [abs(model.predict(make_work(*runs)) / of_its_kind(*runs) - 1) for runs in steps]
+    errors = [abs(model.predict(make_work(*runs)) / true_duration(*runs) - 1) for runs in steps]
     assert sum(errors) / len(errors) < 0.04, "one set for both is 13 % wrong"
-    for cost, truth in ((model.cost(mixed=False), TRUTH), (model.cost(mixed=True), OF_MIXED)):
+    for cost, truth in ((model.cost(mixed=False), TRUTH), (model.cost(mixed=True), MIXED_TRUTH)):
         for name in ("step_s", "context_token_s", "decode_s"):
             assert getattr(cost, name) == pytest.approx(getattr(truth, name), rel=0.25)
 
 
-def test_a_kind_that_was_never_seen_is_believed_to_be_like_the_other() -> None:
+def test_a_kind_that_was_never_seen_is_predicted_like_the_other() -> None:
     model = StepTimeModel()
     teach(model, TRUTH, 300, lambda rng: [(1, rng.randint(10, 900)) for _ in range(rng.randint(1, 60))])
-    beside = [*[(1, 300)] * 40, (16, 0)]
-    assert model.predict(make_work(*beside)) == pytest.approx(duration(TRUTH, *beside), rel=0.15)
+    mixed_step = [*[(1, 300)] * 40, (16, 0)]
+    assert model.predict(make_work(*mixed_step)) == pytest.approx(duration(TRUTH, *mixed_step), rel=0.15)
 
 
-def test_what_a_prefill_costs_is_known_in_either_set() -> None:
-    """A plan begins as decodes only, and asks what a chunk would add."""
+def test_both_kinds_know_the_cost_of_a_prefill() -> None:
+    """A plan starts with decodes only, and asks what a prefill chunk would add."""
     model = taught_both(800, noise=0.0)
     decodes = [(1, 300)] * 30
-    added_s = duration(OF_MIXED, *decodes, (200, 100)) - duration(TRUTH, *decodes)
+    added_s = duration(MIXED_TRUTH, *decodes, (200, 100)) - duration(TRUTH, *decodes)
     assert model.cost(mixed=False).prefill(200, 100) == pytest.approx(added_s, rel=0.1)
 
 
-# -- drift, outliers, steps that the line cannot explain -------------------------------------------------------------
+# -- drift, outliers, steps that the linear model does not fit -------------------------------------------------------
 
 
 def scaled(factor: float) -> StepCost:
@@ -230,7 +223,7 @@ def test_a_drift_of_the_whole_engine_is_followed_within_thirty_steps(factor: flo
     assert error(model, scaled(factor)) < 0.05
 
 
-def test_a_drift_seen_in_decodes_is_believed_of_prefills() -> None:
+def test_a_drift_seen_in_decodes_applies_to_prefills() -> None:
     model = StepTimeModel()
     teach(model, TRUTH, 500, noise=0.02)
     teach(model, scaled(1.3), 60, lambda rng: [(1, rng.randint(10, 900)) for _ in range(rng.randint(1, 60))])
@@ -238,7 +231,7 @@ def test_a_drift_seen_in_decodes_is_believed_of_prefills() -> None:
     assert model.predict(make_work(*prefill)) == pytest.approx(1.3 * duration(TRUTH, *prefill), rel=0.08)
 
 
-def test_one_slow_step_is_dropped_and_the_second_in_a_row_is_believed() -> None:
+def test_one_slow_step_is_dropped_and_a_second_in_a_row_is_learned() -> None:
     model, work = StepTimeModel(), make_work((1, 300), (1, 200))
     teach(model, TRUTH, 500, noise=0.0)
     before = model.predict(work)
@@ -246,30 +239,30 @@ def test_one_slow_step_is_dropped_and_the_second_in_a_row_is_believed() -> None:
     assert model.predict(work) == before
     model.observe(work, before)
     model.observe(work, 100 * before)
-    assert model.predict(work) == pytest.approx(before, rel=0.01), "the next slow one is alone again"
+    assert model.predict(work) == pytest.approx(before, rel=0.01), "a normal step lay between the two slow ones"
     for _ in range(60):
         model.observe(work, 10 * before)
     assert model.predict(work) == pytest.approx(10 * before, rel=0.1)
 
 
 def in_tiles(rng: random.Random) -> tuple[StepWork, float]:
-    """Decodes that are computed eight at a time."""
+    """Draw a step of decodes that are computed eight at a time, and its seconds."""
     count = rng.randint(1, 64)
     return make_work(*[(1, 100)] * count), 0.008 + 0.008 * -(-count // 8)
 
 
-def test_where_the_line_fits_poorly_the_table_takes_over() -> None:
+def test_where_the_linear_model_fits_poorly_it_is_corrected_by_rows() -> None:
     model, rng = StepTimeModel(), random.Random(8)
     for _ in range(3000):
         model.observe(*in_tiles(rng))
     fresh = [in_tiles(rng) for _ in range(300)]
     errors = [abs(model.predict(work) / seconds - 1) for work, seconds in fresh]
-    of_line = [abs(model.cost(mixed=False).of(work) / seconds - 1) for work, seconds in fresh]
-    assert sum(errors) < 0.6 * sum(of_line)
+    linear_errors = [abs(model.cost(mixed=False).of(work) / seconds - 1) for work, seconds in fresh]
+    assert sum(errors) < 0.6 * sum(linear_errors)
     assert sum(errors) / len(errors) < 0.04
 
 
-def test_the_safety_factor_covers_what_the_line_gets_wrong() -> None:
+def test_the_safety_factor_covers_the_errors_of_the_linear_model() -> None:
     model, rng = StepTimeModel(), random.Random(9)
     for _ in range(1000):
         model.observe(*in_tiles(rng))
@@ -278,8 +271,8 @@ def test_the_safety_factor_covers_what_the_line_gets_wrong() -> None:
     assert longer <= 0.08 * len(fresh)
 
 
-def test_no_step_is_shorter_than_the_floor() -> None:
-    """Up to eight decodes cost what one does."""
+def test_no_step_is_predicted_below_the_minimum() -> None:
+    """Up to eight decodes take as long as one."""
     model, rng = StepTimeModel(), random.Random(10)
     for _ in range(1500):
         count = rng.randint(1, 40)
@@ -288,10 +281,10 @@ def test_no_step_is_shorter_than_the_floor() -> None:
     assert model.cost(mixed=False).of(make_work((1, 10))) >= 0.009
 
 
-def test_steps_that_were_all_long_are_not_taken_for_the_floor() -> None:
+def test_the_minimum_is_not_taken_from_long_steps() -> None:
     model = StepTimeModel(TRUTH)
     teach(model, TRUTH, 400, lambda rng: [(1000, rng.randint(0, 2000))])
-    assert model.cost().floor_s < 0.2, "the shortest took 0.47"
+    assert model.cost().min_step_s < 0.2, "the shortest step took 0.47 s"
     assert model.predict(make_work((16, 0))) < 0.2
 
 
@@ -304,10 +297,10 @@ def test_more_work_never_costs_less() -> None:
         mixed = any(n > 1 for n, _ in runs)
         if mixed or more[0] == 1:
             cost = model.cost(mixed)
-            assert cost.of(make_work(*runs, more)) >= cost.of(make_work(*runs)) >= cost.floor_s
+            assert cost.of(make_work(*runs, more)) >= cost.of(make_work(*runs)) >= cost.min_step_s
 
 
-def test_the_error_is_that_of_predictions_made_before_the_steps_were_known() -> None:
+def test_the_reported_error_is_of_predictions_made_before_the_step() -> None:
     calm, slowing = StepTimeModel(), StepTimeModel()
     teach(calm, TRUTH, 500, noise=0.05)
     assert 0.02 < calm.mean_absolute_error < 0.06
@@ -315,17 +308,12 @@ def test_the_error_is_that_of_predictions_made_before_the_steps_were_known() -> 
     before = slowing.mean_absolute_error
     for step in range(60):
         teach(slowing, scaled(1.02**step), 1, noise=0.0, seed=step)
-    assert slowing.mean_absolute_error > before + 0.01, "always a little too short"
+    assert slowing.mean_absolute_error > before + 0.01, "every prediction is a little too short"
 
 
-def test_a_cost_is_made_once_between_two_steps() -> None:
+def test_a_cost_is_computed_once_between_two_steps() -> None:
     model = taught_both(100)
     assert model.cost() is model.cost()
     before = model.cost(mixed=False)
     model.observe(make_work((1, 50)), 0.02)
     assert model.cost(mixed=False) is not before
-
-
-def test_a_whole_step_is_the_sum_of_its_runs() -> None:
-    runs = [(1, 300), (1, 20), (64, 128)]
-    assert TRUTH.of(make_work(*runs)) == pytest.approx(duration(TRUTH, *runs))

@@ -1,4 +1,4 @@
-"""Least squares that forgets: what it finds, and what it does not lose."""
+"""Least squares with forgetting: what it learns, and what it must not forget."""
 
 import random
 
@@ -40,29 +40,29 @@ def test_a_coefficient_that_would_be_negative_is_zero_and_the_rest_is_solved_aga
 
 
 def test_short_steps_count_as_much_as_long_ones() -> None:
-    """Of a feature that the line cannot explain: the relative error is what is made small, not the absolute one."""
+    """The regression minimises the relative error, not the absolute one."""
     regression = StepRegression(np.array([1.0]))
     for seconds in [1.0, 4.0] * 50:
         regression.observe([1.0], seconds)
     assert regression.theta[0] < 2.0, "the mean is 2.5; 1.47 has the least relative error"
 
 
-def test_what_no_step_has_shown_is_taken_from_what_is_believed() -> None:
+def test_the_prior_holds_where_no_step_shows_anything() -> None:
     regression = StepRegression(np.array([0.1, 0.1]))
-    believed = np.array([0.5, 0.7])
+    prior = np.array([0.5, 0.7])
     for seconds in (0.2, 0.21, 0.19) * 20:
-        regression.observe([1.0, 0.0], seconds, pull_to=believed)
+        regression.observe([1.0, 0.0], seconds, prior=prior)
     assert regression.theta == pytest.approx([0.2, 0.7], rel=0.02)
 
 
-def test_steps_that_are_all_alike_keep_it_steady_and_well_conditioned() -> None:
-    """The recursive form's covariance would have grown by 0.995^-20000, beyond what a float holds."""
+def test_many_equal_steps_keep_it_stable_and_well_conditioned() -> None:
+    """The covariance of recursive least squares would have grown by 0.995^-20000, more than a float holds."""
     regression = taught(TRUE, steps(300))
     x = [1.0, 0.5, 0.5, 0.5]
     for _ in range(20_000):
         regression.observe(x, float(TRUE @ x))
     assert float(regression.theta @ x) == pytest.approx(float(TRUE @ x), rel=1e-3)
-    assert regression.theta == pytest.approx(TRUE, abs=0.02), "and what was known before is still known"
+    assert regression.theta == pytest.approx(TRUE, abs=0.02), "the coefficients learned before are kept"
     regression.observe([1.0, 0.0, 0.0, 1.0], 0.07)
     assert np.isfinite(regression.theta).all()
 

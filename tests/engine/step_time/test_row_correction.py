@@ -1,4 +1,4 @@
-"""The table by rows: used where the line is wrong in the same way again and again, and nowhere else."""
+"""The correction by rows: used where the line has the same error again and again, and nowhere else."""
 
 import random
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from engine.step_time.row_correction import RowTable
 
 
 def tiles(rows: int) -> float:
-    """Measured ÷ linear of an engine that computes four rows in the time of one."""
+    """Return measured ÷ linear of an engine that computes four rows in the time of one."""
     return -(-rows // 4) * 4 / (rows + 1.5)
 
 
-def straight(rows: int) -> float:
+def linear(rows: int) -> float:
     return 1.0
 
 
@@ -25,7 +25,7 @@ def taught(count: int, ratio_of: Callable[[int], float] = tiles, noise: float = 
     return table
 
 
-def test_it_learns_what_the_line_gets_wrong() -> None:
+def test_it_learns_the_errors_of_the_line() -> None:
     table = taught(3000)
     assert table.is_used
     for rows in (1, 4, 5, 8, 9, 12, 32):
@@ -33,23 +33,23 @@ def test_it_learns_what_the_line_gets_wrong() -> None:
 
 
 def test_where_the_line_fits_it_is_not_used() -> None:
-    table = taught(3000, ratio_of=straight)
+    table = taught(3000, ratio_of=linear)
     assert not table.is_used
     assert table.ratio(7) == 1.0
 
 
-def test_before_any_step_and_where_none_was_seen_the_line_holds() -> None:
+def test_the_line_holds_where_no_step_was_seen() -> None:
     assert RowTable().ratio(3) == 1.0
     assert taught(3000).ratio(5000) == 1.0
 
 
-def test_one_step_is_no_evidence() -> None:
+def test_one_step_corrects_little() -> None:
     table = taught(3000)
     table.observe(2000, 2.0)
     assert 1.0 < table.ratio(2000) < 1.5
 
 
-def test_many_rows_share_a_cell_and_few_do_not() -> None:
+def test_large_numbers_of_rows_share_a_cell_and_small_ones_do_not() -> None:
     table = taught(3000)
     for _ in range(50):
         table.observe(1000, 1.5)

@@ -10,7 +10,7 @@ import torch
 from bench.engines.device_probe import write_weights
 from bench.engines.shapes import write_shape
 from engine.interface import EngineInfo, StepEviction
-from engine.step_time.model import StepWork
+from engine.step_time.cost import StepWork
 from loadtest.__main__ import main
 from loadtest.calibration import command
 from loadtest.calibration.sweep import Sweep

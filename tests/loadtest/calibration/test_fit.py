@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.step_time.model import StepCost, StepWork
+from engine.step_time.cost import StepCost, StepWork
 from loadtest.calibration.fit import Prediction, calibrate, errors
 from scheduler.worker.step_log import StepEntry
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.interface import StepEviction
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.config import ControllerSwitches, TierSet
 from scheduler.control.budget import Budgets
 from scheduler.control.controller import AMORTISE, DELAY_SHARE, MAX_DECODE_SLOWDOWN, SLAController

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.interface import StepPlan
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.config import TierSet
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.planning.batch import MIN_CHUNK, form_batch

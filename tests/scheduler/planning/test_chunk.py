@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.planning.batch import CRUMB_SHARE, MIN_CHUNK, largest_chunk
 
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=1e-6, context_token_s=1e-6, decode_s=0.002)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.config import TierSet
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.planning.claims import KNOWN_WAITING, PREFETCH, claim_limits

@@ -3,7 +3,8 @@
 import pytest
 
 from engine.interface import FinishReason, SequenceFailure, StepResult
-from engine.step_time.model import StepCost, StepTimeModel, StepWork
+from engine.step_time.cost import StepCost, StepWork
+from engine.step_time.model import StepTimeModel
 from scheduler.planning.claims import PREFETCH
 from scheduler.request import Claimed, Delivery, EventKind, Lease
 from scheduler.request_state import Status

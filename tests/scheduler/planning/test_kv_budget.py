@@ -3,7 +3,7 @@
 import pytest
 
 from engine.interface import PreemptionMode
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.planning.kv_budget import BlockBudget
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_state, make_view

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.interface import PreemptionMode
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.planning.preemption import cheapest_mode, growth_victims, newcomer_victims
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_state

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.interface import Run, StepEviction, StepPlan, StepResult
-from engine.step_time.model import StepCost
+from engine.step_time.cost import StepCost
 from scheduler.planning.running_step import RunningStep
 from scheduler.planning.step_eviction import CREDIT_START_S
 from scheduler.request_state import RequestState

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.step_time.model import StepCost, StepWork
+from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.regression import WARM_STEPS
 from scheduler.planning.step_report import Ended
 from scheduler.registry.worker_status import TierCapacity

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.interface import EngineInfo, StepEviction
-from engine.step_time.model import StepWork
+from engine.step_time.cost import StepWork
 from scheduler.worker.step_log import FileStepLog, NoStepLog, StepEntry, StepLogError, open_step_log, read_step_log
 from tests.scheduler.builders import make_info, make_tiers
 from tests.scheduler.world import run_bounded, start_world

@@ -4,7 +4,8 @@ import pytest
 
 from engine.interface import EngineInfo
 from engine.modeled.engine import ModeledEngine
-from engine.step_time.model import StepCost, StepTimeModel
+from engine.step_time.cost import StepCost
+from engine.step_time.model import StepTimeModel
 from scheduler.virtual_time import VirtualClock
 from scheduler.worker.warmup import warm_up
 from tests.scheduler.builders import make_info

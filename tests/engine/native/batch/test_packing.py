@@ -1,4 +1,4 @@
-"""The layout of a packed step, written out."""
+"""The layout of a packed step."""
 
 import pytest
 
@@ -11,7 +11,7 @@ INFO = EngineInfo("none", max_model_len=64, vocab_size=100, block_size=4, num_bl
 
 
 def make_table(**computed: int) -> SequenceTable:
-    """Sequences of 12 tokens, whose ids tell sequence and position, of which so many are computed."""
+    """Make sequences of 12 tokens, of which `computed` are computed. A token's id is 12 × sequence + position."""
     table = SequenceTable(INFO)
     news = [make_new(name, [12 * i + k for k in range(12)]) for i, name in enumerate(computed)]
     table.begin(StepPlan(0, start=tuple(news)))
@@ -22,7 +22,7 @@ def make_table(**computed: int) -> SequenceTable:
     return table
 
 
-def test_single_tokens_come_first_and_the_longest_context_first_among_them() -> None:
+def test_decodes_come_first_in_the_order_of_their_contexts() -> None:
     table = make_table(a=0, b=3, c=11)
     chunks = table.begin(StepPlan(1, run=(Run("a", 5), Run("b", 1), Run("c", 1))))
     batch = pack_step(chunks, INFO.block_size)
@@ -63,7 +63,7 @@ def test_decodes_are_cut_into_groups_where_padding_grows(monkeypatch: pytest.Mon
     assert [g.first_row for g in batch.decode_groups] == [0, 2]
 
 
-def test_groups_become_one_that_is_as_wide_as_the_widest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_are_merged_at_the_width_of_the_widest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.native.batch.packing._PADDED_TOKENS_WORTH_A_GROUP", 9)
     table = make_table(a=11, b=1, c=2, d=10)
     batch = pack_step(table.begin(StepPlan(1, run=tuple(Run(name, 1) for name in "abcd"))), INFO.block_size)
@@ -72,11 +72,11 @@ def test_groups_become_one_that_is_as_wide_as_the_widest(monkeypatch: pytest.Mon
     assert (group.first_row, group.num_rows) == (0, 4)
     assert group.context_lens.tolist() == [12, 11, 3, 2]
     assert group.block_table[:2].tolist() == batch.decode_groups[0].block_table.tolist()
-    assert all(len(set(row)) == 1 for row in group.block_table[2:].tolist())  # padded with their own
+    assert all(len(set(row)) == 1 for row in group.block_table[2:].tolist())  # padded with blocks of their own
     assert in_one_group(one) is one
 
 
-def test_the_rows_of_some_are_in_the_order_of_a_batch_of_their_own() -> None:
+def test_rows_of_some_chunks_are_in_the_order_of_their_own_batch() -> None:
     table = make_table(a=4, b=3, c=11, d=0, e=7)
     runs = (Run("a", 3), Run("b", 1), Run("c", 1), Run("d", 2), Run("e", 1))
     chunks = table.begin(StepPlan(1, run=runs))

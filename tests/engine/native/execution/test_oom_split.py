@@ -1,4 +1,4 @@
-"""A step that does not fit in memory comes out as one that does; what cannot fit at all fails alone."""
+"""A step that does not fit in memory gives the same tokens; a sequence that cannot fit at all fails alone."""
 
 import random
 from pathlib import Path
@@ -28,7 +28,7 @@ CUDA_ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 
 
 
 class ScarceMemory:
-    """Forward passes of more than `most_rows` tokens, or beyond `last_position`, do not fit."""
+    """Lets forward passes fail that have more than `most_rows` tokens or positions above `last_position`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception = CUDA_ERROR) -> None:
         self.most_rows = 10_000
@@ -61,7 +61,7 @@ def outputs(driven: dict[str, Driven]) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("most_rows", [1, 3, 16])
 @pytest.mark.parametrize("error", [CPU_ERROR, CUDA_ERROR, MemoryError()], ids=["cpu", "cuda", "host"])
-def test_the_tokens_are_those_of_ample_memory(
+def test_tokens_are_the_same_with_little_memory(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, most_rows: int, error: Exception
 ) -> None:
     engine, preempting = make_engine("mistral"), make_engine("mistral")
@@ -92,7 +92,7 @@ def test_every_prompt_token_is_scored_once_however_the_step_is_cut(
     assert scored == {new.seq_id: list(new.prompt_token_ids[1:]) for new in news}
 
 
-def test_what_never_fits_fails_alone(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_never_fits_fails_alone(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     news = [
         make_new("long", range(1, 40), max_tokens=4),
         *(make_new(f"s{i}", [5, 6 + i], max_tokens=4) for i in range(3)),
@@ -111,7 +111,7 @@ def test_what_never_fits_fails_alone(make_engine: MakeEngine, monkeypatch: pytes
     assert outputs(drive(engine, news[1:])) == expected
 
 
-def test_any_other_error_is_the_engines_end(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_error_is_raised(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     scarce = ScarceMemory(monkeypatch, RuntimeError("CUDA error: device-side assert triggered"))
     scarce.most_rows = 3
@@ -120,8 +120,8 @@ def test_any_other_error_is_the_engines_end(make_engine: MakeEngine, monkeypatch
     assert scarce.num_refused == 1
 
 
-def test_pieces_read_nothing_of_a_former_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that NaNs lie in, behind the end of a piece: a mask does not make them harmless."""
+def test_pieces_read_nothing_of_a_blocks_former_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks may hold NaNs after the end of a piece, and a mask does not remove a NaN."""
     save_model(tmp_path, CONFIGS["llama"](), poisoned_token=POISON)
     config = EngineConfig(str(tmp_path), dtype="float32", device="cpu", block_size=4, max_model_len=128, max_num_seqs=4)
     news = make_news(3)
@@ -136,7 +136,7 @@ def test_pieces_read_nothing_of_a_former_owner(tmp_path: Path, monkeypatch: pyte
 
 
 @given(start=st.integers(0, 30), num_tokens=st.integers(2, 30), block_size=st.integers(1, 8))
-def test_halves_make_up_the_chunk_and_clear_each_new_block_once(start: int, num_tokens: int, block_size: int) -> None:
+def test_two_halves_cover_the_chunk_and_clear_each_new_block_once(start: int, num_tokens: int, block_size: int) -> None:
     end = start + num_tokens
     sequence = Sequence(make_new("a", range(end)), 1000, ())
     sequence.block_table.extend(range(100, 100 + -(-end // block_size)))
@@ -146,7 +146,7 @@ def test_halves_make_up_the_chunk_and_clear_each_new_block_once(start: int, num_
     earlier, later = cut(chunk, block_size)
     assert (earlier.start, earlier.end, later.end) == (start, later.start, end)
     assert min(earlier.num_tokens, later.num_tokens) == num_tokens // 2
-    # What a piece clears holds nothing yet that was computed before it.
+    # A piece clears no block that holds keys and values already.
     for piece in (earlier, later):
         if piece.unfilled_block is not None:
             assert (piece.unfilled_block - 100) * block_size >= piece.start
@@ -155,7 +155,7 @@ def test_halves_make_up_the_chunk_and_clear_each_new_block_once(start: int, num_
     assert cleared == {block for block in half_written if block - 100 >= num_blocks_before}
 
 
-def test_what_torch_raises_when_memory_is_out() -> None:
+def test_errors_that_torch_raises_when_memory_runs_out() -> None:
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 55)
     assert is_out_of_memory(refused.value)

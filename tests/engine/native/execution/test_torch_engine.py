@@ -1,4 +1,4 @@
-"""Laws of the engine beyond its tokens: blocks, refusals, ends and failures."""
+"""The torch engine: blocks, refused plans, finished and failed sequences."""
 
 import random
 from pathlib import Path
@@ -89,7 +89,7 @@ BAD_PLANS = {
     "pauses twice": StepPlan(1, preempt=(PAUSE_A, PAUSE_A)),
     "pauses a paused sequence": StepPlan(1, preempt=(Preempt("paused", PreemptionMode.PAUSE),)),
     "swaps": StepPlan(1, preempt=(Preempt("a", PreemptionMode.SWAP),)),
-    "resumes what runs": StepPlan(1, resume=("a",)),
+    "resumes what is not preempted": StepPlan(1, resume=("a",)),
     "runs more than is uncomputed": StepPlan(1, run=(Run("a", 2),)),
     "runs nothing of a sequence": StepPlan(1, run=(Run("a", 0),)),
     "runs a sequence twice": StepPlan(1, run=(Run("a", 1), Run("a", 1))),
@@ -102,7 +102,7 @@ BAD_PLANS = {
     "starts with max_tokens 0": StepPlan(1, start=(make_new("b", [1], max_tokens=0),)),
     "runs more tokens than a step may": StepPlan(1, start=(make_new("b", [1] * 50),), run=(Run("a", 1), Run("b", 40))),
     "needs more blocks than are free": StepPlan(1, start=(make_new("b", [1] * 39),), run=(Run("b", 39),)),
-    "does right first and wrong last": StepPlan(
+    "breaks a rule at its end": StepPlan(
         1,
         abort=("paused",),
         preempt=(Preempt("a", PreemptionMode.RECOMPUTE),),
@@ -131,7 +131,7 @@ def test_a_bad_plan_changes_nothing(plan: StepPlan, make_engine: MakeEngine) -> 
         engine.step(StepPlan(3, abort=("b",)))
 
 
-def test_blocks_freed_by_a_plan_serve_its_runs(make_engine: MakeEngine) -> None:
+def test_a_plans_runs_can_use_blocks_that_it_frees(make_engine: MakeEngine) -> None:
     engine = make_engine(kv_cache_bytes=5 * BLOCK_BYTES)
     start(engine, "a", range(1, 16))
     assert engine.num_free_blocks == 1
@@ -146,7 +146,7 @@ def test_blocks_freed_by_a_plan_serve_its_runs(make_engine: MakeEngine) -> None:
     assert engine.step(start_again).outputs[0].num_computed_tokens == 16
 
 
-def test_the_order_of_outputs_is_the_plans(make_engine: MakeEngine) -> None:
+def test_outputs_are_in_the_order_of_the_plan(make_engine: MakeEngine) -> None:
     engine = make_engine()
     news = [make_new(str(i), range(1, 3 + 5 * (i % 3))) for i in range(6)]
     result = engine.step(
@@ -196,7 +196,7 @@ POISON = 90
 
 
 def test_a_poisoned_sequence_fails_alone_and_leaves_clean_blocks(tmp_path: Path) -> None:
-    """Token 90 makes NaN of everything that its sequence computes."""
+    """A sequence with token 90 computes NaN only."""
     save_model(tmp_path, CONFIGS["llama"](), poisoned_token=POISON)
     settings = EngineConfig(
         str(tmp_path),
@@ -209,12 +209,12 @@ def test_a_poisoned_sequence_fails_alone_and_leaves_clean_blocks(tmp_path: Path)
     healthy = [make_new(f"h{i}", range(1 + i, 12 + i), max_tokens=6) for i in range(3)]
     expected = {k: d.output for k, d in drive(build_torch_engine(settings), healthy).items()}
     engine = build_torch_engine(settings)
-    for i in range(3):  # the second and third time in blocks that the poison has been in
+    for i in range(3):  # the second and third time in blocks that held NaN
         poisoned = [make_new(f"p{k}", [5, 6, POISON, 7, 8, 9, 10], max_tokens=6) for k in range(3)]
         driven = drive(engine, [*poisoned[:2], *healthy, poisoned[2]])
         assert {k: d.output for k, d in driven.items() if k.startswith("h")} == expected
         assert all("not finite" in str(driven[p.seq_id].failure) for p in poisoned)
         assert engine.num_used_blocks == 0
-        # Aborted before anybody could see the NaN.
+        # Aborted before its logits were checked.
         engine.step(StepPlan(0, start=(make_new("q", [i, *[POISON] * 29]),), run=(Run("q", 28),)))
         engine.step(StepPlan(1, abort=("q",)))

@@ -1,4 +1,4 @@
-"""The host pool: its copies, its books, and what a swap costs others."""
+"""Swapping: copies to host memory and back, and the blocks that it frees."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def make_cache(num_blocks: int = 200) -> KVCache:
-    """Three layers of two shapes, filled with numbers that are all different."""
+    """Return a cache of three layers in two shapes, filled with random numbers."""
     cache = KVCache([LayerShape(2, 8), LayerShape(1, 4), LayerShape(2, 8)], num_blocks, 4, torch.float32, CPU)
     blocks = torch.arange(num_blocks)
     contents = [torch.rand_like(c) for c in cache.read_blocks(blocks)]
@@ -29,25 +29,25 @@ def block(cache: KVCache, number: int) -> list[torch.Tensor]:
     return cache.read_blocks(torch.tensor([number]))
 
 
-def test_blocks_come_back_as_they_went_wherever_they_come_to_lie() -> None:
+def test_blocks_come_back_unchanged_to_any_place() -> None:
     cache = make_cache()
     space = SwapSpace(cache, 150, CPU)
-    there = list(zip(range(10, 140), [*range(40, 100), *range(39, -1, -1), *range(120, 150)], strict=True))
-    before = {device: block(cache, device) for device, _ in there}
+    copies = list(zip(range(10, 140), [*range(40, 100), *range(39, -1, -1), *range(120, 150)], strict=True))
+    before = {device: block(cache, device) for device, _ in copies}
     others = {number: block(cache, number) for number in range(200) if number not in before}
-    space.copy(BlockCopies(out=there))
-    for device, _ in there:
+    space.copy(BlockCopies(out=copies))
+    for device, _ in copies:
         cache.clear(torch.tensor([device]))
-    back = [(host, 149 - device) for device, host in there]
+    back = [(host, 149 - device) for device, host in copies]
     space.copy(BlockCopies(back=back))
-    for device, _ in there:
+    for device, _ in copies:
         assert all(map(torch.equal, before[device], block(cache, 149 - device)))
     assert all(map(torch.equal, others[199], block(cache, 199)))
     assert space.measure() > 0
 
 
-def test_out_comes_before_back() -> None:
-    """A block that one sequence leaves may be the one that another comes back to, in the same step."""
+def test_blocks_are_copied_out_before_others_are_copied_back() -> None:
+    """In one step, a sequence may be swapped in to a block that another one is swapped out of."""
     cache = make_cache(4)
     space = SwapSpace(cache, 2, CPU)
     first, second = block(cache, 0), block(cache, 1)
@@ -58,7 +58,7 @@ def test_out_comes_before_back() -> None:
     assert all(map(torch.equal, block(cache, 0), second))
 
 
-def test_a_swapped_sequence_frees_its_blocks_and_goes_on_where_it_was(make_engine: MakeEngine) -> None:
+def test_a_swapped_sequence_frees_its_blocks_and_recomputes_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine(swap_bytes=8 * BLOCK_BYTES, kv_cache_bytes=8 * BLOCK_BYTES, prefix_cache=False)
     assert engine.info.num_swap_blocks == 8
     assert engine.info.preemption_modes == ("pause", "swap", "recompute")
@@ -67,11 +67,11 @@ def test_a_swapped_sequence_frees_its_blocks_and_goes_on_where_it_was(make_engin
     first = engine.step(StepPlan(0, start=(make_new("a", range(1, 12), max_tokens=6),), run=(Run("a", 11),)))
     result = engine.step(StepPlan(1, preempt=(Preempt("a", SWAP),)))
     assert (result.free_blocks, result.free_swap_blocks) == (8, 5)
-    drive(engine, [make_new("other", range(30, 60), max_tokens=2)])  # in all the blocks that "a" has left
+    drive(engine, [make_new("other", range(30, 60), max_tokens=2)])  # uses all blocks that "a" had
     result = engine.step(StepPlan(2, resume=("a",), run=(Run("a", 1),)))
     assert (result.free_blocks, result.free_swap_blocks) == (5, 8)
     (output,) = result.outputs
-    assert output.num_computed_tokens == 12, "one token was run: nothing was computed again"
+    assert output.num_computed_tokens == 12, "one token was run, and nothing computed again"
     tokens = [*first.outputs[0].token_ids, *output.token_ids]
     while output.finish_reason is None:
         (output,) = engine.step(StepPlan(3, run=(Run("a", 1),))).outputs
@@ -79,12 +79,12 @@ def test_a_swapped_sequence_frees_its_blocks_and_goes_on_where_it_was(make_engin
     assert tokens == alone
 
 
-def test_a_resumed_sequence_shares_again_what_it_finds_in_the_prefix_cache(make_engine: MakeEngine) -> None:
+def test_a_resumed_sequence_shares_cached_blocks_again(make_engine: MakeEngine) -> None:
     engine = make_engine(swap_bytes=8 * BLOCK_BYTES, kv_cache_bytes=12 * BLOCK_BYTES)
     news = [make_new(name, range(1, 12), max_tokens=6) for name in "ab"]
     engine.step(StepPlan(0, start=(news[0],), run=(Run("a", 11),)))
     engine.step(StepPlan(1, start=(news[1],), run=(Run("b", 11),)))
-    assert engine.num_used_blocks == 4, "two shared, and the last of each"
+    assert engine.num_used_blocks == 4, "two shared blocks, and the last block of each"
     engine.step(StepPlan(2, preempt=(Preempt("b", SWAP),)))
     assert (engine.num_used_blocks, engine.num_used_swap_blocks) == (3, 3)
     engine.step(StepPlan(3, resume=("b",), run=(Run("b", 1),)))
@@ -111,7 +111,7 @@ def test_a_bad_plan_changes_nothing(plan: StepPlan, make_engine: MakeEngine) -> 
     assert a.token_ids == b.token_ids
 
 
-def test_a_resume_needs_its_blocks(make_engine: MakeEngine) -> None:
+def test_a_resume_needs_free_blocks(make_engine: MakeEngine) -> None:
     engine = make_engine(swap_bytes=8 * BLOCK_BYTES, kv_cache_bytes=4 * BLOCK_BYTES, prefix_cache=False)
     engine.step(StepPlan(0, start=(make_new("a", range(1, 10)),), run=(Run("a", 9),)))
     b = make_new("b", range(20, 26))

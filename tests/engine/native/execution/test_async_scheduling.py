@@ -1,4 +1,4 @@
-"""Steps launched before the one before them has been looked at: the tokens are those of an engine that always looks."""
+"""Async scheduling: the tokens are those of an engine that finalizes each step before it launches the next."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,14 +30,14 @@ def build(model_directory: ModelDirectory) -> Build:
     return build_one
 
 
-def outputs_ahead(engine: TorchEngine, news: list[NewSequence]) -> dict[str, list[int]]:
-    """Prefills, then decodes, each launched before the one before it is settled."""
+def async_outputs(engine: TorchEngine, news: list[NewSequence]) -> dict[str, list[int]]:
+    """Prefill, then decode: each step is launched before the one before it is finalized."""
     outputs: dict[str, list[int]] = {new.seq_id: [] for new in news}
     ended: set[str] = set()
 
-    def take(result: StepResult) -> None:
+    def take_in(result: StepResult) -> None:
         for output in result.outputs:
-            assert output.seq_id not in ended, "nothing comes of what has ended"
+            assert output.seq_id not in ended, "a sequence that has ended has no output"
             outputs[output.seq_id] += output.token_ids
             if output.finish_reason is not None:
                 ended.add(output.seq_id)
@@ -48,7 +48,7 @@ def outputs_ahead(engine: TorchEngine, news: list[NewSequence]) -> dict[str, lis
         live = [new.seq_id for new in news if new.seq_id not in ended]
         if live:
             engine.launch(StepPlan(step_id, run=tuple(Run(seq_id, 1) for seq_id in live), ahead=True))
-        take(engine.settle())
+        take_in(engine.finalize())
         if not live:
             assert engine.num_used_blocks == 0
             return outputs
@@ -56,10 +56,10 @@ def outputs_ahead(engine: TorchEngine, news: list[NewSequence]) -> dict[str, lis
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "top_p": 0.9}], ids=str)
-def test_lengths_and_stop_tokens(build: Build, sampling: dict[str, Any]) -> None:
+def test_sequences_end_at_lengths_and_stop_tokens(build: Build, sampling: dict[str, Any]) -> None:
     plain = build(steps_ahead=0)
     free = drive(plain, [make_new(f"s{i}", p, max_tokens=30, **sampling) for i, p in enumerate(PROMPTS)])
-    # Some end at a token that nobody foresees while the next step is already launched, others at their length.
+    # Half of them end at a stop token, when the next step is already launched; the others at their length.
     news = [
         make_new(
             f"s{i}", p, max_tokens=10 + 5 * i, stop_token_ids=tuple(free[f"s{i}"].output[8:9]) * (i % 2), **sampling
@@ -67,7 +67,7 @@ def test_lengths_and_stop_tokens(build: Build, sampling: dict[str, Any]) -> None
         for i, p in enumerate(PROMPTS)
     ]
     expected = {name: s.output for name, s in drive(build(steps_ahead=0), news).items()}
-    assert outputs_ahead(build(), news) == expected
+    assert async_outputs(build(), news) == expected
 
 
 @pytest.mark.parametrize(
@@ -81,33 +81,33 @@ def test_lengths_and_stop_tokens(build: Build, sampling: dict[str, Any]) -> None
     ],
     ids=str,
 )
-def test_what_needs_the_host_is_waited_for(build: Build, options: dict[str, Any]) -> None:
-    """One sequence with such an option among others without."""
+def test_steps_that_need_the_host_are_not_left_on_the_device(build: Build, options: dict[str, Any]) -> None:
+    """One sequence has such an option, the others have none."""
     news = [make_new(f"s{i}", p, max_tokens=20, **(options if i == 1 else {})) for i, p in enumerate(PROMPTS)]
     expected = {name: s.output for name, s in drive(build(steps_ahead=0), news).items()}
-    assert outputs_ahead(build(), news) == expected
+    assert async_outputs(build(), news) == expected
 
 
-def test_a_plan_that_is_not_ahead_waits_for_the_step_before_it(build: Build) -> None:
+def test_an_ordinary_plan_waits_for_the_step_before_it(build: Build) -> None:
     engine, (first, second) = build(), [make_new(name, range(3, 9), max_tokens=9) for name in "ab"]
     engine.launch(StepPlan(0, start=(first,), run=(Run("a", 6),)))
     engine.launch(StepPlan(1, abort=("a",), start=(second,), run=(Run("b", 6),)))
-    assert [output.seq_id for output in engine.settle().outputs] == ["a"]
-    assert [output.seq_id for output in engine.settle().outputs] == ["b"]
+    assert [output.seq_id for output in engine.finalize().outputs] == ["a"]
+    assert [output.seq_id for output in engine.finalize().outputs] == ["b"]
 
 
-def test_a_block_that_fills_ahead_is_found_with_its_real_tokens(build: Build) -> None:
-    """The prefix cache is told of a block when its tokens are known, not their place holders."""
+def test_a_block_filled_with_placeholders_is_cached_with_its_real_tokens(build: Build) -> None:
+    """A block enters the prefix cache when its tokens are known."""
     engine = build()
     new = make_new("a", range(3, 9), max_tokens=18)
-    output = outputs_ahead(engine, [new])["a"]
+    output = async_outputs(engine, [new])["a"]
     again = NewSequence("b", (*new.prompt_token_ids, *output[:-1]), new.sampling)
     result = engine.step(StepPlan(500, start=(again,), run=(Run("b", len(again.prompt_token_ids)),)))
     assert result.outputs[0].num_cached_tokens >= 20
     assert result.outputs[0].token_ids == (output[-1],)
 
 
-async def test_the_thread_launches_a_plan_behind_the_step_that_runs(build: Build) -> None:
+async def test_the_thread_launches_a_plan_while_a_step_runs(build: Build) -> None:
     new = make_new("a", range(3, 9), max_tokens=40)
     expected = drive(build(steps_ahead=0), [new])["a"].output
     engine = EngineThread(build)
@@ -125,7 +125,7 @@ async def test_the_thread_launches_a_plan_behind_the_step_that_runs(build: Build
     assert output == expected
 
 
-def test_the_shipped_loop_runs_ahead_and_gives_the_same_tokens(
+def test_the_shipped_loop_schedules_asynchronously_and_gives_the_same_tokens(
     model_directory: ModelDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, _ = model_directory("llama")
@@ -138,13 +138,13 @@ def test_the_shipped_loop_runs_ahead_and_gives_the_same_tokens(
     )
     system = scheduled_system.ScheduledEngine(spec)
     try:
-        plans_ahead = 0
+        async_plans = 0
         plan_async = system._core.plan_async
 
         def counted(now: float) -> StepPlan | None:
-            nonlocal plans_ahead
+            nonlocal async_plans
             plan = plan_async(now)
-            plans_ahead += plan is not None
+            async_plans += plan is not None
             return plan
 
         monkeypatch.setattr(system._core, "plan_async", counted)
@@ -152,4 +152,4 @@ def test_the_shipped_loop_runs_ahead_and_gives_the_same_tokens(
     finally:
         system.close()
     assert outputs == [plain[f"s{i}"].output for i in range(4)]
-    assert plans_ahead > 10
+    assert async_plans > 10

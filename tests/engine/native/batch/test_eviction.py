@@ -1,5 +1,4 @@
-"""Sequences that leave running steps at any layer, any number of times, end as if they never had; so do those that they
-left."""
+"""Mid-step eviction at any layer, any number of times, changes no token of evicted and of remaining sequences."""
 
 import asyncio
 import random
@@ -26,7 +25,7 @@ from engine.native.sampling.pipeline import TokenChooser
 from engine.thread import EngineThread
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
-from tests.engine.evictor import Choose, Evictor, Wishes
+from tests.engine.evictor import Choose, Evictions, Evictor
 from tests.engine.models import CONFIGS, generate, save_model
 from tests.engine.native.cpu.compiled import has_compiler, library_with
 from tests.engine.native.cpu.test_native_layer import CONFIGS as NATIVE_CONFIGS
@@ -49,15 +48,15 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def at_random(rng: random.Random, num_layers: int, probability: float = 0.6) -> Choose:
-    """Some, or all, at one layer or at two."""
+    """Evict some or all sequences of a step, at one layer or at two."""
 
-    def choose(plan: StepPlan) -> Wishes:
+    def choose(plan: StepPlan) -> Evictions:
         ids = [run.seq_id for run in plan.run]
-        wishes: dict[int, set[str]] = {}
-        while ids and rng.random() < probability and len(wishes) < num_layers:
-            wished = ids if rng.random() < 0.5 else rng.sample(ids, rng.randint(1, len(ids)))
-            wishes[rng.randrange(num_layers)] = {*wished, "nobody"}
-        return wishes
+        evictions: dict[int, set[str]] = {}
+        while ids and rng.random() < probability and len(evictions) < num_layers:
+            evictees = ids if rng.random() < 0.5 else rng.sample(ids, rng.randint(1, len(ids)))
+            evictions[rng.randrange(num_layers)] = {*evictees, "unknown"}
+        return evictions
 
     return choose
 
@@ -85,7 +84,7 @@ def test_greedy_tokens_are_those_of_generate(
     assert (engine.num_used_blocks, engine.num_used_swap_blocks) == (0, 0)
 
 
-def test_common_layers_go_on_with_fewer_rows_and_others_let_whole_steps_go(make_engine: MakeEngine) -> None:
+def test_fused_layers_evict_single_rows_and_other_layers_whole_steps(make_engine: MakeEngine) -> None:
     fused = StepEviction.ROWS if has_compiler() else StepEviction.STEPS
     step_eviction = {name: make_engine(name).info.step_eviction for name in ("llama", "gemma2", "gpt2")}
     assert step_eviction == {"llama": fused, "gemma2": StepEviction.STEPS, "gpt2": StepEviction.STEPS}
@@ -93,12 +92,12 @@ def test_common_layers_go_on_with_fewer_rows_and_others_let_whole_steps_go(make_
     assert make_engine(steps_ahead=1).info.step_eviction is StepEviction.NOTHING
 
 
-def test_what_a_sequence_draws_and_is_told_is_what_it_is_undisturbed(make_engine: MakeEngine) -> None:
+def test_eviction_changes_neither_samples_nor_log_probabilities(make_engine: MakeEngine) -> None:
     news = [
         make_new(k, p, seed=i, **{"max_tokens": MAX_TOKENS, **more})
         for i, ((k, p), more) in enumerate(zip(family(2).items(), OPTIONS, strict=True))
     ]
-    alone = told_of(make_engine(prefix_cache=False), news, drive_plainly)
+    alone = report_of(make_engine(prefix_cache=False), news, drive_plainly)
     for seed in range(3):
         rng = random.Random(seed)
         engine = make_engine()
@@ -109,24 +108,24 @@ def test_what_a_sequence_draws_and_is_told_is_what_it_is_undisturbed(make_engine
         ) -> dict[str, Driven]:
             return drive(evictor, news, random_chunks(rng, 7), arrivals_a_step=2, after_step=after)
 
-        assert told_of(engine, news, disturbed) == alone
+        assert report_of(engine, news, disturbed) == alone
         assert sum(map(bool, evictor.evicted)) >= 3
         assert engine.num_used_blocks == 0
 
 
-def test_a_grammar_is_where_it_was() -> None:
+def test_a_grammar_keeps_its_state() -> None:
     engine, alone = demo_engine(), demo_engine()
     news = [
         make_new(f"s{i}", range(20, 30 + i), max_tokens=12, seed=i, temperature=1.0, grammar=regex(pattern))
         for i, pattern in enumerate(["(yes|no)+", "[a-f]{5,9}", "[0-9]+x"])
     ]
-    expected = told_of(alone, news, drive_plainly)
+    expected = report_of(alone, news, drive_plainly)
     evictor = Evictor(engine, at_random(random.Random(6), engine._runner.num_layers))
 
     def disturbed(_: Any, news: list[NewSequence], after: Any) -> dict[str, Driven]:
         return drive(evictor, news, arrivals_a_step=1, after_step=after)
 
-    assert told_of(engine, news, disturbed) == expected
+    assert report_of(engine, news, disturbed) == expected
     assert sum(map(bool, evictor.evicted)) >= 3
 
 
@@ -134,25 +133,25 @@ def drive_plainly(engine: Any, news: list[NewSequence], after: Any) -> dict[str,
     return {new.seq_id: drive(engine, [new], after_step=after)[new.seq_id] for new in news}
 
 
-def told_of(engine: TorchEngine, news: list[NewSequence], run: Any) -> dict[str, Any]:
-    """Tokens, ends, and which tokens' log probabilities were told."""
+def report_of(engine: TorchEngine, news: list[NewSequence], run: Any) -> dict[str, Any]:
+    """Return each sequence's tokens, finish reason, and the tokens whose log probabilities were reported."""
     scored: dict[str, list[int]] = {new.seq_id: [] for new in news}
     logged: dict[str, list[int]] = {new.seq_id: [] for new in news}
 
-    def note(result: StepResult) -> None:
+    def record(result: StepResult) -> None:
         for output in result.outputs:
             scored[output.seq_id] += [entry.token_id for entry in output.prompt_logprobs]
             logged[output.seq_id] += [entry.token_id for entry in output.logprobs]
 
-    driven = run(engine, news, note)
+    driven = run(engine, news, record)
     return {k: (d.output, d.finish_reason, scored[k], logged[k]) for k, d in driven.items()}
 
 
 # -- one step ----------------------------------------------------------------------------------------------------------
 
 
-class Story:
-    """Three sequences that decode and one whose prompt is computed, all in one step, which `choose` disturbs."""
+class EvictingStep:
+    """One step with three decodes and one prefill, from which `choose` evicts."""
 
     def __init__(self, engine: TorchEngine, choose: Choose = lambda plan: {}, vocab_size: int = POISON) -> None:
         self.evictor = Evictor(engine, lambda plan: choose(plan) if plan.step_id == 1 else {})
@@ -174,45 +173,45 @@ class Story:
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("left", ["p", "a", "bp", "abc", "cap"])
-def test_those_who_stay_get_what_they_would_have_got(make_engine: MakeEngine, left: str, layer: int) -> None:
-    expected = Story(make_engine()).tokens
-    story = Story(make_engine(), at(layer, *left))
-    assert set(story.result.evicted) == set(left)
-    assert [output.seq_id for output in story.result.outputs] == ["a", "p", "b", "c"], "in the order of the plan"
-    assert story.tokens == {name: () if name in left else tokens for name, tokens in expected.items()}
-    story.evictor._choose = lambda plan: {}
-    again = story.evictor.step(StepPlan(2, run=tuple(Run(name, 21 if name == "p" else 1) for name in left)))
-    assert {output.seq_id: output.token_ids for output in again.outputs} == {name: expected[name] for name in left}
+@pytest.mark.parametrize("evictees", ["p", "a", "bp", "abc", "cap"])
+def test_remaining_sequences_get_their_usual_tokens(make_engine: MakeEngine, evictees: str, layer: int) -> None:
+    expected = EvictingStep(make_engine()).tokens
+    step = EvictingStep(make_engine(), at(layer, *evictees))
+    assert set(step.result.evicted) == set(evictees)
+    assert [output.seq_id for output in step.result.outputs] == ["a", "p", "b", "c"], "in the order of the plan"
+    assert step.tokens == {name: () if name in evictees else tokens for name, tokens in expected.items()}
+    step.evictor._choose = lambda plan: {}
+    again = step.evictor.step(StepPlan(2, run=tuple(Run(name, 21 if name == "p" else 1) for name in evictees)))
+    assert {output.seq_id: output.token_ids for output in again.outputs} == {name: expected[name] for name in evictees}
 
 
-def test_one_after_another_leaves(make_engine: MakeEngine) -> None:
-    expected = Story(make_engine()).tokens
-    story = Story(make_engine(), lambda plan: {0: {"b"}, 1: {"p", "a"}})
-    assert story.tokens == {"a": (), "b": (), "p": (), "c": expected["c"]}
+def test_sequences_are_evicted_one_after_another(make_engine: MakeEngine) -> None:
+    expected = EvictingStep(make_engine()).tokens
+    step = EvictingStep(make_engine(), lambda plan: {0: {"b"}, 1: {"p", "a"}})
+    assert step.tokens == {"a": (), "b": (), "p": (), "c": expected["c"]}
 
 
-def test_an_abandoned_step_ends_at_the_layer_where_the_last_one_leaves(make_engine: MakeEngine) -> None:
-    story = Story(make_engine(), lambda plan: {0: {"b"}, 1: {"p", "a", "c"}})
-    assert story.result.evicted == ("a", "p", "b", "c")
-    assert story.evictor.num_layers == [2, 2]
-    assert Story(make_engine(), at(0, *"abcp")).evictor.num_layers == [2, 1]
+def test_a_step_without_remaining_sequences_ends_at_that_layer(make_engine: MakeEngine) -> None:
+    step = EvictingStep(make_engine(), lambda plan: {0: {"b"}, 1: {"p", "a", "c"}})
+    assert step.result.evicted == ("a", "p", "b", "c")
+    assert step.evictor.num_layers == [2, 2]
+    assert EvictingStep(make_engine(), at(0, *"abcp")).evictor.num_layers == [2, 1]
 
 
-def test_who_is_not_in_the_step_cannot_leave_it(make_engine: MakeEngine) -> None:
-    story = Story(make_engine(), at(0, "x", "y"))
-    assert story.result.evicted == ()
-    assert all(story.tokens.values())
+def test_a_request_for_a_sequence_outside_of_the_step_has_no_effect(make_engine: MakeEngine) -> None:
+    step = EvictingStep(make_engine(), at(0, "x", "y"))
+    assert step.result.evicted == ()
+    assert all(step.tokens.values())
 
 
-def test_a_model_that_lets_whole_steps_go_only_ignores_other_wishes(make_engine: MakeEngine) -> None:
-    story = Story(make_engine(optimize=False), at(0, "a", "p"))
-    assert story.result.evicted == () and all(story.tokens.values())
-    story = Story(make_engine(optimize=False), lambda plan: {0: {"a", "p"}, 1: {"b", "c"}})
-    assert story.result.evicted == ("a", "p", "b", "c"), "wishes add up"
+def test_a_model_that_evicts_whole_steps_only_ignores_other_requests(make_engine: MakeEngine) -> None:
+    step = EvictingStep(make_engine(optimize=False), at(0, "a", "p"))
+    assert step.result.evicted == () and all(step.tokens.values())
+    step = EvictingStep(make_engine(optimize=False), lambda plan: {0: {"a", "p"}, 1: {"b", "c"}})
+    assert step.result.evicted == ("a", "p", "b", "c"), "requests for one step add up"
 
 
-def test_a_wish_comes_before_its_step_and_not_behind_it(make_engine: MakeEngine) -> None:
+def test_a_request_may_come_before_its_step_but_not_after_it(make_engine: MakeEngine) -> None:
     engine = make_engine()
     new = make_new("s", range(3, 9), max_tokens=4)
     engine.evict(1, {"s"})
@@ -222,13 +221,13 @@ def test_a_wish_comes_before_its_step_and_not_behind_it(make_engine: MakeEngine)
     assert engine.step(StepPlan(2, run=(Run("s", 1),))).evicted == ()
 
 
-def test_a_step_without_runs_has_nobody_to_leave_it(make_engine: MakeEngine) -> None:
+def test_a_step_without_runs_evicts_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.evict(0, {"s"})
     assert engine.step(StepPlan(0, start=(make_new("s", range(3, 9)),))).evicted == ()
 
 
-def test_what_was_found_in_the_prefix_cache_is_kept_and_nothing_half_computed_is_found(make_engine: MakeEngine) -> None:
+def test_an_evicted_prefill_keeps_its_cached_blocks_and_caches_none_of_its_own(make_engine: MakeEngine) -> None:
     evictor = Evictor(make_engine(), lambda plan: {1: {"late"}} if plan.step_id in (1, 2) else {})
     prompt = tuple(range(3, 33))
     first = make_new("first", prompt[:10], max_tokens=1)
@@ -242,14 +241,14 @@ def test_what_was_found_in_the_prefix_cache_is_kept_and_nothing_half_computed_is
     assert (output.num_computed_tokens, output.num_cached_tokens) == (8, 0)
     other = make_new("other", prompt, max_tokens=1)
     (output,) = evictor.step(StepPlan(3, start=(other,), run=(Run("other", 30),))).outputs
-    assert output.num_cached_tokens == 8, "what it had computed of the rest counts for nothing"
+    assert output.num_cached_tokens == 8, "what the evicted steps computed is not found"
     (again,) = evictor.step(StepPlan(4, run=(Run("late", 22),))).outputs
     assert again.token_ids == output.token_ids and again.finish_reason is FinishReason.LENGTH
 
 
-async def test_another_thread_asks_while_the_step_runs(make_engine: MakeEngine) -> None:
-    """And before it has begun, with which the next steps have nothing to do."""
-    reached, asked = threading.Event(), threading.Event()
+async def test_another_thread_requests_an_eviction_while_the_step_runs(make_engine: MakeEngine) -> None:
+    """And before the step has begun; later steps are not affected."""
+    reached, requested = threading.Event(), threading.Event()
 
     def make() -> TorchEngine:
         stepper = make_engine()
@@ -257,7 +256,7 @@ async def test_another_thread_asks_while_the_step_runs(make_engine: MakeEngine) 
 
         def wait_at_every_layer() -> torch.Tensor | None:
             reached.set()
-            assert asked.wait(timeout=10)
+            assert requested.wait(timeout=10)
             return enter()
 
         stepper._runner.attention.enter_layer = wait_at_every_layer  # type: ignore[method-assign]
@@ -269,25 +268,25 @@ async def test_another_thread_asks_while_the_step_runs(make_engine: MakeEngine) 
         engine.submit(StepPlan(0, start=(new,), run=(Run("s", 6),)))
         await asyncio.to_thread(reached.wait, 10)
         engine.evict({"s"})
-        asked.set()
+        requested.set()
         assert (await engine.collect()).evicted == ("s",)
         engine.submit(StepPlan(1, run=(Run("s", 6),)))
         assert (await engine.collect()).evicted == ()
-        asked.clear()
+        requested.clear()
         engine.submit(StepPlan(2, run=(Run("s", 1),)))
         engine.evict({"s"})
-        asked.set()
+        requested.set()
         assert (await engine.collect()).evicted == ("s",)
     finally:
-        asked.set()
+        requested.set()
         engine.close()
 
 
-# -- beside what else happens to a step --------------------------------------------------------------------------------
+# -- eviction together with other events -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("most_rows", [1, 3, 16])
-def test_a_step_in_pieces_is_left_in_pieces(
+def test_eviction_from_a_step_that_is_computed_in_pieces(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, most_rows: int
 ) -> None:
     news = [
@@ -295,7 +294,7 @@ def test_a_step_in_pieces_is_left_in_pieces(
         for i, (k, p) in enumerate(family(5, count=5).items())
     ]
     engine, ample, rng = make_engine(), make_engine(), random.Random(most_rows)
-    expected = told_of(ample, news, lambda engine, news, after: drive(engine, news, after_step=after))
+    expected = report_of(ample, news, lambda engine, news, after: drive(engine, news, after_step=after))
     scarce = ScarceMemory(monkeypatch)
     scarce.most_rows = most_rows
     evictors: list[Evictor] = []
@@ -304,12 +303,12 @@ def test_a_step_in_pieces_is_left_in_pieces(
         evictors.append(Evictor(engine, at_random(rng, 9, probability=0.5)))
         return drive(evictors[0], news, arrivals_a_step=2, after_step=after)
 
-    assert told_of(engine, news, disturbed) == expected
+    assert report_of(engine, news, disturbed) == expected
     assert scarce.num_refused > 0 and any(evictors[0].evicted)
 
 
-def test_a_broken_sequence_fails_and_those_that_left_it_do_not(tmp_path: Path) -> None:
-    """The blocks that they gave back may be anybody's then: nothing broken is read from them."""
+def test_broken_sequences_fail_and_evicted_ones_do_not(tmp_path: Path) -> None:
+    """Another sequence may get the blocks that an evicted one gave back: it reads no NaN from them."""
     save_model(tmp_path, CONFIGS["llama"](), poisoned_token=POISON)
     config = EngineConfig(str(tmp_path), dtype="float32", device="cpu", block_size=4, max_model_len=64, max_num_seqs=4)
     rng = random.Random(4)
@@ -320,8 +319,8 @@ def test_a_broken_sequence_fails_and_those_that_left_it_do_not(tmp_path: Path) -
     evictor = Evictor(engine, at_random(rng, 2))
     news = [broken[0], *(make_new(k, p) for k, p in prompts.items()), broken[1]]
     driven = drive(evictor, news, random_chunks(rng, 9), arrivals_a_step=1)
-    left = {seq_id for shed in evictor.evicted for seq_id in shed}
-    assert left & set(prompts) and left & {"broken0", "broken1"}
+    evicted = {seq_id for seq_ids in evictor.evicted for seq_id in seq_ids}
+    assert evicted & set(prompts) and evicted & {"broken0", "broken1"}
     assert all(driven.pop(f"broken{i}").failure for i in range(2))
     assert {k: d.output for k, d in driven.items()} == {k: d.output for k, d in expected.items()}
 
@@ -336,7 +335,7 @@ def make_native(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
     def make(name: str) -> TorchEngine:
         if not (tmp_path / "config.json").exists():
             save_model(tmp_path, NATIVE_CONFIGS[name]())
-        # Prefills and decodes round differently: what is which must not hang on who left what.
+        # Prefills and decodes round differently: how a prompt is cut must not depend on evictions.
         config = EngineConfig(str(tmp_path), dtype="bfloat16", kv_cache_bytes=1 << 20, block_size=8, prefix_cache=False)
         engine = build_torch_engine(config)
         assert engine.info.step_eviction is StepEviction.ROWS
@@ -345,28 +344,28 @@ def make_native(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
     return make
 
 
-def by_place(s: Driven) -> int:
-    """The same chunks in any company."""
+def fixed_chunk(s: Driven) -> int:
+    """Cut a sequence into the same chunks whatever else runs."""
     return 1 + (5 * s.num_computed + len(s.new.prompt_token_ids)) % 9
 
 
 @pytest.mark.parametrize("name", NATIVE_CONFIGS)
-def test_native_layers_go_on_with_fewer_rows(name: str, make_native: Any) -> None:
+def test_native_layers_evict_single_rows(name: str, make_native: Any) -> None:
     news = [make_new(k, [t % 90 for t in p], max_tokens=MAX_TOKENS) for k, p in family(3).items()]
-    expected = drive(make_native(name), news, by_place, arrivals_a_step=2)
+    expected = drive(make_native(name), news, fixed_chunk, arrivals_a_step=2)
     rng = random.Random(name)
     evictor = Evictor(make_native(name), at_random(rng, 3))
-    driven = drive(evictor, news, by_place, arrivals_a_step=2)
+    driven = drive(evictor, news, fixed_chunk, arrivals_a_step=2)
     assert {k: d.output for k, d in driven.items()} == {k: d.output for k, d in expected.items()}
     assert sum(map(bool, evictor.evicted)) >= 5
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("left", ["p", "a", "bp", "abc", "cap"])
-def test_those_who_stay_with_native_layers_get_the_same_bits(
-    make_native: Any, monkeypatch: pytest.MonkeyPatch, left: str, layer: int
+@pytest.mark.parametrize("evictees", ["p", "a", "bp", "abc", "cap"])
+def test_remaining_sequences_get_the_same_logits_from_native_layers(
+    make_native: Any, monkeypatch: pytest.MonkeyPatch, evictees: str, layer: int
 ) -> None:
-    """Logits, not only tokens."""
+    """The logits are equal bit by bit, not only the tokens."""
     choose_tokens = TokenChooser.choose
 
     def logits_of(choose: Choose) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.Tensor]]:
@@ -378,12 +377,12 @@ def test_those_who_stay_with_native_layers_get_the_same_bits(
             return choose_tokens(chooser, logits, sequences)
 
         monkeypatch.setattr(TokenChooser, "choose", watched)
-        story = Story(engine, choose, vocab_size=90)
-        return story.tokens, {name: seen[name] for name, tokens in story.tokens.items() if tokens}
+        step = EvictingStep(engine, choose, vocab_size=90)
+        return step.tokens, {name: seen[name] for name, tokens in step.tokens.items() if tokens}
 
     expected_tokens, expected = logits_of(lambda plan: {})
-    tokens, found = logits_of(at(layer, *left))
-    assert tokens == {name: () if name in left else of for name, of in expected_tokens.items()}
-    assert set(found) == set("abcp") - set(left)
+    tokens, found = logits_of(at(layer, *evictees))
+    assert tokens == {name: () if name in evictees else of for name, of in expected_tokens.items()}
+    assert set(found) == set("abcp") - set(evictees)
     for name, row in found.items():
         assert torch.equal(row, expected[name]), name

@@ -1,0 +1,88 @@
+"""The cost of a step: the features of its work, and the formula that turns them into seconds.
+
+    step time = max(min_step_s, step_s + prefill_token_s·P + attend_s·A + context_token_s·C + decode_s·D)
+
+| feature of the work | unit | its coefficient | unit |
+|---|---|---|---|
+| 1: every step | – | `step_s` | s |
+| P: tokens of prefill chunks | tokens | `prefill_token_s` | s a token |
+| A: Σ p·(c + p/2) over chunks of p tokens after c computed ones | pairs of tokens | `attend_s` | s a pair |
+| C: Σ c over decodes with c computed tokens | tokens | `context_token_s` | s a token |
+| D: decodes | decodes | `decode_s` | s a decode |
+
+The time is a sum over the runs of a step: a planner adds runs to a step in O(1) each. Pure numbers; not torch, tiers or
+clocks.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StepWork:
+    """The features of one step, summed up while a plan is made."""
+
+    prefill_tokens: int = 0  # P
+    attended: float = 0.0  # A
+    context_tokens: int = 0  # C
+    decodes: int = 0  # D
+    prefills: int = 0  # prefill chunks
+
+    def add(self, num_tokens: int, context: int) -> None:
+        """Add a run of `num_tokens` tokens after `context` computed ones; a run of one token is a decode."""
+        if num_tokens == 1:
+            self.decodes += 1
+            self.context_tokens += context
+        else:
+            self.prefills += 1
+            self.prefill_tokens += num_tokens
+            self.attended += attended_pairs(num_tokens, context)
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the step computes."""
+        return self.prefill_tokens + self.decodes
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if the step holds a prefill chunk, even without a decode."""
+        return self.prefills > 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The coefficients at one instant. All methods return seconds."""
+
+    step_s: float = 0.004
+    prefill_token_s: float = 0.0002
+    attend_s: float = 0.0
+    context_token_s: float = 0.0
+    decode_s: float = 0.0002
+    min_step_s: float = 0.0  # no step is shorter, however little work it holds
+
+    def prefill(self, num_tokens: int, context: int) -> float:
+        """A chunk of `num_tokens` tokens after `context` computed ones."""
+        return self.prefill_token_s * num_tokens + self.attend_s * attended_pairs(num_tokens, context)
+
+    def decode(self, context: int) -> float:
+        """One token after `context` computed ones."""
+        return self.decode_s + self.context_token_s * context
+
+    def run(self, num_tokens: int, context: int) -> float:
+        """A decode or a prefill chunk."""
+        return self.decode(context) if num_tokens == 1 else self.prefill(num_tokens, context)
+
+    def step(self, work_s: float) -> float:
+        """A whole step whose runs take `work_s` seconds together."""
+        return max(self.min_step_s, self.step_s + work_s)
+
+    def of(self, work: StepWork) -> float:
+        """A whole step with this work."""
+        prefills = self.prefill_token_s * work.prefill_tokens + self.attend_s * work.attended
+        decodes = self.decode_s * work.decodes + self.context_token_s * work.context_tokens
+        return self.step(prefills + decodes)
+
+
+def attended_pairs(num_tokens: int, context: int) -> float:
+    """Return how many pairs of tokens attend in a prefill chunk: each token sees the context and, on average, half of
+    the chunk."""
+    return num_tokens * (context + num_tokens / 2)
