@@ -28,7 +28,7 @@ from engine.native.execution.oom_split import PiecewiseComputation, is_out_of_me
 from engine.native.execution.step import StepComputation
 from engine.native.kv.swap import SwapSpace
 from engine.native.sampling.outcome import Outcome
-from engine.native.sampling.pipeline import BROKEN_LOGITS, TokenChooser
+from engine.native.sampling.pipeline import BROKEN_LOGITS, SamplingPipeline
 from engine.native.sampling.sampler import Sampler, SamplingRow, sample, sample_ids
 from engine.sequences.sequence_table import Chunk, SequenceTable
 
@@ -64,7 +64,7 @@ class TorchEngine:
         self._results: deque[StepResult] = deque()  # of steps that have ended
         self._landed_s = 0.0
         self._wishes = EvictionRequest()
-        compute = StepComputation(info, runner, TokenChooser(info, sampler), self._wishes.now)
+        compute = StepComputation(info, runner, SamplingPipeline(info, sampler), self._wishes.now)
         self._compute_all = PiecewiseComputation(compute, runner.release_memory, info.block_size)
 
     @property

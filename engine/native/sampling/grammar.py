@@ -90,7 +90,7 @@ class Grammars:
         return self._vocabulary
 
 
-def hold_back(bits: Bits, token_ids: Iterable[int]) -> None:
+def forbid_tokens(bits: Bits, token_ids: Iterable[int]) -> None:
     """Forbid `token_ids` in one row (words,) of a mask, unless it allows nothing else."""
     rest = bits.view(np.uint32).copy()
     for token_id in token_ids:

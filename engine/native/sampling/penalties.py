@@ -1,6 +1,6 @@
 """What sampling options do to a sequence's logits before a token is drawn: bias, penalties, and no end too early.
 
-Knows logits and the tokens of sequences; not grammars, not drawing. All rows that have rules are changed together:
+Knows logits and the tokens of sequences; not grammars, not drawing. All rows that have penalties are changed together:
 numpy lays the indices of their tokens end to end, and the device gathers, computes and scatters once.
 """
 
@@ -16,10 +16,10 @@ from engine.sequences.sequence import Sequence
 Ids = npt.NDArray[np.int64]
 
 
-class LogitRules:
+class Penalties:
     """One sequence's. Follows its list of tokens, whatever else happens to the sequence in between."""
 
-    __slots__ = ("params", "counts", "bias_ids", "biases", "_stop_ids", "held_back_ids")
+    __slots__ = ("params", "counts", "bias_ids", "biases", "_stop_ids", "forbidden_stop_ids")
 
     def __init__(self, sequence: Sequence, vocab_size: int) -> None:
         params = self.params = sequence.sampling
@@ -31,20 +31,20 @@ class LogitRules:
         self.bias_ids: Ids = np.array([token_id for token_id, _ in bias], dtype=np.int64)
         self.biases = np.array([value for _, value in bias], dtype=np.float32)
         self._stop_ids: Ids = np.array([i for i in sequence.stop_ids if 0 <= i < vocab_size], dtype=np.int64)
-        self.held_back_ids = self._stop_ids  # tokens that would end the sequence, as long as it must not end
+        self.forbidden_stop_ids = self._stop_ids  # tokens that would end the sequence, as long as it must not end
 
-    def follow(self, sequence: Sequence) -> None:
+    def update(self, sequence: Sequence) -> None:
         """Take in the tokens that `sequence` has got since the last time."""
         if self.counts is not None:
             self.counts.count(sequence.token_ids[sequence.num_prompt_tokens + self.counts.num_counted :])
         must_go_on = sequence.num_output_tokens < self.params.min_tokens
-        self.held_back_ids = self._stop_ids if must_go_on else self._stop_ids[:0]
+        self.forbidden_stop_ids = self._stop_ids if must_go_on else self._stop_ids[:0]
 
 
-def penalise(logits: Tensor, rules: list[LogitRules]) -> None:
+def apply_penalties(logits: Tensor, penalties: list[Penalties]) -> None:
     """In place, (rows, vocab) in float32: the repetition penalty as Hugging Face defines it (of prompt and output),
     then presence and frequency penalty as OpenAI does (of the output)."""
-    penalised = [(row, rule.params, rule.counts) for row, rule in enumerate(rules) if rule.counts is not None]
+    penalised = [(row, own.params, own.counts) for row, own in enumerate(penalties) if own.counts is not None]
     if not penalised:
         return
     ids = [counts.token_ids for _, _, counts in penalised]
@@ -59,21 +59,21 @@ def penalise(logits: Tensor, rules: list[LogitRules]) -> None:
     flat[index] = torch.where(values > 0, values / factors, values * factors) - reductions
 
 
-def add_bias(logits: Tensor, rules: list[LogitRules]) -> None:
+def add_bias(logits: Tensor, penalties: list[Penalties]) -> None:
     """In place."""
-    rows = [row for row, rule in enumerate(rules) if len(rule.bias_ids)]
+    rows = [row for row, own in enumerate(penalties) if len(own.bias_ids)]
     if rows:
-        index = _flat_index(logits, rows, [rules[row].bias_ids for row in rows])
-        (biases,) = _to_device(logits, np.concatenate([rules[row].biases for row in rows]))
+        index = _flat_index(logits, rows, [penalties[row].bias_ids for row in rows])
+        (biases,) = _to_device(logits, np.concatenate([penalties[row].biases for row in rows]))
         logits.view(-1).index_add_(0, index, biases)
 
 
-def hold_back_stops(logits: Tensor, rules: list[LogitRules]) -> None:
+def forbid_stops(logits: Tensor, penalties: list[Penalties]) -> None:
     """In place: -inf for the tokens that would end a sequence below its `min_tokens`. Rows with a grammar do this in
     the grammar's mask: where it has come to its end, there is nothing else to generate."""
-    rows = [row for row, rule in enumerate(rules) if rule.params.grammar is None and len(rule.held_back_ids)]
+    rows = [row for row, own in enumerate(penalties) if own.params.grammar is None and len(own.forbidden_stop_ids)]
     if rows:
-        index = _flat_index(logits, rows, [rules[row].held_back_ids for row in rows])
+        index = _flat_index(logits, rows, [penalties[row].forbidden_stop_ids for row in rows])
         logits.view(-1).index_fill_(0, index, float("-inf"))
 
 

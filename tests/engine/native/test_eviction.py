@@ -22,7 +22,7 @@ from engine.interface import (
     StepResult,
 )
 from engine.native.execution.torch_engine import TorchEngine
-from engine.native.sampling.pipeline import TokenChooser
+from engine.native.sampling.pipeline import SamplingPipeline
 from engine.thread import EngineThread
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
@@ -367,17 +367,17 @@ def test_those_who_stay_with_native_layers_get_the_same_bits(
     make_native: Any, monkeypatch: pytest.MonkeyPatch, left: str, layer: int
 ) -> None:
     """Logits, not only tokens."""
-    choose_tokens = TokenChooser.choose
+    sample_tokens = SamplingPipeline.sample
 
     def logits_of(choose: Choose) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.Tensor]]:
         engine = make_native("qwen3")
         seen: dict[str, torch.Tensor] = {}
 
-        def watched(chooser: TokenChooser, logits: torch.Tensor, sequences: Any) -> Any:
+        def watched(pipeline: SamplingPipeline, logits: torch.Tensor, sequences: Any) -> Any:
             seen.update((s.seq_id, row.clone()) for s, row in zip(sequences, logits, strict=True))
-            return choose_tokens(chooser, logits, sequences)
+            return sample_tokens(pipeline, logits, sequences)
 
-        monkeypatch.setattr(TokenChooser, "choose", watched)
+        monkeypatch.setattr(SamplingPipeline, "sample", watched)
         story = Story(engine, choose, vocab_size=90)
         return story.tokens, {name: seen[name] for name, tokens in story.tokens.items() if tokens}
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from demo_model.location import demo_model_path
 from engine.interface import EngineInfo
-from engine.native.sampling.grammar import Bits, GrammarError, Grammars, apply_masks, hold_back
+from engine.native.sampling.grammar import Bits, GrammarError, Grammars, apply_masks, forbid_tokens
 
 DEMO = EngineInfo(
     str(demo_model_path()),
@@ -86,10 +86,10 @@ def test_what_is_held_back_is_forbidden_unless_nothing_else_is_left(letters: Eng
     grammars = Grammars(letters)
     bits = grammars.masks([grammars.matcher(regex("a?")), grammars.matcher(regex(""))])
     for row in bits:
-        hold_back(row, [0, 31, 10**6, -1])
+        forbid_tokens(row, [0, 31, 10**6, -1])
     assert allowed(bits, 40) == [set(ids("a")), {0}]
     every = np.full((1, 2), -1, dtype=np.int32)
-    hold_back(every[0], [31, 32, 63])
+    forbid_tokens(every[0], [31, 32, 63])
     assert allowed(every, 64) == [set(range(64)) - {31, 32, 63}]
 
 

@@ -12,7 +12,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from engine.native.sampling.penalties import LogitRules, add_bias, hold_back_stops, penalise
+from engine.native.sampling.penalties import Penalties, add_bias, apply_penalties, forbid_stops
 from engine.sequences.sequence import Sequence
 from tests.engine.drive import make_new
 
@@ -27,14 +27,14 @@ def make_sequence(prompt: list[int], output: list[int], **sampling: Any) -> Sequ
     return sequence
 
 
-def ruled(logits: Tensor, *sequences: Sequence) -> Tensor:
-    rules = [LogitRules(sequence, logits.shape[-1]) for sequence in sequences]
-    for rule, sequence in zip(rules, sequences, strict=True):
-        rule.follow(sequence)
+def penalised(logits: Tensor, *sequences: Sequence) -> Tensor:
+    penalties = [Penalties(sequence, logits.shape[-1]) for sequence in sequences]
+    for own, sequence in zip(penalties, sequences, strict=True):
+        own.update(sequence)
     changed = logits.clone()
-    add_bias(changed, rules)
-    penalise(changed, rules)
-    hold_back_stops(changed, rules)
+    add_bias(changed, penalties)
+    apply_penalties(changed, penalties)
+    forbid_stops(changed, penalties)
     return changed
 
 
@@ -52,7 +52,7 @@ def test_the_repetition_penalty_is_transformers_own(seed: int) -> None:
     prompt, output, penalty = random_tokens(rng, 20), random_tokens(rng, 9), rng.choice([0.7, 1.2, 2.5])
     logits = make_logits(1, seed)
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits.clone())
-    assert torch.equal(ruled(logits, make_sequence(prompt, output, repetition_penalty=penalty)), expected)
+    assert torch.equal(penalised(logits, make_sequence(prompt, output, repetition_penalty=penalty)), expected)
 
 
 def test_presence_and_frequency_look_at_the_output_only() -> None:
@@ -61,7 +61,7 @@ def test_presence_and_frequency_look_at_the_output_only() -> None:
     expected = logits.clone()
     expected[0, 2] -= 0.75
     expected[0, 5] -= 1.25
-    torch.testing.assert_close(ruled(logits, sequence), expected)
+    torch.testing.assert_close(penalised(logits, sequence), expected)
 
 
 def test_the_bias_goes_first_then_repetition_then_presence() -> None:
@@ -70,7 +70,7 @@ def test_the_bias_goes_first_then_repetition_then_presence() -> None:
     sequence = make_sequence(
         [0, 1], [0], repetition_penalty=2.0, presence_penalty=1.0, logit_bias=((0, 10.0), (2, -3.0))
     )
-    assert ruled(logits, sequence)[0, :3].tolist() == [(4 + 10) / 2 - 1, -4 * 2, 4 - 3]
+    assert penalised(logits, sequence)[0, :3].tolist() == [(4 + 10) / 2 - 1, -4 * 2, 4 - 3]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -80,7 +80,7 @@ def test_the_bias_is_transformers_own(seed: int) -> None:
     logits = make_logits(1, seed)
     processor = SequenceBiasLogitsProcessor([[[token_id], value] for token_id, value in bias.items()])
     expected = processor(torch.tensor([[1]]), logits.clone())
-    torch.testing.assert_close(ruled(logits, make_sequence([1], [], logit_bias=tuple(bias.items()))), expected)
+    torch.testing.assert_close(penalised(logits, make_sequence([1], [], logit_bias=tuple(bias.items()))), expected)
 
 
 def test_tokens_outside_the_vocabulary_are_nobodys_end() -> None:
@@ -89,7 +89,7 @@ def test_tokens_outside_the_vocabulary_are_nobodys_end() -> None:
     bias = ((-1, 5.0), (VOCAB_SIZE, 5.0), (10**9, 5.0))
     stops = (-3, VOCAB_SIZE + 5)
     sequence = make_sequence([1], [], logit_bias=bias, stop_token_ids=stops, min_tokens=1, ignore_eos=True)
-    assert torch.equal(ruled(logits, sequence), logits)
+    assert torch.equal(penalised(logits, sequence), logits)
 
 
 @pytest.mark.parametrize("num_output", range(4))
@@ -99,7 +99,7 @@ def test_min_tokens_is_transformers_own(num_output: int) -> None:
     processor = MinNewTokensLengthLogitsProcessor(len(prompt), 2, [EOS, 9], device="cpu")
     expected = processor(torch.tensor([prompt + output]), logits.clone())
     sequence = make_sequence(prompt, output, min_tokens=2, stop_token_ids=(9,))
-    assert torch.equal(ruled(logits, sequence), expected)
+    assert torch.equal(penalised(logits, sequence), expected)
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -114,7 +114,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         {"logit_bias": ((0, 1.0),)},
     ]
     sequences = [make_sequence(random_tokens(rng, 15), random_tokens(rng, 10), **chosen) for chosen in options]
-    together = ruled(logits, *sequences)
+    together = penalised(logits, *sequences)
     for i, sequence in enumerate(sequences):
-        assert torch.equal(together[i : i + 1], ruled(logits[i : i + 1], sequence))
-    assert torch.equal(ruled(logits.flip(0), *reversed(sequences)), together.flip(0))
+        assert torch.equal(together[i : i + 1], penalised(logits[i : i + 1], sequence))
+    assert torch.equal(penalised(logits.flip(0), *reversed(sequences)), together.flip(0))

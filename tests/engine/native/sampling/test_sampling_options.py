@@ -29,7 +29,7 @@ from engine.interface import (
     TokenLogprobs,
 )
 from engine.native.execution.torch_engine import TorchEngine
-from engine.native.sampling.pipeline import TokenChooser
+from engine.native.sampling.pipeline import SamplingPipeline
 from engine.sequences.sequence import Sequence
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
@@ -206,9 +206,9 @@ def test_neighbours_with_options_do_not_change_the_tokens_of_those_without(token
 
 def test_what_a_sequences_options_remember_goes_with_it() -> None:
     info = EngineInfo(str(demo_model_path()), 64, 1024, 4, 4, 64, eos_token_ids=(4,))
-    chooser = TokenChooser(info)
+    pipeline = SamplingPipeline(info)
     sequence = Sequence(make_new("a", [1, 2], repetition_penalty=1.5, grammar=regex("a+")), 64, (4,))
-    (outcome,) = chooser.choose(torch.zeros(1, 1024), [sequence])
+    (outcome,) = pipeline.sample(torch.zeros(1, 1024), [sequence])
     assert outcome.token_id is not None
     gone = weakref.ref(sequence)
     del sequence
@@ -221,11 +221,11 @@ def test_a_gpu_makes_the_same_of_the_same_logits(tokenizer: Tokenizer) -> None:
     """All options at once, and rows with and without them."""
     info = EngineInfo(str(demo_model_path()), 512, 1024, 4, 4, 64, eos_token_ids=(4, 0))
     sequences = [Sequence(new, 512, info.eos_token_ids) for new in news_with_everything(tokenizer)]
-    on_cpu, on_gpu = TokenChooser(info), TokenChooser(info)
+    on_cpu, on_gpu = SamplingPipeline(info), SamplingPipeline(info)
     for step in range(8):
         logits = torch.randn(len(sequences), 1024, generator=torch.Generator().manual_seed(step)) * 4
-        expected = on_cpu.choose(logits, sequences)
-        found = on_gpu.choose(logits.cuda(), sequences)
+        expected = on_cpu.sample(logits, sequences)
+        found = on_gpu.sample(logits.cuda(), sequences)
         assert [outcome.token_id for outcome in found] == [outcome.token_id for outcome in expected]
         for sequence, outcome, other in zip(sequences, found, expected, strict=True):
             assert outcome.token_id is not None
