@@ -25,7 +25,7 @@ from engine.native.model.probe import LayerSpec, probe_layers
 from engine.native.sampling.sampler import sample
 from engine.native.startup.cpu_eviction_trial import can_evict_rows
 from engine.native.startup.cpu_optimize import optimize_for_cpu
-from engine.native.startup.cuda_bring_up import captured_graphs, fuse_layers, graph_bytes, graph_sizes, working_kernels
+from engine.native.startup.cuda_bring_up import capture_graphs, fuse_layers, graph_bytes, graph_sizes, working_kernels
 from engine.native.startup.fusion import is_same_model, trial_logits
 from engine.thread import EngineThread
 
@@ -85,7 +85,7 @@ def build_torch_engine(config: EngineConfig) -> TorchEngine:
     runner = ModelRunner(model, cache, [spec.window for spec in specs], device, kernels)
     if config.optimize and not is_quantised(model):
         _optimize(model, runner, library, kernels, info, device)
-    if sizes and (graphs := captured_graphs(runner, cache, info, sizes, for_graphs, device)) is not None:
+    if sizes and (graphs := capture_graphs(runner, cache, info, sizes, for_graphs, device)) is not None:
         runner.use_graphs(graphs)
     info = replace(info, step_eviction=_step_eviction(model, runner, info, has_graphs=bool(sizes)))
     _log(info, hf_config, one_block)
@@ -105,7 +105,7 @@ def _attention_kernels(
     if device.type == "cuda" and config.optimize:
         num_heads = getattr(hf_config.get_text_config(decoder=True), "num_attention_heads", None)
         return working_kernels(specs, num_heads if isinstance(num_heads, int) else 1, dtype, device)
-    return CpuKernels(library, dtype) if library is not None and CpuKernels.knows(dtype) else None
+    return CpuKernels(library, dtype) if library is not None and CpuKernels.supports(dtype) else None
 
 
 def _optimize(

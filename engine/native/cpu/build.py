@@ -36,7 +36,7 @@ _FLAGS = (
     "-fno-thread-jumps",
 )
 _COMPILE_LIMIT_S = 120
-_STEADY_FACTS = ("flags", "Features", "model name", "CPU part")  # of /proc/cpuinfo; the clock is none
+_CPU_MODEL_FIELDS = ("flags", "Features", "model name", "CPU part")  # of /proc/cpuinfo; the clock is none
 
 
 def load_library() -> ctypes.CDLL | None:
@@ -93,9 +93,9 @@ def _torch_openmp() -> Path | None:
 def _fingerprint(compiler: str, openmp: Path | None) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     processor = cpuinfo.read_text().split("\n\n")[0] if cpuinfo.exists() else platform.processor()
-    steady = [line for line in processor.splitlines() if line.startswith(_STEADY_FACTS)]
+    cpu_model = [line for line in processor.splitlines() if line.startswith(_CPU_MODEL_FIELDS)]
     code = [path.read_text() for path in (*_SOURCES, *_HEADERS)]
-    parts = [*code, _run([compiler, "--version"]), *_FLAGS, str(openmp), torch.__version__, *steady]
+    parts = [*code, _run([compiler, "--version"]), *_FLAGS, str(openmp), torch.__version__, *cpu_model]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -13,8 +13,8 @@ from engine.native.attention.kernels import HeadShape, PagedChunks, PagedRows, S
 from engine.native.model.layer_kernels import Norm
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_LARGEST_HEAD_DIM = 512  # kMaxDim of attention.cpp
-_LARGEST_GROUP = 64  # kMaxGroup
+_MAX_HEAD_DIM = 512  # kMaxDim of attention.cpp
+_MAX_GROUP = 64  # kMaxGroup
 _PREFILL_HEAD_DIMS = (16, 32, 64, 96, 128)  # for which paged_prefill has loops of their own
 
 _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -42,13 +42,13 @@ class CpuKernels:
             self._calls[name] = function
 
     @staticmethod
-    def knows(dtype: torch.dtype) -> bool:
+    def supports(dtype: torch.dtype) -> bool:
         return dtype in _DTYPES
 
     @staticmethod
     def can_attend(shape: HeadShape) -> bool:
         group = shape.num_query_heads // shape.num_kv_heads
-        return shape.head_dim <= _LARGEST_HEAD_DIM and group <= _LARGEST_GROUP
+        return shape.head_dim <= _MAX_HEAD_DIM and group <= _MAX_GROUP
 
     @staticmethod
     def can_prefill(shape: HeadShape) -> bool:

@@ -15,7 +15,7 @@ from engine.native.attention.paged import PagedAttention
 from engine.native.batch.layer_boundary import compact_rows
 from engine.native.batch.tensors import StepTensors
 from engine.native.cpu.kernels import CpuKernels
-from engine.native.cpu.products import LinearArguments, PackedWeight, goes_into_panels
+from engine.native.cpu.products import LinearArguments, PackedWeight, fits_panels
 from engine.native.model.fused_layer import head_shape, norm_of
 from engine.native.model.layer_kernels import Norm
 
@@ -67,7 +67,7 @@ class _StepArguments(ctypes.Structure):
     ]
 
 
-class StepInC:
+class SharedStep:
     """The step that all layers of a forward pass share, told once."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class StepInC:
 class NativeDecoderLayer(nn.Module):
     """Takes the place of `layer`. Rows come and go as (1, T, hidden); the residual stream is changed in place."""
 
-    def __init__(self, layer: Any, attention: PagedAttention, library: ctypes.CDLL, step: StepInC) -> None:
+    def __init__(self, layer: Any, attention: PagedAttention, library: ctypes.CDLL, step: SharedStep) -> None:
         super().__init__()
         own, mlp = layer.self_attn, layer.mlp
         self.attention_type = getattr(layer, "attention_type", None)  # some models look it up to choose a mask
@@ -127,11 +127,11 @@ class NativeDecoderLayer(nn.Module):
         self._compute.argtypes, self._compute.restype = [_P, _P, _P], None
 
     @staticmethod
-    def can_take(layer: Any) -> bool:
+    def supports(layer: Any) -> bool:
         """Of layers that can be fused: whether there are loops for its sizes."""
         own, mlp = layer.self_attn, layer.mlp
         linears = (own.q_proj, own.k_proj, own.v_proj, own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        return goes_into_panels(*linears) and CpuKernels.can_prefill(head_shape(layer))
+        return fits_panels(*linears) and CpuKernels.can_prefill(head_shape(layer))
 
     def _describe(self, layer_idx: int, scoring: Scoring) -> _LayerArguments:
         shape, cache = self._shape, self._attention.layer(layer_idx)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engine.native.model.fused_layer import bias_of
 
 # Of the output: wider products run at a third of the speed on the processors measured.
-_WIDEST = 8192
+_MAX_WIDTH = 8192
 _TYPICAL_ROWS = 32
 _ROW_STEPS = ((32, 1), (64, 4), (256, 16), (1 << 20, 64))  # up to so many rows: multiples of
 
@@ -74,4 +74,4 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def _split(tensor: Tensor) -> list[Tensor]:
-    return [tensor[i : i + _WIDEST] for i in range(0, len(tensor), _WIDEST)]
+    return [tensor[i : i + _MAX_WIDTH] for i in range(0, len(tensor), _MAX_WIDTH)]

@@ -84,5 +84,5 @@ class PanelLinear(nn.Module):
         return self._products.multiply(rows, self._weight).view(*x.shape[:-1], self.out_features)
 
 
-def goes_into_panels(*layers: nn.Linear) -> bool:
+def fits_panels(*layers: nn.Linear) -> bool:
     return all(layer.out_features % PANEL == 0 and layer.in_features % 2 == 0 for layer in layers)

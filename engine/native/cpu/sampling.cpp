@@ -61,38 +61,38 @@ template <typename T> class Buckets {
         return kLowest;
     }
 
-    // The lowest logit among the fewest likeliest tokens that make up `share` of the mass not under `floor`.
-    float lowest_of_mass(double share, float floor) {
+    // The lowest logit among the fewest likeliest tokens that make up `share` of the mass not under `cutoff`.
+    float lowest_of_mass(double share, float cutoff) {
         double total = 0.0;
-        for (Index b = 0; b < kBuckets; b++) total += mass(b, floor);
+        for (Index b = 0; b < kBuckets; b++) total += mass(b, cutoff);
         double before = 0.0, wanted = share * total;
         for (Index b = 0; b < kBuckets; b++) {
-            double own = mass(b, floor);
+            double own = mass(b, cutoff);
             if (before + own < wanted) {
                 before += own;
                 continue;
             }
             float last = best_;
             for (float x : sorted(b)) {
-                if (x < floor || (before >= wanted && x < last)) break;
+                if (x < cutoff || (before >= wanted && x < last)) break;
                 last = x;
                 before += exponential((x - best_) * inverse_);
             }
             return last;
         }
-        return floor;
+        return cutoff;
     }
 
   private:
     Index place(float x) const { return Index((best_ - x) * scale_); }
 
-    // Of a bucket, without what lies under `floor`.
-    double mass(Index b, float floor) {
-        if (counts_[b] == 0 || floor == kLowest || b < place(floor)) return masses_[b];
-        if (b > place(floor)) return 0.0;
+    // Of a bucket, without what lies under `cutoff`.
+    double mass(Index b, float cutoff) {
+        if (counts_[b] == 0 || cutoff == kLowest || b < place(cutoff)) return masses_[b];
+        if (b > place(cutoff)) return 0.0;
         double sum = 0.0;
         for (float x : sorted(b))
-            if (x >= floor) sum += exponential((x - best_) * inverse_);
+            if (x >= cutoff) sum += exponential((x - best_) * inverse_);
         return sum;
     }
 
@@ -118,9 +118,9 @@ template <typename T> float lowest_kept(const T *logits, Index n, float best, fl
     float lowest = rule.min_p > 0 ? best + std::log(rule.min_p) / inverse : kLowest;
     if (rule.top_k == 0 && rule.top_p >= 1.0f) return lowest;
     Buckets<T> buckets(logits, n, best, inverse);
-    float floor = rule.top_k > 0 && rule.top_k < n ? buckets.lowest_of(rule.top_k) : kLowest;
-    if (rule.top_p < 1.0f) floor = buckets.lowest_of_mass(rule.top_p, floor);
-    return floor > lowest ? floor : lowest;
+    float cutoff = rule.top_k > 0 && rule.top_k < n ? buckets.lowest_of(rule.top_k) : kLowest;
+    if (rule.top_p < 1.0f) cutoff = buckets.lowest_of_mass(rule.top_p, cutoff);
+    return cutoff > lowest ? cutoff : lowest;
 }
 
 template <typename T> inline float weight(const T *logits, Index i, float best, float inverse, float lowest) {

@@ -26,7 +26,7 @@ from engine.native.batch.tensors import DecodeTensors, StepTensors
 from engine.native.cuda.pinned_ring import PinnedRing
 from engine.native.kv.cache import KVCache
 
-_LARGEST = 256
+_MAX_ROWS = 256
 _TOKEN, _POSITION, _SLOT, _CONTEXT, _TABLE = range(5)  # columns
 _TOLERANCE = 0.02  # of logits, by their largest
 
@@ -47,13 +47,13 @@ class CaptureFailure(Exception):
     """The graphs cannot be used; the message says why."""
 
 
-def bucket_sizes(most_rows: int) -> list[int]:
-    """Ascending; the last is `most_rows`, or the largest that is worth a graph."""
-    most_rows = min(most_rows, _LARGEST)
-    return [size for size in (1, 2, 4, *range(8, _LARGEST + 1, 8)) if size < most_rows] + [most_rows]
+def bucket_sizes(max_rows: int) -> list[int]:
+    """Ascending; the last is `max_rows`, or the largest that is worth a graph."""
+    max_rows = min(max_rows, _MAX_ROWS)
+    return [size for size in (1, 2, 4, *range(8, _MAX_ROWS + 1, 8)) if size < max_rows] + [max_rows]
 
 
-def _by_worth(sizes: Sequence[int]) -> list[int]:
+def _capture_order(sizes: Sequence[int]) -> list[int]:
     """The largest first: it can do every step, and the others find the memory that it took. Then powers of 2, so that
     no step is more than doubled, then those between."""
     return sorted(sizes, key=lambda size: (size != max(sizes), size & (size - 1) != 0, -size))
@@ -87,7 +87,7 @@ class DecodeGraphs:
         in. The engine must be without sequences. Raises `CaptureFailure` for a graph that does not do what it was
         captured from, and whatever capturing raises."""
         started = perf_counter()
-        for size in _by_worth(self._sizes):
+        for size in _capture_order(self._sizes):
             if self._graphs and (perf_counter() - started > limit_s or not has_room()):
                 return
             self._fill_for_trial(size)
@@ -162,4 +162,4 @@ class DecodeGraphs:
 
     def _send(self, lines: Tensor) -> None:
         self._rows[: len(lines)].copy_(lines, non_blocking=True)
-        self._ring.sent()
+        self._ring.mark_sent()

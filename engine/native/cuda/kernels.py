@@ -10,29 +10,29 @@ import torch
 from torch import Tensor
 
 from engine.native.attention.kernels import HeadShape, PagedChunks, PagedRows, Scoring
-from engine.native.cuda.triton_kernels import FACTORS, decode_merge_kernel, decode_split_kernel, prefill_kernel
+from engine.native.cuda.triton_kernels import DOT_DTYPES, decode_merge_kernel, decode_split_kernel, prefill_kernel
 
-_LARGEST_HEAD_DIM = 256
-_LARGEST_GROUP = 64
-_SMALLEST_TILE = 16  # of a side of a product on tensor cores
+_MAX_HEAD_DIM = 256
+_MAX_GROUP = 64
+_MIN_TILE = 16  # of a side of a product on tensor cores
 _TILE_BYTES = 16 << 10  # of a tile of keys: with its values, and that of the next two in flight, 96 KiB
-_MOST_SPLITS = 32  # of one context
-_PROGRAMS_A_PROCESSOR = 4
+_MAX_SPLITS = 32  # of one context
+_PROGRAMS_PER_PROCESSOR = 4
 
 
 class TritonKernels:
     """Calls for one device. Rows of length 0 come out as zeros."""
 
-    def __init__(self, num_processors: int, least_split: int = 128) -> None:
+    def __init__(self, num_processors: int, min_split: int = 128) -> None:
         """Contexts are split as far as it takes to give `num_processors` something to do, in pieces of at least
-        `least_split` keys."""
-        self._num_programs = _PROGRAMS_A_PROCESSOR * num_processors
-        self._least_split = least_split
+        `min_split` keys."""
+        self._num_programs = _PROGRAMS_PER_PROCESSOR * num_processors
+        self._min_split = min_split
 
     @staticmethod
     def can_attend(shape: HeadShape) -> bool:
         group = shape.num_query_heads // shape.num_kv_heads
-        return shape.head_dim <= _LARGEST_HEAD_DIM and group <= _LARGEST_GROUP
+        return shape.head_dim <= _MAX_HEAD_DIM and group <= _MAX_GROUP
 
     def paged_decode(self, query: Tensor, num_kv_heads: int, paged: PagedRows, scoring: Scoring) -> Tensor:
         """As `AttentionKernels` has it."""
@@ -41,7 +41,7 @@ class TritonKernels:
         if len(paged.context_lens) != rows:
             raise ValueError(f"{rows} queries and {len(paged.context_lens)} contexts")
         tile = _tile(dim, query.dtype)
-        least = max(tile, self._least_split // tile * tile)
+        min_split = max(tile, self._min_split // tile * tile)
         splits = self._num_splits(rows * num_kv_heads)
         partial = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=query.device)
         state = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
@@ -68,10 +68,10 @@ class TritonKernels:
             PADDED_GROUP=_padded(group),
             KV_HEADS=num_kv_heads,
             TILE=tile,
-            LEAST=least,
+            MIN_SPLIT=min_split,
             HAS_SOFTCAP=scoring.softcap is not None,
             HAS_WINDOW=scoring.window is not None,
-            FACTOR=_factor(query),
+            DOT_DTYPE=_dot_dtype(query),
         )
         decode_merge_kernel[(rows, heads)](
             partial,
@@ -84,9 +84,9 @@ class TritonKernels:
             HEADS=heads,
             HEAD_DIM=dim,
             PADDED_DIM=_padded(dim),
-            MOST_SPLITS=_MOST_SPLITS,
+            MAX_SPLITS=_MAX_SPLITS,
             TILE=tile,
-            LEAST=least,
+            MIN_SPLIT=min_split,
             HAS_WINDOW=scoring.window is not None,
             HAS_SINKS=scoring.sinks is not None,
         )
@@ -124,13 +124,13 @@ class TritonKernels:
             HAS_SOFTCAP=scoring.softcap is not None,
             HAS_WINDOW=scoring.window is not None,
             HAS_SINKS=scoring.sinks is not None,
-            FACTOR=_factor(query),
+            DOT_DTYPE=_dot_dtype(query),
         )
         return out
 
     def _num_splits(self, num_contexts: int) -> int:
         """The same for any lengths, so that a captured grid serves them all."""
-        return max(1, min(_MOST_SPLITS, -(-self._num_programs // num_contexts)))
+        return max(1, min(_MAX_SPLITS, -(-self._num_programs // num_contexts)))
 
 
 def _group_of(query: Tensor, num_kv_heads: int, slots: Tensor) -> int:
@@ -144,7 +144,7 @@ def _group_of(query: Tensor, num_kv_heads: int, slots: Tensor) -> int:
 @cache
 def _padded(size: int) -> int:
     """The power of 2 that a product takes."""
-    return max(_SMALLEST_TILE, 1 << (size - 1).bit_length())
+    return max(_MIN_TILE, 1 << (size - 1).bit_length())
 
 
 @cache
@@ -160,10 +160,10 @@ def _rows(head_dim: int, dtype: torch.dtype) -> int:
 def _tile(head_dim: int, dtype: torch.dtype) -> int:
     """Keys at once."""
     most = 32 if dtype is torch.float32 else 64
-    return max(_SMALLEST_TILE, min(most, _TILE_BYTES // (_padded(head_dim) * dtype.itemsize)))
+    return max(_MIN_TILE, min(most, _TILE_BYTES // (_padded(head_dim) * dtype.itemsize)))
 
 
-def _factor(query: Tensor) -> Any:
+def _dot_dtype(query: Tensor) -> Any:
     """What products take. Triton's interpreter, which is where kernels meet tensors on a CPU, would multiply bfloat16
     numbers as the integers that it keeps them as."""
-    return FACTORS[query.dtype if query.is_cuda or query.dtype is not torch.bfloat16 else torch.float32]
+    return DOT_DTYPES[query.dtype if query.is_cuda or query.dtype is not torch.bfloat16 else torch.float32]

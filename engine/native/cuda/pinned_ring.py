@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.native.batch.packing import Ints
 
 _DEPTH = 4
-_SMALLEST = 1 << 14  # numbers in a buffer
+_MIN_BUFFER = 1 << 14  # numbers in a buffer
 
 
 class Event(Protocol):
@@ -43,17 +43,17 @@ class PinnedRing:
 
     def next_buffer(self, size: int) -> Tensor:
         """`size` int64 numbers on the host, whose last copy is done. What they were is still there if it was as many;
-        `sent` has to follow their copy."""
+        `mark_sent` has to follow their copy."""
         self._turn = (self._turn + 1) % len(self._buffers)
         event = self._events[self._turn]
         if event is not None:
             event.synchronize()
         if len(self._buffers[self._turn]) < size:
-            room = max(_SMALLEST, 1 << (size - 1).bit_length())
+            room = max(_MIN_BUFFER, 1 << (size - 1).bit_length())
             self._buffers[self._turn] = torch.zeros(room, dtype=torch.int64, pin_memory=self._pin)
         return self._buffers[self._turn][:size]
 
-    def sent(self) -> None:
+    def mark_sent(self) -> None:
         """The copy of the buffer given out last is on its way."""
         event = self._events[self._turn]
         if event is None:
@@ -66,5 +66,5 @@ class PinnedRing:
         np.concatenate([array.reshape(-1) for array in arrays], out=buffer.numpy())
         uploaded = torch.empty_like(buffer, device=self._device, pin_memory=False)
         uploaded.copy_(buffer, non_blocking=True)
-        self.sent()
+        self.mark_sent()
         return uploaded

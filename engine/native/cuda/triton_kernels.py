@@ -19,13 +19,13 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # of a score; not -inf, whose differences are NaN
 
-FACTORS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
-def _score(queries, keys, scaling, softcap, HAS_SOFTCAP: tl.constexpr, FACTOR: tl.constexpr):
+def _score(queries, keys, scaling, softcap, HAS_SOFTCAP: tl.constexpr, DOT_DTYPE: tl.constexpr):
     """Scores in base 2."""
-    scores = tl.dot(queries.to(FACTOR), tl.trans(keys.to(FACTOR)), input_precision="ieee") * scaling
+    scores = tl.dot(queries.to(DOT_DTYPE), tl.trans(keys.to(DOT_DTYPE)), input_precision="ieee") * scaling
     if HAS_SOFTCAP:
         squared = tl.exp2(scores / softcap * (2.0 * LOG2_E))
         scores = softcap * (1.0 - 2.0 / (squared + 1.0))  # tanh
@@ -33,27 +33,27 @@ def _score(queries, keys, scaling, softcap, HAS_SOFTCAP: tl.constexpr, FACTOR: t
 
 
 @triton.jit
-def _accumulate(best, total, acc, scores, seen, values, FACTOR: tl.constexpr):
+def _accumulate(best, total, acc, scores, seen, values, DOT_DTYPE: tl.constexpr):
     """One tile of keys taken into a running softmax. A row that sees nothing of it stays as it was."""
     scores = tl.where(seen, scores, LOWEST)
     highest = tl.maximum(best, tl.max(scores, axis=1))
     weights = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0)
     shrink = tl.exp2(best - highest)
     total = total * shrink + tl.sum(weights, axis=1)
-    product = tl.dot(weights.to(values.dtype).to(FACTOR), values.to(FACTOR), input_precision="ieee")
+    product = tl.dot(weights.to(values.dtype).to(DOT_DTYPE), values.to(DOT_DTYPE), input_precision="ieee")
     acc = acc * shrink[:, None] + product
     return highest, total, acc
 
 
 @triton.jit
-def _split_size(length, window, num_splits, TILE: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def _split_size(length, window, num_splits, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr):
     """Where what a row sees begins, the start of that tile, and how many keys each split of it takes."""
     visible = length * 0
     if HAS_WINDOW:
         visible = tl.maximum(length - window, 0)
     start = visible // TILE * TILE
     size = tl.cdiv(tl.cdiv(length - start, num_splits), TILE) * TILE
-    return visible, start, tl.maximum(size, LEAST)
+    return visible, start, tl.maximum(size, MIN_SPLIT)
 
 
 @triton.jit(
@@ -81,17 +81,17 @@ def decode_split_kernel(
     PADDED_GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,  # keys at once
-    LEAST: tl.constexpr,  # keys of a split: a multiple of TILE
+    MIN_SPLIT: tl.constexpr,  # keys of a split: a multiple of TILE
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    FACTOR: tl.constexpr,  # the type of what is multiplied
+    DOT_DTYPE: tl.constexpr,  # the type of what is multiplied
 ):
     """Programs: (row, KV head, split of the context). As many splits as there are programs for, whatever the length:
     a captured grid stays what it is."""
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
     length = tl.load(context_lens + row).to(tl.int32)
-    visible, start, size = _split_size(length, window, num_splits, TILE, LEAST, HAS_WINDOW)
+    visible, start, size = _split_size(length, window, num_splits, TILE, MIN_SPLIT, HAS_WINDOW)
     first = start + split * size
     last = tl.minimum(first + size, length)
     if first < last:
@@ -111,8 +111,8 @@ def decode_split_kernel(
             mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
             keys = tl.load(slots + at, mask=mask, other=0.0)
             values = tl.load(slots + KV_HEADS * num_slots.to(tl.int64) * HEAD_DIM + at, mask=mask, other=0.0)
-            scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, FACTOR)
-            best, total, acc = _accumulate(best, total, acc, scores, is_key[None, :], values, FACTOR)
+            scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, DOT_DTYPE)
+            best, total, acc = _accumulate(best, total, acc, scores, is_key[None, :], values, DOT_DTYPE)
         out = (row * (KV_HEADS * GROUP) + kv_head * GROUP + heads) * num_splits + split
         tl.store(partial + out[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_own)
         tl.store(partial_state + out * 2, best, mask=heads < GROUP)
@@ -131,17 +131,17 @@ def decode_merge_kernel(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,  # a power of 2
+    MAX_SPLITS: tl.constexpr,  # a power of 2
     TILE: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
     """Programs: (row, head). Rows without context come out as zeros."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(context_lens + row).to(tl.int32)
-    visible, start, size = _split_size(length, window, num_splits, TILE, LEAST, HAS_WINDOW)
-    splits, dims = tl.arange(0, MOST_SPLITS), tl.arange(0, PADDED_DIM)
+    visible, start, size = _split_size(length, window, num_splits, TILE, MIN_SPLIT, HAS_WINDOW)
+    splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, PADDED_DIM)
     is_split = (splits < num_splits) & (start + splits * size < length)
     at = (row * HEADS + head) * num_splits + splits
     bests = tl.load(partial_state + at * 2, mask=is_split, other=LOWEST)
@@ -188,7 +188,7 @@ def prefill_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    FACTOR: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
 ):
     """Programs: (tokens of a chunk, chunk, KV head); those behind a chunk's end have nothing to do."""
     chunk, kv_head = tl.program_id(1), tl.program_id(2)
@@ -228,8 +228,8 @@ def prefill_kernel(
             seen = is_key[None, :] & (positions[None, :] <= position[:, None])
             if HAS_WINDOW:
                 seen = seen & (positions[None, :] > position[:, None] - window)
-            scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, FACTOR)
-            best, total, acc = _accumulate(best, total, acc, scores, seen, values, FACTOR)
+            scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, DOT_DTYPE)
+            best, total, acc = _accumulate(best, total, acc, scores, seen, values, DOT_DTYPE)
         attended = acc / tl.where(total > 0, total, 1.0)[:, None]
         where = ((first_row + token) * (KV_HEADS * GROUP) + head) * HEAD_DIM
         tl.store(out + where[:, None] + dims[None, :], attended.to(out.dtype.element_ty), mask=is_own)

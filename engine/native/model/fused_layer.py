@@ -24,7 +24,7 @@ class FusedDecoderLayer(nn.Module):
 
     def __init__(self, layer: Any, attention: PagedAttention, kernels: LayerKernels, join: Join | None = None) -> None:
         super().__init__()
-        own, join = layer.self_attn, join or side_by_side
+        own, join = layer.self_attn, join or concatenate_linears
         self.attention_type = getattr(layer, "attention_type", None)  # some models look it up to choose a mask
         self._layer_idx = int(own.layer_idx)
         self._shape = head_shape(layer)
@@ -80,7 +80,7 @@ def norm_of(module: Any) -> Norm:
     return Norm(module.weight.detach().contiguous(), float(module.eps if eps is None else eps))
 
 
-def side_by_side(layers: Sequence[nn.Linear]) -> nn.Module:
+def concatenate_linears(layers: Sequence[nn.Linear]) -> nn.Module:
     """One linear layer that gives what `layers` give, concatenated."""
     weight = torch.cat([layer.weight.detach() for layer in layers])
     has_bias = any(layer.bias is not None for layer in layers)

@@ -36,7 +36,7 @@ def load_config(config: EngineConfig) -> Any:
         hf_config = AutoConfig.from_pretrained(str(path) if path.is_dir() else config.model)
     except (OSError, ValueError, KeyError) as error:
         raise EngineStartError(f"model {config.model}: {first_line(error)}") from error
-    if reason := _reason_against(hf_config):
+    if reason := _unsupported_reason(hf_config):
         raise unsupported(hf_config, reason)
     return hf_config
 
@@ -104,7 +104,7 @@ def eos_token_ids(model: Any, hf_config: Any) -> tuple[int, ...]:
     return (declared,) if isinstance(declared, int) else tuple(declared)
 
 
-def _reason_against(hf_config: Any) -> str | None:
+def _unsupported_reason(hf_config: Any) -> str | None:
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "transformers knows no causal language model of this kind"
     if getattr(hf_config, "is_encoder_decoder", False):

@@ -54,8 +54,8 @@ def probe_layers(
     context = context_limit(hf_config) or _LONGEST_WINDOW
     try:
         with torch.inference_mode():
-            layers = _watch(model, context, num_tokens, num_rows)
-            _check_rows_are_apart(model)
+            layers = _record_layers(model, context, num_tokens, num_rows)
+            _check_rows_independent(model)
             _check_cache_agrees(hf_config, layers, min(max_model_len or context, context))
     except _UnsupportedAttention as error:
         raise unsupported(hf_config, str(error)) from error
@@ -75,7 +75,7 @@ class _UnsupportedAttention(Exception):
     pass
 
 
-def _watch(model: Any, context: int, num_tokens: int, num_rows: int) -> dict[int, LayerSpec]:
+def _record_layers(model: Any, context: int, num_tokens: int, num_rows: int) -> dict[int, LayerSpec]:
     """The layers by index, from one pass whose masks are descriptions of what a context of that many tokens hides."""
     masks = _MaskDescriptions(min(context, _LONGEST_WINDOW))
     AttentionInterface.register(_PROBE_NAME, attention_forward_padded)
@@ -147,7 +147,7 @@ class _MaskDescriptions:
         return None if num_visible == self._context else num_visible
 
 
-def _check_rows_are_apart(model: Any) -> None:
+def _check_rows_independent(model: Any) -> None:
     """A row must come out the same in any company and at any place of the step: nothing but attention may look at
     other rows (convolutions, recurrences), and its position is the one it was given, not its place.
 
@@ -160,8 +160,8 @@ def _check_rows_are_apart(model: Any) -> None:
     positions = torch.tensor([_POSITIONS], device=device)
     other_ids, other_positions = token_ids.flip(1), positions.flip(1)
     other_ids[:, ::2], other_positions[:, ::2] = 7, 3
-    first = _rows_of(model, token_ids, positions)
-    second = _rows_of(model, other_ids, other_positions)
+    first = _row_results(model, token_ids, positions)
+    second = _row_results(model, other_ids, other_positions)
     for rows, flipped in zip(first, second, strict=True):
         kept, again = rows[::2].float(), flipped.flip(0)[::2].float()
         error = (kept - again).norm(dim=1) / kept.norm(dim=1)
@@ -180,7 +180,7 @@ def _check_cache_agrees(hf_config: Any, layers: dict[int, LayerSpec], context: i
             )
 
 
-def _rows_of(model: Any, token_ids: Tensor, positions: Tensor) -> list[Tensor]:
+def _row_results(model: Any, token_ids: Tensor, positions: Tensor) -> list[Tensor]:
     """What the model made of each row: (rows, numbers) for queries and keys of every layer, and for the logits."""
     noted: list[Tensor] = []
 

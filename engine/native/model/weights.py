@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from engine.config import EngineStartError
 
 _INDEX = "model.safetensors.index.json"
-_NAMED = 3  # names of weights that a message spells out
+_MAX_NAMED = 3  # names of weights that a message spells out
 
 
 def read_weights(model: str, hf_config: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
@@ -34,14 +34,14 @@ def read_weights(model: str, hf_config: Any, device: torch.device, options: dict
     if device.type == "cuda" and is_accelerate_available():
         options = {**options, "device_map": {"": device}}  # straight to the device, without a copy in host memory
     try:
-        with _without_report():
+        with _without_transformers_log():
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 model, config=hf_config, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
     except ImportError as error:
         if method is None:
             raise
-        raise EngineStartError(f"model {model} is quantised with {method}: {_sentence(error)}") from error
+        raise EngineStartError(f"model {model} is quantised with {method}: {_one_line(error)}") from error
     _check_report(model, report)
     if "device_map" not in options and device.type != "cpu":
         loaded = loaded.to(device)
@@ -85,7 +85,7 @@ def _check_files(directory: Path) -> None:
         except FileNotFoundError as error:
             raise EngineStartError(f"model {directory}: {_INDEX} names {name}, which is not there") from error
         except (SafetensorError, OSError) as error:
-            raise EngineStartError(f"model {directory}: {name} is damaged: {_sentence(error)}") from error
+            raise EngineStartError(f"model {directory}: {name} is damaged: {_one_line(error)}") from error
 
 
 def _indexed_files(index: Path) -> list[str]:
@@ -98,7 +98,7 @@ def _indexed_files(index: Path) -> list[str]:
 def _check_report(model: str, report: dict[str, Any]) -> None:
     """transformers fills what is missing or misshapen with random numbers and goes on."""
     if missing := report["missing_keys"]:
-        raise EngineStartError(f"model {model} lacks the weights {_some(missing)}")
+        raise EngineStartError(f"model {model} lacks the weights {_list_names(missing)}")
     if mismatched := sorted(report["mismatched_keys"]):
         name, stored, wanted = mismatched[0]
         raise EngineStartError(
@@ -106,21 +106,21 @@ def _check_report(model: str, report: dict[str, Any]) -> None:
             f"the first {name} with {tuple(stored)} instead of {tuple(wanted)}"
         )
     if unexpected := report["unexpected_keys"]:
-        structlog.get_logger(__name__).warning("weights without a use", model=model, names=_some(unexpected))
+        structlog.get_logger(__name__).warning("weights without a use", model=model, names=_list_names(unexpected))
 
 
-def _some(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    more = f" and {len(ordered) - _NAMED} more" if len(ordered) > _NAMED else ""
-    return ", ".join(ordered[:_NAMED]) + more
+    more = f" and {len(ordered) - _MAX_NAMED} more" if len(ordered) > _MAX_NAMED else ""
+    return ", ".join(ordered[:_MAX_NAMED]) + more
 
 
-def _sentence(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
 @contextmanager
-def _without_report() -> Iterator[None]:
+def _without_transformers_log() -> Iterator[None]:
     """transformers logs a table of what did not fit; `_check_report` says it in a sentence."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()

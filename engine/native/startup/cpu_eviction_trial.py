@@ -23,7 +23,7 @@ def can_evict_rows(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> b
     if len(layers) != runner.num_layers or not has_room(info):
         return False
     try:
-        if _is_undisturbed(runner, info, trial_chunks(info)):
+        if _remaining_rows_agree(runner, info, trial_chunks(info)):
             return True
         reason = "it changes what the others get"
     except Exception as error:  # modeling code may count on its rows in any way
@@ -32,7 +32,7 @@ def can_evict_rows(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> b
     return False
 
 
-def _is_undisturbed(runner: ModelRunner, info: EngineInfo, chunks: list[Chunk]) -> bool:
+def _remaining_rows_agree(runner: ModelRunner, info: EngineInfo, chunks: list[Chunk]) -> bool:
     """The prefill leaves after the first layer, and one of the decodes before the last."""
     everybody = RunningChunks(chunks, info.block_size, StepEviction.ROWS, frozenset)
     expected = runner.run(everybody.batch)
@@ -41,25 +41,25 @@ def _is_undisturbed(runner: ModelRunner, info: EngineInfo, chunks: list[Chunk]) 
     expected = expected.float().clone()
     first, second, last = (chunk.sequence.seq_id for chunk in chunks)
     early = [frozenset(), *[frozenset({first})] * runner.num_layers]
-    wishes = _Wishes([*early[: runner.num_layers - 1], frozenset({first, second})])
-    running = RunningChunks(chunks, info.block_size, StepEviction.ROWS, wishes.next)
+    requests = _ScriptedRequests([*early[: runner.num_layers - 1], frozenset({first, second})])
+    running = RunningChunks(chunks, info.block_size, StepEviction.ROWS, requests.next)
     found = runner.run(running.batch, evict=running.evict)
-    if found is None or wishes.num_left or len(found) != 1:
+    if found is None or requests.num_left or len(found) != 1:
         return False
     own = expected[names.index(last)][None]
     return is_same_model(own, found.float(), runner.dtype)
 
 
-class _Wishes:
+class _ScriptedRequests:
     """One after another, a layer each."""
 
-    def __init__(self, wishes: list[frozenset[str]]) -> None:
-        self._wishes = wishes
+    def __init__(self, requests: list[frozenset[str]]) -> None:
+        self._requests = requests
 
     @property
     def num_left(self) -> int:
-        return len(self._wishes)
+        return len(self._requests)
 
     def next(self) -> frozenset[str]:
-        """Raises `IndexError` where there are more layers than wishes."""
-        return self._wishes.pop(0)
+        """Raises `IndexError` where there are more layers than requests."""
+        return self._requests.pop(0)

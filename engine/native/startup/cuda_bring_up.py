@@ -70,7 +70,7 @@ def fuse_with_kernels(model: nn.Module, runner: ModelRunner, kernels: LayerKerne
     def fuse(layer: nn.Module) -> nn.Module:
         return FusedDecoderLayer(layer, runner.attention, kernels)
 
-    return fusion.fuse_layers(model, runner, fuse, fusion.watch(model, runner, info).layers)
+    return fusion.fuse_layers(model, runner, fuse, fusion.record_trial_step(model, runner, info).layers)
 
 
 def graph_bytes(sizes: Sequence[int], max_blocks: int, step_bytes: int) -> int:
@@ -84,7 +84,7 @@ def graph_sizes(max_num_seqs: int, max_step_tokens: int) -> list[int]:
     return bucket_sizes(min(max_num_seqs, max_step_tokens))
 
 
-def captured_graphs(
+def capture_graphs(
     runner: ModelRunner, cache: KVCache, info: EngineInfo, sizes: Sequence[int], limit_bytes: int, device: torch.device
 ) -> DecodeGraphs | None:
     """Graphs of decode steps, where the model can be captured; in about 15 seconds and `limit_bytes` of memory. The

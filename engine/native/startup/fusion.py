@@ -31,7 +31,7 @@ _TRIAL_LENGTHS = (7, 1, 1)  # tokens of each sequence in the trial step: a prefi
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class LayerTrial:
     """What a layer got and gave in the model's own forward pass, (1, T, hidden) each."""
 
     hidden: Tensor
@@ -40,27 +40,27 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TrialRecord:
     """What the trial step came by: layers that may be fused, and linear layers that are called, which is not true of
     all: some models read a layer's weight and multiply for themselves."""
 
-    layers: dict[nn.Module, Trial] = field(default_factory=dict)
+    layers: dict[nn.Module, LayerTrial] = field(default_factory=dict)
     linears: WeakSet[nn.Module] = field(default_factory=WeakSet)  # not to keep those alive that are replaced
 
 
-def watch(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> Seen:
-    """One forward pass of the trial step, seen by its modules. The engine must be without sequences: it writes to the
-    first KV blocks. Where there are not enough of them, nothing is seen."""
-    seen = Seen()
+def record_trial_step(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> TrialRecord:
+    """One forward pass of the trial step, recorded by hooks on its modules. The engine must be without sequences: it writes to the
+    first KV blocks. Where there are not enough of them, nothing is recorded."""
+    record = TrialRecord()
     if not has_room(info):
-        return seen
+        return record
 
     def note_layer(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         if len(args) == 1 and isinstance(output, Tensor) and "position_embeddings" in options:
-            seen.layers[layer] = Trial(args[0], options, output)
+            record.layers[layer] = LayerTrial(args[0], options, output)
 
     def note_linear(linear: nn.Module, *_: Any) -> None:
-        seen.linears.add(linear)
+        record.linears.add(linear)
 
     handles = [m.register_forward_hook(note_linear) for m in model.modules() if is_plain_linear(m)]
     handles += [m.register_forward_hook(note_layer, with_kwargs=True) for m in model.modules() if is_fusable(m)]
@@ -69,7 +69,7 @@ def watch(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> Seen:
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return record
 
 
 def trial_logits(runner: ModelRunner, info: EngineInfo) -> Tensor | None:
@@ -86,7 +86,7 @@ def is_same_model(before: Tensor | None, after: Tensor | None, dtype: torch.dtyp
     return bool((after - before).norm() <= _MODEL_TOLERANCES[dtype] * before.norm())
 
 
-def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials: dict[nn.Module, Trial]) -> int:
+def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials: dict[nn.Module, LayerTrial]) -> int:
     """The number of layers replaced; one by one, so that no more than one layer's weights exist twice: `trials` gives
     up its layers, too."""
     places = [
@@ -183,7 +183,7 @@ def _trial_batch(info: EngineInfo) -> StepBatch:
 
 
 @torch.inference_mode()
-def _agrees(fused: nn.Module, trial: Trial) -> bool:
+def _agrees(fused: nn.Module, trial: LayerTrial) -> bool:
     """The runner's step is still the trial's, so that attention finds its rows."""
     result = fused(trial.hidden.clone(), **trial.options)
     error, expected, given = ((t.float()) for t in (result - trial.output, trial.output, trial.hidden))

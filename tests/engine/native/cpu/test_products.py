@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.native.cpu.products import PackedWeight, PanelLinear, Products, goes_into_panels
+from engine.native.cpu.products import PackedWeight, PanelLinear, Products, fits_panels
 from tests.engine.native.cpu.compiled import library_with
 
 
@@ -65,8 +65,8 @@ def test_a_nan_stays_in_its_row(library: ctypes.CDLL) -> None:
 
 def test_what_does_not_go_into_panels_is_refused() -> None:
     odd = make_layer(33, 16)
-    assert not goes_into_panels(odd)
-    assert not goes_into_panels(make_layer(32, 17))
+    assert not fits_panels(odd)
+    assert not fits_panels(make_layer(32, 17))
     with pytest.raises(ValueError, match="does not go into panels"):
         PackedWeight([odd])
 

@@ -41,13 +41,13 @@ def compile_for_sm90(kernel: Any, element: str, num_warps: int, constants: dict[
 def test_decode(element: str) -> None:
     from engine.native.cuda import triton_kernels as kernels
 
-    factor = kernels.tl.bfloat16 if element == "bf16" else kernels.tl.float32
+    dot_dtype = kernels.tl.bfloat16 if element == "bf16" else kernels.tl.float32
     flags = {"HAS_SOFTCAP": True, "HAS_WINDOW": True}
     tile = {"TILE": 64 if element == "bf16" else 32}
-    split = {**HEADS, **flags, **tile, "PADDED_GROUP": 16, "LEAST": 128, "FACTOR": factor}
+    split = {**HEADS, **flags, **tile, "PADDED_GROUP": 16, "MIN_SPLIT": 128, "DOT_DTYPE": dot_dtype}
     compiled = compile_for_sm90(kernels.decode_split_kernel, element, 4, split)
     assert 0 < compiled.metadata.shared <= SHARED_BYTES // 2  # two programs at once
-    merge = {"HEADS": 32, "HEAD_DIM": 128, "PADDED_DIM": 128, "MOST_SPLITS": 32, "LEAST": 128, **tile}
+    merge = {"HEADS": 32, "HEAD_DIM": 128, "PADDED_DIM": 128, "MAX_SPLITS": 32, "MIN_SPLIT": 128, **tile}
     merge |= {"HAS_WINDOW": True, "HAS_SINKS": True}
     assert compile_for_sm90(kernels.decode_merge_kernel, element, 4, merge).asm["cubin"]
 
@@ -56,7 +56,7 @@ def test_prefill() -> None:
     from engine.native.cuda import triton_kernels as kernels
 
     constants = {**HEADS, "TOKENS": 16, "ROWS": 64, "HAS_SOFTCAP": False, "HAS_WINDOW": True, "HAS_SINKS": True}
-    constants["FACTOR"] = kernels.tl.bfloat16
+    constants["DOT_DTYPE"] = kernels.tl.bfloat16
     compiled = compile_for_sm90(kernels.prefill_kernel, "bf16", 4, constants)
     assert 0 < compiled.metadata.shared <= SHARED_BYTES // 2
     assert "wgmma" in compiled.asm["ptx"]  # Hopper's products of whole tiles

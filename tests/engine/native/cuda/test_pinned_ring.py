@@ -49,7 +49,7 @@ def test_buffers_grow_with_what_is_asked_of_them_and_stay() -> None:
     large = 100_000
     kept = ring.next_buffer(large)
     assert len(kept) == large
-    ring.sent()
+    ring.mark_sent()
     assert ring.next_buffer(10).data_ptr() == kept.data_ptr()
-    ring.sent()
+    ring.mark_sent()
     assert ring.next_buffer(large).data_ptr() == kept.data_ptr()

@@ -56,7 +56,7 @@ def name_of(case: Any) -> str:
 def kernels() -> AttentionKernels:
     from engine.native.cuda.kernels import TritonKernels
 
-    return TritonKernels(num_processors=2, least_split=32)  # splits even short contexts
+    return TritonKernels(num_processors=2, min_split=32)  # splits even short contexts
 
 
 class Cache:

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.native.attention.kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
 from engine.native.kv.cache import LayerShape
 from engine.native.model.probe import LayerSpec
-from engine.native.startup.cuda_bring_up import captured_graphs, graph_bytes, graph_sizes, working_kernels
+from engine.native.startup.cuda_bring_up import capture_graphs, graph_bytes, graph_sizes, working_kernels
 from engine.native.startup.cuda_trial import find_fault
 from tests.engine.conftest import MakeEngine
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_captured_is_launched(make_engine: MakeEngine) -> None:
     engine = make_engine("llama", optimize=False)
     runner = engine._runner
     with capture_logs() as logs:
-        assert captured_graphs(runner, runner._cache, engine.info, [1, 2], 1 << 30, torch.device("cuda", 0)) is None
+        assert capture_graphs(runner, runner._cache, engine.info, [1, 2], 1 << 30, torch.device("cuda", 0)) is None
     (entry,) = logs
     assert entry["event"].startswith("no CUDA graphs")
     assert entry["reason"]
