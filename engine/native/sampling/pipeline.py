@@ -1,12 +1,12 @@
-"""The next token of every sequence of a step, by all that its sampling parameters ask for.
+"""Sample the next token of each sequence of a step, with all of its sampling parameters.
 
-Knows the order in which they take effect, and remembers between steps what they need of a sequence's past; not
-models, chunks or blocks. In this order, each row for itself:
+Knows the order of the sampling steps, and keeps token counts and grammar states between steps; does not know models,
+chunks or blocks. The order, for each row on its own:
 
     log probabilities ← the model's logits
     bias → repetition, presence and frequency penalty → min_tokens → grammar → temperature → top_k → top_p → min_p
 
-which is transformers' order. Rows without such options are sampled as they are, and pay nothing for the others.
+This is transformers' order. Rows that use none of these options skip the steps that alter logits.
 """
 
 from collections.abc import Sequence as Seq
@@ -31,8 +31,10 @@ _GREEDY = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
 
 
 class SamplingPipeline:
-    """What it remembers follows from a sequence's tokens alone and goes with the sequence: preempted or not, here or
-    begun again elsewhere, the tokens are the same."""
+    """Samples tokens and keeps each sequence's penalties and grammar state as long as the sequence object exists.
+
+    That state depends on the sequence's tokens only: a preempted, or restarted, sequence gets the same tokens.
+    """
 
     def __init__(self, info: EngineInfo, sampler: Sampler = sample) -> None:
         self._sampler = sampler
@@ -42,13 +44,17 @@ class SamplingPipeline:
         self._matchers: WeakKeyDictionary[Sequence, Matcher] = WeakKeyDictionary()
 
     def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> list[Outcome]:
-        """For (sequences, vocab) logits. What cannot be done for one sequence is its `failure`."""
-        # Of rows that alter them only whether the model's logits are sound: a mask could hide that they are not.
+        """Return one outcome per sequence for `logits` (sequences, vocab), any floating-point dtype, left unchanged.
+
+        An error that concerns one sequence is the `failure` of its outcome.
+        """
+        # Rows that alter logits are sampled greedily here, only to check that the model's logits are finite: a mask
+        # could hide that they are not.
         rows = [_GREEDY if s.alters_logits else SamplingRow(s.sampling, s.num_output_tokens) for s in sequences]
         outcomes = [_outcome(token_id, _BROKEN) for token_id in self._sampler(logits, rows)]
         altered = [i for i, s in enumerate(sequences) if s.alters_logits and outcomes[i].failure is None]
         if altered:
-            # A copy: the model's logits stay as they are.
+            # Indexing makes a copy, so the model's logits stay unchanged.
             own = logits[torch.tensor(altered, device=logits.device)].float()
             for i, outcome in zip(altered, self._sample_altered(own, [sequences[i] for i in altered]), strict=True):
                 outcomes[i] = outcome
@@ -56,7 +62,7 @@ class SamplingPipeline:
         return outcomes
 
     def _sample_altered(self, own: Tensor, sequences: list[Sequence]) -> list[Outcome]:
-        """From the sequences' own logits, (sequences, vocab) in float32, which are altered in place."""
+        """Return one outcome per sequence for `own`, their logits (sequences, vocab) in float32, altered in place."""
         penalties = [self._updated_penalties(sequence) for sequence in sequences]
         add_bias(own, penalties)
         apply_penalties(own, penalties)
@@ -75,7 +81,7 @@ class SamplingPipeline:
     def _mask_by_grammar(
         self, logits: Tensor, sequences: list[Sequence], penalties: list[Penalties]
     ) -> dict[int, Outcome]:
-        """In place; what came of the rows whose grammar broke."""
+        """Mask `logits` (sequences, vocab) in place; return a failed outcome for each row whose grammar failed."""
         failures: dict[int, Outcome] = {}
         matchers: dict[int, Matcher] = {}
         for i, sequence in enumerate(sequences):
@@ -102,11 +108,12 @@ class SamplingPipeline:
 
 
 def _outcome(token_id: int | None, otherwise: Outcome) -> Outcome:
+    """Return the outcome of a sampled token, or `otherwise` if the sampler found none."""
     return otherwise if token_id is None else Outcome(token_id)
 
 
 def _report_logprobs(logits: Tensor, sequences: Seq[Sequence], outcomes: list[Outcome]) -> None:
-    """Complete, in place, the outcomes of those who asked."""
+    """Add log probabilities, in place, to the `outcomes` of the sequences that asked for them."""
     wanted = [
         (i, token_id, num_top)
         for i, sequence in enumerate(sequences)
