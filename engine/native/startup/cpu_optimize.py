@@ -1,7 +1,7 @@
-"""What makes a loaded model fast on a CPU: common decoder layers fused, linear layers packed.
+"""Make a loaded model fast on a CPU: fuse common decoder layers and pack linear layers.
 
-Knows which of the CPU's means are there for a dtype and a layer's sizes; whether a layer may be replaced at all is
-`engine.native.startup.fusion`'s matter.
+Knows which implementations exist for a dtype and a layer's sizes; `engine.native.startup.fusion` decides whether a
+layer may be replaced.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ LinearReplacement = Callable[[nn.Linear], nn.Module | None]
 
 
 def optimize_for_cpu(model: nn.Module, runner: ModelRunner, library: ctypes.CDLL | None, info: EngineInfo) -> None:
-    """Changes `model` in place; the engine must be without sequences: the trial writes to its first KV blocks."""
+    """Change `model` in place. The engine must have no sequences: the trial writes to its first KV blocks."""
     record = record_trial_step(model, runner, info)
     dtype = next(model.parameters()).dtype
     num_fused = 0
@@ -35,7 +35,7 @@ def optimize_for_cpu(model: nn.Module, runner: ModelRunner, library: ctypes.CDLL
 
 
 def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype) -> Replacement:
-    """In one call where the library has products for it, else in eight."""
+    """Return how a layer is replaced: by one C++ call if the library has products for it, else by eight calls."""
     kernels, step = CpuKernels(library, dtype), SharedStep()
     has_products = Products.available(library, dtype)
     join = PackedLinear if can_pack(dtype) else concatenate_linears
@@ -49,7 +49,7 @@ def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype) -
 
 
 def _packing(library: ctypes.CDLL | None, dtype: torch.dtype) -> LinearReplacement:
-    """How a linear layer is packed; None for one that cannot be."""
+    """Return how a linear layer is packed: a function to the packed layer, or to None if it cannot be packed."""
     products = Products(library) if library is not None and Products.available(library, dtype) else None
     has_onednn = can_pack(dtype)
 
@@ -62,7 +62,7 @@ def _packing(library: ctypes.CDLL | None, dtype: torch.dtype) -> LinearReplaceme
 
 
 def _replace_linears(model: nn.Module, wanted: Collection[nn.Module], pack: LinearReplacement) -> int:
-    """How many there were."""
+    """Replace the `wanted` linear layers that `pack` can pack; return their number."""
     found = [
         (module, name, child)
         for module in model.modules()
