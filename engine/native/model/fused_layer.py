@@ -1,7 +1,8 @@
-"""A decoder layer of the common kind in eight calls instead of some sixty.
+"""A decoder layer of the common kind in eight calls instead of about sixty.
 
-RMS norms before attention and MLP, rotary positions, a SiLU-gated MLP: Llama, Qwen, Mistral and many more. Knows the
-arithmetic of such a layer and where paged attention keeps KV; not which layers of a model are one.
+The common kind has RMS norms before attention and MLP, rotary positions and a SiLU-gated MLP: Llama, Qwen, Mistral and
+many more. Knows the arithmetic of such a layer and the layout of the KV cache; does not know which layers of a model
+are of this kind.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,17 +16,19 @@ from engine.native.attention.paged import PagedAttention
 from engine.native.batch.layer_boundary import compact_rows
 from engine.native.model.layer_kernels import LayerKernels, Norm
 
-Join = Callable[[Sequence[nn.Linear]], nn.Module]  # several linear layers as one
+Join = Callable[[Sequence[nn.Linear]], nn.Module]  # joins linear layers of one input into one layer
 
 
 class FusedDecoderLayer(nn.Module):
-    """Takes the place of `layer`, whose weights it copies side by side. Rows come and go as (1, T, hidden); the
-    residual stream is changed in place."""
+    """Replaces `layer`, whose weights are copied and concatenated. Input and output are (1, T, hidden).
+
+    The residual stream is changed in place: the output is the same tensor as the input.
+    """
 
     def __init__(self, layer: Any, attention: PagedAttention, kernels: LayerKernels, join: Join | None = None) -> None:
         super().__init__()
         own, join = layer.self_attn, join or concatenate_linears
-        self.attention_type = getattr(layer, "attention_type", None)  # some models look it up to choose a mask
+        self.attention_type = getattr(layer, "attention_type", None)  # some models read it to choose a mask
         self._layer_idx = int(own.layer_idx)
         self._shape = head_shape(layer)
         self._scaling = float(own.scaling)
@@ -41,6 +44,10 @@ class FusedDecoderLayer(nn.Module):
         self._down = join([layer.mlp.down_proj])
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
+        """Compute the layer on `hidden_states` (1, T, hidden) in place; `position_embeddings` are (1, T, rotary_dim).
+
+        After evictions only the first rows are computed; the rows behind them keep old values that are never read.
+        """
         residual = hidden_states[0]
         if (staying := self._attention.enter_layer()) is not None:
             compact_rows(residual, staying)
@@ -53,7 +60,7 @@ class FusedDecoderLayer(nn.Module):
         return hidden_states
 
     def _attend(self, normed: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """(T, hidden) to (T, heads × head_dim)."""
+        """Return the attention result (T, heads × head_dim) for `normed` (T, hidden)."""
         shape, attention = self._shape, self._attention
         qkv = self._qkv(normed)
         cosines, sines = (attention.step.own_rows(t[0]).to(qkv.dtype).contiguous() for t in position_embeddings)
@@ -69,19 +76,20 @@ class FusedDecoderLayer(nn.Module):
 
 
 def head_shape(layer: Any) -> HeadShape:
+    """Return the head shape of a transformers decoder layer of the common kind."""
     own = layer.self_attn
     dim = int(own.head_dim)
     return HeadShape(own.q_proj.out_features // dim, own.k_proj.out_features // dim, dim)
 
 
 def norm_of(module: Any) -> Norm:
-    """Of an RMS norm as transformers writes them."""
+    """Return the weight and eps of an RMS norm module of transformers."""
     eps = getattr(module, "variance_epsilon", None)
     return Norm(module.weight.detach().contiguous(), float(module.eps if eps is None else eps))
 
 
 def concatenate_linears(layers: Sequence[nn.Linear]) -> nn.Module:
-    """One linear layer that gives what `layers` give, concatenated."""
+    """Return one linear layer whose output is the concatenation of the outputs of `layers`."""
     weight = torch.cat([layer.weight.detach() for layer in layers])
     has_bias = any(layer.bias is not None for layer in layers)
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
@@ -92,4 +100,5 @@ def concatenate_linears(layers: Sequence[nn.Linear]) -> nn.Module:
 
 
 def bias_of(layer: nn.Linear) -> Tensor:
+    """Return the bias (out,) of `layer`, zeros if it has none."""
     return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()

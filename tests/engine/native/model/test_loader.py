@@ -142,7 +142,7 @@ def test_weights_that_the_model_does_not_know_are_logged(llama: Path) -> None:
     change_weights(llama, lambda weights: weights.update({"model.extra.weight": torch.zeros(3)}))
     with structlog.testing.capture_logs() as logs:
         load(llama)
-    (entry,) = [entry for entry in logs if entry["event"] == "weights without a use"]
+    (entry,) = [entry for entry in logs if entry["event"] == "unused weights in the checkpoint"]
     assert entry["names"] == "model.extra.weight"
 
 
@@ -162,13 +162,13 @@ def test_a_truncated_shard_is_named(sharded: Path) -> None:
 def test_a_missing_shard_is_named(sharded: Path) -> None:
     shard = sorted(sharded.glob("model-*.safetensors"))[1]
     shard.unlink()
-    assert f"{INDEX} names {shard.name}, which is not there" in refusal(sharded)
+    assert f"{INDEX} names {shard.name}, which does not exist" in refusal(sharded)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_an_index_that_is_none(text: str, sharded: Path) -> None:
     (sharded / INDEX).write_text(text)
-    assert f"{INDEX} is no index of weights" in refusal(sharded)
+    assert f"{INDEX} is not a valid index of weights" in refusal(sharded)
 
 
 def test_a_directory_without_weights(llama: Path) -> None:

@@ -88,7 +88,7 @@ def test_an_option_that_attention_does_not_know_is_refused(tmp_path: Path, monke
         return original(self, *args, **options, block_indices=torch.zeros(1))
 
     monkeypatch.setattr(llama.LlamaAttention, "forward", forward)
-    with pytest.raises(EngineStartError, match="its attention wants block_indices"):
+    with pytest.raises(EngineStartError, match="its attention needs block_indices"):
         probe(tmp_path, CONFIGS["llama"]())
 
 
@@ -97,7 +97,7 @@ def test_a_model_that_breaks_on_a_packed_step_is_refused(tmp_path: Path, monkeyp
         raise IndexError("\nno such row\nat all")
 
     monkeypatch.setattr(llama.LlamaMLP, "forward", forward)
-    with pytest.raises(EngineStartError, match="a packed step fails in it: no such row$"):
+    with pytest.raises(EngineStartError, match="its forward pass fails on a packed step: no such row$"):
         probe(tmp_path, CONFIGS["llama"]())
 
 
