@@ -1,7 +1,7 @@
-"""A common decoder layer in one call (decoder_layer.cpp), where the processor multiplies bfloat16.
+"""A common decoder layer in one C++ call (decoder_layer.cpp), on processors that multiply bfloat16.
 
-Knows how such a layer's weights and a step are told to C++; the arithmetic is there, the same as that of
-`FusedDecoderLayer`, which has it in eight calls.
+Knows how a layer's weights and a step are passed to C++, which has the arithmetic: that of `FusedDecoderLayer`, which
+needs eight calls.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ from engine.native.cpu.products import LinearArguments, PackedWeight, fits_panel
 from engine.native.model.fused_layer import head_shape, norm_of
 from engine.native.model.layer_kernels import Norm
 
+# C types of the fields: pointer, Index, float, int32.
 _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 
 
@@ -68,7 +69,7 @@ class _StepArguments(ctypes.Structure):
 
 
 class SharedStep:
-    """The step that all layers of a forward pass share, told once."""
+    """The C++ arguments of a step, which all layers of a forward pass share. They are filled once per step."""
 
     def __init__(self) -> None:
         self._step: StepTensors | None = None
@@ -77,6 +78,7 @@ class SharedStep:
         self._kept: tuple[Tensor, ...] = ()
 
     def address(self, step: StepTensors, position_embeddings: tuple[Tensor, Tensor]) -> int:
+        """Return the address of the C++ arguments; `position_embeddings` are cosines and sines, (1, T, rotary)."""
         if step is not self._step or position_embeddings is not self._positions:
             self._step, self._positions = step, position_embeddings
             self._fill(step, position_embeddings)
@@ -88,12 +90,12 @@ class SharedStep:
 
     def _fill(self, step: StepTensors, position_embeddings: tuple[Tensor, Tensor]) -> None:
         cosines, sines = (step.own_rows(t[0]).to(torch.bfloat16).contiguous() for t in position_embeddings)
-        self._kept = (cosines, sines)
+        self._kept = (cosines, sines)  # C++ has their addresses only
         own = self._arguments
         own.rows, own.slots = len(step.slots), step.slots.data_ptr()
         own.cosines, own.sines = cosines.data_ptr(), sines.data_ptr()
         own.decode_rows = own.num_chunks = 0
-        for group in step.decode_groups:  # one, or none
+        for group in step.decode_groups:  # at most one group on a CPU
             own.decode_rows, own.table_stride = group.num_seqs, group.block_table.stride(0)
             own.block_table, own.lengths = group.block_table.data_ptr(), group.context_lens.data_ptr()
         if step.prefills is not None:
@@ -103,12 +105,12 @@ class SharedStep:
 
 
 class NativeDecoderLayer(nn.Module):
-    """Takes the place of `layer`. Rows come and go as (1, T, hidden); the residual stream is changed in place."""
+    """Replaces `layer`. Input and output are (1, T, hidden), bfloat16; the residual stream is changed in place."""
 
     def __init__(self, layer: Any, attention: PagedAttention, library: ctypes.CDLL, step: SharedStep) -> None:
         super().__init__()
         own, mlp = layer.self_attn, layer.mlp
-        self.attention_type = getattr(layer, "attention_type", None)  # some models look it up to choose a mask
+        self.attention_type = getattr(layer, "attention_type", None)  # some models read it to choose a mask
         self._attention = attention
         self._step = step
         self._shape = head_shape(layer)
@@ -128,12 +130,13 @@ class NativeDecoderLayer(nn.Module):
 
     @staticmethod
     def supports(layer: Any) -> bool:
-        """Of layers that can be fused: whether there are loops for its sizes."""
+        """Return whether C++ is compiled for the sizes of `layer`, which must be fusable."""
         own, mlp = layer.self_attn, layer.mlp
         linears = (own.q_proj, own.k_proj, own.v_proj, own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         return fits_panels(*linears) and CpuKernels.can_prefill(head_shape(layer))
 
     def _describe(self, layer_idx: int, scoring: Scoring) -> _LayerArguments:
+        """Return the C++ arguments of the layer; `forward` sets the rotary dimension."""
         shape, cache = self._shape, self._attention.layer(layer_idx)
         arguments = _LayerArguments(**{name: weight.arguments for name, weight in self._weights.items()})
         for name, norm in self._norms.items():
@@ -146,6 +149,7 @@ class NativeDecoderLayer(nn.Module):
         return arguments
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
+        """Compute the layer on `hidden_states` (1, T, hidden) in place; `position_embeddings` are (1, T, rotary)."""
         if (staying := self._attention.enter_layer()) is not None:
             compact_rows(hidden_states[0], staying)
         step = self._step.address(self._attention.step, position_embeddings)

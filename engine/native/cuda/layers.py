@@ -1,4 +1,7 @@
-"""The layers' Triton kernels as calls on tensors. Knows shapes; not what is computed with them, nor for which layer."""
+"""Call the layers' Triton kernels on tensors.
+
+Knows shapes; does not know the kernels' arithmetic or which layer calls.
+"""
 
 import torch
 from torch import Tensor
@@ -7,11 +10,11 @@ from engine.native.attention.kernels import HeadShape
 from engine.native.cuda.triton_layers import rms_norm_kernel, rotate_and_write_kernel, silu_and_mul_kernel
 from engine.native.model.layer_kernels import Norm
 
-_TILE = 1024  # numbers of one program
+_TILE = 1024  # numbers per program
 
 
 class TritonLayerKernels:
-    """As `LayerKernels` has them. Nothing waits for the device."""
+    """`LayerKernels` with Triton: shapes as described there. No call waits for the device."""
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         return _rms_norm(x, None, norm)
@@ -37,7 +40,7 @@ class TritonLayerKernels:
         key_norm: Norm | None,
     ) -> None:
         if qkv.shape[1] != shape.query_width + 2 * shape.kv_width or slots.shape[1] != shape.head_dim:
-            raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not go with {shape}")
+            raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not fit {shape}")
         rotate_and_write_kernel[(len(qkv), shape.num_query_heads + shape.num_kv_heads)](
             qkv,
             slots,
@@ -61,6 +64,7 @@ class TritonLayerKernels:
 
 
 def _rms_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
+    """Return the norm of `x` (rows, n), or of the sum if `residual` (rows, n) is given, which then becomes the sum."""
     out = torch.empty_like(x)
     rows, n = x.shape
     rms_norm_kernel[(rows,)](
@@ -78,4 +82,5 @@ def _rms_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
 
 
 def _power_of_2(size: int) -> int:
+    """Return the smallest power of 2 that is at least `size`."""
     return 1 << (size - 1).bit_length()

@@ -63,11 +63,11 @@ def test_a_nan_stays_in_its_row(library: ctypes.CDLL) -> None:
     assert out[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
 
 
-def test_what_does_not_go_into_panels_is_refused() -> None:
+def test_a_layer_that_does_not_fit_panels_is_refused() -> None:
     odd = make_layer(33, 16)
     assert not fits_panels(odd)
     assert not fits_panels(make_layer(32, 17))
-    with pytest.raises(ValueError, match="does not go into panels"):
+    with pytest.raises(ValueError, match="does not fit panels"):
         PackedWeight([odd])
 
 

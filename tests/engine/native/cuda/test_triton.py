@@ -155,9 +155,9 @@ def test_a_nan_in_a_context_is_seen_in_its_own_row_only(kernels: AttentionKernel
 
 def test_queries_that_do_not_go_with_the_cache(kernels: AttentionKernels) -> None:
     cache = Cache(HeadShape(2, 1, 16), 16, torch.float32, [20])
-    with pytest.raises(ValueError, match="3 queries and 1 contexts"):
+    with pytest.raises(ValueError, match="3 rows of queries, but 1 context lengths"):
         kernels.paged_decode(cache.query[:, :3], 1, cache.rows(), Scoring(1.0))
-    with pytest.raises(ValueError, match="do not go with this cache"):
+    with pytest.raises(ValueError, match="do not fit this cache"):
         kernels.paged_decode(cache.query[:, :1, :8], 1, cache.rows(), Scoring(1.0))
     assert not kernels.can_attend(HeadShape(2, 2, 512))
 

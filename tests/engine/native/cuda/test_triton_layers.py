@@ -81,7 +81,7 @@ def test_rotate_and_write(kernels: LayerKernels, dtype: torch.dtype, rotary: int
     written = slots.view(2, shape.num_kv_heads, -1, shape.head_dim)[:, :, slot_ids]
     assert_close(written, torch.stack((keys, heads[:, 6:])).transpose(1, 2))
     assert int((slots != 0).any(-1).sum()) == rows * 2 * shape.num_kv_heads  # and nowhere else
-    with pytest.raises(ValueError, match="do not go with"):
+    with pytest.raises(ValueError, match="do not fit"):
         kernels.rotate_and_write(qkv[:, :-1], shape, slots, slot_ids, cosines, sines, *norms)
 
 
