@@ -1,6 +1,6 @@
-"""The Triton kernels compile for the GPU they are meant for (sm_90) down to machine code; that needs none.
+"""The Triton kernels compile to machine code for Hopper GPUs (sm_90); this needs no GPU.
 
-What the interpreter takes and the compiler does not, shows here, and how much of a processor's memory a kernel takes.
+It finds code that only the interpreter accepts, and checks how much shared memory a kernel takes.
 """
 
 import importlib.util
@@ -15,9 +15,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
 ]
 
-SHARED_BYTES = 227 << 10  # of a program on sm_90
+SHARED_BYTES = 227 << 10  # shared memory of a streaming multiprocessor on sm_90
 HEADS = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "PADDED_DIM": 128, "GROUP": 4, "KV_HEADS": 8, "TILE": 64}
-# What the arguments are, beyond pointers to the elements of the model.
+# Types of the arguments that are not pointers to numbers of the model's dtype.
 KINDS = {
     **dict.fromkeys(("block_table", "block_tables", "context_lens", "extents", "slot_ids"), "*i64"),
     **dict.fromkeys(("partial", "partial_state", "sinks"), "*fp32"),
@@ -31,7 +31,7 @@ def compile_for_sm90(kernel: Any, element: str, num_warps: int, constants: dict[
     from triton.compiler import ASTSource, compile
 
     kinds = {name: "constexpr" if name in constants else KINDS.get(name, f"*{element}") for name in kernel.arg_names}
-    # The large tensors begin at multiples of 16 bytes, and rows of heads do, too.
+    # Large tensors are aligned to 16 bytes.
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind == f"*{element}"}
     source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=aligned)
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})

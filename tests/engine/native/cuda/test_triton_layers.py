@@ -1,4 +1,4 @@
-"""The layers' Triton kernels against transformers' arithmetic; where they run, `test_triton.py` says."""
+"""The layers' Triton kernels compared with transformers' arithmetic; `test_triton.py` says where they run."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_rotate_and_write(kernels: LayerKernels, dtype: torch.dtype, rotary: int
 
 
 def rotate(heads: Tensor, norm: Norm | None, cosines: Tensor, sines: Tensor) -> Tensor:
-    """(rows, heads, head_dim), the way transformers does it."""
+    """Rotate (rows, heads, head_dim) as transformers does."""
     heads = heads if norm is None else rms_norm(heads, norm)
     rotary = cosines.shape[-1]
     turned, rest = heads[..., :rotary].float(), heads[..., rotary:]

@@ -1,4 +1,4 @@
-"""Penalties, bias and held-back stops against transformers' processors and plain definitions."""
+"""Penalties, bias and forbidden stops compared with transformers' processors and plain definitions."""
 
 import random
 from typing import Any
@@ -47,7 +47,7 @@ def make_logits(rows: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_repetition_penalty_is_transformers_own(seed: int) -> None:
+def test_the_repetition_penalty_equals_that_of_transformers(seed: int) -> None:
     rng = random.Random(seed)
     prompt, output, penalty = random_tokens(rng, 20), random_tokens(rng, 9), rng.choice([0.7, 1.2, 2.5])
     logits = make_logits(1, seed)
@@ -55,7 +55,7 @@ def test_the_repetition_penalty_is_transformers_own(seed: int) -> None:
     assert torch.equal(penalised(logits, make_sequence(prompt, output, repetition_penalty=penalty)), expected)
 
 
-def test_presence_and_frequency_look_at_the_output_only() -> None:
+def test_presence_and_frequency_count_the_output_only() -> None:
     logits = make_logits(1, 0)
     sequence = make_sequence([1, 2, 3, 3], [2, 5, 5, 5], presence_penalty=0.5, frequency_penalty=0.25)
     expected = logits.clone()
@@ -64,7 +64,7 @@ def test_presence_and_frequency_look_at_the_output_only() -> None:
     torch.testing.assert_close(penalised(logits, sequence), expected)
 
 
-def test_the_bias_goes_first_then_repetition_then_presence() -> None:
+def test_the_order_is_bias_repetition_presence() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, :3] = torch.tensor([4.0, -4.0, 4.0])
     sequence = make_sequence(
@@ -74,7 +74,7 @@ def test_the_bias_goes_first_then_repetition_then_presence() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_bias_is_transformers_own(seed: int) -> None:
+def test_the_bias_equals_that_of_transformers(seed: int) -> None:
     rng = random.Random(seed)
     bias = {token_id: rng.uniform(-100, 100) for token_id in random_tokens(rng, 12)}
     logits = make_logits(1, seed)
@@ -83,8 +83,8 @@ def test_the_bias_is_transformers_own(seed: int) -> None:
     torch.testing.assert_close(penalised(logits, make_sequence([1], [], logit_bias=tuple(bias.items()))), expected)
 
 
-def test_tokens_outside_the_vocabulary_are_nobodys_end() -> None:
-    """What a user may write, and the model does not have."""
+def test_tokens_outside_the_vocabulary_are_ignored() -> None:
+    """A user may name token ids that the model does not have."""
     logits = make_logits(1, 0)
     bias = ((-1, 5.0), (VOCAB_SIZE, 5.0), (10**9, 5.0))
     stops = (-3, VOCAB_SIZE + 5)
@@ -93,7 +93,7 @@ def test_tokens_outside_the_vocabulary_are_nobodys_end() -> None:
 
 
 @pytest.mark.parametrize("num_output", range(4))
-def test_min_tokens_is_transformers_own(num_output: int) -> None:
+def test_min_tokens_equals_that_of_transformers(num_output: int) -> None:
     logits = make_logits(1, num_output)
     prompt, output = [1, 2, 3], [4, 5, 6][:num_output]
     processor = MinNewTokensLengthLogitsProcessor(len(prompt), 2, [EOS, 9], device="cpu")
@@ -102,7 +102,7 @@ def test_min_tokens_is_transformers_own(num_output: int) -> None:
     assert torch.equal(penalised(logits, sequence), expected)
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     rng = random.Random(1)
     logits = make_logits(6, 1)
     options: list[dict[str, Any]] = [
