@@ -77,11 +77,11 @@ class PagedAttention:
         Return the indices (remaining rows,), int64, of the rows that remain, or None if no row was evicted. Raise
         `StepEvicted` if no row remains.
         """
-        crossed = None if self._boundary is None else self._boundary(self.step)
-        if crossed is None:
+        changed = None if self._boundary is None else self._boundary(self.step)
+        if changed is None:
             return None
-        self._step, staying = crossed
-        return staying
+        self._step, remaining = changed
+        return remaining
 
     @property
     def step(self) -> StepTensors:
@@ -166,8 +166,8 @@ class PagedAttention:
         kernels = self._kernels_for(query, layer)
         if kernels is not None:
             chunks = PagedChunks(layer.slots, group.tables, group.extents, self._cache.block_size, group.longest)
-            own = _dense(query[:, group.rows])
-            attended = kernels.paged_prefill(own, layer.shape.num_kv_heads, chunks, scoring)
+            dense = _dense(query[:, group.rows])
+            attended = kernels.paged_prefill(dense, layer.shape.num_kv_heads, chunks, scoring)
             if attended is not None:
                 return [attended]
         return [

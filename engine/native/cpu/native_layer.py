@@ -91,17 +91,17 @@ class SharedStep:
     def _fill(self, step: StepTensors, position_embeddings: tuple[Tensor, Tensor]) -> None:
         cosines, sines = (step.own_rows(t[0]).to(torch.bfloat16).contiguous() for t in position_embeddings)
         self._kept = (cosines, sines)  # C++ has their addresses only
-        own = self._arguments
-        own.rows, own.slots = len(step.slots), step.slots.data_ptr()
-        own.cosines, own.sines = cosines.data_ptr(), sines.data_ptr()
-        own.decode_rows = own.num_chunks = 0
+        arguments = self._arguments
+        arguments.rows, arguments.slots = len(step.slots), step.slots.data_ptr()
+        arguments.cosines, arguments.sines = cosines.data_ptr(), sines.data_ptr()
+        arguments.decode_rows = arguments.num_chunks = 0
         for group in step.decode_groups:  # at most one group on a CPU
-            own.decode_rows, own.table_stride = group.num_seqs, group.block_table.stride(0)
-            own.block_table, own.lengths = group.block_table.data_ptr(), group.context_lens.data_ptr()
+            arguments.decode_rows, arguments.table_stride = group.num_seqs, group.block_table.stride(0)
+            arguments.block_table, arguments.lengths = group.block_table.data_ptr(), group.context_lens.data_ptr()
         if step.prefills is not None:
-            own.num_chunks = len(step.prefills.chunks)
-            own.chunk_tables, own.chunks = step.prefills.tables.data_ptr(), step.prefills.extents.data_ptr()
-        own.threads = torch.get_num_threads()
+            arguments.num_chunks = len(step.prefills.chunks)
+            arguments.chunk_tables, arguments.chunks = step.prefills.tables.data_ptr(), step.prefills.extents.data_ptr()
+        arguments.threads = torch.get_num_threads()
 
 
 class NativeDecoderLayer(nn.Module):
@@ -109,30 +109,30 @@ class NativeDecoderLayer(nn.Module):
 
     def __init__(self, layer: Any, attention: PagedAttention, library: ctypes.CDLL, step: SharedStep) -> None:
         super().__init__()
-        own, mlp = layer.self_attn, layer.mlp
+        attn, mlp = layer.self_attn, layer.mlp
         self.attention_type = getattr(layer, "attention_type", None)  # some models read it to choose a mask
         self._attention = attention
         self._step = step
         self._shape = head_shape(layer)
         self._weights = {
-            "qkv": PackedWeight([own.q_proj, own.k_proj, own.v_proj]),
-            "out": PackedWeight([own.o_proj]),
+            "qkv": PackedWeight([attn.q_proj, attn.k_proj, attn.v_proj]),
+            "out": PackedWeight([attn.o_proj]),
             "gate_up": PackedWeight([mlp.gate_proj, mlp.up_proj]),
             "down": PackedWeight([mlp.down_proj]),
         }
         self._norms = {"input": norm_of(layer.input_layernorm), "mlp": norm_of(layer.post_attention_layernorm)}
-        if hasattr(own, "q_norm"):
-            self._norms |= {"query": norm_of(own.q_norm), "key": norm_of(own.k_norm)}
-        scoring = attention.scoring(int(own.layer_idx), float(own.scaling))
-        self._arguments = self._describe(int(own.layer_idx), scoring)
+        if hasattr(attn, "q_norm"):
+            self._norms |= {"query": norm_of(attn.q_norm), "key": norm_of(attn.k_norm)}
+        scoring = attention.scoring(int(attn.layer_idx), float(attn.scaling))
+        self._arguments = self._describe(int(attn.layer_idx), scoring)
         self._compute = library.decoder_layer_bfloat16
         self._compute.argtypes, self._compute.restype = [_P, _P, _P], None
 
     @staticmethod
     def supports(layer: Any) -> bool:
         """Return whether C++ is compiled for the sizes of `layer`, which must be fusable."""
-        own, mlp = layer.self_attn, layer.mlp
-        linears = (own.q_proj, own.k_proj, own.v_proj, own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        attn, mlp = layer.self_attn, layer.mlp
+        linears = (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         return fits_panels(*linears) and CpuKernels.can_prefill(head_shape(layer))
 
     def _describe(self, layer_idx: int, scoring: Scoring) -> _LayerArguments:
@@ -150,8 +150,8 @@ class NativeDecoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         """Compute the layer on `hidden_states` (1, T, hidden) in place; `position_embeddings` are (1, T, rotary)."""
-        if (staying := self._attention.enter_layer()) is not None:
-            compact_rows(hidden_states[0], staying)
+        if (remaining := self._attention.enter_layer()) is not None:
+            compact_rows(hidden_states[0], remaining)
         step = self._step.address(self._attention.step, position_embeddings)
         self._arguments.heads.rotary = self._step.rotary_dim
         self._compute(hidden_states.data_ptr(), ctypes.addressof(self._arguments), step)

@@ -153,10 +153,10 @@ class DecodeGraphs:
         """Send the numbers of `batch`, padded to `size` rows. Table entries behind a context's end are never read."""
         buffer = self._next_lines(size)
         lines = buffer.numpy()
-        own = lines[: batch.num_rows]
-        own[:, _TOKEN], own[:, _POSITION], own[:, _SLOT] = batch.token_ids, batch.positions, batch.slots
+        used = lines[: batch.num_rows]
+        used[:, _TOKEN], used[:, _POSITION], used[:, _SLOT] = batch.token_ids, batch.positions, batch.slots
         for group in batch.decode_groups:
-            rows = own[group.first_row : group.first_row + group.num_rows]
+            rows = used[group.first_row : group.first_row + group.num_rows]
             rows[:, _CONTEXT] = group.context_lens
             rows[:, _TABLE : _TABLE + group.block_table.shape[1]] = group.block_table
         lines[batch.num_rows :, : _TABLE + 1] = (0, 0, self._scratch * self._cache.block_size, 0, self._scratch)

@@ -104,9 +104,9 @@ def decode_split_kernel(
     last = tl.minimum(first + size, length)
     if first < last:
         heads, dims = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM)
-        is_own = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-        own = row * row_stride + (kv_head * GROUP + heads) * head_stride
-        queries = tl.load(query + own[:, None] + dims[None, :], mask=is_own, other=0.0)
+        is_query = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+        places = row * row_stride + (kv_head * GROUP + heads) * head_stride
+        queries = tl.load(query + places[:, None] + dims[None, :], mask=is_query, other=0.0)
         best = tl.full([PADDED_GROUP], LOWEST, tl.float32)
         total = tl.zeros([PADDED_GROUP], tl.float32)
         acc = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
@@ -122,7 +122,7 @@ def decode_split_kernel(
             scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, DOT_DTYPE)
             best, total, acc = _accumulate(best, total, acc, scores, is_key[None, :], values, DOT_DTYPE)
         out = (row * (KV_HEADS * GROUP) + kv_head * GROUP + heads) * num_splits + split
-        tl.store(partial + out[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_own)
+        tl.store(partial + out[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_query)
         tl.store(partial_state + out * 2, best, mask=heads < GROUP)
         tl.store(partial_state + out * 2 + 1, total, mask=heads < GROUP)
 
@@ -218,9 +218,9 @@ def prefill_kernel(
         packed, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
         token = packed // GROUP
         head = kv_head * GROUP + packed % GROUP
-        is_own = (token < count)[:, None] & (dims < HEAD_DIM)[None, :]
-        own = (first_row + token) * row_stride + head * head_stride
-        queries = tl.load(query + own[:, None] + dims[None, :], mask=is_own, other=0.0)
+        is_query = (token < count)[:, None] & (dims < HEAD_DIM)[None, :]
+        places = (first_row + token) * row_stride + head * head_stride
+        queries = tl.load(query + places[:, None] + dims[None, :], mask=is_query, other=0.0)
         position = first_position + token
         best = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -248,4 +248,4 @@ def prefill_kernel(
             best, total, acc = _accumulate(best, total, acc, scores, seen, values, DOT_DTYPE)
         attended = acc / tl.where(total > 0, total, 1.0)[:, None]
         where = ((first_row + token) * (KV_HEADS * GROUP) + head) * HEAD_DIM
-        tl.store(out + where[:, None] + dims[None, :], attended.to(out.dtype.element_ty), mask=is_own)
+        tl.store(out + where[:, None] + dims[None, :], attended.to(out.dtype.element_ty), mask=is_query)

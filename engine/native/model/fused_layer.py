@@ -27,19 +27,19 @@ class FusedDecoderLayer(nn.Module):
 
     def __init__(self, layer: Any, attention: PagedAttention, kernels: LayerKernels, join: Join | None = None) -> None:
         super().__init__()
-        own, join = layer.self_attn, join or concatenate_linears
+        attn, join = layer.self_attn, join or concatenate_linears
         self.attention_type = getattr(layer, "attention_type", None)  # some models read it to choose a mask
-        self._layer_idx = int(own.layer_idx)
+        self._layer_idx = int(attn.layer_idx)
         self._shape = head_shape(layer)
-        self._scaling = float(own.scaling)
+        self._scaling = float(attn.scaling)
         self._attention = attention
         self._kernels = kernels
         self._input_norm = norm_of(layer.input_layernorm)
         self._mlp_norm = norm_of(layer.post_attention_layernorm)
-        self._query_norm = norm_of(own.q_norm) if hasattr(own, "q_norm") else None
-        self._key_norm = norm_of(own.k_norm) if hasattr(own, "k_norm") else None
-        self._qkv = join([own.q_proj, own.k_proj, own.v_proj])
-        self._out = join([own.o_proj])
+        self._query_norm = norm_of(attn.q_norm) if hasattr(attn, "q_norm") else None
+        self._key_norm = norm_of(attn.k_norm) if hasattr(attn, "k_norm") else None
+        self._qkv = join([attn.q_proj, attn.k_proj, attn.v_proj])
+        self._out = join([attn.o_proj])
         self._gate_up = join([layer.mlp.gate_proj, layer.mlp.up_proj])
         self._down = join([layer.mlp.down_proj])
 
@@ -49,8 +49,8 @@ class FusedDecoderLayer(nn.Module):
         After evictions only the first rows are computed; the rows behind them keep old values that are never read.
         """
         residual = hidden_states[0]
-        if (staying := self._attention.enter_layer()) is not None:
-            compact_rows(residual, staying)
+        if (remaining := self._attention.enter_layer()) is not None:
+            compact_rows(residual, remaining)
         if self._attention.step.origin is not None:
             residual = residual[: len(self._attention.step.slots)]
         attended = self._attend(self._kernels.rms_norm(residual, self._input_norm), position_embeddings)
@@ -77,9 +77,9 @@ class FusedDecoderLayer(nn.Module):
 
 def head_shape(layer: Any) -> HeadShape:
     """Return the head shape of a transformers decoder layer of the common kind."""
-    own = layer.self_attn
-    dim = int(own.head_dim)
-    return HeadShape(own.q_proj.out_features // dim, own.k_proj.out_features // dim, dim)
+    attn = layer.self_attn
+    dim = int(attn.head_dim)
+    return HeadShape(attn.q_proj.out_features // dim, attn.k_proj.out_features // dim, dim)
 
 
 def norm_of(module: Any) -> Norm:

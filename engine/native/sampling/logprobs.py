@@ -26,11 +26,11 @@ def token_logprobs(logits: Tensor, token_ids: list[int], num_top: list[int]) -> 
 
 def _logprobs_of_rows(logits: Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
     logprobs = logits.float().log_softmax(-1).nan_to_num_(nan=_IMPOSSIBLE).clamp_(min=_IMPOSSIBLE)
-    own = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    given = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
     ids, values = _likeliest(logprobs, min(max(num_top), logits.shape[-1]))
     return [
         TokenLogprobs(token_id, logprob, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
-        for token_id, logprob, count, row_ids, row_values in zip(token_ids, own, num_top, ids, values, strict=True)
+        for token_id, logprob, count, row_ids, row_values in zip(token_ids, given, num_top, ids, values, strict=True)
     ]
 
 

@@ -51,7 +51,7 @@ def apply_penalties(logits: Tensor, penalties: list[Penalties]) -> None:
     output, and multiplies the negative ones. Then presence and frequency penalty as OpenAI defines them: the logit of a
     token in the output loses presence + frequency · (its count in the output).
     """
-    penalised = [(row, own.params, own.counts) for row, own in enumerate(penalties) if own.counts is not None]
+    penalised = [(row, p.params, p.counts) for row, p in enumerate(penalties) if p.counts is not None]
     if not penalised:
         return
     ids = [counts.token_ids for _, _, counts in penalised]
@@ -68,7 +68,7 @@ def apply_penalties(logits: Tensor, penalties: list[Penalties]) -> None:
 
 def add_bias(logits: Tensor, penalties: list[Penalties]) -> None:
     """Add the logit biases to `logits` (rows, vocab), float32, in place; row i has `penalties[i]`."""
-    rows = [row for row, own in enumerate(penalties) if len(own.bias_ids)]
+    rows = [row for row, p in enumerate(penalties) if len(p.bias_ids)]
     if rows:
         index = _flat_index(logits, rows, [penalties[row].bias_ids for row in rows])
         (biases,) = _to_device(logits, np.concatenate([penalties[row].biases for row in rows]))
@@ -81,7 +81,7 @@ def forbid_stops(logits: Tensor, penalties: list[Penalties]) -> None:
     Rows with a grammar are left out: their stop tokens are cleared in the grammar's mask, except at the end of the
     grammar, where no other token is allowed.
     """
-    rows = [row for row, own in enumerate(penalties) if own.params.grammar is None and len(own.forbidden_stop_ids)]
+    rows = [row for row, p in enumerate(penalties) if p.params.grammar is None and len(p.forbidden_stop_ids)]
     if rows:
         index = _flat_index(logits, rows, [penalties[row].forbidden_stop_ids for row in rows])
         logits.view(-1).index_fill_(0, index, float("-inf"))
@@ -100,7 +100,7 @@ def _reductions(params: SamplingParams, counts: npt.NDArray[np.float32]) -> npt.
 def _flat_index(logits: Tensor, rows: list[int], ids: list[Ids]) -> Tensor:
     """Return the int64 indices of `ids[i]` in row `rows[i]`, for all i, in the flattened logits."""
     vocab_size = logits.shape[-1]
-    flat = [own + row * vocab_size for row, own in zip(rows, ids, strict=True)]
+    flat = [row_ids + row * vocab_size for row, row_ids in zip(rows, ids, strict=True)]
     return torch.from_numpy(np.concatenate(flat)).to(logits.device)
 
 

@@ -55,20 +55,21 @@ class SamplingPipeline:
         altered = [i for i, s in enumerate(sequences) if s.alters_logits and outcomes[i].failure is None]
         if altered:
             # Indexing makes a copy, so the model's logits stay unchanged.
-            own = logits[torch.tensor(altered, device=logits.device)].float()
-            for i, outcome in zip(altered, self._sample_altered(own, [sequences[i] for i in altered]), strict=True):
+            altered_logits = logits[torch.tensor(altered, device=logits.device)].float()
+            found = self._sample_altered(altered_logits, [sequences[i] for i in altered])
+            for i, outcome in zip(altered, found, strict=True):
                 outcomes[i] = outcome
         _report_logprobs(logits, sequences, outcomes)
         return outcomes
 
-    def _sample_altered(self, own: Tensor, sequences: list[Sequence]) -> list[Outcome]:
-        """Return one outcome per sequence for `own`, their logits (sequences, vocab) in float32, altered in place."""
+    def _sample_altered(self, logits: Tensor, sequences: list[Sequence]) -> list[Outcome]:
+        """Alter `logits` (sequences, vocab), float32, in place by all options; return one outcome per sequence."""
         penalties = [self._updated_penalties(sequence) for sequence in sequences]
-        add_bias(own, penalties)
-        apply_penalties(own, penalties)
-        forbid_stops(own, penalties)
-        failures = self._mask_by_grammar(own, sequences, penalties)
-        token_ids = self._sampler(own, [SamplingRow(s.sampling, s.num_output_tokens) for s in sequences])
+        add_bias(logits, penalties)
+        apply_penalties(logits, penalties)
+        forbid_stops(logits, penalties)
+        failures = self._mask_by_grammar(logits, sequences, penalties)
+        token_ids = self._sampler(logits, [SamplingRow(s.sampling, s.num_output_tokens) for s in sequences])
         return [failures.get(i) or _outcome(token_id, _NOTHING_LEFT) for i, token_id in enumerate(token_ids)]
 
     def _updated_penalties(self, sequence: Sequence) -> Penalties:

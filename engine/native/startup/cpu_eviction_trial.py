@@ -49,8 +49,8 @@ def _remaining_rows_agree(runner: ModelRunner, info: EngineInfo, chunks: list[Ch
     found = runner.run(running.batch, evict=running.evict)
     if found is None or requests.num_left or len(found) != 1:
         return False
-    own = expected[names.index(last)][None]
-    return is_same_model(own, found.float(), runner.dtype)
+    wanted = expected[names.index(last)][None]
+    return is_same_model(wanted, found.float(), runner.dtype)
 
 
 class _ScriptedRequests:
