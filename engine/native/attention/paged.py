@@ -85,6 +85,7 @@ class PagedAttention:
 
     @property
     def step(self) -> StepTensors:
+        """The tensors of the running step. Raise `RuntimeError` before the first `begin`."""
         if self._step is None:
             raise RuntimeError("attention was called outside of a step")
         return self._step
@@ -99,6 +100,7 @@ class PagedAttention:
     def scoring(
         self, layer_idx: int, scaling: float, softcap: float | None = None, sinks: Tensor | None = None
     ) -> Scoring:
+        """Return the scoring of a layer; `sinks` are (heads,) or None."""
         return Scoring(scaling, softcap, self._windows[layer_idx], sinks)
 
     def __call__(
@@ -113,6 +115,11 @@ class PagedAttention:
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
+        """Write keys and values to the cache and attend; shapes are those of `LayerAttention`.
+
+        `s_aux` are attention sinks (heads,). Raise `RuntimeError` if rows were evicted: layers of transformers cannot
+        continue with fewer rows.
+        """
         if self.enter_layer() is not None:
             raise RuntimeError("rows were evicted before a layer that cannot continue with fewer rows")
         layer_idx = int(module.layer_idx)  # type: ignore[arg-type]

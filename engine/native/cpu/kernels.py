@@ -192,6 +192,7 @@ class CpuKernels:
 
 
 def _check(query: Tensor, num_kv_heads: int, slots: Tensor) -> None:
+    """Raise `ValueError` if `query` (heads, rows, head_dim) and `slots` (…, head_dim) do not fit."""
     if slots.shape[1] != query.shape[2] or query.shape[0] % num_kv_heads:
         raise ValueError(f"queries of shape {tuple(query.shape)} do not fit this cache and its {num_kv_heads} KV heads")
 

@@ -89,6 +89,7 @@ class SharedStep:
         return int(self._kept[0].shape[-1])
 
     def _fill(self, step: StepTensors, position_embeddings: tuple[Tensor, Tensor]) -> None:
+        """Fill the C++ arguments; cosines and sines become bfloat16, (T, rotary)."""
         cosines, sines = (step.own_rows(t[0]).to(torch.bfloat16).contiguous() for t in position_embeddings)
         self._kept = (cosines, sines)  # C++ has their addresses only
         arguments = self._arguments

@@ -145,6 +145,7 @@ class DecodeGraphs:
         self._logits_of(size).copy_(logits)
 
     def _logits_of(self, size: int) -> Tensor:
+        """Return the logits (size, vocab) of the first rows, a view of the graphs' output."""
         if self._logits is None:
             raise RuntimeError("no step was computed yet")
         return self._logits[:size]
@@ -175,5 +176,6 @@ class DecodeGraphs:
         return self._ring.next_buffer(size * self._rows.shape[1]).view(size, -1)
 
     def _send(self, lines: Tensor) -> None:
+        """Start the copy of host lines (size, columns), int64, to the device."""
         self._rows[: len(lines)].copy_(lines, non_blocking=True)
         self._ring.mark_sent()

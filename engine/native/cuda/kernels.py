@@ -37,7 +37,10 @@ class TritonKernels:
         return shape.head_dim <= _MAX_HEAD_DIM and group <= _MAX_GROUP
 
     def paged_decode(self, query: Tensor, num_kv_heads: int, paged: PagedRows, scoring: Scoring) -> Tensor:
-        """See `AttentionKernels`: (heads, rows, head_dim) to (rows, heads, head_dim)."""
+        """See `AttentionKernels`: (heads, rows, head_dim) to (rows, heads, head_dim).
+
+        Two launches: splits of all contexts, then their merging.
+        """
         heads, rows, dim = query.shape
         group = _group_of(query, num_kv_heads, paged.slots)
         if len(paged.context_lens) != rows:

@@ -103,6 +103,10 @@ class _Probe:
         self._masks = masks
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Record the layer of `module`; shapes are those of `LayerAttention`.
+
+        Raise `_UnsupportedAttention` for what the engine's attention does not support.
+        """
         layer_idx = getattr(module, "layer_idx", None)
         if layer_idx is None or layer_idx in self.layers:
             raise _UnsupportedAttention("it has more than one attention per layer")

@@ -25,6 +25,7 @@ def token_logprobs(logits: Tensor, token_ids: list[int], num_top: list[int]) -> 
 
 
 def _logprobs_of_rows(logits: Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+    """Return the result of `token_logprobs` for at most `_ROWS_AT_ONCE` rows."""
     logprobs = logits.float().log_softmax(-1).nan_to_num_(nan=_IMPOSSIBLE).clamp_(min=_IMPOSSIBLE)
     given = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
     ids, values = _likeliest(logprobs, min(max(num_top), logits.shape[-1]))

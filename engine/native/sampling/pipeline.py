@@ -83,14 +83,7 @@ class SamplingPipeline:
         self, logits: Tensor, sequences: list[Sequence], penalties: list[Penalties]
     ) -> dict[int, Outcome]:
         """Mask `logits` (sequences, vocab) in place; return a failed outcome for each row whose grammar failed."""
-        failures: dict[int, Outcome] = {}
-        matchers: dict[int, Matcher] = {}
-        for i, sequence in enumerate(sequences):
-            if sequence.sampling.grammar is not None:
-                try:
-                    matchers[i] = self._updated_matcher(sequence, sequence.sampling.grammar)
-                except GrammarError as error:
-                    failures[i] = Outcome(failure=str(error))
+        matchers, failures = self._updated_matchers(sequences)
         if matchers:
             masks = self._grammars.masks(list(matchers.values()))
             for mask, (i, matcher) in zip(masks, matchers.items(), strict=True):
@@ -99,6 +92,18 @@ class SamplingPipeline:
                     failures[i] = Outcome(failure=matcher.failure)
             apply_masks(logits, list(matchers), masks)
         return failures
+
+    def _updated_matchers(self, sequences: list[Sequence]) -> tuple[dict[int, Matcher], dict[int, Outcome]]:
+        """Return the matchers of the rows with a grammar, and a failed outcome for each row whose grammar failed."""
+        matchers: dict[int, Matcher] = {}
+        failures: dict[int, Outcome] = {}
+        for i, sequence in enumerate(sequences):
+            if sequence.sampling.grammar is not None:
+                try:
+                    matchers[i] = self._updated_matcher(sequence, sequence.sampling.grammar)
+                except GrammarError as error:
+                    failures[i] = Outcome(failure=str(error))
+        return matchers, failures
 
     def _updated_matcher(self, sequence: Sequence, grammar: str) -> Matcher:
         matcher = self._matchers.get(sequence)
