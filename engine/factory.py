@@ -25,7 +25,13 @@ from engine.native.model.probe import LayerSpec, probe_layers
 from engine.native.sampling.sampler import sample
 from engine.native.startup.cpu_eviction_trial import can_evict_rows
 from engine.native.startup.cpu_optimize import optimize_for_cpu
-from engine.native.startup.cuda_bring_up import capture_graphs, fuse_layers, graph_bytes, graph_sizes, working_kernels
+from engine.native.startup.cuda_bring_up import (
+    capture_graphs,
+    graph_bytes,
+    graph_sizes,
+    optimize_for_cuda,
+    working_kernels,
+)
 from engine.native.startup.fusion import is_same_model, trial_logits
 from engine.thread import EngineThread
 
@@ -121,7 +127,7 @@ def _optimize(
     if device.type == "cpu":
         optimize_for_cpu(model, runner, library, info)
     elif kernels is not None:
-        fuse_layers(model, runner, info)
+        optimize_for_cuda(model, runner, info)
     if not is_same_model(before, trial_logits(runner, info), runner.dtype):
         raise EngineStartError(f"{info.model_path} computes something else with faster layers: use --no-optimize")
 

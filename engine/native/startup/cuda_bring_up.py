@@ -50,7 +50,7 @@ def working_kernels(
     return None
 
 
-def fuse_layers(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> None:
+def optimize_for_cuda(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> None:
     """Replace common decoder layers by Triton kernels (fewer launches) if their results agree; log how many."""
     log = structlog.get_logger(__name__)
     try:
