@@ -31,7 +31,13 @@ from engine.native.model.probe import LayerSpec, probe_layers
 from engine.native.sampling.sampler import sample
 from engine.native.startup.cpu_eviction_trial import can_evict_rows
 from engine.native.startup.cpu_optimize import optimize_for_cpu
-from engine.native.startup.cuda_bring_up import captured_graphs, fuse_layers, graph_bytes, graph_sizes, working_kernels
+from engine.native.startup.cuda_bring_up import (
+    capture_graphs,
+    graph_bytes,
+    graph_sizes,
+    optimize_for_cuda,
+    working_kernels,
+)
 from engine.native.startup.fusion import is_same_model, trial_logits
 from engine.thread import EngineThread
 
@@ -161,7 +167,7 @@ def _attention_kernels(config: EngineConfig, loaded: _Loaded, library: ctypes.CD
         return working_kernels(
             loaded.specs, num_heads if isinstance(num_heads, int) else 1, loaded.dtype, loaded.device
         )
-    return CpuKernels(library, loaded.dtype) if library is not None and CpuKernels.knows(loaded.dtype) else None
+    return CpuKernels(library, loaded.dtype) if library is not None and CpuKernels.supports(loaded.dtype) else None
 
 
 # -- divide the memory ---------------------------------------------------------------------------------------------
@@ -247,13 +253,13 @@ def _optimize(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _
     if loaded.device.type == "cpu":
         optimize_for_cpu(loaded.model, runner, kernels.library, info)
     elif kernels.attention is not None:
-        fuse_layers(loaded.model, runner, info)
+        optimize_for_cuda(loaded.model, runner, info)
     if not is_same_model(before, trial_logits(runner, info), runner.dtype):
         raise EngineStartError(f"{info.model_path} computes something else with faster layers: use --no-optimize")
 
 
 def _capture_graphs(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _Kernels, memory: _Memory) -> None:
-    graphs = captured_graphs(runner, memory.cache, info, kernels.graph_sizes, memory.graph_bytes, loaded.device)
+    graphs = capture_graphs(runner, memory.cache, info, kernels.graph_sizes, memory.graph_bytes, loaded.device)
     if graphs is not None:
         runner.use_graphs(graphs)
 

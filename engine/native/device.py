@@ -1,6 +1,6 @@
-"""What this machine offers: device, fast number format, free memory.
+"""Choose the device and the dtype, and measure the free memory.
 
-Knows hardware; not models. Probed once at start, and the choice is logged.
+Knows the hardware; does not know models. The engine asks once at start and logs the choice.
 """
 
 import os
@@ -14,22 +14,28 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def choose_device(wanted: str) -> torch.device:
-    """ "auto" is CUDA when there is one, else the CPU."""
+    """Return the device named `wanted`; "auto" is the first CUDA device, or the CPU without one.
+
+    Raise `EngineStartError` for an unknown, unsupported or missing device.
+    """
     if wanted == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(wanted)
     except RuntimeError as error:
-        raise EngineStartError(f"there is no kind of device named {wanted!r}: cpu and cuda are known") from error
+        raise EngineStartError(f"unknown device {wanted!r}: use auto, cpu, cuda or cuda:<index>") from error
     if device.type not in ("cpu", "cuda"):
-        raise EngineStartError(f"device {wanted!r} is not supported: cpu and cuda are")
+        raise EngineStartError(f"device {wanted!r} is not supported: use auto, cpu, cuda or cuda:<index>")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise EngineStartError(f"device {wanted!r}: this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """ "auto" is bfloat16 where the device multiplies it natively, else float32."""
+    """Return the dtype named `wanted`; "auto" is bfloat16 if `device` multiplies it natively, else float32.
+
+    Raise `EngineStartError` for an unknown name.
+    """
     if wanted == "auto":
         return torch.bfloat16 if _multiplies_bfloat16(device) else torch.float32
     try:
@@ -46,14 +52,17 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated on `device`, as the system and its control group see it."""
+    """Return the bytes that can still be allocated on `device`.
+
+    On a CPU this is the smaller of the system's free memory and what the container's limit leaves.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_system_free_bytes(), _cgroup_free_bytes())
 
 
 def _system_free_bytes() -> int:
-    """Linux counts the page cache as available; elsewhere half of the physical memory must do."""
+    """Return Linux's MemAvailable, which includes the page cache; on other systems half of the physical memory."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -63,7 +72,7 @@ def _system_free_bytes() -> int:
 
 
 def _cgroup_free_bytes() -> int:
-    """What a container's limit leaves; unlimited where there is none (cgroup v2)."""
+    """Return the bytes that the container's limit (cgroup v2) leaves, or 2^62 if there is no limit."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = Path("/sys/fs/cgroup/memory.current").read_text().strip()

@@ -141,7 +141,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
     "Zamba2": (lambda: Zamba2Config(), "hybrid"),
     # known from the probe of its attention
     "Bert": (lambda: BertConfig(**SMALL), "not causal"),
-    "DiffLlama": (lambda: DiffLlamaConfig(**SMALL), "more attention than one a layer"),
+    "DiffLlama": (lambda: DiffLlamaConfig(**SMALL), "more than one attention per layer"),
     "Doge": (lambda: DogeConfig(**SMALL), "biases of its own"),
     "Moshi": (
         lambda: MoshiConfig(**SMALL, audio_vocab_size=8, sliding_window=7, num_key_value_heads=4),
@@ -162,7 +162,7 @@ def test_a_window_that_only_the_cache_applies_limits_the_context(tmp_path: Path)
     config = CONFIGS["llama"]()
     config.sliding_window = 32  # transformers' cache applies it to a Llama, though no mask does
     model = write_config(tmp_path, config)
-    assert "with max_model_len 32 it is" in refusal(make_config(model))
+    assert "set max_model_len to 32" in refusal(make_config(model))
     assert build_torch_engine(make_config(model, max_model_len=32)).info.max_model_len == 32
 
 

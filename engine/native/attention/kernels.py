@@ -1,6 +1,6 @@
-"""What paged attention asks of a backend's kernels, and the shapes it asks in.
+"""The interface between paged attention and a backend's kernels: the calls and the types of their arguments.
 
-Knows heads, rows, blocks and scores; not layers, not steps, and no backend.
+Knows heads, rows, blocks and scores; does not know layers, steps or any backend.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
+    """Number and size of a layer's attention heads. Widths count numbers in a row of all heads side by side."""
+
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
@@ -26,52 +28,60 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer turns products of queries and keys into weights."""
+    """How a layer turns the products of queries and keys into attention weights."""
 
-    scaling: float
-    softcap: float | None = None  # scores are squashed into ± softcap (Gemma 2)
-    window: int | None = None  # how many tokens a row sees, itself included; None: all
-    sinks: Tensor | None = None  # (heads,): a score of nothing, that takes its share of the softmax (gpt-oss)
+    scaling: float  # factor of each product of a query and a key
+    softcap: float | None = None  # scores become softcap · tanh(score / softcap) (Gemma 2); None: unchanged
+    window: int | None = None  # number of tokens that a row attends to, itself included; None: all
+    sinks: Tensor | None = None  # (heads,): per head one more score of the softmax, with no value (gpt-oss)
 
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """One layer's cache, (2 × kv_heads × slots, head_dim), and where the contexts of some rows lie in it:
-    `block_table` (rows, blocks) and `context_lens` (rows,), int64. A row of length 0 stands for none."""
+    """One layer's KV cache, and the blocks in which the contexts of some decode rows lie.
 
-    slots: Tensor
-    block_table: Tensor
-    context_lens: Tensor
-    block_size: int
+    A row whose context length is 0 is padding.
+    """
+
+    slots: Tensor  # (2 × kv_heads × slots, head_dim), the model's dtype: all keys, then all values
+    block_table: Tensor  # (rows, blocks), int64: block ids of each row's context
+    context_lens: Tensor  # (rows,), int64: tokens in each row's context
+    block_size: int  # tokens per block
 
 
 @dataclass(frozen=True, slots=True)
 class PagedChunks:
-    """One layer's cache and some prefill chunks, whose own keys and values it holds already.
+    """One layer's KV cache and some prefill chunks, whose own keys and values are already in the cache.
 
-    `block_tables`: those of all chunks end to end. `extents` (chunks, 4), int64: the chunk's first row among the
-    queries, its number of tokens, the position of the first of them, and where its block table begins.
+    Each row of `extents` describes a chunk: its first row among the queries, its number of tokens, the position of its
+    first token, and the index in `block_tables` at which its block table begins.
     """
 
-    slots: Tensor
-    block_tables: Tensor
-    extents: Tensor
-    block_size: int
-    longest: int  # most tokens of one chunk
+    slots: Tensor  # (2 × kv_heads × slots, head_dim), the model's dtype: all keys, then all values
+    block_tables: Tensor  # (sum of all chunks' blocks,), int64: the chunks' block tables end to end
+    extents: Tensor  # (chunks, 4), int64
+    block_size: int  # tokens per block
+    longest: int  # number of tokens of the longest chunk
 
 
 class AttentionKernels(Protocol):
-    """Queries come as (heads, rows, head_dim), contiguous in their last dimension; results are (rows, heads,
-    head_dim). Nothing waits for the device."""
+    """A backend's attention kernels.
+
+    Queries are (heads, rows, head_dim), contiguous in the last dimension; results are (rows, heads, head_dim) in the
+    queries' dtype. No call waits for the device.
+    """
 
     def can_attend(self, shape: HeadShape) -> bool:
-        """Whether there are kernels for layers of this shape; nothing else is asked of the others."""
+        """Return whether the kernels support layers of this shape. The other calls need a supported shape."""
         ...
 
     def paged_decode(self, query: Tensor, num_kv_heads: int, paged: PagedRows, scoring: Scoring) -> Tensor:
-        """Each row against a context of its own. Rows of length 0 come out as numbers without meaning, or zeros."""
+        """Attend with each row to its own context. The result of a row of length 0 is undefined."""
         ...
 
     def paged_prefill(self, query: Tensor, num_kv_heads: int, chunks: PagedChunks, scoring: Scoring) -> Tensor | None:
-        """The rows of each chunk against its context and, causally, each other. None: there is no such kernel."""
+        """Attend with each row of a chunk to the sequence's tokens up to its own position.
+
+        Return None if there is no prefill kernel for this head size.
+        """
         ...

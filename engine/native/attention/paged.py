@@ -1,7 +1,7 @@
-"""Attention over paged KV, as transformers' modeling code calls it: once a layer, over a packed step.
+"""Attention over paged KV, called by transformers' modeling code once per layer for the packed rows of a step.
 
-Knows rows, layers and which backend attends for them: kernels that read blocks where they lie, if there are any for a
-layer's shape, else torch's operators. Not sequences, sampling or the model around it.
+Knows rows, layers and backends: a backend's kernels read KV blocks in place; layers whose shape they do not support
+use torch's operators. Does not know sequences, sampling or the model around it.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,15 @@ from engine.native.kv.cache import KVCache, LayerCache
 ATTENTION_NAME = "tidegate_paged"
 _BINDING = "tidegate_attention"
 
-Boundary = Callable[[StepTensors], tuple[StepTensors, Tensor] | None]  # as `LayerBoundary`
+Boundary = Callable[[StepTensors], tuple[StepTensors, Tensor] | None]  # see `LayerBoundary`
 
 
 class LayerAttention(Protocol):
-    """(1, heads, T, head_dim) queries and (1, kv_heads, T, head_dim) keys and values in, (1, T, heads, head_dim)
-    out. `options` are what the architecture passes beyond them."""
+    """An attention function of one layer for a packed step of T rows.
+
+    `query` is (1, heads, T, head_dim), `key` and `value` are (1, kv_heads, T, head_dim), all in the model's dtype. The
+    result is (1, T, heads, head_dim). `options` are the further arguments that the architecture passes to attention.
+    """
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor: ...
 
@@ -36,44 +39,53 @@ def attention_forward(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered with transformers; it finds its engine on the module that calls it."""
+    """Call the attention that `bind` stored on `module`. transformers' `AttentionInterface` has this function.
+
+    Shapes are those of `LayerAttention`; the second item of the result stands for attention weights, always None.
+    """
     attention: LayerAttention = getattr(module, _BINDING)
     return attention(module, query, key, value, attention_mask=attention_mask, **options), None
 
 
 def bind(model: nn.Module, attention: LayerAttention) -> None:
-    """Make `attention` what the model's modules call. It is bound to them and not passed through `forward`,
-    since not every architecture hands arguments down that it does not know."""
+    """Make all modules of `model` call `attention`.
+
+    It is stored on the modules because some architectures do not pass unknown arguments of `forward` to their layers.
+    """
     for module in model.modules():
         setattr(module, _BINDING, attention)
 
 
 class PagedAttention:
-    """Bound to a model for good; `begin` tells it the step that the next forward pass computes."""
+    """The attention of one model over one KV cache. `begin` sets the step that the next forward pass computes."""
 
     def __init__(self, cache: KVCache, windows: list[int | None], kernels: AttentionKernels | None = None) -> None:
         self._cache = cache
-        self._windows = windows  # by layer: how many tokens a row sees, itself included; None: all
+        self._windows = windows  # by layer: number of tokens that a row attends to, itself included; None: all
         self._kernels = kernels
         self._step: StepTensors | None = None
         self._boundary: Boundary | None = None
-        self.decodes_in_kernels = kernels is not None  # False once a layer had none for its shape
+        self.decodes_in_kernels = kernels is not None  # becomes False when a layer's shape is not supported
 
     def begin(self, step: StepTensors, boundary: Boundary | None = None) -> None:
-        """`boundary`: what comes before each layer of the pass."""
+        """Set the step of the next forward pass. `boundary` is called before each layer."""
         self._step, self._boundary = step, boundary
 
     def enter_layer(self) -> Tensor | None:
-        """Each layer calls it before it looks at `step`. Where sequences have left the step: which of its rows until
-        now are those of the new one. Raises `StepEvicted` when all have."""
-        crossed = None if self._boundary is None else self._boundary(self.step)
-        if crossed is None:
+        """Evict the sequences that were asked to leave the step. Each layer calls this before it reads `step`.
+
+        Return the indices (remaining rows,), int64, of the rows that remain, or None if no row was evicted. Raise
+        `StepEvicted` if no row remains.
+        """
+        changed = None if self._boundary is None else self._boundary(self.step)
+        if changed is None:
             return None
-        self._step, staying = crossed
-        return staying
+        self._step, remaining = changed
+        return remaining
 
     @property
     def step(self) -> StepTensors:
+        """The tensors of the running step. Raise `RuntimeError` before the first `begin`."""
         if self._step is None:
             raise RuntimeError("attention was called outside of a step")
         return self._step
@@ -88,6 +100,7 @@ class PagedAttention:
     def scoring(
         self, layer_idx: int, scaling: float, softcap: float | None = None, sinks: Tensor | None = None
     ) -> Scoring:
+        """Return the scoring of a layer; `sinks` are (heads,) or None."""
         return Scoring(scaling, softcap, self._windows[layer_idx], sinks)
 
     def __call__(
@@ -102,8 +115,13 @@ class PagedAttention:
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
+        """Write keys and values to the cache and attend; shapes are those of `LayerAttention`.
+
+        `s_aux` are attention sinks (heads,). Raise `RuntimeError` if rows were evicted: layers of transformers cannot
+        continue with fewer rows.
+        """
         if self.enter_layer() is not None:
-            raise RuntimeError("rows left a layer that cannot go on without them")
+            raise RuntimeError("rows were evicted before a layer that cannot continue with fewer rows")
         layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
         layer = self._cache.layers[layer_idx]
         layer.write(key, value, self.step.slot_rows(layer.shape.num_kv_heads))
@@ -120,8 +138,10 @@ class PagedAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """(heads, T, head_dim) queries, (kv_heads, T, head_dim) keys and values that the cache holds already:
-        (T, heads, head_dim)."""
+        """Attend with the T rows of the step, whose keys and values are already in the cache.
+
+        `query` is (heads, T, head_dim), `key` and `value` are (kv_heads, T, head_dim). Return (T, heads, head_dim).
+        """
         layer = self._cache.layers[layer_idx]
         scoring = self.scoring(layer_idx, scaling, softcap, sinks)
         parts = [self._decode(layer, group, query[:, group.rows], scoring) for group in self.step.decode_groups]
@@ -130,10 +150,12 @@ class PagedAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _kernels_for(self, query: Tensor, layer: LayerCache) -> AttentionKernels | None:
+        """Return the kernels if they support the shape of `query` (heads, T, head_dim) and `layer`."""
         shape = HeadShape(query.shape[0], layer.shape.num_kv_heads, layer.shape.head_dim)
         return self._kernels if self._kernels is not None and self._kernels.can_attend(shape) else None
 
     def _decode(self, layer: LayerCache, group: DecodeTensors, query: Tensor, scoring: Scoring) -> Tensor:
+        """Return (rows, heads, head_dim) for the group's queries (heads, rows, head_dim)."""
         kernels = self._kernels_for(query, layer)
         if kernels is None:
             self.decodes_in_kernels = False
@@ -144,12 +166,15 @@ class PagedAttention:
     def _prefill(
         self, layer: LayerCache, group: PrefillGroup, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> list[Tensor]:
-        """(tokens, heads, head_dim) of all chunks at once, or of one after another."""
+        """Return (tokens, heads, head_dim) of all chunks in one tensor, or one tensor per chunk, in order.
+
+        `query` is (heads, T, head_dim), `key` and `value` are (kv_heads, T, head_dim) of the whole step.
+        """
         kernels = self._kernels_for(query, layer)
         if kernels is not None:
             chunks = PagedChunks(layer.slots, group.tables, group.extents, self._cache.block_size, group.longest)
-            own = _dense(query[:, group.rows])
-            attended = kernels.paged_prefill(own, layer.shape.num_kv_heads, chunks, scoring)
+            dense = _dense(query[:, group.rows])
+            attended = kernels.paged_prefill(dense, layer.shape.num_kv_heads, chunks, scoring)
             if attended is not None:
                 return [attended]
         return [
@@ -159,5 +184,5 @@ class PagedAttention:
 
 
 def _dense(query: Tensor) -> Tensor:
-    """Its last dimension contiguous."""
+    """Return `query` with a contiguous last dimension."""
     return query if query.stride(-1) == 1 else query.contiguous()

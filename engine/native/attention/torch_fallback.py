@@ -1,8 +1,8 @@
-"""Attention over paged KV in torch's operators: what every device and every kind of scores can do.
+"""Attention over paged KV with torch's operators, for every device and every kind of scoring.
 
-Knows rows, keys, values and scores; not layers' places or who asks. Decode rows of a group are batched matrix products
-with the query heads of a KV head packed as rows; on a CPU this is two to seven times as fast as SDPA, which sees many
-tiny attentions. Prefill chunks go through SDPA one sequence at a time.
+Knows rows, keys, values and scores; does not know layer indices or the model. The decode rows of a group are batched
+matrix products in which the query heads of a KV head are packed as rows: on a CPU this is two to seven times as fast
+as SDPA, which treats them as many tiny attentions. Prefill chunks go through SDPA one sequence at a time.
 """
 
 import torch
@@ -15,10 +15,13 @@ from engine.native.kv.cache import LayerCache
 
 
 def decode(layer: LayerCache, group: DecodeTensors, query: Tensor, scoring: Scoring) -> Tensor:
-    """One new token of each sequence of a group against its whole context: (num_seqs, heads, head_dim)."""
+    """Attend with one new token of each sequence of a group to the sequence's whole context.
+
+    `query` is (heads, num_seqs, head_dim). Return (num_seqs, heads, head_dim).
+    """
     kv_heads, num_seqs = layer.shape.num_kv_heads, group.num_seqs
     keys, values = layer.gather(group.block_rows(kv_heads), num_seqs)
-    grouped = _by_kv_head(query, kv_heads)  # (kv_heads, heads of a group, seqs, d)
+    grouped = _by_kv_head(query, kv_heads)  # (kv_heads, query heads per KV head, num_seqs, head_dim)
     num_rows, head_dim = grouped.shape[1], grouped.shape[3]
     packed = grouped.transpose(1, 2).reshape(kv_heads * num_seqs, num_rows, head_dim)
     bias = group.bias(kv_heads, scoring.window, keys.shape[1], query.dtype)
@@ -32,25 +35,33 @@ def decode(layer: LayerCache, group: DecodeTensors, query: Tensor, scoring: Scor
 def prefill(
     layer: LayerCache, chunk: PrefillTensors, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 ) -> Tensor:
-    """The tokens of one chunk against what is cached and each other: (tokens, heads, head_dim)."""
+    """Attend with each token of one chunk to the sequence's tokens up to its own position.
+
+    `query` is (heads, tokens, head_dim), `key` and `value` are (kv_heads, tokens, head_dim) of the chunk. Return
+    (tokens, heads, head_dim).
+    """
     kv_heads = layer.shape.num_kv_heads
-    if chunk.start == 0:  # everything it looks at is at hand
+    if chunk.start == 0:  # the chunk's own keys and values are the whole context
         keys, values = key, value
     else:
         keys, values = layer.gather(chunk.block_rows(kv_heads), 1)
         keys, values = keys[:, : chunk.end], values[:, : chunk.end]
-    grouped = _by_kv_head(query, kv_heads)  # (kv_heads, heads of a group, tokens, d)
+    grouped = _by_kv_head(query, kv_heads)  # (kv_heads, query heads per KV head, tokens, head_dim)
     attend = _attend_by_sdpa if _is_plain(scoring) else _attend_by_products
     return attend(chunk, grouped, keys, values, scoring).flatten(0, 1).transpose(0, 1)
 
 
 def _by_kv_head(query: Tensor, kv_heads: int) -> Tensor:
-    """(heads, T, head_dim) to (kv_heads, heads of a group, T, head_dim)."""
+    """Reshape (heads, T, head_dim) to (kv_heads, query heads per KV head, T, head_dim)."""
     return query.reshape(kv_heads, -1, *query.shape[1:])
 
 
 def _attend_by_sdpa(chunk: PrefillTensors, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-    """KV heads as the batch and the heads of a group with stride 0 on K and V: nothing is repeated in memory."""
+    """Attend with SDPA: KV heads are the batch, and keys and values have stride 0 over a KV head's query heads.
+
+    `query` and the result are (kv_heads, query heads per KV head, tokens, head_dim); `keys` and `values` are
+    (kv_heads, context, head_dim) and are not repeated in memory.
+    """
     group = query.shape[1]
     is_causal = chunk.is_plain_causal(scoring.window)
     return scaled_dot_product_attention(
@@ -64,7 +75,10 @@ def _attend_by_sdpa(chunk: PrefillTensors, query: Tensor, keys: Tensor, values: 
 
 
 def _attend_by_products(chunk: PrefillTensors, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-    """For scores that SDPA cannot make: the heads of a group packed as rows."""
+    """Attend with matrix products, for scoring that SDPA does not support (softcap, sinks).
+
+    Shapes are those of `_attend_by_sdpa`; the query heads of a KV head are packed as rows of one product.
+    """
     kv_heads, group, num_tokens, head_dim = query.shape
     packed = query.reshape(kv_heads, group * num_tokens, head_dim)
     bias = chunk.bias(scoring.window, query.dtype).repeat(group, 1)
@@ -79,7 +93,10 @@ def _is_plain(scoring: Scoring) -> bool:
 
 
 def _weights(scoring: Scoring, query: Tensor, key: Tensor, bias: Tensor, sinks: Tensor | None) -> Tensor:
-    """(N, rows, d), (N, L, d), bias broadcastable to (N, rows, L), sinks (N, rows, 1): (N, rows, L)."""
+    """Return the attention weights (N, rows, L) of `query` (N, rows, head_dim) for `key` (N, L, head_dim).
+
+    `bias` is broadcastable to (N, rows, L); `sinks` are (N, rows, 1).
+    """
     if scoring.softcap is None:
         scores = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=scoring.scaling)
     else:

@@ -1,5 +1,11 @@
-// Attention over paged KV: single decode rows, and prefill chunks. Knows rows, blocks and scores; not sequences or layers.
-// Scores, weights and sums are in float.
+// Attention over paged KV: single decode rows, and prefill chunks. Knows rows, blocks and scores; does not know
+// sequences or layers. Scores, weights and sums are floats. A layer's cache is (2, kv heads, slots, dim): all keys,
+// then all values.
+//
+// Both kernels compute out = Σ w · value / Σ w with w = e^(score - best) and score = softcap · tanh(scaling · query ·
+// key / softcap), or scaling · query · key without softcap, over tiles of keys with a running maximum `best` (online
+// softmax). attend and attend_tile each stay one function: every part of their tile loops uses most of the local
+// arrays.
 
 #pragma once
 
@@ -15,23 +21,24 @@
 namespace tidegate {
 
 struct Scoring {
-    float scaling, softcap;  // softcap 0: none
-    Index window;            // 0: none
+    float scaling, softcap;  // softcap 0: not used
+    Index window;            // tokens that a row attends to, itself included; 0: all
 };
 
-// Keys a partial result covers. Fixed, so that a sequence's arithmetic does not depend on its neighbours.
+// Keys of a partial result. The number is fixed, so that a sequence's rounding does not depend on other sequences.
 constexpr Index kSplit = 512;
 constexpr Index kTile = 16;       // keys scored at once
-constexpr Index kMaxGroup = 64;   // query heads of one KV head
-constexpr Index kMaxDim = 512;
+constexpr Index kMaxGroup = 64;   // most query heads per KV head
+constexpr Index kMaxDim = 512;    // largest head size
 
-// One query head's running softmax over the keys seen: acc = Σ e^(score − best) · value.
+// One query head's running softmax over the keys so far: the highest score, and total = Σ e^(score − best).
 struct Partial {
     float best, total;
 };
 
-// Attends with `group` query heads of one row to keys [first, last) of one KV head. kDim is `dim` where it is known
-// when this is compiled, else 0: loops of known length are twice as fast.
+// Computes acc = Σ e^(score - best) · value and its state, for `group` query heads of one row over keys [first, last)
+// of one KV head, in one thread. kDim is the head size if it is known when this is compiled, else 0: loops of known
+// length are twice as fast. Assumes group <= kMaxGroup and dim <= kMaxDim.
 template <typename T, int kDim>
 void attend(float *__restrict acc, Partial *__restrict state, const T *query, Index head_stride, Index group,
             const T *keys, const T *values, const Index *table, Index block_size, Index runtime_dim, Index first,
@@ -50,7 +57,7 @@ void attend(float *__restrict acc, Partial *__restrict state, const T *query, In
         count = count < kTile ? count : kTile;
         count = count < last - tile ? count : last - tile;
         Index slot = (table[tile / block_size] * block_size + offset) * dim;
-        // Converted once for all heads of the group.
+        // Keys and values are converted to float once for all heads of the group.
         for (Index i = 0; i < count * dim; i++) tile_keys[i] = load(keys + slot + i);
         for (Index i = 0; i < count * dim; i++) tile_values[i] = load(values + slot + i);
         for (Index g = 0; g < group; g++) {
@@ -81,8 +88,11 @@ void attend(float *__restrict acc, Partial *__restrict state, const T *query, In
     }
 }
 
-// out (rows, heads, dim): each row's queries against its own context, itself included. `tables` is (rows, blocks).
-// query[r, h] lies at r · row_stride + h · head_stride. `sinks` (heads) or null: a score that takes its share only.
+// Computes out (rows, heads, dim), the attention of each row to its own context, itself included. query[r, h] is at r ·
+// row_stride + h · head_stride; `tables` is (rows, blocks); `lengths` (rows) counts tokens; `sinks` (heads), or null,
+// are scores that take a share of the softmax and have no value. Threads first share the splits of all rows and KV
+// heads, then the merging of splits per row and query head. Assumes that the rows' own keys and values are in the
+// cache.
 template <typename T>
 void paged_decode(T *out, const T *query, Index row_stride, Index head_stride, const T *cache, Index num_slots,
                   const Index *tables, Index table_stride, const Index *lengths, const float *sinks, Index rows,
@@ -139,18 +149,19 @@ void paged_decode(T *out, const T *query, Index row_stride, Index head_stride, c
 
 // --- prefill: many rows of one sequence against its context, in tiles of rows by tiles of keys -------------------
 
-typedef float Lanes __attribute__((vector_size(64)));  // one number for each of 16 keys, or 16 of a head's numbers
+typedef float Lanes __attribute__((vector_size(64)));  // one number for each of 16 keys, or 16 numbers of a head
 constexpr Index kLanes = 16;
-constexpr Index kTileTokens = 32;
-constexpr Index kStripe = 16;  // rows whose sums are kept in registers together
+constexpr Index kTileTokens = 32;  // tokens of one job
+constexpr Index kStripe = 16;      // rows whose sums are kept in registers together
 
-// Rows first_row … of the queries are `tokens` tokens of one sequence, the first of them at position `start`. Its
-// blocks are those from `table` on.
+// A prefill chunk: rows [first_row, first_row + tokens) of the queries are tokens of one sequence, the first at
+// position `start`. Its block table begins at index `table` of the tables.
 struct Chunk {
     Index first_row, tokens, start, table;
 };
 
-// The products of a tile: queries with 16 keys, and weights with their values. `Tile` is any processor's, in float.
+// The two matrix products of a tile of 16 keys: queries with keys, and weights with values. This version works on any
+// processor, in float.
 template <typename T, int kDim> struct Tile {
     static constexpr Index kWide = kDim / kLanes;
     std::vector<float> queries;
@@ -169,7 +180,7 @@ template <typename T, int kDim> struct Tile {
 
     void arrange() {}
 
-    // scores[r][key] = query[r] · key; `rows` is a multiple of kStripe.
+    // Computes scores[r][key] = query[r] · key; `rows` must be a multiple of kStripe.
     void score(Lanes *scores, Index rows) const {
         const Lanes *lanes = reinterpret_cast<const Lanes *>(keys);
         for (Index r = 0; r < rows; r += kStripe) {
@@ -182,7 +193,7 @@ template <typename T, int kDim> struct Tile {
         }
     }
 
-    // acc[r] += Σ weights[r][key] · value[key]
+    // Computes acc[r] += Σ weights[r][key] · value[key]; `rows` must be a multiple of 4.
     void add_values(Lanes *acc, const Lanes *weights, Index rows) const {
         constexpr Index kPart = kWide < 4 ? kWide : 4;
         const Lanes *lanes = reinterpret_cast<const Lanes *>(values);
@@ -208,7 +219,7 @@ template <typename T, int kDim> struct Tile {
 
 #ifdef __AVX512BF16__
 
-// The same by bfloat16 dot products: pairs of a head's numbers for scores, pairs of keys for values.
+// The same with bfloat16 dot products: of pairs of a head's numbers for scores, of pairs of keys for values.
 template <int kDim> struct Tile<bf16, kDim> {
     static constexpr Index kWide = kDim / kLanes, kPairs = kDim / 2;
     std::vector<bf16> queries;
@@ -226,16 +237,19 @@ template <int kDim> struct Tile<bf16, kDim> {
         value_rows[j] = value;
     }
 
-    // Interleaves the values of two keys each.
+    // Interleaves the values of each two keys.
     void arrange() {
         for (Index j = 0; j < kLanes; j += 2)
             for (Index w = 0; w < kWide; w++) {
                 __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(value_rows[j] + w * kLanes)));
-                __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(value_rows[j + 1] + w * kLanes)));
-                _mm512_store_si512(values + (j / 2 * kWide + w) * kLanes, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+                __m512i odd =
+                    _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(value_rows[j + 1] + w * kLanes)));
+                _mm512_store_si512(values + (j / 2 * kWide + w) * kLanes,
+                                   _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
             }
     }
 
+    // Returns a pair of numbers in all lanes.
     static __m512bh pair(const bf16 *p) {
         int32_t both;
         std::memcpy(&both, p, sizeof both);
@@ -290,8 +304,9 @@ template <int kDim> struct Tile<bf16, kDim> {
 
 #endif
 
-// Turns the 16 scores of a row into weights, of those keys that it sees: [first, last) of the tile. `best` and `total` are
-// the row's running softmax, the latter lane by lane; what it had before is to be multiplied by the result.
+// Replaces the 16 scores of a row by weights e^(score - best); keys outside [first, last) of the tile get 0. `best` and
+// `total` (per lane) are the row's running softmax. Returns the factor by which the row's former sums must be
+// multiplied.
 inline float weigh(Lanes &scores, float &best, Lanes &total, Index first, Index last, Scoring rule) {
     Lanes s = scores * rule.scaling;
     if (rule.softcap > 0)
@@ -317,11 +332,12 @@ inline float weigh(Lanes &scores, float &best, Lanes &total, Index first, Index 
     return shrink;
 }
 
-// The tokens [first_token, last_token) of a chunk, for the query heads of one KV head.
+// Computes causal attention for tokens [first_token, last_token) of a chunk and the query heads of one KV head, in one
+// thread: tiles of 16 keys against all of these rows (token × query head).
 template <typename T, int kDim>
 void attend_tile(T *out, const T *query, Index row_stride, Index head_stride, const T *keys, const T *values,
-                 const Index *table, Index block_size, Index kv_head, Index query_heads, Index group, const float *sinks,
-                 Chunk chunk, Index first_token, Index last_token, Scoring rule) {
+                 const Index *table, Index block_size, Index kv_head, Index query_heads, Index group,
+                 const float *sinks, Chunk chunk, Index first_token, Index last_token, Scoring rule) {
     constexpr Index kWide = kDim / kLanes;
     Index rows = (last_token - first_token) * group, padded = (rows + kStripe - 1) / kStripe * kStripe;
     Tile<T, kDim> products(padded);
@@ -367,7 +383,10 @@ void attend_tile(T *out, const T *query, Index row_stride, Index head_stride, co
     ::operator delete[](totals, std::align_val_t(64));
 }
 
-// out and query as in paged_decode; `tables` holds the blocks of all chunks. Head sizes: 16, 32, 64, 96 or 128.
+// Computes out (rows, heads, dim), the causal attention of each chunk's tokens to their sequence up to their own
+// position. query and sinks are as in paged_decode; `tables` holds the block tables of all chunks, end to end. Threads
+// share jobs of kTileTokens tokens and one KV head. Assumes a head size of 16, 32, 64, 96 or 128, and that the chunks'
+// own keys and values are in the cache.
 template <typename T>
 void paged_prefill(T *out, const T *query, Index row_stride, Index head_stride, const T *cache, Index num_slots,
                    const Index *tables, const Chunk *chunks, Index num_chunks, const float *sinks, Heads heads,
@@ -387,7 +406,7 @@ void paged_prefill(T *out, const T *query, Index row_stride, Index head_stride, 
                                     : attend_tile<T, 128>;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
     for (Index i = 0; i < Index(jobs.size()); i++) {
-        Job job = jobs[jobs.size() - 1 - i];  // the last tokens see most: long jobs first
+        Job job = jobs[jobs.size() - 1 - i];  // later tokens attend to more keys: long jobs first
         Chunk chunk = chunks[job.chunk];
         Index last = job.first_token + kTileTokens;
         const T *keys = cache + job.kv_head * num_slots * heads.dim;

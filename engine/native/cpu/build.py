@@ -1,7 +1,8 @@
-"""Compiles the C++ kernels for this processor, once, and loads them.
+"""Compile the C++ kernels for this processor once, and load them.
 
-Knows compilers and files; not what the kernels do. The library is kept in the user's cache under a name made of
-everything that it depends on. Where there is no compiler, or it fails, there is no library, and the reason is logged.
+Knows compilers and files; does not know what the kernels compute. The library is kept in the user's cache directory;
+its file name is a hash of everything that it depends on. Without a working compiler there is no library, and the reason
+is logged.
 """
 
 import ctypes
@@ -20,9 +21,9 @@ import torch
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "decoder_layer.cpp", "sampling.cpp"))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _COMPILERS = ("c++", "g++", "clang++")
-# Sums may be reordered, so that they vectorise; NaN and infinity keep their meaning. Jumps are not threaded: for an
-# exponent with bounds that makes constants such as 1 / (1 + e^88), which masked lanes are multiplied with all the same,
-# and Intel's processors take a hundred times as long for a product that is denormal.
+# Sums may be reordered, so that they vectorise; NaN and infinity keep their meaning. Jump threading is off: for an
+# exponential with clamped argument it creates constants such as 1 / (1 + e^88), by which masked lanes are multiplied,
+# too, and Intel's processors take a hundred times as long for a denormal product.
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -35,12 +36,13 @@ _FLAGS = (
     "-fno-signed-zeros",
     "-fno-thread-jumps",
 )
-_COMPILE_LIMIT_S = 120
-_STEADY_FACTS = ("flags", "Features", "model name", "CPU part")  # of /proc/cpuinfo; the clock is none
+_COMPILE_LIMIT_S = 120  # time limit per compiler call, seconds
+# Fields of /proc/cpuinfo that do not change; the clock rate does.
+_CPU_MODEL_FIELDS = ("flags", "Features", "model name", "CPU part")
 
 
 def load_library() -> ctypes.CDLL | None:
-    """The kernels' library, compiled if need be."""
+    """Return the kernels' library, compiled unless it is cached, or None (the reason is logged)."""
     log = structlog.get_logger()
     compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
@@ -55,17 +57,21 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def _built(compiler: str) -> Path:
+    """Return the path of the compiled library. Compiler errors pass through."""
     openmp = _torch_openmp()
     library = _cache_directory() / f"kernels-{_fingerprint(compiler, openmp)}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             built = _compile(compiler, openmp, Path(scratch))
-            built.replace(library)  # atomic: another process may be at the same
+            built.replace(library)  # atomic: another process may build the same library
     return library
 
 
 def _compile(compiler: str, openmp: Path | None, scratch: Path) -> Path:
-    """In two steps: OpenMP must be torch's own copy, since two would fight for the cores with their waiting threads."""
+    """Compile the sources in parallel, then link them with torch's own copy of OpenMP, if there is one.
+
+    With two copies, the waiting threads of both would compete for the cores.
+    """
     library, objects = scratch / "kernels.so", [scratch / f"{source.stem}.o" for source in _SOURCES]
     flags = [*_FLAGS, *(["-fopenmp"] if openmp else [])]
     with ThreadPoolExecutor() as compilers:
@@ -79,28 +85,30 @@ def _compile(compiler: str, openmp: Path | None, scratch: Path) -> Path:
 
 
 def _run(command: list[str]) -> str:
+    """Return the standard output of `command`. Raise `SubprocessError` if it fails or takes too long."""
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
     return done.stdout
 
 
 def _torch_openmp() -> Path | None:
-    """GNU OpenMP as torch's wheels bring it; without it the kernels are built for one thread."""
+    """Return the path of the GNU OpenMP library in torch's wheel, or None: then the kernels use one thread."""
     directory = Path(torch.__file__).parent
     found = [*directory.glob("lib/libgomp*.so*"), *directory.parent.glob("torch.libs/libgomp*.so*")]
     return next(iter(found), None)
 
 
 def _fingerprint(compiler: str, openmp: Path | None) -> str:
+    """Return a hash of sources, compiler, flags, OpenMP, torch's version and the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     processor = cpuinfo.read_text().split("\n\n")[0] if cpuinfo.exists() else platform.processor()
-    steady = [line for line in processor.splitlines() if line.startswith(_STEADY_FACTS)]
+    cpu_model = [line for line in processor.splitlines() if line.startswith(_CPU_MODEL_FIELDS)]
     code = [path.read_text() for path in (*_SOURCES, *_HEADERS)]
-    parts = [*code, _run([compiler, "--version"]), *_FLAGS, str(openmp), torch.__version__, *steady]
+    parts = [*code, _run([compiler, "--version"]), *_FLAGS, str(openmp), torch.__version__, *cpu_model]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _cache_directory() -> Path:
-    """Ours in the user's cache, or a new one where that cannot be written."""
+    """Return tidegate's directory in the user's cache, or a temporary one if that is not writable."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidegate"
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-// A whole decoder layer of the common kind in one call, and a linear layer, where the processor multiplies bfloat16. Python's
-// part of a step is then one call a layer. Knows the order of a layer's parts; what they do is in the headers.
+// A whole decoder layer of the common kind in one call, and a linear layer, on processors that multiply bfloat16.
+// Python then makes one call per layer. Knows the order of a layer's parts; the headers have their arithmetic.
 
 #include "attention.h"
 #include "layers.h"
@@ -7,6 +7,7 @@
 
 using namespace tidegate;
 
+// Returns whether this library has matrix products.
 extern "C" int has_products() {
 #ifdef __AVX512BF16__
     return 1;
@@ -15,7 +16,7 @@ extern "C" int has_products() {
 #endif
 }
 
-// Whether products are made by tiles from now on: where they are wanted, are in this processor, and Linux lets us.
+// Returns whether products use tiles from now on: if they are wanted, the processor has them and Linux grants them.
 extern "C" int use_tiles([[maybe_unused]] int wanted) {
 #ifdef TIDEGATE_TILES
     return g_uses_tiles = wanted && ask_for_tiles();
@@ -29,11 +30,11 @@ extern "C" int use_tiles([[maybe_unused]] int wanted) {
 namespace {
 
 struct Norm {
-    const bf16 *weight;  // null: none
+    const bf16 *weight;  // null: this norm is left out
     float eps;
 };
 
-// What stays the same from step to step.
+// The arguments of a layer that do not change between steps.
 struct Layer {
     Linear qkv, out, gate_up, down;
     Norm input, mlp, query, key;
@@ -43,23 +44,23 @@ struct Layer {
     Index num_slots, block_size;
 };
 
-// What a step is, for all layers. Decode rows come first.
+// The arguments of a step, the same for all layers. Decode rows come before the rows of prefill chunks.
 struct Step {
-    Index rows;
+    Index rows;                   // of all kinds
     const bf16 *cosines, *sines;  // (rows, rotary)
-    const Index *slots;           // (rows,)
+    const Index *slots;           // (rows,): where keys and values are written
     Index decode_rows;
-    const Index *block_table;
+    const Index *block_table;     // (decode_rows, blocks)
     Index table_stride;
-    const Index *lengths;
+    const Index *lengths;         // (decode_rows,): tokens of each row's context
     Index num_chunks;
-    const Index *chunk_tables;
-    const Chunk *chunks;
+    const Index *chunk_tables;    // the chunks' block tables, end to end
+    const Chunk *chunks;          // (num_chunks,)
     int32_t threads;
 };
 
-// Numbers between two parts of a layer. Kept from call to call, since fresh pages cost a long prefill a tenth of its time:
-// a thread holds what its longest step took.
+// Memory for the numbers between two parts of a layer. It is kept from call to call and only grows, since fresh pages
+// take 8 % of a long prefill's time.
 class Buffer {
   public:
     Buffer() = default;
@@ -88,13 +89,14 @@ thread_local Buffer t_normed, t_qkv, t_attended, t_gate_up, t_activated;
 
 extern "C" {
 
-// out (rows, linear.out) = x (rows, linear.in) · weightᵀ + bias
+// Computes out = x · weightᵀ + bias for out (rows, linear.out) and x (rows, linear.in), with `threads` threads.
 void linear_bfloat16(bf16 *out, const bf16 *x, const Linear *linear, Index rows, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     multiply<false>(out, x, *linear, rows);
 }
 
-// hidden (rows, n), changed in place.
+// Computes hidden += attention(norm(hidden)) · outᵀ, then hidden += mlp(norm(hidden)), for hidden (rows, n), in place,
+// with step->threads threads. Writes the rows' keys and values to the cache. Assumes AVX512_BF16 and contiguous rows.
 void decoder_layer_bfloat16(bf16 *hidden, const Layer *layer, const Step *step) {
     const Index rows = step->rows, n = layer->qkv.in, inner = layer->down.in, width = layer->qkv.out;
     const Heads heads = layer->heads;

@@ -1,6 +1,6 @@
-// Products of a few rows with a packed bfloat16 weight, by the processor's own bfloat16 dot products (AVX512_BF16).
+// Products of a few rows with a packed bfloat16 weight, with bfloat16 dot product instructions (AVX512_BF16).
 //
-// A block of rows × panels is summed in registers over all inputs. Knows matrices; not layers.
+// A block of rows × panels is summed in registers over all inputs. Knows matrices; does not know layers.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace tidegate {
 
-// A block's sums, for panels [first, first + kPanels), written to `out` or added to what is there. Its loops must be
-// unrolled whole, or the sums would not stay in registers.
+// Computes kRows rows of out = x · weightᵀ + bias, or out += …, for the outputs of panels [first, first + kPanels), in
+// one thread. The loops must be unrolled completely, or the sums would not stay in registers.
 template <int kRows, int kPanels, bool kAdd>
 inline void multiply_block(bf16 *out, const bf16 *x, const Linear &linear, Index first) {
     __m512 sums[kRows][kPanels];
@@ -44,7 +44,8 @@ inline void multiply_block(bf16 *out, const bf16 *x, const Linear &linear, Index
         }
 }
 
-// All rows for some panels, a few rows at a time: the panels stay in the cache.
+// Computes all rows for kPanels panels in one thread: blocks of kMost rows, then of kMost / 2, then single rows. The
+// panels stay in the cache.
 template <int kMost, int kPanels, bool kAdd>
 inline void multiply_panels(bf16 *out, const bf16 *x, const Linear &linear, Index rows, Index first) {
     Index r = 0;
@@ -60,7 +61,8 @@ inline void multiply_panels(bf16 *out, const bf16 *x, const Linear &linear, Inde
     }
 }
 
-// By all threads of the region around it, each with its share of the panels.
+// Computes all rows for all panels, with all threads of the enclosing parallel region; each thread has a share of the
+// panels.
 template <int kMost, int kPanels, bool kAdd>
 inline void multiply_in_blocks(bf16 *out, const bf16 *x, const Linear &linear, Index rows) {
     const Index panels = linear.out / kPanel, blocks = (panels + kPanels - 1) / kPanels;
@@ -74,8 +76,9 @@ inline void multiply_in_blocks(bf16 *out, const bf16 *x, const Linear &linear, I
     }
 }
 
-// out (rows, linear.out) = or += x (rows, linear.in) · weightᵀ + bias. Few rows take many panels at once, so that more of
-// the weight is on its way from memory; many rows take few, which leaves registers for rows.
+// Computes out = x · weightᵀ + bias, or out += … if kAdd, for out (rows, linear.out) and x (rows, linear.in), with all
+// threads of the enclosing parallel region. With few rows a block has many panels, so that more of the weight is being
+// loaded from memory; with many rows it has few panels, which leaves registers for rows.
 template <bool kAdd> void multiply_by_dots(bf16 *out, const bf16 *x, const Linear &linear, Index rows) {
     if (rows == 1)
         multiply_in_blocks<1, 8, kAdd>(out, x, linear, rows);

@@ -1,10 +1,11 @@
-// What Python calls of layers.h and attention.h, for float and bfloat16.
+// C entry points for Python: the kernels of layers.h and attention.h for float and bfloat16.
 
 #include "attention.h"
 #include "layers.h"
 
 using namespace tidegate;
 
+// A parallel region of `threads` threads, unless there is only one row.
 #define TIDEGATE_PRAGMA(text) _Pragma(#text)
 #define TIDEGATE_TEAM(threads, rows) TIDEGATE_PRAGMA(omp parallel num_threads(threads) if (threads > 1 && rows > 1))
 

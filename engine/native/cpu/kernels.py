@@ -1,6 +1,6 @@
-"""The layers' and attention's C++ kernels as calls on tensors.
+"""Call the C++ kernels for layers and attention on tensors.
 
-Knows memory addresses and shapes; not layers or sequences, and not how the library came about (`build`).
+Knows memory addresses and shapes; does not know layers, sequences or how the library is compiled (`build`).
 """
 
 import ctypes
@@ -13,10 +13,11 @@ from engine.native.attention.kernels import HeadShape, PagedChunks, PagedRows, S
 from engine.native.model.layer_kernels import Norm
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_LARGEST_HEAD_DIM = 512  # kMaxDim of attention.cpp
-_LARGEST_GROUP = 64  # kMaxGroup
-_PREFILL_HEAD_DIMS = (16, 32, 64, 96, 128)  # for which paged_prefill has loops of their own
+_MAX_HEAD_DIM = 512  # kMaxDim of attention.h
+_MAX_GROUP = 64  # query heads per KV head: kMaxGroup of attention.h
+_PREFILL_HEAD_DIMS = (16, 32, 64, 96, 128)  # head sizes for which paged_prefill is compiled
 
+# C types of the kernels' arguments: pointer, Index, float, number of threads.
 _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
     "rms_norm": [_P, _P, _P, _I, _I, _F, _T],
@@ -29,12 +30,12 @@ _SIGNATURES = {
 
 
 class CpuKernels:
-    """Calls for one dtype. Tensors are contiguous unless said otherwise."""
+    """`AttentionKernels` and `LayerKernels` on a CPU, for one dtype. Tensors must be contiguous unless noted."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        """Raises `ValueError` for a dtype that there are no kernels for."""
+        """Raise `ValueError` for a dtype without kernels."""
         if dtype not in _DTYPES:
-            raise ValueError(f"no kernels for {dtype}")
+            raise ValueError(f"there are no kernels for {dtype}: use float32 or bfloat16")
         self._calls: dict[str, Callable[..., None]] = {}
         for name, signature in _SIGNATURES.items():
             function = getattr(library, f"{name}_{_DTYPES[dtype]}")
@@ -42,20 +43,21 @@ class CpuKernels:
             self._calls[name] = function
 
     @staticmethod
-    def knows(dtype: torch.dtype) -> bool:
+    def supports(dtype: torch.dtype) -> bool:
         return dtype in _DTYPES
 
     @staticmethod
     def can_attend(shape: HeadShape) -> bool:
         group = shape.num_query_heads // shape.num_kv_heads
-        return shape.head_dim <= _LARGEST_HEAD_DIM and group <= _LARGEST_GROUP
+        return shape.head_dim <= _MAX_HEAD_DIM and group <= _MAX_GROUP
 
     @staticmethod
     def can_prefill(shape: HeadShape) -> bool:
+        """Return whether `paged_prefill` is compiled for layers of this shape."""
         return shape.head_dim in _PREFILL_HEAD_DIMS and CpuKernels.can_attend(shape)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """(rows, n) in and out."""
+        """Return the norm of each row of `x` (rows, n): (rows, n)."""
         out = torch.empty_like(x)
         rows, n = x.shape
         weight = norm.weight.data_ptr()
@@ -63,7 +65,7 @@ class CpuKernels:
         return out
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        """Adds x to `residual`, in place, and gives the norm of the sum; (rows, n) all."""
+        """Add `x` (rows, n) to `residual` (rows, n) in place; return the norm of the sum, (rows, n)."""
         out = torch.empty_like(x)
         rows, n = x.shape
         self._calls["add_rms_norm"](
@@ -79,7 +81,7 @@ class CpuKernels:
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """(rows, 2n) to (rows, n): silu of the first half times the second."""
+        """Return silu(gate) · up, (rows, n); each row of `gate_up` (rows, 2n) holds gate, then up."""
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
         self._calls["silu_and_mul"](out.data_ptr(), gate_up.data_ptr(), rows, width // 2, _num_threads())
@@ -96,11 +98,14 @@ class CpuKernels:
         query_norm: Norm | None,
         key_norm: Norm | None,
     ) -> None:
-        """Norms and rotates queries and keys of `qkv` (rows, query + 2 × kv widths) in place, and copies keys and
-        values to `slot_ids` (rows,) of `slots` (2 × kv_heads × slots, head_dim). `cosines` and `sines`: (rows, rotary
-        dim)."""
+        """Normalise and rotate queries and keys in place, and copy keys and values to the KV cache.
+
+        `qkv` is (rows, query_width + 2 · kv_width); row r goes to slot `slot_ids[r]` (int64) of each KV head of `slots`
+        (2 × kv_heads × slots, head_dim). `cosines` and `sines` are (rows, rotary_dim). Both norms must have the same
+        eps.
+        """
         if qkv.shape[1] != shape.query_width + 2 * shape.kv_width or slots.shape[1] != shape.head_dim:
-            raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not go with {shape}")
+            raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not fit {shape}")
         self._calls["rotate_and_write"](
             qkv.data_ptr(),
             slots.data_ptr(),
@@ -120,8 +125,10 @@ class CpuKernels:
         )
 
     def paged_decode(self, query: Tensor, num_kv_heads: int, paged: PagedRows, scoring: Scoring) -> Tensor:
-        """Attention of `query` (heads, rows, head_dim), strided but for its last dimension, each row to its own
-        context: (rows, heads, head_dim)."""
+        """Attend with each row to its own context: `query` (heads, rows, head_dim) to (rows, heads, head_dim).
+
+        `query` must be contiguous in its last dimension only.
+        """
         heads, rows, head_dim = query.shape
         _check(query, num_kv_heads, paged.slots)
         sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
@@ -150,8 +157,11 @@ class CpuKernels:
         return out
 
     def paged_prefill(self, query: Tensor, num_kv_heads: int, chunks: PagedChunks, scoring: Scoring) -> Tensor | None:
-        """The rows of each chunk against its context and, causally, each other: (rows, heads, head_dim). None where the
-        kernel has no loops for the head size."""
+        """Attend with each row of a chunk to the sequence's tokens up to its own position.
+
+        `query` is (heads, rows, head_dim), contiguous in its last dimension. Return (rows, heads, head_dim), or None if
+        the kernel is not compiled for the head size.
+        """
         heads, rows, head_dim = query.shape
         if head_dim not in _PREFILL_HEAD_DIMS:
             return None
@@ -182,8 +192,9 @@ class CpuKernels:
 
 
 def _check(query: Tensor, num_kv_heads: int, slots: Tensor) -> None:
+    """Raise `ValueError` if `query` (heads, rows, head_dim) and `slots` (…, head_dim) do not fit."""
     if slots.shape[1] != query.shape[2] or query.shape[0] % num_kv_heads:
-        raise ValueError(f"{tuple(query.shape)} queries do not go with this cache and its {num_kv_heads} KV heads")
+        raise ValueError(f"queries of shape {tuple(query.shape)} do not fit this cache and its {num_kv_heads} KV heads")
 
 
 def _num_threads() -> int:

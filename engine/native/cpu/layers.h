@@ -1,5 +1,6 @@
-// A decoder layer between its matrix products: normalisation, rotary embedding and activation, row by row. Knows rows; not
-// sequences or attention. Each function is done by all threads of the parallel region around it, and ends together.
+// A decoder layer's work between matrix products: normalisation, rotary embedding and activation, row by row. Knows
+// rows; does not know sequences or attention. Each kernel is computed by all threads of the enclosing parallel region,
+// a row by one thread, and ends with a barrier. Rows are contiguous.
 
 #pragma once
 
@@ -7,6 +8,7 @@
 
 namespace tidegate {
 
+// Returns Σ x² / n of one row.
 template <typename T> inline float mean_square(const T *x, Index n) {
     float sum = 0.0f;
     for (Index i = 0; i < n; i++) {
@@ -16,7 +18,8 @@ template <typename T> inline float mean_square(const T *x, Index n) {
     return sum / float(n);
 }
 
-// out = x / rms(x) · weight, one row; the normalised value is rounded to T before the weight, as models are trained.
+// Computes out = x / sqrt(mean(x²) + eps) · weight for one row. The normalised value is rounded to T before it is
+// multiplied by the weight, as in transformers' modules.
 template <typename T> inline void normalise(T *out, const T *x, const T *weight, Index n, float eps) {
     float scale = 1.0f / __builtin_sqrtf(mean_square(x, n) + eps);
     for (Index i = 0; i < n; i++) {
@@ -26,13 +29,14 @@ template <typename T> inline void normalise(T *out, const T *x, const T *weight,
     }
 }
 
+// Computes out = x / sqrt(mean(x²) + eps) · weight for x and out (rows, n).
 template <typename T>
 void rms_norm(T *out, const T *x, const T *weight, Index rows, Index n, float eps) {
 #pragma omp for
     for (Index r = 0; r < rows; r++) normalise(out + r * n, x + r * n, weight, n, eps);
 }
 
-// residual += x; out = normalised residual.
+// Computes residual += x, then out = residual / sqrt(mean(residual²) + eps) · weight; all are (rows, n).
 template <typename T>
 void add_rms_norm(T *out, T *residual, const T *x, const T *weight, Index rows, Index n, float eps) {
 #pragma omp for
@@ -44,7 +48,8 @@ void add_rms_norm(T *out, T *residual, const T *x, const T *weight, Index rows, 
     }
 }
 
-// out (rows, n) = silu(gate) · up of gate_up (rows, 2n).
+// Computes out = silu(gate) · up with silu(g) = g / (1 + e^-g), for out (rows, n); each row of gate_up (rows, 2n) holds
+// gate, then up.
 template <typename T> void silu_and_mul(T *out, const T *gate_up, Index rows, Index n) {
 #pragma omp for
     for (Index r = 0; r < rows; r++) {
@@ -58,7 +63,8 @@ template <typename T> void silu_and_mul(T *out, const T *gate_up, Index rows, In
     }
 }
 
-// Rotates pairs (i, i + half) of the first `rotary` numbers.
+// Rotates the pairs (a, b) = (x[i], x[i + rotary / 2]) of one head: a becomes a · cos - b · sin, b becomes b · cos + a
+// · sin.
 template <typename T> inline void rotate(T *x, const T *cosines, const T *sines, Index rotary) {
     Index half = rotary / 2;
     for (Index i = 0; i < half; i++) {
@@ -68,8 +74,9 @@ template <typename T> inline void rotate(T *x, const T *cosines, const T *sines,
     }
 }
 
-// On qkv (rows, (query + 2·kv) · dim), in place: queries and keys normalised (where weights are given) and rotated;
-// keys and values also go to their slots. The cache of one layer is (2, kv, slots, dim).
+// Normalises (if weights are given) and rotates queries and keys of qkv (rows, (query + 2 · kv) · dim) in place, and
+// copies keys and values to slots[row] of the layer's cache (2, kv, slots, dim). cosines and sines are (rows, rotary).
+// Assumes that no two rows have the same slot, except padding rows.
 template <typename T>
 void rotate_and_write(T *qkv, T *cache, const Index *slots, const T *cosines, const T *sines, const T *query_norm,
                       const T *key_norm, float eps, Index rows, Index num_slots, Heads heads) {

@@ -1,7 +1,7 @@
-// A linear layer's weight as the products want it, and sixteen outputs at a time of it. Knows no way to multiply.
+// The packed weight of a linear layer, and helpers for 16 of its outputs. Does not know how products are computed.
 //
-// A weight (out, in) is packed in panels of 16 outputs: (out / 16, in / 2, 16, 2), so that one load has a pair of inputs
-// for 16 outputs, and 16 such loads are what a tile of AMX takes.
+// A weight (out, in) is packed in panels of 16 outputs: (out / 16, in / 2, 16, 2). One 64-byte load has a pair of
+// inputs for 16 outputs, and 16 such loads fill a tile of AMX.
 
 #pragma once
 
@@ -12,20 +12,23 @@
 
 namespace tidegate {
 
-constexpr Index kPanel = 16;  // outputs
+constexpr Index kPanel = 16;  // outputs of a panel
 
 struct Linear {
-    const bf16 *weight;  // packed
-    const bf16 *bias;    // or null
+    const bf16 *weight;  // packed in panels
+    const bf16 *bias;    // (out,), or null
     Index out, in;       // multiples of 16 and 2
 };
 
+// Reads 16 bfloat16 numbers as floats.
 inline __m512 widen(const bf16 *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
 
+// Writes 16 floats as bfloat16, rounded to nearest.
 inline void narrow(bf16 *p, __m512 sums) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(sums)); }
 
+// Returns the biases of a panel, zeros if there are none.
 inline __m512 bias_of(const Linear &linear, Index panel) {
     return linear.bias ? widen(linear.bias + panel * kPanel) : _mm512_setzero_ps();
 }

@@ -1,7 +1,7 @@
-"""A common decoder layer in one call (decoder_layer.cpp), where the processor multiplies bfloat16.
+"""A common decoder layer in one C++ call (decoder_layer.cpp), on processors that multiply bfloat16.
 
-Knows how such a layer's weights and a step are told to C++; the arithmetic is there, the same as that of
-`FusedDecoderLayer`, which has it in eight calls.
+Knows how a layer's weights and a step are passed to C++, which has the arithmetic: that of `FusedDecoderLayer`, which
+needs eight calls.
 """
 
 import ctypes
@@ -15,10 +15,11 @@ from engine.native.attention.paged import PagedAttention
 from engine.native.batch.layer_boundary import compact_rows
 from engine.native.batch.tensors import StepTensors
 from engine.native.cpu.kernels import CpuKernels
-from engine.native.cpu.products import LinearArguments, PackedWeight, goes_into_panels
+from engine.native.cpu.products import LinearArguments, PackedWeight, fits_panels
 from engine.native.model.fused_layer import head_shape, norm_of
 from engine.native.model.layer_kernels import Norm
 
+# C types of the fields: pointer, Index, float, int32.
 _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 
 
@@ -67,8 +68,8 @@ class _StepArguments(ctypes.Structure):
     ]
 
 
-class StepInC:
-    """The step that all layers of a forward pass share, told once."""
+class SharedStep:
+    """The C++ arguments of a step, which all layers of a forward pass share. They are filled once per step."""
 
     def __init__(self) -> None:
         self._step: StepTensors | None = None
@@ -77,6 +78,7 @@ class StepInC:
         self._kept: tuple[Tensor, ...] = ()
 
     def address(self, step: StepTensors, position_embeddings: tuple[Tensor, Tensor]) -> int:
+        """Return the address of the C++ arguments; `position_embeddings` are cosines and sines, (1, T, rotary)."""
         if step is not self._step or position_embeddings is not self._positions:
             self._step, self._positions = step, position_embeddings
             self._fill(step, position_embeddings)
@@ -87,53 +89,55 @@ class StepInC:
         return int(self._kept[0].shape[-1])
 
     def _fill(self, step: StepTensors, position_embeddings: tuple[Tensor, Tensor]) -> None:
+        """Fill the C++ arguments; cosines and sines become bfloat16, (T, rotary)."""
         cosines, sines = (step.own_rows(t[0]).to(torch.bfloat16).contiguous() for t in position_embeddings)
-        self._kept = (cosines, sines)
-        own = self._arguments
-        own.rows, own.slots = len(step.slots), step.slots.data_ptr()
-        own.cosines, own.sines = cosines.data_ptr(), sines.data_ptr()
-        own.decode_rows = own.num_chunks = 0
-        for group in step.decode_groups:  # one, or none
-            own.decode_rows, own.table_stride = group.num_seqs, group.block_table.stride(0)
-            own.block_table, own.lengths = group.block_table.data_ptr(), group.context_lens.data_ptr()
+        self._kept = (cosines, sines)  # C++ has their addresses only
+        arguments = self._arguments
+        arguments.rows, arguments.slots = len(step.slots), step.slots.data_ptr()
+        arguments.cosines, arguments.sines = cosines.data_ptr(), sines.data_ptr()
+        arguments.decode_rows = arguments.num_chunks = 0
+        for group in step.decode_groups:  # at most one group on a CPU
+            arguments.decode_rows, arguments.table_stride = group.num_seqs, group.block_table.stride(0)
+            arguments.block_table, arguments.lengths = group.block_table.data_ptr(), group.context_lens.data_ptr()
         if step.prefills is not None:
-            own.num_chunks = len(step.prefills.chunks)
-            own.chunk_tables, own.chunks = step.prefills.tables.data_ptr(), step.prefills.extents.data_ptr()
-        own.threads = torch.get_num_threads()
+            arguments.num_chunks = len(step.prefills.chunks)
+            arguments.chunk_tables, arguments.chunks = step.prefills.tables.data_ptr(), step.prefills.extents.data_ptr()
+        arguments.threads = torch.get_num_threads()
 
 
 class NativeDecoderLayer(nn.Module):
-    """Takes the place of `layer`. Rows come and go as (1, T, hidden); the residual stream is changed in place."""
+    """Replaces `layer`. Input and output are (1, T, hidden), bfloat16; the residual stream is changed in place."""
 
-    def __init__(self, layer: Any, attention: PagedAttention, library: ctypes.CDLL, step: StepInC) -> None:
+    def __init__(self, layer: Any, attention: PagedAttention, library: ctypes.CDLL, step: SharedStep) -> None:
         super().__init__()
-        own, mlp = layer.self_attn, layer.mlp
-        self.attention_type = getattr(layer, "attention_type", None)  # some models look it up to choose a mask
+        attn, mlp = layer.self_attn, layer.mlp
+        self.attention_type = getattr(layer, "attention_type", None)  # some models read it to choose a mask
         self._attention = attention
         self._step = step
         self._shape = head_shape(layer)
         self._weights = {
-            "qkv": PackedWeight([own.q_proj, own.k_proj, own.v_proj]),
-            "out": PackedWeight([own.o_proj]),
+            "qkv": PackedWeight([attn.q_proj, attn.k_proj, attn.v_proj]),
+            "out": PackedWeight([attn.o_proj]),
             "gate_up": PackedWeight([mlp.gate_proj, mlp.up_proj]),
             "down": PackedWeight([mlp.down_proj]),
         }
         self._norms = {"input": norm_of(layer.input_layernorm), "mlp": norm_of(layer.post_attention_layernorm)}
-        if hasattr(own, "q_norm"):
-            self._norms |= {"query": norm_of(own.q_norm), "key": norm_of(own.k_norm)}
-        scoring = attention.scoring(int(own.layer_idx), float(own.scaling))
-        self._arguments = self._describe(int(own.layer_idx), scoring)
+        if hasattr(attn, "q_norm"):
+            self._norms |= {"query": norm_of(attn.q_norm), "key": norm_of(attn.k_norm)}
+        scoring = attention.scoring(int(attn.layer_idx), float(attn.scaling))
+        self._arguments = self._describe(int(attn.layer_idx), scoring)
         self._compute = library.decoder_layer_bfloat16
         self._compute.argtypes, self._compute.restype = [_P, _P, _P], None
 
     @staticmethod
-    def can_take(layer: Any) -> bool:
-        """Of layers that can be fused: whether there are loops for its sizes."""
-        own, mlp = layer.self_attn, layer.mlp
-        linears = (own.q_proj, own.k_proj, own.v_proj, own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        return goes_into_panels(*linears) and CpuKernels.can_prefill(head_shape(layer))
+    def supports(layer: Any) -> bool:
+        """Return whether C++ is compiled for the sizes of `layer`, which must be fusable."""
+        attn, mlp = layer.self_attn, layer.mlp
+        linears = (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        return fits_panels(*linears) and CpuKernels.can_prefill(head_shape(layer))
 
     def _describe(self, layer_idx: int, scoring: Scoring) -> _LayerArguments:
+        """Return the C++ arguments of the layer; `forward` sets the rotary dimension."""
         shape, cache = self._shape, self._attention.layer(layer_idx)
         arguments = _LayerArguments(**{name: weight.arguments for name, weight in self._weights.items()})
         for name, norm in self._norms.items():
@@ -146,8 +150,9 @@ class NativeDecoderLayer(nn.Module):
         return arguments
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
-        if (staying := self._attention.enter_layer()) is not None:
-            compact_rows(hidden_states[0], staying)
+        """Compute the layer on `hidden_states` (1, T, hidden) in place; `position_embeddings` are (1, T, rotary)."""
+        if (remaining := self._attention.enter_layer()) is not None:
+            compact_rows(hidden_states[0], remaining)
         step = self._step.address(self._attention.step, position_embeddings)
         self._arguments.heads.rotary = self._step.rotary_dim
         self._compute(hidden_states.data_ptr(), ctypes.addressof(self._arguments), step)

@@ -1,4 +1,4 @@
-// Numbers as the kernels see them: float and bfloat16 in memory, float in registers.
+// Number types of the kernels: float and bfloat16 in memory, float in registers.
 
 #pragma once
 
@@ -10,6 +10,7 @@ namespace tidegate {
 using bf16 = uint16_t;
 using Index = int64_t;
 
+// Reads a number from memory as a float.
 inline float load(const float *p) { return *p; }
 inline float load(const bf16 *p) {
     uint32_t bits = uint32_t(*p) << 16;
@@ -18,6 +19,7 @@ inline float load(const bf16 *p) {
     return value;
 }
 
+// Writes a float to memory; bfloat16 is rounded to nearest.
 inline void store(float *p, float value) { *p = value; }
 inline void store(bf16 *p, float value) {
     uint32_t bits;
@@ -27,26 +29,31 @@ inline void store(bf16 *p, float value) {
     *p = bf16(is_nan ? 0x7fc0 : rounded);
 }
 
-// e^x to within 2 units in the last place for x <= 0 and little above; branch-free, so that loops over it vectorise.
+// Returns e^x, with x clamped to [-87, 88] and an error of at most 2 units in the last place for x <= 0 and slightly
+// above. With x = whole · ln 2 + f, it computes e^f by the Taylor polynomial of degree 6, and 2^whole by setting the
+// exponent bits. Branch-free, so that loops over it vectorise.
 inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     x = x > 88.0f ? 88.0f : x;
     float y = x * 1.44269504f;
     float whole = __builtin_floorf(y);
     float f = (y - whole) * 0.693147181f;
-    float p = 1.0f + f * (1.0f + f * (0.5f + f * (0.166666667f + f * (0.0416666667f + f * (0.00833333333f + f * 0.00138888889f)))));
+    float high = 0.166666667f + f * (0.0416666667f + f * (0.00833333333f + f * 0.00138888889f));
+    float p = 1.0f + f * (1.0f + f * (0.5f + f * high));
     uint32_t bits = uint32_t(int32_t(whole) + 127) << 23;
     float scale;
     std::memcpy(&scale, &bits, 4);
     return p * scale;
 }
 
+// Returns tanh(x) = (e^2x - 1) / (e^2x + 1), with x clamped to [-15, 15], beyond which a float is ±1.
 inline float hyperbolic_tangent(float x) {
     float clipped = x > 15.0f ? 15.0f : (x < -15.0f ? -15.0f : x);
     float e = exponential(2.0f * clipped);
     return (e - 1.0f) / (e + 1.0f);
 }
 
+// Numbers of query and KV heads, numbers per head, and how many of them are rotated.
 struct Heads {
     Index query, kv, dim, rotary;
 };

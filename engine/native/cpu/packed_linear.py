@@ -1,7 +1,7 @@
-"""Linear layers whose weights are packed once into the layout that bfloat16 products on a CPU want.
+"""Linear layers whose weights are packed once into the layout of oneDNN's bfloat16 products.
 
-A plain `nn.Linear` packs its weight anew in every call: with few rows that costs up to three times the product itself.
-Knows weights and oneDNN's packed products as torch offers them; not the model around them.
+A plain `nn.Linear` packs its weight in every call: with few rows that costs up to three times the product itself. Knows
+weights and the packed products that torch offers; does not know the model around them.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from engine.native.model.fused_layer import bias_of
 
-# Of the output: wider products run at a third of the speed on the processors measured.
-_WIDEST = 8192
-_TYPICAL_ROWS = 32
-_ROW_STEPS = ((32, 1), (64, 4), (256, 16), (1 << 20, 64))  # up to so many rows: multiples of
+# Outputs of one product: wider products run at a third of the speed on the processors measured.
+_MAX_WIDTH = 8192
+_TYPICAL_ROWS = 32  # rows for which oneDNN chooses the packed layout
+# (limit, step): a product of up to `limit` rows is padded to a multiple of `step` rows.
+_ROW_STEPS = ((32, 1), (64, 4), (256, 16), (1 << 20, 64))
 
 
 class PackedLinear(nn.Module):
-    """Computes what linear layers with these weights, (out, in) each, give side by side."""
+    """Replaces linear layers of one input: its output is the concatenation of their outputs."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -27,7 +28,7 @@ class PackedLinear(nn.Module):
         bias = None if all(b is None for b in biases) else torch.cat([bias_of(layer) for layer in layers])
         self.in_features = weight.shape[1]
         self.out_features = weight.shape[0]
-        # Tells shape and dtype to modeling code that asks for them; whoever multiplies with it fails at once.
+        # Modeling code may read shape and dtype; a product with this weight fails at once.
         self.weight = torch.empty_like(weight, device="meta")
         pack = torch.ops.mkldnn._reorder_linear_weight
         self._weights = [pack(part.contiguous(), _TYPICAL_ROWS) for part in _split(weight)]
@@ -35,7 +36,7 @@ class PackedLinear(nn.Module):
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, in) to (…, out)."""
+        """Return (…, out) for `x` (…, in), bfloat16."""
         rows = x.reshape(-1, self.in_features)
         num_rows, num_padded = len(rows), padded_rows(len(rows))
         if num_padded > num_rows:
@@ -51,8 +52,10 @@ class PackedLinear(nn.Module):
 
 
 def padded_rows(num_rows: int) -> int:
-    """The number of rows that a product of `num_rows` is made with. oneDNN compiles and keeps a program for each
-    number (1 ms and 0.1 MB), so there must not be thousands."""
+    """Return the number of rows to which a product of `num_rows` is padded.
+
+    oneDNN compiles and keeps a program per number of rows (1 ms and 0.1 MB each), so there must not be thousands.
+    """
     for limit, step in _ROW_STEPS:
         if num_rows <= limit:
             return -(-num_rows // step) * step
@@ -60,10 +63,10 @@ def padded_rows(num_rows: int) -> int:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch has packed products, for `dtype`, and they are right."""
+    """Return whether this torch has packed products for `dtype` whose results are right."""
     if dtype is not torch.bfloat16 or not torch._C._has_mkldnn:
         return False
-    plain = nn.Linear(8, 16, bias=False, device="meta")  # drawing weights would move torch's seed
+    plain = nn.Linear(8, 16, bias=False, device="meta")  # random weights would advance torch's generator
     plain.weight = nn.Parameter(torch.linspace(-1, 1, 128, dtype=dtype).view(16, 8), requires_grad=False)
     x = torch.linspace(-1, 1, 24, dtype=dtype).view(3, 8)
     try:
@@ -74,4 +77,5 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def _split(tensor: Tensor) -> list[Tensor]:
-    return [tensor[i : i + _WIDEST] for i in range(0, len(tensor), _WIDEST)]
+    """Split along the outputs into parts of at most `_MAX_WIDTH`."""
+    return [tensor[i : i + _MAX_WIDTH] for i in range(0, len(tensor), _MAX_WIDTH)]

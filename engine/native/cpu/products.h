@@ -1,4 +1,4 @@
-// Products of rows with a packed bfloat16 weight, in the fastest way that this processor has.
+// Products of rows with a packed bfloat16 weight, in the fastest way that this processor supports.
 
 #pragma once
 
@@ -9,9 +9,10 @@
 
 namespace tidegate {
 
-inline bool g_uses_tiles = false;  // set before any product
+inline bool g_uses_tiles = false;  // set by use_tiles before the first product
 
-// out (rows, linear.out) = or += x (rows, linear.in) · weightᵀ + bias. By all threads of the region around it.
+// Computes out = x · weightᵀ + bias, or out += … if kAdd, for out (rows, linear.out) and x (rows, linear.in), with all
+// threads of the enclosing parallel region. Assumes contiguous rows.
 template <bool kAdd> void multiply(bf16 *out, const bf16 *x, const Linear &linear, Index rows) {
 #ifdef TIDEGATE_TILES
     if (g_uses_tiles && linear.in % kTileInputs == 0) return multiply_by_tiles<kAdd>(out, x, linear, rows);

@@ -1,7 +1,7 @@
-"""Linear layers by products.h, where the processor multiplies bfloat16: weights packed once, no call between Python and
-the product but one.
+"""Linear layers computed by products.h, on processors that multiply bfloat16. Weights are packed once.
 
-Knows weights and addresses; not the model around them. `packed_linear` does the same with oneDNN.
+Knows weights and addresses; does not know the model around them. A product is one call into C++. `packed_linear` does
+the same with oneDNN.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.native.model.fused_layer import bias_of
 
-PANEL = 16  # kPanel of linear.h
+PANEL = 16  # outputs of a panel: kPanel of linear.h
 
 
 class LinearArguments(ctypes.Structure):
@@ -27,15 +27,15 @@ class LinearArguments(ctypes.Structure):
 
 
 class PackedWeight:
-    """The weights of linear layers side by side, (out, in) together, in panels."""
+    """The concatenated weights (out, in) of linear layers, bfloat16, packed in panels (see linear.h)."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        """Raises `ValueError` where `can_pack` would have said no."""
+        """Raise `ValueError` for a weight that does not fit panels."""
         weight = torch.cat([layer.weight.detach() for layer in layers])
         biases = [layer.bias for layer in layers]
         self.out_features, self.in_features = weight.shape
         if self.out_features % PANEL or self.in_features % 2 or weight.dtype is not torch.bfloat16:
-            raise ValueError(f"a {weight.dtype} weight of {tuple(weight.shape)} does not go into panels")
+            raise ValueError(f"a {weight.dtype} weight of {tuple(weight.shape)} does not fit panels")
         panels = weight.view(self.out_features // PANEL, PANEL, self.in_features // 2, 2)
         self._panels = panels.transpose(1, 2).contiguous()
         self._bias = None if all(b is None for b in biases) else torch.cat([bias_of(layer) for layer in layers])
@@ -44,7 +44,7 @@ class PackedWeight:
 
 
 class Products:
-    """The library's products. `available` says whether it has any."""
+    """The library's matrix products. `available` tells whether it has any."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._linear = library.linear_bfloat16
@@ -53,14 +53,17 @@ class Products:
 
     @staticmethod
     def available(library: ctypes.CDLL | None, dtype: torch.dtype) -> bool:
-        """By tiles from here on where the processor has them (AMX); not where Linux keeps them from us: oneDNN asks
-        for them in other ways."""
+        """Return whether the library has products for `dtype`; switch AMX tiles on if the processor has them.
+
+        False if the processor has tiles but Linux does not grant them: then oneDNN, which requests them in another way,
+        is the better choice.
+        """
         if library is None or dtype is not torch.bfloat16 or not library.has_products():
             return False
         return not torch.cpu.get_capabilities().get("amx_bf16", False) or bool(library.use_tiles(True))
 
     def multiply(self, rows: Tensor, weight: PackedWeight) -> Tensor:
-        """(T, in), contiguous, to (T, out)."""
+        """Return the product (T, out) of `rows` (T, in), bfloat16, contiguous."""
         out = rows.new_empty(len(rows), weight.out_features)
         arguments = ctypes.addressof(weight.arguments)
         self._linear(out.data_ptr(), rows.data_ptr(), arguments, len(rows), torch.get_num_threads())
@@ -68,21 +71,22 @@ class Products:
 
 
 class PanelLinear(nn.Module):
-    """Computes what `layer` does."""
+    """Replaces `layer`: the same result from a weight packed in panels."""
 
     def __init__(self, layer: nn.Linear, products: Products) -> None:
         super().__init__()
         self._weight = PackedWeight([layer])
         self._products = products
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        # Tells shape and dtype to modeling code that asks for them; whoever multiplies with it fails at once.
+        # Modeling code may read shape and dtype; a product with this weight fails at once.
         self.weight = torch.empty_like(layer.weight, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, in) to (…, out)."""
+        """Return (…, out) for `x` (…, in), bfloat16."""
         rows = x.reshape(-1, self.in_features).contiguous()
         return self._products.multiply(rows, self._weight).view(*x.shape[:-1], self.out_features)
 
 
-def goes_into_panels(*layers: nn.Linear) -> bool:
+def fits_panels(*layers: nn.Linear) -> bool:
+    """Return whether the sizes of all `layers` allow packing in panels."""
     return all(layer.out_features % PANEL == 0 and layer.in_features % 2 == 0 for layer in layers)

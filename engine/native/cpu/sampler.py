@@ -1,7 +1,8 @@
-"""The next token of every row by sampling.cpp: a few passes over the logits where torch takes thirty, and no sorting.
+"""Sample the next token of each row with sampling.cpp.
 
-Knows logits and sampling parameters. The result is that of `engine.native.sampling.sampler.sample`, within rounding at
-the edges of a cut.
+Knows logits and sampling parameters. It takes a few passes over the logits where torch takes thirty, and does not sort
+them. The result is that of `engine.native.sampling.sampler.sample`, except for rounding at a top_p, top_k or min_p
+threshold.
 """
 
 import ctypes
@@ -13,10 +14,13 @@ from torch import Tensor
 from engine.native.sampling.sampler import SamplingRow, uniform
 
 _NAMES = {torch.float32: "draw_tokens_float32", torch.bfloat16: "draw_tokens_bfloat16"}
+# `Rule` of sampling.cpp.
 _RULE = np.dtype([("temperature", "f4"), ("uniform", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_k", "i8")])
 
 
 class CpuSampler:
+    """A `Sampler` that calls the C++ library."""
+
     def __init__(self, library: ctypes.CDLL) -> None:
         self._draw = {}
         for dtype, name in _NAMES.items():
@@ -26,7 +30,10 @@ class CpuSampler:
             self._draw[dtype] = function
 
     def __call__(self, logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
-        """Token ids for (rows, vocab) logits; None for a row that holds NaN or +inf, or nothing but -inf."""
+        """Return a token id per row of `logits` (rows, vocab); None for a row with NaN or +inf, or with -inf only.
+
+        Logits that are not float32 or bfloat16 are converted to float32.
+        """
         logits = logits.contiguous() if logits.dtype in _NAMES else logits.float().contiguous()
         rules = np.array([_rule(row) for row in rows], dtype=_RULE)
         out = np.empty(len(rows), dtype=np.int64)
@@ -37,6 +44,7 @@ class CpuSampler:
 
 
 def _rule(row: SamplingRow) -> tuple[float, float, float, float, int]:
+    """Return the fields of `_RULE`; temperature 0 means greedy."""
     if row.is_greedy:
         return (0.0, 0.0, 1.0, 0.0, 0)
     params = row.params

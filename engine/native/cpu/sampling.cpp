@@ -1,4 +1,4 @@
-// The next token of each row of logits, in two or three passes over them. Knows numbers; not sequences or vocabularies.
+// Samples the next token of each row of logits, in two or three passes. Knows numbers; does not know sequences.
 
 #include <algorithm>
 #include <cmath>
@@ -10,16 +10,18 @@
 namespace tidegate {
 namespace {
 
-constexpr Index kPart = 1024;      // tokens whose weights are summed together
-constexpr Index kBuckets = 4096;   // of a row's range of logits
+constexpr Index kPart = 1024;      // tokens whose weights are summed first in float, then in double
+constexpr Index kBuckets = 4096;   // equal parts of a row's range of logits
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
-// How one row is drawn from. Temperature 0: the likeliest token. 0 or 1 switch the cuts off, as in the API.
+// How one row is sampled. Temperature 0 is greedy. top_p 1, min_p 0 and top_k 0 switch these options off, as in the
+// API. `uniform` is a random number in (0, 1).
 struct Rule {
     float temperature, uniform, top_p, min_p;
     int64_t top_k;
 };
 
+// Returns the highest logit, or NaN if any logit is NaN.
 template <typename T> float highest_of(const T *logits, Index n) {
     float best = kLowest;
     uint32_t broken = 0;
@@ -31,11 +33,12 @@ template <typename T> float highest_of(const T *logits, Index n) {
     return broken ? std::numeric_limits<float>::quiet_NaN() : best;
 }
 
-// A row's tokens sorted into buckets by logit, likeliest bucket first: enough to find where a cut falls, and then only
-// the tokens of one bucket need sorting.
+// Counts and sums a row's tokens in buckets by logit, highest bucket first. A threshold's bucket is found from these
+// sums, and only the tokens of that bucket are sorted. The weight of a logit x is e^((x - best) · inverse).
 template <typename T> class Buckets {
   public:
-    Buckets(const T *logits, Index n, float best, float inverse) : logits_(logits), n_(n), best_(best), inverse_(inverse) {
+    Buckets(const T *logits, Index n, float best, float inverse)
+        : logits_(logits), n_(n), best_(best), inverse_(inverse) {
         float lowest = best;
         for (Index i = 0; i < n; i++) {
             float x = load(logits + i);
@@ -51,7 +54,7 @@ template <typename T> class Buckets {
         }
     }
 
-    // The lowest logit among the `count` likeliest tokens; equal logits stay together.
+    // Returns the lowest logit among the `count` likeliest tokens.
     float lowest_of(Index count) {
         Index before = 0;
         for (Index b = 0; b < kBuckets; b++) {
@@ -61,41 +64,44 @@ template <typename T> class Buckets {
         return kLowest;
     }
 
-    // The lowest logit among the fewest likeliest tokens that make up `share` of the mass not under `floor`.
-    float lowest_of_mass(double share, float floor) {
+    // Returns the lowest logit among the fewest likeliest tokens whose weights sum to `share` of the weights of all
+    // logits of at least `cutoff`.
+    float lowest_of_mass(double share, float cutoff) {
         double total = 0.0;
-        for (Index b = 0; b < kBuckets; b++) total += mass(b, floor);
+        for (Index b = 0; b < kBuckets; b++) total += mass(b, cutoff);
         double before = 0.0, wanted = share * total;
         for (Index b = 0; b < kBuckets; b++) {
-            double own = mass(b, floor);
+            double own = mass(b, cutoff);
             if (before + own < wanted) {
                 before += own;
                 continue;
             }
             float last = best_;
             for (float x : sorted(b)) {
-                if (x < floor || (before >= wanted && x < last)) break;
+                if (x < cutoff || (before >= wanted && x < last)) break;
                 last = x;
                 before += exponential((x - best_) * inverse_);
             }
             return last;
         }
-        return floor;
+        return cutoff;
     }
 
   private:
+    // Returns the bucket of a logit.
     Index place(float x) const { return Index((best_ - x) * scale_); }
 
-    // Of a bucket, without what lies under `floor`.
-    double mass(Index b, float floor) {
-        if (counts_[b] == 0 || floor == kLowest || b < place(floor)) return masses_[b];
-        if (b > place(floor)) return 0.0;
+    // Returns the sum of a bucket's weights, logits below `cutoff` left out.
+    double mass(Index b, float cutoff) {
+        if (counts_[b] == 0 || cutoff == kLowest || b < place(cutoff)) return masses_[b];
+        if (b > place(cutoff)) return 0.0;
         double sum = 0.0;
         for (float x : sorted(b))
-            if (x >= floor) sum += exponential((x - best_) * inverse_);
+            if (x >= cutoff) sum += exponential((x - best_) * inverse_);
         return sum;
     }
 
+    // Returns the logits of a bucket in descending order.
     std::vector<float> sorted(Index b) const {
         std::vector<float> found;
         for (Index i = 0; i < n_; i++) {
@@ -113,22 +119,24 @@ template <typename T> class Buckets {
     std::vector<double> masses_ = std::vector<double>(kBuckets, 0.0);
 };
 
-// The lowest logit that the cuts leave: top_k first, of those top_p, and none under min_p.
+// Returns the lowest logit that is kept: top_k first, then top_p of the tokens that top_k keeps, and min_p of all.
 template <typename T> float lowest_kept(const T *logits, Index n, float best, float inverse, const Rule &rule) {
     float lowest = rule.min_p > 0 ? best + std::log(rule.min_p) / inverse : kLowest;
     if (rule.top_k == 0 && rule.top_p >= 1.0f) return lowest;
     Buckets<T> buckets(logits, n, best, inverse);
-    float floor = rule.top_k > 0 && rule.top_k < n ? buckets.lowest_of(rule.top_k) : kLowest;
-    if (rule.top_p < 1.0f) floor = buckets.lowest_of_mass(rule.top_p, floor);
-    return floor > lowest ? floor : lowest;
+    float cutoff = rule.top_k > 0 && rule.top_k < n ? buckets.lowest_of(rule.top_k) : kLowest;
+    if (rule.top_p < 1.0f) cutoff = buckets.lowest_of_mass(rule.top_p, cutoff);
+    return cutoff > lowest ? cutoff : lowest;
 }
 
+// Returns the weight e^((x - best) · inverse) of token i's logit x, 0 below `lowest`.
 template <typename T> inline float weight(const T *logits, Index i, float best, float inverse, float lowest) {
     float x = load(logits + i);
     return x >= lowest && x > kLowest ? exponential((x - best) * inverse) : 0.0f;
 }
 
-// The row's token by inverting its distribution function at rule.uniform; -1 where its logits are not finite.
+// Returns a row's token: the first whose cumulative weight exceeds rule.uniform · (the sum of all weights), or the
+// first with the highest logit if greedy. Returns -1 if the highest logit is not finite. One thread.
 template <typename T> Index draw(const T *logits, Index n, const Rule &rule) {
     float best = highest_of(logits, n);
     if (!std::isfinite(best)) return -1;
@@ -151,7 +159,7 @@ template <typename T> Index draw(const T *logits, Index n, const Rule &rule) {
     Index part = 0;
     while (part + 1 < Index(sums.size()) && left >= sums[part]) left -= sums[part++];
     Index chosen = -1;
-    for (Index p = part; p < Index(sums.size()) && chosen < 0; p++) {  // parts of no weight are passed over
+    for (Index p = part; p < Index(sums.size()) && chosen < 0; p++) {  // skips parts without weight
         Index last = std::min(n, (p + 1) * kPart);
         for (Index i = p * kPart; i < last; i++) {
             float own = weight(logits, i, best, inverse, lowest);
@@ -161,10 +169,12 @@ template <typename T> Index draw(const T *logits, Index n, const Rule &rule) {
             if (left < 0.0) return chosen;
         }
     }
-    return chosen;  // rounding had carried the target past the end of its part
+    return chosen;  // reached if rounding moved the target past the end of its part
 }
 
-template <typename T> void draw_tokens(Index *out, const T *logits, const Rule *rules, Index rows, Index n, int threads) {
+// Computes out[r] = draw(row r) for logits (rows, n), contiguous, with a row per thread at a time.
+template <typename T>
+void draw_tokens(Index *out, const T *logits, const Rule *rules, Index rows, Index n, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1 && rows > 1)
     for (Index r = 0; r < rows; r++) out[r] = draw(logits + r * n, n, rules[r]);
 }

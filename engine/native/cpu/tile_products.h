@@ -1,7 +1,7 @@
-// Products of any number of rows with a packed bfloat16 weight, by the processor's tiles (AMX_BF16).
+// Products of any number of rows with a packed bfloat16 weight, with the processor's matrix tiles (AMX_BF16).
 //
-// A tile holds 16 rows × 32 inputs, 32 inputs × the 16 outputs of a panel, or 16 × 16 sums. A row's sums do not depend on
-// the rows beside it. Knows matrices; not layers.
+// A tile register holds 16 rows × 32 inputs, 32 inputs × the 16 outputs of a panel, or 16 × 16 sums. A row's sums do
+// not depend on other rows. Knows matrices; does not know layers.
 
 #pragma once
 
@@ -15,16 +15,16 @@
 namespace tidegate {
 
 constexpr Index kTileRows = 16, kTileInputs = 32;
-constexpr Index kAhead = 4 * kTileInputs;  // what is fetched from memory, of a panel
+constexpr Index kAhead = 4 * kTileInputs;  // prefetch distance in inputs: four steps of the loop
 
-// Linux gives a process the tiles' registers when it asks for them.
+// Asks Linux for permission to use the tile registers; returns whether it was granted.
 inline bool ask_for_tiles() {
     constexpr long kAsk = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
 }
 
-// The shapes of a thread's tiles, kept while they stay the same. Sums are in tiles 0 to 3; 4 has rows, and 5 the rows after
-// them, if there are any; the others have parts of the weight.
+// Configures the shapes of a thread's tile registers, only when they change. Tiles 0 to 3 hold sums, 4 holds the first
+// 16 rows, 5 the rows after them, if any; the others hold parts of the weight.
 class TileShapes {
   public:
     ~TileShapes() {
@@ -51,6 +51,7 @@ class TileShapes {
 
 using TileSums = float[kTileRows][kPanel];
 
+// Writes the sums of `rows` rows plus bias to the outputs of a panel, or adds them to `out` if kAdd.
 template <bool kAdd>
 inline void write_sums(bf16 *out, const Linear &linear, Index panel, Index rows, const TileSums &sums) {
     const __m512 bias = bias_of(linear, panel);
@@ -61,7 +62,8 @@ inline void write_sums(bf16 *out, const Linear &linear, Index panel, Index rows,
     }
 }
 
-// Up to 16 rows for up to 4 panels.
+// Computes out = x · weightᵀ + bias, or out += …, for up to 16 rows and up to 4 panels from `first` on, in one thread.
+// Assumes TileShapes set to (rows, 0). The tile calls are written out because tile numbers must be constants.
 template <bool kAdd>
 inline void multiply_few_rows(bf16 *out, const bf16 *x, const Linear &linear, Index rows, Index first, Index panels) {
     const bf16 *w[4];
@@ -93,7 +95,8 @@ inline void multiply_few_rows(bf16 *out, const bf16 *x, const Linear &linear, In
     for (Index p = 0; p < panels; p++) write_sums<kAdd>(out, linear, first + p, rows, sums[p]);
 }
 
-// 17 to 32 rows for one panel or two.
+// Computes out = x · weightᵀ + bias, or out += …, for 17 to 32 rows and one or two panels from `first` on, in one
+// thread. Assumes TileShapes set to (16, rows - 16).
 template <bool kAdd>
 inline void multiply_many_rows(bf16 *out, const bf16 *x, const Linear &linear, Index rows, Index first, Index panels) {
     const bf16 *left = linear.weight + first * linear.in * kPanel;
@@ -125,8 +128,9 @@ inline void multiply_many_rows(bf16 *out, const bf16 *x, const Linear &linear, I
     }
 }
 
-// out (rows, linear.out) = or += x (rows, linear.in) · weightᵀ + bias, for inputs in whole tiles. By all threads of the
-// region around it, each with its share of the panels; a block of them stays in the cache for all rows.
+// Computes out = x · weightᵀ + bias, or out += … if kAdd, for out (rows, linear.out) and x (rows, linear.in), with all
+// threads of the enclosing parallel region. Each thread has a share of the panels; a block of panels stays in the cache
+// for all rows. Assumes that linear.in is a multiple of kTileInputs.
 template <bool kAdd> void multiply_by_tiles(bf16 *out, const bf16 *x, const Linear &linear, Index rows) {
     const Index panels = linear.out / kPanel, most = rows > kTileRows ? 2 : 4, blocks = (panels + most - 1) / most;
     TileShapes shapes;

@@ -1,14 +1,14 @@
-"""Decode steps as captured graphs: hundreds of launches for the price of one.
+"""Run decode steps as captured graphs, which replace hundreds of kernel launches by one.
 
-Knows a step of one token a row, how to bring it to one of a few sizes, and where its numbers lie; not the model that
-`compute` runs, and not what a graph is made of (`Graph`).
+Knows steps of one token per row, how to pad them to one of a few sizes, and the layout of their numbers; does not know
+the model that `compute` runs or how a graph is captured (`Graph`).
 
-The numbers of a step lie in one tensor, a line for each row, which every graph reads:
+The numbers of a step are in one int64 tensor with one line per row, which every graph reads:
 
     token id | position | slot | context length | block table ...
 
-A step that is smaller than its graph is filled up with rows of no context, which write to the cache's last block:
-nobody else's.
+A step smaller than its graph is padded with rows of context length 0, which write to the cache's last block. No
+sequence ever owns that block.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,18 +26,19 @@ from engine.native.batch.tensors import DecodeTensors, StepTensors
 from engine.native.cuda.pinned_ring import PinnedRing
 from engine.native.kv.cache import KVCache
 
-_LARGEST = 256
+_MAX_ROWS = 256  # rows of the largest graph
 _TOKEN, _POSITION, _SLOT, _CONTEXT, _TABLE = range(5)  # columns
-_TOLERANCE = 0.02  # of logits, by their largest
+_TOLERANCE = 0.02  # allowed error of a graph's logits, as a share of the largest logit
 
+# From a step and the indices of rows (int64) to these rows' logits (rows, vocab).
 Compute = Callable[[StepTensors, Tensor], Tensor]
 
 
 class Graph(Protocol):
-    """Does again what a function did, with the tensors that it used then."""
+    """Repeats the device work of a captured function, on the same tensors."""
 
     def capture(self, function: Callable[[], object]) -> None:
-        """Raises whatever the function or the device has against it."""
+        """Capture `function`. Exceptions of the function and the device pass through."""
         ...
 
     def replay(self) -> None: ...
@@ -47,21 +48,26 @@ class CaptureFailure(Exception):
     """The graphs cannot be used; the message says why."""
 
 
-def bucket_sizes(most_rows: int) -> list[int]:
-    """Ascending; the last is `most_rows`, or the largest that is worth a graph."""
-    most_rows = min(most_rows, _LARGEST)
-    return [size for size in (1, 2, 4, *range(8, _LARGEST + 1, 8)) if size < most_rows] + [most_rows]
+def bucket_sizes(max_rows: int) -> list[int]:
+    """Return the sizes to capture, in rows, ascending; the last is `max_rows`, or 256 if that is less."""
+    max_rows = min(max_rows, _MAX_ROWS)
+    return [size for size in (1, 2, 4, *range(8, _MAX_ROWS + 1, 8)) if size < max_rows] + [max_rows]
 
 
-def _by_worth(sizes: Sequence[int]) -> list[int]:
-    """The largest first: it can do every step, and the others find the memory that it took. Then powers of 2, so that
-    no step is more than doubled, then those between."""
+def _capture_order(sizes: Sequence[int]) -> list[int]:
+    """Return `sizes` in the order of capture: the largest, then powers of 2, then the others.
+
+    The largest fits every step, and the others reuse its memory. With powers of 2, padding at most doubles a step.
+    """
     return sorted(sizes, key=lambda size: (size != max(sizes), size & (size - 1) != 0, -size))
 
 
 class DecodeGraphs:
-    """`compute` gives the logits of some rows of a step; `cache` has one block that the pool never hands out, its
-    last. `max_blocks`: of one sequence. `ring`: for these graphs alone."""
+    """The captured graphs of a model's decode steps.
+
+    `compute` returns logits; the last block of `cache` must belong to no sequence; `max_blocks` is the most KV blocks
+    of one sequence; `ring` must be used by these graphs only.
+    """
 
     def __init__(
         self, compute: Compute, cache: KVCache, sizes: Sequence[int], max_blocks: int, ring: PinnedRing
@@ -83,15 +89,17 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, make_graph: Callable[[], Graph], has_room: Callable[[], bool], limit_s: float) -> None:
-        """As many as can be had in about `limit_s` seconds and while `has_room`; a step takes the smallest that it fits
-        in. The engine must be without sequences. Raises `CaptureFailure` for a graph that does not do what it was
-        captured from, and whatever capturing raises."""
+        """Capture graphs until about `limit_s` seconds have passed or `has_room` is false, but at least one.
+
+        The engine must have no sequences. Raise `CaptureFailure` for a graph whose logits differ from its model's;
+        exceptions of the capture pass through.
+        """
         started = perf_counter()
-        for size in _by_worth(self._sizes):
+        for size in _capture_order(self._sizes):
             if self._graphs and (perf_counter() - started > limit_s or not has_room()):
                 return
             self._fill_for_trial(size)
-            self._compute_rows(size)  # the first time compiles kernels and makes workspaces, which a capture must not
+            self._compute_rows(size)  # the first run compiles kernels and allocates workspaces, which a capture forbids
             expected = self._logits_of(size).clone()
             graph = make_graph()
             graph.capture(partial(self._compute_rows, size))
@@ -99,13 +107,15 @@ class DecodeGraphs:
             graph.replay()
             error = (self._logits_of(size) - expected).abs().max()
             if not bool(error <= _TOLERANCE * expected.abs().max()):
-                raise CaptureFailure(f"the graph of {size} rows gives other logits than its model")
+                raise CaptureFailure(f"the graph of {size} rows gives logits that differ from its model's")
             self._graphs[size] = graph
 
     @torch.inference_mode()
     def run(self, batch: StepBatch, previous: Tensor | None = None) -> Tensor | None:
-        """Logits of all rows, (rows, vocab), as they are until the next call; None for a step that no graph does.
-        `previous`: the ids that place holders among the batch's tokens stand for."""
+        """Return the logits (rows, vocab) of all rows, valid until the next call, or None if no graph fits the step.
+
+        `previous` holds the token ids of the previous step, which replace the place holders among the batch's tokens.
+        """
         size = None if batch.prefill_chunks else self._fitting_size(batch.num_rows)
         if size is None:
             return None
@@ -117,10 +127,14 @@ class DecodeGraphs:
         return self._logits_of(batch.num_rows)
 
     def _fitting_size(self, num_rows: int) -> int | None:
+        """Return the smallest captured size of at least `num_rows`, or None."""
         return next((size for size in self.captured_sizes if size >= num_rows), None)
 
     def _compute_rows(self, size: int) -> None:
-        """What a graph is captured from: everything that depends on a step's numbers is made of them in here."""
+        """Compute the first `size` rows; graphs capture this function.
+
+        All tensors that depend on a step's numbers are derived from `_rows` in here, so that a replay uses new numbers.
+        """
         columns = [self._rows[:size, column].contiguous() for column in range(_TABLE)]
         group = DecodeTensors(0, self._rows[:size, _TABLE:], columns[_CONTEXT], self._cache.num_blocks)
         num_slots = self._cache.num_blocks * self._cache.block_size
@@ -131,25 +145,26 @@ class DecodeGraphs:
         self._logits_of(size).copy_(logits)
 
     def _logits_of(self, size: int) -> Tensor:
+        """Return the logits (size, vocab) of the first rows, a view of the graphs' output."""
         if self._logits is None:
             raise RuntimeError("no step was computed yet")
         return self._logits[:size]
 
     def _fill(self, batch: StepBatch, size: int) -> None:
-        """What block tables hold behind a context's end is never looked at."""
+        """Send the numbers of `batch`, padded to `size` rows. Table entries behind a context's end are never read."""
         buffer = self._next_lines(size)
         lines = buffer.numpy()
-        own = lines[: batch.num_rows]
-        own[:, _TOKEN], own[:, _POSITION], own[:, _SLOT] = batch.token_ids, batch.positions, batch.slots
+        used = lines[: batch.num_rows]
+        used[:, _TOKEN], used[:, _POSITION], used[:, _SLOT] = batch.token_ids, batch.positions, batch.slots
         for group in batch.decode_groups:
-            rows = own[group.first_row : group.first_row + group.num_rows]
+            rows = used[group.first_row : group.first_row + group.num_rows]
             rows[:, _CONTEXT] = group.context_lens
             rows[:, _TABLE : _TABLE + group.block_table.shape[1]] = group.block_table
         lines[batch.num_rows :, : _TABLE + 1] = (0, 0, self._scratch * self._cache.block_size, 0, self._scratch)
         self._send(buffer)
 
     def _fill_for_trial(self, size: int) -> None:
-        """Rows that see only themselves, each in a block of its own as far as there are any."""
+        """Send rows with a context of one token, each in its own block as far as the blocks suffice."""
         buffer = self._next_lines(size)
         lines, blocks = buffer.numpy(), np.arange(size) % self._cache.num_blocks
         lines[:, _TOKEN], lines[:, _POSITION], lines[:, _CONTEXT] = np.arange(size) % 7 + 1, 0, 1
@@ -157,9 +172,10 @@ class DecodeGraphs:
         self._send(buffer)
 
     def _next_lines(self, size: int) -> Tensor:
-        """(size, columns) on the host."""
+        """Return a host buffer (size, columns), int64."""
         return self._ring.next_buffer(size * self._rows.shape[1]).view(size, -1)
 
     def _send(self, lines: Tensor) -> None:
+        """Start the copy of host lines (size, columns), int64, to the device."""
         self._rows[: len(lines)].copy_(lines, non_blocking=True)
-        self._ring.sent()
+        self._ring.mark_sent()

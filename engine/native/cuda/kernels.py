@@ -1,6 +1,6 @@
-"""The Triton kernels as calls on tensors: grids and tiles for a shape, a dtype and a device.
+"""Call the Triton attention kernels on tensors: choose grids and tile sizes for a shape, a dtype and a device.
 
-Knows shapes and strides; not layers or sequences, and not what the kernels compute with them.
+Knows shapes and strides; does not know layers, sequences or the kernels' arithmetic.
 """
 
 from functools import cache
@@ -10,38 +10,43 @@ import torch
 from torch import Tensor
 
 from engine.native.attention.kernels import HeadShape, PagedChunks, PagedRows, Scoring
-from engine.native.cuda.triton_kernels import FACTORS, decode_merge_kernel, decode_split_kernel, prefill_kernel
+from engine.native.cuda.triton_kernels import DOT_DTYPES, decode_merge_kernel, decode_split_kernel, prefill_kernel
 
-_LARGEST_HEAD_DIM = 256
-_LARGEST_GROUP = 64
-_SMALLEST_TILE = 16  # of a side of a product on tensor cores
-_TILE_BYTES = 16 << 10  # of a tile of keys: with its values, and that of the next two in flight, 96 KiB
-_MOST_SPLITS = 32  # of one context
-_PROGRAMS_A_PROCESSOR = 4
+_MAX_HEAD_DIM = 256
+_MAX_GROUP = 64  # query heads per KV head
+_MIN_TILE = 16  # smallest side of a matrix product on tensor cores
+_TILE_BYTES = 16 << 10  # bytes of a tile of keys; three tiles of keys and values in flight take 96 KiB of shared memory
+_MAX_SPLITS = 32  # parts of one context computed by separate programs
+_PROGRAMS_PER_PROCESSOR = 4  # programs to start per streaming multiprocessor
 
 
 class TritonKernels:
-    """Calls for one device. Rows of length 0 come out as zeros."""
+    """`AttentionKernels` for one device. The result of a row of length 0 is zeros."""
 
-    def __init__(self, num_processors: int, least_split: int = 128) -> None:
-        """Contexts are split as far as it takes to give `num_processors` something to do, in pieces of at least
-        `least_split` keys."""
-        self._num_programs = _PROGRAMS_A_PROCESSOR * num_processors
-        self._least_split = least_split
+    def __init__(self, num_processors: int, min_split: int = 128) -> None:
+        """`num_processors`: streaming multiprocessors of the device.
+
+        Contexts are split until every processor has work, into parts of at least `min_split` keys.
+        """
+        self._num_programs = _PROGRAMS_PER_PROCESSOR * num_processors
+        self._min_split = min_split
 
     @staticmethod
     def can_attend(shape: HeadShape) -> bool:
         group = shape.num_query_heads // shape.num_kv_heads
-        return shape.head_dim <= _LARGEST_HEAD_DIM and group <= _LARGEST_GROUP
+        return shape.head_dim <= _MAX_HEAD_DIM and group <= _MAX_GROUP
 
     def paged_decode(self, query: Tensor, num_kv_heads: int, paged: PagedRows, scoring: Scoring) -> Tensor:
-        """As `AttentionKernels` has it."""
+        """See `AttentionKernels`: (heads, rows, head_dim) to (rows, heads, head_dim).
+
+        Two launches: splits of all contexts, then their merging.
+        """
         heads, rows, dim = query.shape
         group = _group_of(query, num_kv_heads, paged.slots)
         if len(paged.context_lens) != rows:
-            raise ValueError(f"{rows} queries and {len(paged.context_lens)} contexts")
+            raise ValueError(f"{rows} rows of queries, but {len(paged.context_lens)} context lengths")
         tile = _tile(dim, query.dtype)
-        least = max(tile, self._least_split // tile * tile)
+        min_split = max(tile, self._min_split // tile * tile)
         splits = self._num_splits(rows * num_kv_heads)
         partial = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=query.device)
         state = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
@@ -68,10 +73,10 @@ class TritonKernels:
             PADDED_GROUP=_padded(group),
             KV_HEADS=num_kv_heads,
             TILE=tile,
-            LEAST=least,
+            MIN_SPLIT=min_split,
             HAS_SOFTCAP=scoring.softcap is not None,
             HAS_WINDOW=scoring.window is not None,
-            FACTOR=_factor(query),
+            DOT_DTYPE=_dot_dtype(query),
         )
         decode_merge_kernel[(rows, heads)](
             partial,
@@ -84,16 +89,16 @@ class TritonKernels:
             HEADS=heads,
             HEAD_DIM=dim,
             PADDED_DIM=_padded(dim),
-            MOST_SPLITS=_MOST_SPLITS,
+            MAX_SPLITS=_MAX_SPLITS,
             TILE=tile,
-            LEAST=least,
+            MIN_SPLIT=min_split,
             HAS_WINDOW=scoring.window is not None,
             HAS_SINKS=scoring.sinks is not None,
         )
         return out
 
     def paged_prefill(self, query: Tensor, num_kv_heads: int, chunks: PagedChunks, scoring: Scoring) -> Tensor | None:
-        """As `AttentionKernels` has it."""
+        """See `AttentionKernels`: (heads, rows, head_dim) to (rows, heads, head_dim). Never None."""
         heads, rows, dim = query.shape
         group = _group_of(query, num_kv_heads, chunks.slots)
         padded_rows = max(_padded(group), _rows(dim, query.dtype))
@@ -124,33 +129,39 @@ class TritonKernels:
             HAS_SOFTCAP=scoring.softcap is not None,
             HAS_WINDOW=scoring.window is not None,
             HAS_SINKS=scoring.sinks is not None,
-            FACTOR=_factor(query),
+            DOT_DTYPE=_dot_dtype(query),
         )
         return out
 
     def _num_splits(self, num_contexts: int) -> int:
-        """The same for any lengths, so that a captured grid serves them all."""
-        return max(1, min(_MOST_SPLITS, -(-self._num_programs // num_contexts)))
+        """Return the number of splits per context.
+
+        It does not depend on the contexts' lengths, so a captured grid is right for all of them.
+        """
+        return max(1, min(_MAX_SPLITS, -(-self._num_programs // num_contexts)))
 
 
 def _group_of(query: Tensor, num_kv_heads: int, slots: Tensor) -> int:
-    """Query heads of a KV head."""
+    """Return the query heads per KV head. Raise `ValueError` if query and cache do not fit."""
     heads, _, dim = query.shape
     if slots.shape[1] != dim or heads % num_kv_heads or query.stride(-1) != 1 or not slots.is_contiguous():
-        raise ValueError(f"{tuple(query.shape)} queries do not go with this cache and its {num_kv_heads} KV heads")
+        raise ValueError(f"queries of shape {tuple(query.shape)} do not fit this cache and its {num_kv_heads} KV heads")
     return heads // num_kv_heads
 
 
 @cache
 def _padded(size: int) -> int:
-    """The power of 2 that a product takes."""
-    return max(_SMALLEST_TILE, 1 << (size - 1).bit_length())
+    """Return the next power of 2, at least the smallest side of a product on tensor cores."""
+    return max(_MIN_TILE, 1 << (size - 1).bit_length())
 
 
 @cache
 def _rows(head_dim: int, dtype: torch.dtype) -> int:
-    """Of a prefill program: as many as make a product worth its operands, and whose sums fit in registers. Products of
-    float32 are no tensor core's: larger ones are not faster, and take many seconds to compile."""
+    """Return the rows (tokens × query heads per KV head) of a prefill program.
+
+    More rows reuse each loaded key more often; their sums must fit in registers. float32 products do not use tensor
+    cores: more rows are not faster and take many seconds to compile.
+    """
     if dtype is torch.float32:
         return 32
     return 128 if _padded(head_dim) <= 64 else 64
@@ -158,12 +169,15 @@ def _rows(head_dim: int, dtype: torch.dtype) -> int:
 
 @cache
 def _tile(head_dim: int, dtype: torch.dtype) -> int:
-    """Keys at once."""
+    """Return the number of keys in a tile."""
     most = 32 if dtype is torch.float32 else 64
-    return max(_SMALLEST_TILE, min(most, _TILE_BYTES // (_padded(head_dim) * dtype.itemsize)))
+    return max(_MIN_TILE, min(most, _TILE_BYTES // (_padded(head_dim) * dtype.itemsize)))
 
 
-def _factor(query: Tensor) -> Any:
-    """What products take. Triton's interpreter, which is where kernels meet tensors on a CPU, would multiply bfloat16
-    numbers as the integers that it keeps them as."""
-    return FACTORS[query.dtype if query.is_cuda or query.dtype is not torch.bfloat16 else torch.float32]
+def _dot_dtype(query: Tensor) -> Any:
+    """Return the Triton dtype of the operands of matrix products.
+
+    It is the queries' dtype, except for bfloat16 on a CPU: Triton's interpreter stores bfloat16 as integers and would
+    multiply these.
+    """
+    return DOT_DTYPES[query.dtype if query.is_cuda or query.dtype is not torch.bfloat16 else torch.float32]

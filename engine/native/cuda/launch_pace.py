@@ -1,7 +1,7 @@
-"""Keeps the host a few layers ahead of the device and no more, so that what the host decides at a layer still matters.
+"""Keep the host at most a few layers ahead of the device, so that decisions between layers still take effect.
 
-Knows events of a stream; not layers or why. Launching is faster than computing: without it a pass is launched to its
-end long before the device has done half of it.
+Knows events of a stream; does not know layers or the decisions. Launching is faster than computing: without this limit
+a whole pass is launched long before the device has computed half of it.
 """
 
 from collections import deque
@@ -10,11 +10,11 @@ from typing import Protocol
 
 import torch
 
-_DEPTH = 3  # layers: enough for the device never to run dry
+_DEPTH = 3  # layers that the host may be ahead: enough that the device never waits for the host
 
 
 class Event(Protocol):
-    """Of the current stream, as torch has it."""
+    """A CUDA event on the current stream, with torch's methods."""
 
     def record(self) -> None: ...
 
@@ -22,13 +22,15 @@ class Event(Protocol):
 
 
 class LaunchPace:
+    """Limits how many layers the host launches ahead of the device, for one stream."""
+
     def __init__(self, make_event: Callable[[], Event] = torch.cuda.Event, depth: int = _DEPTH) -> None:
         self._make_event = make_event
         self._depth = depth
         self._events: deque[Event] = deque()
 
     def next_layer(self) -> None:
-        """Waits until the device is at most `depth` layers behind; to be called before each is launched."""
+        """Wait until the device is at most `depth` layers behind. Call this before launching each layer."""
         event = self._make_event()
         event.record()
         self._events.append(event)

@@ -1,4 +1,7 @@
-"""The layers' Triton kernels as calls on tensors. Knows shapes; not what is computed with them, nor for which layer."""
+"""Call the layers' Triton kernels on tensors.
+
+Knows shapes; does not know the kernels' arithmetic or which layer calls.
+"""
 
 import torch
 from torch import Tensor
@@ -7,19 +10,22 @@ from engine.native.attention.kernels import HeadShape
 from engine.native.cuda.triton_layers import rms_norm_kernel, rotate_and_write_kernel, silu_and_mul_kernel
 from engine.native.model.layer_kernels import Norm
 
-_TILE = 1024  # numbers of one program
+_TILE = 1024  # numbers per program
 
 
 class TritonLayerKernels:
-    """As `LayerKernels` has them. Nothing waits for the device."""
+    """`LayerKernels` with Triton: shapes as described there. No call waits for the device."""
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Return the norm of each row of `x` (rows, n): (rows, n)."""
         return _rms_norm(x, None, norm)
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
+        """Add `x` (rows, n) to `residual` (rows, n) in place; return the norm of the sum, (rows, n)."""
         return _rms_norm(x, residual, norm)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) · up, (rows, n); each row of `gate_up` (rows, 2n) holds gate, then up."""
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
         silu_and_mul_kernel[(rows, -(-(width // 2) // _TILE))](gate_up, out, N=width // 2, TILE=_TILE)
@@ -36,8 +42,12 @@ class TritonLayerKernels:
         query_norm: Norm | None,
         key_norm: Norm | None,
     ) -> None:
+        """Normalise and rotate queries and keys of `qkv` in place, and copy keys and values to the KV cache.
+
+        Shapes are those of `LayerKernels`.
+        """
         if qkv.shape[1] != shape.query_width + 2 * shape.kv_width or slots.shape[1] != shape.head_dim:
-            raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not go with {shape}")
+            raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not fit {shape}")
         rotate_and_write_kernel[(len(qkv), shape.num_query_heads + shape.num_kv_heads)](
             qkv,
             slots,
@@ -61,6 +71,7 @@ class TritonLayerKernels:
 
 
 def _rms_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
+    """Return the norm of `x` (rows, n), or of the sum if `residual` (rows, n) is given, which then becomes the sum."""
     out = torch.empty_like(x)
     rows, n = x.shape
     rms_norm_kernel[(rows,)](
@@ -78,4 +89,5 @@ def _rms_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
 
 
 def _power_of_2(size: int) -> int:
+    """Return the smallest power of 2 that is at least `size`."""
     return 1 << (size - 1).bit_length()

@@ -1,7 +1,7 @@
-"""Host memory that the device copies from while the host goes on, used in turns.
+"""A ring of pinned host buffers, from which the device copies integers while the host continues.
 
-Knows integers and when their copies are done; not what they say. Pinning memory takes longer than the copy itself: a
-few buffers are pinned once, and a buffer is written again only after its last copy.
+Knows integers and when their copies are complete; does not know what they mean. Pinning memory takes longer than the
+copy itself, so a few buffers are pinned once, and a buffer is reused only after its last copy is complete.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,18 +13,20 @@ from torch import Tensor
 
 from engine.native.batch.packing import Ints
 
-_DEPTH = 4
-_SMALLEST = 1 << 14  # numbers in a buffer
+_DEPTH = 4  # buffers
+_MIN_BUFFER = 1 << 14  # int64 numbers in the smallest buffer
 
 
 class Event(Protocol):
+    """A CUDA event on the current stream, with torch's methods."""
+
     def record(self) -> None: ...
 
     def synchronize(self) -> None: ...
 
 
 class PinnedRing:
-    """For one device. `pin` and `make_event` are CUDA's unless a test says otherwise."""
+    """Buffers for one device. Tests without CUDA set `pin` to False and pass their own `make_event`."""
 
     def __init__(
         self,
@@ -42,29 +44,31 @@ class PinnedRing:
         self._turn = 0
 
     def next_buffer(self, size: int) -> Tensor:
-        """`size` int64 numbers on the host, whose last copy is done. What they were is still there if it was as many;
-        `sent` has to follow their copy."""
+        """Return the next host buffer, (size,) int64, after its last copy is complete.
+
+        It holds its former numbers if it was not enlarged. Call `mark_sent` after starting the copy.
+        """
         self._turn = (self._turn + 1) % len(self._buffers)
         event = self._events[self._turn]
         if event is not None:
             event.synchronize()
         if len(self._buffers[self._turn]) < size:
-            room = max(_SMALLEST, 1 << (size - 1).bit_length())
+            room = max(_MIN_BUFFER, 1 << (size - 1).bit_length())
             self._buffers[self._turn] = torch.zeros(room, dtype=torch.int64, pin_memory=self._pin)
         return self._buffers[self._turn][:size]
 
-    def sent(self) -> None:
-        """The copy of the buffer given out last is on its way."""
+    def mark_sent(self) -> None:
+        """Record that the copy from the buffer returned last has been started."""
         event = self._events[self._turn]
         if event is None:
             event = self._events[self._turn] = self._make_event()
         event.record()
 
     def upload(self, arrays: Sequence[Ints]) -> Tensor:
-        """The arrays end to end on the device, or on their way there."""
+        """Return the concatenated arrays, (sum of sizes,) int64, on the device; the copy may still be running."""
         buffer = self.next_buffer(sum(array.size for array in arrays))
         np.concatenate([array.reshape(-1) for array in arrays], out=buffer.numpy())
         uploaded = torch.empty_like(buffer, device=self._device, pin_memory=False)
         uploaded.copy_(buffer, non_blocking=True)
-        self.sent()
+        self.mark_sent()
         return uploaded

@@ -1,12 +1,13 @@
-"""Attention over paged KV as Triton kernels: decode rows, and prefill chunks of many sequences at once.
+"""Triton kernels for attention over paged KV: decode rows, and prefill chunks of many sequences at once.
 
-Knows rows, blocks and scores; not sequences, layers or graphs. Nothing here waits for the device or asks it anything,
-so that the calls can be captured in a CUDA graph. Triton's interpreter runs the same kernels on a CPU: that is how
-they are tested where there is no GPU.
+Knows rows, blocks and scores; does not know sequences, layers or graphs. No kernel needs the host to wait for the
+device, so the calls can be captured in a CUDA graph. Without a GPU the tests run the same kernels in Triton's
+interpreter.
 
-Both read a layer's cache as `LayerCache.slots` has it: (2 × kv_heads × slots, head_dim), keys before values. The
-query heads of a KV head are packed as rows of one product, and scores are kept in base 2. Products of float32 are
-exact ("ieee"), not TF32.
+All kernels read a layer's cache as `LayerCache.slots`: (2 × kv_heads × slots, head_dim), all keys, then all values. The
+query heads of a KV head are packed as rows of one product. Scores are multiplied by log2(e), so that the softmax is
+computed with exp2. Products of float32 are exact ("ieee"), not TF32. Each kernel stays one function: parts of its
+loop would need all of its pointers and sizes as arguments.
 """
 
 # mypy: ignore-errors
@@ -17,15 +18,15 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1.0e30)  # of a score; not -inf, whose differences are NaN
+LOWEST = tl.constexpr(-1.0e30)  # lowest score; not -inf, because -inf - -inf is NaN
 
-FACTORS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
-def _score(queries, keys, scaling, softcap, HAS_SOFTCAP: tl.constexpr, FACTOR: tl.constexpr):
-    """Scores in base 2."""
-    scores = tl.dot(queries.to(FACTOR), tl.trans(keys.to(FACTOR)), input_precision="ieee") * scaling
+def _score(queries, keys, scaling, softcap, HAS_SOFTCAP: tl.constexpr, DOT_DTYPE: tl.constexpr):
+    """Return scaling · (queries · keysᵀ), or softcap · tanh(that / softcap), times log2(e): (rows, TILE), float32."""
+    scores = tl.dot(queries.to(DOT_DTYPE), tl.trans(keys.to(DOT_DTYPE)), input_precision="ieee") * scaling
     if HAS_SOFTCAP:
         squared = tl.exp2(scores / softcap * (2.0 * LOG2_E))
         scores = softcap * (1.0 - 2.0 / (squared + 1.0))  # tanh
@@ -33,27 +34,31 @@ def _score(queries, keys, scaling, softcap, HAS_SOFTCAP: tl.constexpr, FACTOR: t
 
 
 @triton.jit
-def _accumulate(best, total, acc, scores, seen, values, FACTOR: tl.constexpr):
-    """One tile of keys taken into a running softmax. A row that sees nothing of it stays as it was."""
+def _accumulate(best, total, acc, scores, seen, values, DOT_DTYPE: tl.constexpr):
+    """Add one tile of keys to a running softmax (online softmax; Milakov and Gimelshein 2018); return its new state.
+
+    The state per row is the highest score `best`, total = Σ 2^(score - best), and acc = Σ 2^(score - best) · value. A
+    row that sees no key of the tile keeps its state.
+    """
     scores = tl.where(seen, scores, LOWEST)
     highest = tl.maximum(best, tl.max(scores, axis=1))
     weights = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0)
     shrink = tl.exp2(best - highest)
     total = total * shrink + tl.sum(weights, axis=1)
-    product = tl.dot(weights.to(values.dtype).to(FACTOR), values.to(FACTOR), input_precision="ieee")
+    product = tl.dot(weights.to(values.dtype).to(DOT_DTYPE), values.to(DOT_DTYPE), input_precision="ieee")
     acc = acc * shrink[:, None] + product
     return highest, total, acc
 
 
 @triton.jit
-def _split_size(length, window, num_splits, TILE: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Where what a row sees begins, the start of that tile, and how many keys each split of it takes."""
+def _split_size(length, window, num_splits, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Return the first visible position, the start of its tile, and the number of keys per split."""
     visible = length * 0
     if HAS_WINDOW:
         visible = tl.maximum(length - window, 0)
     start = visible // TILE * TILE
     size = tl.cdiv(tl.cdiv(length - start, num_splits), TILE) * TILE
-    return visible, start, tl.maximum(size, LEAST)
+    return visible, start, tl.maximum(size, MIN_SPLIT)
 
 
 @triton.jit(
@@ -63,10 +68,10 @@ def _split_size(length, window, num_splits, TILE: tl.constexpr, LEAST: tl.conste
 def decode_split_kernel(
     query,  # (rows, heads, head_dim), strided
     slots,  # (2 × kv_heads × slots, head_dim)
-    block_table,  # (rows, blocks)
-    context_lens,  # (rows,): 0 where a row is there only to fill a captured graph
+    block_table,  # (rows, blocks), int64
+    context_lens,  # (rows,), int64: 0 for a row that only pads a captured graph
     partial,  # out: (rows, heads, splits, head_dim), float32
-    partial_state,  # out: (rows, heads, splits, 2), float32: highest score and sum of weights
+    partial_state,  # out: (rows, heads, splits, 2), float32: best and total of the running softmax
     scaling,
     softcap,
     window,
@@ -76,29 +81,32 @@ def decode_split_kernel(
     table_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,  # a power of 2
-    GROUP: tl.constexpr,  # query heads of a KV head
+    PADDED_DIM: tl.constexpr,  # HEAD_DIM padded to a power of 2
+    GROUP: tl.constexpr,  # query heads per KV head
     PADDED_GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    TILE: tl.constexpr,  # keys at once
-    LEAST: tl.constexpr,  # keys of a split: a multiple of TILE
+    TILE: tl.constexpr,  # keys per tile
+    MIN_SPLIT: tl.constexpr,  # fewest keys of a split: a multiple of TILE
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    FACTOR: tl.constexpr,  # the type of what is multiplied
+    DOT_DTYPE: tl.constexpr,  # dtype of the operands of matrix products
 ):
-    """Programs: (row, KV head, split of the context). As many splits as there are programs for, whatever the length:
-    a captured grid stays what it is."""
+    """Compute, for one split of each row's context, acc = Σ 2^(score - best) · value and the state (best, total).
+
+    Grid: (rows, KV_HEADS, splits). The number of splits does not depend on the contexts' lengths, so that a captured
+    grid stays right; splits without keys write nothing. Assumes that the row's own key and value are in the cache.
+    """
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
     length = tl.load(context_lens + row).to(tl.int32)
-    visible, start, size = _split_size(length, window, num_splits, TILE, LEAST, HAS_WINDOW)
+    visible, start, size = _split_size(length, window, num_splits, TILE, MIN_SPLIT, HAS_WINDOW)
     first = start + split * size
     last = tl.minimum(first + size, length)
     if first < last:
         heads, dims = tl.arange(0, PADDED_GROUP), tl.arange(0, PADDED_DIM)
-        is_own = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-        own = row * row_stride + (kv_head * GROUP + heads) * head_stride
-        queries = tl.load(query + own[:, None] + dims[None, :], mask=is_own, other=0.0)
+        is_query = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+        places = row * row_stride + (kv_head * GROUP + heads) * head_stride
+        queries = tl.load(query + places[:, None] + dims[None, :], mask=is_query, other=0.0)
         best = tl.full([PADDED_GROUP], LOWEST, tl.float32)
         total = tl.zeros([PADDED_GROUP], tl.float32)
         acc = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
@@ -111,37 +119,41 @@ def decode_split_kernel(
             mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
             keys = tl.load(slots + at, mask=mask, other=0.0)
             values = tl.load(slots + KV_HEADS * num_slots.to(tl.int64) * HEAD_DIM + at, mask=mask, other=0.0)
-            scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, FACTOR)
-            best, total, acc = _accumulate(best, total, acc, scores, is_key[None, :], values, FACTOR)
+            scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, DOT_DTYPE)
+            best, total, acc = _accumulate(best, total, acc, scores, is_key[None, :], values, DOT_DTYPE)
         out = (row * (KV_HEADS * GROUP) + kv_head * GROUP + heads) * num_splits + split
-        tl.store(partial + out[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_own)
+        tl.store(partial + out[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_query)
         tl.store(partial_state + out * 2, best, mask=heads < GROUP)
         tl.store(partial_state + out * 2 + 1, total, mask=heads < GROUP)
 
 
 @triton.jit(do_not_specialize=["window", "num_splits"], do_not_specialize_on_alignment=["context_lens"])
 def decode_merge_kernel(
-    partial,
-    partial_state,
-    context_lens,
-    sinks,  # (heads,) or anything
+    partial,  # (rows, heads, splits, head_dim), float32
+    partial_state,  # (rows, heads, splits, 2), float32: best and total
+    context_lens,  # (rows,), int64
+    sinks,  # (heads,); unused without HAS_SINKS
     out,  # (rows, heads, head_dim)
     window,
     num_splits,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,  # a power of 2
+    MAX_SPLITS: tl.constexpr,  # a power of 2, at least num_splits
     TILE: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Programs: (row, head). Rows without context come out as zeros."""
+    """Merge the splits of a context: out = Σ 2^(best_s - best) · acc_s / Σ 2^(best_s - best) · total_s.
+
+    Grid: (rows, HEADS). Assumes the window, TILE and MIN_SPLIT of `decode_split_kernel`. The result of a row of length
+    0 is zeros.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(context_lens + row).to(tl.int32)
-    visible, start, size = _split_size(length, window, num_splits, TILE, LEAST, HAS_WINDOW)
-    splits, dims = tl.arange(0, MOST_SPLITS), tl.arange(0, PADDED_DIM)
+    visible, start, size = _split_size(length, window, num_splits, TILE, MIN_SPLIT, HAS_WINDOW)
+    splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, PADDED_DIM)
     is_split = (splits < num_splits) & (start + splits * size < length)
     at = (row * HEADS + head) * num_splits + splits
     bests = tl.load(partial_state + at * 2, mask=is_split, other=LOWEST)
@@ -166,10 +178,10 @@ def decode_merge_kernel(
 )
 def prefill_kernel(
     query,  # (rows, heads, head_dim), strided
-    slots,
-    block_tables,  # those of all chunks, end to end
-    extents,  # (chunks, 4): first row, tokens, position of the first, where its block table begins
-    sinks,  # (heads,) or anything
+    slots,  # (2 × kv_heads × slots, head_dim)
+    block_tables,  # int64: the block tables of all chunks, end to end
+    extents,  # (chunks, 4), int64: first row, tokens, position of the first token, begin of the block table
+    sinks,  # (heads,); unused without HAS_SINKS
     out,  # (rows, heads, head_dim)
     scaling,
     softcap,
@@ -182,15 +194,19 @@ def prefill_kernel(
     PADDED_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,  # of one program
+    TOKENS: tl.constexpr,  # tokens per program
     ROWS: tl.constexpr,  # GROUP × TOKENS, padded to a power of 2
     TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    FACTOR: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
 ):
-    """Programs: (tokens of a chunk, chunk, KV head); those behind a chunk's end have nothing to do."""
+    """Compute causal attention, out = softmax(scores) · values, of each chunk's tokens to their own context.
+
+    Grid: (ceil(longest chunk / TOKENS), chunks, KV_HEADS); programs behind a chunk's end do nothing. Assumes that the
+    chunk's own keys and values are in the cache.
+    """
     chunk, kv_head = tl.program_id(1), tl.program_id(2)
     num_tokens = tl.load(extents + chunk * 4 + 1).to(tl.int32)
     first_token = tl.program_id(0) * TOKENS
@@ -202,9 +218,9 @@ def prefill_kernel(
         packed, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
         token = packed // GROUP
         head = kv_head * GROUP + packed % GROUP
-        is_own = (token < count)[:, None] & (dims < HEAD_DIM)[None, :]
-        own = (first_row + token) * row_stride + head * head_stride
-        queries = tl.load(query + own[:, None] + dims[None, :], mask=is_own, other=0.0)
+        is_query = (token < count)[:, None] & (dims < HEAD_DIM)[None, :]
+        places = (first_row + token) * row_stride + head * head_stride
+        queries = tl.load(query + places[:, None] + dims[None, :], mask=is_query, other=0.0)
         position = first_position + token
         best = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -228,8 +244,8 @@ def prefill_kernel(
             seen = is_key[None, :] & (positions[None, :] <= position[:, None])
             if HAS_WINDOW:
                 seen = seen & (positions[None, :] > position[:, None] - window)
-            scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, FACTOR)
-            best, total, acc = _accumulate(best, total, acc, scores, seen, values, FACTOR)
+            scores = _score(queries, keys, scaling, softcap, HAS_SOFTCAP, DOT_DTYPE)
+            best, total, acc = _accumulate(best, total, acc, scores, seen, values, DOT_DTYPE)
         attended = acc / tl.where(total > 0, total, 1.0)[:, None]
         where = ((first_row + token) * (KV_HEADS * GROUP) + head) * HEAD_DIM
-        tl.store(out + where[:, None] + dims[None, :], attended.to(out.dtype.element_ty), mask=is_own)
+        tl.store(out + where[:, None] + dims[None, :], attended.to(out.dtype.element_ty), mask=is_query)

@@ -1,7 +1,8 @@
-"""What a decoder layer does between its products and attention, as Triton kernels.
+"""Triton kernels for a decoder layer's work between matrix products and attention: norms, rotation, activation.
 
-Knows rows of numbers; not layers. A model's own modules take some forty launches for it, each of which reads and writes
-the rows again. Results are rounded where transformers' modules round them.
+Knows rows of numbers; does not know layers. The model's own modules take about forty launches for this, each of which
+reads and writes the rows again. The kernels compute in float32 and round where transformers' modules round. All tensors
+are contiguous.
 """
 
 # mypy: ignore-errors
@@ -13,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def _normed(x, weight, n, eps, dtype):
-    """Root-mean-square norm of float32 numbers, rounded as in the model: before the weight and after."""
+    """Return round(x / sqrt(sum(x²) / n + eps)) · weight in float32; the caller rounds the product, as models do."""
     mean = tl.sum(x * x, axis=0) / n
     return (x * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32) * weight
 
@@ -21,7 +22,7 @@ def _normed(x, weight, n, eps, dtype):
 @triton.jit
 def rms_norm_kernel(
     x,  # (rows, n)
-    residual,  # (rows, n): gets x added to it; or anything
+    residual,  # (rows, n), in place: x is added to it; unused without HAS_RESIDUAL
     weight,  # (n,)
     out,  # (rows, n)
     eps,
@@ -29,7 +30,10 @@ def rms_norm_kernel(
     PADDED_N: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """Programs: (row)."""
+    """Compute out = rms_norm(x) · weight, or residual += x and out = rms_norm(residual) · weight.
+
+    Grid: (rows,). Assumes that one program holds a whole row of PADDED_N (a power of 2) numbers.
+    """
     places = tl.arange(0, PADDED_N)
     mask = places < N
     at = tl.program_id(0).to(tl.int64) * N + places
@@ -51,7 +55,10 @@ def silu_and_mul_kernel(
     N: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Programs: (row, tile of numbers)."""
+    """Compute out = silu(gate) · up, where silu(g) = g / (1 + e^-g) and each row holds gate, then up.
+
+    Grid: (rows, ceil(N / TILE)).
+    """
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = places < N
@@ -65,14 +72,14 @@ def silu_and_mul_kernel(
 def rotate_and_write_kernel(
     qkv,  # (rows, (heads + 2 × kv_heads) × head_dim): queries and keys are changed in place
     slots,  # (2 × kv_heads × slots, head_dim)
-    slot_ids,  # (rows,)
+    slot_ids,  # (rows,), int64
     cosines,  # (rows, rotary)
-    sines,
-    query_weight,  # (head_dim,) or anything
-    key_weight,
+    sines,  # (rows, rotary)
+    query_weight,  # (head_dim,); unused without HAS_QUERY_NORM
+    key_weight,  # (head_dim,); unused without HAS_KEY_NORM
     query_eps,
     key_eps,
-    num_slots,
+    num_slots,  # per KV head
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -81,19 +88,26 @@ def rotate_and_write_kernel(
     HAS_QUERY_NORM: tl.constexpr,
     HAS_KEY_NORM: tl.constexpr,
 ):
-    """Programs: (row, query head or KV head); that of a KV head copies its values, too."""
+    """Normalise queries and keys, rotate them in place, and write keys and values to the KV cache.
+
+    For i < ROTARY / 2, with j = i + ROTARY / 2: x[i] becomes x[i] · cos[i] - x[j] · sin[i], and x[j] becomes
+    x[j] · cos[j] + x[i] · sin[j].
+
+    Grid: (rows, HEADS + KV_HEADS), one program per query or KV head; a KV head's program also copies its values.
+    Assumes that no two rows have the same slot, except padding rows.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dtype = qkv.dtype.element_ty
     dims = tl.arange(0, PADDED_DIM)
     is_dim = dims < HEAD_DIM
     is_turned = dims < ROTARY
-    # Each number turns with the one that lies half of the rotary dimensions away.
+    # Each number is rotated together with its partner, half of the rotary dimensions away.
     partners = tl.where(dims < ROTARY // 2, dims + ROTARY // 2, dims - ROTARY // 2)
     partners = tl.where(is_turned, partners, dims)
     first = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM
     x = tl.load(first + dims, mask=is_dim, other=0.0).to(tl.float32)
     y = tl.load(first + partners, mask=is_dim, other=0.0).to(tl.float32)
-    # Every partner is loaded before any is overwritten.
+    # All threads must load their partners before any thread overwrites them.
     tl.debug_barrier()
     if (head < HEADS) & HAS_QUERY_NORM:
         mine = tl.load(query_weight + dims, mask=is_dim, other=0.0).to(tl.float32)

@@ -16,7 +16,7 @@ from engine.native.execution.model_runner import ModelRunner
 from engine.native.execution.oom_split import Outcomes
 from engine.native.sampling.logprobs import token_logprobs
 from engine.native.sampling.outcome import Outcome
-from engine.native.sampling.pipeline import TokenChooser
+from engine.native.sampling.pipeline import SamplingPipeline
 from engine.sequences.sequence_table import Chunk
 
 
@@ -24,11 +24,11 @@ class StepComputation:
     """Computes chunks. `evictees` returns the sequences to evict from the running step, at any time."""
 
     def __init__(
-        self, info: EngineInfo, runner: ModelRunner, chooser: TokenChooser, evictees: Callable[[], frozenset[str]]
+        self, info: EngineInfo, runner: ModelRunner, pipeline: SamplingPipeline, evictees: Callable[[], frozenset[str]]
     ) -> None:
         self._info = info
         self._runner = runner
-        self._chooser = chooser
+        self._pipeline = pipeline
         self._evictees = evictees
 
     @torch.inference_mode()
@@ -48,7 +48,7 @@ class StepComputation:
         num_sampled = len(batch.sampled_chunks)
         if num_sampled:
             sequences = [chunk.sequence for chunk in batch.sampled_chunks]
-            chosen = self._chooser.choose(logits[:num_sampled], sequences)
+            chosen = self._pipeline.sample(logits[:num_sampled], sequences)
             outcomes.update(zip((s.seq_id for s in sequences), chosen, strict=True))
         for chunk, found in _score_prompts(logits[num_sampled:], batch.scored_chunks):
             seq_id = chunk.sequence.seq_id

@@ -29,7 +29,7 @@ from engine.native.execution.oom_split import PiecewiseComputation, is_out_of_me
 from engine.native.execution.step import StepComputation
 from engine.native.kv.swap import SwapSpace
 from engine.native.sampling.outcome import Outcome
-from engine.native.sampling.pipeline import BROKEN_LOGITS, TokenChooser
+from engine.native.sampling.pipeline import BROKEN_LOGITS, SamplingPipeline
 from engine.native.sampling.sampler import Sampler, SamplingRow, sample, sample_ids
 from engine.sequences.sequence_table import Chunk, SequenceTable
 
@@ -65,7 +65,7 @@ class TorchEngine:
         self._results: deque[StepResult] = deque()  # of finalized steps; oldest first
         self._finalized_s = 0.0  # when the newest of them was finalized, by `perf_counter`
         self._eviction = EvictionRequest()
-        compute = StepComputation(info, runner, TokenChooser(info, sampler), self._eviction.evictees)
+        compute = StepComputation(info, runner, SamplingPipeline(info, sampler), self._eviction.evictees)
         self._compute_all = PiecewiseComputation(compute, runner.release_memory, info.block_size)
 
     @property

@@ -1,7 +1,8 @@
-"""A decoder layer of the common kind in eight calls instead of some sixty.
+"""A decoder layer of the common kind in eight calls instead of about sixty.
 
-RMS norms before attention and MLP, rotary positions, a SiLU-gated MLP: Llama, Qwen, Mistral and many more. Knows the
-arithmetic of such a layer and where paged attention keeps KV; not which layers of a model are one.
+The common kind has RMS norms before attention and MLP, rotary positions and a SiLU-gated MLP: Llama, Qwen, Mistral and
+many more. Knows the arithmetic of such a layer and the layout of the KV cache; does not know which layers of a model
+are of this kind.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,35 +16,41 @@ from engine.native.attention.paged import PagedAttention
 from engine.native.batch.layer_boundary import compact_rows
 from engine.native.model.layer_kernels import LayerKernels, Norm
 
-Join = Callable[[Sequence[nn.Linear]], nn.Module]  # several linear layers as one
+Join = Callable[[Sequence[nn.Linear]], nn.Module]  # joins linear layers of one input into one layer
 
 
 class FusedDecoderLayer(nn.Module):
-    """Takes the place of `layer`, whose weights it copies side by side. Rows come and go as (1, T, hidden); the
-    residual stream is changed in place."""
+    """Replaces `layer`, whose weights are copied and concatenated. Input and output are (1, T, hidden).
+
+    The residual stream is changed in place: the output is the same tensor as the input.
+    """
 
     def __init__(self, layer: Any, attention: PagedAttention, kernels: LayerKernels, join: Join | None = None) -> None:
         super().__init__()
-        own, join = layer.self_attn, join or side_by_side
-        self.attention_type = getattr(layer, "attention_type", None)  # some models look it up to choose a mask
-        self._layer_idx = int(own.layer_idx)
+        attn, join = layer.self_attn, join or concatenate_linears
+        self.attention_type = getattr(layer, "attention_type", None)  # some models read it to choose a mask
+        self._layer_idx = int(attn.layer_idx)
         self._shape = head_shape(layer)
-        self._scaling = float(own.scaling)
+        self._scaling = float(attn.scaling)
         self._attention = attention
         self._kernels = kernels
         self._input_norm = norm_of(layer.input_layernorm)
         self._mlp_norm = norm_of(layer.post_attention_layernorm)
-        self._query_norm = norm_of(own.q_norm) if hasattr(own, "q_norm") else None
-        self._key_norm = norm_of(own.k_norm) if hasattr(own, "k_norm") else None
-        self._qkv = join([own.q_proj, own.k_proj, own.v_proj])
-        self._out = join([own.o_proj])
+        self._query_norm = norm_of(attn.q_norm) if hasattr(attn, "q_norm") else None
+        self._key_norm = norm_of(attn.k_norm) if hasattr(attn, "k_norm") else None
+        self._qkv = join([attn.q_proj, attn.k_proj, attn.v_proj])
+        self._out = join([attn.o_proj])
         self._gate_up = join([layer.mlp.gate_proj, layer.mlp.up_proj])
         self._down = join([layer.mlp.down_proj])
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
+        """Compute the layer on `hidden_states` (1, T, hidden) in place; `position_embeddings` are (1, T, rotary_dim).
+
+        After evictions only the first rows are computed; the rows behind them keep old values that are never read.
+        """
         residual = hidden_states[0]
-        if (staying := self._attention.enter_layer()) is not None:
-            compact_rows(residual, staying)
+        if (remaining := self._attention.enter_layer()) is not None:
+            compact_rows(residual, remaining)
         if self._attention.step.origin is not None:
             residual = residual[: len(self._attention.step.slots)]
         attended = self._attend(self._kernels.rms_norm(residual, self._input_norm), position_embeddings)
@@ -53,7 +60,7 @@ class FusedDecoderLayer(nn.Module):
         return hidden_states
 
     def _attend(self, normed: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """(T, hidden) to (T, heads × head_dim)."""
+        """Return the attention result (T, heads × head_dim) for `normed` (T, hidden)."""
         shape, attention = self._shape, self._attention
         qkv = self._qkv(normed)
         cosines, sines = (attention.step.own_rows(t[0]).to(qkv.dtype).contiguous() for t in position_embeddings)
@@ -69,19 +76,20 @@ class FusedDecoderLayer(nn.Module):
 
 
 def head_shape(layer: Any) -> HeadShape:
-    own = layer.self_attn
-    dim = int(own.head_dim)
-    return HeadShape(own.q_proj.out_features // dim, own.k_proj.out_features // dim, dim)
+    """Return the head shape of a transformers decoder layer of the common kind."""
+    attn = layer.self_attn
+    dim = int(attn.head_dim)
+    return HeadShape(attn.q_proj.out_features // dim, attn.k_proj.out_features // dim, dim)
 
 
 def norm_of(module: Any) -> Norm:
-    """Of an RMS norm as transformers writes them."""
+    """Return the weight and eps of an RMS norm module of transformers."""
     eps = getattr(module, "variance_epsilon", None)
     return Norm(module.weight.detach().contiguous(), float(module.eps if eps is None else eps))
 
 
-def side_by_side(layers: Sequence[nn.Linear]) -> nn.Module:
-    """One linear layer that gives what `layers` give, concatenated."""
+def concatenate_linears(layers: Sequence[nn.Linear]) -> nn.Module:
+    """Return one linear layer whose output is the concatenation of the outputs of `layers`."""
     weight = torch.cat([layer.weight.detach() for layer in layers])
     has_bias = any(layer.bias is not None for layer in layers)
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
@@ -92,4 +100,5 @@ def side_by_side(layers: Sequence[nn.Linear]) -> nn.Module:
 
 
 def bias_of(layer: nn.Linear) -> Tensor:
+    """Return the bias (out,) of `layer`, zeros if it has none."""
     return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()

@@ -1,7 +1,7 @@
-"""Heads whose values are narrower (or wider) than their keys, made equal for paged attention.
+"""Pad heads whose keys and values differ in size, so that paged attention sees one head size per layer.
 
-Latent attention (DeepSeek's, and those after it) and a few others have such heads. KV memory has one head size a
-layer; zeros in a key or query add nothing to a score, and those in a value come out as zeros that are cut off.
+Latent attention (DeepSeek and its successors) and a few other architectures have such heads. Padding does not change
+the result: zeros in a key or query add nothing to a score, and zeros in a value give zeros, which are cut off.
 """
 
 from typing import Any
@@ -15,8 +15,11 @@ from engine.native.attention.paged import attention_forward
 def attention_forward_padded(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """`attention_forward` for keys and values of any head size: (1, T, heads, value's head_dim) out, contiguous, as
-    transformers' own attention functions answer."""
+    """Call `attention_forward` for keys and values of any head size.
+
+    `query` is (1, heads, T, key_dim), `key` (1, kv_heads, T, key_dim), `value` (1, kv_heads, T, value_dim). Return
+    (1, T, heads, value_dim), contiguous like the results of transformers' attention functions, and None for weights.
+    """
     key_dim, value_dim = key.shape[-1], value.shape[-1]
     if key_dim == value_dim:
         attended, _ = attention_forward(module, query, key, value, attention_mask, **options)

@@ -1,4 +1,7 @@
-"""What a fused decoder layer asks of a backend's kernels, besides attention. Knows rows of numbers; not layers."""
+"""The interface between a fused decoder layer and a backend's kernels, attention aside.
+
+Knows rows of numbers; does not know layers. All tensors of a call have one dtype, except int64 slot ids.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,25 +13,25 @@ from engine.native.attention.kernels import HeadShape
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Weight (n,) of a root-mean-square norm."""
+    """Parameters of a root-mean-square norm: norm(x) = x / sqrt(mean(x²) + eps) · weight."""
 
-    weight: Tensor
+    weight: Tensor  # (n,)
     eps: float
 
 
 class LayerKernels(Protocol):
-    """Tensors are contiguous."""
+    """A backend's kernels for a decoder layer. All tensors must be contiguous."""
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """(rows, n) in and out."""
+        """Return the norm of each row of `x` (rows, n): (rows, n)."""
         ...
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        """Adds x to `residual`, in place, and gives the norm of the sum; (rows, n) all."""
+        """Add `x` (rows, n) to `residual` (rows, n) in place; return the norm of the sum, (rows, n)."""
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """(rows, 2n) to (rows, n): silu of the first half times the second."""
+        """Return silu(gate) · up, (rows, n); each row of `gate_up` (rows, 2n) holds gate, then up."""
         ...
 
     def rotate_and_write(
@@ -42,7 +45,9 @@ class LayerKernels(Protocol):
         query_norm: Norm | None,
         key_norm: Norm | None,
     ) -> None:
-        """Norms and rotates queries and keys of `qkv` (rows, query + 2 × kv widths) in place, and copies keys and
-        values to `slot_ids` (rows,) of `slots` (2 × kv_heads × slots, head_dim). `cosines` and `sines`: (rows, rotary
-        dim)."""
+        """Normalise and rotate queries and keys in place, and copy keys and values to the KV cache.
+
+        `qkv` is (rows, query_width + 2 · kv_width); row r goes to slot `slot_ids[r]` (int64) of each KV head of `slots`
+        (2 × kv_heads × slots, head_dim). `cosines` and `sines` are (rows, rotary_dim). A norm of None is left out.
+        """
         ...

@@ -1,7 +1,7 @@
-"""A transformers model, ready to be driven: loaded or made up, checked, and told to use our attention.
+"""Load a transformers model, or make one with random weights, and register the engine's attention with it.
 
-Knows transformers' configurations and what in them this engine cannot do; not steps or KV memory. Everything
-that can be wrong with a model ends here, as an `EngineStartError` that names it.
+Knows transformers' configurations and what in them this engine does not support; does not know steps or KV memory.
+Every problem with a model becomes an `EngineStartError` that names it.
 """
 
 import inspect
@@ -20,12 +20,16 @@ from engine.native.device import free_bytes
 from engine.native.model.head_padding import attention_forward_padded
 from engine.native.model.weights import quantization_method, read_weights, stored_bytes
 
+# Values of a configuration's `layer_types` that this engine supports.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _GIB = 1 << 30
 
 
 def load_config(config: EngineConfig) -> Any:
-    """The model's transformers configuration, if this engine can run its architecture."""
+    """Return the model's transformers configuration.
+
+    Raise `EngineStartError` if it cannot be read or this engine cannot run the architecture.
+    """
     path = Path(config.model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -36,16 +40,19 @@ def load_config(config: EngineConfig) -> Any:
         hf_config = AutoConfig.from_pretrained(str(path) if path.is_dir() else config.model)
     except (OSError, ValueError, KeyError) as error:
         raise EngineStartError(f"model {config.model}: {first_line(error)}") from error
-    if reason := _reason_against(hf_config):
+    if reason := _unsupported_reason(hf_config):
         raise unsupported(hf_config, reason)
     return hf_config
 
 
 def load_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Weights in `dtype` on `device`, attention left to whom `bind` names."""
-    # No mask goes under that name, so modeling code makes none: rows know their contexts, layers their windows.
+    """Return the model with weights in `dtype` on `device`, in evaluation mode, its attention left to `bind`.
+
+    Raise `EngineStartError` if the weights are wrong, or do not fit into the free memory.
+    """
+    # No mask function has this name, so modeling code makes no masks: attention knows contexts and windows.
     AttentionInterface.register(ATTENTION_NAME, attention_forward_padded)
-    transformers_logging.disable_progress_bar()  # a worker's stderr is a log
+    transformers_logging.disable_progress_bar()  # a worker's stderr is its log
     options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
     try:
         if config.load_format == "dummy":
@@ -67,22 +74,26 @@ def load_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device:
 
 
 def forward(model: nn.Module, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-    """Logits (len(rows), vocab) after the given rows of a packed step: (1, T) token ids and positions."""
+    """Return the logits (len(rows), vocab) of the given rows of a packed step.
+
+    `token_ids` and `positions` are (1, T), `rows` has any length; all are int64. The model reads `rows` after its last
+    layer.
+    """
     output = model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
     logits: Tensor = output.logits[0]
     return logits
 
 
 def context_limit(hf_config: Any) -> int | None:
-    """Tokens that the model can attend over; None where the configuration does not say."""
+    """Return the number of tokens that the model can attend to, or None if the configuration does not say."""
     text = hf_config.get_text_config(decoder=True)
     limits = [getattr(text, "max_position_embeddings", None)]
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
-        limits.append(text.attention_chunk_size)  # the first chunk attends as every other model does
+        limits.append(text.attention_chunk_size)  # within the first chunk attention is like that of other models
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        # Beyond this length such a model turns all positions by other angles: a sequence's would then depend
-        # on who else is in the step.
+        # If a step holds a longer sequence, such a model changes the rotation of all positions: tokens of shorter
+        # sequences would then depend on the other sequences of the step.
         if parameters.get("rope_type") in ("longrope", "dynamic"):
             limits.append(parameters.get("original_max_position_embeddings"))
     known = [int(limit) for limit in limits if limit]
@@ -90,12 +101,12 @@ def context_limit(hf_config: Any) -> int | None:
 
 
 def is_quantised(model: Any) -> bool:
-    """Whether its weights are of a quantisation package's making, and only its own operators take them."""
+    """Return whether the weights are quantised, so that only the quantisation package's operators can use them."""
     return getattr(model, "hf_quantizer", None) is not None
 
 
 def eos_token_ids(model: Any, hf_config: Any) -> tuple[int, ...]:
-    """All ids that end a sequence: one, several or none."""
+    """Return all token ids that end a sequence: none, one or several."""
     declared = getattr(model.generation_config, "eos_token_id", None)
     if declared is None:
         declared = getattr(hf_config.get_text_config(decoder=True), "eos_token_id", None)
@@ -104,7 +115,8 @@ def eos_token_ids(model: Any, hf_config: Any) -> tuple[int, ...]:
     return (declared,) if isinstance(declared, int) else tuple(declared)
 
 
-def _reason_against(hf_config: Any) -> str | None:
+def _unsupported_reason(hf_config: Any) -> str | None:
+    """Return why this engine cannot run the architecture, or None if it can."""
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "transformers knows no causal language model of this kind"
     if getattr(hf_config, "is_encoder_decoder", False):
@@ -121,13 +133,14 @@ def _reason_against(hf_config: Any) -> str | None:
 
 
 def _plain_bytes(hf_config: Any, dtype: torch.dtype) -> int:
-    """What all weights take in `dtype`."""
+    """Return the bytes of all weights in `dtype`, without quantisation."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
     return sum(p.numel() * p.element_size() for p in skeleton.parameters())
 
 
 def _check_fits(needed: int | None, device: torch.device) -> None:
+    """Raise `EngineStartError` if `needed` bytes are more than the free memory of `device`. None is not checked."""
     free = free_bytes(device)
     if needed is not None and needed > free:
         raise EngineStartError(
@@ -136,7 +149,10 @@ def _check_fits(needed: int | None, device: torch.device) -> None:
 
 
 def _random_model(hf_config: Any, seed: int, device: torch.device, options: dict[str, Any]) -> Any:
-    """Made on its device in its dtype, so that nothing larger ever exists; the same for the same seed."""
+    """Return a model with random weights that depend on `seed`.
+
+    It is made on its device in its dtype, so that no larger copy ever exists.
+    """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(seed)
@@ -144,10 +160,11 @@ def _random_model(hf_config: Any, seed: int, device: torch.device, options: dict
 
 
 def unsupported(hf_config: Any, reason: str) -> EngineStartError:
+    """Return the error for an architecture that this engine does not support."""
     names = getattr(hf_config, "architectures", None) or [type(hf_config).__name__]
     return EngineStartError(f"architecture {names[0]} is not supported: {reason}")
 
 
 def first_line(error: Exception) -> str:
-    """What an exception says, in a line."""
+    """Return the first non-empty line of an exception's message, or the exception's type if it has none."""
     return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)

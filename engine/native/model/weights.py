@@ -1,8 +1,8 @@
-"""The weights of a transformers directory, read once: every one that the model needs, in its shape, or a refusal
-that names what is wrong.
+"""Read the weights of a transformers directory once, and check that all weights are there and have the right shape.
 
-Knows files, their headers and quantisation packages; not architectures or attention. On a CPU, weights that are in
-the wanted dtype on disk stay memory-mapped; others are converted one tensor at a time, so that no second copy exists.
+Knows files, their headers and quantisation packages; does not know architectures or attention. On a CPU, weights that
+have the wanted dtype on disk stay memory-mapped; others are converted one tensor at a time, so that no second copy
+exists.
 """
 
 import json
@@ -23,25 +23,28 @@ from transformers.utils import logging as transformers_logging
 from engine.config import EngineStartError
 
 _INDEX = "model.safetensors.index.json"
-_NAMED = 3  # names of weights that a message spells out
+_MAX_NAMED = 3  # names of weights that a message lists
 
 
 def read_weights(model: str, hf_config: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
-    """The model with the weights of directory or hub id `model` on `device`. `options` are `from_pretrained`'s.
-    Raises `EngineStartError` for weights that are missing, damaged or of another shape."""
+    """Return the model with the weights of `model`, a directory or hub id, on `device`.
+
+    `options` are passed to `from_pretrained`. Raise `EngineStartError` for weights that are missing, damaged or of
+    another shape, and for a quantisation whose package is missing.
+    """
     _check_files(Path(model))
     method = quantization_method(hf_config)
     if device.type == "cuda" and is_accelerate_available():
-        options = {**options, "device_map": {"": device}}  # straight to the device, without a copy in host memory
+        options = {**options, "device_map": {"": device}}  # loads directly to the device, without a copy in host memory
     try:
-        with _without_report():
+        with _without_transformers_log():
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 model, config=hf_config, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
     except ImportError as error:
         if method is None:
             raise
-        raise EngineStartError(f"model {model} is quantised with {method}: {_sentence(error)}") from error
+        raise EngineStartError(f"model {model} is quantised with {method}: {_one_line(error)}") from error
     _check_report(model, report)
     if "device_map" not in options and device.type != "cpu":
         loaded = loaded.to(device)
@@ -50,8 +53,10 @@ def read_weights(model: str, hf_config: Any, device: torch.device, options: dict
 
 
 def quantization_method(hf_config: Any) -> str | None:
-    """How the weights are quantised, None where they are not. Raises `EngineStartError` for what transformers does
-    not know: it would read such weights as if they were plain."""
+    """Return the quantisation method of the weights, or None.
+
+    Raise `EngineStartError` for a method that transformers does not know: it would read the weights as unquantised.
+    """
     declared = getattr(hf_config, "quantization_config", None)
     declared = declared or getattr(hf_config.get_text_config(decoder=True), "quantization_config", None)
     if not declared:
@@ -66,13 +71,16 @@ def quantization_method(hf_config: Any) -> str | None:
 
 
 def stored_bytes(model: str) -> int | None:
-    """What the weights take on disk; None for a hub id."""
+    """Return the bytes of the weights on disk, or None for a hub id."""
     directory = Path(model)
     return sum(file.stat().st_size for file in directory.glob("*.safetensors")) if directory.is_dir() else None
 
 
 def _check_files(directory: Path) -> None:
-    """Opens every safetensors file, which reads its header and compares its length with it."""
+    """Open every safetensors file: this reads its header and checks the file's length against it.
+
+    Raise `EngineStartError` for a missing or damaged file.
+    """
     if not directory.is_dir():
         return
     names: Iterable[str] = [path.name for path in directory.glob("model*.safetensors")]
@@ -83,22 +91,26 @@ def _check_files(directory: Path) -> None:
             with safe_open(directory / name, framework="pt"):
                 pass
         except FileNotFoundError as error:
-            raise EngineStartError(f"model {directory}: {_INDEX} names {name}, which is not there") from error
+            raise EngineStartError(f"model {directory}: {_INDEX} names {name}, which does not exist") from error
         except (SafetensorError, OSError) as error:
-            raise EngineStartError(f"model {directory}: {name} is damaged: {_sentence(error)}") from error
+            raise EngineStartError(f"model {directory}: {name} is damaged: {_one_line(error)}") from error
 
 
 def _indexed_files(index: Path) -> list[str]:
+    """Return the names of the files that the index maps weights to."""
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EngineStartError(f"model {index.parent}: {index.name} is no index of weights") from error
+        raise EngineStartError(f"model {index.parent}: {index.name} is not a valid index of weights") from error
 
 
 def _check_report(model: str, report: dict[str, Any]) -> None:
-    """transformers fills what is missing or misshapen with random numbers and goes on."""
+    """Raise `EngineStartError` for missing weights and wrong shapes.
+
+    transformers itself would fill them with random numbers.
+    """
     if missing := report["missing_keys"]:
-        raise EngineStartError(f"model {model} lacks the weights {_some(missing)}")
+        raise EngineStartError(f"model {model} lacks the weights {_list_names(missing)}")
     if mismatched := sorted(report["mismatched_keys"]):
         name, stored, wanted = mismatched[0]
         raise EngineStartError(
@@ -106,22 +118,25 @@ def _check_report(model: str, report: dict[str, Any]) -> None:
             f"the first {name} with {tuple(stored)} instead of {tuple(wanted)}"
         )
     if unexpected := report["unexpected_keys"]:
-        structlog.get_logger(__name__).warning("weights without a use", model=model, names=_some(unexpected))
+        structlog.get_logger(__name__).warning(
+            "unused weights in the checkpoint", model=model, names=_list_names(unexpected)
+        )
 
 
-def _some(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
+    """Return the first names and the number of the others."""
     ordered = sorted(names)
-    more = f" and {len(ordered) - _NAMED} more" if len(ordered) > _NAMED else ""
-    return ", ".join(ordered[:_NAMED]) + more
+    more = f" and {len(ordered) - _MAX_NAMED} more" if len(ordered) > _MAX_NAMED else ""
+    return ", ".join(ordered[:_MAX_NAMED]) + more
 
 
-def _sentence(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
 @contextmanager
-def _without_report() -> Iterator[None]:
-    """transformers logs a table of what did not fit; `_check_report` says it in a sentence."""
+def _without_transformers_log() -> Iterator[None]:
+    """Silence transformers' table of weights that did not fit: `_check_report` reports them."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

@@ -1,6 +1,6 @@
-"""Which tokens a grammar lets a sequence go on with.
+"""Compute which tokens a grammar allows next, and mask the logits of the others.
 
-Knows llguidance, the model's tokenizer and how far a sequence has come in its grammar; not steps and not sampling.
+Knows llguidance, the model's tokenizer and the state of a sequence in its grammar; does not know steps or sampling.
 """
 
 from collections.abc import Iterable
@@ -17,18 +17,18 @@ from transformers.utils import cached_file
 
 from engine.interface import EngineInfo
 
-_COMPILED_KEPT = 64  # bulk asks for the same few grammars again and again
-_LONGEST_REASON = 300  # characters
+_MAX_COMPILED = 64  # compiled grammars kept (LRU): bulk traffic repeats the same few grammars
+_MAX_REASON_LENGTH = 300  # characters of llguidance's error messages
 
 Bits = npt.NDArray[np.int32]
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be compiled or followed; its text is for the user."""
+    """A grammar cannot be compiled, or the output does not match it. The message is shown to the user."""
 
 
 class Matcher:
-    """A sequence's place in its grammar: behind the first `num_consumed` tokens of its output."""
+    """The state of a sequence's grammar after the first `num_consumed` tokens of its output."""
 
     __slots__ = ("inner", "num_consumed")
 
@@ -37,7 +37,7 @@ class Matcher:
         self.num_consumed = 0
 
     def consume(self, output_token_ids: Iterable[int]) -> None:
-        """Take in the next tokens of the output. Raises `GrammarError` when they break the grammar."""
+        """Advance by the next tokens of the output. Raise `GrammarError` if the grammar does not allow them."""
         token_ids = list(output_token_ids)
         self.inner.consume_tokens(token_ids)
         if self.failure is not None:
@@ -46,32 +46,35 @@ class Matcher:
 
     @property
     def failure(self) -> str | None:
-        """Why it cannot go on, if so."""
+        """The reason why the grammar allows no further token, as text for the user; None if there is none."""
         return f"the grammar cannot be followed: {_reason(self.inner)}" if self.inner.is_error() else None
 
 
 class Grammars:
-    """Compiles the grammars of one model and computes their masks. The tokenizer is read at the first grammar."""
+    """Compile the grammars of one model and compute their masks. The tokenizer is read at the first grammar."""
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
-        self._compile = lru_cache(_COMPILED_KEPT)(self._compile_afresh)
+        self._compile = lru_cache(_MAX_COMPILED)(self._compile_uncached)
         self._vocabulary: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
 
     def matcher(self, grammar: str) -> Matcher:
-        """At the beginning of `grammar`. Raises `GrammarError`."""
+        """Return a matcher at the beginning of `grammar`. Raise `GrammarError` if it does not compile."""
         return Matcher(self._compile(grammar).deep_copy())
 
     def masks(self, matchers: list[Matcher]) -> Bits:
-        """(matchers, words): a bit for each token, set where it is allowed next. At the end of a grammar those are the
-        end-of-sequence tokens. A matcher that breaks on the way says so afterwards (`Matcher.failure`)."""
+        """Return (matchers, 32-bit words): one bit per token, set if the token is allowed next.
+
+        At the end of a grammar only the end-of-sequence tokens are allowed. If a matcher fails meanwhile, its `failure`
+        is set afterwards.
+        """
         self._executor = self._executor or LLExecutor()
         bits = allocate_token_bitmask(len(matchers), self._tokenizer().vocab_size)
         fill_next_token_bitmask_par(self._executor, [(m.inner, row) for row, m in enumerate(matchers)], bits)
         return bits
 
-    def _compile_afresh(self, grammar: str) -> LLMatcher:
+    def _compile_uncached(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer(), grammar, log_level=0)
         if matcher.is_error():
             raise GrammarError(f"the grammar does not compile: {_reason(matcher)}")
@@ -90,8 +93,8 @@ class Grammars:
         return self._vocabulary
 
 
-def hold_back(bits: Bits, token_ids: Iterable[int]) -> None:
-    """Forbid `token_ids` in one row (words,) of a mask, unless it allows nothing else."""
+def forbid_tokens(bits: Bits, token_ids: Iterable[int]) -> None:
+    """Clear the bits of `token_ids` in one row (words,) of a mask, unless no other token is allowed."""
     rest = bits.view(np.uint32).copy()
     for token_id in token_ids:
         if 0 <= token_id < 32 * len(rest):
@@ -101,10 +104,13 @@ def hold_back(bits: Bits, token_ids: Iterable[int]) -> None:
 
 
 def apply_masks(logits: Tensor, rows: list[int], bits: Bits) -> None:
-    """Set to -inf, in place, what `bits` forbids in `rows` of (all rows, vocab) logits; tokens that the tokenizer does
-    not know are forbidden."""
+    """Set the logits of forbidden tokens to -inf, in place.
+
+    `logits` is (all rows, vocab) in float32; `bits` is (len(rows), words), for the logits' `rows`. Tokens that the
+    tokenizer does not have are forbidden.
+    """
     octets = torch.from_numpy(bits.view(np.uint8)).to(logits.device)
-    # By octet the eight flags that it stands for, as one integer: a gather makes them of a bit each.
+    # Each of the 256 octets maps to eight flags (true: forbidden) packed as one int64: one gather expands all bits.
     flags = (torch.arange(256, device=logits.device)[:, None] >> torch.arange(8, device=logits.device)) & 1 == 0
     forbidden = flags.view(torch.int64)[:, 0][octets.int()].view(torch.bool)
     forbidden = torch.nn.functional.pad(forbidden, (0, logits.shape[-1] - forbidden.shape[-1]), value=True)
@@ -120,5 +126,5 @@ def _reason(matcher: LLMatcher) -> str:
 
 
 def _first_line(text: str) -> str:
-    """llguidance appends the parser's state, and with it the user's schema, to what it has to say."""
-    return text.strip().split("\n", 1)[0][:_LONGEST_REASON]
+    """Return the first line of a message: llguidance appends the parser's state with the user's schema to it."""
+    return text.strip().split("\n", 1)[0][:_MAX_REASON_LENGTH]

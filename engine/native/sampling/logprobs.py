@@ -1,6 +1,6 @@
-"""Log probabilities of tokens, and the likeliest tokens beside them, from the model's own logits.
+"""Compute the log probabilities of given tokens and of the likeliest tokens, from the model's unaltered logits.
 
-Knows logits and token ids; not sequences, and nothing of what sampling options make of the logits.
+Knows logits and token ids; does not know sequences or sampling options.
 """
 
 import torch
@@ -8,31 +8,38 @@ from torch import Tensor
 
 from engine.interface import TokenLogprobs
 
-_ROWS_AT_ONCE = 64  # a prompt has a row for each token: in float32, and several times, they would fill the memory
-_IMPOSSIBLE = -9999.0  # OpenAI's figure for a probability of 0: JSON knows no infinity
+_ROWS_AT_ONCE = 64  # rows per pass: all rows of a long prompt in float32, several times, would exceed the memory
+_IMPOSSIBLE = -9999.0  # OpenAI's value for a probability of 0: JSON has no infinity
 
 
 def token_logprobs(logits: Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
-    """For every row of (rows, vocab) logits those of one token, and of the `num_top` likeliest ones."""
+    """Return for each row of `logits` (rows, vocab) the log probability of one token and of the likeliest tokens.
+
+    Row i reports `token_ids[i]` and its `num_top[i]` likeliest tokens. Log probabilities are natural logarithms.
+    """
     found: list[TokenLogprobs] = []
     for first in range(0, len(token_ids), _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
-        found += _of_few_rows(logits[rows], token_ids[rows], num_top[rows])
+        found += _logprobs_of_rows(logits[rows], token_ids[rows], num_top[rows])
     return found
 
 
-def _of_few_rows(logits: Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+def _logprobs_of_rows(logits: Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+    """Return the result of `token_logprobs` for at most `_ROWS_AT_ONCE` rows."""
     logprobs = logits.float().log_softmax(-1).nan_to_num_(nan=_IMPOSSIBLE).clamp_(min=_IMPOSSIBLE)
-    own = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    given = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
     ids, values = _likeliest(logprobs, min(max(num_top), logits.shape[-1]))
     return [
         TokenLogprobs(token_id, logprob, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
-        for token_id, logprob, count, row_ids, row_values in zip(token_ids, own, num_top, ids, values, strict=True)
+        for token_id, logprob, count, row_ids, row_values in zip(token_ids, given, num_top, ids, values, strict=True)
     ]
 
 
 def _likeliest(logprobs: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Ids and values, likeliest first; of equal ones the lower id."""
+    """Return ids and values of the `count` likeliest tokens per row of `logprobs` (rows, vocab), float32.
+
+    The likeliest come first; among equal values the lower id.
+    """
     if count == 0:
         return [[]] * len(logprobs), [[]] * len(logprobs)
     candidates = logprobs.topk(min(count + 1, logprobs.shape[-1]))
@@ -47,8 +54,11 @@ def _likeliest(logprobs: Tensor, count: int) -> tuple[list[list[int]], list[list
 
 
 def _lowest_ids(logprobs: Tensor, last: Tensor, count: int) -> Tensor:
-    """The `count` likeliest where several tokens share the `last` place's value: `topk` leaves open which of them it
-    takes, and logits in bfloat16 are often equal."""
+    """Return the ids (rows, count), ascending, of the likeliest tokens; among tokens equal to `last`, the lowest ids.
+
+    `last` (rows, 1) is the lowest value among the likeliest. `topk` does not define which of several equal values it
+    returns, and logits in bfloat16 are often equal.
+    """
     is_above, is_level = logprobs > last, logprobs == last
     num_level_wanted = count - is_above.sum(-1, keepdim=True)
     is_wanted = is_above | (is_level & (is_level.cumsum(-1) <= num_level_wanted))

@@ -1,4 +1,4 @@
-"""What computing one chunk came to. Plain data, between the forward pass and the table of sequences."""
+"""The result of computing one chunk: plain data between the forward pass and the table of sequences."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,20 @@ from engine.interface import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a chunk came to. `token_id`: the new token, if the chunk samples one. `failure`: why its sequence cannot go
-    on. `is_evicted`: the sequence left the step and is as it was before it; then no other field counts."""
+    """The result of one chunk. If `is_evicted`, the sequence is as before the step, and no other field is set."""
 
-    token_id: int | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    failure: str | None = None
-    is_evicted: bool = False
+    token_id: int | None = None  # the new token, if the chunk samples one
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the new token
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens that the chunk scores
+    failure: str | None = None  # why the sequence cannot continue
+    is_evicted: bool = False  # evicted from the running step
 
     @property
     def is_computed(self) -> bool:
         return self.failure is None and not self.is_evicted
 
     def then(self, later: "Outcome") -> "Outcome":
-        """Of two pieces of one chunk, the earlier of which samples nothing."""
+        """Combine the results of two pieces of one chunk: `self`, which samples no token, and the `later` one."""
         if not later.is_computed:
             return later
         return Outcome(later.token_id, later.logprobs, self.prompt_logprobs + later.prompt_logprobs)

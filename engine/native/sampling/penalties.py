@@ -1,7 +1,7 @@
-"""What sampling options do to a sequence's logits before a token is drawn: bias, penalties, and no end too early.
+"""Alter logits before a token is drawn: logit bias, penalties, and no stop token before `min_tokens`.
 
-Knows logits and the tokens of sequences; not grammars, not drawing. All rows that have rules are changed together:
-numpy lays the indices of their tokens end to end, and the device gathers, computes and scatters once.
+Knows logits and the tokens of sequences; does not know grammars or sampling. All affected rows are changed together:
+numpy concatenates the indices of their tokens, and the device gathers, computes and scatters once.
 """
 
 import numpy as np
@@ -16,35 +16,42 @@ from engine.sequences.sequence import Sequence
 Ids = npt.NDArray[np.int64]
 
 
-class LogitRules:
-    """One sequence's. Follows its list of tokens, whatever else happens to the sequence in between."""
+class Penalties:
+    """The bias, penalties and forbidden stop tokens of one sequence.
 
-    __slots__ = ("params", "counts", "bias_ids", "biases", "_stop_ids", "held_back_ids")
+    They depend on the sequence's list of tokens only, so a preempted and resumed sequence gets the same logits.
+    """
+
+    __slots__ = ("params", "counts", "bias_ids", "biases", "_stop_ids", "forbidden_stop_ids")
 
     def __init__(self, sequence: Sequence, vocab_size: int) -> None:
         params = self.params = sequence.sampling
         self.counts: TokenCounts | None = None
-        if _penalises(params):
+        if _has_penalties(params):
             prompt = sequence.token_ids[: sequence.num_prompt_tokens]
             self.counts = TokenCounts(prompt if params.repetition_penalty != 1 else ())
         bias = [(token_id, value) for token_id, value in params.logit_bias if 0 <= token_id < vocab_size]
         self.bias_ids: Ids = np.array([token_id for token_id, _ in bias], dtype=np.int64)
         self.biases = np.array([value for _, value in bias], dtype=np.float32)
         self._stop_ids: Ids = np.array([i for i in sequence.stop_ids if 0 <= i < vocab_size], dtype=np.int64)
-        self.held_back_ids = self._stop_ids  # tokens that would end the sequence, as long as it must not end
+        self.forbidden_stop_ids = self._stop_ids  # stop tokens, while the output is shorter than `min_tokens`
 
-    def follow(self, sequence: Sequence) -> None:
-        """Take in the tokens that `sequence` has got since the last time."""
+    def update(self, sequence: Sequence) -> None:
+        """Count the tokens that `sequence` has received since the last call."""
         if self.counts is not None:
             self.counts.count(sequence.token_ids[sequence.num_prompt_tokens + self.counts.num_counted :])
         must_go_on = sequence.num_output_tokens < self.params.min_tokens
-        self.held_back_ids = self._stop_ids if must_go_on else self._stop_ids[:0]
+        self.forbidden_stop_ids = self._stop_ids if must_go_on else self._stop_ids[:0]
 
 
-def penalise(logits: Tensor, rules: list[LogitRules]) -> None:
-    """In place, (rows, vocab) in float32: the repetition penalty as Hugging Face defines it (of prompt and output),
-    then presence and frequency penalty as OpenAI does (of the output)."""
-    penalised = [(row, rule.params, rule.counts) for row, rule in enumerate(rules) if rule.counts is not None]
+def apply_penalties(logits: Tensor, penalties: list[Penalties]) -> None:
+    """Apply all penalties to `logits` (rows, vocab), float32, in place; row i has `penalties[i]`.
+
+    First the repetition penalty as Hugging Face defines it: it divides the positive logits of tokens in prompt or
+    output, and multiplies the negative ones. Then presence and frequency penalty as OpenAI defines them: the logit of a
+    token in the output loses presence + frequency · (its count in the output).
+    """
+    penalised = [(row, p.params, p.counts) for row, p in enumerate(penalties) if p.counts is not None]
     if not penalised:
         return
     ids = [counts.token_ids for _, _, counts in penalised]
@@ -59,37 +66,41 @@ def penalise(logits: Tensor, rules: list[LogitRules]) -> None:
     flat[index] = torch.where(values > 0, values / factors, values * factors) - reductions
 
 
-def add_bias(logits: Tensor, rules: list[LogitRules]) -> None:
-    """In place."""
-    rows = [row for row, rule in enumerate(rules) if len(rule.bias_ids)]
+def add_bias(logits: Tensor, penalties: list[Penalties]) -> None:
+    """Add the logit biases to `logits` (rows, vocab), float32, in place; row i has `penalties[i]`."""
+    rows = [row for row, p in enumerate(penalties) if len(p.bias_ids)]
     if rows:
-        index = _flat_index(logits, rows, [rules[row].bias_ids for row in rows])
-        (biases,) = _to_device(logits, np.concatenate([rules[row].biases for row in rows]))
+        index = _flat_index(logits, rows, [penalties[row].bias_ids for row in rows])
+        (biases,) = _to_device(logits, np.concatenate([penalties[row].biases for row in rows]))
         logits.view(-1).index_add_(0, index, biases)
 
 
-def hold_back_stops(logits: Tensor, rules: list[LogitRules]) -> None:
-    """In place: -inf for the tokens that would end a sequence below its `min_tokens`. Rows with a grammar do this in
-    the grammar's mask: where it has come to its end, there is nothing else to generate."""
-    rows = [row for row, rule in enumerate(rules) if rule.params.grammar is None and len(rule.held_back_ids)]
+def forbid_stops(logits: Tensor, penalties: list[Penalties]) -> None:
+    """Set the stop tokens of sequences shorter than their `min_tokens` to -inf in `logits` (rows, vocab), in place.
+
+    Rows with a grammar are left out: their stop tokens are cleared in the grammar's mask, except at the end of the
+    grammar, where no other token is allowed.
+    """
+    rows = [row for row, p in enumerate(penalties) if p.params.grammar is None and len(p.forbidden_stop_ids)]
     if rows:
-        index = _flat_index(logits, rows, [rules[row].held_back_ids for row in rows])
+        index = _flat_index(logits, rows, [penalties[row].forbidden_stop_ids for row in rows])
         logits.view(-1).index_fill_(0, index, float("-inf"))
 
 
-def _penalises(params: SamplingParams) -> bool:
+def _has_penalties(params: SamplingParams) -> bool:
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
 
 
 def _reductions(params: SamplingParams, counts: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return what presence and frequency penalty subtract from each logit, for the tokens' `counts` in the output."""
     presence, frequency = np.float32(params.presence_penalty), np.float32(params.frequency_penalty)
     return presence * (counts > 0) + frequency * counts
 
 
 def _flat_index(logits: Tensor, rows: list[int], ids: list[Ids]) -> Tensor:
-    """Where `ids[i]` of row `rows[i]` lie in the flattened logits."""
+    """Return the int64 indices of `ids[i]` in row `rows[i]`, for all i, in the flattened logits."""
     vocab_size = logits.shape[-1]
-    flat = [own + row * vocab_size for row, own in zip(rows, ids, strict=True)]
+    flat = [row_ids + row * vocab_size for row, row_ids in zip(rows, ids, strict=True)]
     return torch.from_numpy(np.concatenate(flat)).to(logits.device)
 
 

@@ -1,12 +1,12 @@
-"""The next token of every sequence of a step, by all that its sampling parameters ask for.
+"""Sample the next token of each sequence of a step, with all of its sampling parameters.
 
-Knows the order in which they take effect, and remembers between steps what they need of a sequence's past; not
-models, chunks or blocks. In this order, each row for itself:
+Knows the order of the sampling steps, and keeps token counts and grammar states between steps; does not know models,
+chunks or blocks. The order, for each row on its own:
 
     log probabilities ← the model's logits
     bias → repetition, presence and frequency penalty → min_tokens → grammar → temperature → top_k → top_p → min_p
 
-which is transformers' order. Rows without such options are sampled as they are, and pay nothing for the others.
+This is transformers' order. Rows that use none of these options skip the steps that alter logits.
 """
 
 from collections.abc import Sequence as Seq
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from engine.interface import EngineInfo, SamplingParams
-from engine.native.sampling.grammar import GrammarError, Grammars, Matcher, apply_masks, hold_back
+from engine.native.sampling.grammar import GrammarError, Grammars, Matcher, apply_masks, forbid_tokens
 from engine.native.sampling.logprobs import token_logprobs
 from engine.native.sampling.outcome import Outcome
-from engine.native.sampling.penalties import LogitRules, add_bias, hold_back_stops, penalise
+from engine.native.sampling.penalties import Penalties, add_bias, apply_penalties, forbid_stops
 from engine.native.sampling.sampler import Sampler, SamplingRow, sample
 from engine.sequences.sequence import Sequence
 
@@ -30,70 +30,82 @@ _NOTHING_LEFT = Outcome(failure="its sampling options leave no token to choose")
 _GREEDY = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
 
 
-class TokenChooser:
-    """What it remembers follows from a sequence's tokens alone and goes with the sequence: preempted or not, here or
-    begun again elsewhere, the tokens are the same."""
+class SamplingPipeline:
+    """Samples tokens and keeps each sequence's penalties and grammar state as long as the sequence object exists.
+
+    That state depends on the sequence's tokens only: a preempted, or restarted, sequence gets the same tokens.
+    """
 
     def __init__(self, info: EngineInfo, sampler: Sampler = sample) -> None:
-        self._sample = sampler
+        self._sampler = sampler
         self._vocab_size = info.vocab_size
         self._grammars = Grammars(info)
-        self._rules: WeakKeyDictionary[Sequence, LogitRules] = WeakKeyDictionary()
+        self._penalties: WeakKeyDictionary[Sequence, Penalties] = WeakKeyDictionary()
         self._matchers: WeakKeyDictionary[Sequence, Matcher] = WeakKeyDictionary()
 
-    def choose(self, logits: Tensor, sequences: Seq[Sequence]) -> list[Outcome]:
-        """For (sequences, vocab) logits. What cannot be done for one sequence is its `failure`."""
-        # Of rows that alter them only whether the model's logits are sound: a mask could hide that they are not.
+    def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> list[Outcome]:
+        """Return one outcome per sequence for `logits` (sequences, vocab), any floating-point dtype, left unchanged.
+
+        An error that concerns one sequence is the `failure` of its outcome.
+        """
+        # Rows that alter logits are sampled greedily here, only to check that the model's logits are finite: a mask
+        # could hide that they are not.
         rows = [_GREEDY if s.alters_logits else SamplingRow(s.sampling, s.num_output_tokens) for s in sequences]
-        outcomes = [_outcome(token_id, _BROKEN) for token_id in self._sample(logits, rows)]
+        outcomes = [_outcome(token_id, _BROKEN) for token_id in self._sampler(logits, rows)]
         altered = [i for i, s in enumerate(sequences) if s.alters_logits and outcomes[i].failure is None]
         if altered:
-            # A copy: the model's logits stay as they are.
-            own = logits[torch.tensor(altered, device=logits.device)].float()
-            for i, outcome in zip(altered, self._choose_altered(own, [sequences[i] for i in altered]), strict=True):
+            # Indexing makes a copy, so the model's logits stay unchanged.
+            altered_logits = logits[torch.tensor(altered, device=logits.device)].float()
+            found = self._sample_altered(altered_logits, [sequences[i] for i in altered])
+            for i, outcome in zip(altered, found, strict=True):
                 outcomes[i] = outcome
         _report_logprobs(logits, sequences, outcomes)
         return outcomes
 
-    def _choose_altered(self, own: Tensor, sequences: list[Sequence]) -> list[Outcome]:
-        """From the sequences' own logits, (sequences, vocab) in float32, which are altered in place."""
-        rules = [self._followed_rules(sequence) for sequence in sequences]
-        add_bias(own, rules)
-        penalise(own, rules)
-        hold_back_stops(own, rules)
-        failures = self._mask_by_grammar(own, sequences, rules)
-        token_ids = self._sample(own, [SamplingRow(s.sampling, s.num_output_tokens) for s in sequences])
+    def _sample_altered(self, logits: Tensor, sequences: list[Sequence]) -> list[Outcome]:
+        """Alter `logits` (sequences, vocab), float32, in place by all options; return one outcome per sequence."""
+        penalties = [self._updated_penalties(sequence) for sequence in sequences]
+        add_bias(logits, penalties)
+        apply_penalties(logits, penalties)
+        forbid_stops(logits, penalties)
+        failures = self._mask_by_grammar(logits, sequences, penalties)
+        token_ids = self._sampler(logits, [SamplingRow(s.sampling, s.num_output_tokens) for s in sequences])
         return [failures.get(i) or _outcome(token_id, _NOTHING_LEFT) for i, token_id in enumerate(token_ids)]
 
-    def _followed_rules(self, sequence: Sequence) -> LogitRules:
-        rules = self._rules.get(sequence)
-        if rules is None:
-            rules = self._rules[sequence] = LogitRules(sequence, self._vocab_size)
-        rules.follow(sequence)
-        return rules
+    def _updated_penalties(self, sequence: Sequence) -> Penalties:
+        penalties = self._penalties.get(sequence)
+        if penalties is None:
+            penalties = self._penalties[sequence] = Penalties(sequence, self._vocab_size)
+        penalties.update(sequence)
+        return penalties
 
     def _mask_by_grammar(
-        self, logits: Tensor, sequences: list[Sequence], rules: list[LogitRules]
+        self, logits: Tensor, sequences: list[Sequence], penalties: list[Penalties]
     ) -> dict[int, Outcome]:
-        """In place; what came of the rows whose grammar broke."""
-        failures: dict[int, Outcome] = {}
-        matchers: dict[int, Matcher] = {}
-        for i, sequence in enumerate(sequences):
-            if sequence.sampling.grammar is not None:
-                try:
-                    matchers[i] = self._followed_matcher(sequence, sequence.sampling.grammar)
-                except GrammarError as error:
-                    failures[i] = Outcome(failure=str(error))
+        """Mask `logits` (sequences, vocab) in place; return a failed outcome for each row whose grammar failed."""
+        matchers, failures = self._updated_matchers(sequences)
         if matchers:
             masks = self._grammars.masks(list(matchers.values()))
             for mask, (i, matcher) in zip(masks, matchers.items(), strict=True):
-                hold_back(mask, rules[i].held_back_ids.tolist())
+                forbid_tokens(mask, penalties[i].forbidden_stop_ids.tolist())
                 if matcher.failure is not None:
                     failures[i] = Outcome(failure=matcher.failure)
             apply_masks(logits, list(matchers), masks)
         return failures
 
-    def _followed_matcher(self, sequence: Sequence, grammar: str) -> Matcher:
+    def _updated_matchers(self, sequences: list[Sequence]) -> tuple[dict[int, Matcher], dict[int, Outcome]]:
+        """Return the matchers of the rows with a grammar, and a failed outcome for each row whose grammar failed."""
+        matchers: dict[int, Matcher] = {}
+        failures: dict[int, Outcome] = {}
+        for i, sequence in enumerate(sequences):
+            if sequence.sampling.grammar is not None:
+                try:
+                    matchers[i] = self._updated_matcher(sequence, sequence.sampling.grammar)
+                except GrammarError as error:
+                    failures[i] = Outcome(failure=str(error))
+        return matchers, failures
+
+    def _updated_matcher(self, sequence: Sequence, grammar: str) -> Matcher:
         matcher = self._matchers.get(sequence)
         if matcher is None:
             matcher = self._matchers[sequence] = self._grammars.matcher(grammar)
@@ -102,11 +114,12 @@ class TokenChooser:
 
 
 def _outcome(token_id: int | None, otherwise: Outcome) -> Outcome:
+    """Return the outcome of a sampled token, or `otherwise` if the sampler found none."""
     return otherwise if token_id is None else Outcome(token_id)
 
 
 def _report_logprobs(logits: Tensor, sequences: Seq[Sequence], outcomes: list[Outcome]) -> None:
-    """Complete, in place, the outcomes of those who asked."""
+    """Add log probabilities, in place, to the `outcomes` of the sequences that asked for them."""
     wanted = [
         (i, token_id, num_top)
         for i, sequence in enumerate(sequences)

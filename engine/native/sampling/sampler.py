@@ -1,7 +1,7 @@
-"""The next token of every row of a batch of logits.
+"""Sample the next token of each row of a batch of logits.
 
-Knows logits, sampling parameters and output positions; not sequences or models. A token depends on its own
-row, seed and position only: neighbours in the batch, preemption and the worker make no difference.
+Knows logits, sampling parameters and output positions; does not know sequences or models. A token depends only on its
+own row, seed and position, not on other rows of the batch, on preemption or on the worker.
 """
 
 from dataclasses import dataclass
@@ -13,23 +13,24 @@ from torch import Tensor
 
 from engine.interface import SamplingParams
 
-_GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing by them overflows
-_NUM_CANDIDATES = (256, 4096)  # where top_p and top_k are looked for first: a full sort costs 20 times as much
+_GREEDY_BELOW = 1e-5  # lower temperatures are greedy: dividing by them overflows float32
+# Numbers of likeliest tokens in which top_p and top_k are searched first: a full sort takes 20 times as long.
+_NUM_CANDIDATES = (256, 4096)
 _MASK_64 = (1 << 64) - 1
 
 
 class Sampler(Protocol):
-    """(rows, vocab) logits to a token id a row; None where a row's logits are not finite."""
+    """A function from logits (rows, vocab) to one token id per row; None for a row without a finite maximum."""
 
     def __call__(self, logits: Tensor, rows: list["SamplingRow"]) -> list[int | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """`index` counts the sequence's output tokens so far: with the seed it names one random number."""
+    """How to sample one row of logits. The seed in `params` and `index` together determine the random number."""
 
     params: SamplingParams
-    index: int
+    index: int  # number of output tokens of the sequence so far
 
     @property
     def is_greedy(self) -> bool:
@@ -37,17 +38,17 @@ class SamplingRow:
 
     @property
     def is_narrowed(self) -> bool:
-        """Some tokens are left out."""
+        """True if top_k, top_p or min_p may exclude tokens."""
         return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
 
 
 def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
-    """Token ids for (rows, vocab) logits; None for a row that holds NaN or +inf, or nothing but -inf."""
+    """Return a token id per row of `logits` (rows, vocab); None for a row with NaN or +inf, or with -inf only."""
     return [token_id if token_id >= 0 else None for token_id in sample_ids(logits, rows).tolist()]
 
 
 def sample_ids(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """The same where the logits are, (rows,): -1 for a row that `sample` has None for."""
+    """Return the token ids (rows,), int64, on the device of `logits`; -1 where `sample` returns None."""
     best, token_ids = logits.max(dim=-1)  # propagates NaN
     drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
     if len(drawn) == len(rows):
@@ -59,8 +60,11 @@ def sample_ids(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
 
 
 def _draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Invert the distribution function at one uniform number a row. Tokens that top_k, top_p and min_p leave out are
-    flat steps of that function, so the order of equal logits does not matter."""
+    """Draw a token id per row of `logits` (rows, vocab) by inverse transform sampling; return (rows,), int64.
+
+    The cumulative distribution, in token order, is inverted at one uniform number per row. Tokens that top_k, top_p and
+    min_p exclude have probability 0, so no sorting is needed here.
+    """
     temperatures, uniforms = _columns([(row.params.temperature, uniform(row)) for row in rows], logits.device)
     scaled = logits.to(torch.float32, copy=True).div_(temperatures)
     if any(row.is_narrowed for row in rows):
@@ -73,7 +77,7 @@ def _draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
 
 
 def _lowest_kept(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The lowest logit that each row keeps, (rows, 1)."""
+    """Return the lowest logit that each row of `scaled` (rows, vocab), float32, keeps: (rows, 1)."""
     lowest = torch.full((len(params), 1), float("-inf"), device=scaled.device)
     cut = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
     if cut:
@@ -81,15 +85,18 @@ def _lowest_kept(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
         lowest[index] = _thresholds(scaled if len(cut) == len(params) else scaled[index], [params[i] for i in cut])
     min_ps = [p.min_p for p in params]
     if any(min_ps):
-        # As a distance from the likeliest logit, the same whatever top_k and top_p have left of the others.
+        # min_p is relative to the likeliest token, so it is a distance in logits that top_k and top_p do not change.
         distances = torch.tensor([[log(p) if p > 0 else float("-inf")] for p in min_ps], device=scaled.device)
         lowest = torch.maximum(lowest, scaled.amax(-1, keepdim=True) + distances)
     return lowest
 
 
 def _thresholds(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The lowest logit that top_k and top_p keep of each row, (rows, 1): first its top_k, then of those the fewest
-    that make up top_p. Equal logits stay together."""
+    """Return the lowest logit that top_k and top_p keep in each row of `scaled` (rows, vocab): (rows, 1).
+
+    Each row first keeps its top_k likeliest tokens, then the fewest of these whose probabilities sum to top_p. Tokens
+    whose logit equals the lowest kept logit are kept, too.
+    """
     vocab_size = scaled.shape[-1]
     top_ks, top_ps = _columns(
         [(p.top_k if 0 < p.top_k < vocab_size else vocab_size, p.top_p) for p in params], scaled.device
@@ -98,7 +105,7 @@ def _thresholds(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
     thresholds = torch.empty_like(totals)
     rest = torch.arange(len(params), device=scaled.device)
     for num_candidates in (*(n for n in _NUM_CANDIDATES if n < vocab_size), vocab_size):
-        # Only the rows that need more: in their company, the others' sums would be rounded differently.
+        # Only rows that need more candidates: more candidates would round the other rows' sums differently.
         candidates = scaled if len(rest) == len(scaled) else scaled[rest]
         values = candidates.topk(num_candidates).values
         cuts, is_complete = _cut(values, totals[rest], top_ks[rest], top_ps[rest], vocab_size)
@@ -110,7 +117,11 @@ def _thresholds(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
 
 
 def _cut(values: Tensor, totals: Tensor, top_ks: Tensor, top_ps: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Thresholds (rows, 1) among the sorted `values`, and which rows (rows,) they reach far enough down for."""
+    """Return the thresholds (rows, 1) of top_k and top_p, and the rows (rows,), bool, for which they are final.
+
+    `values` (rows, candidates) are the highest logits in descending order. `totals`, `top_ks` and `top_ps` are (rows,
+    1); `totals` is the logsumexp of the whole row. A threshold is not final if it may lie below the candidates.
+    """
     num_values = values.shape[-1]
     in_top_k = torch.arange(num_values, device=values.device) < top_ks
     top_k_totals = values.masked_fill(~in_top_k, float("-inf")).logsumexp(-1, keepdim=True)
@@ -125,12 +136,16 @@ def _cut(values: Tensor, totals: Tensor, top_ks: Tensor, top_ps: Tensor, vocab_s
 
 
 def _columns(pairs: list[tuple[float, float]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the first and the second items of `pairs` as float32 columns (rows, 1) on `device`."""
     columns = torch.tensor(pairs, dtype=torch.float32).to(device, non_blocking=True)
     return columns[:, :1], columns[:, 1:]
 
 
 def uniform(row: SamplingRow) -> float:
-    """A number in (0, 1) that seed and index determine (splitmix64: Steele, Lea and Flood 2014)."""
+    """Return a number in (0, 1) that seed and index determine (splitmix64: Steele, Lea and Flood 2014).
+
+    It has 23 random bits, so that float32 represents it exactly.
+    """
     bits = _mix(_mix(row.params.seed & _MASK_64) + row.index)
     return ((bits >> 41) + 0.5) / (1 << 23)
 

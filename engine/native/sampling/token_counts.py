@@ -1,7 +1,6 @@
-"""How often each token stands in a sequence: what its penalties are made of.
+"""Count how often each token occurs in a sequence, for its penalties.
 
-Knows token ids only. The counts follow the sequence's list of tokens, so they are the same whether they were kept
-all along or made afresh.
+Knows token ids only. The counts depend on the list of tokens only: counting step by step or all at once is the same.
 """
 
 from array import array
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 
 class TokenCounts:
-    """Distinct tokens in the order of their first appearance, the prompt's before those of the output."""
+    """Counts of the distinct tokens of prompt and output, in the order of their first appearance."""
 
     __slots__ = ("_places", "_token_ids", "_counts", "num_counted")
 
@@ -20,20 +19,20 @@ class TokenCounts:
         self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt_token_ids))}
         self._token_ids = array("q", self._places)
         self._counts = array("q", bytes(8 * len(self._places)))
-        self.num_counted = 0  # tokens of the output
+        self.num_counted = 0  # output tokens counted so far
 
     @property
     def token_ids(self) -> npt.NDArray[np.int64]:
-        """(distinct tokens of prompt and output,)"""
+        """Ids of the distinct tokens of prompt and output, (distinct tokens,)."""
         return np.array(self._token_ids, dtype=np.int64)
 
     @property
     def output_counts(self) -> npt.NDArray[np.float32]:
-        """(distinct tokens,): how often the output holds each of them; 0 for one of the prompt only."""
+        """Occurrences of each distinct token in the output, (distinct tokens,); 0 for tokens of the prompt only."""
         return np.array(self._counts, dtype=np.float32)
 
     def count(self, output_token_ids: Iterable[int]) -> None:
-        """Take in the next tokens of the output."""
+        """Count the next tokens of the output."""
         for token_id in output_token_ids:
             place = self._places.setdefault(token_id, len(self._token_ids))
             if place == len(self._token_ids):

@@ -1,7 +1,7 @@
-"""Whether single sequences may leave a running step: a trial of it at the start, on the model as it will be used.
+"""Try at start whether single sequences can be evicted from a running step, on the model as it will be used.
 
-Knows which layers can go on with fewer rows. What modeling code does around them, the trial says: the logits of those
-that stay have to be what they are when nobody leaves.
+Knows which layers can continue with fewer rows. Whether the modeling code around them can, too, is tested: the logits
+of the remaining rows must be the same with and without evictions.
 """
 
 import structlog
@@ -18,48 +18,51 @@ from engine.sequences.sequence_table import Chunk
 
 
 def can_evict_rows(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> bool:
-    """The engine must be without sequences: the trial writes to its first KV blocks."""
+    """Return whether evicting rows leaves the other rows' logits unchanged; log the reason if not.
+
+    The engine must have no sequences: the trial writes to its first KV blocks.
+    """
     layers = [m for m in model.modules() if isinstance(m, FusedDecoderLayer | NativeDecoderLayer)]
     if len(layers) != runner.num_layers or not has_room(info):
         return False
     try:
-        if _is_undisturbed(runner, info, trial_chunks(info)):
+        if _remaining_rows_agree(runner, info, trial_chunks(info)):
             return True
-        reason = "it changes what the others get"
-    except Exception as error:  # modeling code may count on its rows in any way
+        reason = "evictions change the logits of the remaining rows"
+    except Exception as error:  # modeling code may fail in any way if rows are missing
         reason = first_line(error)
-    structlog.get_logger(__name__).warning("no single sequence leaves a running step", reason=reason)
+    structlog.get_logger(__name__).warning("single sequences cannot be evicted from a running step", reason=reason)
     return False
 
 
-def _is_undisturbed(runner: ModelRunner, info: EngineInfo, chunks: list[Chunk]) -> bool:
-    """The prefill leaves after the first layer, and one of the decodes before the last."""
-    everybody = RunningChunks(chunks, info.block_size, StepEviction.ROWS, frozenset)
-    expected = runner.run(everybody.batch)
+def _remaining_rows_agree(runner: ModelRunner, info: EngineInfo, chunks: list[Chunk]) -> bool:
+    """Evict the prefill before the second layer and one decode before the last; compare the other decode's logits."""
+    undisturbed = RunningChunks(chunks, info.block_size, StepEviction.ROWS, frozenset)
+    expected = runner.run(undisturbed.batch)
     assert expected is not None
-    names = [chunk.sequence.seq_id for chunk in everybody.batch.sampled_chunks]
+    names = [chunk.sequence.seq_id for chunk in undisturbed.batch.sampled_chunks]
     expected = expected.float().clone()
     first, second, last = (chunk.sequence.seq_id for chunk in chunks)
     early = [frozenset(), *[frozenset({first})] * runner.num_layers]
-    wishes = _Wishes([*early[: runner.num_layers - 1], frozenset({first, second})])
-    running = RunningChunks(chunks, info.block_size, StepEviction.ROWS, wishes.next)
+    requests = _ScriptedRequests([*early[: runner.num_layers - 1], frozenset({first, second})])
+    running = RunningChunks(chunks, info.block_size, StepEviction.ROWS, requests.next)
     found = runner.run(running.batch, evict=running.evict)
-    if found is None or wishes.num_left or len(found) != 1:
+    if found is None or requests.num_left or len(found) != 1:
         return False
-    own = expected[names.index(last)][None]
-    return is_same_model(own, found.float(), runner.dtype)
+    wanted = expected[names.index(last)][None]
+    return is_same_model(wanted, found.float(), runner.dtype)
 
 
-class _Wishes:
-    """One after another, a layer each."""
+class _ScriptedRequests:
+    """The set of sequences to evict at each layer, in order."""
 
-    def __init__(self, wishes: list[frozenset[str]]) -> None:
-        self._wishes = wishes
+    def __init__(self, requests: list[frozenset[str]]) -> None:
+        self._requests = requests
 
     @property
     def num_left(self) -> int:
-        return len(self._wishes)
+        return len(self._requests)
 
     def next(self) -> frozenset[str]:
-        """Raises `IndexError` where there are more layers than wishes."""
-        return self._wishes.pop(0)
+        """Return the request of the next layer. Raise `IndexError` if there are more layers than requests."""
+        return self._requests.pop(0)

@@ -1,7 +1,7 @@
-"""What makes a loaded model fast on a CPU: common decoder layers fused, linear layers packed.
+"""Make a loaded model fast on a CPU: fuse common decoder layers and pack linear layers.
 
-Knows which of the CPU's means are there for a dtype and a layer's sizes; whether a layer may be replaced at all is
-`engine.native.startup.fusion`'s matter.
+Knows which implementations exist for a dtype and a layer's sizes; `engine.native.startup.fusion` decides whether a
+layer may be replaced.
 """
 
 import ctypes
@@ -13,35 +13,35 @@ from torch import nn
 
 from engine.interface import EngineInfo
 from engine.native.cpu.kernels import CpuKernels
-from engine.native.cpu.native_layer import NativeDecoderLayer, StepInC
+from engine.native.cpu.native_layer import NativeDecoderLayer, SharedStep
 from engine.native.cpu.packed_linear import PackedLinear, can_pack
-from engine.native.cpu.products import PanelLinear, Products, goes_into_panels
+from engine.native.cpu.products import PanelLinear, Products, fits_panels
 from engine.native.execution.model_runner import ModelRunner
-from engine.native.model.fused_layer import FusedDecoderLayer, side_by_side
-from engine.native.startup.fusion import Replacement, fuse_layers, watch
+from engine.native.model.fused_layer import FusedDecoderLayer, concatenate_linears
+from engine.native.startup.fusion import Replacement, fuse_layers, record_trial_step
 
 LinearReplacement = Callable[[nn.Linear], nn.Module | None]
 
 
 def optimize_for_cpu(model: nn.Module, runner: ModelRunner, library: ctypes.CDLL | None, info: EngineInfo) -> None:
-    """Changes `model` in place; the engine must be without sequences: the trial writes to its first KV blocks."""
-    seen = watch(model, runner, info)
+    """Change `model` in place. The engine must have no sequences: the trial writes to its first KV blocks."""
+    record = record_trial_step(model, runner, info)
     dtype = next(model.parameters()).dtype
     num_fused = 0
-    if library is not None and CpuKernels.knows(dtype):
-        num_fused = fuse_layers(model, runner, _cpu_layers(runner, library, dtype), seen.layers)
-    num_packed = _replace_linears(model, seen.linears, _packing(library, dtype))
+    if library is not None and CpuKernels.supports(dtype):
+        num_fused = fuse_layers(model, runner, _cpu_layers(runner, library, dtype), record.layers)
+    num_packed = _replace_linears(model, record.linears, _packing(library, dtype))
     structlog.get_logger().info("model optimized", fused_layers=num_fused, packed_linears=num_packed)
 
 
 def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype) -> Replacement:
-    """In one call where the library has products for it, else in eight."""
-    kernels, step = CpuKernels(library, dtype), StepInC()
+    """Return how a layer is replaced: by one C++ call if the library has products for it, else by eight calls."""
+    kernels, step = CpuKernels(library, dtype), SharedStep()
     has_products = Products.available(library, dtype)
-    join = PackedLinear if can_pack(dtype) else side_by_side
+    join = PackedLinear if can_pack(dtype) else concatenate_linears
 
     def fuse(layer: nn.Module) -> nn.Module:
-        if has_products and NativeDecoderLayer.can_take(layer):
+        if has_products and NativeDecoderLayer.supports(layer):
             return NativeDecoderLayer(layer, runner.attention, library, step)
         return FusedDecoderLayer(layer, runner.attention, kernels, join)
 
@@ -49,12 +49,12 @@ def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype) -
 
 
 def _packing(library: ctypes.CDLL | None, dtype: torch.dtype) -> LinearReplacement:
-    """How a linear layer is packed; None for one that cannot be."""
+    """Return how a linear layer is packed: a function to the packed layer, or to None if it cannot be packed."""
     products = Products(library) if library is not None and Products.available(library, dtype) else None
     has_onednn = can_pack(dtype)
 
     def pack(linear: nn.Linear) -> nn.Module | None:
-        if products is not None and goes_into_panels(linear):
+        if products is not None and fits_panels(linear):
             return PanelLinear(linear, products)
         return PackedLinear([linear]) if has_onednn else None
 
@@ -62,7 +62,7 @@ def _packing(library: ctypes.CDLL | None, dtype: torch.dtype) -> LinearReplaceme
 
 
 def _replace_linears(model: nn.Module, wanted: Collection[nn.Module], pack: LinearReplacement) -> int:
-    """How many there were."""
+    """Replace the `wanted` linear layers that `pack` can pack; return their number."""
     found = [
         (module, name, child)
         for module in model.modules()

@@ -1,7 +1,7 @@
-"""What the engine uses of a CUDA device, found out at its start and logged: kernels, captured graphs, or neither.
+"""Find out at start what the engine can use of a CUDA device: Triton kernels, fused layers, CUDA graphs.
 
-Nothing here is needed for right answers. Whatever does not work on this device, with this torch or this model is left
-out with its reason, and torch's operators do it.
+None of these is needed for correct results. What does not work with this device, torch or model is logged with its
+reason, and torch's operators are used instead.
 """
 
 import contextlib
@@ -26,32 +26,32 @@ from engine.native.model.probe import LayerSpec
 from engine.native.startup import fusion
 from engine.native.startup.cuda_trial import find_fault
 
-_CAPTURE_S = 15.0
-_GRAPH_BYTES = 8 << 20  # what a captured graph takes on the device besides tensors
+_CAPTURE_S = 15.0  # time limit for capturing graphs at start, seconds
+_GRAPH_BYTES = 8 << 20  # device memory of a captured graph besides its tensors
 
 
 def working_kernels(
     specs: Sequence[LayerSpec], num_query_heads: int, dtype: torch.dtype, device: torch.device
 ) -> AttentionKernels | None:
-    """Triton's kernels where they run and are right."""
+    """Return the Triton attention kernels if they run on `device` and agree with torch's operators, else None."""
     try:
-        from engine.native.cuda.kernels import TritonKernels  # triton comes with the CUDA builds of torch only
+        from engine.native.cuda.kernels import TritonKernels  # only CUDA builds of torch include triton
 
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         kernels = TritonKernels(num_processors)
         with torch.cuda.device(device):
             fault = find_fault(kernels, specs, num_query_heads, dtype, device)
             torch.cuda.empty_cache()
-    except Exception as error:  # a compiler, a driver, an architecture: anything
+    except Exception as error:  # compiler, driver or architecture may fail in any way
         fault = first_line(error)
     if fault is None:
         return kernels
-    structlog.get_logger(__name__).warning("no attention kernels: torch's operators attend", reason=fault)
+    structlog.get_logger(__name__).warning("no attention kernels: torch's operators are used", reason=fault)
     return None
 
 
-def fuse_layers(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> None:
-    """Common decoder layers as few launches, one by one where it changes nothing but speed."""
+def optimize_for_cuda(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> None:
+    """Replace common decoder layers by Triton kernels (fewer launches) if their results agree; log how many."""
     log = structlog.get_logger(__name__)
     try:
         from engine.native.cuda.layers import TritonLayerKernels
@@ -65,32 +65,37 @@ def fuse_layers(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> None
 
 
 def fuse_with_kernels(model: nn.Module, runner: ModelRunner, kernels: LayerKernels, info: EngineInfo) -> int:
-    """The number of layers fused. The engine must be without sequences."""
+    """Fuse layers with `kernels`; return their number. The engine must have no sequences."""
 
     def fuse(layer: nn.Module) -> nn.Module:
         return FusedDecoderLayer(layer, runner.attention, kernels)
 
-    return fusion.fuse_layers(model, runner, fuse, fusion.watch(model, runner, info).layers)
+    return fusion.fuse_layers(model, runner, fuse, fusion.record_trial_step(model, runner, info).layers)
 
 
 def graph_bytes(sizes: Sequence[int], max_blocks: int, step_bytes: int) -> int:
-    """Of device memory that captured graphs of these sizes take at most; `step_bytes`: what the largest step of any
-    kind takes, which has their logits, too."""
+    """Return the most bytes of device memory that captured graphs of these sizes take.
+
+    `step_bytes` is the memory of the largest step of any kind, logits included.
+    """
     lines = max(sizes) * (max_blocks + 8) * 8
     return lines + 2 * step_bytes + len(sizes) * _GRAPH_BYTES
 
 
 def graph_sizes(max_num_seqs: int, max_step_tokens: int) -> list[int]:
+    """Return the numbers of rows for which decode graphs are captured, ascending."""
     return bucket_sizes(min(max_num_seqs, max_step_tokens))
 
 
-def captured_graphs(
+def capture_graphs(
     runner: ModelRunner, cache: KVCache, info: EngineInfo, sizes: Sequence[int], limit_bytes: int, device: torch.device
 ) -> DecodeGraphs | None:
-    """Graphs of decode steps, where the model can be captured; in about 15 seconds and `limit_bytes` of memory. The
-    engine must be without sequences."""
+    """Capture graphs of decode steps, within about `_CAPTURE_S` seconds and `limit_bytes` of device memory.
+
+    Return None if the model cannot be captured; the reason is logged. The engine must have no sequences.
+    """
     log = structlog.get_logger(__name__)
-    fitting = [size for size in sizes if size <= info.num_blocks]  # a row has a block
+    fitting = [size for size in sizes if size <= info.num_blocks]  # each row needs a block
     if not fitting:
         return None
     max_blocks = blocks_for(info.max_model_len, info.block_size)
@@ -99,11 +104,11 @@ def captured_graphs(
         graphs = DecodeGraphs(runner.compute, cache, fitting, max_blocks, PinnedRing(device, depth=2))
         with torch.cuda.device(device):
             graphs.capture(_graph_maker(runner, device), lambda: free_bytes(device) > least_free, _CAPTURE_S)
-    except Exception as error:  # models do what a capture does not allow in as many ways as there are models
-        log.warning("no CUDA graphs: every step is launched", reason=first_line(error))
+    except Exception as error:  # modeling code may do anything that a capture does not allow
+        log.warning("no CUDA graphs: every step is launched kernel by kernel", reason=first_line(error))
         return None
     finally:
-        torch.cuda.empty_cache()  # of what was computed before each capture
+        torch.cuda.empty_cache()  # memory of the passes before each capture
     captured = graphs.captured_sizes
     log.info("CUDA graphs captured", batch_sizes=captured, left_out=len(sizes) - len(captured))
     return graphs
@@ -113,15 +118,18 @@ def _graph_maker(runner: ModelRunner, device: torch.device) -> Callable[[], "Cud
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def make() -> CudaGraph:
-        if not runner.attention.decodes_in_kernels:  # its operators' shapes follow the contexts
-            raise CaptureFailure("attention of some layers runs in torch's operators")
+        if not runner.attention.decodes_in_kernels:  # torch's operators have shapes that depend on the contexts
+            raise CaptureFailure("attention of some layers uses torch's operators")
         return CudaGraph(pool, stream)
 
     return make
 
 
 class CudaGraph:
-    """Graphs of one `pool` share memory: what one of them leaves there is gone when another runs."""
+    """A `Graph` made of torch's CUDA graph.
+
+    Graphs of one `pool` share memory: a graph's results are overwritten when another graph runs.
+    """
 
     def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -129,12 +137,12 @@ class CudaGraph:
         self._stream = stream
 
     def capture(self, function: Callable[[], object]) -> None:
-        """As `Graph` has it."""
+        """Run `function` once to make workspaces, then capture it; see `Graph.capture`."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
-            function()  # libraries keep workspaces for each stream, which are not to be made in the capture
+            function()  # libraries allocate a workspace per stream at first use, which a capture forbids
             torch.cuda.synchronize()
-            # Only what this thread does counts: others may use the device meanwhile.
+            # "thread_local": other threads may use the device during the capture.
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 function()

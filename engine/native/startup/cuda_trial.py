@@ -1,6 +1,6 @@
-"""Whether attention kernels do here what torch's operators do: asked once, before anybody depends on them.
+"""Compare attention kernels with torch's operators on this device, once, before the engine uses them.
 
-Knows a small step and two ways to attend in it; not what is done about the answer.
+Knows a small step and two ways to attend in it; does not know what follows from the result.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,12 @@ from engine.native.batch.tensors import StepTensors, to_cpu, upload_step
 from engine.native.kv.cache import KVCache, LayerShape
 from engine.native.model.probe import LayerSpec
 
-_BLOCK_SIZE = 16
+_BLOCK_SIZE = 16  # tokens
 _NUM_BLOCKS = 6
-_WINDOW = 9
-_CONTEXTS = (40, 7)  # of the decode rows
-_CHUNK = (3, 22)  # first token and end of the prefill chunk
+_WINDOW = 9  # tokens
+_CONTEXTS = (40, 7)  # tokens in the context of each decode row
+_CHUNK = (3, 22)  # position of the prefill chunk's first token, and of the token after its last
+# Allowed difference to torch's operators, by dtype; the results are about 1.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
@@ -31,7 +32,7 @@ def find_fault(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """What is wrong with `kernels` for such layers, if anything is. Raises whatever they raise."""
+    """Return a text that says for which layers `kernels` are wrong, or None. Exceptions of the kernels pass through."""
     for shape, has_window in dict.fromkeys((spec.shape, spec.window is not None) for spec in specs):
         error = _error(kernels, shape, _WINDOW if has_window else None, num_query_heads, dtype, device)
         if not error <= _TOLERANCES[dtype]:
@@ -47,7 +48,7 @@ def _error(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """The largest difference to torch's operators; values are about 1."""
+    """Return the largest absolute difference to torch's operators, on a layer of random keys and values."""
     cache = KVCache([shape], _NUM_BLOCKS, _BLOCK_SIZE, dtype, device)
     generator = torch.Generator().manual_seed(0)
     cache.layers[0].slots.copy_(torch.randn(cache.layers[0].slots.shape, generator=generator))
@@ -55,7 +56,7 @@ def _error(
     heads = max(1, num_query_heads // shape.num_kv_heads) * shape.num_kv_heads
     size = (heads, step.token_ids.shape[1], shape.head_dim)
     query = torch.randn(size, generator=generator).to(device, dtype)
-    unused = query[: shape.num_kv_heads]  # the cache has keys and values: no chunk begins at 0
+    unused = query[: shape.num_kv_heads]  # the chunk does not begin at 0, so keys and values come from the cache
     attended = []
     for way in (kernels, None):
         attention = PagedAttention(cache, [window], way)
@@ -65,7 +66,7 @@ def _error(
 
 
 def _trial_step(device: torch.device) -> StepTensors:
-    """Two decode rows and a chunk, in blocks that lie in no order."""
+    """Return a step of two decode rows and one prefill chunk whose KV blocks are not in order."""
     tables = np.array([[4, 1, 3], [5, 5, 5]])
     contexts = np.array(_CONTEXTS)
     start, end = _CHUNK

@@ -1,7 +1,7 @@
-"""Common decoder layers replaced by faster ones, where a trial shows that they compute the same.
+"""Replace common decoder layers by faster ones, if a trial shows that both compute the same.
 
-Knows what a fusable layer looks like from outside. Whether it is one, a small packed step says: both give the same
-on it, or the layer stays as it was.
+Knows which modules and sizes a fusable layer has. What the layer computes with them is tested on a small packed step:
+a replacement whose output differs by more than rounding is not used.
 """
 
 from collections.abc import Callable
@@ -24,43 +24,48 @@ _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-# A layer's output may differ by these shares of what the layer adds and of the stream that it adds to: rounding.
+# Allowed rounding error of a layer's output: shares of the norms of what the layer adds and of its whole output.
 _TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (0.02, 0.006), torch.float16: (0.005, 0.002)}
-_MODEL_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # of logits: gross errors only
-_TRIAL_LENGTHS = (7, 1, 1)  # tokens of each sequence in the trial step: a prefill and two decodes
+# Allowed relative error (norm) of the model's logits: finds gross errors only.
+_MODEL_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+_TRIAL_LENGTHS = (7, 1, 1)  # tokens per sequence of the trial step: one prefill, two decodes
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """What a layer got and gave in the model's own forward pass, (1, T, hidden) each."""
+class LayerTrial:
+    """Input and output of a layer in the model's own forward pass."""
 
-    hidden: Tensor
-    options: dict[str, Any]
-    output: Tensor
+    hidden: Tensor  # (1, T, hidden): the input
+    options: dict[str, Any]  # keyword arguments of the layer's forward
+    output: Tensor  # (1, T, hidden)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What the trial step came by: layers that may be fused, and linear layers that are called, which is not true of
-    all: some models read a layer's weight and multiply for themselves."""
+class TrialRecord:
+    """The layers that may be fused and the linear layers that were called in the trial step.
 
-    layers: dict[nn.Module, Trial] = field(default_factory=dict)
-    linears: WeakSet[nn.Module] = field(default_factory=WeakSet)  # not to keep those alive that are replaced
+    A linear layer that is not called must not be replaced: some models read its weight and multiply themselves.
+    """
+
+    layers: dict[nn.Module, LayerTrial] = field(default_factory=dict)
+    linears: WeakSet[nn.Module] = field(default_factory=WeakSet)  # weak, so that replaced layers are freed
 
 
-def watch(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> Seen:
-    """One forward pass of the trial step, seen by its modules. The engine must be without sequences: it writes to the
-    first KV blocks. Where there are not enough of them, nothing is seen."""
-    seen = Seen()
+def record_trial_step(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> TrialRecord:
+    """Run the trial step and record its layers with hooks. The record is empty if there are too few KV blocks.
+
+    The engine must have no sequences: the step writes to the first KV blocks.
+    """
+    record = TrialRecord()
     if not has_room(info):
-        return seen
+        return record
 
     def note_layer(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         if len(args) == 1 and isinstance(output, Tensor) and "position_embeddings" in options:
-            seen.layers[layer] = Trial(args[0], options, output)
+            record.layers[layer] = LayerTrial(args[0], options, output)
 
     def note_linear(linear: nn.Module, *_: Any) -> None:
-        seen.linears.add(linear)
+        record.linears.add(linear)
 
     handles = [m.register_forward_hook(note_linear) for m in model.modules() if is_plain_linear(m)]
     handles += [m.register_forward_hook(note_layer, with_kwargs=True) for m in model.modules() if is_fusable(m)]
@@ -69,26 +74,34 @@ def watch(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> Seen:
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return record
 
 
 def trial_logits(runner: ModelRunner, info: EngineInfo) -> Tensor | None:
-    """What the model says at the ends of the trial step's sequences; None where there is no room for it. The engine
-    must be without sequences."""
+    """Return the logits (trial sequences, vocab), float32, of the trial step, or None if there are too few KV blocks.
+
+    The engine must have no sequences: the step writes to the first KV blocks.
+    """
     logits = runner.run(_trial_batch(info)) if has_room(info) else None
     return None if logits is None else logits.float().clone()
 
 
 def is_same_model(before: Tensor | None, after: Tensor | None, dtype: torch.dtype) -> bool:
-    """By its `trial_logits`: layers may each be right and the model still not, where it keeps what they were given."""
+    """Return whether the `trial_logits` before and after a change agree; True if there is nothing to compare.
+
+    Layers that agree one by one may still change the model: it may keep an input that a layer overwrites.
+    """
     if before is None or after is None or not before.isfinite().all():
         return True
     return bool((after - before).norm() <= _MODEL_TOLERANCES[dtype] * before.norm())
 
 
-def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials: dict[nn.Module, Trial]) -> int:
-    """The number of layers replaced; one by one, so that no more than one layer's weights exist twice: `trials` gives
-    up its layers, too."""
+def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials: dict[nn.Module, LayerTrial]) -> int:
+    """Replace the layers in `trials` whose replacement agrees with its trial; return how many were replaced.
+
+    Layers are replaced one by one and removed from `trials`, so that no more than one layer's weights exist twice. If
+    the first replacement does not agree, no layer of this model is replaced.
+    """
     places = [
         (layers, i)
         for layers in model.modules()
@@ -103,14 +116,14 @@ def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials
         if _agrees(fused, trial):
             layers[i] = fused
             num_fused += 1
-            runner.release_memory()  # that of the weights it took the place of
+            runner.release_memory()  # of the replaced layer's weights
         elif num_fused == 0:
-            return 0  # not this kind of model
+            return 0
     return num_fused
 
 
 def has_room(info: EngineInfo) -> bool:
-    """For the trial step."""
+    """Return whether the engine has enough KV blocks for the trial step."""
     return info.num_blocks >= len(_TRIAL_LENGTHS) * blocks_for(max(_TRIAL_LENGTHS), info.block_size)
 
 
@@ -119,11 +132,13 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def is_fusable(layer: Any) -> bool:
-    """Whether `layer` has the parts of a common decoder layer, in sizes that fit; what it does with them is not looked
-    at."""
+    """Return whether `layer` has the modules of a common decoder layer, in sizes that fit.
+
+    What the layer computes with them is not checked here.
+    """
     if _parts(layer) != _LAYER_PARTS or _parts(layer.mlp) != _MLP_PARTS:
         return False
-    if any(True for _ in layer.self_attn.parameters(recurse=False)):  # sinks, say
+    if any(True for _ in layer.self_attn.parameters(recurse=False)):  # such as attention sinks
         return False
     norms = _parts(layer.self_attn) - {"rotary_emb"} - _PROJECTIONS
     if not (_parts(layer.self_attn) >= _PROJECTIONS and norms in (set(), _HEAD_NORMS)):
@@ -164,7 +179,7 @@ def _is_rms_norm(module: Any, size: int, dtype: torch.dtype) -> bool:
 
 
 def trial_chunks(info: EngineInfo) -> list[Chunk]:
-    """A prefill and two decodes over the engine's first blocks. There has to be room for them."""
+    """Return the chunks of the trial step, in the engine's first KV blocks. `has_room` must be true."""
     num_tokens = sum(_TRIAL_LENGTHS)
     tokens = [(7919 * i + 1) % info.vocab_size for i in range(num_tokens)]
     news, runs = [], []
@@ -176,15 +191,18 @@ def trial_chunks(info: EngineInfo) -> list[Chunk]:
 
 
 def _trial_batch(info: EngineInfo) -> StepBatch:
-    """At positions from all over the context: what a layer does may depend on them."""
+    """Pack the trial step, with positions spread over the whole context, since a layer may depend on them."""
     batch = pack_step(trial_chunks(info), info.block_size)
     positions = np.linspace(0, info.max_model_len - 1, batch.num_rows).astype(np.int64)
     return replace(batch, positions=positions)
 
 
 @torch.inference_mode()
-def _agrees(fused: nn.Module, trial: Trial) -> bool:
-    """The runner's step is still the trial's, so that attention finds its rows."""
+def _agrees(fused: nn.Module, trial: LayerTrial) -> bool:
+    """Return whether `fused` computes the trial's output within rounding.
+
+    Attention uses the runner's latest step, which must still be the trial step.
+    """
     result = fused(trial.hidden.clone(), **trial.options)
     error, expected, given = ((t.float()) for t in (result - trial.output, trial.output, trial.hidden))
     of_added, of_stream = _TOLERANCES[trial.hidden.dtype]

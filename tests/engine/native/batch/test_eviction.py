@@ -21,7 +21,7 @@ from engine.interface import (
     StepResult,
 )
 from engine.native.execution.torch_engine import TorchEngine
-from engine.native.sampling.pipeline import TokenChooser
+from engine.native.sampling.pipeline import SamplingPipeline
 from engine.thread import EngineThread
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
@@ -366,17 +366,17 @@ def test_remaining_sequences_get_the_same_logits_from_native_layers(
     make_native: Any, monkeypatch: pytest.MonkeyPatch, evictees: str, layer: int
 ) -> None:
     """The logits are equal bit by bit, not only the tokens."""
-    choose_tokens = TokenChooser.choose
+    sample_tokens = SamplingPipeline.sample
 
     def logits_of(choose: Choose) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.Tensor]]:
         engine = make_native("qwen3")
         seen: dict[str, torch.Tensor] = {}
 
-        def watched(chooser: TokenChooser, logits: torch.Tensor, sequences: Any) -> Any:
+        def watched(pipeline: SamplingPipeline, logits: torch.Tensor, sequences: Any) -> Any:
             seen.update((s.seq_id, row.clone()) for s, row in zip(sequences, logits, strict=True))
-            return choose_tokens(chooser, logits, sequences)
+            return sample_tokens(pipeline, logits, sequences)
 
-        monkeypatch.setattr(TokenChooser, "choose", watched)
+        monkeypatch.setattr(SamplingPipeline, "sample", watched)
         step = EvictingStep(engine, choose, vocab_size=90)
         return step.tokens, {name: seen[name] for name, tokens in step.tokens.items() if tokens}
 

@@ -1,4 +1,4 @@
-"""The C++ kernels as tests want them: skipped where there is no compiler, and where there is one they have to build."""
+"""The compiled C++ kernels for tests: without a compiler tests are skipped; with one the kernels must build."""
 
 import ctypes
 import shutil
@@ -19,7 +19,7 @@ def compiled_library() -> ctypes.CDLL:
     if not has_compiler():
         pytest.skip("there is no C++ compiler")
     library = load_library()
-    assert library is not None, "there is a compiler, and it did not build the kernels"
+    assert library is not None, "the compiler could not build the kernels; see the log"
     return library
 
 
@@ -31,7 +31,7 @@ def library_with_products() -> ctypes.CDLL:
 
 
 def library_with(products: str, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """It makes its products by `tiles`, or by `dots` as on a processor without AMX, whatever asks for products."""
+    """Make the library use `tiles` for its products, or `dots` as on a processor without AMX, for all callers."""
     library = library_with_products()
     if products == "tiles" and not library.use_tiles(True):
         pytest.skip("a processor without tiles")

@@ -1,4 +1,4 @@
-"""The library is built once for a processor, and its absence is no failure."""
+"""The library is built once per processor, and the engine works without it."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.engine.native.cpu.compiled import compiled_library
 def test_a_library_is_built_once_and_found_again_until_its_source_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A small one: the kernels themselves take seconds."""
+    """The test uses a small library, because the kernels take seconds to compile."""
     source = tmp_path / "answer.cpp"
     source.write_text('extern "C" int answer() { return 1; }\n')
     monkeypatch.setattr(build, "_SOURCES", (source,))

@@ -1,4 +1,4 @@
-"""Each kernel against the same arithmetic in torch's operators, in both dtypes."""
+"""Each kernel compared with the same arithmetic in torch's operators, in both dtypes."""
 
 import random
 from itertools import accumulate
@@ -35,7 +35,7 @@ def seeded() -> Any:
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Within a rounding of bfloat16, which the kernels do less often; float to four digits and more."""
+    """Assert equality up to one rounding in bfloat16 (the kernels round less often), or four digits in float32."""
     tolerance = 3e-5 if actual.dtype is torch.float32 else 0.02
     torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
@@ -91,7 +91,7 @@ def test_rotate_and_write(kernels: CpuKernels, dtype: torch.dtype, rotary: int, 
 
 
 def rotate(heads: Tensor, norm: Norm | None, cosines: Tensor, sines: Tensor) -> Tensor:
-    """(rows, heads, head_dim), the way transformers does it."""
+    """Rotate (rows, heads, head_dim) as transformers does."""
     heads = heads if norm is None else rms_norm(heads, norm)
     rotary = cosines.shape[-1]
     turned, rest = heads[..., :rotary].float(), heads[..., rotary:]
@@ -122,7 +122,7 @@ def test_paged_decode(
     longest = max(map(len, blocks))
     table = torch.tensor([own + [0] * (longest - len(own)) for own in blocks])
     slots = torch.randn(2 * shape.num_kv_heads * NUM_BLOCKS * BLOCK_SIZE, shape.head_dim).to(dtype)
-    # As the fused layer hands it over: a strided part of a wider row.
+    # A strided part of wider rows, as the fused layer passes it.
     wide = torch.randn(len(lengths), 2 * shape.query_width).to(dtype)
     query = wide[:, : shape.query_width].unflatten(1, (-1, shape.head_dim)).transpose(0, 1)
     sinks = torch.randn(shape.num_query_heads) if with_sinks else None
@@ -144,7 +144,7 @@ def attend(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """(heads, d) queries of the last token, (kv_heads, length, d) keys and values: (heads, d)."""
+    """Return the attention (heads, d) of the last token: `query` (heads, d), keys and values (kv_heads, length, d)."""
     group = query.shape[0] // keys.shape[0]
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
     scores = torch.einsum("hd,hld->hl", query, keys) * scaling
@@ -193,13 +193,13 @@ def test_paged_prefill(
             assert_close(attended[row], expected)
 
 
-def test_prefill_of_other_head_sizes_is_left_to_others(kernels: CpuKernels, dtype: torch.dtype) -> None:
+def test_other_head_sizes_have_no_prefill_kernel(kernels: CpuKernels, dtype: torch.dtype) -> None:
     slots = torch.zeros(2 * NUM_BLOCKS * BLOCK_SIZE, 20, dtype=dtype)
     chunks = PagedChunks(slots, torch.tensor([1]), torch.tensor([[0, 3, 0, 0]]), BLOCK_SIZE, longest=3)
     assert kernels.paged_prefill(torch.zeros(2, 3, 20, dtype=dtype), 1, chunks, Scoring(1.0)) is None
 
 
-def test_a_nan_in_a_context_is_seen_in_its_own_row_only(kernels: CpuKernels, dtype: torch.dtype) -> None:
+def test_a_nan_in_a_context_affects_its_own_row_only(kernels: CpuKernels, dtype: torch.dtype) -> None:
     slots = torch.randn(2 * NUM_BLOCKS * BLOCK_SIZE, 8).to(dtype)
     slots[3 * BLOCK_SIZE] = float("nan")
     paged = PagedRows(slots, torch.tensor([[1], [3]]), torch.tensor([4, 4]), BLOCK_SIZE)
@@ -208,7 +208,7 @@ def test_a_nan_in_a_context_is_seen_in_its_own_row_only(kernels: CpuKernels, dty
     assert attended[1].isnan().all()
 
 
-def test_no_kernels_for_other_dtypes() -> None:
+def test_other_dtypes_have_no_kernels() -> None:
     library = compiled_library()
     with pytest.raises(ValueError, match="float16"):
         CpuKernels(library, torch.float16)

@@ -1,5 +1,7 @@
-"""A model whose layers are single calls against the same model as transformers computes it, in bfloat16: prefills,
-chunks behind a context, and decodes, mixed in one step."""
+"""A model with one call per layer compared with transformers' layers, in bfloat16.
+
+Steps mix prefills, chunks after a context, and decodes.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,7 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def logits_of_steps(directory: Path, optimize: bool) -> tuple[Any, list[Tensor]]:
-    """The model, and what it says at the end of each sequence that a step completes."""
+    """Return the model and the logits after each sequence that a step completes."""
     config = EngineConfig(str(directory), dtype="bfloat16", kv_cache_bytes=1 << 20, optimize=optimize, block_size=8)
     engine = build_torch_engine(config)
     table, found = SequenceTable(engine.info), []

@@ -1,4 +1,4 @@
-"""Products of packed weights against plain linear layers, for every way that rows and panels fall into tiles."""
+"""Products of packed weights compared with plain linear layers, for all splits of rows and panels into tiles."""
 
 import ctypes
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.native.cpu.products import PackedWeight, PanelLinear, Products, goes_into_panels
+from engine.native.cpu.products import PackedWeight, PanelLinear, Products, fits_panels
 from tests.engine.native.cpu.compiled import library_with
 
 
@@ -37,7 +37,7 @@ def test_products(library: ctypes.CDLL, rows: int, in_features: int, out_feature
 
 
 @pytest.mark.parametrize("rows", [2, 5, 16, 17, 40])
-def test_a_row_is_the_same_in_any_company(library: ctypes.CDLL, rows: int) -> None:
+def test_a_row_does_not_depend_on_other_rows(library: ctypes.CDLL, rows: int) -> None:
     products, weight = Products(library), PackedWeight([make_layer(128, 176, bias=True)])
     x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
     together = products.multiply(x, weight)
@@ -45,7 +45,7 @@ def test_a_row_is_the_same_in_any_company(library: ctypes.CDLL, rows: int) -> No
     assert torch.equal(together, alone)
 
 
-def test_weights_side_by_side(library: ctypes.CDLL) -> None:
+def test_concatenated_weights(library: ctypes.CDLL) -> None:
     layers = [make_layer(32, 16), make_layer(32, 48, bias=True), make_layer(32, 32)]
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.inference_mode():
@@ -63,11 +63,11 @@ def test_a_nan_stays_in_its_row(library: ctypes.CDLL) -> None:
     assert out[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
 
 
-def test_what_does_not_go_into_panels_is_refused() -> None:
+def test_a_layer_that_does_not_fit_panels_is_refused() -> None:
     odd = make_layer(33, 16)
-    assert not goes_into_panels(odd)
-    assert not goes_into_panels(make_layer(32, 17))
-    with pytest.raises(ValueError, match="does not go into panels"):
+    assert not fits_panels(odd)
+    assert not fits_panels(make_layer(32, 17))
+    with pytest.raises(ValueError, match="does not fit panels"):
         PackedWeight([odd])
 
 

@@ -1,4 +1,4 @@
-"""Engines of `make_engine` with a runner of the test's choice, and graphs that need no CUDA."""
+"""Engines of `make_engine` with another runner, and graphs that need no CUDA."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class NoEvent:
-    """Of copies that are done when the call returns."""
+    """An event for copies that are complete when the call returns."""
 
     def record(self) -> None:
         pass
@@ -25,7 +25,7 @@ class NoEvent:
 
 
 class RerunGraph:
-    """Runs the captured function again, over the same tensors: what replaying means."""
+    """A graph without CUDA: replaying calls the captured function again, on the same tensors."""
 
     def __init__(self) -> None:
         self.num_replays = 0
@@ -46,14 +46,14 @@ def plain_ring(depth: int = 2) -> PinnedRing:
 
 
 def with_kernels(engine: TorchEngine, kernels: AttentionKernels | None) -> TorchEngine:
-    """Another engine over the model, which must not be optimized, and memory of `engine`, which is over."""
+    """Return another engine with the model (not optimized) and the memory of `engine`, which must not be used again."""
     return TorchEngine(engine.info, _runner(engine, kernels))
 
 
 def with_graphs(
     engine: TorchEngine, sizes: Sequence[int], kernels: AttentionKernels | None = None
 ) -> tuple[TorchEngine, DecodeGraphs, dict[int, RerunGraph]]:
-    """The same with decode graphs of these sizes; its last block is theirs."""
+    """Return the same with decode graphs of these sizes, which own the last KV block."""
     info = replace(engine.info, num_blocks=engine.info.num_blocks - 1)
     runner = _runner(engine, kernels)
     made: list[RerunGraph] = []

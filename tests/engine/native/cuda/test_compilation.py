@@ -1,6 +1,6 @@
-"""The Triton kernels compile for the GPU they are meant for (sm_90) down to machine code; that needs none.
+"""The Triton kernels compile to machine code for Hopper GPUs (sm_90); this needs no GPU.
 
-What the interpreter takes and the compiler does not, shows here, and how much of a processor's memory a kernel takes.
+It finds code that only the interpreter accepts, and checks how much shared memory a kernel takes.
 """
 
 import importlib.util
@@ -15,9 +15,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
 ]
 
-SHARED_BYTES = 227 << 10  # of a program on sm_90
+SHARED_BYTES = 227 << 10  # shared memory of a streaming multiprocessor on sm_90
 HEADS = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "PADDED_DIM": 128, "GROUP": 4, "KV_HEADS": 8, "TILE": 64}
-# What the arguments are, beyond pointers to the elements of the model.
+# Types of the arguments that are not pointers to numbers of the model's dtype.
 KINDS = {
     **dict.fromkeys(("block_table", "block_tables", "context_lens", "extents", "slot_ids"), "*i64"),
     **dict.fromkeys(("partial", "partial_state", "sinks"), "*fp32"),
@@ -31,7 +31,7 @@ def compile_for_sm90(kernel: Any, element: str, num_warps: int, constants: dict[
     from triton.compiler import ASTSource, compile
 
     kinds = {name: "constexpr" if name in constants else KINDS.get(name, f"*{element}") for name in kernel.arg_names}
-    # The large tensors begin at multiples of 16 bytes, and rows of heads do, too.
+    # Large tensors are aligned to 16 bytes.
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind == f"*{element}"}
     source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=aligned)
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
@@ -41,13 +41,13 @@ def compile_for_sm90(kernel: Any, element: str, num_warps: int, constants: dict[
 def test_decode(element: str) -> None:
     from engine.native.cuda import triton_kernels as kernels
 
-    factor = kernels.tl.bfloat16 if element == "bf16" else kernels.tl.float32
+    dot_dtype = kernels.tl.bfloat16 if element == "bf16" else kernels.tl.float32
     flags = {"HAS_SOFTCAP": True, "HAS_WINDOW": True}
     tile = {"TILE": 64 if element == "bf16" else 32}
-    split = {**HEADS, **flags, **tile, "PADDED_GROUP": 16, "LEAST": 128, "FACTOR": factor}
+    split = {**HEADS, **flags, **tile, "PADDED_GROUP": 16, "MIN_SPLIT": 128, "DOT_DTYPE": dot_dtype}
     compiled = compile_for_sm90(kernels.decode_split_kernel, element, 4, split)
     assert 0 < compiled.metadata.shared <= SHARED_BYTES // 2  # two programs at once
-    merge = {"HEADS": 32, "HEAD_DIM": 128, "PADDED_DIM": 128, "MOST_SPLITS": 32, "LEAST": 128, **tile}
+    merge = {"HEADS": 32, "HEAD_DIM": 128, "PADDED_DIM": 128, "MAX_SPLITS": 32, "MIN_SPLIT": 128, **tile}
     merge |= {"HAS_WINDOW": True, "HAS_SINKS": True}
     assert compile_for_sm90(kernels.decode_merge_kernel, element, 4, merge).asm["cubin"]
 
@@ -56,7 +56,7 @@ def test_prefill() -> None:
     from engine.native.cuda import triton_kernels as kernels
 
     constants = {**HEADS, "TOKENS": 16, "ROWS": 64, "HAS_SOFTCAP": False, "HAS_WINDOW": True, "HAS_SINKS": True}
-    constants["FACTOR"] = kernels.tl.bfloat16
+    constants["DOT_DTYPE"] = kernels.tl.bfloat16
     compiled = compile_for_sm90(kernels.prefill_kernel, "bf16", 4, constants)
     assert 0 < compiled.metadata.shared <= SHARED_BYTES // 2
     assert "wgmma" in compiled.asm["ptx"]  # Hopper's products of whole tiles

@@ -1,6 +1,6 @@
-"""Decode steps through graphs give the tokens of eager steps: sizes, padding, static numbers, the scratch block.
+"""Decode steps with graphs give the tokens of eager steps: sizes, padding, static tensors, the scratch block.
 
-The graphs here run their function again instead of replaying what a device recorded.
+The graphs here call their function again instead of replaying a device's recording.
 """
 
 import random
@@ -38,7 +38,7 @@ def test_sizes_grow_with_the_batch_and_end_at_the_largest() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "gpt2"])
 def test_tokens_are_those_of_generate(name: str, make_engine: MakeEngine, model_directory: ModelDirectory) -> None:
-    """Eleven sequences, more than the largest graph has rows for, down to one."""
+    """The batch shrinks from eleven sequences, more than the largest graph has rows, to one."""
     engine, _, graphs = with_graphs(make_engine(name, optimize=False), SIZES)
     prompts = make_prompts(11)
     lengths = {seq_id: 2 + i for i, seq_id in enumerate(prompts)}
@@ -50,7 +50,7 @@ def test_tokens_are_those_of_generate(name: str, make_engine: MakeEngine, model_
     assert engine.num_used_blocks == 0
 
 
-def test_tokens_are_the_same_disturbed_in_every_way(make_engine: MakeEngine, model_directory: ModelDirectory) -> None:
+def test_preemption_and_arrivals_change_no_token(make_engine: MakeEngine, model_directory: ModelDirectory) -> None:
     engine, _, graphs = with_graphs(make_engine("llama", optimize=False), SIZES)
     rng = random.Random(5)
     preempt = random_preemption(rng, 0.2, PreemptionMode.PAUSE, PreemptionMode.RECOMPUTE)
@@ -65,7 +65,7 @@ def test_tokens_are_the_same_disturbed_in_every_way(make_engine: MakeEngine, mod
 def test_a_prompt_computed_token_by_token_samples_its_last_row_only(
     make_engine: MakeEngine, model_directory: ModelDirectory
 ) -> None:
-    """Graphs compute the logits of all rows, of which some, or none, are wanted."""
+    """Graphs compute the logits of all rows, even if only some or none are wanted."""
     engine, _, graphs = with_graphs(make_engine("llama", optimize=False), SIZES)
     prompts = make_prompts(3)
     driven = drive(engine, [make_new(k, p) for k, p in prompts.items()], chunk=lambda s: 1)
@@ -75,7 +75,7 @@ def test_a_prompt_computed_token_by_token_samples_its_last_row_only(
     assert graphs[4].num_replays > 0
 
 
-def test_rows_that_fill_a_graph_write_to_the_scratch_block_only(make_engine: MakeEngine) -> None:
+def test_padding_rows_write_to_the_scratch_block_only(make_engine: MakeEngine) -> None:
     engine, _, graphs = with_graphs(make_engine("llama", optimize=False), [8])
     cache = engine._runner._cache
     held = engine.info.num_blocks
@@ -90,7 +90,7 @@ def test_rows_that_fill_a_graph_write_to_the_scratch_block_only(make_engine: Mak
         assert (pool[:, :, :, held, 1:] == 7.0).all()
 
 
-def test_steps_with_a_prefill_and_larger_ones_are_left_alone(make_engine: MakeEngine) -> None:
+def test_steps_with_a_prefill_and_larger_steps_do_not_use_graphs(make_engine: MakeEngine) -> None:
     engine, graphs, _ = with_graphs(make_engine("llama", optimize=False), [2])
     table = SequenceTable(engine.info)
     news = (*(make_new(f"s{i}", [1]) for i in range(3)), make_new("long", [1, 2, 3]))
@@ -105,7 +105,7 @@ def test_steps_with_a_prefill_and_larger_ones_are_left_alone(make_engine: MakeEn
     assert logits.shape == (2, VOCAB_SIZE)
 
 
-def test_the_largest_comes_first_and_then_what_saves_most(make_engine: MakeEngine) -> None:
+def test_sizes_are_captured_largest_first_then_powers_of_2(make_engine: MakeEngine) -> None:
     runner = make_engine("llama", optimize=False)._runner
     graphs = DecodeGraphs(runner.compute, runner._cache, bucket_sizes(30), 8, plain_ring())
 
@@ -125,17 +125,17 @@ def make_graphs(make_engine: MakeEngine) -> DecodeGraphs:
     return DecodeGraphs(runner.compute, runner._cache, SIZES, 8, plain_ring())
 
 
-def test_capturing_ends_with_its_time_and_its_room(make_engine: MakeEngine) -> None:
+def test_capturing_ends_at_its_time_and_memory_limits(make_engine: MakeEngine) -> None:
     graphs = make_graphs(make_engine)
     graphs.capture(RerunGraph, lambda: True, limit_s=0.0)
-    assert graphs.captured_sizes == [8]  # one, and the largest: it can do every step
+    assert graphs.captured_sizes == [8]  # one graph, the largest: it fits every step
     graphs = make_graphs(make_engine)
     room = iter([True, False])
     graphs.capture(RerunGraph, lambda: next(room), limit_s=60.0)
     assert graphs.captured_sizes == [4, 8]
 
 
-def test_a_graph_that_does_something_else_is_not_used(make_engine: MakeEngine) -> None:
+def test_a_graph_with_wrong_logits_is_not_used(make_engine: MakeEngine) -> None:
     class Forgetful(RerunGraph):
         def replay(self) -> None:
             pass
@@ -146,7 +146,7 @@ def test_a_graph_that_does_something_else_is_not_used(make_engine: MakeEngine) -
     assert graphs.captured_sizes == []
 
 
-def test_a_model_without_sound_logits_is_not_captured(make_engine: MakeEngine) -> None:
+def test_a_model_without_finite_logits_is_not_captured(make_engine: MakeEngine) -> None:
     runner = make_engine("llama", optimize=False)._runner
     broken = DecodeGraphs(
         lambda step, rows: runner.compute(step, rows) * torch.nan, runner._cache, SIZES, 8, plain_ring()

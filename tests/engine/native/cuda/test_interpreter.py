@@ -1,4 +1,4 @@
-"""Runs the kernels' tests where there is no GPU: in processes of their own, with Triton's interpreter switched on."""
+"""Run the kernels' tests without a GPU, in separate processes with Triton's interpreter."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import torch
 
 ROOT = Path(__file__).parents[4]
 TESTS = ("tests/engine/native/cuda/test_triton.py", "tests/engine/native/cuda/test_triton_layers.py")
-HALVES = ("generate", "not generate")  # whole engines, and single kernels: each as slow as the other
+HALVES = ("generate", "not generate")  # tests of whole engines, and of single kernels: both take about the same time
 
 
 def can_interpret() -> bool:
@@ -32,7 +32,7 @@ def test_the_kernels_in_the_interpreter() -> None:
 
 
 def passed_in_the_interpreter(expression: str) -> int:
-    """How many tests `expression` names; none of them may fail or be skipped."""
+    """Run the tests that `expression` selects; return their number. None may fail or be skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", expression, *TESTS]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)

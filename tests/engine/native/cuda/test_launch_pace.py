@@ -1,4 +1,4 @@
-"""How far the host runs ahead, with events that only note what becomes of them."""
+"""The host stays a fixed number of layers ahead, tested with events that record their calls."""
 
 from engine.interface import Run, StepPlan
 from engine.native.cuda.launch_pace import LaunchPace
@@ -28,7 +28,7 @@ class Event:
         self._stream.waited_for.append(self._number)
 
 
-def test_the_host_is_so_many_layers_ahead_and_no_more() -> None:
+def test_the_host_is_at_most_depth_layers_ahead() -> None:
     stream = Stream()
     pace = LaunchPace(stream.make_event, depth=2)
     waited = []
@@ -39,7 +39,7 @@ def test_the_host_is_so_many_layers_ahead_and_no_more() -> None:
     assert waited == [[], [], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
 
 
-def test_a_step_is_paced_at_every_layer_and_looks_for_wishes_behind_it(make_engine: MakeEngine) -> None:
+def test_every_layer_waits_for_its_pace_before_it_reads_eviction_requests(make_engine: MakeEngine) -> None:
     engine, stream = make_engine("gemma3"), Stream()
     engine._runner._pace = LaunchPace(stream.make_event, depth=1)
     new = make_new("s", range(3, 9))

@@ -1,4 +1,4 @@
-"""On a GPU: kernels, fused layers and graphs are in use, and change nothing but speed. Skipped where there is none."""
+"""On a GPU, kernels, fused layers and graphs are used and do not change the tokens. Skipped without a GPU."""
 
 import random
 import warnings
@@ -22,7 +22,7 @@ KV_BYTES = 1 << 21
 
 
 def build(make_engine: MakeEngine, name: str, **changes: Any) -> tuple[TorchEngine, dict[str, dict[str, Any]]]:
-    """The engine, and what was logged at its start by event."""
+    """Return the engine and its start's log entries by event."""
     with capture_logs() as logs:
         engine = make_engine(name, device="cuda", kv_cache_bytes=KV_BYTES, **changes)
     return engine, {entry["event"]: dict(entry) for entry in logs}
@@ -34,7 +34,7 @@ def outputs(engine: TorchEngine) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
-def test_everything_is_in_use(name: str, make_engine: MakeEngine) -> None:
+def test_kernels_fused_layers_and_graphs_are_used(name: str, make_engine: MakeEngine) -> None:
     engine, logs = build(make_engine, name)
     assert engine.info.attention_backend == "own Triton kernels"
     assert logs["model optimized"]["fused_layers"] == 2
@@ -43,18 +43,18 @@ def test_everything_is_in_use(name: str, make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt-oss"])
-def test_they_change_no_token(name: str, make_engine: MakeEngine) -> None:
+def test_they_do_not_change_the_tokens(name: str, make_engine: MakeEngine) -> None:
     plain = outputs(build(make_engine, name, optimize=False)[0])
     assert outputs(build(make_engine, name, cuda_graphs=False)[0]) == plain
     assert outputs(build(make_engine, name)[0]) == plain
 
 
-def test_graphs_can_be_left_out(make_engine: MakeEngine) -> None:
+def test_graphs_can_be_switched_off(make_engine: MakeEngine) -> None:
     assert "CUDA graphs captured" not in build(make_engine, "llama", cuda_graphs=False)[1]
 
 
 def test_a_greedy_decode_step_waits_for_the_device_once(make_engine: MakeEngine) -> None:
-    """When its tokens come back; until then the host is ahead of the device."""
+    """The host waits for the step's tokens only."""
     engine, _ = build(make_engine, "llama")
     names = [f"s{i}" for i in range(5)]
     news = tuple(make_new(name, [1, 2, 3 + i], max_tokens=20) for i, name in enumerate(names))
@@ -81,7 +81,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-def test_sampling_is_the_cpus_and_the_same_preempted_or_not(make_engine: MakeEngine) -> None:
+def test_sampling_equals_the_cpus_with_and_without_preemption(make_engine: MakeEngine) -> None:
     news = [make_new(name, range(3, 12), max_tokens=12, **options) for name, options in SAMPLING.items()]
     expected = {name: s.output for name, s in drive(make_engine("llama", optimize=False), news).items()}
     engine, _ = build(make_engine, "llama")

@@ -1,4 +1,4 @@
-"""Host buffers take turns, and none is written before its last copy is done."""
+"""Host buffers are used in turn, and none is written before its last copy is complete."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ class NotedEvent:
         self.calls.append("synchronize")
 
 
-def test_arrays_arrive_end_to_end() -> None:
+def test_arrays_arrive_concatenated() -> None:
     ring = PinnedRing(CPU, pin=False, make_event=NotedEvent)
     arrays = [np.arange(3), np.arange(6).reshape(2, 3), np.array([], dtype=np.int64)]
     first = ring.upload(arrays)
@@ -44,12 +44,12 @@ def test_a_buffer_waits_for_its_own_last_copy() -> None:
     ]
 
 
-def test_buffers_grow_with_what_is_asked_of_them_and_stay() -> None:
+def test_buffers_grow_and_are_reused() -> None:
     ring = PinnedRing(CPU, depth=1, pin=False, make_event=NotedEvent)
     large = 100_000
     kept = ring.next_buffer(large)
     assert len(kept) == large
-    ring.sent()
+    ring.mark_sent()
     assert ring.next_buffer(10).data_ptr() == kept.data_ptr()
-    ring.sent()
+    ring.mark_sent()
     assert ring.next_buffer(large).data_ptr() == kept.data_ptr()

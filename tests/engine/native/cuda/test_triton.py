@@ -1,7 +1,7 @@
-"""The Triton kernels against the same arithmetic in torch's operators, and in a whole engine.
+"""The Triton kernels compared with the same arithmetic in torch's operators, and used in a whole engine.
 
-On a GPU they are compiled and run there. Without one they run in Triton's interpreter, which has to be switched on
-before torch is imported: `test_interpreter.py` starts a process for that, and these tests are skipped in any other.
+On a GPU they are compiled and run there. Without one they run in Triton's interpreter, which must be switched on before
+torch is imported: `test_interpreter.py` starts a process for that; other processes skip these tests.
 """
 
 import os
@@ -25,7 +25,7 @@ HAS_GPU = torch.cuda.is_available()
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
     pytest.mark.skipif(not (HAS_GPU or IS_INTERPRETED), reason="no GPU, and not in Triton's interpreter"),
-    # The interpreter computes with numpy, which speaks of what becomes of NaN.
+    # The interpreter computes with numpy, which warns about NaN.
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
 ]
@@ -56,11 +56,11 @@ def name_of(case: Any) -> str:
 def kernels() -> AttentionKernels:
     from engine.native.cuda.kernels import TritonKernels
 
-    return TritonKernels(num_processors=2, least_split=32)  # splits even short contexts
+    return TritonKernels(num_processors=2, min_split=32)  # splits even short contexts
 
 
 class Cache:
-    """Of random numbers, with a block table for each of some contexts."""
+    """A KV cache of random numbers, with a block table for each context."""
 
     def __init__(self, shape: HeadShape, block_size: int, dtype: torch.dtype, lengths: list[int]) -> None:
         self.shape, self.block_size, self.lengths = shape, block_size, lengths
@@ -70,13 +70,13 @@ class Cache:
         rng = random.Random(5)
         self.blocks = [rng.sample(range(NUM_BLOCKS), -(-length // block_size)) for length in lengths]
         num_rows = 64
-        # A strided part of wider rows, as a fused projection gives it.
+        # A strided part of wider rows, like the output of a fused projection.
         wide = torch.randn(num_rows, 2 * shape.query_width, generator=generator).to(DEVICE, dtype)
         self.query = wide[:, : shape.query_width].unflatten(1, (-1, shape.head_dim)).transpose(0, 1)
         self.sinks = torch.randn(shape.num_query_heads, generator=generator).to(DEVICE)
 
     def context(self, sequence: int) -> Tensor:
-        """Keys and values: (2, kv_heads, length, head_dim), in float32."""
+        """Return keys and values of a context: (2, kv_heads, length, head_dim), float32."""
         pool = self.slots.view(2, self.shape.num_kv_heads, NUM_BLOCKS, self.block_size, self.shape.head_dim)
         return pool[:, :, self.blocks[sequence]].flatten(2, 3)[:, :, : self.lengths[sequence]].float()
 
@@ -87,7 +87,7 @@ class Cache:
 
 
 def attend(query: Tensor, context: Tensor, scoring: Scoring) -> Tensor:
-    """(heads, d) queries of a context's last token: (heads, d), in float32."""
+    """Return the attention (heads, head_dim), float32, of a context's last token with `query` (heads, head_dim)."""
     keys, values = (part.repeat_interleave(len(query) // len(part), 0) for part in context)
     scores = torch.einsum("hd,hld->hl", query.float(), keys) * scoring.scaling
     if scoring.softcap is not None:
@@ -120,7 +120,7 @@ def test_decode(kernels: AttentionKernels, case: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_prefill(kernels: AttentionKernels, case: Any) -> None:
-    """A whole prompt, the end of a longer one, and the middle of another."""
+    """The chunks are a whole prompt, the end of a longer prompt and the middle of another."""
     shape, softcap, window, has_sinks, block_size, dtype = case
     extents = [(0, 5), (70, 83), (30, 69)]
     cache = Cache(shape, block_size, dtype, [end for _, end in extents])
@@ -140,12 +140,12 @@ def test_prefill(kernels: AttentionKernels, case: Any) -> None:
             assert_close(attended[row], attend(query[:, row], seen, scoring), dtype)
 
 
-def test_a_nan_in_a_context_is_seen_in_its_own_row_only(kernels: AttentionKernels) -> None:
+def test_a_nan_in_a_context_affects_its_own_row_only(kernels: AttentionKernels) -> None:
     shape = HeadShape(2, 1, 16)
     cache = Cache(shape, 16, torch.float32, [20, 20, 20])
     cache.blocks = [[0, 1], [2, 3], [4, 5]]
     cache.slots[3 * 16] = float("nan")
-    cache.slots.view(2, NUM_BLOCKS, 16, 16)[:, 5, 4:] = float("nan")  # left behind a context's end by a former owner
+    cache.slots.view(2, NUM_BLOCKS, 16, 16)[:, 5, 4:] = float("nan")  # left by a former owner after the context's end
     query = cache.query[:, :3]
     attended = kernels.paged_decode(query, 1, cache.rows(), Scoring(1.0))
     assert attended[0].isfinite().all()
@@ -153,23 +153,23 @@ def test_a_nan_in_a_context_is_seen_in_its_own_row_only(kernels: AttentionKernel
     assert attended[2].isfinite().all()
 
 
-def test_queries_that_do_not_go_with_the_cache(kernels: AttentionKernels) -> None:
+def test_queries_that_do_not_fit_the_cache_are_refused(kernels: AttentionKernels) -> None:
     cache = Cache(HeadShape(2, 1, 16), 16, torch.float32, [20])
-    with pytest.raises(ValueError, match="3 queries and 1 contexts"):
+    with pytest.raises(ValueError, match="3 rows of queries, but 1 context lengths"):
         kernels.paged_decode(cache.query[:, :3], 1, cache.rows(), Scoring(1.0))
-    with pytest.raises(ValueError, match="do not go with this cache"):
+    with pytest.raises(ValueError, match="do not fit this cache"):
         kernels.paged_decode(cache.query[:, :1, :8], 1, cache.rows(), Scoring(1.0))
     assert not kernels.can_attend(HeadShape(2, 2, 512))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_the_trial_finds_nothing_wrong(kernels: AttentionKernels, dtype: torch.dtype) -> None:
+def test_the_trial_accepts_the_kernels(kernels: AttentionKernels, dtype: torch.dtype) -> None:
     assert find_fault(kernels, [LayerSpec(LayerShape(2, 24), window) for window in (None, 9)], 4, dtype, DEVICE) is None
 
 
 @pytest.mark.skipif(HAS_GPU, reason="test_cuda.py has them on the GPU")
 @pytest.mark.parametrize(("name", "has_graphs"), [("llama", False), ("gemma2", True)])
-def test_an_engine_with_them_gives_the_tokens_of_generate(
+def test_an_engine_with_the_kernels_gives_the_tokens_of_generate(
     name: str, has_graphs: bool, kernels: AttentionKernels, make_engine: MakeEngine, model_directory: ModelDirectory
 ) -> None:
     plain = make_engine(name, optimize=False)

@@ -1,4 +1,4 @@
-"""The layers' Triton kernels against transformers' arithmetic; where they run, `test_triton.py` says."""
+"""The layers' Triton kernels compared with transformers' arithmetic; `test_triton.py` says where they run."""
 
 import pytest
 import torch
@@ -81,12 +81,12 @@ def test_rotate_and_write(kernels: LayerKernels, dtype: torch.dtype, rotary: int
     written = slots.view(2, shape.num_kv_heads, -1, shape.head_dim)[:, :, slot_ids]
     assert_close(written, torch.stack((keys, heads[:, 6:])).transpose(1, 2))
     assert int((slots != 0).any(-1).sum()) == rows * 2 * shape.num_kv_heads  # and nowhere else
-    with pytest.raises(ValueError, match="do not go with"):
+    with pytest.raises(ValueError, match="do not fit"):
         kernels.rotate_and_write(qkv[:, :-1], shape, slots, slot_ids, cosines, sines, *norms)
 
 
 def rotate(heads: Tensor, norm: Norm | None, cosines: Tensor, sines: Tensor) -> Tensor:
-    """(rows, heads, head_dim), the way transformers does it."""
+    """Rotate (rows, heads, head_dim) as transformers does."""
     heads = heads if norm is None else rms_norm(heads, norm)
     rotary = cosines.shape[-1]
     turned, rest = heads[..., :rotary].float(), heads[..., rotary:]

@@ -1,4 +1,4 @@
-"""Weights as they lie on disk: all of them, in their shapes, read once; or one sentence that names what is wrong."""
+"""All weights are read from disk in their shapes, or the error names what is wrong."""
 
 import importlib.util
 import json
@@ -71,7 +71,7 @@ def sharded(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("wanted", DTYPES)
 @pytest.mark.parametrize("stored", DTYPES)
-def test_every_number_format_on_disk_becomes_every_wanted_one(
+def test_every_dtype_on_disk_converts_to_every_wanted_dtype(
     stored: torch.dtype, wanted: torch.dtype, tmp_path: Path
 ) -> None:
     model = save_model(tmp_path, CONFIGS["llama"]()).to(stored)
@@ -82,7 +82,7 @@ def test_every_number_format_on_disk_becomes_every_wanted_one(
         assert torch.equal(loaded[name], weight.to(wanted)), name
 
 
-def test_shards_are_one_model(sharded: Path) -> None:
+def test_all_shards_are_read(sharded: Path) -> None:
     assert len(list(sharded.glob("model-*.safetensors"))) > 2
     prompt = (3, 1, 4, 1, 5)
     model = save_model(sharded / "whole", CONFIGS["llama"]())
@@ -98,7 +98,7 @@ def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's list of mapped files")
-def test_weights_in_the_wanted_format_are_mapped_not_copied(llama: Path) -> None:
+def test_weights_of_the_wanted_dtype_are_mapped_not_copied(llama: Path) -> None:
     model = load(llama)
     mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(llama) in line]
     ranges = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in mapped]
@@ -116,7 +116,7 @@ def test_all_end_of_sequence_ids_of_the_generation_config_count(llama: Path) -> 
     assert driven.finish_reason is not None and driven.finish_reason.value == "stop"
 
 
-def test_a_missing_weight_is_not_made_up(llama: Path) -> None:
+def test_a_missing_weight_is_refused(llama: Path) -> None:
     change_weights(llama, lambda weights: weights.pop(GATE))
     assert refusal(llama).endswith(f"lacks the weights {GATE}")
 
@@ -126,12 +126,12 @@ def test_many_missing_weights_are_counted(llama: Path) -> None:
     assert "and 6 more" in refusal(llama)
 
 
-def test_an_untied_head_that_is_missing_is_missed(llama: Path) -> None:
+def test_a_missing_untied_head_is_refused(llama: Path) -> None:
     change_weights(llama, lambda weights: weights.pop("lm_head.weight"))
     assert "lm_head.weight" in refusal(llama)
 
 
-def test_a_weight_of_another_shape(llama: Path) -> None:
+def test_a_weight_of_another_shape_is_refused(llama: Path) -> None:
     change_config(llama, intermediate_size=40)
     message = refusal(llama)
     assert "have another shape than the config says" in message
@@ -142,12 +142,12 @@ def test_weights_that_the_model_does_not_know_are_logged(llama: Path) -> None:
     change_weights(llama, lambda weights: weights.update({"model.extra.weight": torch.zeros(3)}))
     with structlog.testing.capture_logs() as logs:
         load(llama)
-    (entry,) = [entry for entry in logs if entry["event"] == "weights without a use"]
+    (entry,) = [entry for entry in logs if entry["event"] == "unused weights in the checkpoint"]
     assert entry["names"] == "model.extra.weight"
 
 
 @pytest.mark.parametrize("kept", [0, 5, 2000, -7])
-def test_a_truncated_file(kept: int, llama: Path) -> None:
+def test_a_truncated_file_is_refused(kept: int, llama: Path) -> None:
     file = llama / SINGLE
     file.write_bytes(file.read_bytes()[:kept])
     assert f"{SINGLE} is damaged" in refusal(llama)
@@ -162,21 +162,21 @@ def test_a_truncated_shard_is_named(sharded: Path) -> None:
 def test_a_missing_shard_is_named(sharded: Path) -> None:
     shard = sorted(sharded.glob("model-*.safetensors"))[1]
     shard.unlink()
-    assert f"{INDEX} names {shard.name}, which is not there" in refusal(sharded)
+    assert f"{INDEX} names {shard.name}, which does not exist" in refusal(sharded)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
-def test_an_index_that_is_none(text: str, sharded: Path) -> None:
+def test_an_invalid_index_is_refused(text: str, sharded: Path) -> None:
     (sharded / INDEX).write_text(text)
-    assert f"{INDEX} is no index of weights" in refusal(sharded)
+    assert f"{INDEX} is not a valid index of weights" in refusal(sharded)
 
 
-def test_a_directory_without_weights(llama: Path) -> None:
+def test_a_directory_without_weights_is_refused(llama: Path) -> None:
     (llama / SINGLE).unlink()
     assert str(llama) in refusal(llama)
 
 
-# The package that each kind needs first on a machine that has none of them, as its refusal names it.
+# The package that each quantisation method needs first, as the error names it if no such package is installed.
 PACKAGES = {
     "torchao": "torchao",
     "gptq": "optimum",
@@ -209,19 +209,21 @@ def test_an_unknown_quantisation_is_not_read_as_plain_weights(llama: Path) -> No
     assert "quantised with no-such-thing, which transformers does not know" in refusal(llama)
 
 
-def test_a_quantised_model_needs_what_it_takes_on_disk(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_check_of_quantised_weights_uses_their_size_on_disk(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_disk = (llama / SINGLE).stat().st_size
     monkeypatch.setattr("engine.native.model.loader.free_bytes", lambda device: on_disk)
     change_config(llama, hidden_size=3200)
     assert "not enough memory: the weights take" in refusal(llama)
     change_config(llama, quantization_config={"quant_method": "torchao", **SETTINGS["torchao"]})
-    assert "not enough memory" not in refusal(llama)  # but no such weights, or no such package
+    assert "not enough memory" not in refusal(llama)  # the error is about weights or the package
     monkeypatch.setattr("engine.native.model.loader.free_bytes", lambda device: on_disk - 1)
     assert "not enough memory: the weights take" in refusal(llama)
 
 
 def test_quantised_weights_generate(llama: Path) -> None:
-    """With the package, which is not among this project's dependencies."""
+    """This needs a package that is not among the project's dependencies."""
     quantization = pytest.importorskip("torchao.quantization")
     plan = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
     model = AutoModelForCausalLM.from_pretrained(llama, quantization_config=plan, attn_implementation="eager")
@@ -231,7 +233,7 @@ def test_quantised_weights_generate(llama: Path) -> None:
     assert tuple(driven["a"].output) == generate(model, prompt, 8)
 
 
-def test_quantised_weights_are_left_to_their_package(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_quantised_weights_are_not_replaced(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     optimized: list[Any] = []
     monkeypatch.setattr("engine.factory.optimize_for_cpu", lambda model, *_: optimized.append(model))
     build_torch_engine(make_config(llama))

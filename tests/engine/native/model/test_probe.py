@@ -1,4 +1,4 @@
-"""What is seen of a model by running it: its layers, and whatever would make its tokens other than its own."""
+"""The probe finds a model's layers by running it, and refuses models whose tokens would be wrong."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,41 +28,41 @@ def shapes(specs: list[LayerSpec]) -> list[tuple[int, int, int | None]]:
     return [(spec.shape.num_kv_heads, spec.shape.head_dim, spec.window) for spec in specs]
 
 
-def test_layers_are_what_attention_is_asked_for(tmp_path: Path) -> None:
+def test_layers_have_the_shapes_and_windows_passed_to_attention(tmp_path: Path) -> None:
     assert shapes(probe(tmp_path, CONFIGS["llama"]())) == [(2, 8, None)] * 2
     assert shapes(probe(tmp_path, CONFIGS["gemma3"]())) == [(2, 8, 7), (2, 8, None)]
     assert shapes(probe(tmp_path, CONFIGS["phimoe"]())) == [(2, 8, 7)] * 2
     assert shapes(probe(tmp_path, ARCHITECTURES["gemma4"]())) == [(2, 8, 7), (1, 16, None)]
 
 
-def test_heads_are_as_wide_as_the_wider_of_keys_and_values(tmp_path: Path) -> None:
+def test_the_head_size_is_the_larger_of_keys_and_values(tmp_path: Path) -> None:
     assert shapes(probe(tmp_path, ARCHITECTURES["deepseek-v3"]())) == [(4, 16, None)] * 2
 
 
-def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
+def test_a_window_as_long_as_the_context_counts_as_none(tmp_path: Path) -> None:
     config = CONFIGS["mistral"]()
     for window, seen in ((127, 127), (128, None), (4096, None)):
         config.sliding_window = window
         assert shapes(probe(tmp_path, config)) == [(2, 8, seen)] * 2
 
 
-def test_the_context_of_a_chunked_model_is_its_first_chunk(tmp_path: Path) -> None:
+def test_the_context_limit_of_a_chunked_model_is_its_first_chunk(tmp_path: Path) -> None:
     assert shapes(probe(tmp_path, ARCHITECTURES["llama4"]())) == [(2, 8, None)] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phimoe"])
-def test_rounding_is_not_taken_for_mixing(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_rounding_is_not_mistaken_for_mixing(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert len(probe(tmp_path, CONFIGS[name](), dtype)) == 2
 
 
 def positions_by_place(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A model that numbers the tokens of a call itself, as if they were one sequence."""
+    """A model that ignores the given positions and numbers the rows of a call itself."""
     return lambda self, x, position_ids: original(self, x, torch.arange(x.shape[1])[None])
 
 
 def shifted_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A model whose MLP looks at the token before, as convolutions and recurrences do."""
+    """A model whose MLP reads the previous row, as convolutions and recurrences do."""
 
     def forward(self: Any, x: Tensor) -> Any:
         return original(self, x + x.roll(1, dims=1))
@@ -81,27 +81,27 @@ def test_a_model_that_mixes_the_tokens_of_a_step_is_refused(
         probe(tmp_path, CONFIGS["llama"]())
 
 
-def test_an_option_that_attention_does_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_option_of_attention_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = llama.LlamaAttention.forward
 
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         return original(self, *args, **options, block_indices=torch.zeros(1))
 
     monkeypatch.setattr(llama.LlamaAttention, "forward", forward)
-    with pytest.raises(EngineStartError, match="its attention wants block_indices"):
+    with pytest.raises(EngineStartError, match="its attention needs block_indices"):
         probe(tmp_path, CONFIGS["llama"]())
 
 
-def test_a_model_that_breaks_on_a_packed_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fails_on_a_packed_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: Any, x: Tensor) -> Any:
         raise IndexError("\nno such row\nat all")
 
     monkeypatch.setattr(llama.LlamaMLP, "forward", forward)
-    with pytest.raises(EngineStartError, match="a packed step fails in it: no such row$"):
+    with pytest.raises(EngineStartError, match="its forward pass fails on a packed step: no such row$"):
         probe(tmp_path, CONFIGS["llama"]())
 
 
-def test_masks_that_are_no_window_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_that_are_not_a_window_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = llama.create_causal_mask
 
     def every_other(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

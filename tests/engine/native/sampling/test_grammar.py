@@ -1,4 +1,4 @@
-"""Masks of grammars, on the shipped demo model's tokenizer and on one made up here."""
+"""Grammar masks, with the demo model's tokenizer and with a small one made here."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from demo_model.location import demo_model_path
 from engine.interface import EngineInfo
-from engine.native.sampling.grammar import Bits, GrammarError, Grammars, apply_masks, hold_back
+from engine.native.sampling.grammar import Bits, GrammarError, Grammars, apply_masks, forbid_tokens
 
 DEMO = EngineInfo(
     str(demo_model_path()),
@@ -27,7 +27,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789-"
 
 @pytest.fixture
 def letters(tmp_path: Path) -> EngineInfo:
-    """A model of 40 logits whose tokenizer knows 38 tokens: 0 ends, 1 … are the letters."""
+    """A model of 40 logits whose tokenizer has 38 tokens: 0 ends a sequence, 1 and above are letters."""
     vocab = {"<|end|>": 0, **{letter: i + 1 for i, letter in enumerate(LETTERS)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,7 +52,7 @@ def ids(text: str) -> list[int]:
     return [LETTERS.index(letter) + 1 for letter in text]
 
 
-def test_masks_are_what_the_grammar_allows_next(letters: EngineInfo) -> None:
+def test_masks_allow_what_the_grammar_allows_next(letters: EngineInfo) -> None:
     grammars = Grammars(letters)
     matchers = [grammars.matcher(regex(pattern)) for pattern in ("[a-c]*x", "ab", "(ab)?")]
     assert allowed(grammars.masks(matchers), 40) == [set(ids("abcx")), set(ids("a")), {*ids("a"), 0}]
@@ -64,7 +64,7 @@ def test_masks_are_what_the_grammar_allows_next(letters: EngineInfo) -> None:
     assert allowed(grammars.masks(matchers), 40) == [set(ids("abcx")), {0}, {0}]
 
 
-def test_sequences_of_one_grammar_have_places_of_their_own(letters: EngineInfo) -> None:
+def test_sequences_with_the_same_grammar_have_separate_states(letters: EngineInfo) -> None:
     grammars = Grammars(letters)
     first, second = grammars.matcher(regex("abc")), grammars.matcher(regex("abc"))
     first.consume(ids("ab"))
@@ -73,7 +73,7 @@ def test_sequences_of_one_grammar_have_places_of_their_own(letters: EngineInfo) 
     assert [m.num_consumed for m in (first, second, third)] == [2, 0, 0]
 
 
-def test_tokens_of_the_model_that_its_tokenizer_does_not_know_are_forbidden(letters: EngineInfo) -> None:
+def test_tokens_that_the_tokenizer_does_not_have_are_forbidden(letters: EngineInfo) -> None:
     bits = np.full((1, 2), -1, dtype=np.int32)
     assert allowed(bits, 40) == [set(range(40))]
     assert allowed(bits, 70) == [set(range(64))]
@@ -82,14 +82,14 @@ def test_tokens_of_the_model_that_its_tokenizer_does_not_know_are_forbidden(lett
     assert allowed(grammars.masks([anything]), 64) == [set(range(38))]
 
 
-def test_what_is_held_back_is_forbidden_unless_nothing_else_is_left(letters: EngineInfo) -> None:
+def test_stop_tokens_are_forbidden_unless_nothing_else_is_allowed(letters: EngineInfo) -> None:
     grammars = Grammars(letters)
     bits = grammars.masks([grammars.matcher(regex("a?")), grammars.matcher(regex(""))])
     for row in bits:
-        hold_back(row, [0, 31, 10**6, -1])
+        forbid_tokens(row, [0, 31, 10**6, -1])
     assert allowed(bits, 40) == [set(ids("a")), {0}]
     every = np.full((1, 2), -1, dtype=np.int32)
-    hold_back(every[0], [31, 32, 63])
+    forbid_tokens(every[0], [31, 32, 63])
     assert allowed(every, 64) == [set(range(64)) - {31, 32, 63}]
 
 
@@ -100,7 +100,7 @@ def test_a_bad_grammar_is_refused_with_a_short_reason(grammar: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_token_that_breaks_the_grammar_is_an_error_for_good(letters: EngineInfo) -> None:
+def test_a_token_that_breaks_the_grammar_is_a_permanent_error(letters: EngineInfo) -> None:
     grammars = Grammars(letters)
     matcher = grammars.matcher(regex("abc"))
     with pytest.raises(GrammarError, match="cannot be followed"):
@@ -111,7 +111,7 @@ def test_a_token_that_breaks_the_grammar_is_an_error_for_good(letters: EngineInf
     assert healthy.failure is None
 
 
-def test_a_model_without_what_grammars_need_refuses_them(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_or_end_of_sequence_refuses_grammars(tmp_path: Path) -> None:
     with pytest.raises(GrammarError, match=r"tokenizer\.json"):
         Grammars(replace(DEMO, model_path=str(tmp_path))).matcher(regex("a"))
     (tmp_path / "tokenizer.json").write_text("{}")

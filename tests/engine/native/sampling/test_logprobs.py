@@ -1,4 +1,4 @@
-"""Log probabilities against their definition."""
+"""Log probabilities compared with their definition."""
 
 import json
 import math
@@ -14,11 +14,11 @@ from engine.native.sampling.logprobs import token_logprobs
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 1000), rows=st.integers(1, 5), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_they_are_the_log_softmax_likeliest_first_and_of_equal_ones_the_lower_id(
+def test_log_softmax_with_the_likeliest_first_and_the_lower_id_of_equal_ones(
     seed: int, rows: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    # Few different values: ties everywhere, also at the last place of the top.
+    # Few different values, so that there are ties everywhere, also at the last place of the top.
     logits = torch.randint(-3, 3, (rows, 40), generator=generator).to(dtype)
     token_ids = torch.randint(0, 40, (rows,), generator=generator).tolist()
     num_top = torch.randint(0, 21, (rows,), generator=generator).tolist()
@@ -31,7 +31,7 @@ def test_they_are_the_log_softmax_likeliest_first_and_of_equal_ones_the_lower_id
         assert entry.top == tuple((i, values[i]) for i in ranked)
 
 
-def test_more_rows_than_are_taken_at_once() -> None:
+def test_more_rows_than_one_pass_takes() -> None:
     logits = torch.randn(150, 30, generator=torch.Generator().manual_seed(1))
     ids = [i % 30 for i in range(150)]
     found = token_logprobs(logits, ids, [3] * 150)
@@ -40,8 +40,8 @@ def test_more_rows_than_are_taken_at_once() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2, 5, 100])
-def test_impossible_tokens_are_numbers_too(count: int) -> None:
-    """JSON has no infinity; and more likeliest tokens than there are is all of them."""
+def test_impossible_tokens_have_finite_values(count: int) -> None:
+    """JSON has no infinity. Asking for more likeliest tokens than there are returns all of them."""
     logits = torch.tensor([[0.0, -math.inf, 0.0, -math.inf, -math.inf]])
     (entry,) = token_logprobs(logits, [1], [count])
     assert entry.logprob == -9999.0

@@ -1,4 +1,4 @@
-"""Penalties, bias and held-back stops against transformers' processors and plain definitions."""
+"""Penalties, bias and forbidden stops compared with transformers' processors and plain definitions."""
 
 import random
 from typing import Any
@@ -12,7 +12,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from engine.native.sampling.penalties import LogitRules, add_bias, hold_back_stops, penalise
+from engine.native.sampling.penalties import Penalties, add_bias, apply_penalties, forbid_stops
 from engine.sequences.sequence import Sequence
 from tests.engine.drive import make_new
 
@@ -27,14 +27,14 @@ def make_sequence(prompt: list[int], output: list[int], **sampling: Any) -> Sequ
     return sequence
 
 
-def ruled(logits: Tensor, *sequences: Sequence) -> Tensor:
-    rules = [LogitRules(sequence, logits.shape[-1]) for sequence in sequences]
-    for rule, sequence in zip(rules, sequences, strict=True):
-        rule.follow(sequence)
+def penalised(logits: Tensor, *sequences: Sequence) -> Tensor:
+    penalties = [Penalties(sequence, logits.shape[-1]) for sequence in sequences]
+    for own, sequence in zip(penalties, sequences, strict=True):
+        own.update(sequence)
     changed = logits.clone()
-    add_bias(changed, rules)
-    penalise(changed, rules)
-    hold_back_stops(changed, rules)
+    add_bias(changed, penalties)
+    apply_penalties(changed, penalties)
+    forbid_stops(changed, penalties)
     return changed
 
 
@@ -47,62 +47,62 @@ def make_logits(rows: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_repetition_penalty_is_transformers_own(seed: int) -> None:
+def test_the_repetition_penalty_equals_that_of_transformers(seed: int) -> None:
     rng = random.Random(seed)
     prompt, output, penalty = random_tokens(rng, 20), random_tokens(rng, 9), rng.choice([0.7, 1.2, 2.5])
     logits = make_logits(1, seed)
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits.clone())
-    assert torch.equal(ruled(logits, make_sequence(prompt, output, repetition_penalty=penalty)), expected)
+    assert torch.equal(penalised(logits, make_sequence(prompt, output, repetition_penalty=penalty)), expected)
 
 
-def test_presence_and_frequency_look_at_the_output_only() -> None:
+def test_presence_and_frequency_count_the_output_only() -> None:
     logits = make_logits(1, 0)
     sequence = make_sequence([1, 2, 3, 3], [2, 5, 5, 5], presence_penalty=0.5, frequency_penalty=0.25)
     expected = logits.clone()
     expected[0, 2] -= 0.75
     expected[0, 5] -= 1.25
-    torch.testing.assert_close(ruled(logits, sequence), expected)
+    torch.testing.assert_close(penalised(logits, sequence), expected)
 
 
-def test_the_bias_goes_first_then_repetition_then_presence() -> None:
+def test_the_order_is_bias_repetition_presence() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, :3] = torch.tensor([4.0, -4.0, 4.0])
     sequence = make_sequence(
         [0, 1], [0], repetition_penalty=2.0, presence_penalty=1.0, logit_bias=((0, 10.0), (2, -3.0))
     )
-    assert ruled(logits, sequence)[0, :3].tolist() == [(4 + 10) / 2 - 1, -4 * 2, 4 - 3]
+    assert penalised(logits, sequence)[0, :3].tolist() == [(4 + 10) / 2 - 1, -4 * 2, 4 - 3]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_bias_is_transformers_own(seed: int) -> None:
+def test_the_bias_equals_that_of_transformers(seed: int) -> None:
     rng = random.Random(seed)
     bias = {token_id: rng.uniform(-100, 100) for token_id in random_tokens(rng, 12)}
     logits = make_logits(1, seed)
     processor = SequenceBiasLogitsProcessor([[[token_id], value] for token_id, value in bias.items()])
     expected = processor(torch.tensor([[1]]), logits.clone())
-    torch.testing.assert_close(ruled(logits, make_sequence([1], [], logit_bias=tuple(bias.items()))), expected)
+    torch.testing.assert_close(penalised(logits, make_sequence([1], [], logit_bias=tuple(bias.items()))), expected)
 
 
-def test_tokens_outside_the_vocabulary_are_nobodys_end() -> None:
-    """What a user may write, and the model does not have."""
+def test_tokens_outside_the_vocabulary_are_ignored() -> None:
+    """A user may name token ids that the model does not have."""
     logits = make_logits(1, 0)
     bias = ((-1, 5.0), (VOCAB_SIZE, 5.0), (10**9, 5.0))
     stops = (-3, VOCAB_SIZE + 5)
     sequence = make_sequence([1], [], logit_bias=bias, stop_token_ids=stops, min_tokens=1, ignore_eos=True)
-    assert torch.equal(ruled(logits, sequence), logits)
+    assert torch.equal(penalised(logits, sequence), logits)
 
 
 @pytest.mark.parametrize("num_output", range(4))
-def test_min_tokens_is_transformers_own(num_output: int) -> None:
+def test_min_tokens_equals_that_of_transformers(num_output: int) -> None:
     logits = make_logits(1, num_output)
     prompt, output = [1, 2, 3], [4, 5, 6][:num_output]
     processor = MinNewTokensLengthLogitsProcessor(len(prompt), 2, [EOS, 9], device="cpu")
     expected = processor(torch.tensor([prompt + output]), logits.clone())
     sequence = make_sequence(prompt, output, min_tokens=2, stop_token_ids=(9,))
-    assert torch.equal(ruled(logits, sequence), expected)
+    assert torch.equal(penalised(logits, sequence), expected)
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     rng = random.Random(1)
     logits = make_logits(6, 1)
     options: list[dict[str, Any]] = [
@@ -114,7 +114,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         {"logit_bias": ((0, 1.0),)},
     ]
     sequences = [make_sequence(random_tokens(rng, 15), random_tokens(rng, 10), **chosen) for chosen in options]
-    together = ruled(logits, *sequences)
+    together = penalised(logits, *sequences)
     for i, sequence in enumerate(sequences):
-        assert torch.equal(together[i : i + 1], ruled(logits[i : i + 1], sequence))
-    assert torch.equal(ruled(logits.flip(0), *reversed(sequences)), together.flip(0))
+        assert torch.equal(together[i : i + 1], penalised(logits[i : i + 1], sequence))
+    assert torch.equal(penalised(logits.flip(0), *reversed(sequences)), together.flip(0))

@@ -1,4 +1,4 @@
-"""The sampler against plain definitions of what it should do."""
+"""The samplers compared with plain definitions of their results."""
 
 import math
 import random
@@ -19,7 +19,7 @@ from tests.engine.native.cpu.compiled import compiled_library
 
 @pytest.fixture(scope="module", params=["torch", "c++"])
 def sample(request: pytest.FixtureRequest) -> Sampler:
-    """Both samplers must do the same."""
+    """Each test runs with both samplers."""
     if request.param == "torch":
         return sample_by_torch
     return CpuSampler(compiled_library())
@@ -34,7 +34,7 @@ def make_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
 
 
 def allowed_tokens(logits: Tensor, params: SamplingParams) -> set[int]:
-    """By definition: the top_k most likely, of them the fewest that make up top_p, and none under min_p."""
+    """The kept tokens by definition: top_k likeliest, of these the fewest that sum to top_p, none below min_p."""
     scaled = (logits.double() / params.temperature).tolist()
     ranked = sorted(range(len(scaled)), key=lambda i: -scaled[i])[: params.top_k or None]
     weights = [math.exp(scaled[i] - scaled[ranked[0]]) for i in ranked]
@@ -61,7 +61,7 @@ def test_greedy_is_the_argmax(sample: Sampler) -> None:
     min_p=st.one_of(st.just(0.0), st.floats(0.001, 1.0)),
     seed=st.integers(0, 2**63),
 )
-def test_what_top_k_top_p_and_min_p_leave_out_is_never_drawn(
+def test_tokens_excluded_by_top_k_top_p_and_min_p_are_never_drawn(
     sample: Sampler, temperature: float, top_p: float, top_k: int, min_p: float, seed: int
 ) -> None:
     logits = make_logits(1, 50, seed % 7)
@@ -72,8 +72,8 @@ def test_what_top_k_top_p_and_min_p_leave_out_is_never_drawn(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_kept_is_what_transformers_warpers_keep(sample: Sampler, seed: int) -> None:
-    """Every token of some probability is drawn at one of many uniform numbers, and no other."""
+def test_transformers_warpers_keep_the_same_tokens(sample: Sampler, seed: int) -> None:
+    """Over many uniform numbers, all tokens with a probability are drawn, and no others."""
     rng = random.Random(seed)
     options = {
         "temperature": rng.uniform(0.3, 2.0),
@@ -98,8 +98,8 @@ def test_what_is_kept_is_what_transformers_warpers_keep(sample: Sampler, seed: i
 @pytest.mark.parametrize(
     "params", [{"top_p": 0.999}, {"top_p": 0.9, "top_k": 2000}, {"top_k": 1500}, {"temperature": 9.0, "top_p": 0.5}]
 )
-def test_cuts_beyond_the_candidates_are_exact(sample: Sampler, params: dict[str, object]) -> None:
-    """So flat a distribution that top_p and top_k reach past what is looked at first."""
+def test_thresholds_beyond_the_candidates_are_exact(sample: Sampler, params: dict[str, object]) -> None:
+    """The distribution is so flat that top_p and top_k reach past the candidates searched first."""
     logits = make_logits(1, 4000) / 3
     rows = [row(i, **params) for i in range(900)]
     drawn = sample(logits.expand(900, -1), rows)
@@ -137,7 +137,7 @@ def test_a_token_depends_on_its_own_row_only(sample: Sampler) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.9, "top_k": 4}, {"min_p": 0.1}])
-def test_broken_logits_are_told_from_good_ones(sample: Sampler, value: float, params: dict[str, object]) -> None:
+def test_broken_logits_are_reported_per_row(sample: Sampler, value: float, params: dict[str, object]) -> None:
     logits = make_logits(3, 50)
     rows = [row(i, **params) for i in range(3)]
     good = sample(logits, rows)
@@ -145,7 +145,7 @@ def test_broken_logits_are_told_from_good_ones(sample: Sampler, value: float, pa
     assert sample(logits, rows) == [good[0], None, good[2]]
 
 
-def test_a_masked_vocabulary_is_fine_unless_nothing_is_left(sample: Sampler) -> None:
+def test_a_masked_row_is_sampled_unless_all_of_it_is_masked(sample: Sampler) -> None:
     logits = torch.full((2, 10), float("-inf"))
     logits[0, 3] = 0.5
     assert sample(logits, [row(seed=5), row(seed=5)]) == [3, None]
@@ -161,8 +161,8 @@ def test_random_numbers_are_spread_and_repeatable() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_both_samplers_choose_the_same_tokens(sample: Sampler, dtype: torch.dtype) -> None:
-    """But for a token in a thousand, whose probability ends within rounding of the uniform number."""
+def test_both_samplers_draw_the_same_tokens(sample: Sampler, dtype: torch.dtype) -> None:
+    """One token in a thousand may differ: its cumulative probability rounds differently near the uniform number."""
     rng = random.Random(1)
     logits = make_logits(600, 3000, seed=3).to(dtype)
     rows = [

@@ -1,4 +1,4 @@
-"""Sampling options through the whole engine: against transformers, beside each other, and preempted at random."""
+"""Sampling options in the whole engine: compared with transformers, mixed in a batch, and preempted at random."""
 
 import gc
 import json
@@ -29,7 +29,7 @@ from engine.interface import (
     TokenLogprobs,
 )
 from engine.native.execution.torch_engine import TorchEngine
-from engine.native.sampling.pipeline import TokenChooser
+from engine.native.sampling.pipeline import SamplingPipeline
 from engine.sequences.sequence import Sequence
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
@@ -46,7 +46,7 @@ SCHEMA = {
     "required": ["name", "count", "tags"],
     "additionalProperties": False,
 }
-# Where whitespace is free, a small model may well write nothing else.
+# With free whitespace, a small model may write nothing else.
 JSON_GRAMMAR = LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
 
 
@@ -60,7 +60,7 @@ def tokenizer() -> Tokenizer:
 
 
 def demo_engine() -> TorchEngine:
-    """The shipped model in fp32, with small blocks."""
+    """Return an engine with the demo model in fp32 and small blocks."""
     return build_torch_engine(
         EngineConfig(
             str(demo_model_path()), dtype="float32", device="cpu", block_size=8, max_num_seqs=8, max_model_len=512
@@ -69,7 +69,7 @@ def demo_engine() -> TorchEngine:
 
 
 class Reported:
-    """Log probabilities by sequence, as the steps bring them."""
+    """Log probabilities per sequence, collected from the steps' results."""
 
     def __init__(self) -> None:
         self.output: defaultdict[str, list[TokenLogprobs]] = defaultdict(list)
@@ -82,7 +82,7 @@ class Reported:
 
 
 def assert_alike(ours: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
-    """The same tokens; values within what fp32 makes of another order of sums."""
+    """Assert the same tokens, and values equal up to fp32 rounding of another summation order."""
     assert [entry.token_id for entry in ours] == [entry.token_id for entry in expected]
     for own, other in zip(ours, expected, strict=True):
         assert own.logprob == pytest.approx(other.logprob, abs=2e-4)
@@ -90,7 +90,7 @@ def assert_alike(ours: list[TokenLogprobs], expected: list[TokenLogprobs]) -> No
         assert [token_id for token_id, _ in own.top] == [token_id for token_id, _ in other.top]
 
 
-# -- against transformers --------------------------------------------------------------------------------------------
+# -- compared with transformers --------------------------------------------------------------------------------------
 
 PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "repetition": ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
@@ -103,7 +103,7 @@ PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("options", PROCESSORS)
-def test_greedy_tokens_with_processors_are_those_of_generate(
+def test_greedy_tokens_with_processors_equal_those_of_generate(
     options: str, make_engine: MakeEngine, model_directory: ModelDirectory
 ) -> None:
     ours, theirs = PROCESSORS[options]
@@ -120,8 +120,10 @@ def test_greedy_tokens_with_processors_are_those_of_generate(
 
 
 @pytest.mark.parametrize("chunk", [100, 3, 1])
-def test_logprobs_are_the_models_own(chunk: int, make_engine: MakeEngine, model_directory: ModelDirectory) -> None:
-    """Raw ones, whatever the options make of them; of prompts and outputs, in chunks of any size."""
+def test_logprobs_are_those_of_the_unaltered_logits(
+    chunk: int, make_engine: MakeEngine, model_directory: ModelDirectory
+) -> None:
+    """Sampling options do not change log probabilities, of prompts and outputs, in chunks of any size."""
     options: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 4, "prompt_logprobs": 2},
         {"temperature": 0.7, "top_k": 5, "seed": 3, "logprobs": 0, "prompt_logprobs": 0},
@@ -147,7 +149,7 @@ def test_logprobs_are_the_models_own(chunk: int, make_engine: MakeEngine, model_
 
 
 def entries_of(logprobs: Tensor, tokens: list[int], positions: range, num_top: int | None) -> list[TokenLogprobs]:
-    """By definition, from the log probabilities after each of `tokens`."""
+    """The expected result by definition, from the log probabilities after each of `tokens`."""
     entries = []
     for at in positions if num_top is not None else ():
         values, token_ids = logprobs[at - 1].topk(num_top or 0)
@@ -178,7 +180,7 @@ def news_with_everything(tokenizer: Tokenizer) -> list[NewSequence]:
 
 
 @pytest.mark.trap(14)
-def test_preemption_changes_nothing_of_what_options_remember(tokenizer: Tokenizer) -> None:
+def test_preemption_keeps_the_state_of_sampling_options(tokenizer: Tokenizer) -> None:
     """Trap 14: a resume that loses RNG, penalties, log probabilities or the state of a grammar."""
     news = news_with_everything(tokenizer)
     alone, expected = {}, Reported()
@@ -198,17 +200,17 @@ def test_preemption_changes_nothing_of_what_options_remember(tokenizer: Tokenize
             assert_alike(reported.prompt[new.seq_id], expected.prompt[new.seq_id])
 
 
-def test_neighbours_with_options_do_not_change_the_tokens_of_those_without(tokenizer: Tokenizer) -> None:
+def test_sequences_with_options_do_not_change_the_tokens_of_others(tokenizer: Tokenizer) -> None:
     plain = make_new("plain", tokenizer.encode("What is Tidegate?").ids, max_tokens=30, temperature=0.8, seed=5)
     alone = drive(demo_engine(), [plain])["plain"].output
     assert drive(demo_engine(), [*news_with_everything(tokenizer), plain])["plain"].output == alone
 
 
-def test_what_a_sequences_options_remember_goes_with_it() -> None:
+def test_the_state_of_sampling_options_is_freed_with_the_sequence() -> None:
     info = EngineInfo(str(demo_model_path()), 64, 1024, 4, 4, 64, eos_token_ids=(4,))
-    chooser = TokenChooser(info)
+    pipeline = SamplingPipeline(info)
     sequence = Sequence(make_new("a", [1, 2], repetition_penalty=1.5, grammar=regex("a+")), 64, (4,))
-    (outcome,) = chooser.choose(torch.zeros(1, 1024), [sequence])
+    (outcome,) = pipeline.sample(torch.zeros(1, 1024), [sequence])
     assert outcome.token_id is not None
     gone = weakref.ref(sequence)
     del sequence
@@ -217,15 +219,15 @@ def test_what_a_sequences_options_remember_goes_with_it() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
-def test_a_gpu_makes_the_same_of_the_same_logits(tokenizer: Tokenizer) -> None:
-    """All options at once, and rows with and without them."""
+def test_a_gpu_samples_the_same_tokens_from_the_same_logits(tokenizer: Tokenizer) -> None:
+    """The batch has rows with all options and rows without any."""
     info = EngineInfo(str(demo_model_path()), 512, 1024, 4, 4, 64, eos_token_ids=(4, 0))
     sequences = [Sequence(new, 512, info.eos_token_ids) for new in news_with_everything(tokenizer)]
-    on_cpu, on_gpu = TokenChooser(info), TokenChooser(info)
+    on_cpu, on_gpu = SamplingPipeline(info), SamplingPipeline(info)
     for step in range(8):
         logits = torch.randn(len(sequences), 1024, generator=torch.Generator().manual_seed(step)) * 4
-        expected = on_cpu.choose(logits, sequences)
-        found = on_gpu.choose(logits.cuda(), sequences)
+        expected = on_cpu.sample(logits, sequences)
+        found = on_gpu.sample(logits.cuda(), sequences)
         assert [outcome.token_id for outcome in found] == [outcome.token_id for outcome in expected]
         for sequence, outcome, other in zip(sequences, found, expected, strict=True):
             assert outcome.token_id is not None
@@ -241,7 +243,7 @@ def answer(tokenizer: Tokenizer, driven: Driven) -> str:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
-def test_a_schema_makes_json_that_validates(temperature: float, tokenizer: Tokenizer) -> None:
+def test_a_json_schema_produces_valid_json(temperature: float, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("Give me JSON.").ids
     options: dict[str, Any] = {"max_tokens": 200, "temperature": temperature, "grammar": JSON_GRAMMAR}
     news = [make_new(f"s{seed}", prompt, seed=seed, **options) for seed in range(5)]
@@ -255,21 +257,21 @@ def test_a_schema_makes_json_that_validates(temperature: float, tokenizer: Token
 
 @pytest.mark.parametrize("options", [{}, {"ignore_eos": True}, {"min_tokens": 15}], ids=["plain", "eos ignored", "min"])
 def test_the_end_of_a_grammar_ends_the_sequence(options: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Nothing is allowed behind it, whatever else was asked for."""
+    """No token is allowed after the end of a grammar, with any other options."""
     new = make_new("a", tokenizer.encode("Hello").ids, max_tokens=20, grammar=regex("yes|no"), **options)
     driven = drive(demo_engine(), [new])["a"]
     assert answer(tokenizer, driven) in ("yes", "no")
     assert driven.finish_reason is FinishReason.STOP
 
 
-def test_within_a_grammar_min_tokens_holds_back_an_end_that_is_only_possible(tokenizer: Tokenizer) -> None:
+def test_within_a_grammar_min_tokens_forbids_an_optional_end(tokenizer: Tokenizer) -> None:
     ends = {token: 100.0 for token in (4, 0)}
     options: dict[str, Any] = {"max_tokens": 30, "grammar": regex("[ab]*"), "logit_bias": tuple(ends.items())}
     news = [make_new(str(n), tokenizer.encode("Hello").ids, min_tokens=n, **options) for n in (0, 1, 7)]
     assert {k: len(d.output) - 1 for k, d in drive(demo_engine(), news).items()} == {"0": 0, "1": 1, "7": 7}
 
 
-def test_a_bad_grammar_fails_alone(tokenizer: Tokenizer, make_engine: MakeEngine) -> None:
+def test_a_bad_grammar_fails_only_its_sequence(tokenizer: Tokenizer, make_engine: MakeEngine) -> None:
     prompt = tokenizer.encode("Hello").ids
     good = [
         make_new(f"s{i}", prompt, max_tokens=10, seed=i, temperature=1.0, grammar=g)
@@ -291,7 +293,7 @@ def test_a_bad_grammar_fails_alone(tokenizer: Tokenizer, make_engine: MakeEngine
 # -- ends and failures -----------------------------------------------------------------------------------------------
 
 
-def test_min_tokens_holds_back_every_end(tmp_path: Path, make_engine: MakeEngine) -> None:
+def test_min_tokens_forbids_every_stop_token(tmp_path: Path, make_engine: MakeEngine) -> None:
     plain = drive(make_engine(), [make_new("a", range(1, 11), max_tokens=20)])["a"].output
     _, stop, eos, *_ = dict.fromkeys(plain)
     config = CONFIGS["llama"]()
@@ -309,7 +311,7 @@ def test_min_tokens_holds_back_every_end(tmp_path: Path, make_engine: MakeEngine
     assert driven["20"].finish_reason is FinishReason.LENGTH
 
 
-def test_options_that_leave_nothing_to_choose_fail_alone(make_engine: MakeEngine) -> None:
+def test_options_that_exclude_all_tokens_fail_only_their_sequence(make_engine: MakeEngine) -> None:
     nothing = make_new("a", [1, 2], stop_token_ids=tuple(range(VOCAB_SIZE)), min_tokens=2)
     driven = drive(make_engine(), [nothing, make_new("b", [1, 2])])
     assert "no token to choose" in str(driven["a"].failure)
@@ -319,7 +321,7 @@ def test_options_that_leave_nothing_to_choose_fail_alone(make_engine: MakeEngine
 @pytest.mark.parametrize(
     "options", [{"repetition_penalty": 1.2}, {"logprobs": 3, "prompt_logprobs": 3}, {"min_tokens": 3}]
 )
-def test_broken_logits_are_found_whatever_the_options(options: dict[str, Any], tmp_path: Path) -> None:
+def test_broken_logits_are_found_with_any_options(options: dict[str, Any], tmp_path: Path) -> None:
     save_model(tmp_path, CONFIGS["llama"](), poisoned_token=POISON)
     engine = build_torch_engine(EngineConfig(str(tmp_path), dtype="float32", device="cpu", max_num_seqs=4))
     news = [make_new("good", [1, 2, 3], **options), make_new("bad", [1, POISON, 3], **options)]

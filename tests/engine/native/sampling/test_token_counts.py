@@ -1,4 +1,4 @@
-"""Counts kept all along and counts made afresh are the same."""
+"""Counting step by step and counting all at once give the same counts."""
 
 from collections import Counter
 

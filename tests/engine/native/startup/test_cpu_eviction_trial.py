@@ -1,4 +1,4 @@
-"""Whether rows may leave is found out by trying: a model that they disturb lets whole steps go only."""
+"""The trial at start finds out whether rows can be evicted; a model that evictions disturb loses whole steps only."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,22 +20,22 @@ def compiler() -> None:
     compiled_library()
 
 
-def may_leave(engine: TorchEngine) -> bool:
+def rows_can_be_evicted(engine: TorchEngine) -> bool:
     return can_evict_rows(engine._runner._model, engine._runner, engine.info)
 
 
-def test_a_common_model_is_not_disturbed(make_engine: MakeEngine) -> None:
+def test_evictions_do_not_disturb_a_common_model(make_engine: MakeEngine) -> None:
     engine = make_engine("llama")
-    assert may_leave(engine) and engine.info.step_eviction is StepEviction.ROWS
+    assert rows_can_be_evicted(engine) and engine.info.step_eviction is StepEviction.ROWS
 
 
-def looks_early(forward: Forward) -> Forward:
-    """At which rows' logits are wanted."""
+def copies_wanted_rows_early(forward: Forward) -> Forward:
+    """Copy the indices of wanted logits before the first layer."""
     return lambda *args, logits_to_keep, **more: forward(*args, logits_to_keep=logits_to_keep.clone(), **more)
 
 
 def mixes_rows(forward: Forward) -> Forward:
-    """Behind the last layer."""
+    """Make the logits depend on the number of rows, after the last layer."""
 
     def mixed(*args: Any, **more: Any) -> Any:
         output = forward(*args, **more)
@@ -45,7 +45,9 @@ def mixes_rows(forward: Forward) -> Forward:
     return mixed
 
 
-def fails(forward: Forward) -> Forward:
+def fails_on_other_rows(forward: Forward) -> Forward:
+    """Raise if the number of logits is not the number wanted at first."""
+
     def checked(*args: Any, logits_to_keep: Tensor, **more: Any) -> Any:
         num_wanted = len(logits_to_keep)
         output = forward(*args, logits_to_keep=logits_to_keep, **more)
@@ -56,21 +58,21 @@ def fails(forward: Forward) -> Forward:
     return checked
 
 
-@pytest.mark.parametrize("spoil", [looks_early, mixes_rows, fails])
-def test_a_model_that_is_disturbed_is_found_out(
+@pytest.mark.parametrize("spoil", [copies_wanted_rows_early, mixes_rows, fails_on_other_rows])
+def test_a_model_that_evictions_disturb_is_found(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Forward], Forward]
 ) -> None:
     engine = make_engine("llama")
     model = engine._runner._model
     monkeypatch.setattr(model, "forward", spoil(model.forward))
-    assert not may_leave(engine)
+    assert not rows_can_be_evicted(engine)
 
 
-def test_layers_that_cannot_close_ranks_are_not_tried(make_engine: MakeEngine) -> None:
-    assert not may_leave(make_engine("llama", optimize=False))
+def test_layers_that_cannot_compact_rows_are_not_tried(make_engine: MakeEngine) -> None:
+    assert not rows_can_be_evicted(make_engine("llama", optimize=False))
 
 
-def test_without_room_for_the_trial_rows_do_not_leave(make_engine: MakeEngine) -> None:
+def test_without_kv_blocks_for_the_trial_only_whole_steps_are_evicted(make_engine: MakeEngine) -> None:
     engine = make_engine("llama", kv_cache_bytes=5_000)
     assert engine.info.num_blocks < 6
     assert engine.info.step_eviction is StepEviction.STEPS

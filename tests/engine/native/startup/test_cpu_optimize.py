@@ -1,4 +1,4 @@
-"""Which layers are fused, and that nothing but speed changes."""
+"""Common layers are fused, others are not, and the tokens stay the same."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def compiler() -> None:
 
 
 def build(directory: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """The engine and what was logged about its optimization."""
+    """Return the engine and the log entry about its optimization."""
     config = EngineConfig(str(directory), kv_cache_bytes=1 << 20, **{"dtype": "float32", **options})
     with capture_logs() as logs:
         engine = build_torch_engine(config)
@@ -40,13 +40,13 @@ def test_common_layers_are_fused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) & {"gemma2", "gemma3", "phi", "gpt2", "gpt-oss", "phimoe"}))
-def test_other_layers_stay_as_they_are(name: str, tmp_path: Path) -> None:
+def test_other_layers_are_not_fused(name: str, tmp_path: Path) -> None:
     save_model(tmp_path, CONFIGS[name]())
     assert build(tmp_path)[1]["fused_layers"] == 0
 
 
-def test_a_layer_that_looks_common_and_computes_otherwise_stays(tmp_path: Path) -> None:
-    """Granite has Llama's parts, and scales what each of them adds."""
+def test_a_layer_with_common_modules_and_other_arithmetic_is_not_fused(tmp_path: Path) -> None:
+    """Granite has Llama's modules, but scales what each of them adds to the residual stream."""
     from transformers import GraniteConfig
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -54,13 +54,13 @@ def test_a_layer_that_looks_common_and_computes_otherwise_stays(tmp_path: Path) 
     assert build(tmp_path)[1]["fused_layers"] == 0
 
 
-def test_optimization_can_be_left_out(tmp_path: Path) -> None:
+def test_optimization_can_be_switched_off(tmp_path: Path) -> None:
     save_model(tmp_path, CONFIGS["llama"]())
     assert build(tmp_path, optimize=False)[1] == {}
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_a_fused_model_gives_the_plain_ones_tokens(name: str, tmp_path: Path) -> None:
+def test_a_fused_model_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
     save_model(tmp_path, CONFIGS[name]())
     news = [make_new(f"s{i}", range(3 + i, 12 + 3 * i), max_tokens=24) for i in range(4)]
     fused, plain = (drive(build(tmp_path, optimize=optimize)[0], news) for optimize in (True, False))
@@ -69,7 +69,7 @@ def test_a_fused_model_gives_the_plain_ones_tokens(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("biases", [(False,), (True, False), (True, True)])
 @pytest.mark.parametrize("rows", [1, 5, 33])
-def test_packed_products_are_the_plain_ones(biases: tuple[bool, ...], rows: int) -> None:
+def test_packed_products_equal_plain_ones(biases: tuple[bool, ...], rows: int) -> None:
     if not can_pack(torch.bfloat16):
         pytest.skip("this torch has no packed bfloat16 products")
     with torch.random.fork_rng(devices=[]):
@@ -87,7 +87,7 @@ def test_only_bfloat16_is_packed() -> None:
 
 
 class KeepsItsEmbedding(nn.Module):
-    """A model's body that adds what it began with to what it ends with."""
+    """A model body that adds its input embeddings to its output."""
 
     def __init__(self, body: Any) -> None:
         super().__init__()
@@ -107,10 +107,8 @@ class KeepsItsEmbedding(nn.Module):
         return output
 
 
-def test_a_model_that_looks_back_at_what_its_layers_were_given_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each layer is right, and still the model is another: they change in place what it has kept."""
+def test_a_model_that_reuses_an_input_of_its_layers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fused layer is right, but it overwrites in place the embeddings that the model has kept."""
     save_model(tmp_path, CONFIGS["llama"]())
     load = factory.load_model
 

@@ -1,4 +1,4 @@
-"""What does not work on a device is left out, with its reason in the log; nothing else happens."""
+"""Kernels and graphs that do not work on a device are not used, and the log has the reason."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.native.attention.kernels import AttentionKernels, HeadShape, PagedChunks, PagedRows, Scoring
 from engine.native.kv.cache import LayerShape
 from engine.native.model.probe import LayerSpec
-from engine.native.startup.cuda_bring_up import captured_graphs, graph_bytes, graph_sizes, working_kernels
+from engine.native.startup.cuda_bring_up import capture_graphs, graph_bytes, graph_sizes, working_kernels
 from engine.native.startup.cuda_trial import find_fault
 from tests.engine.conftest import MakeEngine
 
@@ -17,7 +17,7 @@ SPECS = [LayerSpec(LayerShape(2, 16), None), LayerSpec(LayerShape(2, 16), 40)]
 
 
 class WrongKernels(AttentionKernels):
-    """Says zeros to everything that it answers."""
+    """Attention kernels that always return zeros."""
 
     def can_attend(self, shape: HeadShape) -> bool:
         return True
@@ -30,18 +30,20 @@ class WrongKernels(AttentionKernels):
 
 
 class NoKernels(WrongKernels):
-    """Has none for any shape."""
+    """Attention kernels that support no shape."""
 
     def can_attend(self, shape: HeadShape) -> bool:
         return False
 
 
 class BrokenKernels(WrongKernels):
+    """Attention kernels that return NaN."""
+
     def paged_decode(self, query: Tensor, num_kv_heads: int, paged: PagedRows, scoring: Scoring) -> Tensor:
         return super().paged_decode(query, num_kv_heads, paged, scoring) * torch.nan
 
 
-def test_wrong_answers_are_found() -> None:
+def test_wrong_results_are_found() -> None:
     assert "off for KV heads of 16" in (find_fault(WrongKernels(), SPECS, 4, torch.float32, CPU) or "")
     assert "nan off" in (find_fault(BrokenKernels(), SPECS, 4, torch.float32, CPU) or "")
     assert find_fault(NoKernels(), SPECS, 4, torch.float32, CPU) is None
@@ -57,21 +59,21 @@ def test_without_a_working_device_there_are_no_kernels() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they work on a GPU")
-def test_what_cannot_be_captured_is_launched(make_engine: MakeEngine) -> None:
+def test_without_a_working_device_there_are_no_graphs(make_engine: MakeEngine) -> None:
     engine = make_engine("llama", optimize=False)
     runner = engine._runner
     with capture_logs() as logs:
-        assert captured_graphs(runner, runner._cache, engine.info, [1, 2], 1 << 30, torch.device("cuda", 0)) is None
+        assert capture_graphs(runner, runner._cache, engine.info, [1, 2], 1 << 30, torch.device("cuda", 0)) is None
     (entry,) = logs
     assert entry["event"].startswith("no CUDA graphs")
     assert entry["reason"]
 
 
-def test_no_more_sizes_than_a_step_has_rows() -> None:
+def test_graph_sizes_end_at_the_largest_step() -> None:
     assert graph_sizes(256, 20) == [1, 2, 4, 8, 16, 20]
     assert graph_sizes(5, 2048) == [1, 2, 4, 5]
 
 
-def test_graphs_memory_covers_their_numbers_and_a_steps() -> None:
+def test_graph_memory_covers_their_lines_and_a_step() -> None:
     assert graph_bytes([1, 2, 64], 100, step_bytes=1000) > 64 * 105 * 8 + 1000
     assert graph_bytes([1, 2], 100, 1000) < graph_bytes([1, 2, 4], 100, 1000)
