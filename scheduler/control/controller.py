@@ -18,28 +18,25 @@ from engine.step_time.model import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier, TierSet
 from scheduler.control import feedback
-from scheduler.control.budget import PREFILL_EXTRA_SHARE, Budgets, TierBudget
+from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.feedback import UPDATE_S, Load, Surroundings
 from scheduler.control.knobs import Decision, TierKnobs
 from scheduler.control.kv_reserve import KVReserve
 from scheduler.control.min_share import DeficitCounter
+from scheduler.control.step_limit import (
+    AMORTISE,
+    MAX_PREFILL_SLOWDOWN,
+    PREFILL_EXTRA_SHARE,
+    InteractiveTraffic,
+    StepLimit,
+    bulk_limit_s,
+    decodes_limit_s,
+    prefill_only_limit_s,
+)
 from scheduler.control.tier_stats import Observations
-from scheduler.deadlines import itl_cap_s, slack_s
+from scheduler.deadlines import itl_cap_s
 from scheduler.request_state import RequestState
 
-AMORTISE = 3.0  # a bulk step may always last this many times the fixed cost of a step: less is mostly overhead
-MAX_ITL_SHARE = 0.5  # of the gap promised: how long bulk may make the steps of interactive decodes
-MAX_DECODE_SLOWDOWN = (
-    1.5  # times what these take without it: their fixed cost is paid, so that even this is much for bulk
-)
-MAX_PREFILL_SLOWDOWN = 0.03  # of a step that computes a first token: what bulk may add to it
-FIRST_STEP_SHARE = 0.25  # of a first token's promise: how long prefills alone may keep the engine from others
-DELAY_SHARE = 0.07  # of the usual service of a first token: what bulk may delay it by, on average
-# A step that bulk can leave may be longer for the same mean delay: most of what is left of it is not waited for.
-MEAN_RESIDUAL = {StepEviction.NOTHING: 0.5, StepEviction.STEPS: 0.25, StepEviction.ROWS: 1 / 16}
-LONGEST_STEP_S = 0.25  # of bulk, where no promise says less
-WASTED_SHARE = 0.03  # of the time, in steps that bulk leaves: what arrivals may cost it
-EXPECTED_WASTE = 0.3  # of a step's time is lost with every arrival that makes bulk leave it
 OVERHEAD_WEIGHT = 0.05
 NUM_DECISIONS = 200  # remembered
 
@@ -105,32 +102,33 @@ class SLAController:
         if not self._switches.feed_forward:
             return Budgets({t.name: self._fixed(t) for t in self._tiers}, cost)
         decoding = [s for s in states if not s.awaits_first_token]
-        awaited = (s.tier.priority for s in states if s.awaits_first_token)
-        first_token_of = max(awaited, default=None)
-        room_s = self._room(decoding, now)
-        decode_only_s = cost.step(sum(cost.decode(s.num_computed_tokens) for s in decoding)) if decoding else 0.0
-        bulk_s = self._bulk_step(cost, decode_only_s, itl_cap_s(decoding))
-        bulk_s = min(room_s, bulk_s) if decoding else bulk_s
+        awaited = max((s.tier.priority for s in states if s.awaits_first_token), default=None)
+        interactive_s = self._interactive_limit_s(decoding, now)
+        bulk_s = self._bulk_limit_s(cost, decoding, interactive_s)
         tiers = {}
         for tier in self._tiers:
-            above = first_token_of is not None and first_token_of > tier.priority
-            tiers[tier.name] = self._budget(tier, cost, room_s, bulk_s, above)
+            if tier.is_interactive:
+                limit = StepLimit(interactive_s, extra_share=PREFILL_EXTRA_SHARE)
+                tiers[tier.name] = replace(self._fixed(tier), limit=limit)
+            else:
+                limit = StepLimit(bulk_s, extra_share=MAX_PREFILL_SLOWDOWN, hard_limit_s=interactive_s)
+                tiers[tier.name] = self._bulk_budget(tier, cost, limit, awaited)
         return Budgets(tiers, cost)
 
-    def _budget(self, tier: Tier, cost: StepCost, room_s: float, bulk_s: float, above: bool) -> TierBudget:
-        fixed = self._fixed(tier)
-        if tier.is_interactive:
-            return replace(fixed, step_time_s=room_s, extra_share=PREFILL_EXTRA_SHARE)
-        reserve = self._reserve.num_blocks if self._interactive else 0
+    def _bulk_budget(self, tier: Tier, cost: StepCost, limit: StepLimit, awaited: int | None) -> TierBudget:
+        """`awaited`: the highest priority of a request that awaits its first token."""
         small_s = AMORTISE * cost.step_s
         if self._floors.has_deficit(tier.name, small_s):
-            return replace(fixed, step_time_s=small_s, guaranteed=True)
-        part = replace(
-            fixed, step_time_s=max(bulk_s, cost.step_s), extra_share=MAX_PREFILL_SLOWDOWN, hard_limit_s=room_s
+            return replace(self._fixed(tier), limit=StepLimit(small_s), guaranteed=True)
+        return replace(
+            self._fixed(tier),
+            limit=limit,
+            decodes_only=awaited is not None and awaited > tier.priority,
+            reserve_blocks=self._reserve.num_blocks if self._interactive else 0,
         )
-        return replace(part, decodes_only=above, reserve_blocks=reserve)
 
     def _fixed(self, tier: Tier) -> TierBudget:
+        """Return the part of a tier's budget that does not depend on the step."""
         knobs, rate = self._knobs[tier.name], self._seen[tier.name].rate_per_s
         return TierBudget(
             max_num_seqs=int(knobs.batch_size.value),
@@ -139,43 +137,30 @@ class SLAController:
             gap_s=1 / rate if rate > 0 else NEVER_S,
         )
 
-    def _room(self, decoding: Sequence[RequestState], now: float) -> float:
-        """How long the step may last for the next tokens of `decoding` to come in time; without any, for whoever comes
-        in its midst to be still in time."""
+    def _interactive_limit_s(self, decoding: Sequence[RequestState], now: float) -> float:
         if not decoding:
-            promises_ms = [t.slo.ttft_p99_ms or NEVER_S for t in self._interactive]
-            return FIRST_STEP_SHARE * min(promises_ms, default=NEVER_S) / 1000
+            slos_ms = (t.slo.ttft_p99_ms or NEVER_S for t in self._interactive)
+            return prefill_only_limit_s(min(slos_ms, default=NEVER_S) / 1000)
         margin = max(self._seen[name].margins["itl"] for name in {s.tier.name for s in decoding})
-        return min(slack_s(decoding, now), itl_cap_s(decoding)) * (1 - margin) - self._overhead_s
+        return decodes_limit_s(decoding, now, margin, self._overhead_s)
 
-    def _bulk_step(self, cost: StepCost, decode_only_s: float = 0.0, itl_s: float = NEVER_S) -> float:
-        """How long a step may be for bulk's sake: so that an arrival is hardly delayed, interactive decodes (which take
-        `decode_only_s` by themselves, with an SLO of `itl_s` for the gaps) keep their pace, and what arrivals throw
-        away stays little."""
+    def _bulk_limit_s(self, cost: StepCost, decoding: Sequence[RequestState], interactive_s: float) -> float:
         if not self._interactive:
             return NEVER_S
-        margin = max(self._seen[t.name].margins["ttft"] for t in self._interactive)
-        longest_s = min(
-            LONGEST_STEP_S, self._max_mean_delay_s() / MEAN_RESIDUAL[self.step_eviction], self._max_step_for_waste_s()
-        ) * (1 - margin)
-        if decode_only_s:  # they pay for the step already
-            return max(
-                decode_only_s,
-                min(decode_only_s + longest_s, MAX_DECODE_SLOWDOWN * decode_only_s, MAX_ITL_SHARE * itl_s),
-            )
-        return max(AMORTISE * cost.step_s, longest_s)
+        if not decoding:
+            return bulk_limit_s(self._traffic(), self.step_eviction, cost)
+        decodes_s = cost.step(sum(cost.decode(s.num_computed_tokens) for s in decoding))
+        bulk_s = bulk_limit_s(self._traffic(), self.step_eviction, cost, decodes_s, itl_cap_s(decoding))
+        return max(min(interactive_s, bulk_s), cost.step_s)
 
-    def _max_mean_delay_s(self) -> float:
-        """The mean delay of a first token that nobody notices."""
-        services = (self._seen[tier.name].expected_service_s for tier in self._interactive)
-        return DELAY_SHARE * min((s for s in services if s is not None), default=NEVER_S)
-
-    def _max_step_for_waste_s(self) -> float:
-        """The step length at which arrivals that make bulk leave waste no more than they may."""
-        rate = sum(self._seen[t.name].rate_per_s for t in self._interactive)
-        if self.step_eviction is StepEviction.NOTHING or rate <= 0:
-            return NEVER_S
-        return WASTED_SHARE / (EXPECTED_WASTE * rate)
+    def _traffic(self) -> InteractiveTraffic:
+        seen = [self._seen[tier.name] for tier in self._interactive]
+        services_s = (s.expected_service_s for s in seen)
+        return InteractiveTraffic(
+            service_s=min((s for s in services_s if s is not None), default=NEVER_S),
+            arrivals_per_s=sum(s.rate_per_s for s in seen),
+            ttft_margin=max((s.margins["ttft"] for s in seen), default=0.0),
+        )
 
     # -- observations ------------------------------------------------------------------------------------------
 
@@ -276,7 +261,7 @@ class SLAController:
             "switches": self._switches.model_dump(),
             "kv_reserve_blocks": self._reserve.num_blocks,
             "host_overhead_s": self._overhead_s,
-            "bulk_step_s": _finite(self._bulk_step(self._cost)),
+            "bulk_step_s": _finite(self._bulk_limit_s(self._cost, (), NEVER_S)),
             "step_cost": asdict(self._cost),
             "tiers": {tier.name: self._explain_tier(tier, now) for tier in self._tiers},
             "decisions": [{"ago_s": now - at_s, **asdict(decision)} for at_s, decision in self._decisions],

@@ -10,10 +10,11 @@ from engine.interface import StepEviction
 from engine.step_time.model import StepCost
 from scheduler.config import ControllerSwitches, TierSet
 from scheduler.control.budget import Budgets
-from scheduler.control.controller import AMORTISE, DELAY_SHARE, MAX_DECODE_SLOWDOWN, SLAController
+from scheduler.control.controller import SLAController
 from scheduler.control.feedback import UPDATE_S, Load
 from scheduler.control.knobs import Decision
 from scheduler.control.min_share import DEBT_MAX_S
+from scheduler.control.step_limit import AMORTISE, DELAY_SHARE, MAX_DECODE_SLOWDOWN
 from scheduler.control.tier_stats import MARGIN_MAX, MARGIN_UP
 from scheduler.control.windows import BUCKET_WIDTH, MIN_SAMPLES, WINDOW_S
 from scheduler.request_state import RequestState, Status
@@ -97,7 +98,7 @@ def test_alone_a_bulk_step_is_as_long_as_an_arrival_does_not_notice(step_evictio
     fast, controller = StepCost(step_s=0.0001), SLAController(make_tiers(), step_eviction)
     for _ in range(200):
         controller.observe_latency("realtime", "service", 0.05, 0.0)
-    alone_s = budgets(controller, [make_decode("b")], cost=fast).tiers["bulk"].step_time_s
+    alone_s = budgets(controller, [make_decode("b")], cost=fast).tiers["bulk"].limit.limit_s
     assert alone_s == pytest.approx(DELAY_SHARE * 0.05 / share)
 
 
@@ -108,48 +109,48 @@ def test_frequent_arrivals_that_bulk_leaves_for_shorten_its_steps() -> None:
         for round_ in range(100):
             controller.observe_arrivals("realtime", per_update)
             controller.update(make_load(), per_update * 1000 + round_ * UPDATE_S)
-        step_s.append(budgets(controller, [make_decode("b")], cost=fast).tiers["bulk"].step_time_s)
+        step_s.append(budgets(controller, [make_decode("b")], cost=fast).tiers["bulk"].limit.limit_s)
     assert step_s[0] > 5 * step_s[1]
 
 
 def test_on_a_slow_engine_a_bulk_step_may_last_a_few_times_its_fixed_cost() -> None:
     slow = StepCost(step_s=0.1)
-    alone_s = budgets(SLAController(make_tiers()), [make_decode("b")], cost=slow).tiers["bulk"].step_time_s
+    alone_s = budgets(SLAController(make_tiers()), [make_decode("b")], cost=slow).tiers["bulk"].limit.limit_s
     assert alone_s == pytest.approx(AMORTISE * 0.1)
 
 
 def test_beside_decodes_bulk_fills_the_step_until_the_earliest_next_token_is_due() -> None:
     decoding = [make_decode("a", "realtime", last_token_s=0.97), make_decode("b", "realtime", last_token_s=0.912)]
     of = budgets(SLAController(make_tiers()), decoding, now=1.0).tiers
-    assert of["bulk"].step_time_s == pytest.approx(0.85 * (0.912 + 0.1 - 1.0))
-    assert of["realtime"].step_time_s == pytest.approx(0.85 * (0.912 + 0.1 - 1.0)), "less the margin"
+    assert of["bulk"].limit.limit_s == pytest.approx(0.85 * (0.912 + 0.1 - 1.0))
+    assert of["realtime"].limit.limit_s == pytest.approx(0.85 * (0.912 + 0.1 - 1.0)), "less the margin"
 
 
 def test_beside_decodes_bulk_does_not_stretch_steps_to_the_whole_gap_promised() -> None:
     decoding, quick = [make_decode("a", "realtime", last_token_s=1.0)], StepCost(step_s=0.001)
     controller = SLAController(make_tiers(), StepEviction.ROWS)
     of = budgets(controller, decoding, now=1.0, cost=quick).tiers
-    assert of["bulk"].step_time_s == pytest.approx(MAX_DECODE_SLOWDOWN * (quick.step_s + quick.decode(32)))
+    assert of["bulk"].limit.limit_s == pytest.approx(MAX_DECODE_SLOWDOWN * (quick.step_s + quick.decode(32)))
     slow = StepCost(step_s=0.05)
-    assert budgets(controller, decoding, now=1.0, cost=slow).tiers["bulk"].step_time_s <= slow.step_s + 0.001
+    assert budgets(controller, decoding, now=1.0, cost=slow).tiers["bulk"].limit.limit_s <= slow.step_s + 0.001
 
 
 def test_without_slack_bulk_gets_no_more_than_an_empty_step() -> None:
     late = make_decode("a", "realtime", last_token_s=0.0)
-    assert budgets(SLAController(make_tiers()), [late], now=1.0).tiers["bulk"].step_time_s == COST.step_s
+    assert budgets(SLAController(make_tiers()), [late], now=1.0).tiers["bulk"].limit.limit_s == COST.step_s
 
 
 def test_tiers_without_promise_alone_have_no_time_limit() -> None:
     controller = SLAController(make_tiers(realtime={"slo": {}}))
-    assert budgets(controller, [make_decode("b")]).tiers["bulk"].step_time_s == float("inf")
+    assert budgets(controller, [make_decode("b")]).tiers["bulk"].limit.limit_s == float("inf")
 
 
 def test_misses_widen_the_margin_fast_and_hits_narrow_it_slowly() -> None:
     controller = SLAController(make_tiers(realtime={"slo": {"ttft_p99_ms": 500}}))
     fast = StepCost(step_s=0.0001)
-    wide_s = budgets(controller, [make_decode("b")], cost=fast).tiers["bulk"].step_time_s
+    wide_s = budgets(controller, [make_decode("b")], cost=fast).tiers["bulk"].limit.limit_s
     observe(controller, "ttft", 600, count=2, bulk_ms=200)
-    assert budgets(controller, [make_decode("b")], cost=fast).tiers["bulk"].step_time_s == pytest.approx(0.9 * wide_s)
+    assert budgets(controller, [make_decode("b")], cost=fast).tiers["bulk"].limit.limit_s == pytest.approx(0.9 * wide_s)
     assert ttft_margin(controller) == pytest.approx(0.1)
     observe(controller, "ttft", 100, count=100)
     assert ttft_margin(controller) == pytest.approx(0.05)
@@ -178,7 +179,7 @@ def test_one_quick_first_token_does_not_shorten_bulks_steps_as_if_all_were() -> 
     for count in (0, 1, 200):
         for _ in range(count):
             controller.observe_latency("realtime", "service", quick_s, 0.0)
-        bulk_step_s.append(budgets(controller, [], cost=StepCost(step_s=0.0001)).tiers["bulk"].step_time_s)
+        bulk_step_s.append(budgets(controller, [], cost=StepCost(step_s=0.0001)).tiers["bulk"].limit.limit_s)
     seconds = [guess_s, (guess_s + quick_s) / 2, quick_s]
     assert bulk_step_s == pytest.approx([DELAY_SHARE * s / 0.25 for s in seconds], rel=0.01)
 
@@ -421,7 +422,7 @@ def test_without_feed_forward_tiers_are_strict_priorities_with_fixed_budgets() -
     strict = make_tiers().model_copy(update={"controller": ControllerSwitches(feed_forward=False)})
     of = budgets(SLAController(strict), [make_state("rt"), make_decode("b")]).tiers
     assert not any(b.decodes_only or b.guaranteed for b in of.values())
-    assert {b.step_time_s for b in of.values()} == {float("inf")}
+    assert {b.limit.limit_s for b in of.values()} == {float("inf")}
 
 
 # -- reconfiguring -------------------------------------------------------------------------------------------------

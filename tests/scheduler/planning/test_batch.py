@@ -7,8 +7,10 @@ import pytest
 
 from engine.interface import StepPlan
 from engine.step_time.model import StepCost
+from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
 from scheduler.control.budget import Budgets, TierBudget
+from scheduler.control.step_limit import StepLimit
 from scheduler.planning.batch import MIN_CHUNK, form_batch
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import make_decode, make_roster, make_state, make_tiers, make_view, preempted, ran
@@ -16,8 +18,10 @@ from tests.scheduler.builders import make_decode, make_roster, make_state, make_
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.001)
 
 
-def budget(**changes: Any) -> TierBudget:
-    return TierBudget(**{"max_num_seqs": 64, **changes})
+def budget(
+    limit_s: float = NEVER_S, *, extra_share: float = 0.0, hard_limit_s: float = NEVER_S, **changes: Any
+) -> TierBudget:
+    return TierBudget(**{"max_num_seqs": 64, "limit": StepLimit(limit_s, extra_share, hard_limit_s), **changes})
 
 
 def form(
@@ -107,29 +111,29 @@ def test_beyond_the_batch_size_decodes_take_turns() -> None:
 
 def test_bulk_decodes_fill_the_step_only_as_far_as_its_time_goes() -> None:
     states = [make_decode("rt", "realtime")] + [make_decode(f"b{i}") for i in range(10)]
-    plan = form(states, bulk=budget(step_time_s=0.0141))
+    plan = form(states, bulk=budget(limit_s=0.0141))
     assert len(plan.run) == 4  # 10 ms a step, 1 ms a decode
     assert not plan.preempt, "who sits a step out keeps its place and its KV"
 
 
 def test_a_bulk_prefill_alone_is_cut_to_the_time_an_arrival_may_find_the_engine_busy() -> None:
-    plan = form([make_state("b", "bulk", prompt=500)], bulk=budget(step_time_s=0.05))
+    plan = form([make_state("b", "bulk", prompt=500)], bulk=budget(limit_s=0.05))
     assert ran(plan) == {"b": 40}
 
 
 def test_a_bulk_chunk_is_cut_to_the_time_left_by_the_tiers_above() -> None:
     states = [make_decode("rt", "realtime"), make_state("b", "bulk", prompt=500)]
-    assert ran(form(states, bulk=budget(step_time_s=0.05))) == {"rt": 1, "b": 39}
+    assert ran(form(states, bulk=budget(limit_s=0.05))) == {"rt": 1, "b": 39}
 
 
 def test_chunks_too_small_to_pay_are_not_run_beside_other_work() -> None:
     states = [make_decode("rt", "realtime"), make_state("b", "bulk", prompt=500)]
     short_s = 0.011 + (MIN_CHUNK - 1) * 0.001
-    assert ran(form(states, bulk=budget(step_time_s=short_s))) == {"rt": 1}
+    assert ran(form(states, bulk=budget(limit_s=short_s))) == {"rt": 1}
 
 
 def test_something_always_runs_however_little_time_there_is() -> None:
-    no_time = budget(step_time_s=0.0)
+    no_time = budget(limit_s=0.0)
     assert ran(form([make_state("b", "bulk", prompt=500)], bulk=no_time)) == {"b": MIN_CHUNK}
     assert ran(form([make_decode("d")], bulk=no_time)) == {"d": 1}
 
@@ -213,12 +217,12 @@ def test_bulk_that_rides_along_makes_nobodys_token_late() -> None:
     """An interactive prefill has filled the step up to the next token's deadline: no share is left for bulk."""
     states = [make_state("rt", prompt=200), *(make_decode(f"b{i}") for i in range(9))]
     full_s = 0.111  # the fixed cost, and 101 tokens
-    rides = ran(form(states, realtime=budget(step_time_s=full_s), bulk=budget(decodes_only=True, extra_share=0.03)))
+    rides = ran(form(states, realtime=budget(limit_s=full_s), bulk=budget(decodes_only=True, extra_share=0.03)))
     assert rides == {"rt": 101, "b0": 1, "b1": 1, "b2": 1}
     bound = ran(
         form(
             states,
-            realtime=budget(step_time_s=full_s),
+            realtime=budget(limit_s=full_s),
             bulk=budget(decodes_only=True, extra_share=0.03, hard_limit_s=full_s),
         )
     )
@@ -239,9 +243,9 @@ def test_bulk_is_not_paused_for_work_that_cannot_start() -> None:
 def test_a_tier_that_is_owed_its_floor_goes_first_with_its_own_time() -> None:
     flood = [make_decode(f"rt{i}", "realtime") for i in range(50)]
     bulk = [make_decode(f"b{i}") for i in range(20)]
-    plan = form([*flood, *bulk], bulk=budget(guaranteed=True, step_time_s=0.0151), realtime=budget(step_time_s=0.0401))
+    plan = form([*flood, *bulk], bulk=budget(guaranteed=True, limit_s=0.0151), realtime=budget(limit_s=0.0401))
     assert [run.seq_id[0] for run in plan.run] == ["b"] * 5 + ["r"] * 25
-    assert not ran(form([*flood, *bulk], bulk=budget(step_time_s=0.0151))).keys() & {s.id for s in bulk}
+    assert not ran(form([*flood, *bulk], bulk=budget(limit_s=0.0151))).keys() & {s.id for s in bulk}
 
 
 # -- blocks and eviction -------------------------------------------------------------------------------------------
@@ -283,7 +287,7 @@ def test_nobody_is_evicted_for_a_newcomer_that_cannot_start_now() -> None:
     small = [make_decode("b", prompt=16)]
     assert not form([make_state("rt", prompt=160), *small], view={"free_blocks": 1}).preempt
     big = [make_decode("b", prompt=320), make_decode("rt0", "realtime", prompt=31)]
-    for realtime in (budget(max_num_seqs=1), budget(step_time_s=0.011)):
+    for realtime in (budget(max_num_seqs=1), budget(limit_s=0.011)):
         assert not form([make_state("rt", prompt=160), *big], view={"free_blocks": 1}, realtime=realtime).preempt
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.step_time.model import StepCost
-from scheduler.planning.batch import CRUMB_SHARE, MIN_CHUNK, largest_chunk
+from scheduler.planning.batch import MIN_CHUNK, REST_SHARE, largest_chunk
 
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=1e-6, context_token_s=1e-6, decode_s=0.002)
 
@@ -33,6 +33,6 @@ def test_no_more_than_fits_but_a_crumb_and_no_less(wanted: int, context: int, le
     chunk = largest_chunk(wanted, context, left_s, COST)
     assert 0 <= chunk <= wanted
     if chunk > 1:
-        assert COST.prefill(chunk, context) <= left_s + CRUMB_SHARE * COST.step_s
+        assert COST.prefill(chunk, context) <= left_s + REST_SHARE * COST.step_s
     if MIN_CHUNK <= chunk < wanted:
         assert COST.prefill(chunk + 1, context) > left_s
