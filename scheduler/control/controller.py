@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from engine.interface import StepEviction
+from engine.step_time.ewma import Ewma
 from engine.step_time.model import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier, TierSet
@@ -33,7 +34,7 @@ from scheduler.control.step_limit import (
     decodes_limit_s,
     prefill_only_limit_s,
 )
-from scheduler.control.tier_stats import Observations
+from scheduler.control.tier_stats import TierStats
 from scheduler.deadlines import itl_cap_s
 from scheduler.request_state import RequestState
 
@@ -61,10 +62,10 @@ class SLAController:
         self._engine_eviction = engine_eviction
         self._adopt(tiers)
         self._knobs = {t.name: TierKnobs(t, tiers.controller.dry_run) for t in self._tiers}
-        self._seen = {t.name: Observations(t) for t in self._tiers}
+        self._seen = {t.name: TierStats(t) for t in self._tiers}
         self._floors = DeficitCounter(self._tiers)
         self._reserve = KVReserve()
-        self._overhead_s = 0.0
+        self._overhead_s = Ewma(OVERHEAD_WEIGHT)
         self._bulk_ran_s = -NEVER_S
         self._cost = StepCost()
         self._decisions: deque[tuple[float, Decision]] = deque(maxlen=NUM_DECISIONS)
@@ -85,7 +86,7 @@ class SLAController:
         promises = {tier.name: tier.slo for tier in self._tiers}
         self._adopt(tiers)
         self._knobs = {t.name: TierKnobs(t, tiers.controller.dry_run) for t in self._tiers}
-        self._seen = {t.name: seen.get(t.name) or Observations(t) for t in self._tiers}
+        self._seen = {t.name: seen.get(t.name) or TierStats(t) for t in self._tiers}
         self._floors = DeficitCounter(self._tiers)
         self._floors.take_over(floors)
         for tier in self._tiers:
@@ -141,8 +142,8 @@ class SLAController:
         if not decoding:
             slos_ms = (t.slo.ttft_p99_ms or NEVER_S for t in self._interactive)
             return prefill_only_limit_s(min(slos_ms, default=NEVER_S) / 1000)
-        margin = max(self._seen[name].margins["itl"] for name in {s.tier.name for s in decoding})
-        return decodes_limit_s(decoding, now, margin, self._overhead_s)
+        margin = max(self._seen[name].margin_of["itl"].value for name in {s.tier.name for s in decoding})
+        return decodes_limit_s(decoding, now, margin, self._overhead_s.value)
 
     def _bulk_limit_s(self, cost: StepCost, decoding: Sequence[RequestState], interactive_s: float) -> float:
         if not self._interactive:
@@ -159,7 +160,7 @@ class SLAController:
         return InteractiveTraffic(
             service_s=min((s for s in services_s if s is not None), default=NEVER_S),
             arrivals_per_s=sum(s.rate_per_s for s in seen),
-            ttft_margin=max((s.margins["ttft"] for s in seen), default=0.0),
+            ttft_margin=max((s.margin_of["ttft"].value for s in seen), default=0.0),
         )
 
     # -- observations ------------------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ class SLAController:
         promised = {tier.name for tier in self._interactive}
         if sum(s for tier, s in used_s.items() if tier not in promised) > 2 * MAX_PREFILL_SLOWDOWN * elapsed_s:
             self._bulk_ran_s = now
-        self._overhead_s += OVERHEAD_WEIGHT * (overhead_s - self._overhead_s)
+        self._overhead_s.add(overhead_s)
 
     def observe_blocks(self, held_by_interactive: int, num_blocks: int) -> None:
         """KV blocks, every `UPDATE_S`."""
@@ -217,13 +218,13 @@ class SLAController:
             if tier.is_interactive:
                 decisions += feedback.move_interactive(tier, knobs, seen, load, now)
             else:
-                decisions += feedback.move_bulk(tier, knobs, seen, load, self._around(seen.since_s, load, now), now)
+                decisions += feedback.move_bulk(tier, knobs, seen, load, self._around(seen.answered_s, load, now), now)
         self._decisions.extend((now, decision) for decision in decisions)
         return decisions
 
     def _around(self, since_s: float, load: Load, now: float) -> Surroundings:
         names = [tier.name for tier in self._interactive]
-        shares = [self._seen[name].worst_harm(now, since_s) for name in names]
+        shares = [self._seen[name].worst_bulk_miss_share(now, since_s) for name in names]
         return Surroundings(
             alone=all(load.held.get(n, 0) + load.waiting.get(n, 0) == 0 for n in names),
             misses=max((share for share in shares if share is not None), default=None),
@@ -260,7 +261,7 @@ class SLAController:
         return {
             "switches": self._switches.model_dump(),
             "kv_reserve_blocks": self._reserve.num_blocks,
-            "host_overhead_s": self._overhead_s,
+            "host_overhead_s": self._overhead_s.value,
             "bulk_step_s": _finite(self._bulk_limit_s(self._cost, (), NEVER_S)),
             "step_cost": asdict(self._cost),
             "tiers": {tier.name: self._explain_tier(tier, now) for tier in self._tiers},
@@ -274,9 +275,9 @@ class SLAController:
             "signals": {
                 "ttft_p99_s": seen.p99_s("ttft", now),
                 "itl_p99_s": seen.p99_s("itl", now),
-                "miss_share": seen.worst_miss_share(now, seen.since_s),
+                "miss_share": seen.worst_miss_share(now, seen.answered_s),
                 "attainment": seen.attainment.share(now),
-                "margins": dict(seen.margins),
+                "margins": {kind: margin.value for kind, margin in seen.margin_of.items()},
                 "arrivals_per_s": seen.rate_per_s,
                 "first_token_service_s": seen.service_s,
                 "floor_share": self._floors.share(tier.name),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from scheduler.config import Tier
 from scheduler.control import max_wait
 from scheduler.control.knobs import Decision, Knob, TierKnobs
-from scheduler.control.tier_stats import MISS_TARGET, Observations
+from scheduler.control.tier_stats import MISS_TARGET, TierStats
 
 UPDATE_S = 0.5
 KV_HIGH, KV_LOW = 0.85, 0.70
@@ -42,13 +42,13 @@ class Surroundings:
     took_part: bool  # bulk ran lately
 
 
-def move_interactive(tier: Tier, knobs: TierKnobs, seen: Observations, load: Load, now: float) -> list[Decision]:
-    itl_ratio = seen.p99_ratio("itl", now, seen.since_s)
+def move_interactive(tier: Tier, knobs: TierKnobs, seen: TierStats, load: Load, now: float) -> list[Decision]:
+    itl_ratio = seen.p99_ratio("itl", now, seen.answered_s)
     size = knobs.batch_size
     wants_more = load.waiting.get(tier.name, 0) > 0 or load.held.get(tier.name, 0) >= size.chosen
     moves: list[Decision | None] = []
     if itl_ratio is not None and itl_ratio > 1 and _decodes_alone_are_late(tier, load):
-        seen.since_s = now
+        seen.answered_s = now
         reason = "tokens come too slowly: fewer sequences a step"
         moves.append(size.move(size.chosen * INTERACTIVE_CUT, "itl_p99", reason))
     elif wants_more and (tier.slo.itl_p99_ms is None or _below(itl_ratio, 0.7)):
@@ -63,7 +63,7 @@ def _decodes_alone_are_late(tier: Tier, load: Load) -> bool:
     return 1000 * load.decodes_s.get(tier.name, 0.0) > (tier.slo.itl_p99_ms or 0)
 
 
-def _move_wait(tier: Tier, knob: Knob, slots: float, seen: Observations, load: Load, now: float) -> Decision | None:
+def _move_wait(tier: Tier, knob: Knob, slots: float, seen: TierStats, load: Load, now: float) -> Decision | None:
     """Only an idle engine waits, and only where another arrival is worth it."""
     ttft_ratio = seen.p99_ratio("ttft", now)
     has_room = not load.waiting.get(tier.name, 0) and load.held.get(tier.name, 0) < slots
@@ -79,7 +79,7 @@ def _move_wait(tier: Tier, knob: Knob, slots: float, seen: Observations, load: L
 
 
 def move_bulk(
-    tier: Tier, knobs: TierKnobs, seen: Observations, load: Load, around: Surroundings, now: float
+    tier: Tier, knobs: TierKnobs, seen: TierStats, load: Load, around: Surroundings, now: float
 ) -> list[Decision]:
     """AIMD with a dead band; the token ceiling moves with the slots."""
     held, size = load.held.get(tier.name, 0), knobs.batch_size
@@ -90,7 +90,7 @@ def move_bulk(
     if cut_shows and held and not around.alone and missed:
         reason = "interactive tiers miss their targets"
         moves += _cut(knobs, seen, size.chosen * BULK_CUT, "slo_misses", reason, now)
-    elif cut_shows and held and around.took_part and load.age_share > AGE_HIGH and now - seen.since_s > UPDATE_S:
+    elif cut_shows and held and around.took_part and load.age_share > AGE_HIGH and now - seen.answered_s > UPDATE_S:
         reason = "interactive requests wait for their first step"
         moves += _cut(knobs, seen, size.chosen * BULK_CUT, "queue_age", reason, now)
     elif cut_shows and held and load.kv_usage > KV_HIGH:
@@ -105,10 +105,8 @@ def move_bulk(
     return [move for move in moves if move is not None]
 
 
-def _cut(
-    knobs: TierKnobs, seen: Observations, size: float, signal: str, reason: str, now: float
-) -> list[Decision | None]:
-    seen.since_s = now
+def _cut(knobs: TierKnobs, seen: TierStats, size: float, signal: str, reason: str, now: float) -> list[Decision | None]:
+    seen.answered_s = now
     return _resize(knobs, size, signal, reason)
 
 

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from engine.step_time.ewma import Ewma
 from scheduler.clock import NEVER_S
 
 WINDOW_S = 30.0
@@ -126,7 +127,7 @@ class ArrivalRate:
 
     def __init__(self, tau_s: float = 5.0) -> None:
         self._tau_s = tau_s
-        self._per_s = 0.0
+        self._per_s = Ewma(1.0)
         self._count = 0
         self._since_s: float | None = None
 
@@ -137,7 +138,6 @@ class ArrivalRate:
         """Close the interval since the last update; the smoothed rate."""
         if self._since_s is not None and now > self._since_s:
             interval_s = now - self._since_s
-            weight = 1 - math.exp(-interval_s / self._tau_s)
-            self._per_s += weight * (self._count / interval_s - self._per_s)
+            self._per_s.add(self._count / interval_s, weight=1 - math.exp(-interval_s / self._tau_s))
         self._since_s, self._count = now, 0
-        return self._per_s
+        return self._per_s.value

@@ -15,7 +15,7 @@ from scheduler.control.feedback import UPDATE_S, Load
 from scheduler.control.knobs import Decision
 from scheduler.control.min_share import DEBT_MAX_S
 from scheduler.control.step_limit import AMORTISE, DELAY_SHARE, MAX_DECODE_SLOWDOWN
-from scheduler.control.tier_stats import MARGIN_MAX, MARGIN_UP
+from scheduler.control.tier_stats import MARGIN_STEP, MAX_MARGIN
 from scheduler.control.windows import BUCKET_WIDTH, MIN_SAMPLES, WINDOW_S
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import make_decode, make_state, make_tiers
@@ -167,7 +167,7 @@ def test_of_gaps_as_many_may_miss_as_lets_one_request_in_a_hundred_break_a_promi
     assert controller.outputs(0.0)["realtime"].margin == 0.0
     observe(controller, "itl", 150, count=1)
     observe(controller, "itl", 20, count=int(0.9 * hits))
-    assert controller.outputs(0.0)["realtime"].margin == pytest.approx(0.1 * MARGIN_UP, rel=0.05)
+    assert controller.outputs(0.0)["realtime"].margin == pytest.approx(0.1 * MARGIN_STEP, rel=0.05)
     observe(controller, "itl", 20, count=int(0.11 * hits))
     assert controller.outputs(0.0)["realtime"].margin == 0.0
 
@@ -189,10 +189,10 @@ def test_the_margin_has_bounds_and_does_not_move_without_data() -> None:
     """Trap 8, and anti-windup."""
     controller = SLAController(make_tiers())
     observe(controller, "itl", 500, count=1000)
-    assert controller.outputs(0.0)["realtime"].margin == MARGIN_MAX
+    assert controller.outputs(0.0)["realtime"].margin == MAX_MARGIN
     for now in range(1, 100):
         controller.update(make_load(), float(now))
-    assert controller.outputs(100.0)["realtime"].margin == MARGIN_MAX
+    assert controller.outputs(100.0)["realtime"].margin == MAX_MARGIN
     observe(controller, "itl", 10, count=50_000, now=100.0)
     assert controller.outputs(100.0)["realtime"].margin == 0.0
 
