@@ -1,22 +1,22 @@
-"""KV blocks that bulk leaves free for interactive sequences: as many as these lately took, and some more.
+"""KV blocks that bulk leaves free for interactive sequences: as many as these took lately, and some more.
 
-Knows counts of blocks; not who holds them. The reserve is the mean of their growth between two looks plus two standard
-deviations, both exponentially weighted, within 5 and 30 % of all blocks.
+The reserve is the mean growth of what they hold between two looks plus two standard deviations, both exponentially
+weighted, within 5 and 30 % of all blocks. Knows counts of blocks; not which sequences hold them.
 """
 
 import math
 
 from engine.step_time.ewma import Ewma
 
-MIN_SHARE, MAX_SHARE = 0.05, 0.30
-WEIGHT = 0.1  # of the newest look
-DEVIATIONS = 2.0
+MIN_SHARE, MAX_SHARE = 0.05, 0.30  # of all blocks
+WEIGHT = 0.1  # of the newest look; one comes every half second, so that the memory is about five seconds
+DEVIATIONS = 2.0  # standard deviations above the mean
 
 
 class KVReserve:
     def __init__(self) -> None:
         self._held = 0
-        self._mean = Ewma(WEIGHT)
+        self._mean = Ewma(WEIGHT)  # of the growth
         self._variance = Ewma(WEIGHT)
         self._num_blocks = 0
 
@@ -29,6 +29,6 @@ class KVReserve:
 
     @property
     def num_blocks(self) -> int:
-        """To be left free by whoever has no latency promise."""
+        """Blocks that tiers without an SLO must leave free; 0 before the first look."""
         wanted = self._mean.value + DEVIATIONS * math.sqrt(self._variance.value)
         return math.ceil(min(MAX_SHARE * self._num_blocks, max(MIN_SHARE * self._num_blocks, wanted)))

@@ -6,7 +6,7 @@ longer only as far as interactive requests hardly notice: those that decode in i
 Pure: request states, predicted costs and observed rates in; limits out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.interface import StepEviction
@@ -15,14 +15,12 @@ from scheduler.clock import NEVER_S
 from scheduler.deadlines import itl_cap_s, slack_s
 from scheduler.request_state import RequestState
 
-# The limit of an interactive tier.
-FIRST_STEP_SHARE = (
-    0.25  # of the TTFT SLO: limit of a step of prefills only, so that an arrival during it can be in time
-)
-PREFILL_EXTRA_SHARE = 0.25  # of the step's time: what prefills may always add, or late decodes would starve prefills
+# For interactive tiers.
+FIRST_STEP_SHARE = 0.25  # of the TTFT SLO: limit of a step without decodes, so that an arrival during it can be in time
+PREFILL_EXTRA_SHARE = 0.25  # of the step: what prefills may always add to it, or late decodes would starve prefills
 LATE_SHARE = 0.2  # of the time left for prefills: kept for those that cannot meet their deadline any more
 
-# The limit of a bulk tier.
+# For bulk tiers.
 AMORTISE = (
     3.0  # times the fixed cost of a step: a bulk step may always last this long; a shorter one is mostly overhead
 )
@@ -30,12 +28,12 @@ MAX_ITL_SHARE = 0.5  # of the ITL SLO: limit of a step of interactive decodes wi
 MAX_DECODE_SLOWDOWN = 1.5  # times what the interactive decodes take alone: limit of their step with bulk in it
 MAX_PREFILL_SLOWDOWN = 0.03  # of a step that computes a first token: what bulk may add to it
 LONGEST_STEP_S = 0.25  # limit of a bulk step where nothing else limits it
-DELAY_SHARE = 0.07  # of the usual time from first step to first token: mean delay of an arrival by bulk
+DELAY_SHARE = 0.07  # of the usual time from first step to first token: the mean delay of an arrival that bulk may cause
 # Mean share of a running bulk step that an arrival waits for. Without mid-step eviction it is half of the step; bulk
 # that can be evicted may run longer steps for the same mean delay.
 MEAN_RESIDUAL = {StepEviction.NOTHING: 0.5, StepEviction.STEPS: 0.25, StepEviction.ROWS: 1 / 16}
-WASTED_SHARE = 0.03  # of bulk's time: what mid-step evictions may waste; the goal measured in the isolation benchmark
-EXPECTED_WASTE = 0.3  # of a step's time: what one arrival that evicts bulk from the step wastes of it
+WASTED_SHARE = 0.03  # of bulk's time: what mid-step evictions may waste, the goal of the co-serving benchmark on a CPU
+EXPECTED_WASTE = 0.3  # of a step's time: what one arrival that evicts bulk from the step wastes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,51 +67,77 @@ def in_time_limit_s(limit_s: float, planned_s: float) -> float:
     return limit_s - LATE_SHARE * max(0.0, limit_s - planned_s) if limit_s < NEVER_S else limit_s
 
 
-def decodes_limit_s(decoding: Sequence[RequestState], now: float, margin: float, overhead_s: float) -> float:
-    """Return how long a step may last for the next tokens of `decoding` to be in time. `margin`: share of the time that
-    is kept in reserve; `overhead_s`: the host's time beside the step."""
-    return min(slack_s(decoding, now), itl_cap_s(decoding)) * (1 - margin) - overhead_s
+@dataclass(frozen=True, slots=True)
+class InteractiveTraffic:
+    """What step limits depend on: the SLOs of all interactive tiers, and what was observed of them."""
 
-
-def prefill_only_limit_s(ttft_slo_s: float) -> float:
-    """Return how long a step without decodes may last for an arrival during it to be in time still."""
-    return FIRST_STEP_SHARE * ttft_slo_s
+    ttft_slo_s: float  # the shortest
+    service_s: float  # usual time from first step to first token, of the quickest tier; NEVER_S: unknown
+    arrivals_per_s: float
+    ttft_margin: float  # share by which bulk's steps are shortened
+    itl_margin_of: Mapping[str, float]  # by tier: share of the time until the next token that is kept in reserve
+    overhead_s: float  # the host's time beside a step
 
 
 @dataclass(frozen=True, slots=True)
-class InteractiveTraffic:
-    """What was observed of all interactive tiers together."""
+class StepLimits:
+    """The limits of one step, by the kind of tier that adds work to it."""
 
-    service_s: float  # usual time from first step to first token, of the quickest tier; NEVER_S: unknown
-    arrivals_per_s: float
-    ttft_margin: float  # share by which bulk's steps are shortened, in [0, 1)
+    interactive: StepLimit
+    bulk: StepLimit
+    guaranteed: StepLimit  # for a bulk tier whose min share is due
 
 
-def bulk_limit_s(
-    traffic: InteractiveTraffic,
-    eviction: StepEviction,
+def step_limits(
+    traffic: InteractiveTraffic | None,
+    step_eviction: StepEviction,
+    decoding: Sequence[RequestState],
     cost: StepCost,
-    decodes_s: float = 0.0,
-    itl_slo_s: float = NEVER_S,
-) -> float:
-    """Return how long a step may last with bulk in it. `decodes_s` is what the interactive decodes in it take by
-    themselves (0: there are none), `itl_slo_s` the shortest gap allowed to any of them."""
-    bulk_s = _max_bulk_s(traffic, eviction)
-    if not decodes_s:
-        return max(AMORTISE * cost.step_s, bulk_s)
-    return max(decodes_s, min(decodes_s + bulk_s, MAX_DECODE_SLOWDOWN * decodes_s, MAX_ITL_SHARE * itl_slo_s))
-
-
-def _max_bulk_s(traffic: InteractiveTraffic, eviction: StepEviction) -> float:
-    max_mean_delay_s = DELAY_SHARE * traffic.service_s
-    longest_s = min(
-        LONGEST_STEP_S, max_mean_delay_s / MEAN_RESIDUAL[eviction], _max_step_for_waste_s(traffic, eviction)
+    now: float,
+) -> StepLimits:
+    """`traffic`: None where no tier is interactive. `decoding`: interactive sequences past their first token."""
+    guaranteed = StepLimit(AMORTISE * cost.step_s)
+    if traffic is None:
+        return StepLimits(StepLimit(), StepLimit(), guaranteed)
+    if decoding:
+        interactive_s = _decodes_limit_s(decoding, traffic, now)
+        bulk_s = _bulk_beside_s(decoding, traffic, step_eviction, cost)
+        bulk_s = max(min(interactive_s, bulk_s), cost.step_s)
+    else:
+        interactive_s = FIRST_STEP_SHARE * traffic.ttft_slo_s
+        bulk_s = bulk_alone_s(traffic, step_eviction, cost)
+    return StepLimits(
+        StepLimit(interactive_s, extra_share=PREFILL_EXTRA_SHARE),
+        StepLimit(bulk_s, extra_share=MAX_PREFILL_SLOWDOWN, hard_limit_s=interactive_s),
+        guaranteed,
     )
-    return longest_s * (1 - traffic.ttft_margin)
 
 
-def _max_step_for_waste_s(traffic: InteractiveTraffic, eviction: StepEviction) -> float:
-    """Return the step length at which evictions by arrivals waste no more than `WASTED_SHARE` of bulk's time."""
-    if eviction is StepEviction.NOTHING or traffic.arrivals_per_s <= 0:
-        return NEVER_S
-    return WASTED_SHARE / (EXPECTED_WASTE * traffic.arrivals_per_s)
+def bulk_alone_s(traffic: InteractiveTraffic, step_eviction: StepEviction, cost: StepCost) -> float:
+    """Return how long a step of bulk alone may last."""
+    return max(AMORTISE * cost.step_s, _max_bulk_s(traffic, step_eviction))
+
+
+def _decodes_limit_s(decoding: Sequence[RequestState], traffic: InteractiveTraffic, now: float) -> float:
+    """Return how long the step may last for all next tokens to be in time."""
+    margin = max(traffic.itl_margin_of[name] for name in {s.tier.name for s in decoding})
+    return min(slack_s(decoding, now), itl_cap_s(decoding)) * (1 - margin) - traffic.overhead_s
+
+
+def _bulk_beside_s(
+    decoding: Sequence[RequestState], traffic: InteractiveTraffic, step_eviction: StepEviction, cost: StepCost
+) -> float:
+    """Return how long a step of interactive decodes may last with bulk in it, for them to keep their pace."""
+    decodes_s = cost.step(sum(cost.decode(s.num_computed_tokens) for s in decoding))
+    longest_s = min(MAX_DECODE_SLOWDOWN * decodes_s, MAX_ITL_SHARE * itl_cap_s(decoding))
+    return max(decodes_s, min(decodes_s + _max_bulk_s(traffic, step_eviction), longest_s))
+
+
+def _max_bulk_s(traffic: InteractiveTraffic, step_eviction: StepEviction) -> float:
+    """Return how long the engine may be busy with bulk before an arrival is delayed too much, or evictions waste more
+    than `WASTED_SHARE` of bulk's time."""
+    for_delay_s = DELAY_SHARE * traffic.service_s / MEAN_RESIDUAL[step_eviction]
+    for_waste_s = NEVER_S
+    if step_eviction is not StepEviction.NOTHING and traffic.arrivals_per_s > 0:
+        for_waste_s = WASTED_SHARE / (EXPECTED_WASTE * traffic.arrivals_per_s)
+    return min(LONGEST_STEP_S, for_delay_s, for_waste_s) * (1 - traffic.ttft_margin)

@@ -13,7 +13,7 @@ from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
 from scheduler.control.feedback import UPDATE_S, Load
 from scheduler.control.knobs import Decision
-from scheduler.control.min_share import DEBT_MAX_S
+from scheduler.control.min_share import MAX_DEFICIT_S
 from scheduler.control.step_limit import AMORTISE, DELAY_SHARE, MAX_DECODE_SLOWDOWN
 from scheduler.control.tier_stats import MARGIN_STEP, MAX_MARGIN
 from scheduler.control.windows import BUCKET_WIDTH, MIN_SAMPLES, WINDOW_S
@@ -228,7 +228,7 @@ def test_the_debt_reaches_its_threshold_whatever_the_promise_and_no_burst_follow
     for _ in range(10_000):
         controller.observe_step(0.1, {"realtime": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
     assert budgets(controller, states).tiers["bulk"].guaranteed
-    controller.observe_step(DEBT_MAX_S, {"bulk": DEBT_MAX_S}, ["realtime", "bulk"], 0.0, 0.0)
+    controller.observe_step(MAX_DEFICIT_S, {"bulk": MAX_DEFICIT_S}, ["realtime", "bulk"], 0.0, 0.0)
     controller.observe_step(0.1, {"bulk": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
     assert not budgets(controller, states).tiers["bulk"].guaranteed, "an hour of flood is paid within a second"
 

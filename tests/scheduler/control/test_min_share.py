@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.control.min_share import DEBT_MAX_S, URGENT_SHARE, DeficitCounter
+from scheduler.control.min_share import MAX_DEFICIT_S, URGENT_SHARE, DeficitCounter
 from tests.scheduler.builders import make_tiers
 
 STEP_S = 0.03
@@ -19,9 +19,9 @@ def test_a_tier_that_is_served_whenever_it_is_owed_gets_its_share(steps: list[fl
     kept, used_s = books(floor), 0.0
     for elapsed_s in steps:
         mine_s = elapsed_s if kept.has_deficit("bulk", STEP_S) else 0.0
-        kept.enter(elapsed_s, {"bulk": mine_s}, ["bulk"])
+        kept.add_step(elapsed_s, {"bulk": mine_s}, ["bulk"])
         used_s += mine_s
-        assert 0 <= kept.deficit_s("bulk") <= DEBT_MAX_S
+        assert 0 <= kept.deficit_s("bulk") <= MAX_DEFICIT_S
     assert used_s >= floor * sum(steps) - STEP_S - floor * max(steps)
 
 
@@ -36,21 +36,21 @@ def test_urgent_work_is_owed_more_and_never_more_than_may_be_given() -> None:
 
 def test_urgency_gives_a_share_where_there_is_no_floor() -> None:
     kept = books(0.0)
-    kept.enter(10.0, {}, ["bulk"])
+    kept.add_step(10.0, {}, ["bulk"])
     assert not kept.has_deficit("bulk", STEP_S)
     kept.set_urgency("bulk", 1.0)
-    kept.enter(0.1, {}, ["bulk"])
+    kept.add_step(0.1, {}, ["bulk"])
     assert kept.has_deficit("bulk", STEP_S)
 
 
 def test_who_wants_nothing_is_owed_nothing() -> None:
     kept = books(0.1)
-    kept.enter(10.0, {}, ["realtime"])
+    kept.add_step(10.0, {}, ["realtime"])
     assert kept.deficit_s("bulk") == 0
 
 
 def test_debts_survive_new_tiers() -> None:
     before, after = books(0.1), books(0.2)
-    before.enter(1.0, {}, ["bulk"])
+    before.add_step(1.0, {}, ["bulk"])
     after.take_over(before)
     assert after.deficit_s("bulk") == pytest.approx(0.1)
