@@ -28,7 +28,7 @@ class Decision:
 
 
 class Knob:
-    """`chosen` is the value that the controller wants. `value` is the one in force: the pinned value where there is one,
+    """`chosen` is the value that the controller wants. `value` is the one in force: the pinned value if there is one,
     the start value in a dry run, else the chosen one."""
 
     def __init__(self, tier: str, name: str, bounds: Bounds, pinned: float | None, dry_run: bool) -> None:
