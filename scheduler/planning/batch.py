@@ -16,7 +16,7 @@ from engine.step_time.model import StepCost
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.step_limit import in_time_limit_s
-from scheduler.deadlines import by_due
+from scheduler.deadlines import split_by_deadline
 from scheduler.planning import batching_delay
 from scheduler.planning.kv_budget import BlockBudget, EngineView
 from scheduler.planning.request_table import RequestTable
@@ -137,7 +137,7 @@ class _Draft:
         if not tier.is_interactive:
             self._fill(tier.name, pending, budget, limit_s, in_order=True)
             return
-        in_time, late = by_due(islice(pending, MAX_SORTED), self._cost, self._now)
+        in_time, late = split_by_deadline(islice(pending, MAX_SORTED), self._cost, self._now)
         in_time_s = in_time_limit_s(limit_s, self.planned_s) if late else limit_s
         is_open = self._fill(tier.name, in_time, budget, in_time_s)
         self._fill(tier.name, late, budget, limit_s, is_open=is_open)
