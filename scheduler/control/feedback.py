@@ -84,39 +84,45 @@ def _move_wait(tier: Tier, knob: Knob, slots: float, stats: TierStats, load: Loa
 def move_bulk(
     tier: Tier, knobs: TierKnobs, stats: TierStats, load: Load, interactive: InteractiveLoad, now: float
 ) -> list[Decision]:
-    """Additive increase, multiplicative decrease, with a dead band; the token ceiling moves with the slots."""
-    held, size = load.held.get(tier.name, 0), knobs.batch_size
-    wants_more = load.waiting.get(tier.name, 0) > 0 or held >= size.chosen
-    may_cut = 0 < held <= size.chosen  # else the last cut has not had its effect yet
-    many_missed = interactive.miss_share is not None and interactive.miss_share > 2 * MISS_TARGET
-    moves: list[Decision | None] = []
-    if may_cut and not interactive.is_absent and many_missed:
-        reason = "interactive tiers miss their targets"
-        moves += _cut(knobs, stats, size.chosen * BULK_CUT, "slo_misses", reason, now)
-    elif may_cut and interactive.bulk_took_part and load.age_share > AGE_HIGH and now - stats.answered_s > UPDATE_S:
-        reason = "interactive requests wait for their first step"
-        moves += _cut(knobs, stats, size.chosen * BULK_CUT, "queue_age", reason, now)
-    elif may_cut and load.kv_usage > KV_HIGH:
-        size_now = min(size.chosen, held)
-        moves += _cut(knobs, stats, size_now * BULK_KV_CUT, "kv_usage", "KV blocks run out", now)
-    elif (
-        wants_more
-        and load.kv_usage < KV_LOW
-        and (interactive.is_absent or _below(interactive.miss_share, MISS_TARGET / 2))
-    ):
-        moves += _resize(knobs, size.chosen + GROWTH, "queue", "work waits and nobody above is harmed")
+    """Move bulk's batch size by additive increase and multiplicative decrease, and max-wait to the time a batch takes
+    to fill."""
     bounds = knobs.max_wait_ms.bounds
-    goal_ms = max_wait.fill_ms(size.value, stats.rate_per_s, bounds.min, bounds.max)
+    moves = _move_bulk_size(tier, knobs, stats, load, interactive, now)
+    goal_ms = max_wait.fill_ms(knobs.batch_size.value, stats.rate_per_s, bounds.min, bounds.max)
     if goal_ms is not None:
         moves.append(_towards(knobs.max_wait_ms, goal_ms, "the time a batch takes to fill"))
     return [move for move in moves if move is not None]
 
 
-def _cut(
-    knobs: TierKnobs, stats: TierStats, size: float, signal: str, reason: str, now: float
+def _move_bulk_size(
+    tier: Tier, knobs: TierKnobs, stats: TierStats, load: Load, interactive: InteractiveLoad, now: float
 ) -> list[Decision | None]:
-    stats.answered_s = now
-    return _resize(knobs, size, signal, reason)
+    held, size = load.held.get(tier.name, 0), knobs.batch_size.chosen
+    cut = _bulk_cut(held, size, stats, load, interactive, now)
+    if cut is not None:
+        stats.answered_s = now
+        return _resize(knobs, *cut)
+    wants_more = load.waiting.get(tier.name, 0) > 0 or held >= size
+    harms_none = interactive.is_absent or _below(interactive.miss_share, MISS_TARGET / 2)
+    if wants_more and load.kv_usage < KV_LOW and harms_none:
+        return _resize(knobs, size + GROWTH, "queue", "work waits and nobody above is harmed")
+    return []
+
+
+def _bulk_cut(
+    held: int, size: float, stats: TierStats, load: Load, interactive: InteractiveLoad, now: float
+) -> tuple[float, str, str] | None:
+    """Return a smaller batch size, and the signal and reason for it; None where there is none."""
+    if not 0 < held <= size:  # the tier holds nothing, or the last cut has not had its effect yet
+        return None
+    many_missed = interactive.miss_share is not None and interactive.miss_share > 2 * MISS_TARGET
+    if many_missed and not interactive.is_absent:
+        return size * BULK_CUT, "slo_misses", "interactive tiers miss their targets"
+    if interactive.bulk_took_part and load.age_share > AGE_HIGH and now - stats.answered_s > UPDATE_S:
+        return size * BULK_CUT, "queue_age", "interactive requests wait for their first step"
+    if load.kv_usage > KV_HIGH:
+        return min(size, held) * BULK_KV_CUT, "kv_usage", "KV blocks run out"
+    return None
 
 
 def _resize(knobs: TierKnobs, size: float, signal: str, reason: str) -> list[Decision | None]:

@@ -11,15 +11,15 @@ from scheduler.config import Tier
 from scheduler.control.windows import ArrivalRate, LatencyWindow, MissWindow, ShareWindow
 from scheduler.quantile_tracker import QuantileTracker
 
-MISS_TARGET = 0.01  # share of requests that may miss: the SLO is of the p99 (ε in the controller's law)
+MISS_TARGET = 0.01  # share of requests that may miss: the SLO is of the p99 (ε below)
 START_GAPS = 10.0  # between the tokens of a request, before one has ended
 MAX_GAPS = 100.0  # of so many gaps, one may be long: with more of them, no fewer may be
 GAPS_WEIGHT = 0.02  # of the newest request, in the mean number of gaps
 # Share of the time allowed that is kept in reserve at first. With 5 % for gaps, 6 of 67 chats of a co-serving run on a
 # CPU had a gap of 103–120 ms under an SLO of 100 ms; with 15 % none had.
 START_MARGIN = {"ttft": 0.0, "itl": 0.15}
-MARGIN_STEP = 0.05  # what one miss adds to a margin
-MAX_MARGIN = 0.6
+MARGIN_STEP = 0.05  # what one miss adds to a margin: η in margin ← clip(margin + η·(miss − ε), 0, MAX_MARGIN)
+MAX_MARGIN = 0.6  # share of the time allowed
 SERVICE_WEIGHT = 0.05  # of the newest request, in the mean time from first step to first token
 SERVICE_SHARE = 0.1  # of the TTFT SLO: that mean before any request; it weighs as much as one request
 

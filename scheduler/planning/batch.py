@@ -42,7 +42,7 @@ def form_batch(
     draft = _Draft(view, budgets, table, now, barred)
     for tier in sorted(tiers, key=lambda t: not budgets.tiers[t.name].guaranteed):
         budget = budgets.tiers[tier.name]
-        if budget.decodes_only and draft.has_work:
+        if budget.decodes_only and draft.has_work:  # without work above, the tier runs as usual: an engine never idles
             if not draft.add_decodes(tier.name, budget, budget.limit.extra_only_s(draft.planned_s)):
                 draft.pause(tier.name)
             continue
