@@ -30,7 +30,7 @@ def tier_outputs(knobs: TierKnobs, stats: TierStats, now: float) -> TierOutputs:
         margin=stats.margin,
         ttft_p99_s=stats.p99_s("ttft", now),
         itl_p99_s=stats.p99_s("itl", now),
-        attainment=stats.attainment.share(now),
+        attainment=stats.attainment(now),
         batch_tokens=int(knobs.batch_tokens.value),
         arrivals_per_s=stats.rate_per_s,
     )
@@ -46,7 +46,7 @@ def explain_tier(
             "ttft_p99_s": stats.p99_s("ttft", now),
             "itl_p99_s": stats.p99_s("itl", now),
             "miss_share": stats.worst_miss_share(now, stats.answered_s),
-            "attainment": stats.attainment.share(now),
+            "attainment": stats.attainment(now),
             "margins": {kind: margin.value for kind, margin in stats.margin_of.items()},
             "arrivals_per_s": stats.rate_per_s,
             "first_token_service_s": stats.service_s,

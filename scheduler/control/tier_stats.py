@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from engine.step_time.ewma import Ewma
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
-from scheduler.control.windows import ArrivalRate, LatencyWindow, MissWindow, ShareWindow
+from scheduler.control.windows import ArrivalRate, LatencyWindow, MissWindow
 from scheduler.quantile_tracker import QuantileTracker
 
 MISS_TARGET = 0.01  # share of requests that may miss: the SLO is of the p99 (ε below)
@@ -31,7 +31,7 @@ class TierStats:
         self._service: Ewma | None = None  # seconds from first step to first token; None: none observed
         self._num_services = 0
         self.arrivals = ArrivalRate()
-        self.attainment = ShareWindow()
+        self._ended = MissWindow()
         self._gaps = Ewma(GAPS_WEIGHT, START_GAPS)  # between the tokens of a request
         self.answered_s = -NEVER_S  # a knob was moved then: what was missed before is no reason to move it again
         self.retarget(tier)
@@ -74,7 +74,7 @@ class TierStats:
 
     def add_end(self, met_slo: bool, gaps: int, now: float) -> None:
         """Take in the end of a request that had so many gaps between its tokens."""
-        self.attainment.add(now, met_slo)
+        self._ended.add(now, not met_slo)
         self._gaps.add(min(max(gaps, 1), MAX_GAPS))
 
     def add_service(self, seconds: float) -> None:
@@ -97,6 +97,11 @@ class TierStats:
             return self._service.value
         target_s = self.target_s["ttft"]
         return SERVICE_SHARE * target_s if target_s < NEVER_S else None
+
+    def attainment(self, now: float) -> float | None:
+        """Return the share of requests ended lately that met their SLO; None if none ended."""
+        missed = self._ended.miss_share(now, min_samples=1)
+        return None if missed is None else 1.0 - missed
 
     def p99_s(self, kind: str, now: float, since_s: float = -NEVER_S) -> float | None:
         return self.windows[kind].p99(now, since_s)

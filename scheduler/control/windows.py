@@ -102,24 +102,9 @@ class MissWindow:
     def add(self, now: float, is_miss: bool) -> None:
         self._slices.count(now, is_miss)
 
-    def miss_share(self, now: float, since_s: float) -> float | None:
-        """Return the share since `since_s`; None without enough data."""
-        return self._slices.missed_share(now, since_s, MIN_SAMPLES)
-
-
-class ShareWindow:
-    """The share of requests ended in the last `WINDOW_S` seconds that met their SLO."""
-
-    def __init__(self) -> None:
-        self._slices = _Slices()
-
-    def add(self, now: float, met_slo: bool) -> None:
-        self._slices.count(now, not met_slo)
-
-    def share(self, now: float) -> float | None:
-        """Return None when nothing ended."""
-        missed = self._slices.missed_share(now, -NEVER_S, 1)
-        return None if missed is None else 1.0 - missed
+    def miss_share(self, now: float, since_s: float = -NEVER_S, min_samples: int = MIN_SAMPLES) -> float | None:
+        """Return the share since `since_s`; None with fewer samples than `min_samples`."""
+        return self._slices.missed_share(now, since_s, min_samples)
 
 
 class ArrivalRate:

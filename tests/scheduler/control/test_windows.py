@@ -9,7 +9,7 @@ from scheduler.control.windows import (
     WINDOW_S,
     ArrivalRate,
     LatencyWindow,
-    ShareWindow,
+    MissWindow,
 )
 
 
@@ -80,13 +80,14 @@ def test_a_latency_of_any_size_is_shown_to_half_a_percent(seconds: float) -> Non
 
 
 def test_a_share_is_that_of_the_window_and_none_without_data() -> None:
-    window = ShareWindow()
-    assert window.share(0.0) is None
-    window.add(0.0, False)
-    window.add(20.0, True)
-    assert window.share(20.0) == 0.5
-    assert window.share(WINDOW_S + 0.1) == 1.0
-    assert window.share(20.1 + WINDOW_S) is None
+    window = MissWindow()
+    assert window.miss_share(0.0, min_samples=1) is None
+    window.add(0.0, True)
+    window.add(20.0, False)
+    assert window.miss_share(20.0, min_samples=1) == 0.5
+    assert window.miss_share(20.0, min_samples=3) is None
+    assert window.miss_share(WINDOW_S + 0.1, min_samples=1) == 0.0
+    assert window.miss_share(20.1 + WINDOW_S, min_samples=1) is None
 
 
 def test_the_arrival_rate_settles_and_decays() -> None:

@@ -249,6 +249,14 @@ def test_a_tier_with_a_guaranteed_share_goes_first_with_its_own_limit() -> None:
     assert not ran(form([*flood, *bulk], bulk=budget(limit_s=0.0151))).keys() & {s.id for s in bulk}
 
 
+def test_prefills_beside_guaranteed_work_are_no_longer_than_it() -> None:
+    """Else the min share would be a small share of long steps."""
+    bulk, prefill = [make_decode(f"b{i}") for i in range(40)], make_state("rt", prompt=500)
+    plan = form([prefill, *bulk], bulk=budget(guaranteed=True), realtime=budget(limit_s=0.5))
+    assert (len(plan.run), ran(plan)["rt"]) == (41, 40)
+    assert ran(form([prefill, *bulk], bulk=budget(), realtime=budget(limit_s=0.5)))["rt"] > 400
+
+
 # -- blocks and preemption -------------------------------------------------------------------------------------------
 
 
