@@ -98,6 +98,8 @@ class ControllerSwitches(_Strict):
 
 
 class Tier(_Strict):
+    """One tier; the comments of tiers.yaml explain its keys."""
+
     name: str
     priority: int
     service_tiers: tuple[str, ...] = ()
@@ -120,12 +122,12 @@ class Tier(_Strict):
     def _refuse_keys_without_effect(self) -> Self:
         """Refuse keys that do nothing for this kind of tier: such a mistake would go unnoticed."""
         if self.is_interactive:
-            owner, is_set = "without", {"floor": self.floor, "aging_ms": self.aging_ms, "urgent_ms": self.urgent_ms}
+            kind, is_set = "without", {"floor": self.floor, "aging_ms": self.aging_ms, "urgent_ms": self.urgent_ms}
         else:
-            owner, is_set = "with", {"admission.reopen_at": self.admission.reopen_at != Admission().reopen_at}
+            kind, is_set = "with", {"admission.reopen_at": self.admission.reopen_at != Admission().reopen_at}
         useless = next((key for key, value in is_set.items() if value), None)
         if useless is not None:
-            raise ValueError(f"{useless} is for tiers {owner} a latency SLO: remove it from {self.name!r}")
+            raise ValueError(f"{useless} is for tiers {kind} a latency SLO: remove it from {self.name!r}")
         return self
 
     @property

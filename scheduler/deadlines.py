@@ -40,12 +40,12 @@ def itl_cap_s(decoding: Iterable[RequestState]) -> float:
 
 
 def prefill_s(state: RequestState, cost: StepCost) -> float:
-    """Return how long the rest of its prefill takes."""
+    """Return how long the rest of the prefill takes."""
     return cost.prefill(state.num_uncomputed, state.num_computed_tokens)
 
 
 def is_late(state: RequestState, cost: StepCost, now: float) -> bool:
-    """Return whether its next token cannot be in time any more. Such a request waits for those that can be in time, and
+    """Return whether the next token cannot be in time any more. Such a request waits for those that can be in time, and
     admission does not count it as work ahead of a new one."""
     return now + prefill_s(state, cost) > deadline_s(state)
 
@@ -86,10 +86,10 @@ def work_s(prefill_tokens: int, output_tokens: int, cost: StepCost, context: int
     return prefill + decodes * (cost.step_s + cost.decode(context + prefill_tokens + decodes // 2))
 
 
-def is_urgent(laxity_s: float, horizon_s: float) -> bool:
-    """Return whether it must go before higher tiers now. A request late by more than the horizon is not urgent: it is
-    lost, and would make others late that can still be in time. With a horizon of 0, nothing is urgent."""
-    return -horizon_s < laxity_s < horizon_s
+def is_urgent(laxity: float, horizon_s: float) -> bool:
+    """Return whether a request must go before higher tiers now. A request that is late by more than the horizon is not
+    urgent: it is lost, and would make others late that can still be in time. With a horizon of 0, nothing is urgent."""
+    return -horizon_s < laxity < horizon_s
 
 
 def urgency_of(state: RequestState, cost: StepCost, now: float) -> float:
@@ -116,7 +116,7 @@ def urgencies(tier: Tier, states: Iterable[RequestState], cost: StepCost, now: f
 
 
 def boosted_priority(tiers: Sequence[Tier]) -> float:
-    """Return the priority of urgent requests: above all tiers without an SLO, below those with one."""
+    """Return the priority of urgent requests: just above all tiers without an SLO."""
     return max((tier.priority for tier in tiers if not tier.is_interactive), default=0) + 0.5
 
 

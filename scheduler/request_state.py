@@ -147,7 +147,7 @@ class RequestState:
         return blocks_for(self.num_computed_tokens, block_size) if self.is_resident else 0
 
     def own_blocks(self, block_size: int) -> int:
-        """Return how many blocks become free if it loses them."""
+        """Return how many of its blocks no other sequence holds: preempting it frees these."""
         return self.blocks_held(block_size) - self.num_shared_blocks
 
     def lose_blocks(self, to: Status) -> None:
