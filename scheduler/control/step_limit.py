@@ -63,7 +63,7 @@ class StepLimit:
 
 
 def in_time_limit_s(limit_s: float, planned_s: float) -> float:
-    """Return the limit for prefills that can be in time, where late ones wait too and are to get a share of the time."""
+    """Return the limit for prefills that can be in time; late ones that wait too get the rest up to `limit_s`."""
     return limit_s - LATE_SHARE * max(0.0, limit_s - planned_s) if limit_s < NEVER_S else limit_s
 
 
