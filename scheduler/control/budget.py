@@ -24,5 +24,7 @@ class TierBudget:
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
+    """The budgets of all tiers for one step, and the predicted costs that they were made with."""
+
     tiers: Mapping[str, TierBudget]
     cost: StepCost

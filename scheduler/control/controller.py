@@ -89,7 +89,7 @@ class SLAController:
         fixed = self._fixed_budget(tier)
         if tier.is_interactive:
             return replace(fixed, limit=limits.interactive)
-        if self._deficits.has_deficit(tier.name, limits.guaranteed.limit_s):
+        if self._deficits.has_deficit(tier.name, limits.guaranteed.base_s):
             return replace(fixed, limit=limits.guaranteed, guaranteed=True)
         return replace(
             fixed,

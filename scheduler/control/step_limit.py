@@ -40,16 +40,16 @@ EXPECTED_WASTE = 0.3  # of a step's time: what one arrival that evicts bulk from
 class StepLimit:
     """How long a step may be predicted to take once the work of one tier is in it.
 
-    `limit_s` is known before the step is formed. The methods are the one place for what depends on the step itself:
+    `base_s` is known before the step is formed. The methods are the one place for what depends on the step itself:
     `planned_s` is the predicted time of the step as far as it is planned, without the work to be added.
     """
 
-    limit_s: float = NEVER_S
-    extra_share: float = 0.0  # of the time planned: the tier may add this much even beyond `limit_s` …
+    base_s: float = NEVER_S
+    extra_share: float = 0.0  # of the time planned: the tier may add this much even beyond `base_s` …
     hard_limit_s: float = NEVER_S  # … but not beyond this: the next tokens of interactive tiers would be late
 
     def total_s(self, planned_s: float) -> float:
-        return max(self.limit_s, self.extra_only_s(planned_s))
+        return max(self.base_s, self.extra_only_s(planned_s))
 
     def extra_only_s(self, planned_s: float) -> float:
         """Return the limit for a tier that may add its extra share and nothing else."""
@@ -81,11 +81,12 @@ class InteractiveTraffic:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The limits of one step, by the kind of tier that adds work to it."""
+    """The limits of one step, by the kind of tier that adds work to it. `guaranteed` is for a bulk tier whose min share
+    is due."""
 
     interactive: StepLimit
     bulk: StepLimit
-    guaranteed: StepLimit  # for a bulk tier whose min share is due
+    guaranteed: StepLimit
 
 
 def step_limits(

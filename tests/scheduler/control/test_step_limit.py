@@ -25,7 +25,7 @@ def limit_s(
     tier: str = "bulk",
 ) -> float:
     """The limit of a tier's budget, beside interactive `states`."""
-    return budgets_of(controller, states or [], now, cost)[tier].limit.limit_s
+    return budgets_of(controller, states or [], now, cost)[tier].limit.base_s
 
 
 # -- what depends on the step so far -------------------------------------------------------------------------------
@@ -157,4 +157,4 @@ def test_without_feed_forward_tiers_are_strict_priorities_with_fixed_budgets() -
     strict = make_tiers().model_copy(update={"controller": ControllerSwitches(feed_forward=False)})
     of = budgets_of(SLAController(strict), [make_state("rt"), make_decode("b")])
     assert not any(b.decodes_only or b.guaranteed for b in of.values())
-    assert {b.limit.limit_s for b in of.values()} == {NEVER_S}
+    assert {b.limit.base_s for b in of.values()} == {NEVER_S}
