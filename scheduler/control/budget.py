@@ -15,7 +15,7 @@ class TierBudget:
     max_num_seqs: int
     max_tokens: int = 1 << 30
     max_wait_s: float = 0.0  # how long newcomers may wait for others to share their first step
-    gap_s: float = NEVER_S  # between two arrivals, on average
+    arrival_gap_s: float = NEVER_S  # between two arrivals, on average
     limit: StepLimit = StepLimit()  # how long the step may take with work of this tier
     decodes_only: bool = False  # a tier above awaits a first token: prefills wait, decodes add `limit.extra_share`
     guaranteed: bool = False  # its min share is due: it goes first in this step

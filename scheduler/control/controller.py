@@ -105,7 +105,7 @@ class SLAController:
             max_num_seqs=int(knobs.batch_size.value),
             max_tokens=int(knobs.batch_tokens.value),
             max_wait_s=knobs.max_wait_ms.value / 1000,
-            gap_s=1 / rate if rate > 0 else NEVER_S,
+            arrival_gap_s=1 / rate if rate > 0 else NEVER_S,
         )
 
     def _traffic(self) -> InteractiveTraffic | None:

@@ -8,7 +8,7 @@ import math
 
 from engine.step_time.ewma import Ewma
 
-MIN_SHARE, MAX_SHARE = 0.05, 0.30  # of all blocks
+MIN_RESERVE, MAX_RESERVE = 0.05, 0.30  # of all blocks
 WEIGHT = 0.1  # of the newest look; one comes every half second, so that the memory is about five seconds
 DEVIATIONS = 2.0  # standard deviations above the mean
 
@@ -31,4 +31,4 @@ class KVReserve:
     def num_blocks(self) -> int:
         """Blocks that tiers without an SLO must leave free; 0 before the first look."""
         wanted = self._mean.value + DEVIATIONS * math.sqrt(self._variance.value)
-        return math.ceil(min(MAX_SHARE * self._num_blocks, max(MIN_SHARE * self._num_blocks, wanted)))
+        return math.ceil(min(MAX_RESERVE * self._num_blocks, max(MIN_RESERVE * self._num_blocks, wanted)))

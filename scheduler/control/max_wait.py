@@ -8,9 +8,9 @@ MIN_ARRIVALS = 4  # within the fixed cost of a step, for waiting to pay
 WAIT_SHARE = 0.5  # of the TTFT SLO left beside two steps: what may be spent on waiting for others
 
 
-def is_worth_it(gap_s: float, fixed_s: float) -> bool:
-    """Return whether waiting pays. `gap_s`: mean time between two arrivals; `fixed_s`: fixed cost of a step."""
-    return MIN_ARRIVALS * gap_s <= fixed_s
+def is_worth_it(arrival_gap_s: float, fixed_s: float) -> bool:
+    """Return whether waiting pays, with the mean time between two arrivals and the fixed cost of a step."""
+    return MIN_ARRIVALS * arrival_gap_s <= fixed_s
 
 
 def longest_wait_ms(ttft_p99_ms: float | None, step_s: float, min_ms: float, max_ms: float) -> float:

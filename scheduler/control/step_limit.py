@@ -96,7 +96,8 @@ def step_limits(
     cost: StepCost,
     now: float,
 ) -> StepLimits:
-    """`traffic`: None where no tier is interactive. `decoding`: interactive sequences past their first token."""
+    """Return the limits of the next step. `traffic` is None where no tier is interactive; `decoding` are the
+    interactive sequences past their first token."""
     guaranteed = StepLimit(AMORTISE * cost.step_s)
     if traffic is None:
         return StepLimits(StepLimit(), StepLimit(), guaranteed)

@@ -31,7 +31,7 @@ def is_waiting(tier: Tier, table: RequestTable, budget: TierBudget, batch: Batch
     if batch.has_work:
         if tier.is_interactive:
             return False
-    elif table.any_resident or not is_worth_it(budget.gap_s, batch.fixed_s):
+    elif table.any_resident or not is_worth_it(budget.arrival_gap_s, batch.fixed_s):
         return False
     return now < _max_wait_ends_s(table, tier.name, budget)
 

@@ -157,15 +157,15 @@ def test_a_full_batch_does_not_wait() -> None:
 @pytest.mark.parametrize("busy", [make_decode("busy", "realtime"), make_decode("busy", "bulk")], ids=["same", "below"])
 def test_interactive_newcomers_never_wait_where_the_engine_is_busy(busy: RequestState) -> None:
     """Requests that arrive during a step share the next one anyway."""
-    dense = replace(WAIT, gap_s=0.0001)
+    dense = replace(WAIT, arrival_gap_s=0.0001)
     assert "new" in ran(form([make_state("new", claimed_s=1.0), busy], now=1.0, realtime=dense))
 
 
-@pytest.mark.parametrize(("gap_s", "waits"), [(0.001, True), (1.0, False)])
-def test_an_idle_engine_waits_only_where_another_arrival_is_worth_it(gap_s: float, waits: bool) -> None:
-    plan = form([make_state("new", claimed_s=1.0)], now=1.01, realtime=replace(WAIT, gap_s=gap_s))
+@pytest.mark.parametrize(("arrival_gap_s", "waits"), [(0.001, True), (1.0, False)])
+def test_an_idle_engine_waits_only_where_another_arrival_is_worth_it(arrival_gap_s: float, waits: bool) -> None:
+    plan = form([make_state("new", claimed_s=1.0)], now=1.01, realtime=replace(WAIT, arrival_gap_s=arrival_gap_s))
     assert plan.is_empty == waits
-    assert ran(form([make_state("new", claimed_s=1.0)], now=1.021, realtime=replace(WAIT, gap_s=gap_s)))
+    assert ran(form([make_state("new", claimed_s=1.0)], now=1.021, realtime=replace(WAIT, arrival_gap_s=arrival_gap_s)))
 
 
 def test_preempted_sequences_never_wait_for_others() -> None:

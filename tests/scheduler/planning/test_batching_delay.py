@@ -14,13 +14,13 @@ positive = st.floats(1e-4, 1e4)
 
 def test_light_traffic_starts_at_once_and_a_flood_waits() -> None:
     """A step costs 100 ms: at 10 requests a second none waits, at 100 a second all do."""
-    assert not is_worth_it(gap_s=0.1, fixed_s=0.1)
-    assert is_worth_it(gap_s=0.01, fixed_s=0.1)
+    assert not is_worth_it(arrival_gap_s=0.1, fixed_s=0.1)
+    assert is_worth_it(arrival_gap_s=0.01, fixed_s=0.1)
 
 
 @given(positive, positive)
-def test_denser_traffic_is_worth_waiting_for_wherever_lighter_traffic_is(gap_s: float, fixed_s: float) -> None:
-    assert is_worth_it(gap_s / 2, fixed_s) or not is_worth_it(gap_s, fixed_s)
+def test_denser_traffic_is_worth_waiting_for_wherever_lighter_traffic_is(arrival_gap_s: float, fixed_s: float) -> None:
+    assert is_worth_it(arrival_gap_s / 2, fixed_s) or not is_worth_it(arrival_gap_s, fixed_s)
 
 
 @given(positive, positive, st.floats(0, 50), st.floats(50, 500))
