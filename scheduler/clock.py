@@ -1,7 +1,7 @@
-"""Time as a collaborator. Policy gets `now` as an argument; only drivers hold a clock.
+"""Clocks. Policy gets `now` as an argument; only drivers hold a clock.
 
-`SystemClock` is the product's. The simulator brings a virtual one with the same three verbs, so that nothing
-in the scheduler ever calls `time.*` or `asyncio.sleep` itself.
+The product runs on `SystemClock`, the simulator on a virtual clock with the same three methods. Nothing else in the
+scheduler calls `time.*` or `asyncio.sleep`.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ NEVER_S = float("inf")
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds, monotonic, from an arbitrary origin: for durations."""
+        """Return monotonic seconds from an arbitrary origin, for durations."""
         ...
 
     def wall_ms(self) -> int:
-        """Unix time in integer ms: comparable between processes, for deadlines and leases."""
+        """Return Unix time in integer ms, which processes can compare: for deadlines and leases."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...

@@ -1,7 +1,7 @@
-"""`tiers.yaml`, validated: what each tier is promised and the bounds of its knobs.
+"""`tiers.yaml`, validated: the SLO of each tier and the bounds of its knobs.
 
-Knows names, priorities and numbers; not who asks (the gateway's identity) nor what a knob does (the SLA
-controller). Errors name the key: `tiers.bulk.batch_size.start: …`.
+Knows names, priorities and numbers; not which clients use a tier (the gateway's identity), nor what a knob does (the
+SLA controller). Errors name the key: `tiers.bulk.batch_size.start: …`.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 
 class TierConfigError(Exception):
-    """tiers.yaml cannot be used; the message names file and key. `key`: the first one at fault, if it is a key's."""
+    """tiers.yaml cannot be used; the message names file and keys. `key`: the first wrong key, or None if no key is."""
 
     def __init__(self, message: str, key: str | None = None) -> None:
         super().__init__(message)
@@ -24,7 +24,7 @@ class _Strict(BaseModel):
 
 
 class Bounds(_Strict):
-    """A knob of the controller: where it starts and how far it may move."""
+    """Where a knob of the controller starts, and how far it may move."""
 
     min: float = Field(ge=0)
     start: float = Field(ge=0)
@@ -44,16 +44,16 @@ class CountBounds(Bounds):
 
 
 class SLO(_Strict):
-    """Latency targets in ms; None: no promise."""
+    """Latency targets in ms; None where there is no target."""
 
     ttft_p99_ms: float | None = Field(default=None, gt=0)
     itl_p99_ms: float | None = Field(default=None, gt=0)
-    tpot_ms: float | None = Field(default=None, gt=0)  # the pace of a whole answer
+    tpot_ms: float | None = Field(default=None, gt=0)  # mean time per token of a whole answer, after the first
 
     @model_validator(mode="after")
-    def _paced_from_the_first(self) -> Self:
+    def _tpot_needs_ttft(self) -> Self:
         if self.tpot_ms is not None and self.ttft_p99_ms is None:
-            raise ValueError("tpot_ms counts from the first token's promise: it needs ttft_p99_ms")
+            raise ValueError("tpot_ms counts from ttft_p99_ms, which is missing: set it too")
         return self
 
     @property
@@ -66,7 +66,7 @@ TierName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
 
 
 class Pins(_Strict):
-    """Knobs that the controller must leave alone; None: it moves them."""
+    """Values of knobs that the controller must not move; None where it may move the knob."""
 
     max_wait_ms: float | None = Field(default=None, ge=0)
     batch_size: int | None = Field(default=None, ge=1)
@@ -74,30 +74,32 @@ class Pins(_Strict):
 
 
 class Admission(_Strict):
-    """What becomes of a request that the tier cannot serve in time."""
+    """What happens to a request that the tier cannot serve in time."""
 
-    predict: bool = True  # False: only the queue's length is looked at
-    demote_to: str | None = None  # a lower tier that takes what this one cannot serve in time; None: refuse
-    reopen_at: float = Field(default=0.8, gt=0, le=1)  # of the promise: once closed, open again below it
+    predict: bool = True  # whether the first token is predicted; else only the length of the queue counts
+    demote_to: str | None = None  # the lower tier that serves such a request; None: it is refused
+    reopen_at: float = Field(default=0.8, gt=0, le=1)  # of the TTFT SLO: a closed tier opens below it
 
 
 class Retry(_Strict):
-    """How often work may be begun again."""
+    """How often work on a request may begin again."""
 
-    max_attempts: int = Field(default=5, ge=1)  # claims of a request that ended without a result
-    max_preemptions: int = Field(default=3, ge=0)  # losses of its KV blocks
+    max_attempts: int = Field(default=5, ge=1)  # claims of a request that end without a result, before it fails
+    max_preemptions: int = Field(default=3, ge=0)  # times that a sequence may lose its KV blocks
 
 
 class ControllerSwitches(_Strict):
-    """What the SLA controller may do at all; without all of it, tiers are strict priorities with fixed budgets."""
+    """What the SLA controller may do. With all but `dry_run` off, tiers are strict priorities with fixed budgets."""
 
-    dry_run: bool = False  # compute and report every move of a knob, make none
-    feed_forward: bool = True  # bulk's part of each step follows the deadlines of interactive sequences
-    feedback: bool = True  # batch size and max-wait follow the observed p99
-    shed: bool = True  # bulk leaves a running step for an interactive arrival where that costs less than waiting
+    dry_run: bool = False  # compute and report every move of a knob, and make none
+    feed_forward: bool = True  # limit each step by the next-token deadlines of interactive sequences
+    feedback: bool = True  # move batch size and max-wait by the latencies observed
+    shed: bool = True  # evict bulk from a running step for an interactive arrival where waiting would cost more
 
 
 class Tier(_Strict):
+    """One tier; the comments of tiers.yaml explain its keys."""
+
     name: str
     priority: int
     service_tiers: tuple[str, ...] = ()
@@ -107,7 +109,7 @@ class Tier(_Strict):
     batch_size: CountBounds = CountBounds(min=1, start=64, max=256)
     batch_tokens: CountBounds = CountBounds(min=16, start=2048, max=65536)
     pinned: Pins = Pins()
-    floor: float = Field(default=0.0, ge=0, lt=0.5)
+    floor: float = Field(default=0.0, ge=0, lt=0.5)  # min share of engine time
     queue_limit: int = Field(default=10_000, ge=1)
     deadline_ms: int = Field(default=60_000, ge=1)
     timeout_ms: int | None = Field(default=None, ge=1)
@@ -117,25 +119,25 @@ class Tier(_Strict):
     retry: Retry = Retry()
 
     @model_validator(mode="after")
-    def _says_nothing_idle(self) -> Self:
-        """A key that would do nothing is a mistake that nobody would notice."""
+    def _refuse_keys_without_effect(self) -> Self:
+        """Refuse keys that do nothing for this kind of tier: such a mistake would go unnoticed."""
         if self.is_interactive:
-            owner, is_set = "without a", {"floor": self.floor, "aging_ms": self.aging_ms, "urgent_ms": self.urgent_ms}
+            kind, is_set = "without", {"floor": self.floor, "aging_ms": self.aging_ms, "urgent_ms": self.urgent_ms}
         else:
-            owner, is_set = "with a", {"admission.reopen_at": self.admission.reopen_at != Admission().reopen_at}
-        idle = next((key for key, value in is_set.items() if value), None)
-        if idle is not None:
-            raise ValueError(f"{idle} is for tiers {owner} latency promise, and does nothing for {self.name!r}")
+            kind, is_set = "with", {"admission.reopen_at": self.admission.reopen_at != Admission().reopen_at}
+        useless = next((key for key, value in is_set.items() if value), None)
+        if useless is not None:
+            raise ValueError(f"{useless} is for tiers {kind} a latency SLO: remove it from {self.name!r}")
         return self
 
     @property
     def can_be_urgent(self) -> bool:
-        """Its work is raised above other work when its deadline nears, or when it has waited long."""
+        """Whether its requests become urgent: when the deadline is near, or after a long wait."""
         return not self.is_interactive and bool(self.urgent_ms or self.aging_ms)
 
     @property
     def is_interactive(self) -> bool:
-        """Has a latency promise; the others share what these leave."""
+        """Whether it has a latency SLO. The other tiers, bulk, share what interactive tiers leave."""
         return self.slo.is_interactive
 
 
@@ -164,7 +166,7 @@ class TierSet(_Strict):
         owner: dict[str, str] = {}
         for name, tier in self.tiers.items():
             if tier.name != name:
-                raise ValueError(f"tiers.{name}.name: is {name!r}, as its key says, or left out")
+                raise ValueError(f"tiers.{name}.name: must be {name!r}, like its key; or leave it out")
             for service_tier in tier.service_tiers:
                 if service_tier in owner:
                     raise ValueError(
@@ -178,7 +180,7 @@ class TierSet(_Strict):
     def _check_demotion(self, tier: Tier) -> None:
         to = tier.admission.demote_to
         if to is not None and (to not in self.tiers or self.tiers[to].priority >= tier.priority):
-            raise ValueError(f"tiers.{tier.name}.admission.demote_to: {to!r} is not a tier of a lower priority")
+            raise ValueError(f"tiers.{tier.name}.admission.demote_to: {to!r} is not a tier of lower priority")
 
     @property
     def by_priority(self) -> tuple[Tier, ...]:
@@ -192,7 +194,7 @@ class TierSet(_Strict):
         return next((t for t in self.tiers.values() if service_tier in t.service_tiers), None)
 
     def document(self, *, defaults: bool) -> dict[str, Any]:
-        """Plain data of which `parse_tiers` makes this again; with `defaults`, also the keys that nobody has set."""
+        """Return plain data that `parse_tiers` reads back; with `defaults`, also the keys that are not set."""
         document = self.model_dump(mode="json", exclude_unset=not defaults)
         for tier in document["tiers"].values():
             del tier["name"]
@@ -200,13 +202,13 @@ class TierSet(_Strict):
 
 
 def load_tiers(path: Path) -> TierSet:
-    """Read and validate a tiers file. Raises `TierConfigError` with one line for each wrong key."""
+    """Read and validate a tiers file. Raise `TierConfigError`, which names every wrong key."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TierConfigError(f"{path}: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise TierConfigError(f"{path}: not YAML: {error}") from error
+        raise TierConfigError(f"{path}: is not YAML: {error}") from error
     return parse_tiers(data, str(path))
 
 

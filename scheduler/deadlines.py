@@ -4,9 +4,9 @@ Pure: request states, SLOs and predicted costs in; seconds and shares out. For i
 
     deadline = min(arrival + TTFT + (n - 1) · TPOT,  last token + ITL)
 
-with n the number of the token to come; a target that the tier does not have is left out. For work with a completion
-deadline, laxity is the time that it may still be kept waiting: without any, it must run in every step from now on.
-Urgent work is boosted just above all other work without an SLO, and the most urgent piece raises its tier's min share.
+with n the number of the next token; targets that the tier does not have are left out. For requests with a completion
+deadline, laxity is the time that they may still wait: with none left, a request must run in every step from now on.
+Urgent requests are boosted just above all others without an SLO, and the most urgent one raises its tier's min share.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from scheduler.request_state import RequestState
 
 
 def deadline_s(state: RequestState) -> float:
-    """On the worker's clock; inf where nothing is promised."""
+    """Return when the next token is due, on the worker's clock; inf without a target for it."""
     slo = state.tier.slo
     due_s = NEVER_S
     if slo.ttft_p99_ms is not None and (slo.tpot_ms is not None or state.awaits_first_token):
@@ -30,29 +30,32 @@ def deadline_s(state: RequestState) -> float:
 
 
 def slack_s(decoding: Iterable[RequestState], now: float) -> float:
-    """Until the earliest next-token deadline of sequences that have had their first; inf without any."""
+    """Return the time until the earliest next-token deadline of `decoding`; inf if there are none."""
     return min((deadline_s(state) for state in decoding), default=NEVER_S) - now
 
 
 def itl_cap_s(decoding: Iterable[RequestState]) -> float:
-    """The shortest gap promised to any of them."""
+    """Return the shortest ITL SLO of `decoding`; inf without any."""
     return min((s.tier.slo.itl_p99_ms or NEVER_S for s in decoding), default=NEVER_S) / 1000
 
 
 def prefill_s(state: RequestState, cost: StepCost) -> float:
-    """What is left of its prefill takes."""
+    """Return how long the rest of the prefill takes."""
     return cost.prefill(state.num_uncomputed, state.num_computed_tokens)
 
 
 def is_late(state: RequestState, cost: StepCost, now: float) -> bool:
-    """Its next token cannot be in time any more, whatever is done for it. It then waits for those that can be, and is
-    nothing that a newcomer would have to wait for."""
+    """Return whether the next token cannot be in time any more. Such a request waits for those that can be in time, and
+    admission does not count it as work ahead of a new one."""
     return now + prefill_s(state, cost) > deadline_s(state)
 
 
-def by_due(states: Iterable[RequestState], cost: StepCost, now: float) -> tuple[list[RequestState], list[RequestState]]:
-    """Those that can be in time, by deadline plus remaining work, so that short prompts do not wait for a long one that
-    is due at about the same time; and those that cannot, as they came."""
+def split_by_deadline(
+    states: Iterable[RequestState], cost: StepCost, now: float
+) -> tuple[list[RequestState], list[RequestState]]:
+    """Return the states that can be in time and those that cannot. The former are sorted by deadline plus remaining
+    work, so that short prompts do not wait for a long one that is due at about the same time; the latter by deadline.
+    """
     in_time: list[RequestState] = []
     late: list[RequestState] = []
     for state in states:
@@ -65,32 +68,33 @@ def by_due(states: Iterable[RequestState], cost: StepCost, now: float) -> tuple[
 def laxity_s(
     left_s: float, remaining_prefill_tokens: int, remaining_output_tokens: int, cost: StepCost, context: int
 ) -> float:
-    """Seconds until the deadline (`left_s`) minus those that the rest of the work takes; negative: too late already.
+    """Return the seconds until the deadline (`left_s`) minus those that the rest of the work takes; negative if it is
+    too late already.
 
-    `context`: tokens computed already. `remaining_output_tokens`: as many as may come at most; how many will, nobody
-    knows, and what ends sooner was urgent too early rather than too late.
+    `context`: tokens computed already. `remaining_output_tokens`: an upper bound; a request that ends sooner was urgent
+    too early rather than too late.
     """
     return left_s - work_s(remaining_prefill_tokens, remaining_output_tokens, cost, context)
 
 
 def work_s(prefill_tokens: int, output_tokens: int, cost: StepCost, context: int = 0) -> float:
-    """Seconds for one request that is in every step: its prefill as one chunk, which gives the first output token,
-    then a step for each other token. Smaller chunks attend over as much in all; only their steps' fixed cost is more.
-    """
+    """Return the seconds that a request takes if it is in every step: its prefill as one chunk, which gives the first
+    output token, then a step for each other token. Smaller chunks attend over as much in total; they only cost more
+    steps."""
     prefill = cost.step_s + cost.prefill(prefill_tokens, context) if prefill_tokens else 0.0
     decodes = max(0, output_tokens - 1) if prefill_tokens else output_tokens
     return prefill + decodes * (cost.step_s + cost.decode(context + prefill_tokens + decodes // 2))
 
 
-def is_urgent(laxity_s: float, horizon_s: float) -> bool:
-    """Must it go before higher tiers now? Not what is late by more than the horizon: it is lost, and would take with it
-    what could still be on time. A horizon of 0: never."""
-    return -horizon_s < laxity_s < horizon_s
+def is_urgent(laxity: float, horizon_s: float) -> bool:
+    """Return whether a request must go before higher tiers now. A request that is late by more than the horizon is not
+    urgent: it is lost, and would make others late that can still be in time. With a horizon of 0, nothing is urgent."""
+    return -horizon_s < laxity < horizon_s
 
 
 def urgency_of(state: RequestState, cost: StepCost, now: float) -> float:
-    """In [0, 1]: how near a request without a latency promise is to missing its deadline, or how far past the wait that
-    its tier allows before its first token; 0 where neither presses."""
+    """Return how urgent a request without a latency SLO is, in [0, 1]: how near it is to missing its deadline, or how
+    far its wait for a first token is past `aging_ms` (1 at twice that)."""
     tier, urgency = state.tier, 0.0
     if tier.urgent_ms:
         outputs = state.request.sampling.max_tokens - len(state.output_token_ids)
@@ -104,7 +108,7 @@ def urgency_of(state: RequestState, cost: StepCost, now: float) -> float:
 
 
 def urgencies(tier: Tier, states: Iterable[RequestState], cost: StepCost, now: float) -> dict[str, float]:
-    """Of those of a tier without a promise that press, in (0, 1]."""
+    """Return the urgency in (0, 1] of each urgent request of a tier without an SLO."""
     if not tier.can_be_urgent:
         return {}
     found = ((state.id, urgency_of(state, cost, now)) for state in states)
@@ -112,10 +116,11 @@ def urgencies(tier: Tier, states: Iterable[RequestState], cost: StepCost, now: f
 
 
 def boosted_priority(tiers: Sequence[Tier]) -> float:
+    """Return the priority of urgent requests: just above all tiers without an SLO."""
     return max((tier.priority for tier in tiers if not tier.is_interactive), default=0) + 0.5
 
 
 def age_share(interactive: Iterable[RequestState], now: float) -> float:
-    """The longest wait for a first step, as a share of what is promised of the first token."""
+    """Return the longest wait for a first step so far, as a share of the TTFT SLO; 0 if no request waits."""
     waiting = (s for s in interactive if s.awaits_first_token and not s.first_scheduled_s and s.tier.slo.ttft_p99_ms)
     return max(((now - s.arrived_s) * 1000 / (s.tier.slo.ttft_p99_ms or NEVER_S) for s in waiting), default=0.0)

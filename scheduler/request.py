@@ -1,8 +1,7 @@
 """A request as it travels from gateway to worker, and the token events that travel back.
 
-Both are frozen, plain and msgpack-encodable. Requests know tokens and a tier's name; they do not know HTTP,
-text or the model's vocabulary. `RequestState`, the worker's own record of a claimed request, has one owner:
-`SchedulerCore`.
+Both are frozen, plain and msgpack-encodable. Requests know tokens and a tier's name; they do not know HTTP, text or the
+model's vocabulary. `RequestState` is the worker's own record of a claimed request.
 """
 
 from dataclasses import dataclass
@@ -14,23 +13,23 @@ from engine.interface import FinishReason, SamplingParams
 class Delivery(Enum):
     """When tokens are reported back."""
 
-    EACH_STEP = "each_step"  # streams, and whoever must look for stop strings
-    AT_END = "at_end"  # one event with all tokens: costs the gateway nothing until then
+    EACH_STEP = "each_step"  # for streams, and where the gateway looks for stop strings
+    AT_END = "at_end"  # one event with all tokens, which costs the gateway nothing until then
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate; `n > 1` and prompt lists are as many requests. Times are wall-clock ms."""
+    """One sequence to generate; `n > 1` and lists of prompts become several requests. Times are wall-clock ms."""
 
     id: str
     tier: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     arrival_ms: int  # at the gateway
-    deadline_ms: int  # the sorted set's score: earliest deadline first inside a tier
-    reply_to: str  # the gateway whose event stream gets the tokens
+    deadline_ms: int  # score in the queue's sorted set: earliest deadline first inside a tier
+    reply_to: str  # id of the gateway that gets the token events
     delivery: Delivery = Delivery.EACH_STEP
-    cache_salt: str = ""  # only requests of the same one may share KV: it holds the caller's identity
+    cache_salt: str = ""  # requests share KV only if it is equal; it holds the caller's identity
 
     @property
     def max_total_tokens(self) -> int:
@@ -39,8 +38,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A request under lease. `fence` grows with every claim of the same request: whoever holds an older one
-    can no longer ack or renew it. `attempt` counts claims from 1, without those that were released."""
+    """A request under lease. `fence` grows with every claim of the same request: a lease with an older fence can be
+    neither acked nor renewed. `attempt` counts claims from 1, without those that were released."""
 
     request: Request
     fence: int
@@ -49,7 +48,7 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to work on a request; `fence` must be the newest for it to count."""
+    """The right to work on a request, valid while `fence` is the newest."""
 
     request_id: str
     fence: int
@@ -64,8 +63,8 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """Progress of one request. `index` is the position of `token_ids[0]` in the whole output, so that a
-    gateway can drop what it already has after a requeue."""
+    """Progress of one request. `index` is the position of `token_ids[0]` in the whole output, so that after a requeue a
+    gateway can drop the tokens that it has already."""
 
     request_id: str
     kind: EventKind
@@ -73,7 +72,7 @@ class TokenEvent:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     error: str = ""
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
     @property
     def is_last(self) -> bool:

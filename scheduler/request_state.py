@@ -1,6 +1,6 @@
-"""`RequestState`: what the worker knows about one claimed request. Owner: `SchedulerCore`; policy only reads.
+"""`RequestState`: what the worker knows about one claimed request. Owner: `SchedulerCore`; policy only reads it.
 
-Times are monotonic seconds of the worker's clock; `None` means: has not happened.
+Times are monotonic seconds of the worker's clock, None for what has not happened.
 """
 
 from dataclasses import dataclass, field
@@ -18,15 +18,15 @@ class Sample:
     kind: str  # "ttft" | "itl" | "e2e" | "queue" | "service": from its first step to its first token
     tier: str
     seconds: float
-    bulk_s: float = 0.0  # of it, that the engine spent on work without a promise
+    bulk_s: float = 0.0  # the part of it that the engine spent on bulk
 
 
 class Status(Enum):
     WAITING = "waiting"  # claimed, unknown to the engine
     RUNNING = "running"  # KV on the device; may be in any step
-    PAUSED = "paused"  # KV on the device; sits steps out
-    SWAPPED = "swapped"  # KV in host memory: is copied back when it runs again
-    PREEMPTED = "preempted"  # the engine knows it, but its KV is gone: must be computed again
+    PAUSED = "paused"  # KV on the device; in no step until it is resumed
+    SWAPPED = "swapped"  # KV in host memory, copied back when it runs again
+    PREEMPTED = "preempted"  # known to the engine, but its KV is lost and must be computed again
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -47,7 +47,7 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
 
 
 class IllegalTransition(Exception):
-    """A bug: the scheduler tried to move a request along an edge that does not exist."""
+    """A bug in the scheduler: `TRANSITIONS` does not allow this change of status."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +58,8 @@ class RequestState:
     arrived_s: float
     claimed_s: float
     num_computed_tokens: int = 0
-    num_shared_blocks: int = 0  # of those it holds, others hold as well: its leaving frees the rest only
-    num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache when it first ran
+    num_shared_blocks: int = 0  # of its KV blocks: held by other sequences too; preempting it frees the others only
+    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it first ran
     output_token_ids: list[int] = field(default_factory=list)
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -67,13 +67,13 @@ class RequestState:
     ended_s: float | None = None
     num_reported: int = 0  # output tokens already sent to the gateway
     reported_s: float | None = None
-    last_step: int = -1  # the newest step it ran in
-    num_preemptions: int = 0  # losses of its place on the device; pauses lose nothing and do not count
-    gaps: int = 0  # inter-token gaps, and how many broke the tier's promise
-    gaps_missed: int = 0
-    boosted_to: float | None = None  # the priority that its nearing deadline, or its long wait, gives it
-    bulk_seen_s: float = 0.0  # engine time that had gone into bulk when it came, or got its last token
-    found_step_s: float = 0.0  # predicted length of the step that it found running when it came; 0: none
+    last_step: int = -1  # id of the newest step it ran in
+    num_preemptions: int = 0  # times that it lost its KV blocks on the device; pauses do not count
+    gaps: int = 0  # between its tokens
+    gaps_missed: int = 0  # of them: longer than the ITL SLO
+    boosted_to: float | None = None  # the priority that a near deadline or a long wait gives it
+    bulk_seen_s: float = 0.0  # engine time spent on bulk, in total, when it arrived or got its last token
+    found_step_s: float = 0.0  # predicted time of the step that ran when it arrived; 0: none ran
     _status: Status = Status.WAITING
 
     @property
@@ -113,24 +113,24 @@ class RequestState:
 
     @property
     def reaction_steps(self) -> float | None:
-        """From arrival to the step that holds it, in lengths of the step that it found running; None: it found none, or
-        runs in none yet."""
+        """Time from arrival to its first step, in lengths of the step that ran when it arrived; None if no step ran
+        then, or if it has had none yet."""
         if self.first_scheduled_s is None or not self.found_step_s:
             return None
         return (self.first_scheduled_s - self.arrived_s) / self.found_step_s
 
     @property
     def is_resident(self) -> bool:
-        """Holds KV blocks on the device."""
+        """Whether it holds KV blocks on the device."""
         return self._status in (Status.RUNNING, Status.PAUSED)
 
     @property
     def is_decode(self) -> bool:
-        """Its next run is a single token behind its own output."""
+        """Whether its next run computes one token of its own output."""
         return self.is_resident and self.num_uncomputed == 1 and bool(self.output_token_ids)
 
     def ends_with(self, num_tokens: int) -> bool:
-        """A run of so many tokens gives it the last one that was asked for."""
+        """Return whether a run of `num_tokens` gives it the last output token that it may have."""
         is_last = len(self.output_token_ids) + 1 >= self.request.sampling.max_tokens
         return is_last and self.num_uncomputed <= num_tokens
 
@@ -140,18 +140,18 @@ class RequestState:
 
     @property
     def edf_key(self) -> tuple[int, int, str]:
-        """Order inside a tier: earliest deadline first, total."""
+        """Order inside a tier: earliest deadline first; no two requests are equal."""
         return (self.request.deadline_ms, self.request.arrival_ms, self.request.id)
 
     def blocks_held(self, block_size: int) -> int:
         return blocks_for(self.num_computed_tokens, block_size) if self.is_resident else 0
 
     def own_blocks(self, block_size: int) -> int:
-        """Those that become free when it alone leaves."""
+        """Return how many of its blocks no other sequence holds: preempting it frees these."""
         return self.blocks_held(block_size) - self.num_shared_blocks
 
     def lose_blocks(self, to: Status) -> None:
-        """Leave the device, for host memory (`SWAPPED`) or to be computed again (`PREEMPTED`)."""
+        """Lose the KV blocks on the device: to host memory (`SWAPPED`), or to be computed again (`PREEMPTED`)."""
         self.move(to)
         self.num_preemptions += 1
         self.num_shared_blocks = 0
@@ -159,8 +159,7 @@ class RequestState:
             self.num_computed_tokens = 0
 
     def time_token(self, now: float, bulk_total_s: float = 0.0) -> list[Sample]:
-        """A token came at `now`, when `bulk_total_s` of engine time had gone into bulk; the latencies that it
-        completes."""
+        """Note a token at `now`, when bulk had used `bulk_total_s` of engine time; return the latencies it ends."""
         tier, last_s = self.tier.name, self.last_token_s
         bulk_s, self.bulk_seen_s = bulk_total_s - self.bulk_seen_s, bulk_total_s
         self.last_token_s = now
@@ -178,13 +177,13 @@ class RequestState:
         return [Sample("itl", tier, now - last_s, bulk_s)]
 
     def report_tokens(self, now: float) -> tuple[int, ...]:
-        """The output tokens not sent yet; from now on they count as sent."""
+        """Return the output tokens not sent yet; from now on they count as sent."""
         tokens = tuple(self.output_token_ids[self.num_reported :])
         self.num_reported, self.reported_s = len(self.output_token_ids), now
         return tokens
 
     def met_slo(self) -> bool:
-        """TTFT in time, and at most one gap in a hundred too long."""
+        """Return whether the first token was in time and at most one gap in a hundred too long."""
         target = self.tier.slo.ttft_p99_ms
         if self.first_token_s is None:
             return False

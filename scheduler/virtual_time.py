@@ -1,7 +1,7 @@
 """Virtual time for asyncio: when nothing is ready, the clock jumps to the next timer. An hour takes about a minute.
 
-The shipped loop, queue protocol and controller run on it unchanged. Nothing real is awaited: a program that waits for
-a socket or a thread here would wait for ever, so it is stopped with `VirtualDeadlock`.
+The shipped step loop, queue protocol and controller run on it unchanged. A program that waits for a socket or a thread
+would wait for ever here: `VirtualDeadlock` stops it.
 """
 
 import asyncio
@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-EPOCH_MS = 1_700_000_000_000  # where the virtual wall clock starts
+EPOCH_MS = 1_700_000_000_000  # Unix time at which the virtual wall clock starts
 
 
 class VirtualDeadlock(Exception):
-    """Nothing is ready and no timer is set."""
+    """No task is ready and no timer is set."""
 
 
 class _JumpingSelector(selectors.BaseSelector):
-    """Stands where the loop would sleep, and moves its clock instead (integer microseconds)."""
+    """Moves the clock (integer microseconds) where a real selector would sleep."""
 
     def __init__(self) -> None:
         self._inner = selectors.DefaultSelector()
@@ -27,7 +27,7 @@ class _JumpingSelector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise VirtualDeadlock("every task waits for something that cannot happen in virtual time")
+            raise VirtualDeadlock("every task waits, and nothing will wake one: await only timers and other tasks")
         if timeout > 0:
             self.now_us += max(1, round(timeout * 1e6))
         return []
@@ -68,6 +68,6 @@ class VirtualClock:
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to its end in virtual time, starting at 0."""
+    """Run `main` to its end in virtual time, which starts at 0."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

@@ -7,6 +7,8 @@ only while its errors are smaller than those of the line alone. Knows numbers on
 
 import math
 
+from engine.step_time.ewma import Ewma
+
 EXACT_ROWS = 32  # an own cell for each number up to here; then a quarter of an octave wide, and less
 CELLS_AN_OCTAVE = 8
 TRUST = 2.0  # steps; after n steps a cell corrects by the share n ÷ (n + this) of its ratio
@@ -18,8 +20,9 @@ BETTER = 0.95  # the table is used while its error is below this share of the li
 
 class RowTable:
     def __init__(self) -> None:
-        self._cells: dict[int, tuple[float, float]] = {}  # cell → (steps, mean of measured ÷ linear)
-        self._line_error = self._table_error = 0.0
+        self._cells: dict[int, tuple[float, Ewma]] = {}  # cell → (steps, mean of measured ÷ linear)
+        self._line_error = Ewma(ERROR_WEIGHT)
+        self._table_error = Ewma(ERROR_WEIGHT)
         self.is_used = False
 
     def ratio(self, rows: int) -> float:
@@ -30,19 +33,22 @@ class RowTable:
         """A step with `rows` took `ratio` times the linear prediction."""
         cell = _cell(rows)
         self._compare(ratio, ratio / self._ratio(cell))
-        steps, mean = self._cells.get(cell, (0.0, 1.0))
+        steps, mean = self._cells.get(cell, (0.0, Ewma(1.0, 1.0)))
         steps = min(steps + 1.0, MEMORY)
-        self._cells[cell] = (steps, mean + (min(max(ratio, LEAST), MOST) - mean) / steps)
+        mean.add(min(max(ratio, LEAST), MOST), weight=1 / steps)
+        self._cells[cell] = (steps, mean)
 
     def _ratio(self, cell: int) -> float:
-        steps, mean = self._cells.get(cell, (0.0, 1.0))
-        return 1.0 + (mean - 1.0) * steps / (steps + TRUST)
+        if cell not in self._cells:
+            return 1.0
+        steps, mean = self._cells[cell]
+        return 1.0 + (mean.value - 1.0) * steps / (steps + TRUST)
 
     def _compare(self, of_line: float, of_table: float) -> None:
         """Measured ÷ predicted, by the line alone and by the table."""
-        self._line_error += ERROR_WEIGHT * (min(abs(1.0 / of_line - 1.0), 1.0) - self._line_error)
-        self._table_error += ERROR_WEIGHT * (min(abs(1.0 / of_table - 1.0), 1.0) - self._table_error)
-        self.is_used = self._table_error < BETTER * self._line_error
+        line_error = self._line_error.add(min(abs(1.0 / of_line - 1.0), 1.0))
+        table_error = self._table_error.add(min(abs(1.0 / of_table - 1.0), 1.0))
+        self.is_used = table_error < BETTER * line_error
 
 
 def _cell(rows: int) -> int:

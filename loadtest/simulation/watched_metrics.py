@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from loadtest.simulation.observation import MovedKnob, Observation
 from scheduler.clock import Clock
 from scheduler.config import TierSet
-from scheduler.control.controller import TierOutputs
+from scheduler.control.explanation import TierOutputs
 from scheduler.control.knobs import Decision
 from scheduler.planning.core import SchedulerCore
 from scheduler.planning.step_report import StepReport

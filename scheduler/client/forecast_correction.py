@@ -1,15 +1,17 @@
-"""How predicted waits turned out: the factor by which they must be multiplied for few to be exceeded.
+"""How predicted waits turned out: the factor that a predicted wait is multiplied with, so that few are exceeded.
 
-Whatever a prediction cannot know (how workers share the work, what else a step holds) shows here. The factor follows
-the quantile of measured ÷ predicted on events, faster up than down; without events it stays.
+The factor corrects what a prediction cannot know: how workers share the work, what else a step holds. It follows a
+quantile of measured ÷ predicted wait by tier, faster up than down; without first tokens it stays.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass
 
-EXCEEDED = 0.02  # of the waits may be longer than predicted
-STEP = 0.06  # of the factor, for one that was
-LEAST, MOST = 0.5, 4.0
+from scheduler.quantile_tracker import QuantileTracker
+
+EXCEEDED_SHARE = 0.02  # of waits: may be longer than predicted
+STEP_UP = 0.06  # of the factor, for a wait that was longer
+MIN_FACTOR, MAX_FACTOR = 0.5, 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +22,20 @@ class _Expectation:
     wait_s: float  # behind others, as predicted without the factor
 
 
+def _new_factor() -> QuantileTracker:
+    return QuantileTracker(1.0, STEP_UP, MIN_FACTOR, MAX_FACTOR, relative=True)
+
+
 class ForecastCorrection:
     def __init__(self) -> None:
-        self._factors: defaultdict[str, float] = defaultdict(lambda: 1.0)
+        self._factors = defaultdict[str, QuantileTracker](_new_factor)
         self._expected: dict[str, _Expectation] = {}
 
     def factor(self, tier: str) -> float:
-        return self._factors[tier]
+        return self._factors[tier].value
 
     def expect(self, request_id: str, tier: str, now: float, own_s: float, wait_s: float) -> None:
-        """A first token within `own_s`, and `wait_s` times the factor."""
+        """Remember a prediction: the first token comes within `own_s` plus `wait_s` times the factor."""
         self._expected[request_id] = _Expectation(tier, now, own_s, wait_s)
 
     def first_token(self, request_id: str, now: float) -> None:
@@ -37,10 +43,11 @@ class ForecastCorrection:
         if expected is None:
             return
         factor = self._factors[expected.tier]
-        exceeded = now - expected.entered_s > expected.own_s + factor * expected.wait_s
-        factor *= 1 + STEP if exceeded else 1 - STEP * EXCEEDED / (1 - EXCEEDED)
-        self._factors[expected.tier] = min(MOST, max(LEAST, factor))
+        if now - expected.entered_s > expected.own_s + factor.value * expected.wait_s:
+            factor.up()
+        else:
+            factor.down(EXCEEDED_SHARE / (1 - EXCEEDED_SHARE))
 
     def forget(self, request_id: str) -> None:
-        """It ended without one."""
+        """Drop the prediction for a request that ended without a first token."""
         self._expected.pop(request_id, None)

@@ -1,198 +1,149 @@
 """The SLA controller: turns observed latency into what each tier may do in the next step.
 
-Two loops. The inner one, `budgets`, is feed-forward and runs every step: interactive sequences have deadlines for their
-next token, and bulk takes part in the step as far as these allow; while a first token is awaited above it, it hardly
-does. The outer one, `update`, runs a few times a second and moves the knobs (batch size, max-wait) inside the bounds
-of tiers.yaml (scheduler.control.feedback). Every move is a `Decision` that says which signal made it.
+Two loops. The inner one, `budgets`, runs before every step and looks forward: it limits the step by the deadlines of
+interactive sequences (scheduler.control.step_limit). The outer one, `update`, runs twice a second and looks back: it
+moves the knobs, batch size and max-wait, inside the bounds of tiers.yaml (scheduler.control.feedback). Every move is a
+`Decision` that names the signal behind it.
 
 Knows tiers, latencies and predicted costs; reads no clock, touches no queue, no engine, no metrics.
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from engine.interface import StepEviction
 from engine.step_time.cost import StepCost
+from engine.step_time.ewma import Ewma
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier, TierSet
-from scheduler.control import feedback
-from scheduler.control.budget import PREFILL_EXTRA_SHARE, Budgets, TierBudget
-from scheduler.control.feedback import UPDATE_S, Load, Surroundings
+from scheduler.control.budget import Budgets, TierBudget
+from scheduler.control.explanation import TierOutputs, explain_tier, tier_outputs
+from scheduler.control.feedback import UPDATE_S, InteractiveLoad, Load, move_bulk, move_interactive
 from scheduler.control.knobs import Decision, TierKnobs
 from scheduler.control.kv_reserve import KVReserve
 from scheduler.control.min_share import DeficitCounter
-from scheduler.control.tier_stats import Observations
-from scheduler.deadlines import itl_cap_s, slack_s
+from scheduler.control.step_limit import (
+    MAX_PREFILL_SLOWDOWN,
+    InteractiveTraffic,
+    StepLimits,
+    bulk_alone_s,
+    step_limits,
+)
+from scheduler.control.tier_stats import TierStats
 from scheduler.request_state import RequestState
 
-AMORTISE = 3.0  # a bulk step may always last this many times the fixed cost of a step: less is mostly overhead
-MAX_ITL_SHARE = 0.5  # of the gap promised: how long bulk may make the steps of interactive decodes
-MAX_DECODE_SLOWDOWN = (
-    1.5  # times what these take without it: their fixed cost is paid, so that even this is much for bulk
-)
-MAX_PREFILL_SLOWDOWN = 0.03  # of a step that computes a first token: what bulk may add to it
-FIRST_STEP_SHARE = 0.25  # of a first token's promise: how long prefills alone may keep the engine from others
-DELAY_SHARE = 0.07  # of the usual service of a first token: what bulk may delay it by, on average
-# A step that bulk can leave may be longer for the same mean delay: most of what is left of it is not waited for.
-MEAN_RESIDUAL = {StepEviction.NOTHING: 0.5, StepEviction.STEPS: 0.25, StepEviction.ROWS: 1 / 16}
-LONGEST_STEP_S = 0.25  # of bulk, where no promise says less
-WASTED_SHARE = 0.03  # of the time, in steps that bulk leaves: what arrivals may cost it
-EXPECTED_WASTE = 0.3  # of a step's time is lost with every arrival that makes bulk leave it
-OVERHEAD_WEIGHT = 0.05
-NUM_DECISIONS = 200  # remembered
-
-
-@dataclass(frozen=True, slots=True)
-class TierOutputs:
-    """The controller's view of one tier: its knobs and margin, and of the last 30 seconds the observed p99 and the
-    share of ended requests that met all targets (None: too little data)."""
-
-    batch_size: int
-    max_wait_s: float
-    margin: float
-    ttft_p99_s: float | None
-    itl_p99_s: float | None
-    attainment: float | None
-    batch_tokens: int = 0
-    arrivals_per_s: float = 0.0
+TOOK_PART_SHARE = 2 * MAX_PREFILL_SLOWDOWN  # of a step: bulk that uses less only rode along with a first token
+OVERHEAD_WEIGHT = 0.05  # of the newest step, in the mean host time beside a step
+NUM_DECISIONS = 200  # newest moves of knobs that `explain` shows
 
 
 class SLAController:
     def __init__(self, tiers: TierSet, engine_eviction: StepEviction = StepEviction.NOTHING) -> None:
         self._engine_eviction = engine_eviction
-        self._adopt(tiers)
+        self._set_tiers(tiers)
         self._knobs = {t.name: TierKnobs(t, tiers.controller.dry_run) for t in self._tiers}
-        self._seen = {t.name: Observations(t) for t in self._tiers}
-        self._floors = DeficitCounter(self._tiers)
+        self._stats = {t.name: TierStats(t) for t in self._tiers}
+        self._deficits = DeficitCounter(self._tiers)
         self._reserve = KVReserve()
-        self._overhead_s = 0.0
+        self._overhead_s = Ewma(OVERHEAD_WEIGHT)
         self._bulk_ran_s = -NEVER_S
         self._cost = StepCost()
         self._decisions: deque[tuple[float, Decision]] = deque(maxlen=NUM_DECISIONS)
 
-    def _adopt(self, tiers: TierSet) -> None:
+    def _set_tiers(self, tiers: TierSet) -> None:
         self._tiers = tiers.by_priority
         self._switches = tiers.controller
         self._interactive = [t for t in self._tiers if t.is_interactive]
 
-    @property
-    def step_eviction(self) -> StepEviction:
-        """What bulk may leave, as far as the engine can."""
-        return self._engine_eviction if self._switches.shed else StepEviction.NOTHING
-
     def reconfigure(self, tiers: TierSet) -> None:
-        """New bounds, promises, pins and switches; what was learned stays, as far as they allow."""
-        before, seen, floors = self._knobs, self._seen, self._floors
-        promises = {tier.name: tier.slo for tier in self._tiers}
-        self._adopt(tiers)
+        """Use new bounds, SLOs, pins and switches; what was learned stays as far as they allow."""
+        knobs, stats, deficits = self._knobs, self._stats, self._deficits
+        slos = {tier.name: tier.slo for tier in self._tiers}
+        self._set_tiers(tiers)
         self._knobs = {t.name: TierKnobs(t, tiers.controller.dry_run) for t in self._tiers}
-        self._seen = {t.name: seen.get(t.name) or Observations(t) for t in self._tiers}
-        self._floors = DeficitCounter(self._tiers)
-        self._floors.take_over(floors)
+        self._stats = {t.name: stats.get(t.name) or TierStats(t) for t in self._tiers}
+        self._deficits = DeficitCounter(self._tiers)
+        self._deficits.take_over(deficits)
         for tier in self._tiers:
-            if tier.name in before and tiers.controller.feedback:
-                self._knobs[tier.name].take_over(before[tier.name])
-            if promises.get(tier.name) != tier.slo:
-                self._seen[tier.name].retarget(tier)
+            if tier.name in knobs and tiers.controller.feedback:
+                self._knobs[tier.name].take_over(knobs[tier.name])
+            if slos.get(tier.name) != tier.slo:
+                self._stats[tier.name].retarget(tier)
 
     # -- the inner loop ----------------------------------------------------------------------------------------
 
     def budgets(self, states: Sequence[RequestState], cost: StepCost, now: float) -> Budgets:
-        """What each tier may do in the step about to be planned. `states`: the interactive ones."""
+        """Return what each tier may do in the next step. `states` are the requests of interactive tiers."""
         self._cost = cost
         if not self._switches.feed_forward:
-            return Budgets({t.name: self._fixed(t) for t in self._tiers}, cost)
+            return Budgets({t.name: self._fixed_budget(t) for t in self._tiers}, cost)
         decoding = [s for s in states if not s.awaits_first_token]
-        awaited = (s.tier.priority for s in states if s.awaits_first_token)
-        first_token_of = max(awaited, default=None)
-        room_s = self._room(decoding, now)
-        decode_only_s = cost.step(sum(cost.decode(s.num_computed_tokens) for s in decoding)) if decoding else 0.0
-        bulk_s = self._bulk_step(cost, decode_only_s, itl_cap_s(decoding))
-        bulk_s = min(room_s, bulk_s) if decoding else bulk_s
-        tiers = {}
-        for tier in self._tiers:
-            above = first_token_of is not None and first_token_of > tier.priority
-            tiers[tier.name] = self._budget(tier, cost, room_s, bulk_s, above)
-        return Budgets(tiers, cost)
+        awaited = max((s.tier.priority for s in states if s.awaits_first_token), default=None)
+        limits = step_limits(self._traffic(), self.step_eviction, decoding, cost, now)
+        return Budgets({t.name: self._budget(t, limits, awaited) for t in self._tiers}, cost)
 
-    def _budget(self, tier: Tier, cost: StepCost, room_s: float, bulk_s: float, above: bool) -> TierBudget:
-        fixed = self._fixed(tier)
+    def _budget(self, tier: Tier, limits: StepLimits, awaited: int | None) -> TierBudget:
+        """`awaited`: the highest priority of a request that awaits its first token."""
+        fixed = self._fixed_budget(tier)
         if tier.is_interactive:
-            return replace(fixed, step_time_s=room_s, extra_share=PREFILL_EXTRA_SHARE)
-        reserve = self._reserve.num_blocks if self._interactive else 0
-        small_s = AMORTISE * cost.step_s
-        if self._floors.has_deficit(tier.name, small_s):
-            return replace(fixed, step_time_s=small_s, guaranteed=True)
-        part = replace(
-            fixed, step_time_s=max(bulk_s, cost.step_s), extra_share=MAX_PREFILL_SLOWDOWN, hard_limit_s=room_s
+            return replace(fixed, limit=limits.interactive)
+        if self._deficits.has_deficit(tier.name, limits.guaranteed.base_s):
+            return replace(fixed, limit=limits.guaranteed, guaranteed=True)
+        return replace(
+            fixed,
+            limit=limits.bulk,
+            decodes_only=awaited is not None and awaited > tier.priority,
+            reserve_blocks=self._reserve.num_blocks if self._interactive else 0,
         )
-        return replace(part, decodes_only=above, reserve_blocks=reserve)
 
-    def _fixed(self, tier: Tier) -> TierBudget:
-        knobs, rate = self._knobs[tier.name], self._seen[tier.name].rate_per_s
+    def _fixed_budget(self, tier: Tier) -> TierBudget:
+        """Return the part of a budget that does not depend on the step."""
+        knobs, rate = self._knobs[tier.name], self._stats[tier.name].rate_per_s
         return TierBudget(
             max_num_seqs=int(knobs.batch_size.value),
             max_tokens=int(knobs.batch_tokens.value),
             max_wait_s=knobs.max_wait_ms.value / 1000,
-            gap_s=1 / rate if rate > 0 else NEVER_S,
+            arrival_gap_s=1 / rate if rate > 0 else NEVER_S,
         )
 
-    def _room(self, decoding: Sequence[RequestState], now: float) -> float:
-        """How long the step may last for the next tokens of `decoding` to come in time; without any, for whoever comes
-        in its midst to be still in time."""
-        if not decoding:
-            promises_ms = [t.slo.ttft_p99_ms or NEVER_S for t in self._interactive]
-            return FIRST_STEP_SHARE * min(promises_ms, default=NEVER_S) / 1000
-        margin = max(self._seen[name].margins["itl"] for name in {s.tier.name for s in decoding})
-        return min(slack_s(decoding, now), itl_cap_s(decoding)) * (1 - margin) - self._overhead_s
+    def _traffic(self) -> InteractiveTraffic | None:
+        """None where no tier is interactive."""
+        stats = {tier.name: self._stats[tier.name] for tier in self._interactive}
+        if not stats:
+            return None
+        services_s = [s.expected_service_s for s in stats.values()]
+        return InteractiveTraffic(
+            ttft_slo_s=min(t.slo.ttft_p99_ms or NEVER_S for t in self._interactive) / 1000,
+            service_s=min((s for s in services_s if s is not None), default=NEVER_S),
+            arrivals_per_s=sum(s.rate_per_s for s in stats.values()),
+            ttft_margin=max(s.margin_of["ttft"].value for s in stats.values()),
+            itl_margin_of={name: s.margin_of["itl"].value for name, s in stats.items()},
+            overhead_s=self._overhead_s.value,
+        )
 
-    def _bulk_step(self, cost: StepCost, decode_only_s: float = 0.0, itl_s: float = NEVER_S) -> float:
-        """How long a step may be for bulk's sake: so that an arrival is hardly delayed, interactive decodes (which take
-        `decode_only_s` by themselves, with an SLO of `itl_s` for the gaps) keep their pace, and what arrivals throw
-        away stays little."""
-        if not self._interactive:
-            return NEVER_S
-        margin = max(self._seen[t.name].margins["ttft"] for t in self._interactive)
-        longest_s = min(
-            LONGEST_STEP_S, self._max_mean_delay_s() / MEAN_RESIDUAL[self.step_eviction], self._max_step_for_waste_s()
-        ) * (1 - margin)
-        if decode_only_s:  # they pay for the step already
-            return max(
-                decode_only_s,
-                min(decode_only_s + longest_s, MAX_DECODE_SLOWDOWN * decode_only_s, MAX_ITL_SHARE * itl_s),
-            )
-        return max(AMORTISE * cost.step_s, longest_s)
-
-    def _max_mean_delay_s(self) -> float:
-        """The mean delay of a first token that nobody notices."""
-        services = (self._seen[tier.name].expected_service_s for tier in self._interactive)
-        return DELAY_SHARE * min((s for s in services if s is not None), default=NEVER_S)
-
-    def _max_step_for_waste_s(self) -> float:
-        """The step length at which arrivals that make bulk leave waste no more than they may."""
-        rate = sum(self._seen[t.name].rate_per_s for t in self._interactive)
-        if self.step_eviction is StepEviction.NOTHING or rate <= 0:
-            return NEVER_S
-        return WASTED_SHARE / (EXPECTED_WASTE * rate)
+    @property
+    def step_eviction(self) -> StepEviction:
+        """What bulk can be evicted from in the middle of a step: what the engine can do and tiers.yaml allows."""
+        return self._engine_eviction if self._switches.shed else StepEviction.NOTHING
 
     # -- observations ------------------------------------------------------------------------------------------
 
     def observe_latency(self, tier: str, kind: str, seconds: float, now: float, bulk_s: float = 0.0) -> None:
-        """A TTFT or ITL ("ttft", "itl") of one request, `bulk_s` of which the engine spent on bulk, or the time from
-        its first step to its first token ("service")."""
+        """Take in a TTFT ("ttft") or a gap between tokens ("itl") of one request, `bulk_s` of which the engine spent on
+        bulk; or the time from its first step to its first token ("service")."""
         if kind == "service":
-            self._seen[tier].add_service(seconds)
+            self._stats[tier].add_service(seconds)
         else:
-            self._seen[tier].add_latency(kind, seconds, now, bulk_s)
+            self._stats[tier].add_latency(kind, seconds, now, bulk_s)
 
     def observe_arrivals(self, tier: str, count: int) -> None:
-        self._seen[tier].arrivals.add(count)
+        self._stats[tier].arrivals.add(count)
 
     def observe_end(self, tier: str, met_slo: bool, gaps: int, now: float) -> None:
-        """A request ended, with so many gaps between its tokens."""
-        self._seen[tier].add_end(met_slo, gaps, now)
+        """Take in the end of a request that had so many gaps between its tokens."""
+        self._stats[tier].add_end(met_slo, gaps, now)
 
     def observe_step(
         self,
@@ -202,48 +153,51 @@ class SLAController:
         now: float,
         overhead_s: float,
     ) -> None:
-        """A step is done: it took the engine `elapsed_s`, of which each tier used so much, and the host `overhead_s`
+        """Take in a step that took the engine `elapsed_s`, of which each tier used so much, and the host `overhead_s`
         more; `wanting` tiers have work."""
-        self._floors.enter(elapsed_s, used_s, [name for name in wanting if name in self._seen])
-        promised = {tier.name for tier in self._interactive}
-        if sum(s for tier, s in used_s.items() if tier not in promised) > 2 * MAX_PREFILL_SLOWDOWN * elapsed_s:
+        self._deficits.add_step(elapsed_s, used_s, [name for name in wanting if name in self._stats])
+        interactive = {tier.name for tier in self._interactive}
+        if sum(s for tier, s in used_s.items() if tier not in interactive) > TOOK_PART_SHARE * elapsed_s:
             self._bulk_ran_s = now
-        self._overhead_s += OVERHEAD_WEIGHT * (overhead_s - self._overhead_s)
+        self._overhead_s.add(overhead_s)
 
     def observe_blocks(self, held_by_interactive: int, num_blocks: int) -> None:
-        """KV blocks, every `UPDATE_S`."""
+        """Take in KV blocks held and existing, every `UPDATE_S`."""
         self._reserve.observe(held_by_interactive, num_blocks)
 
     def set_urgency(self, tier: str, urgency: float) -> None:
-        """How much of a tier's work would miss its deadline, or has waited too long: in [0, 1]."""
-        self._floors.set_urgency(tier, urgency)
+        """`urgency` in [0, 1]: how urgent the tier's most urgent request is."""
+        self._deficits.set_urgency(tier, urgency)
 
     # -- the outer loop ----------------------------------------------------------------------------------------
 
     def update(self, load: Load, now: float) -> list[Decision]:
-        """Move the knobs; call every `UPDATE_S`."""
-        for seen in self._seen.values():
-            seen.rate_per_s = seen.arrivals.update(now)
+        """Move the knobs and return the moves; call every `UPDATE_S`."""
+        for stats in self._stats.values():
+            stats.rate_per_s = stats.arrivals.update(now)
         if not self._switches.feedback:
             return []
         decisions: list[Decision] = []
         for tier in self._tiers:
-            knobs, seen = self._knobs[tier.name], self._seen[tier.name]
+            knobs, stats = self._knobs[tier.name], self._stats[tier.name]
             if tier.is_interactive:
-                decisions += feedback.move_interactive(tier, knobs, seen, load, now)
+                decisions += move_interactive(tier, knobs, stats, load, now)
             else:
-                decisions += feedback.move_bulk(tier, knobs, seen, load, self._around(seen.since_s, load, now), now)
+                interactive = self._interactive_load(stats.answered_s, load, now)
+                decisions += move_bulk(tier, knobs, stats, load, interactive, now)
         self._decisions.extend((now, decision) for decision in decisions)
         return decisions
 
-    def _around(self, since_s: float, load: Load, now: float) -> Surroundings:
+    def _interactive_load(self, since_s: float, load: Load, now: float) -> InteractiveLoad:
         names = [tier.name for tier in self._interactive]
-        shares = [self._seen[name].worst_harm(now, since_s) for name in names]
-        return Surroundings(
-            alone=all(load.held.get(n, 0) + load.waiting.get(n, 0) == 0 for n in names),
-            misses=max((share for share in shares if share is not None), default=None),
-            took_part=now - self._bulk_ran_s < 2 * UPDATE_S,
+        shares = [self._stats[name].worst_bulk_miss_share(now, since_s) for name in names]
+        return InteractiveLoad(
+            is_absent=all(load.held.get(n, 0) + load.waiting.get(n, 0) == 0 for n in names),
+            miss_share=max((share for share in shares if share is not None), default=None),
+            bulk_took_part=now - self._bulk_ran_s < 2 * UPDATE_S,
         )
+
+    # -- what others see ---------------------------------------------------------------------------------------
 
     @property
     def kv_reserve_blocks(self) -> int:
@@ -252,53 +206,21 @@ class SLAController:
     def max_num_seqs(self, tier: str) -> int:
         return int(self._knobs[tier].batch_size.value)
 
-    # -- what others may see -----------------------------------------------------------------------------------
-
     def outputs(self, now: float) -> dict[str, TierOutputs]:
-        return {tier.name: self._outputs(tier.name, now) for tier in self._tiers}
-
-    def _outputs(self, name: str, now: float) -> TierOutputs:
-        knobs, seen = self._knobs[name], self._seen[name]
-        return TierOutputs(
-            batch_size=int(knobs.batch_size.value),
-            max_wait_s=knobs.max_wait_ms.value / 1000,
-            margin=seen.margin,
-            ttft_p99_s=seen.p99_s("ttft", now),
-            itl_p99_s=seen.p99_s("itl", now),
-            attainment=seen.attainment.share(now),
-            batch_tokens=int(knobs.batch_tokens.value),
-            arrivals_per_s=seen.rate_per_s,
-        )
+        return {name: tier_outputs(knobs, self._stats[name], now) for name, knobs in self._knobs.items()}
 
     def explain(self, now: float) -> dict[str, Any]:
-        """Which signal moved which knob and why, as plain data: knobs, signals, and the last decisions. Seconds."""
+        """Return which signal moved which knob and why, as plain data. The keys are public: times are seconds."""
+        traffic = self._traffic()
         return {
             "switches": self._switches.model_dump(),
             "kv_reserve_blocks": self._reserve.num_blocks,
-            "host_overhead_s": self._overhead_s,
-            "bulk_step_s": _finite(self._bulk_step(self._cost)),
+            "host_overhead_s": self._overhead_s.value,
+            "bulk_step_s": bulk_alone_s(traffic, self.step_eviction, self._cost) if traffic else None,
             "step_cost": asdict(self._cost),
-            "tiers": {tier.name: self._explain_tier(tier, now) for tier in self._tiers},
+            "tiers": {
+                name: explain_tier(name, knobs, self._stats[name], self._deficits, now)
+                for name, knobs in self._knobs.items()
+            },
             "decisions": [{"ago_s": now - at_s, **asdict(decision)} for at_s, decision in self._decisions],
         }
-
-    def _explain_tier(self, tier: Tier, now: float) -> dict[str, Any]:
-        seen = self._seen[tier.name]
-        return {
-            "knobs": {knob.name: knob.explain() for knob in self._knobs[tier.name]},
-            "signals": {
-                "ttft_p99_s": seen.p99_s("ttft", now),
-                "itl_p99_s": seen.p99_s("itl", now),
-                "miss_share": seen.worst_miss_share(now, seen.since_s),
-                "attainment": seen.attainment.share(now),
-                "margins": dict(seen.margins),
-                "arrivals_per_s": seen.rate_per_s,
-                "first_token_service_s": seen.service_s,
-                "floor_share": self._floors.share(tier.name),
-                "floor_debt_s": self._floors.deficit_s(tier.name),
-            },
-        }
-
-
-def _finite(seconds: float) -> float | None:
-    return None if seconds == NEVER_S else seconds

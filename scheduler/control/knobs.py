@@ -1,6 +1,6 @@
 """The knobs that the SLA controller moves, each inside its bounds, and the record of every move.
 
-Knows bounds, pins and the dry-run switch; not what makes a knob move. Owner: the controller.
+Knows bounds, pins and the dry-run switch; nothing of what makes a knob move. Owner: the controller.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from scheduler.config import Bounds, Tier
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One move of one knob, and why. `acted` is False in a dry run: so it would have been."""
+    """One move of one knob, and why. `acted` is False in a dry run, where the move is reported and not made."""
 
     tier: str
     knob: str  # "batch_size" | "batch_tokens" | "max_wait_ms"
@@ -28,8 +28,8 @@ class Decision:
 
 
 class Knob:
-    """`chosen` is what the controller wants, `value` what is in force: the pinned value where there is one, the start
-    value in a dry run."""
+    """`chosen` is the value that the controller wants. `value` is the one in force: the pinned value if there is one,
+    the start value in a dry run, else the chosen one."""
 
     def __init__(self, tier: str, name: str, bounds: Bounds, pinned: float | None, dry_run: bool) -> None:
         self.tier, self.name = tier, name
@@ -46,7 +46,7 @@ class Knob:
         return self.bounds.start if self._dry_run else self.chosen
 
     def move(self, to: float, signal: str, reason: str) -> Decision | None:
-        """Towards `to`, as far as the bounds allow; None where that changes nothing."""
+        """Move to `to`, as far as the bounds allow; return None if that changes nothing."""
         if self.pinned is not None:
             return None
         to = min(self.bounds.max, max(self.bounds.min, int(to) if self._is_count else to))
@@ -56,7 +56,7 @@ class Knob:
         return Decision(self.tier, self.name, old, to, signal, reason, acted=not self._dry_run)
 
     def take_over(self, before: "Knob") -> None:
-        """Go on from where `before` stood. What has other bounds begins anew: where it stood was learned for those."""
+        """Go on from the value of `before`, unless the bounds differ: that value was learned for the old bounds."""
         if self.bounds == before.bounds and before.pinned is None:
             self.chosen = before.chosen
 

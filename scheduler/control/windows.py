@@ -1,4 +1,4 @@
-"""Sliding-window quantiles, shares and arrival rates: what the controller sees of the past. Time is passed in.
+"""Sliding-window quantiles, shares and arrival rates. Time is passed in.
 
 The windows keep counts in half-second slices, never single samples: their memory is bounded at any rate of tokens, and
 the window is always the whole 30 seconds.
@@ -9,18 +9,19 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from engine.step_time.ewma import Ewma
 from scheduler.clock import NEVER_S
 
-WINDOW_S = 30.0
-SLICE_S = 0.5
-MIN_SAMPLES = 20  # with fewer, a p99 says nothing
-BUCKET_WIDTH = 0.01  # of the logarithm: a quantile is right to half a percent
-SHORTEST_S = 1e-6  # whatever is shorter counts as this
+WINDOW_S = 30.0  # what the controller remembers
+SLICE_S = 0.5  # in which samples are counted together
+MIN_SAMPLES = 20  # with fewer, a p99 or a share of misses says nothing
+BUCKET_WIDTH = 0.01  # of log(seconds): a quantile is right to half a percent
+SHORTEST_S = 1e-6  # shorter latencies count as this one
 
 
 @dataclass(slots=True)
 class _Slice:
-    """What happened between `first_s` and `last_s`, at most `SLICE_S` later."""
+    """Samples between `first_s` and `last_s`, which is less than `SLICE_S` later."""
 
     first_s: float
     last_s: float
@@ -30,13 +31,13 @@ class _Slice:
 
 
 class _Slices:
-    """The slices of the last `WINDOW_S` seconds. A slice begins with what comes first in it."""
+    """The slices of the last `WINDOW_S` seconds. A slice begins with its first sample."""
 
     def __init__(self) -> None:
         self._slices: deque[_Slice] = deque()
 
     def count(self, now: float, is_miss: bool) -> _Slice:
-        """One more; the slice that it is counted in."""
+        """Count one more sample; return the slice that it is counted in."""
         if not self._slices or now - self._slices[-1].first_s >= SLICE_S:
             self._expire(now)
             self._slices.append(_Slice(now, now))
@@ -50,11 +51,11 @@ class _Slices:
         self._expire(now)
         return (s for s in self._slices if s.first_s >= since_s)
 
-    def missed_share(self, now: float, since_s: float, least: int) -> float | None:
-        """None of fewer than `least`."""
+    def missed_share(self, now: float, since_s: float, min_samples: int) -> float | None:
+        """Return the share that missed; None with fewer samples than `min_samples`."""
         slices = list(self.since(now, since_s))
         total = sum(s.count for s in slices)
-        return sum(s.missed for s in slices) / total if total >= least else None
+        return sum(s.missed for s in slices) / total if total >= min_samples else None
 
     def _expire(self, now: float) -> None:
         while self._slices and self._slices[0].last_s < now - WINDOW_S:
@@ -73,7 +74,7 @@ class LatencyWindow:
         counted.buckets[round(math.log(max(seconds, SHORTEST_S)) / BUCKET_WIDTH)] += 1
 
     def p99(self, now: float, since_s: float = -NEVER_S) -> float | None:
-        """Seconds, of what came since `since_s`; None without enough data."""
+        """Return the p99 in seconds, of the latencies since `since_s`; None without enough data."""
         buckets: Counter[int] = Counter()
         for counted in self._slices.since(now, since_s):
             buckets.update(counted.buckets)
@@ -88,12 +89,12 @@ class LatencyWindow:
         return math.exp(bucket * BUCKET_WIDTH)
 
     def miss_share(self, now: float, since_s: float) -> float | None:
-        """Share of latencies above the target since `since_s`; None without enough data."""
+        """Return the share of latencies above the target since `since_s`; None without enough data."""
         return self._slices.missed_share(now, since_s, MIN_SAMPLES)
 
 
 class MissWindow:
-    """Of what was counted in the last `WINDOW_S` seconds, the share that missed."""
+    """The share of samples of the last `WINDOW_S` seconds that missed."""
 
     def __init__(self) -> None:
         self._slices = _Slices()
@@ -101,32 +102,17 @@ class MissWindow:
     def add(self, now: float, is_miss: bool) -> None:
         self._slices.count(now, is_miss)
 
-    def miss_share(self, now: float, since_s: float) -> float | None:
-        """Since `since_s`; None without enough data."""
-        return self._slices.missed_share(now, since_s, MIN_SAMPLES)
-
-
-class ShareWindow:
-    """Of what ended in the last `WINDOW_S` seconds, the share that ended well."""
-
-    def __init__(self) -> None:
-        self._slices = _Slices()
-
-    def add(self, now: float, well: bool) -> None:
-        self._slices.count(now, not well)
-
-    def share(self, now: float) -> float | None:
-        """None when nothing ended."""
-        missed = self._slices.missed_share(now, -NEVER_S, 1)
-        return None if missed is None else 1.0 - missed
+    def miss_share(self, now: float, since_s: float = -NEVER_S, min_samples: int = MIN_SAMPLES) -> float | None:
+        """Return the share since `since_s`; None with fewer samples than `min_samples`."""
+        return self._slices.missed_share(now, since_s, min_samples)
 
 
 class ArrivalRate:
-    """Exponentially weighted arrivals per second, with a time constant of `tau_s`."""
+    """Arrivals per second, exponentially weighted with a time constant of `tau_s`."""
 
     def __init__(self, tau_s: float = 5.0) -> None:
         self._tau_s = tau_s
-        self._per_s = 0.0
+        self._per_s = Ewma(1.0)
         self._count = 0
         self._since_s: float | None = None
 
@@ -134,10 +120,9 @@ class ArrivalRate:
         self._count += count
 
     def update(self, now: float) -> float:
-        """Close the interval since the last update; the smoothed rate."""
+        """Close the interval since the last update; return the smoothed rate."""
         if self._since_s is not None and now > self._since_s:
             interval_s = now - self._since_s
-            weight = 1 - math.exp(-interval_s / self._tau_s)
-            self._per_s += weight * (self._count / interval_s - self._per_s)
+            self._per_s.add(self._count / interval_s, weight=1 - math.exp(-interval_s / self._tau_s))
         self._since_s, self._count = now, 0
-        return self._per_s
+        return self._per_s.value

@@ -1,7 +1,7 @@
-"""Claims: how many requests a worker takes from each tier's queue, and which of them it can never serve.
+"""Claims: how many requests a worker takes from each tier's queue, and which of them it can never serve. Pure.
 
-Pure. The engine's own queue stays shallow and the store's deep: policy can only reorder what still waits there, and
-other workers may be free sooner.
+The worker holds few waiting requests and leaves the others in the store: only there are they in order with later ones,
+and other workers may be free sooner.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from scheduler.control.budget import Budgets, TierBudget
 from scheduler.planning.request_table import RequestTable
 from scheduler.request import Claimed
 
-PREFETCH = 4  # claimed beyond the free slots, so that a slot freed in a step is filled in the next
-KNOWN_WAITING = 2  # of a paused tier that looks at deadlines: its most urgent ones must be known here to be told
+PREFETCH = 4  # interactive requests claimed beyond the free slots: a slot freed in a step is filled in the next
+KNOWN_WAITING = 2  # requests claimed from a paused tier that can be urgent: only a claimed request can be found urgent
 
 
 def claim_limits(
@@ -23,18 +23,18 @@ def claim_limits(
     max_step_tokens: int,
     ending: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
-    """Without the tiers of which nothing is wanted. `ending`: by tier, the sequences that end with the step that runs,
-    for certain: whoever takes their slots must be here by then."""
+    """Return how many requests to claim from each tier, without the tiers that need none. `ending`: by tier, how many
+    sequences are certain to end with the running step; the requests that follow them must be claimed by then."""
     limits = {}
     for tier in tiers:
         num_ending = ending.get(tier.name, 0) if ending else 0
-        room = _room(tier, table, budgets.tiers[tier.name], max_step_tokens, num_ending)
-        if room > 0:
-            limits[tier.name] = room
+        limit = _claim_limit(tier, table, budgets.tiers[tier.name], max_step_tokens, num_ending)
+        if limit > 0:
+            limits[tier.name] = limit
     return limits
 
 
-def _room(tier: Tier, table: RequestTable, budget: TierBudget, max_step_tokens: int, num_ending: int) -> int:
+def _claim_limit(tier: Tier, table: RequestTable, budget: TierBudget, max_step_tokens: int, num_ending: int) -> int:
     free = budget.max_num_seqs - table.count(tier.name) + num_ending
     num_waiting = table.num_waiting(tier.name)
     if tier.is_interactive:
@@ -51,16 +51,16 @@ def _waiting_tokens(table: RequestTable, tier: str) -> int:
 
 
 def reason_against(claimed: Claimed, engine: EngineInfo, max_attempts: int) -> str:
-    """A sentence for the user; empty where nothing speaks against it. `max_attempts`: claims that nobody finished or
-    gave back."""
-    if claimed.attempt > max_attempts:  # one that ends its worker each time would otherwise go round for ever
+    """Return why the engine can never serve the request, as a sentence for the user; empty if it can. `max_attempts`:
+    claims that may end without a result."""
+    if claimed.attempt > max_attempts:  # a request that ends its worker each time would otherwise be retried for ever
         return f"The request was given up: {max_attempts} attempts at it ended without a result."
     request = claimed.request
     capacity = engine.num_blocks * engine.block_size
-    room = min(engine.max_model_len, capacity)
+    max_tokens = min(engine.max_model_len, capacity)
     prompt = request.prompt_token_ids
-    if not prompt or len(prompt) >= room:
-        return f"A prompt of {len(prompt)} tokens does not fit: the engine holds 1 to {room - 1}."
+    if not prompt or len(prompt) >= max_tokens:
+        return f"A prompt of {len(prompt)} tokens does not fit: the engine holds 1 to {max_tokens - 1}."
     if min(prompt) < 0 or max(prompt) >= engine.vocab_size:
         return f"The prompt has token ids outside the vocabulary of {engine.vocab_size}."
     if request.sampling.max_tokens < 1:

@@ -15,8 +15,8 @@ from engine.interface import EngineInfo
 from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
-from scheduler.control.budget import PREFILL_EXTRA_SHARE
-from scheduler.control.controller import TierOutputs
+from scheduler.control.explanation import TierOutputs
+from scheduler.control.step_limit import PREFILL_EXTRA_SHARE
 from scheduler.deadlines import is_late
 from scheduler.planning.core import SchedulerCore
 from scheduler.planning.step_report import Ended

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from engine.interface import EngineInfo
-from scheduler.control.controller import TierOutputs
+from scheduler.control.explanation import TierOutputs
 from scheduler.planning.core import SchedulerCore
 from scheduler.planning.step_report import Ended
 from scheduler.registry.base import WorkerRegistry

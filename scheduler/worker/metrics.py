@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from scheduler.config import TierSet
-from scheduler.control.controller import TierOutputs
+from scheduler.control.explanation import TierOutputs
 from scheduler.control.knobs import Decision
 from scheduler.planning.core import SchedulerCore
 from scheduler.planning.step_report import StepReport

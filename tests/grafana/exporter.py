@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from gateway.http.metrics import GatewayMetrics
 from gateway.routes.ops import render
 from scheduler.config import load_tiers
-from scheduler.control.controller import TierOutputs
+from scheduler.control.explanation import TierOutputs
 from scheduler.control.knobs import Decision
 from scheduler.planning.step_report import Ended, PrefixLookup, Reaction, StepReport
 from scheduler.request_state import Sample

@@ -1,4 +1,4 @@
-"""Work that presses: near its deadline, or waiting for too long."""
+"""Urgent requests: near their deadline, or waiting for too long."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from tests.scheduler.world import World, run_world
 TIERS = make_tiers(batch={"urgent_ms": 10_000, "aging_ms": 60_000})
 
 
-def test_a_deadline_presses_inside_its_horizon_and_more_the_nearer_it_is() -> None:
+def test_a_request_is_urgent_inside_its_horizon_and_more_so_the_nearer_the_deadline() -> None:
     states = [
         make_decode(f"in {left_ms}", "batch", tiers=TIERS, max_tokens=2, deadline_ms=EPOCH_MS + left_ms)
         for left_ms in (60_000, 9_000, 3_000)
@@ -22,26 +22,26 @@ def test_a_deadline_presses_inside_its_horizon_and_more_the_nearer_it_is() -> No
     assert 0 < found["in 9000"] < found["in 3000"] <= 1
 
 
-def test_a_long_wait_for_the_first_token_presses() -> None:
+def test_a_long_wait_for_the_first_token_is_urgent() -> None:
     states = [make_state("old", "batch", tiers=TIERS, deadline_ms=EPOCH_MS + 10**9)]
     assert not urgencies(TIERS["batch"], states, FAST, 59.0)
     assert urgencies(TIERS["batch"], states, FAST, 90.0) == {"old": pytest.approx(0.5)}
 
 
-def test_work_with_a_promise_presses_by_its_promise() -> None:
+def test_interactive_requests_are_not_urgent_but_have_an_age() -> None:
     waiting = make_state("r", claimed_s=1.0)
     assert urgencies(TIERS["realtime"], [waiting], FAST, 1e6) == {}
     assert age_share([waiting, make_decode("d", "realtime")], 1.25) == pytest.approx(0.5)
 
 
-def test_raised_work_is_above_all_bulk_and_below_what_has_a_promise() -> None:
+def test_boosted_requests_are_above_all_bulk_and_below_interactive_tiers() -> None:
     assert 10 < boosted_priority(TIERS.by_priority) < 100
 
 
 @pytest.mark.trap(9)
 @pytest.mark.parametrize("urgent_ms", [0, 20_000])
-def test_a_deadline_is_met_beside_a_flood_where_its_tier_knows_urgency(urgent_ms: int) -> None:
-    """Trap 9, of deadlines: strict priority alone would let it pass."""
+def test_a_deadline_is_met_beside_a_flood_where_the_tier_has_a_horizon(urgent_ms: int) -> None:
+    """Trap 9, with deadlines: strict priority alone would miss it."""
 
     async def story(world: World) -> bool:
         flood = [asyncio.create_task(_endless(world, i)) for i in range(40)]
@@ -59,12 +59,12 @@ def test_a_deadline_is_met_beside_a_flood_where_its_tier_knows_urgency(urgent_ms
     assert run_world(story, tiers=tiers, known=FAST) == bool(urgent_ms)
 
 
-async def _endless(world: World, who: int) -> None:
+async def _endless(world: World, stream: int) -> None:
     for i in range(1_000_000):
-        await world.ask(f"realtime-{who}-{i}", prompt=200, max_tokens=20)
+        await world.ask(f"realtime-{stream}-{i}", prompt=200, max_tokens=20)
 
 
-def test_who_presses_goes_first_among_its_own() -> None:
+def test_an_urgent_request_goes_first_in_its_tier() -> None:
     async def story(world: World) -> None:
         tasks = [asyncio.create_task(world.ask(f"b{i}", "batch", 16, 200)) for i in range(6)]
         await world.clock.sleep(0.3)

@@ -55,11 +55,11 @@ def tier(**changes: Any) -> dict[str, Any]:
         (tier(slo={"ttft_p99": 3}), "tiers.t.slo.ttft_p99: Extra inputs are not permitted"),
         (tier(slo={"ttft_p99_ms": 0}), "tiers.t.slo.ttft_p99_ms: "),
         (tier(floor=0.5), "tiers.t.floor: "),
-        (tier(slo={"tpot_ms": 50}), "tiers.t.slo: tpot_ms counts from the first token's promise: it needs ttft_p99_ms"),
-        (tier(slo={"itl_p99_ms": 50}, floor=0.1), "tiers.t: floor is for tiers without a latency promise"),
-        (tier(slo={"itl_p99_ms": 50}, aging_ms=9), "tiers.t: aging_ms is for tiers without a latency promise"),
-        (tier(slo={"itl_p99_ms": 50}, urgent_ms=9), "tiers.t: urgent_ms is for tiers without a latency promise"),
-        (tier(admission={"reopen_at": 0.5}), "tiers.t: admission.reopen_at is for tiers with a latency promise"),
+        (tier(slo={"tpot_ms": 50}), "tiers.t.slo: tpot_ms counts from ttft_p99_ms, which is missing"),
+        (tier(slo={"itl_p99_ms": 50}, floor=0.1), "tiers.t: floor is for tiers without a latency SLO"),
+        (tier(slo={"itl_p99_ms": 50}, aging_ms=9), "tiers.t: aging_ms is for tiers without a latency SLO"),
+        (tier(slo={"itl_p99_ms": 50}, urgent_ms=9), "tiers.t: urgent_ms is for tiers without a latency SLO"),
+        (tier(admission={"reopen_at": 0.5}), "tiers.t: admission.reopen_at is for tiers with a latency SLO"),
         (tier(prioritiy=1), "tiers.t.prioritiy: Extra inputs are not permitted"),
         (tier(answers_as="bulk"), "tiers.t.answers_as: "),
         ({**tier(), "default_tier": "x"}, "default_tier: there is no tier 'x'"),
@@ -94,12 +94,12 @@ def test_a_service_tier_has_one_owner() -> None:
         make_tiers(other={"priority": 1, "service_tiers": ["flex"]})
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TierConfigError, match="No such file"):
         load_tiers(tmp_path / "none.yaml")
     path = tmp_path / "bad.yaml"
     path.write_text("tiers: [")
-    with pytest.raises(TierConfigError, match="not YAML"):
+    with pytest.raises(TierConfigError, match="is not YAML"):
         load_tiers(path)
 
 
@@ -126,7 +126,7 @@ def test_every_key_is_in_the_shipped_file() -> None:
     assert {key for key in keys if not re.search(rf"\b{key}:(\s|$)", text, re.MULTILINE)} == set()
 
 
-def test_the_keys_that_it_only_shows_are_right_too() -> None:
+def test_the_keys_that_are_only_comments_are_valid_too() -> None:
     shown, count = re.subn(r"^( *)# (?=\w+: )", r"\1", SHIPPED.read_text(encoding="utf-8"), flags=re.MULTILINE)
     tiers = parse_tiers(yaml.safe_load(shown))
     assert count >= 5
@@ -136,14 +136,14 @@ def test_the_keys_that_it_only_shows_are_right_too() -> None:
 
 
 @pytest.mark.parametrize("defaults", [False, True])
-def test_a_document_makes_the_same_tiers_again(defaults: bool) -> None:
+def test_a_document_reads_back_as_the_same_tiers(defaults: bool) -> None:
     tiers = load_tiers(SHIPPED)
     document = tiers.document(defaults=defaults)
     assert parse_tiers(json.loads(json.dumps(document))) == tiers
     assert ("urgent_ms" in document["tiers"]["bulk"]) is defaults
 
 
-def test_an_error_says_its_key() -> None:
+def test_an_error_holds_the_first_wrong_key() -> None:
     with pytest.raises(TierConfigError) as refusal:
         parse_tiers(tier(floor=2, priority="high"))
     assert refusal.value.key == "tiers.t.priority"
@@ -156,7 +156,7 @@ def test_an_error_says_its_key() -> None:
 
 
 @pytest.mark.parametrize(("changes", "key"), [({"name": "u"}, "tiers.t.name"), ({"deadline_ms": 1.5}, "deadline_ms")])
-def test_a_tier_goes_by_its_key_and_numbers_are_finite(changes: dict[str, Any], key: str) -> None:
+def test_a_tier_is_named_by_its_key_and_numbers_are_finite(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(TierConfigError, match=key):
         parse_tiers(tier(**changes))
     with pytest.raises(TierConfigError, match=r"tiers\.t\.max_wait_ms\.max"):

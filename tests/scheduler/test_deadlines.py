@@ -1,4 +1,4 @@
-"""When the next token is due."""
+"""When the next token of an interactive request is due."""
 
 import pytest
 
@@ -10,15 +10,15 @@ PACED = make_tiers(realtime={"slo": {"ttft_p99_ms": 500, "itl_p99_ms": 100, "tpo
 OPEN = make_tiers(realtime={"slo": {}})
 
 
-def test_a_first_token_is_due_by_its_promise() -> None:
+def test_a_first_token_is_due_by_the_ttft_slo() -> None:
     assert deadline_s(make_state("r", claimed_s=3.0)) == pytest.approx(3.5)
 
 
-def test_a_gap_is_due_by_its_promise_counted_from_the_last_token() -> None:
+def test_the_next_token_is_due_by_the_itl_slo_after_the_last_one() -> None:
     assert deadline_s(make_decode("r", "realtime", last_token_s=7.0)) == pytest.approx(7.1)
 
 
-def test_an_answer_that_lags_behind_its_pace_is_due_earlier() -> None:
+def test_an_answer_that_lags_behind_its_tpot_is_due_earlier() -> None:
     """Arrival 0, TTFT 500 ms, 40 ms for each of 3 tokens since: due at 0.62, though a gap would allow more."""
     late = make_decode("r", "realtime", tiers=PACED, output=3, claimed_s=0.0, last_token_s=0.6)
     assert deadline_s(late) == pytest.approx(0.5 + 3 * 0.04)
@@ -26,7 +26,7 @@ def test_an_answer_that_lags_behind_its_pace_is_due_earlier() -> None:
     assert deadline_s(early) == pytest.approx(0.4)
 
 
-def test_what_is_not_promised_does_not_bind() -> None:
+def test_without_an_slo_there_is_no_deadline() -> None:
     state = make_decode("r", "realtime", tiers=OPEN, last_token_s=7.0)
     assert deadline_s(state) == NEVER_S and itl_cap_s([state]) == NEVER_S
     assert slack_s([], 1.0) == NEVER_S

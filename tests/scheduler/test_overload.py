@@ -1,4 +1,4 @@
-"""Admission, worker and heartbeats together, in virtual time: more is offered than the engine can do."""
+"""Admission, worker and heartbeats together, in virtual time, under more load than the engine carries."""
 
 import asyncio
 import random
@@ -11,8 +11,8 @@ from tests.scheduler.builders import FAST, make_tiers
 from tests.scheduler.world import World, run_world
 
 LASTS_S = 12.0
-LEARNING_S = 5.0  # nothing is known at first of how long requests stay
-PROMISE_S = 0.5
+LEARNING_S = 5.0  # at first it is not known how long requests stay
+TTFT_SLO_S = 0.5
 
 
 @dataclass
@@ -45,7 +45,7 @@ async def ask(world: World, request_id: str, prompt: int, max_tokens: int, outco
 
 
 def overload(predict: bool, rate_per_s: float, prompt: int, max_tokens: int) -> tuple[float, float]:
-    """The share that was let in, and of those the share that was too late; after `LEARNING_S`."""
+    """Return the share that was admitted, and the share of those that was too late; after `LEARNING_S`."""
     tiers = make_tiers(realtime={"admission": {"predict": predict}, "batch_size": {"min": 16, "start": 16, "max": 16}})
 
     async def story(world: World) -> list[Outcome]:
@@ -54,7 +54,7 @@ def overload(predict: bool, rate_per_s: float, prompt: int, max_tokens: int) -> 
     outcomes = [o for o in run_world(story, tiers=tiers, cost=FAST, known=FAST, noise=0.05) if o.arrived_s > LEARNING_S]
     served = [o.ttft_s for o in outcomes if o.ttft_s is not None]
     assert served, "an overloaded tier still serves"
-    return len(served) / len(outcomes), sum(s > PROMISE_S for s in served) / len(served)
+    return len(served) / len(outcomes), sum(s > TTFT_SLO_S for s in served) / len(served)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,14 @@ def overload(predict: bool, rate_per_s: float, prompt: int, max_tokens: int) -> 
     [(40.0, 400, 2), (40.0, 20, 60)],
     ids=["prompts are the bottleneck", "slots are the bottleneck"],
 )
-def test_what_is_let_in_under_overload_is_served_in_time(rate_per_s: float, prompt: int, max_tokens: int) -> None:
+def test_requests_admitted_under_overload_are_served_in_time(rate_per_s: float, prompt: int, max_tokens: int) -> None:
     share, late = overload(True, rate_per_s, prompt, max_tokens)
-    all_it_can, late_without = overload(False, rate_per_s, prompt, max_tokens)
-    assert all_it_can < 0.5 and late_without > 0.5, "the load was one that needs admission"
+    share_without, late_without = overload(False, rate_per_s, prompt, max_tokens)
+    assert share_without < 0.5 and late_without > 0.5, "the load was one that needs admission"
     assert late < 0.05
-    assert 0.85 * all_it_can < share < 1.15 * all_it_can, "the engine is full, and not fuller than that"
+    assert 0.85 * share_without < share < 1.15 * share_without, "the engine is full, and not fuller than that"
 
 
-def test_nobody_is_refused_where_there_is_room() -> None:
+def test_no_request_is_refused_without_overload() -> None:
     share, late = overload(True, 4.0, 100, 8)
     assert (share, late) == (1.0, 0.0)

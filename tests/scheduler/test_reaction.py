@@ -1,4 +1,4 @@
-"""A real-time arrival is in the very next step, and the bulk that made room for it loses nothing."""
+"""A real-time arrival is in the very next step, and the bulk evicted for it loses no token."""
 
 import asyncio
 
@@ -17,14 +17,14 @@ async def _bulk(world: World) -> list[asyncio.Task[object]]:
     return tasks  # type: ignore[return-value]
 
 
-async def _begin_of_a_step(world: World) -> None:
-    """A little after the next step has begun."""
+async def _until_a_step_begins(world: World) -> None:
+    """Return a little after the next step has begun."""
     num_plans = len(world.core.plans)
     while len(world.core.plans) == num_plans:
         await world.clock.sleep(0.0005)
 
 
-def _following(world: World, now: float) -> StepPlan:
+def _next_plan(world: World, now: float) -> StepPlan:
     return next(plan for at, plan in world.core.plans if at > now)
 
 
@@ -34,7 +34,7 @@ def test_an_arrival_is_in_the_very_next_step_and_bulk_loses_no_token(step_evicti
         bulk = await _bulk(world)
         arrived_s = world.clock.now()
         answer = await world.ask("rt", max_tokens=3)
-        assert "rt" in ran(_following(world, arrived_s))
+        assert "rt" in ran(_next_plan(world, arrived_s))
         assert answer.token_ids == expected_tokens(answer.request)
         await asyncio.gather(*bulk)
         for name in LONG_STEP:
@@ -44,20 +44,20 @@ def test_an_arrival_is_in_the_very_next_step_and_bulk_loses_no_token(step_evicti
 
 
 @pytest.mark.parametrize("step_eviction", [StepEviction.STEPS, StepEviction.ROWS])
-def test_the_step_that_an_arrival_finds_ends_early_and_its_bulk_comes_back_in_order(
+def test_an_arrival_ends_the_running_step_early_and_its_bulk_comes_back_in_order(
     step_eviction: StepEviction,
 ) -> None:
     async def story(world: World) -> None:
         bulk = await _bulk(world)
-        await _begin_of_a_step(world)
+        await _until_a_step_begins(world)
         step_s = world.core.results[-1].elapsed_s
         before = [run.seq_id for run in world.core.plans[-1][1].run]
         arrived_s = world.clock.now()
         asked = asyncio.create_task(world.ask("rt", max_tokens=3))
         await world.clock.sleep(step_s)
-        [left] = [r for r in world.core.results if r.evicted]
-        assert set(left.evicted) == set(before) and left.elapsed_s < 0.5 * step_s
-        assert all(not output.token_ids for output in left.outputs)
+        [evicted] = [r for r in world.core.results if r.evicted]
+        assert set(evicted.evicted) == set(before) and evicted.elapsed_s < 0.5 * step_s
+        assert all(not output.token_ids for output in evicted.outputs)
         await asked
         await asyncio.gather(*bulk)
         later = [run.seq_id for at, plan in world.core.plans if at > arrived_s for run in plan.run]
@@ -66,15 +66,15 @@ def test_the_step_that_an_arrival_finds_ends_early_and_its_bulk_comes_back_in_or
     run_world(story, known=FAST, info=make_info(step_eviction=step_eviction))
 
 
-def test_bulk_rows_leave_a_step_that_interactive_decodes_finish() -> None:
+def test_bulk_is_evicted_from_a_step_that_interactive_decodes_finish() -> None:
     async def story(world: World) -> None:
         bulk = await _bulk(world)
         first = asyncio.create_task(world.ask("rt0", max_tokens=60))
         await world.clock.sleep(0.2)
-        await _begin_of_a_step(world)
+        await _until_a_step_begins(world)
         second = await world.ask("rt1", max_tokens=2)
-        [*_, left] = [r for r in world.core.results if r.evicted]
-        assert [o.seq_id for o in left.outputs if o.token_ids] == ["rt0"]
+        [*_, evicted] = [r for r in world.core.results if r.evicted]
+        assert [o.seq_id for o in evicted.outputs if o.token_ids] == ["rt0"]
         assert (await first).token_ids == expected_tokens(first.result().request)
         assert second.token_ids == expected_tokens(second.request)
         await asyncio.gather(*bulk)
@@ -83,22 +83,22 @@ def test_bulk_rows_leave_a_step_that_interactive_decodes_finish() -> None:
 
 
 @pytest.mark.trap(2)
-@pytest.mark.parametrize(("slots", "leaves"), [(4, False), (5, True)])
-def test_nobody_leaves_for_one_that_could_not_start(slots: int, leaves: bool) -> None:
-    """Trap 2: without a slot for it, leaving would save it nothing."""
+@pytest.mark.parametrize(("slots", "evicts"), [(4, False), (5, True)])
+def test_bulk_is_not_evicted_for_a_request_that_could_not_start(slots: int, evicts: bool) -> None:
+    """Trap 2: without a slot for it, eviction would save it no time."""
 
     async def story(world: World) -> None:
         bulk = await _bulk(world)
         residents = [asyncio.create_task(world.ask(f"rt{i}", max_tokens=200)) for i in range(4)]
         await world.clock.sleep(0.3)
-        await _begin_of_a_step(world)
+        await _until_a_step_begins(world)
         begun_s, found = world.core.plans[-1]
         assert {"rt0", "rt1", "rt2", "rt3"} < set(ran(found)), "bulk rides with four that decode"
         late = asyncio.create_task(world.ask("late", max_tokens=2))
         await world.clock.sleep(0.1)
         [result] = [r for r in world.core.results if r.step_id == found.step_id]
-        assert set(result.evicted) == (set(ran(found)) - {"rt0", "rt1", "rt2", "rt3"} if leaves else set())
-        assert ("late" in ran(_following(world, begun_s))) == leaves
+        assert set(result.evicted) == (set(ran(found)) - {"rt0", "rt1", "rt2", "rt3"} if evicts else set())
+        assert ("late" in ran(_next_plan(world, begun_s))) == evicts
         await asyncio.gather(*bulk, *residents, late)
 
     tiers = make_tiers(realtime={"batch_size": fixed(slots)})

@@ -1,4 +1,4 @@
-"""One request's record: transitions and what is derived from it."""
+"""RequestState: its transitions, and what is derived from it."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_only_the_transitions_in_the_table_happen(source: Status, target: Status
 def test_the_table_knows_every_status_and_its_ends_are_final() -> None:
     assert set(TRANSITIONS) == set(Status)
     assert not any(TRANSITIONS[end] for end in ENDS)
-    assert all(Status.CANCELLED in TRANSITIONS[s] for s in Status if s not in ENDS), "whatever is held can be cancelled"
+    assert all(Status.CANCELLED in TRANSITIONS[s] for s in Status if s not in ENDS), "until the end"
 
 
 def test_kv_is_held_while_running_and_paused_only() -> None:
@@ -35,7 +35,7 @@ def test_kv_is_held_while_running_and_paused_only() -> None:
         assert state.blocks_held(16) == (blocks_for(33, 16) if status in (Status.RUNNING, Status.PAUSED) else 0)
 
 
-def test_what_others_share_does_not_become_free() -> None:
+def test_shared_blocks_do_not_become_free() -> None:
     state = make_decode("d", prompt=160, shared=7)
     assert (state.blocks_held(16), state.own_blocks(16)) == (10, 3)
 
@@ -56,7 +56,7 @@ def test_a_decode_is_one_token_behind_its_own_output() -> None:
     assert not make_state(status=Status.PREEMPTED, prompt=32, output=4).is_decode, "its KV is gone"
 
 
-def test_slo_needs_the_first_token_in_time() -> None:
+def test_the_slo_needs_the_first_token_in_time() -> None:
     state = make_state("r")
     assert not state.met_slo(), "no token is no success"
     state.first_token_s = state.arrived_s + 0.5
@@ -65,7 +65,7 @@ def test_slo_needs_the_first_token_in_time() -> None:
     assert not state.met_slo()
 
 
-def test_slo_forgives_one_gap_in_a_hundred() -> None:
+def test_the_slo_allows_one_long_gap_in_a_hundred() -> None:
     state = make_state("r")
     state.first_token_s = state.arrived_s
     state.gaps, state.gaps_missed = 100, 1
@@ -74,7 +74,7 @@ def test_slo_forgives_one_gap_in_a_hundred() -> None:
     assert not state.met_slo()
 
 
-def test_a_tier_without_promise_is_met_by_any_first_token() -> None:
+def test_without_an_slo_any_first_token_meets_it() -> None:
     state = make_state("r", "bulk")
     state.first_token_s = state.arrived_s + 3600
     assert state.met_slo()

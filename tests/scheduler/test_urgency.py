@@ -1,4 +1,4 @@
-"""Laxity: a deadline less the work before it."""
+"""Laxity: the time until a deadline minus the work left."""
 
 import pytest
 from hypothesis import given
@@ -16,17 +16,17 @@ def test_work_is_one_prefill_and_a_step_for_every_further_token() -> None:
     assert work_s(100, 11, COST) == pytest.approx(0.01 + 0.1 + 10 * (0.01 + 0.002 + 0.0001 * 105))
 
 
-def test_a_request_that_decodes_already_has_its_tokens_left_only() -> None:
+def test_a_request_that_decodes_has_only_its_other_tokens_left() -> None:
     assert work_s(0, 10, COST, context=200) == pytest.approx(10 * (0.01 + 0.002 + 0.0001 * 205))
     assert work_s(0, 0, COST, context=200) == 0
 
 
-def test_attention_to_what_is_cached_counts() -> None:
+def test_attention_to_cached_tokens_counts() -> None:
     attending = StepCost(step_s=0.0, prefill_token_s=0.0, attend_s=0.001, context_token_s=0.0, decode_s=0.0)
     assert work_s(10, 1, attending, context=100) == pytest.approx(0.001 * 10 * 105)
 
 
-def test_laxity_is_what_may_still_be_waited() -> None:
+def test_laxity_is_how_long_a_request_may_still_wait() -> None:
     assert laxity_s(1.0, 100, 1, COST, 0) == pytest.approx(0.89)
     assert laxity_s(0.05, 100, 1, COST, 0) == pytest.approx(-0.06)
 

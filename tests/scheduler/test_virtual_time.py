@@ -1,4 +1,4 @@
-"""Virtual time: the clock jumps, order stays, and what would wait for the real world is stopped."""
+"""Virtual time: the clock jumps, the order of events stays, and waiting for the real world is an error."""
 
 import asyncio
 import time
@@ -68,7 +68,7 @@ def test_short_sleeps_add_up() -> None:
     assert run_virtual(main()) == pytest.approx(0.01, rel=0.01)
 
 
-def test_waiting_for_what_cannot_happen_is_an_error_and_not_a_hang() -> None:
+def test_waiting_for_what_cannot_happen_raises_and_does_not_hang() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
 
@@ -76,7 +76,7 @@ def test_waiting_for_what_cannot_happen_is_an_error_and_not_a_hang() -> None:
         run_virtual(main())
 
 
-def test_errors_come_out() -> None:
+def test_errors_reach_the_caller() -> None:
     async def main() -> None:
         await VirtualClock().sleep(1)
         raise ZeroDivisionError

@@ -13,7 +13,7 @@ SIZE = 16
 
 
 async def _traffic(world: World, gap_s: float, count: int) -> list[float]:
-    """First-token times of `count` requests, one every `gap_s`."""
+    """Send `count` requests, one every `gap_s`; return their TTFTs."""
     tasks = []
     for i in range(count):
         tasks.append(asyncio.create_task(world.ask(f"r{i}", prompt=8, max_tokens=1)))
@@ -22,7 +22,7 @@ async def _traffic(world: World, gap_s: float, count: int) -> list[float]:
 
 
 def _calls(gap_s: float, count: int, max_wait_ms: float) -> tuple[int, float]:
-    """How many calls the engine made, and the longest time to an answer."""
+    """Return how many calls the engine made, and the longest time to an answer."""
 
     async def story(world: World) -> tuple[int, float]:
         slowest = max(await _traffic(world, gap_s, count))
@@ -33,8 +33,8 @@ def _calls(gap_s: float, count: int, max_wait_ms: float) -> tuple[int, float]:
     return run_world(story, tiers=tiers, info=make_info(), cost=CALL, known=CALL)
 
 
-def test_a_flood_fills_the_calls_and_keeps_its_promise() -> None:
-    """100 a second: a call every 100 ms takes ten, one that waits a little takes sixteen."""
+def test_a_flood_fills_the_calls_and_meets_its_slo() -> None:
+    """At 100 requests a second, a call every 100 ms takes ten of them, and one that waits a little takes sixteen."""
     (eager, _), (patient, slowest_s) = _calls(0.01, 2000, 0), _calls(0.01, 2000, 200)
     assert patient < 0.85 * eager
     assert slowest_s < 0.5

@@ -1,4 +1,4 @@
-"""A knob stays inside its bounds, is left alone where it is pinned, and only pretends in a dry run."""
+"""A knob stays inside its bounds, does not move where it is pinned, and only reports its moves in a dry run."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,11 +10,11 @@ BOUNDS = CountBounds(min=2, start=8, max=64)
 
 
 @given(st.lists(st.floats(-100, 1000, allow_nan=False)))
-def test_a_knob_stays_inside_its_bounds_and_says_every_move(wishes: list[float]) -> None:
+def test_a_knob_stays_inside_its_bounds_and_reports_every_move(targets: list[float]) -> None:
     knob = Knob("bulk", "batch_size", BOUNDS, pinned=None, dry_run=False)
-    for wish in wishes:
+    for target in targets:
         before = knob.value
-        decision = knob.move(wish, "signal", "reason")
+        decision = knob.move(target, "signal", "reason")
         assert BOUNDS.min <= knob.value <= BOUNDS.max and knob.value == int(knob.value)
         assert (decision is None) == (knob.value == before)
         assert decision is None or (decision.old, decision.new, decision.acted) == (before, knob.value, True)

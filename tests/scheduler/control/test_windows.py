@@ -1,4 +1,4 @@
-"""What the controller sees of the past."""
+"""Sliding windows and the arrival rate."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from scheduler.control.windows import (
     WINDOW_S,
     ArrivalRate,
     LatencyWindow,
-    ShareWindow,
+    MissWindow,
 )
 
 
@@ -20,7 +20,7 @@ def filled(count: int, seconds: float = 1.0, now: float = 0.0, target_s: float =
     return window
 
 
-def test_with_too_few_samples_a_p99_says_nothing() -> None:
+def test_with_too_few_samples_there_is_no_p99() -> None:
     assert filled(MIN_SAMPLES - 1).p99(0.0) is None
     assert filled(MIN_SAMPLES).p99(0.0) == 1.0
 
@@ -32,13 +32,13 @@ def test_p99_is_the_quantile() -> None:
     assert window.p99(0.0) == pytest.approx(0.99, rel=BUCKET_WIDTH)
 
 
-def test_the_past_leaves_the_window() -> None:
+def test_old_samples_leave_the_window() -> None:
     window = filled(MIN_SAMPLES)
     assert window.p99(WINDOW_S) == 1.0
     assert window.p99(WINDOW_S + 0.001) is None
 
 
-def test_only_what_came_since_an_event_counts() -> None:
+def test_only_samples_since_the_given_time_count() -> None:
     window = filled(MIN_SAMPLES, seconds=1.0, now=1.0)
     assert window.p99(2.0, since_s=1.5) is None
     assert window.miss_share(2.0, since_s=1.5) is None
@@ -53,7 +53,7 @@ def test_on_target_is_no_miss() -> None:
     assert filled(MIN_SAMPLES, seconds=0.5).miss_share(0.0, since_s=0.0) == 0.0
 
 
-def test_the_window_is_the_whole_of_it_at_any_rate() -> None:
+def test_the_window_is_as_long_at_any_rate_of_samples() -> None:
     """A burst of slow tokens half a minute ago still counts after as many fast ones as an engine makes since."""
     window = LatencyWindow(target_s=1.0)
     for _ in range(1000):
@@ -79,14 +79,15 @@ def test_a_latency_of_any_size_is_shown_to_half_a_percent(seconds: float) -> Non
     assert filled(MIN_SAMPLES, seconds).p99(0.0) == pytest.approx(seconds, rel=BUCKET_WIDTH / 2 + 1e-4, abs=1e-6)
 
 
-def test_a_share_is_of_the_window_and_none_without_data() -> None:
-    window = ShareWindow()
-    assert window.share(0.0) is None
-    window.add(0.0, False)
-    window.add(20.0, True)
-    assert window.share(20.0) == 0.5
-    assert window.share(WINDOW_S + 0.1) == 1.0
-    assert window.share(20.1 + WINDOW_S) is None
+def test_a_share_is_that_of_the_window_and_none_without_data() -> None:
+    window = MissWindow()
+    assert window.miss_share(0.0, min_samples=1) is None
+    window.add(0.0, True)
+    window.add(20.0, False)
+    assert window.miss_share(20.0, min_samples=1) == 0.5
+    assert window.miss_share(20.0, min_samples=3) is None
+    assert window.miss_share(WINDOW_S + 0.1, min_samples=1) == 0.0
+    assert window.miss_share(20.1 + WINDOW_S, min_samples=1) is None
 
 
 def test_the_arrival_rate_settles_and_decays() -> None:
@@ -103,5 +104,5 @@ def test_the_arrival_rate_settles_and_decays() -> None:
 def test_the_rate_starts_with_the_first_interval() -> None:
     rate = ArrivalRate()
     rate.add(1000)
-    assert rate.update(7.0) == 0.0, "since when did they arrive?"
+    assert rate.update(7.0) == 0.0, "the interval is unknown"
     assert rate.update(7.0) == 0.0

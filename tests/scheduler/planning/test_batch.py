@@ -7,8 +7,10 @@ import pytest
 
 from engine.interface import StepPlan
 from engine.step_time.cost import StepCost
+from scheduler.clock import NEVER_S
 from scheduler.config import TierSet
 from scheduler.control.budget import Budgets, TierBudget
+from scheduler.control.step_limit import StepLimit
 from scheduler.planning.batch import MIN_CHUNK, form_batch
 from scheduler.request_state import RequestState, Status
 from tests.scheduler.builders import make_decode, make_roster, make_state, make_tiers, make_view, preempted, ran
@@ -16,8 +18,10 @@ from tests.scheduler.builders import make_decode, make_roster, make_state, make_
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.001)
 
 
-def budget(**changes: Any) -> TierBudget:
-    return TierBudget(**{"max_num_seqs": 64, **changes})
+def budget(
+    limit_s: float = NEVER_S, *, extra_share: float = 0.0, hard_limit_s: float = NEVER_S, **changes: Any
+) -> TierBudget:
+    return TierBudget(**{"max_num_seqs": 64, "limit": StepLimit(limit_s, extra_share, hard_limit_s), **changes})
 
 
 def form(
@@ -75,7 +79,7 @@ def test_prefills_under_way_go_before_newcomers_whatever_their_deadlines() -> No
     assert ran(plan) == {"under way": 50, "newcomer": 10}
 
 
-def test_what_was_preempted_starts_before_newcomers() -> None:
+def test_preempted_sequences_start_before_newcomers() -> None:
     lost = make_state("lost", "bulk", Status.PREEMPTED, deadline_ms=9)
     plan = form([make_state("newcomer", "bulk", deadline_ms=1), lost], bulk=budget(max_num_seqs=1))
     assert plan.resume == ("lost",)
@@ -107,29 +111,29 @@ def test_beyond_the_batch_size_decodes_take_turns() -> None:
 
 def test_bulk_decodes_fill_the_step_only_as_far_as_its_time_goes() -> None:
     states = [make_decode("rt", "realtime")] + [make_decode(f"b{i}") for i in range(10)]
-    plan = form(states, bulk=budget(step_time_s=0.0141))
+    plan = form(states, bulk=budget(limit_s=0.0141))
     assert len(plan.run) == 4  # 10 ms a step, 1 ms a decode
-    assert not plan.preempt, "who sits a step out keeps its place and its KV"
+    assert not plan.preempt, "a sequence that sits a step out keeps its KV"
 
 
 def test_a_bulk_prefill_alone_is_cut_to_the_time_an_arrival_may_find_the_engine_busy() -> None:
-    plan = form([make_state("b", "bulk", prompt=500)], bulk=budget(step_time_s=0.05))
+    plan = form([make_state("b", "bulk", prompt=500)], bulk=budget(limit_s=0.05))
     assert ran(plan) == {"b": 40}
 
 
-def test_a_bulk_chunk_is_cut_to_the_time_left_by_the_tiers_above() -> None:
+def test_a_bulk_chunk_is_cut_to_the_time_that_the_tiers_above_leave() -> None:
     states = [make_decode("rt", "realtime"), make_state("b", "bulk", prompt=500)]
-    assert ran(form(states, bulk=budget(step_time_s=0.05))) == {"rt": 1, "b": 39}
+    assert ran(form(states, bulk=budget(limit_s=0.05))) == {"rt": 1, "b": 39}
 
 
-def test_chunks_too_small_to_pay_are_not_run_beside_other_work() -> None:
+def test_chunks_too_small_to_be_worth_it_do_not_run_beside_other_work() -> None:
     states = [make_decode("rt", "realtime"), make_state("b", "bulk", prompt=500)]
     short_s = 0.011 + (MIN_CHUNK - 1) * 0.001
-    assert ran(form(states, bulk=budget(step_time_s=short_s))) == {"rt": 1}
+    assert ran(form(states, bulk=budget(limit_s=short_s))) == {"rt": 1}
 
 
 def test_something_always_runs_however_little_time_there_is() -> None:
-    no_time = budget(step_time_s=0.0)
+    no_time = budget(limit_s=0.0)
     assert ran(form([make_state("b", "bulk", prompt=500)], bulk=no_time)) == {"b": MIN_CHUNK}
     assert ran(form([make_decode("d")], bulk=no_time)) == {"d": 1}
 
@@ -139,7 +143,7 @@ def test_something_always_runs_however_little_time_there_is() -> None:
 WAIT = budget(max_num_seqs=4, max_wait_s=0.02)
 
 
-def test_newcomers_wait_for_company_beside_other_work() -> None:
+def test_newcomers_wait_for_others_beside_other_work() -> None:
     states = [make_decode("busy", "realtime"), make_state("new", "bulk", claimed_s=1.0)]
     assert list(ran(form(states, now=1.01, bulk=WAIT))) == ["busy"]
     assert list(ran(form(states, now=1.021, bulk=WAIT))) == ["busy", "new"]
@@ -152,19 +156,19 @@ def test_a_full_batch_does_not_wait() -> None:
 
 @pytest.mark.parametrize("busy", [make_decode("busy", "realtime"), make_decode("busy", "bulk")], ids=["same", "below"])
 def test_interactive_newcomers_never_wait_where_the_engine_is_busy(busy: RequestState) -> None:
-    """What arrives during a step batches for free."""
-    keen = replace(WAIT, gap_s=0.0001)
-    assert "new" in ran(form([make_state("new", claimed_s=1.0), busy], now=1.0, realtime=keen))
+    """Requests that arrive during a step share the next one anyway."""
+    dense = replace(WAIT, arrival_gap_s=0.0001)
+    assert "new" in ran(form([make_state("new", claimed_s=1.0), busy], now=1.0, realtime=dense))
 
 
-@pytest.mark.parametrize(("gap_s", "waits"), [(0.001, True), (1.0, False)])
-def test_an_idle_engine_waits_only_where_another_arrival_is_worth_it(gap_s: float, waits: bool) -> None:
-    plan = form([make_state("new", claimed_s=1.0)], now=1.01, realtime=replace(WAIT, gap_s=gap_s))
+@pytest.mark.parametrize(("arrival_gap_s", "waits"), [(0.001, True), (1.0, False)])
+def test_an_idle_engine_waits_only_where_another_arrival_is_worth_it(arrival_gap_s: float, waits: bool) -> None:
+    plan = form([make_state("new", claimed_s=1.0)], now=1.01, realtime=replace(WAIT, arrival_gap_s=arrival_gap_s))
     assert plan.is_empty == waits
-    assert ran(form([make_state("new", claimed_s=1.0)], now=1.021, realtime=replace(WAIT, gap_s=gap_s)))
+    assert ran(form([make_state("new", claimed_s=1.0)], now=1.021, realtime=replace(WAIT, arrival_gap_s=arrival_gap_s)))
 
 
-def test_what_was_preempted_never_waits_for_company() -> None:
+def test_preempted_sequences_never_wait_for_others() -> None:
     states = [make_decode("busy", "bulk"), make_state("lost", "bulk", Status.PREEMPTED, claimed_s=1.0)]
     assert set(ran(form(states, now=1.0, bulk=WAIT))) == {"busy", "lost"}
 
@@ -172,14 +176,14 @@ def test_what_was_preempted_never_waits_for_company() -> None:
 # -- which prefill first -------------------------------------------------------------------------------------------
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one_that_is_due_at_about_the_same_time() -> None:
+def test_a_short_prompt_goes_before_a_long_one_that_is_due_at_about_the_same_time() -> None:
     states = [make_state("long", prompt=400), make_state("short", prompt=20, claimed_s=0.05)]
     assert list(ran(form(states, now=0.05))) == ["short", "long"]
     waited = [make_state("long", prompt=400), make_state("short", prompt=20, claimed_s=0.45)]
     assert list(ran(form(waited, now=0.45))) == ["short", "long"], "the long one is late for certain by now"
 
 
-def test_what_can_be_in_time_goes_before_a_huge_prompt_that_cannot() -> None:
+def test_prompts_that_can_be_in_time_go_before_a_huge_one_that_cannot() -> None:
     """One poison prompt must not make all others late."""
     huge = make_state("huge", prompt=900)
     states = [huge, *(make_state(f"r{i}", prompt=20, claimed_s=5.0) for i in range(3))]
@@ -191,34 +195,34 @@ def test_what_can_be_in_time_goes_before_a_huge_prompt_that_cannot() -> None:
 PAUSED = budget(decodes_only=True)
 
 
-def test_a_paused_tier_leaves_the_batch_with_its_kv() -> None:
+def test_a_paused_tier_keeps_its_kv() -> None:
     states = [make_state("rt"), make_decode("b0"), make_decode("b1"), make_state("b2", "bulk")]
     plan = form(states, bulk=PAUSED)
     assert preempted(plan) == {"b0": "pause", "b1": "pause"}
     assert list(ran(plan)) == ["rt"]
 
 
-def test_pausing_twice_says_nothing_new() -> None:
+def test_a_paused_sequence_is_not_paused_again() -> None:
     assert not form([make_state("rt"), make_decode("b", status=Status.PAUSED)], bulk=PAUSED).preempt
 
 
-def test_bulk_flows_back_who_sat_out_longest_first() -> None:
+def test_paused_bulk_resumes_and_the_sequence_that_sat_out_longest_goes_first() -> None:
     states = [make_decode(f"b{i}", status=Status.PAUSED, last_step=9 - i) for i in range(3)]
     plan = form(states)
     assert plan.resume == ("b2", "b1", "b0")
     assert list(ran(plan)) == ["b2", "b1", "b0"]
 
 
-def test_bulk_that_rides_along_makes_nobodys_token_late() -> None:
-    """An interactive prefill has filled the step up to the next token's deadline: no share is left for bulk."""
+def test_decodes_beside_a_first_token_make_no_interactive_token_late() -> None:
+    """An interactive prefill has filled the step up to the next token's deadline: no extra share is left for bulk."""
     states = [make_state("rt", prompt=200), *(make_decode(f"b{i}") for i in range(9))]
     full_s = 0.111  # the fixed cost, and 101 tokens
-    rides = ran(form(states, realtime=budget(step_time_s=full_s), bulk=budget(decodes_only=True, extra_share=0.03)))
-    assert rides == {"rt": 101, "b0": 1, "b1": 1, "b2": 1}
+    beside = ran(form(states, realtime=budget(limit_s=full_s), bulk=budget(decodes_only=True, extra_share=0.03)))
+    assert beside == {"rt": 101, "b0": 1, "b1": 1, "b2": 1}
     bound = ran(
         form(
             states,
-            realtime=budget(step_time_s=full_s),
+            realtime=budget(limit_s=full_s),
             bulk=budget(decodes_only=True, extra_share=0.03, hard_limit_s=full_s),
         )
     )
@@ -226,25 +230,34 @@ def test_bulk_that_rides_along_makes_nobodys_token_late() -> None:
 
 
 def test_bulk_is_not_paused_for_work_that_cannot_start() -> None:
-    """Its victims have all lost their KV as often as they may: waiting for them while they pause would be for ever."""
-    worn = [make_decode(f"b{i}", prompt=150, preempted=3) for i in range(2)]
-    plan = form([make_state("rt", prompt=64), *worn], view={"free_blocks": 1}, bulk=PAUSED)
+    """All sequences that could be preempted have lost their KV as often as they may: if they paused, the newcomer would
+    wait for ever."""
+    exhausted = [make_decode(f"b{i}", prompt=150, preempted=3) for i in range(2)]
+    plan = form([make_state("rt", prompt=64), *exhausted], view={"free_blocks": 1}, bulk=PAUSED)
     assert set(ran(plan)) == {"b0", "b1"}
     assert not plan.preempt
 
 
-# -- the floor -----------------------------------------------------------------------------------------------------
+# -- the min share -----------------------------------------------------------------------------------------------------
 
 
-def test_a_tier_that_is_owed_its_floor_goes_first_with_its_own_time() -> None:
+def test_a_tier_with_a_guaranteed_share_goes_first_with_its_own_limit() -> None:
     flood = [make_decode(f"rt{i}", "realtime") for i in range(50)]
     bulk = [make_decode(f"b{i}") for i in range(20)]
-    plan = form([*flood, *bulk], bulk=budget(guaranteed=True, step_time_s=0.0151), realtime=budget(step_time_s=0.0401))
+    plan = form([*flood, *bulk], bulk=budget(guaranteed=True, limit_s=0.0151), realtime=budget(limit_s=0.0401))
     assert [run.seq_id[0] for run in plan.run] == ["b"] * 5 + ["r"] * 25
-    assert not ran(form([*flood, *bulk], bulk=budget(step_time_s=0.0151))).keys() & {s.id for s in bulk}
+    assert not ran(form([*flood, *bulk], bulk=budget(limit_s=0.0151))).keys() & {s.id for s in bulk}
 
 
-# -- blocks and eviction -------------------------------------------------------------------------------------------
+def test_prefills_beside_guaranteed_work_are_no_longer_than_it() -> None:
+    """Else the min share would be a small share of long steps."""
+    bulk, prefill = [make_decode(f"b{i}") for i in range(40)], make_state("rt", prompt=500)
+    plan = form([prefill, *bulk], bulk=budget(guaranteed=True), realtime=budget(limit_s=0.5))
+    assert (len(plan.run), ran(plan)["rt"]) == (41, 40)
+    assert ran(form([prefill, *bulk], bulk=budget(), realtime=budget(limit_s=0.5)))["rt"] > 400
+
+
+# -- blocks and preemption -------------------------------------------------------------------------------------------
 
 
 def test_a_newcomer_leaves_a_watermark_for_those_that_grow() -> None:
@@ -258,7 +271,7 @@ def test_an_empty_engine_needs_no_watermark() -> None:
 
 
 @pytest.mark.trap(1)
-def test_equal_priorities_never_evict_each_other_for_a_start() -> None:
+def test_equal_priorities_never_preempt_each_other_for_a_start() -> None:
     """Trap 1."""
     for tier in ("realtime", "bulk"):
         states = [make_decode("here", tier, prompt=160), make_state("new", tier, prompt=64)]
@@ -268,8 +281,8 @@ def test_equal_priorities_never_evict_each_other_for_a_start() -> None:
 
 
 @pytest.mark.trap(1)
-def test_two_equals_that_both_must_grow_do_not_evict_each_other_in_turn() -> None:
-    """Trap 1: only the older takes from the newer, whoever is asked first."""
+def test_two_equals_that_both_must_grow_do_not_preempt_each_other_in_turn() -> None:
+    """Trap 1: only the older one preempts the newer, in either order."""
     old = make_decode("old", "realtime", prompt=32, output=1, deadline_ms=1, last_step=5)
     new = make_decode("new", "realtime", prompt=32, output=1, deadline_ms=2, last_step=4)
     plan = form([old, new], view={"free_blocks": 0})
@@ -278,32 +291,32 @@ def test_two_equals_that_both_must_grow_do_not_evict_each_other_in_turn() -> Non
 
 
 @pytest.mark.trap(2)
-def test_nobody_is_evicted_for_a_newcomer_that_cannot_start_now() -> None:
-    """Trap 2: not for want of blocks, not of a slot, not of time."""
+def test_no_sequence_is_preempted_for_a_newcomer_that_cannot_start_now() -> None:
+    """Trap 2: neither blocks, nor a slot, nor time may be missing."""
     small = [make_decode("b", prompt=16)]
     assert not form([make_state("rt", prompt=160), *small], view={"free_blocks": 1}).preempt
     big = [make_decode("b", prompt=320), make_decode("rt0", "realtime", prompt=31)]
-    for realtime in (budget(max_num_seqs=1), budget(step_time_s=0.011)):
+    for realtime in (budget(max_num_seqs=1), budget(limit_s=0.011)):
         assert not form([make_state("rt", prompt=160), *big], view={"free_blocks": 1}, realtime=realtime).preempt
 
 
-def test_a_higher_newcomer_evicts_just_enough() -> None:
+def test_a_higher_newcomer_preempts_just_enough() -> None:
     states = [make_state("rt", prompt=64), *(make_decode(f"b{i}", prompt=31, claimed_s=i) for i in range(4))]
     plan = form(states, view={"free_blocks": 2})
     assert preempted(plan) == {"b3": "recompute"}
     assert "rt" in ran(plan)
 
 
-def test_what_runs_in_this_step_is_nobodys_victim() -> None:
-    owed = [make_decode("b", prompt=160)]
-    plan = form([make_state("rt", prompt=64), *owed], view={"free_blocks": 1}, bulk=budget(guaranteed=True))
+def test_a_sequence_that_runs_in_this_step_is_not_preempted() -> None:
+    guaranteed = [make_decode("b", prompt=160)]
+    plan = form([make_state("rt", prompt=64), *guaranteed], view={"free_blocks": 1}, bulk=budget(guaranteed=True))
     assert list(ran(plan)) == ["b"]
     assert not plan.preempt
 
 
 @pytest.mark.trap(6)
 def test_a_victim_is_not_run_resumed_or_paused_in_the_step_that_takes_its_blocks() -> None:
-    """Trap 6: the freed space has one new owner, and the victim does not come back at once."""
+    """Trap 6: the freed blocks have one new owner, and the preempted sequence does not come back at once."""
     states = [make_state("rt", prompt=64), make_decode("b", prompt=160)]
     for bulk in (budget(), PAUSED):
         plan = form(states, view={"free_blocks": 0}, bulk=bulk)
@@ -313,12 +326,12 @@ def test_a_victim_is_not_run_resumed_or_paused_in_the_step_that_takes_its_blocks
 
 
 def test_lower_tiers_start_nothing_while_a_higher_one_waits_for_blocks() -> None:
-    """Else small bulk prompts keep taking the blocks that the big interactive one waits for."""
+    """Else small bulk prompts would keep taking the blocks that the big interactive one waits for."""
     states = [make_state("big", prompt=160), make_state("small", "bulk", prompt=16), make_decode("d", "realtime")]
     assert list(ran(form(states, view={"free_blocks": 3}))) == ["d"]
 
 
-def test_late_prefills_that_hold_all_slots_go_on_beside_newcomers_who_wait_for_one() -> None:
+def test_late_prefills_that_hold_all_slots_go_on_beside_newcomers_that_wait_for_one() -> None:
     """Else no slot would ever come free again."""
     late = [make_state(f"late{i}", "realtime", Status.RUNNING, prompt=400, computed=100) for i in range(2)]
     newcomer = make_state("new", prompt=20, claimed_s=5.0)

@@ -1,0 +1,56 @@
+"""What the controller shows of one tier: numbers for metrics and heartbeats, and plain data for GET /admin/sla."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler.control.knobs import TierKnobs
+from scheduler.control.min_share import DeficitCounter
+from scheduler.control.tier_stats import TierStats
+
+
+@dataclass(frozen=True, slots=True)
+class TierOutputs:
+    """One tier's knobs and margin, and of the last 30 seconds the observed p99 and the share of ended requests that met
+    all targets (None: too little data)."""
+
+    batch_size: int
+    max_wait_s: float
+    margin: float
+    ttft_p99_s: float | None
+    itl_p99_s: float | None
+    attainment: float | None
+    batch_tokens: int = 0
+    arrivals_per_s: float = 0.0
+
+
+def tier_outputs(knobs: TierKnobs, stats: TierStats, now: float) -> TierOutputs:
+    return TierOutputs(
+        batch_size=int(knobs.batch_size.value),
+        max_wait_s=knobs.max_wait_ms.value / 1000,
+        margin=stats.margin,
+        ttft_p99_s=stats.p99_s("ttft", now),
+        itl_p99_s=stats.p99_s("itl", now),
+        attainment=stats.attainment(now),
+        batch_tokens=int(knobs.batch_tokens.value),
+        arrivals_per_s=stats.rate_per_s,
+    )
+
+
+def explain_tier(
+    tier: str, knobs: TierKnobs, stats: TierStats, deficits: DeficitCounter, now: float
+) -> dict[str, dict[str, Any]]:
+    """Return the knobs of a tier and the signals that move them. The keys are public: times are seconds."""
+    return {
+        "knobs": {knob.name: knob.explain() for knob in knobs},
+        "signals": {
+            "ttft_p99_s": stats.p99_s("ttft", now),
+            "itl_p99_s": stats.p99_s("itl", now),
+            "miss_share": stats.worst_miss_share(now, stats.answered_s),
+            "attainment": stats.attainment(now),
+            "margins": {kind: margin.value for kind, margin in stats.margin_of.items()},
+            "arrivals_per_s": stats.rate_per_s,
+            "first_token_service_s": stats.service_s,
+            "floor_share": deficits.share(tier),
+            "floor_debt_s": deficits.deficit_s(tier),
+        },
+    }

@@ -1,0 +1,160 @@
+"""The limits of a step: bulk takes what interactive requests hardly notice."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.interface import StepEviction
+from engine.step_time.cost import StepCost
+from scheduler.clock import NEVER_S
+from scheduler.config import ControllerSwitches
+from scheduler.control.controller import SLAController
+from scheduler.control.step_limit import StepLimit, in_time_limit_s
+from scheduler.request_state import RequestState, Status
+from tests.scheduler.builders import make_decode, make_state, make_tiers
+from tests.scheduler.control.builders import COST, QUICK, budgets_of, make_load, observe
+
+seconds = st.floats(0.0, 10.0)
+
+
+def limit_s(
+    controller: SLAController,
+    states: list[RequestState] | None = None,
+    cost: StepCost = QUICK,
+    now: float = 0.0,
+    tier: str = "bulk",
+) -> float:
+    """The limit of a tier's budget, beside interactive `states`."""
+    return budgets_of(controller, states or [], now, cost)[tier].limit.base_s
+
+
+# -- what depends on the step so far -------------------------------------------------------------------------------
+
+
+def test_the_extra_share_adds_to_a_long_step_up_to_the_hard_limit() -> None:
+    limit = StepLimit(0.1, extra_share=0.5, hard_limit_s=0.4)
+    assert [limit.total_s(planned_s) for planned_s in (0.01, 0.2, 0.3)] == pytest.approx([0.1, 0.3, 0.4])
+    assert limit.extra_only_s(0.01) == pytest.approx(0.015)
+
+
+@given(seconds, seconds, seconds, st.floats(0.0, 1.0))
+def test_more_work_in_the_step_never_lowers_the_limit(first_s: float, more_s: float, at_s: float, share: float) -> None:
+    limit = StepLimit(at_s, extra_share=share, hard_limit_s=2 * at_s)
+    assert limit.total_s(first_s) <= limit.total_s(first_s + more_s)
+
+
+def test_prefills_add_no_more_to_guaranteed_work_than_it_takes_itself() -> None:
+    limit = StepLimit(0.1)
+    assert limit.prefills_s(0.03, guaranteed_s=0.02) == pytest.approx(0.05)
+    assert limit.prefills_s(0.03, guaranteed_s=0.0) == 0.1, "no guaranteed work"
+    assert limit.prefills_s(0.03, guaranteed_s=1.0) == 0.1
+
+
+def test_late_prefills_are_left_some_of_the_time() -> None:
+    assert 0.02 < in_time_limit_s(0.1, planned_s=0.02) < 0.1
+    assert in_time_limit_s(0.1, planned_s=0.2) == 0.1, "there is none left"
+    assert in_time_limit_s(NEVER_S, planned_s=0.2) == NEVER_S
+
+
+# -- beside interactive requests -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [Status.WAITING, Status.RUNNING])
+def test_bulk_pauses_while_a_first_token_is_awaited_above(status: Status) -> None:
+    of = budgets_of(SLAController(make_tiers()), [make_state("rt", status=status)])
+    assert {name: b.decodes_only for name, b in of.items()} == {"realtime": False, "bulk": True, "batch": True}
+
+
+def test_bulk_runs_beside_interactive_decodes_and_alone() -> None:
+    controller = SLAController(make_tiers())
+    for states in ([make_decode("rt", "realtime")], []):
+        assert not any(b.decodes_only for b in budgets_of(controller, states).values())
+
+
+def test_beside_decodes_the_step_ends_before_the_earliest_next_token_is_due() -> None:
+    """0.1 s after the last token, and not much earlier."""
+    decoding = [make_decode("a", "realtime", last_token_s=0.97), make_decode("b", "realtime", last_token_s=0.912)]
+    controller = SLAController(make_tiers())
+    for tier in ("realtime", "bulk"):
+        assert 0.006 < limit_s(controller, decoding, COST, now=1.0, tier=tier) < 0.012
+
+
+def test_beside_decodes_bulk_does_not_make_steps_as_long_as_the_slo_allows() -> None:
+    decoding, controller = [make_decode("a", "realtime", last_token_s=1.0)], SLAController(make_tiers())
+    for cost in (StepCost(step_s=0.001), StepCost(step_s=0.05)):
+        decodes_s = cost.step_s + cost.decode(32)
+        bulk_s, interactive_s = (limit_s(controller, decoding, cost, 1.0, tier) for tier in ("bulk", "realtime"))
+        assert decodes_s <= bulk_s <= 2 * decodes_s and bulk_s < 0.7 * interactive_s
+
+
+def test_more_bulk_runs_alone_than_beside_decodes() -> None:
+    decoding, controller = [make_decode("a", "realtime", last_token_s=1.0)], SLAController(make_tiers())
+    for cost in (QUICK, COST):
+        beside_s = limit_s(controller, decoding, cost, now=1.0) - cost.step_s - cost.decode(32)
+        assert 0 <= beside_s < limit_s(controller, cost=cost) - cost.step_s
+
+
+def test_without_slack_bulk_gets_no_more_than_an_empty_step() -> None:
+    late = make_decode("a", "realtime", last_token_s=0.0)
+    assert limit_s(SLAController(make_tiers()), [late], COST, now=1.0) == COST.step_s
+
+
+# -- bulk alone ----------------------------------------------------------------------------------------------------
+
+
+def test_alone_a_bulk_step_is_as_long_as_an_arrival_does_not_notice() -> None:
+    """Longer where an arrival evicts bulk from the step, or where first tokens take long anyway."""
+    alone_s = []
+    for service_s in (0.05, 0.1):
+        for eviction in (StepEviction.NOTHING, StepEviction.STEPS, StepEviction.ROWS):
+            controller = SLAController(make_tiers(), eviction)
+            observe(controller, "service", 1000 * service_s, count=200)
+            alone_s.append(limit_s(controller))
+    nothing, steps, rows, *slower = alone_s
+    assert nothing < steps < rows
+    assert all(slow > quick for slow, quick in zip(slower, alone_s, strict=False))
+    assert nothing / 2 < 0.1 * 0.05, "the mean wait for the end of the step, of the usual time to a first token"
+
+
+def test_frequent_arrivals_that_evict_bulk_shorten_its_steps() -> None:
+    controller, step_s = SLAController(make_tiers(), StepEviction.ROWS), []
+    for per_update in (1, 20):
+        for round_ in range(100):
+            controller.observe_arrivals("realtime", per_update)
+            controller.update(make_load(), per_update * 1000 + round_ * 0.5)
+        step_s.append(limit_s(controller))
+    assert step_s[0] > 5 * step_s[1]
+
+
+def test_one_quick_first_token_counts_as_much_as_the_guess_from_the_slo() -> None:
+    """Of many first tokens, the guess is forgotten."""
+    controller, step_s = SLAController(make_tiers(), StepEviction.STEPS), []
+    for count in (0, 1, 200):
+        observe(controller, "service", 10.0, count)
+        step_s.append(limit_s(controller))
+    guess_s, one_s, many_s = step_s
+    assert guess_s > one_s > many_s
+    assert one_s == pytest.approx((guess_s + many_s) / 2, rel=0.02)
+
+
+def test_on_a_slow_engine_a_bulk_step_may_last_a_few_times_its_fixed_cost() -> None:
+    slow = StepCost(step_s=0.1)
+    assert 2 * slow.step_s <= limit_s(SLAController(make_tiers()), cost=slow) <= 5 * slow.step_s
+
+
+def test_late_first_tokens_that_bulk_took_part_in_shorten_its_steps() -> None:
+    controller = SLAController(make_tiers())
+    before_s = limit_s(controller)
+    observe(controller, "ttft", 600, count=2, bulk_ms=200)
+    assert limit_s(controller) < before_s
+
+
+def test_tiers_without_an_slo_alone_have_no_limit() -> None:
+    assert limit_s(SLAController(make_tiers(realtime={"slo": {}})), cost=COST) == NEVER_S
+
+
+def test_without_feed_forward_tiers_are_strict_priorities_with_fixed_budgets() -> None:
+    strict = make_tiers().model_copy(update={"controller": ControllerSwitches(feed_forward=False)})
+    of = budgets_of(SLAController(strict), [make_state("rt"), make_decode("b")])
+    assert not any(b.decodes_only or b.guaranteed for b in of.values())
+    assert {b.limit.base_s for b in of.values()} == {NEVER_S}
