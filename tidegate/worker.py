@@ -111,7 +111,7 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> No
                 events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
                 return SchedulerLoop(core, engine, queue, events, registry, metrics, clock, identity, step_log)
 
-            log.info("the worker serves", step_cost=str(core.step_time.cost()))
+            log.info("the worker serves", step_cost=str(core.status(clock.now()).step_cost))
             background = Background()
             with hangup_calls(lambda: background.start(changes.reload_on_signal()), ending):
                 async with follower, background:
@@ -130,7 +130,7 @@ class WorkerTiers:
     def objection(self, tiers: TierSet) -> str:
         """What is held of a tier must end before the tier goes."""
         for name in sorted(self._names - set(tiers.tiers)):
-            if held := self._core.table.count(name):
+            if held := self._core.count(name):
                 return f"The tier {name!r} cannot be removed: requests of it are under way here ({held})."
         return ""
 
@@ -143,7 +143,7 @@ class WorkerTiers:
 async def teach(engine: Engine, core: SchedulerCore, clock: Clock) -> None:
     """The synthetic first steps. Raises `EngineStartError`: an engine that breaks in them will not serve either."""
     try:
-        await warm_up(engine, core.step_time, clock)
+        await warm_up(engine, core.observe_step_time, clock)
     except (EngineDead, PlanError) as error:
         raise EngineStartError(f"the engine's first steps failed: {error}") from error
 

@@ -44,7 +44,7 @@ class ScheduledEngine:
         )
         self._numbers = count()
         self._asyncio = asyncio.Runner()
-        self._asyncio.run(warm_up(self._engine, self._core.step_time, self._clock))
+        self._asyncio.run(warm_up(self._engine, self._core.observe_step_time, self._clock))
         self._asyncio.run(self._events.open(GATEWAY))
 
     @property

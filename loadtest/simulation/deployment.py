@@ -105,7 +105,7 @@ async def start_deployment(setting: Setting, observation: Observation) -> Deploy
 
 
 async def _serve(loop: SchedulerLoop, core: SchedulerCore, engine: Engine, clock: Clock) -> None:
-    await warm_up(engine, core.step_time, clock, WARM_UP_S)
+    await warm_up(engine, core.observe_step_time, clock, WARM_UP_S)
     await loop.run()
 
 

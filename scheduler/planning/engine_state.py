@@ -3,6 +3,7 @@
 Knows plans and results, and reads request states; it decides nothing. Owner: `SchedulerCore`.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -98,6 +99,12 @@ class EngineState:
         """The step in flight, if there is just one."""
         plans = [step.plan for step in self._in_flight.values()]
         return plans[0] if len(plans) == 1 else None
+
+    def ending(self, states: Mapping[str, RequestState]) -> Counter[str]:
+        """Count by tier the sequences that are certain to end with the step in flight."""
+        plan = self.running
+        ran = ((run, states.get(run.seq_id)) for run in plan.run) if plan is not None else ()
+        return Counter(s.tier.name for run, s in ran if s is not None and s.ends_with(run.num_tokens))
 
     def enter(self, plan: StepPlan, states: Mapping[str, RequestState]) -> None:
         """`states` as they are before the plan, or before the one that it was made ahead of."""

@@ -64,6 +64,10 @@ class RequestTable:
         files = self._files[tier]
         return len(files.decodes) + len(files.prefills) + len(files.not_resident)
 
+    def tiers_held(self) -> Iterator[str]:
+        """Tiers with requests here."""
+        return (tier for tier in self._files if self.count(tier))
+
     def count_status(self, tier: str, *statuses: Status) -> int:
         """Looks at all states of the tier: for upkeep, not for every step."""
         return sum(state.status in statuses for state in self.of_tier(tier))

@@ -4,9 +4,9 @@ Knows the plan, what its runs were predicted to cost, and whose turn is owed; as
 nothing to the engine. Owner: `SchedulerCore`.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.interface import StepEviction, StepPlan, StepResult
 from engine.step_time.model import StepCost
@@ -22,6 +22,14 @@ class _Evictee:
     priority: float
 
 
+@dataclass(frozen=True, slots=True)
+class StepUsage:
+    """What a finished step was used for."""
+
+    sequences: Mapping[str, int] = field(default_factory=dict)  # planned to run, by tier
+    used_s: Mapping[str, float] = field(default_factory=dict)  # engine time by tier, without what was thrown away
+
+
 @dataclass(slots=True)
 class _Record:
     """A step on its way. Owner: `RunningStep`."""
@@ -29,6 +37,7 @@ class _Record:
     step: StepInFlight
     bulk: list[_Evictee]
     seconds: dict[str, float]  # predicted, by tier
+    sequences: Mapping[str, int]  # by tier
     promised: frozenset[str]  # the interactive ones among these
     thrown_s: float = 0.0
     is_asked: bool = False
@@ -69,11 +78,13 @@ class RunningStep:
         bulk: list[_Evictee] = []
         promised: set[str] = set()
         seconds: defaultdict[str, float] = defaultdict(float)
+        sequences: Counter[str] = Counter()
         others_s, num_others = 0.0, 0
         for run in plan.run:
             state = states[run.seq_id]
             run_s = cost.run(run.num_tokens, state.num_computed_tokens)
             seconds[state.tier.name] += run_s
+            sequences[state.tier.name] += 1
             if state.tier.is_interactive:
                 promised.add(state.tier.name)
             if state.tier.is_interactive or state.tier.name in protected:
@@ -83,7 +94,7 @@ class RunningStep:
                 bulk.append(_Evictee(run.seq_id, state.tier.name, run_s, state.priority))
         step_s = cost.step(others_s + sum(evictee.seconds for evictee in bulk)) if plan.run else 0.0
         step = StepInFlight(now, step_s, cost.step(others_s) if num_others else 0.0)
-        self._records[plan.step_id] = _Record(step, bulk, seconds, frozenset(promised))
+        self._records[plan.step_id] = _Record(step, bulk, seconds, sequences, frozenset(promised))
 
     def evictees(self, newcomer: RequestState, step_eviction: StepEviction, now: float) -> Sequence[str]:
         """Who shall leave for `newcomer`, if that pays and is possible: all bulk below it, or nobody. Once a step."""
@@ -100,16 +111,16 @@ class RunningStep:
         record.is_asked, record.thrown_s = True, deal.thrown_s
         return [evictee.seq_id for evictee in record.bulk]
 
-    def end(self, result: StepResult) -> dict[str, float]:
+    def end(self, result: StepResult) -> StepUsage:
         """The step is done: how its time falls on the tiers that it was of use to. A wish to leave that came too late
         cost nothing."""
         record = self._records.pop(result.step_id, None)
         if record is None or not record.step.step_s:
-            return {}
+            return StepUsage(record.sequences if record is not None else {})
         used_s = record.used_s(result.elapsed_s, bool(result.evicted))
         if result.evicted:
             self.credit.spend(min(record.thrown_s, result.elapsed_s))
         else:
             self.credit.earn(sum(used_s[tier] for tier in {evictee.tier for evictee in record.bulk}))
         self.bulk_total_s += result.elapsed_s - sum(used_s.get(tier, 0.0) for tier in record.promised)
-        return used_s
+        return StepUsage(record.sequences, used_s)

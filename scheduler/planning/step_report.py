@@ -5,6 +5,7 @@ neither queues nor metrics.
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.interface import FinishReason
@@ -48,7 +49,8 @@ class StepReport:
     ended: list[Ended] = field(default_factory=list)
     lookups: list[PrefixLookup] = field(default_factory=list)
     reactions: list[Reaction] = field(default_factory=list)
-    used_s: dict[str, float] = field(default_factory=dict)  # of the step's time, by tier
+    sequences: Mapping[str, int] = field(default_factory=dict)  # sequences that ran, by tier
+    used_s: Mapping[str, float] = field(default_factory=dict)  # engine time that was of use, by tier
     work: StepWork | None = None  # what the step did, where the time it took says something about that
     predicted_s: float = 0.0  # that time, before it was known
 

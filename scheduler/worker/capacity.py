@@ -7,7 +7,7 @@ were seen to judge by, a rate is not known (0): nobody is refused for a guess.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -16,9 +16,8 @@ from engine.step_time.model import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import PREFILL_EXTRA_SHARE
-from scheduler.control.controller import TierOutputs
 from scheduler.deadlines import is_late
-from scheduler.planning.core import SchedulerCore
+from scheduler.planning.status import CoreStatus
 from scheduler.planning.step_report import Ended
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.request_state import RequestState, Status
@@ -78,32 +77,37 @@ class CapacityEstimator:
             self._ended.append(end)
 
     def measure(
-        self, core: SchedulerCore, outputs: Mapping[str, TierOutputs], now: float, interval_s: float
+        self,
+        tiers: Sequence[Tier],
+        requests: Iterable[RequestState],
+        status: CoreStatus,
+        now: float,
+        interval_s: float,
     ) -> dict[str, TierCapacity]:
         """By tier. `interval_s`: since the last time."""
-        self._learn(core, interval_s)
+        self._learn(tiers, status.used_s, interval_s)
         states = defaultdict(list)
-        for state in core.table:
+        for state in requests:
             states[state.tier.name].append(state)
-        cost, held, capacities = core.step_time.cost(), _Held(), {}
-        for tier in core.tiers:
-            name, output = tier.name, outputs[tier.name]
+        cost, held, capacities = status.step_cost, _Held(), {}
+        for tier in tiers:
+            name, output = tier.name, status.outputs[tier.name]
             left = max(1 - held.used, tier.floor, LEAST_SHARE)
             self._add(held, states[name], tier, cost, output.margin, now)
             ages_s = [now - state.claimed_s for state in states[name]]
             capacity = self._capacity(tier, output.batch_size, ages_s, cost, held, left)
-            capacities[name] = capacity if core.step_time.is_warm else replace(capacity, prefill_tokens_per_s=0.0)
+            capacities[name] = capacity if status.knows_step_times else replace(capacity, prefill_tokens_per_s=0.0)
         return capacities
 
-    def _learn(self, core: SchedulerCore, interval_s: float) -> None:
+    def _learn(self, tiers: Sequence[Tier], used_s: Mapping[str, float], interval_s: float) -> None:
         ended = defaultdict(list)
         for end in self._ended:
             ended[end.tier].append(end)
         self._ended.clear()
-        for tier in core.tiers:
+        for tier in tiers:
             seen = self._seen.setdefault(tier.name, _Seen())
             seen.learn(ended[tier.name])
-            seen.smooth(core.used_s[tier.name], interval_s)
+            seen.smooth(used_s.get(tier.name, 0.0), interval_s)
 
     def _add(
         self,

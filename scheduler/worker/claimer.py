@@ -13,7 +13,7 @@ from scheduler.clock import Clock
 from scheduler.planning.core import SchedulerCore
 from scheduler.queue.base import Queue
 from scheduler.worker.heartbeat import Heartbeat
-from scheduler.worker.maintenance import LEASE_S, Maintenance
+from scheduler.worker.maintenance import LEASE_S
 
 YIELD_S = 0.0005  # for each interactive request that it holds, a worker lets others claim first what has just come, …
 LONGEST_YIELD_S = 0.01  # … as long as this: whoever has least to do gets it
@@ -28,7 +28,6 @@ class Claimer:
         core: SchedulerCore,
         engine: Engine,
         queue: Queue,
-        upkeep: Maintenance,
         heartbeat: Heartbeat,
         clock: Clock,
         taken: Callable[[], None],
@@ -37,7 +36,6 @@ class Claimer:
         self._core = core
         self._engine = engine
         self._queue = queue
-        self._maintenance = upkeep
         self._heartbeat = heartbeat
         self._clock = clock
         self._taken = taken
@@ -79,8 +77,7 @@ class Claimer:
     async def _let_others_go_first(self) -> None:
         """A worker whose step runs would have new work wait for its end, while another one may be idle."""
         if not self._heartbeat.is_alone and self._core.is_step_in_flight:
-            held = sum(1 for _ in self._core.table.interactive())
-            await self._clock.sleep(min(YIELD_S * (1 + held), LONGEST_YIELD_S))
+            await self._clock.sleep(min(YIELD_S * (1 + self._core.num_interactive), LONGEST_YIELD_S))
 
     async def _claim(self) -> None:
         limits = self._core.claim_limits(self._clock.now())
@@ -92,7 +89,6 @@ class Claimer:
         self._known_empty = everything_asked and all(got[tier] < n for tier, n in limits.items())
         if not claimed:
             return
-        self._maintenance.count_claimed(got)
         now = self._clock.now()
         self._core.accept(claimed, now, self._clock.wall_ms())
         evictees = self._core.evictees_for([c.request.id for c in claimed], now)

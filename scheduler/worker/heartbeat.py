@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 
 from engine.interface import EngineInfo
-from scheduler.control.controller import TierOutputs
 from scheduler.planning.core import SchedulerCore
+from scheduler.planning.status import CoreStatus
 from scheduler.planning.step_report import Ended
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
-from scheduler.request_state import Status
 from scheduler.worker.capacity import CapacityEstimator
 from scheduler.worker.metrics import SchedulerMetrics
 
@@ -58,33 +57,34 @@ class Heartbeat:
     async def beat(self, now: float, wall_ms: int) -> None:
         interval_s = max(now - self._last_s, 1e-3) if self._last_s is not None else 1.0
         self._last_s = now
-        outputs = self._core.controller.outputs(now)
-        capacities = self._capacity.measure(self._core, outputs, now, interval_s)
-        tiers = {tier: self._tier(tier, outputs[tier], capacities[tier], interval_s) for tier in outputs}
+        status = self._core.status(now)
+        capacities = self._capacity.measure(self._core.tiers, self._core.states, status, now, interval_s)
+        tiers = {tier: self._tier(tier, status, capacities[tier], interval_s) for tier in capacities}
         self._finished.clear()
-        sla_json = msgspec.json.encode(self._explanation(now, wall_ms)).decode()
+        sla_json = msgspec.json.encode(self._explanation(status, now, wall_ms)).decode()
         await self._registry.announce(self._status(tiers, wall_ms), self._metrics.text(), sla_json)
         self.is_alone = len(await self._registry.workers()) <= 1
 
     async def withdraw(self) -> None:
         await self._registry.withdraw(self._identity.worker_id)
 
-    def _explanation(self, now: float, wall_ms: int) -> dict[str, Any]:
+    def _explanation(self, status: CoreStatus, now: float, wall_ms: int) -> dict[str, Any]:
         """What the controller does and why, as of `at_ms`."""
         return {
             "at_ms": wall_ms,
-            "kv_usage": self._core.kv_usage,
-            "step_time_error": self._core.step_time.mean_absolute_error,
-            **self._core.controller.explain(now),
+            "kv_usage": status.kv_usage,
+            "step_time_error": status.step_time_error,
+            **self._core.explain(now),
         }
 
-    def _tier(self, tier: str, output: TierOutputs, capacity: TierCapacity, interval_s: float) -> TierStatus:
+    def _tier(self, tier: str, status: CoreStatus, capacity: TierCapacity, interval_s: float) -> TierStatus:
         rate = self._finished[tier] / interval_s
         before = self._rate_per_s.get(tier, rate)
         self._rate_per_s[tier] = (1 - SMOOTHING) * before + SMOOTHING * rate
+        held, output = status.held[tier], status.outputs[tier]
         return TierStatus(
-            queued=self._core.table.count_status(tier, Status.WAITING),
-            running=self._core.table.count_status(tier, Status.RUNNING, Status.PAUSED),
+            queued=held.waiting,
+            running=held.running + held.paused,
             batch_size=output.batch_size,
             max_wait_ms=output.max_wait_s * 1000,
             finished_per_s=self._rate_per_s[tier],

@@ -7,7 +7,6 @@ loop).
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -57,9 +56,7 @@ class SchedulerLoop:
         self._maintenance = Maintenance(
             core, queue, events, metrics, self._heartbeat, clock, drop=self._drop, notify=self._changed.set
         )
-        self._claimer = Claimer(
-            core, engine, queue, self._maintenance, self._heartbeat, clock, self._refuse, self._drop
-        )
+        self._claimer = Claimer(core, engine, queue, self._heartbeat, clock, self._refuse, self._drop)
         self._draining = False
         self._stopped = False
 
@@ -130,24 +127,22 @@ class SchedulerLoop:
         """This step, and those that could be planned while the one before them ran."""
         begun_s = self._clock.now()
         self._engine.submit(plan)
-        ran = self._count_tiers(plan)
         if not self._engine.info.steps_ahead:
-            self._take_result(await self._engine.collect(), ran, begun_s)
+            self._take_result(await self._engine.collect(), begun_s)
             return
         following: StepPlan | None = plan
         while following is not None:
             collecting = asyncio.create_task(self._engine.collect())
             try:
-                following = await self._submit_next(following, collecting)
-                following_ran = self._count_tiers(following) if following is not None else Counter[str]()
-                self._take_result(await collecting, ran, begun_s)
+                following = await self._submit_next(collecting)
+                self._take_result(await collecting, begun_s)
             finally:
                 collecting.cancel()  # where this was: the engine still has the result
-            ran, begun_s = following_ran, self._clock.now()
+            begun_s = self._clock.now()
 
-    async def _submit_next(self, plan: StepPlan, collecting: asyncio.Task[StepResult]) -> StepPlan | None:
+    async def _submit_next(self, collecting: asyncio.Task[StepResult]) -> StepPlan | None:
         """Towards the end of the step that runs: the longer it is put off, the more of what arrives is in the plan."""
-        wait_s = self._core.running.step_s - PLANNING_S
+        wait_s = self._core.running_step_s - PLANNING_S
         if wait_s > 0:
             await asyncio.wait({collecting}, timeout=wait_s)
         following = None if self._stopped else self._core.plan_async(self._clock.now())
@@ -163,39 +158,23 @@ class SchedulerLoop:
             async with asyncio.timeout(max(0.0, left_s) if left_s < UPDATE_S else None):
                 await self._changed.wait()
 
-    def _take_result(self, result: StepResult, ran: Counter[str], begun_s: float) -> None:
+    def _take_result(self, result: StepResult, begun_s: float) -> None:
         now = self._clock.now()
-        report = self._core.apply(result, now)
-        if ran:
-            self._metrics.record_step(result.elapsed_s, ran)
-            self._log_step(result, report, ran, now)
-            overhead_s = max(0.0, now - begun_s - result.elapsed_s)
-            wanting = self._wanting() | set(ran)
-            self._core.controller.observe_step(result.elapsed_s, report.used_s, wanting, now, overhead_s)
-        self._send(report, now)
+        report = self._core.apply(result, now, overhead_s=max(0.0, now - begun_s - result.elapsed_s))
+        if report.sequences:
+            self._metrics.record_step(result.elapsed_s, report.sequences)
+            self._log_step(result, report, now)
+        self._send(report)
         self._claimer.note_room()
 
-    def _log_step(self, result: StepResult, report: StepReport, ran: Counter[str], now: float) -> None:
+    def _log_step(self, result: StepResult, report: StepReport, now: float) -> None:
         if report.work is not None or result.evicted:
-            work = report.work or StepWork()
-            entry = StepEntry.of(work, result.elapsed_s, now, report.predicted_s, len(result.evicted), ran)
-            self._step_log.record(entry)
+            work, num_evicted = report.work or StepWork(), len(result.evicted)
+            predicted_s, sequences = report.predicted_s, report.sequences
+            self._step_log.record(StepEntry.of(work, result.elapsed_s, now, predicted_s, num_evicted, sequences))
 
-    def _wanting(self) -> set[str]:
-        """Tiers with work, here or in the queue."""
-        held = {tier.name for tier in self._core.tiers if self._core.table.count(tier.name)}
-        return held | {tier for tier, depth in self._maintenance.waiting.items() if depth}
-
-    def _count_tiers(self, plan: StepPlan) -> Counter[str]:
-        return Counter(self._core.table.states[run.seq_id].tier.name for run in plan.run)
-
-    def _send(self, report: StepReport, now: float) -> None:
-        controller = self._core.controller
-        for sample in report.samples:
-            if sample.kind in ("ttft", "itl", "service"):
-                controller.observe_latency(sample.tier, sample.kind, sample.seconds, now, sample.bulk_s)
+    def _send(self, report: StepReport) -> None:
         for end in report.ended:
-            controller.observe_end(end.tier, end.met_slo, max(0, end.output_tokens - 1), now)
             self._heartbeat.count_ended(end)
         self._publisher.send(report)
         self._metrics.record_report(report)
@@ -204,16 +183,14 @@ class SchedulerLoop:
 
     def _refuse(self) -> None:
         """What was claimed and can never run."""
-        now = self._clock.now()
-        self._send(self._core.refuse(now), now)
+        self._send(self._core.refuse(self._clock.now()))
         self._changed.set()
 
     def _drop(self, request_ids: Sequence[str]) -> None:
-        held = self._core.table.states
-        tiers = [held[i].tier.name for i in request_ids if i in held]
-        if self._core.cancel(request_ids):
-            for tier in tiers:
-                self._metrics.record_cancelled(tier)
+        dropped = self._core.cancel(request_ids)
+        for state in dropped:
+            self._metrics.record_cancelled(state.tier.name)
+        if dropped:
             self._changed.set()
 
 

@@ -11,9 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from scheduler.config import TierSet
 from scheduler.control.controller import TierOutputs
 from scheduler.control.knobs import Decision
-from scheduler.planning.core import SchedulerCore
+from scheduler.planning.status import CoreStatus
 from scheduler.planning.step_report import StepReport
-from scheduler.request_state import Status
 
 SECONDS = (
     0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
@@ -144,24 +143,24 @@ class SchedulerMetrics:
         for d in decisions:
             self._decided.labels(d.tier, d.knob, d.direction, d.signal).inc()
 
-    def record_state(self, core: SchedulerCore, waiting: Mapping[str, int], outputs: Mapping[str, TierOutputs]) -> None:
-        """The gauges, from the core and the queue as they are now."""
-        self._kv.set(core.kv_usage)
+    def record_state(self, status: CoreStatus, queued: Mapping[str, int]) -> None:
+        """The gauges, from the scheduler and the queue as they are now."""
+        self._kv.set(status.kv_usage)
         for tier in self._tiers.tiers:
-            self._waiting.labels(tier).set(waiting.get(tier, 0))
-            self._running.labels(tier).set(core.table.count_status(tier, Status.RUNNING))
-            self._paused.labels(tier).set(core.table.count_status(tier, Status.PAUSED))
-            self._swapped.labels(tier).set(core.table.count_status(tier, Status.SWAPPED))
-            self._record_outputs(tier, outputs[tier])
-        for key, count in core.preemptions.items():
+            held = status.held[tier]
+            self._waiting.labels(tier).set(queued.get(tier, 0))
+            self._running.labels(tier).set(held.running)
+            self._paused.labels(tier).set(held.paused)
+            self._swapped.labels(tier).set(held.swapped)
+            self._record_outputs(tier, status.outputs[tier])
+        for key, count in status.preemptions.items():
             self._count_up(self._preempted.labels(*key), ("preempted", *key), count)
-        for tier, count in core.recomputed_tokens.items():
+        for tier, count in status.recomputed_tokens.items():
             self._count_up(self._recomputed.labels(tier), ("recomputed", tier), count)
-        credit = core.running.credit
-        self._count_up(self._shed, ("shed",), credit.num_evictions)
-        self._count_up(self._wasted, ("wasted",), credit.wasted_s)
-        self._error.set(core.step_time.mean_absolute_error)
-        self._reserve.set(core.controller.kv_reserve_blocks)
+        self._count_up(self._shed, ("shed",), status.num_step_evictions)
+        self._count_up(self._wasted, ("wasted",), status.wasted_s)
+        self._error.set(status.step_time_error)
+        self._reserve.set(status.kv_reserve_blocks)
 
     def _count_up(self, counter: Counter, key: tuple[str, ...], total: float) -> None:
         """Bring a counter to a total that somebody else keeps."""

@@ -4,10 +4,10 @@ Decode-only steps, prefills alone and both together, with few and with all seque
 long context. Uses nothing but the engine's own interface, and leaves nothing behind.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from engine.interface import Engine, EngineInfo, NewSequence, Run, SamplingParams, StepPlan, blocks_for
-from engine.step_time.model import StepTimeModel, StepWork
+from engine.step_time.model import StepWork
 from scheduler.clock import Clock
 
 PROMPTS = (48, 16, 96, 32, 64, 24, 16, 80)  # tokens; different, so that the coefficients can be told apart
@@ -20,8 +20,11 @@ LONG_DECODES = 4
 BARE_SAMPLING = SamplingParams(max_tokens=1 << 30, temperature=0.0, ignore_eos=True)
 
 
-async def warm_up(engine: Engine, model: StepTimeModel, clock: Clock, budget_s: float = 1.0) -> None:
-    """Run prefills and growing decode batches, teaching `model`, for about `budget_s` at most."""
+async def warm_up(
+    engine: Engine, observe: Callable[[StepWork, float], None], clock: Clock, budget_s: float = 1.0
+) -> None:
+    """Run prefills and growing decode batches for about `budget_s` at most. `observe` is told what each step did and
+    how many seconds it took."""
     until_s = clock.now() + budget_s
     course = _Course(engine.info)
     for plan in course.plans():
@@ -31,7 +34,7 @@ async def warm_up(engine: Engine, model: StepTimeModel, clock: Clock, budget_s: 
         engine.submit(plan)
         result = await engine.collect()
         if plan.step_id < -1:  # the first step also pays for lazy initialisation
-            model.observe(work, result.elapsed_s)
+            observe(work, result.elapsed_s)
     engine.submit(course.end())
     await engine.collect()
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -55,7 +56,8 @@ class Worker:
         )
         self.preempt_some()
         outputs = TierOutputs(8, 0.02, 0.1, ttft_p99_s=0.2, itl_p99_s=0.05, attainment=0.99)
-        self.metrics.record_state(self._core, dict.fromkeys(TIERS.tiers, 7), dict.fromkeys(TIERS.tiers, outputs))
+        status = replace(self._core.status(0.0), outputs=dict.fromkeys(TIERS.tiers, outputs))
+        self.metrics.record_state(status, dict.fromkeys(TIERS.tiers, 7))
 
 
 class Deployment:

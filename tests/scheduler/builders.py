@@ -12,7 +12,7 @@ from scheduler.planning.core import SchedulerCore
 from scheduler.planning.kv_budget import EngineView
 from scheduler.planning.request_table import RequestTable
 from scheduler.planning.step_report import StepReport
-from scheduler.request import Claimed, Delivery, Lease, Request
+from scheduler.request import Claimed, Delivery, Request
 from scheduler.request_state import RequestState, Status
 from scheduler.virtual_time import EPOCH_MS
 
@@ -199,10 +199,10 @@ class CheckedCore(SchedulerCore):
         self.lives += [s for i, s in self._states.items() if i not in before]
         self.check()
 
-    def cancel(self, request_ids: Iterable[str]) -> list[Lease]:
-        leases = super().cancel(request_ids)
+    def cancel(self, request_ids: Iterable[str]) -> list[RequestState]:
+        dropped = super().cancel(request_ids)
         self.check()
-        return leases
+        return dropped
 
     def plan(self, now: float) -> StepPlan:
         runnable = [s for s in self._states if not self._engine_state.is_abandoned(s)]
@@ -217,8 +217,8 @@ class CheckedCore(SchedulerCore):
             self.plans.append((now, plan))
         return plan
 
-    def apply(self, result: StepResult, now: float) -> StepReport:
-        report = super().apply(result, now)
+    def apply(self, result: StepResult, now: float, overhead_s: float = 0.0) -> StepReport:
+        report = super().apply(result, now, overhead_s)
         self.results.append(result)
         self.check()
         self._check_blocks(result)

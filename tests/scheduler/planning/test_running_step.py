@@ -72,16 +72,16 @@ def test_without_credit_nobody_leaves() -> None:
 
 
 def test_the_fixed_cost_falls_on_those_with_a_promise() -> None:
-    used_s = begin(RT, *BULK).end(result())
+    used_s = begin(RT, *BULK).end(result()).used_s
     scale = 0.03 / (0.01 + 5 * 0.005)
     assert used_s == pytest.approx({"realtime": 0.015 * scale, "bulk": 0.02 * scale})
-    assert begin(*BULK).end(result()) == pytest.approx({"bulk": 0.03})
+    assert begin(*BULK).end(result()).used_s == pytest.approx({"bulk": 0.03})
 
 
 def test_what_was_thrown_away_was_of_use_to_nobody() -> None:
     running = begin(*BULK)
     running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
-    assert running.end(result(evicted=tuple(s.id for s in BULK))) == {}
+    assert running.end(result(evicted=tuple(s.id for s in BULK))).used_s == {}
     assert running.credit.num_evictions == 1 and running.credit.wasted_s == pytest.approx(0.01)
 
 
@@ -97,7 +97,7 @@ def test_a_wish_that_comes_too_late_costs_nothing() -> None:
 def test_who_stays_in_a_step_that_others_leave_has_had_its_own_part_of_it() -> None:
     running = begin(RT, *BULK)
     assert running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
-    used_s = running.end(StepResult(0, elapsed_s=0.02, evicted=tuple(s.id for s in BULK)))
+    used_s = running.end(StepResult(0, elapsed_s=0.02, evicted=tuple(s.id for s in BULK))).used_s
     assert used_s == pytest.approx({"realtime": 0.015}), "the fixed cost and one decode, as predicted"
     assert running.bulk_total_s == pytest.approx(0.005)
 
@@ -115,5 +115,5 @@ def test_a_plan_made_ahead_does_not_take_the_place_of_the_step_that_runs() -> No
     running = RunningStep()
     for step_id, state in enumerate((RT, BULK[0])):
         running.begin(StepPlan(step_id, run=(Run(state.id, 1),)), {state.id: state}, COST, 0.0, ())
-    assert list(running.end(result())) == ["realtime"]
-    assert list(running.end(StepResult(1, elapsed_s=0.03))) == ["bulk"]
+    assert list(running.end(result()).used_s) == ["realtime"]
+    assert list(running.end(StepResult(1, elapsed_s=0.03)).used_s) == ["bulk"]

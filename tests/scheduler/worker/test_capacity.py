@@ -19,7 +19,7 @@ COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_
 
 def measure(books: CapacityEstimator, core: CheckedCore, now: float = 1.0, times: int = 1) -> dict[str, TierCapacity]:
     for _ in range(times):
-        capacities = books.measure(core, core.controller.outputs(now), now, interval_s=1.0)
+        capacities = books.measure(core.tiers, core.states, core.status(now), now, interval_s=1.0)
     return capacities
 
 

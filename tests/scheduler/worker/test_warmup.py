@@ -18,7 +18,7 @@ def warmed(info: EngineInfo, budget_s: float) -> tuple[ModeledEngine, StepTimeMo
         clock = VirtualClock()
         engine = ModeledEngine(info, clock.sleep, SLOW, noise=0.0, prefix_cache=True)
         model = StepTimeModel()
-        await warm_up(engine, model, clock, budget_s)
+        await warm_up(engine, model.observe, clock, budget_s)
         return engine, model, clock.now()
 
     return run_bounded(story())
