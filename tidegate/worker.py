@@ -30,6 +30,7 @@ from scheduler.reload.coordinator import TierChanges
 from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
+from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.metrics import SchedulerMetrics
@@ -109,7 +110,7 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> No
             def build() -> SchedulerLoop:
                 queue = RedisQueue(redis, clock, worker_id)
                 events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
-                return SchedulerLoop(core, engine, queue, events, registry, metrics, clock, identity, step_log)
+                return build_loop(core, engine, queue, events, registry, metrics, clock, identity, step_log)
 
             log.info("the worker serves", step_cost=str(core.status(clock.now()).step_cost))
             background = Background()

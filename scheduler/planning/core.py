@@ -192,8 +192,11 @@ class SchedulerCore:
         return self._drop(request_ids, "released")
 
     def release_all(self) -> list[Lease]:
-        """Give everything back unfinished. Return the leases."""
-        return [state.lease for state in self.release(list(self._states))]
+        """Give everything back unfinished, also requests that are refused but not reported yet. Return the leases."""
+        refused, self._refused = [state for state, _ in self._refused], []
+        for state in refused:
+            self._discard(state, "released")
+        return [state.lease for state in (*refused, *self.release(list(self._states)))]
 
     def _drop(self, request_ids: Iterable[str], counter: str) -> list[RequestState]:
         dropped = [self._states[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._states]
@@ -201,9 +204,12 @@ class SchedulerCore:
             self.table.remove(state)
             if state.status is not Status.WAITING:
                 self._engine_state.abandon(state)
-            state.move(Status.CANCELLED)
-            self.counts[counter] += 1
+            self._discard(state, counter)
         return dropped
+
+    def _discard(self, state: RequestState, counter: str) -> None:
+        state.move(Status.CANCELLED)
+        self.counts[counter] += 1
 
     # -- one step ----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from engine.interface import EngineInfo
+from scheduler.clock import Clock
 from scheduler.planning.core import SchedulerCore
 from scheduler.planning.status import CoreStatus
 from scheduler.planning.step_report import Ended
@@ -38,12 +39,14 @@ class Heartbeat:
         core: SchedulerCore,
         engine: EngineInfo,
         identity: WorkerIdentity,
+        clock: Clock,
     ) -> None:
         self._registry = registry
         self._metrics = metrics
         self._core = core
         self._engine = engine
         self._identity = identity
+        self._clock = clock
         self._capacity = CapacityEstimator(engine)
         self._finished: Counter[str] = Counter()  # since the last beat
         self._rate_per_s: dict[str, float] = {}
@@ -54,7 +57,8 @@ class Heartbeat:
         self._finished[end.tier] += 1
         self._capacity.enter(end)
 
-    async def beat(self, now: float, wall_ms: int) -> None:
+    async def beat(self) -> None:
+        now, wall_ms = self._clock.now(), self._clock.wall_ms()
         interval_s = max(now - self._last_s, 1e-3) if self._last_s is not None else 1.0
         self._last_s = now
         status = self._core.status(now)

@@ -16,10 +16,12 @@ from scheduler.client.rejection import Rejected
 from scheduler.client.token_stream import Generation
 from scheduler.config import TierSet
 from scheduler.events.memory import MemoryEventChannel
+from scheduler.queue.base import Queue
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request, TokenEvent
 from scheduler.virtual_time import VirtualClock, run_virtual
+from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.metrics import SchedulerMetrics
@@ -66,6 +68,8 @@ class World:
     core: CheckedCore
     engine: ModeledEngine
     loop: SchedulerLoop
+    worker_queue: Queue  # the worker's handle
+    metrics: SchedulerMetrics
     prometheus: CollectorRegistry
     running: asyncio.Task[None]
     answers: dict[str, Answer] = field(default_factory=dict)
@@ -163,9 +167,11 @@ async def start_world(
     metrics = SchedulerMetrics(prometheus, tiers)
     identity = WorkerIdentity("worker", ("model",), clock.wall_ms())
     of_worker = queue.for_worker("worker")
-    loop = SchedulerLoop(core, engine, of_worker, events, registry, metrics, clock, identity, step_log)
+    loop = build_loop(core, engine, of_worker, events, registry, metrics, clock, identity, step_log)
     running = asyncio.create_task(loop.run())
     await asyncio.sleep(0)  # the worker announces itself
     client = SchedulerClient(queue, events, registry, tiers, clock, "gateway")
     await client.start()
-    return World(clock, tiers, queue, events, registry, client, core, engine, loop, prometheus, running)
+    return World(
+        clock, tiers, queue, events, registry, client, core, engine, loop, of_worker, metrics, prometheus, running
+    )

@@ -18,9 +18,10 @@ from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request
 from scheduler.virtual_time import VirtualClock
+from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.leases import LEASE_S
 from scheduler.worker.loop import SchedulerLoop
-from scheduler.worker.maintenance import LEASE_S
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_request, make_tiers
 from tests.scheduler.world import run_bounded
@@ -89,7 +90,7 @@ class Rig:
     def build(self) -> SchedulerLoop:
         self.loops += 1
         identity = WorkerIdentity("w", ("model",), self.clock.wall_ms())
-        return SchedulerLoop(
+        return build_loop(
             self.core,
             self.engine,
             self.store,  # type: ignore[arg-type]  # it is one, by __getattr__

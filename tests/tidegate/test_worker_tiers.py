@@ -22,7 +22,7 @@ class Administered:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.subject = WorkerTiers(world.core, world.loop._metrics)
+        self.subject = WorkerTiers(world.core, world.metrics)
 
     def change(self, tiers: TierSet) -> None:
         assert self.subject.objection(tiers) == ""

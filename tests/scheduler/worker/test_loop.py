@@ -12,10 +12,10 @@ from engine.modeled.engine import ModeledEngine
 from scheduler.config import Retry
 from scheduler.control.controller import UPDATE_S
 from scheduler.request import Claimed, Delivery, EventKind, Lease, TokenEvent
+from scheduler.worker.assembly import build_loop
 from scheduler.worker.claimer import LISTEN_S
 from scheduler.worker.heartbeat import WorkerIdentity
-from scheduler.worker.loop import SchedulerLoop
-from scheduler.worker.maintenance import LEASE_S, RENEW_EVERY
+from scheduler.worker.leases import LEASE_S, RENEW_S
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, expected_tokens, fixed, make_core, make_info, make_tiers, preempted, ran
 from tests.scheduler.world import Answer, World, run_bounded, run_world, start_world
@@ -35,7 +35,7 @@ def record(journal: list[str], target: Any, method: str, text: Callable[..., str
 
 
 def worker_queue(world: World) -> Any:
-    return world.loop._queue
+    return world.worker_queue
 
 
 # -- the way in ----------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_work_that_would_report_at_its_end_is_dropped_with_its_gateway_too() -> 
     async def story(world: World) -> None:
         orphan = world.request("orphan", max_tokens=400, reply_to="gone", delivery=Delivery.AT_END)
         await world.queue.put([orphan])
-        await world.clock.sleep(RENEW_EVERY * UPDATE_S + 5 * STEP_S)
+        await world.clock.sleep(RENEW_S + 5 * STEP_S)
         assert world.core.num_held == 0
         assert world.core.counts["cancelled"] == 1
         assert not world.queue._shared.records
@@ -252,13 +252,13 @@ def test_a_dead_workers_requests_go_on_elsewhere_with_the_same_output() -> None:
         assert all(0 < n < 60 for n in heard)
 
         other = await start_world(tiers, make_info(), known=FAST)
-        heir = SchedulerLoop(
+        heir = build_loop(
             core=other.core,
             engine=other.engine,
             queue=world.queue.for_worker("worker"),  # restarted under its name: takes back what it held
             events=world.events,
             registry=world.registry,
-            metrics=other.loop._metrics,
+            metrics=other.metrics,
             clock=world.clock,
             identity=WorkerIdentity("worker", ("model",), 0),
         )
@@ -366,7 +366,7 @@ def test_a_request_that_kills_every_worker_is_given_up() -> None:
             queue, metrics = world.queue.for_worker("worker"), SchedulerMetrics(CollectorRegistry(), world.tiers)
             core, identity = make_core(), WorkerIdentity("worker", ("model",), 0)
             engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
-            heir = SchedulerLoop(core, engine, queue, world.events, world.registry, metrics, world.clock, identity)
+            heir = build_loop(core, engine, queue, world.events, world.registry, metrics, world.clock, identity)
             world.running = asyncio.create_task(heir.run())
             await world.settle()
         assert (await poison).events[-1].kind is EventKind.FAILED

@@ -1,7 +1,7 @@
 """What leaves a worker: in order, merged while the store is slow, and to gateways that are there."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.planning.step_report import StepReport
@@ -35,7 +35,10 @@ class Office:
         self.queue = MemoryQueue(self.clock)
         self.events = SlowChannel(self.clock)
         self.dropped: list[str] = []
-        self.outbox = Publisher(self.queue, self.events, self.dropped.extend)
+        self.publisher = Publisher(self.queue, self.events, self)  # type: ignore[arg-type]  # for `drop` alone
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        self.dropped += request_ids
 
     async def put(self, *names: str) -> list[Lease]:
         await self.queue.put([make_request(name) for name in names])
@@ -46,9 +49,9 @@ def play(story: Callable[[Office], Awaitable[None]]) -> None:
     async def main() -> None:
         office = Office()
         await office.events.open("gateway")
-        running = asyncio.create_task(office.outbox.run())
+        running = asyncio.create_task(office.publisher.run())
         await story(office)
-        office.outbox.close()
+        office.publisher.close()
         await running
 
     run_bounded(main())
@@ -71,9 +74,9 @@ def finished(index: int, of: str = "r") -> TokenEvent:
 def test_what_comes_while_a_message_is_on_its_way_is_one_message_in_order() -> None:
     async def story(office: Office) -> None:
         for index in range(500):
-            office.outbox.send(report(token(index)))
+            office.publisher.send(report(token(index)))
             await office.clock.sleep(0.01)
-        office.outbox.close()
+        office.publisher.close()
         await office.clock.sleep(2.0)
         assert len(office.events.messages) <= 7, "one a second, not one a step"
         assert [e.index for message in office.events.messages for e in message] == list(range(500))
@@ -84,10 +87,10 @@ def test_what_comes_while_a_message_is_on_its_way_is_one_message_in_order() -> N
 def test_nothing_is_lost_when_it_is_closed() -> None:
     async def story(office: Office) -> None:
         leases = await office.put("r")
-        office.outbox.send(report(token(0)))
+        office.publisher.send(report(token(0)))
         await office.clock.sleep(0.5)
-        office.outbox.send(report(finished(1), leases=leases))
-        office.outbox.close()
+        office.publisher.send(report(finished(1), leases=leases))
+        office.publisher.close()
         await office.clock.sleep(5.0)
         assert [[e.index for e in m] for m in office.events.messages] == [[0], [1]]
         assert await office.queue.known(["r"]) == [False], "acknowledged"
@@ -105,8 +108,8 @@ def test_closing_an_idle_one_ends_it() -> None:
 def test_for_a_gateway_that_is_gone_only_what_is_unfinished_is_dropped() -> None:
     async def story(office: Office) -> None:
         leases = await office.put("ended", "open")
-        office.outbox.send(report(token(0, "ended"), token(0, "open"), reply_to="gone"))
-        office.outbox.send(report(finished(1, "ended"), token(1, "open"), leases=leases[:1], reply_to="gone"))
+        office.publisher.send(report(token(0, "ended"), token(0, "open"), reply_to="gone"))
+        office.publisher.send(report(finished(1, "ended"), token(1, "open"), leases=leases[:1], reply_to="gone"))
         await office.clock.sleep(3.0)
         assert len(office.events.messages) == 1
         assert office.dropped == ["open"]
