@@ -64,7 +64,7 @@ class _Draft:
         self._cost = budgets.cost
         self._table = table
         self._barred = barred
-        self._blocks = BlockBudget(view, budgets.cost, table.promised(), table.any_resident)
+        self._blocks = BlockBudget(view, budgets.cost, table.reserved(), table.any_resident)
         self._tokens_left = view.max_step_tokens
         self._tier_tokens_left = 0
         self._limit_s = NEVER_S  # of the step, with work of the tier at hand
@@ -189,7 +189,7 @@ class _Draft:
         table, name = self._table, tier.name
         shape = batching_delay.BatchSoFar(self._slots(name, budget), self._cost.step_s, bool(self._run))
         newcomers = () if batching_delay.is_waiting(tier, table, budget, shape, self._now) else table.waiting(name)
-        return chain(table.prefills(name), table.evicted(name), newcomers)
+        return chain(table.prefills(name), table.preempted(name), newcomers)
 
     def _may_start(self, tier: str, budget: TierBudget) -> bool:
         return self._slots(tier, budget) > 0 and not self._short_of_blocks

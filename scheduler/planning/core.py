@@ -1,32 +1,26 @@
 """The scheduler without I/O: takes requests in, plans steps, takes their results in, and says what to report.
 
-`SchedulerCore` owns every `RequestState`; only the parts that it owns itself (`table`, `_outputs`) write to them. It
-also owns what the SLA controller learns: `apply` and `review` feed it. It knows tiers and tokens, and no queue, engine,
-clock or metrics: `scheduler.worker` connects these. Conservation holds at every instant: accepted = finished + failed +
+`SchedulerCore` owns every `RequestState`; only parts that it owns itself (`table`, `_planner`, `_outputs`) write to
+them. It feeds the SLA controller, in `apply` and `review`. It knows tiers and tokens, and no queue, engine, clock or
+metrics: `scheduler.worker` connects these. Conservation holds at every instant: accepted = finished + failed +
 cancelled + released + held + refused but not reported yet.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from engine.interface import EngineInfo, PreemptionMode, StepPlan, StepResult
-from engine.step_time.model import StepCost, StepTimeModel, StepWork
-from scheduler.clock import NEVER_S
+from engine.interface import EngineInfo, StepPlan, StepResult
+from engine.step_time.model import StepTimeModel, StepWork
 from scheduler.config import TierSet
-from scheduler.control.budget import Budgets
 from scheduler.control.controller import SLAController
 from scheduler.control.knobs import Decision
-from scheduler.planning.async_plan import async_plan
-from scheduler.planning.batch import form_batch
-from scheduler.planning.batching_delay import idle_until_s
-from scheduler.planning.claims import claim_limits, reason_against
+from scheduler.planning.claims import reason_against
 from scheduler.planning.controller_inputs import ControllerInputs
 from scheduler.planning.engine_state import EngineState
 from scheduler.planning.kv_budget import has_blocks
 from scheduler.planning.output_handler import OutputHandler
-from scheduler.planning.plan_entry import enter_plan
+from scheduler.planning.planner import Planner
 from scheduler.planning.request_table import RequestTable
 from scheduler.planning.running_step import RunningStep
 from scheduler.planning.status import CoreStatus, count_by_status
@@ -48,15 +42,11 @@ class SchedulerCore:
         self.table = RequestTable(self.tiers)
         self._states = self.table.states
         self._engine_state = EngineState(engine)
+        self._planner = Planner(engine, controller, self.step_time, self.table, self._engine_state, self.running)
         self._inputs = ControllerInputs(controller, self.table, engine)
         self._refused: list[tuple[RequestState, str]] = []
-        self._next_step_id = 0
-        self._guaranteed: frozenset[str] = frozenset()  # tiers whose min share the newest plan serves
-        self._idle_until_s = NEVER_S
         self.used_s: defaultdict[str, float] = defaultdict(float)  # engine time, by tier
-        self.recomputed_tokens: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()
-        self.preemptions: Counter[tuple[str, str]] = Counter()  # (tier, mode)
+        self.counts: Counter[str] = Counter()  # requests: accepted, finished, failed, cancelled, released
         self._outputs = OutputHandler(self.table, self._engine_state, self.counts)
 
     # -- what others may see -----------------------------------------------------------------------------------
@@ -65,6 +55,11 @@ class SchedulerCore:
     def states(self) -> Iterable[RequestState]:
         """All requests that are held. Only the core may change them."""
         return self._states.values()
+
+    @property
+    def preemptions(self) -> Counter[tuple[str, str]]:
+        """By (tier, mode), since the start."""
+        return self._planner.preemptions
 
     @property
     def num_held(self) -> int:
@@ -95,10 +90,10 @@ class SchedulerCore:
     @property
     def idle_until_s(self) -> float:
         """When the newest plan was empty although requests wait: the time at which a batching delay ends."""
-        return self._idle_until_s
+        return self._planner.idle_until_s
 
     def status(self, now: float) -> CoreStatus:
-        """Looks at all states: for twice a second, not for every step."""
+        """Return a snapshot. It looks at all states: for twice a second, not for every step."""
         return CoreStatus(
             kv_usage=self.kv_usage,
             kv_reserve_blocks=self.controller.kv_reserve_blocks,
@@ -108,10 +103,10 @@ class SchedulerCore:
             held={tier.name: count_by_status(self.table.of_tier(tier.name)) for tier in self.tiers},
             outputs=self.controller.outputs(now),
             used_s=self.used_s,
-            preemptions=self.preemptions,
-            recomputed_tokens=self.recomputed_tokens,
-            num_step_evictions=self.running.credit.num_evictions,
-            wasted_s=self.running.credit.wasted_s,
+            preemptions=self._planner.preemptions,
+            recomputed_tokens=self._planner.recomputed_tokens,
+            num_step_evictions=self.running.waste_budget.num_evictions,
+            wasted_s=self.running.waste_budget.wasted_s,
         )
 
     def explain(self, now: float) -> dict[str, Any]:
@@ -121,11 +116,8 @@ class SchedulerCore:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def claim_limits(self, now: float) -> dict[str, int]:
-        """How many more of each tier to take from the queue, highest tier first."""
-        max_step_tokens = self._engine.max_step_tokens
-        return claim_limits(
-            self.tiers, self.table, self._budgets(now), max_step_tokens, self._engine_state.ending(self._states)
-        )
+        """Return how many more requests of each tier to take from the queue, highest tier first."""
+        return self._planner.claim_limits(self.tiers, now)
 
     def accept(self, claimed: Sequence[Claimed], now: float, wall_ms: int) -> None:
         """Take claimed requests in. `now` and `wall_ms` are the same instant on both clocks."""
@@ -141,7 +133,7 @@ class SchedulerCore:
             if reason:
                 self._refused.append((state, reason))
             else:
-                self.table.file(state)
+                self.table.update(state)
 
     def _new_state(self, item: Claimed, now: float, wall_ms: int) -> RequestState:
         request = item.request
@@ -178,7 +170,7 @@ class SchedulerCore:
         return ()
 
     def _could_start(self, state: RequestState) -> bool:
-        """The request has a slot, and blocks that are free or held by lower tiers."""
+        """Return whether the request has a slot, and blocks that are free or held by lower tiers."""
         slots = self.controller.max_num_seqs(state.tier.name)
         below = (s for t in self.tiers if t.priority < state.priority for s in self.table.of_tier(t.name))
         return self.table.num_resident(state.tier.name) < slots and has_blocks(state, self._engine_state.view(), below)
@@ -213,55 +205,20 @@ class SchedulerCore:
 
     # -- one step ----------------------------------------------------------------------------------------------
 
-    def _budgets(self, now: float) -> Budgets:
-        return self.controller.budgets(list(self.table.interactive()), self._next_cost(), now)
-
-    def _next_cost(self) -> StepCost:
-        """Costs of the kind of step that is likely next: with prefills, or of decodes only."""
-        return self.step_time.cost(mixed=self.table.any_pending)
-
     def plan(self, now: float) -> StepPlan:
-        """The next step, already entered into the states: the caller must execute it."""
-        # A request that came back while its old sequence is to be aborted starts in the step after the abort.
-        barred, budgets = frozenset(self._engine_state.aborts), self._budgets(now)
-        plan = form_batch(self._next_step_id, self._engine_state.view(), self.tiers, self.table, budgets, now, barred)
-        plan = replace(plan, abort=self._engine_state.take_aborts())
-        self._idle_until_s = idle_until_s(self.tiers, self.table, budgets, now) if plan.is_empty else NEVER_S
-        if not plan.is_empty:
-            self._guaranteed = frozenset(name for name, budget in budgets.tiers.items() if budget.guaranteed)
-            self._enter(plan, now)
-        return plan
+        """Return the next step, already entered into the states: the caller must execute it."""
+        return self._planner.plan(self.tiers, now)
 
     def plan_async(self, now: float) -> StepPlan | None:
-        """The step after the one in flight, as far as that is certain already: the same decodes, without those that
-        end there. None where there is anything to decide."""
-        running = self._engine_state.running
-        if running is None or self._engine.steps_ahead < 1 or self._refused or self._engine_state.num_abandoned:
-            return None
-        plan = async_plan(running, self._next_step_id, self._engine_state.view(), self.table)
-        if plan is not None:
-            self._enter(plan, now)
-        return plan
-
-    def _enter(self, plan: StepPlan, now: float) -> None:
-        self._next_step_id += 1
-        self._engine_state.enter(plan, self._states)
-        self.running.begin(plan, self._states, self._next_cost(), now, self._guaranteed)
-        for preempt in plan.preempt:
-            self._count_preemption(self._states[preempt.seq_id], preempt.mode)
-        enter_plan(plan, self.table, now)
-
-    def _count_preemption(self, state: RequestState, mode: PreemptionMode) -> None:
-        self.preemptions[state.tier.name, mode.value] += 1
-        if mode is PreemptionMode.RECOMPUTE:
-            self.recomputed_tokens[state.tier.name] += state.num_computed_tokens
+        """Return the step after the one in flight if it is certain already, entered into the states; else None."""
+        return None if self._refused else self._planner.plan_async(now)
 
     def apply(self, result: StepResult, now: float, overhead_s: float = 0.0) -> StepReport:
         """Take a step's result in. `overhead_s`: what the host took for the step beside the engine's own time."""
         report = StepReport()
         self._learn(result, report)
         if result.evicted:
-            self.table.note_left(result.evicted)
+            self.table.note_evicted(result.evicted)
         self._outputs.apply(result, self.running.bulk_total_s, now, report)
         self._inputs.tell_step(report, result.elapsed_s, overhead_s, now)
         return report

@@ -56,7 +56,7 @@ class OutputHandler:
             state.num_cached_tokens = output.num_cached_tokens
             report.lookups += filter(None, [step_report.lookup(state)])
         state.output_token_ids.extend(output.token_ids)
-        self._table.file(state)
+        self._table.update(state)
         if output.token_ids:
             if state.awaits_first_token and state.reaction_steps is not None:
                 report.reactions.append(Reaction(state.tier.name, state.reaction_steps))

@@ -28,13 +28,7 @@ class Worker:
         self.registry = CollectorRegistry()
         self.metrics = SchedulerMetrics(self.registry, TIERS)
         self._core = make_core(TIERS)
-
-    def preempt_some(self) -> None:
-        for tier in TIERS.tiers:
-            for mode in ("pause", "swap", "recompute"):
-                self._core.preemptions[tier, mode] += 1
-            self._core.recomputed_tokens[tier] += 32
-        self._core.running.credit.spend(0.02)
+        self._rounds = 0
 
     def serve_some_traffic(self) -> None:
         report = StepReport()
@@ -54,9 +48,16 @@ class Worker:
             for knob in knobs
             for new in (4, 16)
         )
-        self.preempt_some()
+        self._rounds += 1
         outputs = TierOutputs(8, 0.02, 0.1, ttft_p99_s=0.2, itl_p99_s=0.05, attainment=0.99)
-        status = replace(self._core.status(0.0), outputs=dict.fromkeys(TIERS.tiers, outputs))
+        status = replace(
+            self._core.status(0.0),
+            outputs=dict.fromkeys(TIERS.tiers, outputs),
+            preemptions={(tier, mode): self._rounds for tier in TIERS.tiers for mode in ("pause", "swap", "recompute")},
+            recomputed_tokens=dict.fromkeys(TIERS.tiers, 32 * self._rounds),
+            num_step_evictions=self._rounds,
+            wasted_s=0.02 * self._rounds,
+        )
         self.metrics.record_state(status, dict.fromkeys(TIERS.tiers, 7))
 
 

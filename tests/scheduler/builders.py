@@ -169,7 +169,7 @@ def make_roster(tiers: TierSet, states: Iterable[RequestState]) -> RequestTable:
     """In the order in which such states would have come to be."""
     table = RequestTable(tiers.by_priority)
     for state in sorted(states, key=lambda s: (s.last_step, s.edf_key)):
-        table.file(state)
+        table.update(state)
     newest = max((s.last_step for s in table), default=-1)
     table.note_run([s.id for s in table if s.last_step == newest])
     return table
@@ -187,8 +187,10 @@ class KnownStepTime(StepTimeModel):
 class CheckedCore(SchedulerCore):
     """The shipped core; asserts the laws after everything that happens to it, and keeps what it saw."""
 
-    def __init__(self, tiers: TierSet, engine: EngineInfo, controller: SLAController) -> None:
-        super().__init__(tiers, engine, controller)
+    def __init__(
+        self, tiers: TierSet, engine: EngineInfo, controller: SLAController, step_time: StepTimeModel | None = None
+    ) -> None:
+        super().__init__(tiers, engine, controller, step_time)
         self.lives: list[RequestState] = []
         self.plans: list[tuple[float, StepPlan]] = []
         self.results: list[StepResult] = []
@@ -263,15 +265,17 @@ class CheckedCore(SchedulerCore):
 
 
 def make_core(
-    tiers: TierSet | None = None, info: EngineInfo | None = None, cost: StepCost | None = FAST
+    tiers: TierSet | None = None,
+    info: EngineInfo | None = None,
+    cost: StepCost | None = FAST,
+    step_time: StepTimeModel | None = None,
 ) -> CheckedCore:
-    """`cost=None`: the step times must be learned."""
+    """`cost=None`: the core must learn the step times, with `step_time` if given."""
     tiers = tiers or make_tiers()
     info = info or make_info()
-    core = CheckedCore(tiers, info, SLAController(tiers, info.step_eviction))
-    if cost is not None:
-        core.step_time = KnownStepTime(cost)
-    return core
+    if cost is not None and step_time is None:
+        step_time = KnownStepTime(cost)
+    return CheckedCore(tiers, info, SLAController(tiers, info.step_eviction), step_time)
 
 
 def ran(plan: StepPlan) -> dict[str, int]:

@@ -52,7 +52,7 @@ def test_bulk_pauses_with_its_kv_resident_and_flows_back_in_order() -> None:
     used = bench.engine.used_blocks
     bench.accept(make_request("rt", prompt=16, max_tokens=3))
     bench.step()
-    assert bench.core.table.count_status("bulk", Status.PAUSED) == 4
+    assert bench.core.status(bench.now).held["bulk"].paused == 4
     assert bench.engine.used_blocks == used + 1, "nothing of bulk was freed"
     plan = bench.step()
     assert plan.resume == ("b0", "b1", "b2", "b3")
@@ -105,7 +105,7 @@ def test_a_victim_stays_held_and_loses_its_kv_a_bounded_number_of_times() -> Non
         for _ in range(6):
             bench.step()
         assert "b" in bench.core.table.states
-        assert Lease("b", 1) in bench.core.table.leases()
+        assert bench.core.table.states["b"].lease == Lease("b", 1)
     bench.run()
     assert bench.core.life("b").num_preemptions == MAX_PREEMPTIONS
     assert bench.tokens("b") == expected_tokens(bulk)
@@ -166,7 +166,7 @@ def test_the_worn_come_back_only_with_room_for_all_that_they_may_need() -> None:
 # -- swap ----------------------------------------------------------------------------------------------------------
 
 
-def swapping(num_swap_blocks: int = 16, swap_block_s: float = 1e-4) -> Bench:
+def swapping(num_swap_blocks: int = 16, swap_block_s: float = 1e-4, step_time: StepTimeModel | None = None) -> Bench:
     info = make_info(
         num_blocks=16,
         max_model_len=256,
@@ -174,7 +174,7 @@ def swapping(num_swap_blocks: int = 16, swap_block_s: float = 1e-4) -> Bench:
         num_swap_blocks=num_swap_blocks,
         swap_block_s=swap_block_s,
     )
-    return Bench(make_core(info=info))
+    return Bench(make_core(info=info, step_time=step_time))
 
 
 def test_a_victim_is_swapped_where_that_is_cheaper_and_goes_on_where_it_was() -> None:
@@ -216,8 +216,7 @@ def test_what_is_cancelled_while_swapped_leaves_host_memory() -> None:
 
 
 def test_steps_that_copy_teach_nothing_about_computing() -> None:
-    bench = swapping(swap_block_s=1e-3)
-    bench.core.step_time = StepTimeModel(FAST)
+    bench = swapping(swap_block_s=1e-3, step_time=StepTimeModel(FAST))
     bench.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
     bench.step()
     observed = bench.core.step_time.num_observed
@@ -242,8 +241,8 @@ class _Remembering(StepTimeModel):
 
 
 def test_cached_tokens_are_reported_and_are_no_work() -> None:
-    bench = Bench(prefix_cache=True)
-    bench.core.step_time = step_time = _Remembering(FAST)
+    step_time = _Remembering(FAST)
+    bench = Bench(make_core(step_time=step_time), prefix_cache=True)
     bench.accept(make_request("first", prompt=100, max_tokens=2))
     bench.run()
     bench.accept(make_request("second", prompt=100, max_tokens=2), make_request("third", prompt=97, max_tokens=1))
@@ -378,7 +377,7 @@ def test_claiming_again_what_is_held_goes_on_under_the_newer_lease() -> None:
     bench.accept(make_request("r", max_tokens=4))
     bench.step()
     bench.core.accept([Claimed(bench.core.life("r").request, fence=9, attempt=2)], bench.now, bench.wall_ms)
-    assert bench.core.table.leases() == [Lease("r", 9)]
+    assert [state.lease for state in bench.core.states] == [Lease("r", 9)]
     bench.run()
     assert bench.reports[-1].leases == [Lease("r", 9)]
     assert bench.core.counts["accepted"] == 1

@@ -32,10 +32,10 @@ def test_each_state_is_where_its_status_says() -> None:
         make_decode("decodes", "realtime"),
     ]
     for state in states:
-        table.file(state)
+        table.update(state)
     assert ids(table.waiting("realtime")) == ["waits less", "waits"]
-    assert ids(table.evicted("realtime")) == ["evicted"]
-    assert ids(table.prefills("realtime")) == ids(table.promised()) == ["under way"]
+    assert ids(table.preempted("realtime")) == ["evicted"]
+    assert ids(table.prefills("realtime")) == ids(table.reserved()) == ["under way"]
     assert ids(table.decodes("realtime")) == ["decodes"]
     assert (table.count("realtime"), table.num_resident("realtime"), table.num_waiting("realtime")) == (5, 2, 2)
     assert table.count("bulk") == 0
@@ -54,9 +54,9 @@ def test_the_worn_keep_promises_while_they_decode() -> None:
     worn = make_decode("worn")
     worn.num_preemptions = MAX_PREEMPTIONS
     table = make_roster(TIERS, [worn, make_decode("fresh")])
-    assert ids(table.promised()) == ["worn"]
+    assert ids(table.reserved()) == ["worn"]
     table.remove(worn)
-    assert ids(table.promised()) == []
+    assert ids(table.reserved()) == []
 
 
 def test_a_reload_says_anew_who_is_worn() -> None:
@@ -66,7 +66,7 @@ def test_a_reload_says_anew_who_is_worn() -> None:
     table = make_roster(TIERS, [once])
     for most, worn in ((1, ["once"]), (2, [])):
         table.reconfigure(make_tiers(bulk={"retry": {"max_preemptions": most}}).tiers)
-        assert ids(table.promised()) == worn
+        assert ids(table.reserved()) == worn
         assert once.tier.retry.max_preemptions == most
 
 
@@ -83,13 +83,13 @@ def test_filing_again_and_again_is_filing_once(seed: int) -> None:
         else:
             _change(state, rng)
             held[state.id] = state
-            table.file(state)
+            table.update(state)
         fresh = make_roster(TIERS, held.values())
         for tier in ("realtime", "bulk"):
             assert sorted(ids(table.decodes(tier))) == sorted(ids(fresh.decodes(tier)))
-            for look in ("prefills", "evicted", "waiting"):
+            for look in ("prefills", "preempted", "waiting"):
                 assert ids(getattr(table, look)(tier)) == ids(getattr(fresh, look)(tier))
-        assert sorted(ids(table.promised())) == sorted(ids(fresh.promised()))
+        assert sorted(ids(table.reserved())) == sorted(ids(fresh.reserved()))
 
 
 def _change(state: RequestState, rng: random.Random) -> None:

@@ -7,7 +7,7 @@ import pytest
 from engine.interface import Run, StepEviction, StepPlan, StepResult
 from engine.step_time.model import StepCost
 from scheduler.planning.running_step import RunningStep
-from scheduler.planning.step_eviction import CREDIT_START_S
+from scheduler.planning.step_eviction import BUCKET_START_S
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import make_decode, make_state, make_tiers
 
@@ -65,9 +65,9 @@ def test_nobody_leaves_where_it_does_not_pay() -> None:
     assert not begin(*BULK).evictees(NEWCOMER, StepEviction.ROWS, 0.029)
 
 
-def test_without_credit_nobody_leaves() -> None:
+def test_without_bucket_nobody_leaves() -> None:
     running = begin(*BULK)
-    running.credit.spend(10.0)
+    running.waste_budget.take(10.0)
     assert not running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
 
 
@@ -82,16 +82,16 @@ def test_what_was_thrown_away_was_of_use_to_nobody() -> None:
     running = begin(*BULK)
     running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
     assert running.end(result(evicted=tuple(s.id for s in BULK))).used_s == {}
-    assert running.credit.num_evictions == 1 and running.credit.wasted_s == pytest.approx(0.01)
+    assert running.waste_budget.num_evictions == 1 and running.waste_budget.wasted_s == pytest.approx(0.01)
 
 
 def test_a_wish_that_comes_too_late_costs_nothing() -> None:
     late = begin(*BULK)
     assert late.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
     late.end(result())  # it was over before anybody could leave
-    assert late.credit.num_evictions == 0 and late.credit.wasted_s == 0
-    late.credit.spend(CREDIT_START_S)
-    assert late.credit.can_spend(0.0), "all that there was at the start, and what the step has earned"
+    assert late.waste_budget.num_evictions == 0 and late.waste_budget.wasted_s == 0
+    late.waste_budget.take(BUCKET_START_S)
+    assert late.waste_budget.can_take(0.0), "all that there was at the start, and what the step has earned"
 
 
 def test_who_stays_in_a_step_that_others_leave_has_had_its_own_part_of_it() -> None:
