@@ -1,4 +1,4 @@
-"""What a worker says it can do: rates from the step-time model, less what the tiers above take."""
+"""What a worker announces that it can do: rates from the step-time model, less the use of the tiers above."""
 
 from dataclasses import replace
 
@@ -49,8 +49,8 @@ def test_an_idle_engine_prefills_in_full_steps() -> None:
     assert capacity.step_s == pytest.approx(0.01)
 
 
-def test_what_too_few_steps_have_shown_is_not_said() -> None:
-    """A prior's guess at a tokens' cost, or that of a few steps alike, would refuse requests that can be served."""
+def test_a_rate_is_not_announced_after_too_few_steps() -> None:
+    """A prior, or a fit to a few equal steps, may be so wrong that requests are refused which could be served."""
     info = make_info(max_step_tokens=1000)
     estimator, core = CapacityEstimator(info), make_core(info=info, cost=None)
     rates = []
@@ -61,8 +61,8 @@ def test_what_too_few_steps_have_shown_is_not_said() -> None:
     assert measure(estimator, core)["realtime"].prefill_tokens_per_s > 0
 
 
-def test_prefills_ride_with_decodes_as_far_as_these_allow() -> None:
-    """85 of 100 ms promised between two tokens may be used; ten decodes and the step itself take 30 of them."""
+def test_prefills_run_beside_decodes_as_far_as_their_slo_allows() -> None:
+    """85 ms of an ITL SLO of 100 ms may be used; ten decodes and the fixed cost of the step take 30 of them."""
     estimator, core = make_estimator()
     hold(core, 10, prompt=10)
     Bench(core, COST).step()
@@ -72,7 +72,7 @@ def test_prefills_ride_with_decodes_as_far_as_these_allow() -> None:
     assert capacity.output_tokens == 10 * 49 and capacity.prompt_tokens == 0
 
 
-def test_what_is_held_above_counts_below_but_not_the_other_way_round() -> None:
+def test_backlog_of_higher_tiers_counts_for_lower_ones_but_not_the_other_way_round() -> None:
     estimator, core = make_estimator()
     hold(core, 3, "realtime")
     hold(core, 2, "bulk")
@@ -81,11 +81,13 @@ def test_what_is_held_above_counts_below_but_not_the_other_way_round() -> None:
     assert [capacities[t].output_tokens for t in ("realtime", "bulk", "batch")] == [150, 250, 250]
     assert [capacities[t].slots_free for t in ("realtime", "bulk", "batch")] == [61, 62, 64]
     late = measure(estimator, core, now=1.0)
-    assert [late[t].prompt_tokens for t in ("realtime", "bulk", "batch")] == [0, 200, 200], "they wait for newcomers"
+    assert [late[t].prompt_tokens for t in ("realtime", "bulk", "batch")] == [0, 200, 200], (
+        "late prompts wait for newcomers"
+    )
 
 
-def test_tiers_without_a_promise_have_the_time_that_is_left() -> None:
-    """By what those above used of the engine, as it was measured; never less than the floor."""
+def test_tiers_without_an_slo_have_the_time_that_is_left() -> None:
+    """The time left is what the tiers above did not use lately, and never less than the min share."""
     estimator, core = make_estimator()
     alone = measure(estimator, core)["bulk"]
     assert alone.prefill_tokens_per_s == pytest.approx(1000, rel=0.02)
@@ -100,7 +102,9 @@ def test_tiers_without_a_promise_have_the_time_that_is_left() -> None:
         core.used_s["realtime"] += 1.0
         measure(estimator, core)
     core.used_s["realtime"] += 1.0
-    assert measure(estimator, core)["bulk"].prefill_tokens_per_s == pytest.approx(1000 * 0.02, rel=0.02), "its floor"
+    assert measure(estimator, core)["bulk"].prefill_tokens_per_s == pytest.approx(1000 * 0.02, rel=0.02), (
+        "its min share"
+    )
 
 
 def test_long_prompts_attend_to_more() -> None:
@@ -110,7 +114,7 @@ def test_long_prompts_attend_to_more() -> None:
     assert measure(estimator, core)["realtime"].prefill_tokens_per_s < short / 2
 
 
-def test_slots_become_free_as_fast_as_requests_usually_leave() -> None:
+def test_slots_become_free_as_fast_as_requests_usually_end() -> None:
     estimator, core = make_estimator()
     end(estimator, MIN_REQUESTS - 1)
     assert measure(estimator, core)["realtime"].drain_per_s == 0, "too few to say"
@@ -118,8 +122,8 @@ def test_slots_become_free_as_fast_as_requests_usually_leave() -> None:
     assert measure(estimator, core)["realtime"].drain_per_s == pytest.approx(64 / 2.0)
 
 
-def test_requests_stay_no_shorter_than_those_do_that_are_here() -> None:
-    """At the start only short ones have ended."""
+def test_slots_are_kept_at_least_as_long_as_by_the_requests_held_now() -> None:
+    """Soon after the start only short requests have ended."""
     estimator, core = make_estimator()
     hold(core, 20)
     end(estimator, 20)
@@ -127,14 +131,14 @@ def test_requests_stay_no_shorter_than_those_do_that_are_here() -> None:
     assert measure(estimator, core, now=8.0)["realtime"].drain_per_s == pytest.approx(64 / 8.0)
 
 
-def test_failures_teach_nothing() -> None:
+def test_failed_requests_do_not_count() -> None:
     estimator, core = make_estimator()
     for _ in range(20):
         estimator.note_ended(Ended("realtime", "failed", 100, 0, False))
     assert measure(estimator, core)["realtime"].drain_per_s == 0
 
 
-def test_work_that_seems_to_cost_nothing_is_bounded_by_what_a_step_holds() -> None:
+def test_rates_are_bounded_by_the_tokens_of_a_step_where_work_seems_to_cost_nothing() -> None:
     estimator, core = make_estimator(
         StepCost(step_s=0.01, prefill_token_s=0.0, attend_s=0.0, context_token_s=0.0, decode_s=0.0)
     )
