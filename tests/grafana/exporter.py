@@ -31,14 +31,13 @@ class Worker:
         self._rounds = 0
 
     def serve_some_traffic(self) -> None:
-        report = StepReport()
+        report = StepReport(used_s=dict.fromkeys(TIERS.tiers, 0.01))
         for tier in TIERS.tiers:
             report.samples += [Sample(kind, tier, 0.03) for kind in ("ttft", "itl", "e2e", "queue", "service")]
             reasons = ("stop", "length", "failed", "cancelled")
             report.ended += [Ended(tier, reason, 10, 20, met_slo=True) for reason in reasons]
             report.lookups.append(PrefixLookup(tier, 10, 4))
             report.reactions.append(Reaction(tier, 0.7))
-            report.used_s[tier] = 0.01
         self.metrics.record_report(report)
         self.metrics.record_step(0.02, dict.fromkeys(TIERS.tiers, 4))
         knobs = ("batch_size", "max_wait_ms")

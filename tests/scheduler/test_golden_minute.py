@@ -12,7 +12,9 @@ from itertools import groupby
 from pathlib import Path
 
 from engine.step_time.model import StepCost
-from scheduler.control.controller import Decision, Load, SLAController
+from scheduler.control.controller import SLAController
+from scheduler.control.feedback import Load
+from scheduler.control.knobs import Decision
 from tests.scheduler.builders import make_tiers
 from tests.scheduler.world import Answer, World, run_world
 

@@ -93,7 +93,7 @@ class Rig:
         return build_loop(
             self.core,
             self.engine,
-            self.store,  # type: ignore[arg-type]  # it is one, by __getattr__
+            self.store,  # a queue, by __getattr__
             self.events,
             self.registry,
             self.metrics,

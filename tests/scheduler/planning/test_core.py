@@ -546,3 +546,10 @@ def test_release_gives_every_lease_back() -> None:
     assert set(bench.core.release_all()) == {Lease("started", 1), Lease("waiting", 2)}
     assert bench.core.num_held == 0
     assert bench.core.counts["released"] == 2
+
+
+def test_release_gives_back_requests_that_were_refused_but_not_reported() -> None:
+    core = make_core()
+    core.accept([Claimed(make_request("bad", prompt=0), fence=1)], 0.0, EPOCH_MS)
+    assert core.release_all() == [Lease("bad", 1)]
+    assert not core.refuse(0.0).leases

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from engine.interface import EngineDead, StepPlan
 from engine.modeled.engine import ModeledEngine
 from scheduler.config import Retry
-from scheduler.control.controller import UPDATE_S
+from scheduler.control.feedback import UPDATE_S
 from scheduler.request import Claimed, Delivery, EventKind, Lease, TokenEvent
 from scheduler.worker.assembly import build_loop
 from scheduler.worker.claimer import LISTEN_S
