@@ -18,7 +18,6 @@ from scheduler.control.knobs import Decision
 from scheduler.planning.claims import reason_against
 from scheduler.planning.controller_inputs import ControllerInputs
 from scheduler.planning.engine_state import EngineState
-from scheduler.planning.kv_budget import has_blocks
 from scheduler.planning.output_handler import OutputHandler
 from scheduler.planning.planner import Planner
 from scheduler.planning.request_table import RequestTable
@@ -159,21 +158,7 @@ class SchedulerCore:
     def evictees_for(self, request_ids: Iterable[str], now: float) -> Sequence[str]:
         """Return the sequences to evict from the step in flight so that one of these requests starts sooner. Empty if
         that does not pay, or if none of the requests could be in the very next step."""
-        if not self.is_step_in_flight:
-            return ()
-        for request_id in request_ids:
-            state = self._states.get(request_id)
-            if state is not None and state.tier.is_interactive and self._could_start(state):
-                evictees = self.running.evictees(state, self.controller.step_eviction, now)
-                if evictees:
-                    return evictees
-        return ()
-
-    def _could_start(self, state: RequestState) -> bool:
-        """Return whether the request has a slot, and blocks that are free or held by lower tiers."""
-        slots = self.controller.max_num_seqs(state.tier.name)
-        below = (s for t in self.tiers if t.priority < state.priority for s in self.table.of_tier(t.name))
-        return self.table.num_resident(state.tier.name) < slots and has_blocks(state, self._engine_state.view(), below)
+        return self._planner.evictees_for(self.tiers, request_ids, now)
 
     def cancel(self, request_ids: Iterable[str]) -> list[RequestState]:
         """Drop requests; the next plan aborts their sequences. Return the states of those that were held."""

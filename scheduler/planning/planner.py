@@ -1,11 +1,12 @@
-"""Makes the plan of the next step, and enters it into the request states: the caller must execute it.
+"""Makes the plan of the next step and enters it into the request states: the caller must execute it. Also says which
+sequences to evict from the step in flight, so that a newcomer's plan comes sooner.
 
 Brings together the controller's budgets, what the engine has free and the request table; `form_batch` decides. Owner:
 `SchedulerCore`.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from engine.interface import EngineInfo, PreemptionMode, StepPlan
@@ -19,6 +20,7 @@ from scheduler.planning.batch import form_batch
 from scheduler.planning.batching_delay import idle_until_s
 from scheduler.planning.claims import claim_limits
 from scheduler.planning.engine_state import EngineState
+from scheduler.planning.kv_budget import has_blocks
 from scheduler.planning.request_table import RequestTable
 from scheduler.planning.running_step import RunningStep
 from scheduler.request_state import RequestState, Status
@@ -73,6 +75,26 @@ class Planner:
         if plan is not None:
             self._enter(plan, now)
         return plan
+
+    def evictees_for(self, tiers: Sequence[Tier], request_ids: Iterable[str], now: float) -> Sequence[str]:
+        """Return the sequences to evict from the step in flight so that one of these requests starts sooner. Empty if
+        that does not pay, or if none of the requests could be in the very next step."""
+        if not self._engine_state.is_step_in_flight:
+            return ()
+        for request_id in request_ids:
+            state = self._table.states.get(request_id)
+            if state is not None and state.tier.is_interactive and self._could_start(state, tiers):
+                evictees = self._running.evictees(state, self._controller.step_eviction, now)
+                if evictees:
+                    return evictees
+        return ()
+
+    def _could_start(self, state: RequestState, tiers: Sequence[Tier]) -> bool:
+        """Return whether the request has a slot, and blocks that are free or held by lower tiers."""
+        slots = self._controller.max_num_seqs(state.tier.name)
+        below = (s for t in tiers if t.priority < state.priority for s in self._table.of_tier(t.name))
+        has_slot = self._table.num_resident(state.tier.name) < slots
+        return has_slot and has_blocks(state, self._engine_state.view(), below)
 
     def _budgets(self, now: float) -> Budgets:
         return self._controller.budgets(list(self._table.interactive()), self._cost(), now)
