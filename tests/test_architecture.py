@@ -32,8 +32,8 @@ MAY_IMPORT = {
 # The levels of each house from the bottom up; the rooms of one level do not import each other.
 HOUSES = {
     "gateway": "protocol files → http identity → completion batches → state → routes → app",
-    "scheduler": "clock config quantile_tracker request virtual_time → store → queue events registry reload → request_state → deadlines"
-    " → client control → planning → worker",
+    "scheduler": "clock config quantile_tracker request virtual_time → store → queue events registry reload"
+    " → request_state → deadlines → client control → planning → worker",
     "engine": "interface config → step_time sequences thread → modeled native → factory",
     "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",
 }

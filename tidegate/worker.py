@@ -1,8 +1,9 @@
-"""The worker process: one engine, and a scheduler loop on it until a signal drains it. The engine outlives a loop: a
-store that is away for a while costs the work under way, not the loaded model.
+"""The worker process: one engine, and a scheduler loop on it until a signal drains it.
 
-Exit codes: 0 when a signal has ended it; 78 when the engine cannot start (trying again will not help); 1 when something
-broke, so that a supervisor starts a new one. What it held is requeued by its successor, or when its leases lapse.
+The engine outlives a loop: when the store is away for a while, the work in progress is lost and the loaded model is
+kept. Exit codes: 0 after a signal; 78 when the engine cannot start (trying again will not help); 1 when something
+broke, so that a supervisor starts a new worker. The new worker requeues the requests that the old one held; without a
+new worker they are requeued when their leases end.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from scheduler.reload.coordinator import TierChanges
 from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
+from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.metrics import SchedulerMetrics
@@ -42,15 +44,15 @@ from tidegate.supervisor import EX_CONFIG
 
 log = structlog.get_logger()
 
-SWITCH_INTERVAL_S = 0.0005  # the engine's thread must not wait 5 ms (the default) for the interpreter's lock
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0  # between two loops, doubling
-SETTLED_S = 30.0  # a loop that ran for this long has had its store: the next failure is a new outage
-GIVE_UP_S = 60.0
+SWITCH_INTERVAL_S = 0.0005  # s; at the default of 5 ms, the engine's thread would wait for the interpreter's lock
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0  # s between two loops; doubles with each failure
+SETTLED_S = 30.0  # s; after a loop that ran for this long, a failure is a new outage
+GIVE_UP_S = 60.0  # s of one outage of the store, after which the worker ends
 
 
 def run_worker(settings: WorkerSettings) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code."""
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside every counter
+    """Serve until SIGTERM or SIGINT; return the exit code."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # else every counter has a second series
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     ignore_hangup()
     try:
@@ -72,7 +74,7 @@ def run_worker(settings: WorkerSettings) -> int:
 
 
 def _start_engine(settings: WorkerSettings) -> Engine:
-    from engine.factory import build_engine  # torch: only a worker pays for it
+    from engine.factory import build_engine  # imports torch: only a worker pays for that
 
     config = EngineConfig(
         model=settings.model_path,
@@ -109,9 +111,9 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> No
             def build() -> SchedulerLoop:
                 queue = RedisQueue(redis, clock, worker_id)
                 events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
-                return SchedulerLoop(core, engine, queue, events, registry, metrics, clock, identity, step_log)
+                return build_loop(core, engine, queue, events, registry, metrics, clock, identity, step_log)
 
-            log.info("the worker serves", step_cost=str(core.step_time.cost()))
+            log.info("the worker serves", step_cost=str(core.status(clock.now()).step_cost))
             background = Background()
             with hangup_calls(lambda: background.start(changes.reload_on_signal()), ending):
                 async with follower, background:
@@ -120,7 +122,7 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> No
 
 
 class WorkerTiers:
-    """What a worker uses the tiers for: implements `scheduler.reload.follower.Subject`."""
+    """Applies changed tiers to a worker: implements `scheduler.reload.follower.Subject`."""
 
     def __init__(self, core: SchedulerCore, metrics: SchedulerMetrics) -> None:
         self._core = core
@@ -128,9 +130,9 @@ class WorkerTiers:
         self._names = {tier.name for tier in core.tiers}
 
     def objection(self, tiers: TierSet) -> str:
-        """What is held of a tier must end before the tier goes."""
+        """Return why the worker cannot take these tiers, or "". A removed tier must have no requests here."""
         for name in sorted(self._names - set(tiers.tiers)):
-            if held := self._core.table.count(name):
+            if held := self._core.count(name):
                 return f"The tier {name!r} cannot be removed: requests of it are under way here ({held})."
         return ""
 
@@ -141,16 +143,16 @@ class WorkerTiers:
 
 
 async def teach(engine: Engine, core: SchedulerCore, clock: Clock) -> None:
-    """The synthetic first steps. Raises `EngineStartError`: an engine that breaks in them will not serve either."""
+    """Run the synthetic first steps. Raise `EngineStartError` if they fail: such an engine will not serve either."""
     try:
-        await warm_up(engine, core.step_time, clock)
+        await warm_up(engine, core.observe_step_time, clock)
     except (EngineDead, PlanError) as error:
         raise EngineStartError(f"the engine's first steps failed: {error}") from error
 
 
 class Ending:
-    """What signals ask of whichever loop runs. The first one drains it; after `drain_s`, or at a second signal, it
-    stops, and what is left goes back to the queue."""
+    """Ends the current loop on signals. The first signal drains it. After `drain_s`, or at a second signal, the loop
+    stops and its unfinished requests go back to the queue."""
 
     def __init__(self, drain_s: float) -> None:
         self._drain_s = drain_s
@@ -179,9 +181,8 @@ class Ending:
 
 
 async def keep_serving(build: Callable[[], SchedulerLoop], ending: Ending, clock: Clock) -> None:
-    """Run a loop until it has drained. When the store goes away, the loop ends and the engine stays: a new loop on the
-    same engine and core takes over when the store is back. Raises `RedisError` when that takes more than `GIVE_UP_S`.
-    """
+    """Run a loop until it has drained. When the store goes away, the loop ends; when the store is back, a new loop on
+    the same engine and core takes over. Raise `RedisError` if that takes more than `GIVE_UP_S`."""
     away_since_s: float | None = None
     pause_s = FIRST_PAUSE_S
     while not ending.asked.is_set():
@@ -194,14 +195,14 @@ async def keep_serving(build: Callable[[], SchedulerLoop], ending: Ending, clock
                 away_since_s, pause_s = now, FIRST_PAUSE_S
             if now - away_since_s >= GIVE_UP_S:
                 raise
-            log.warning("the store does not answer; the engine waits for it", error=str(error))
+            log.warning("the store does not answer; the worker keeps its engine and tries again", error=str(error))
         await _either(ending.asked.wait(), clock.sleep(pause_s))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    log.warning("the worker ends without a store: others take over what it held when its leases lapse")
+    log.warning("the worker ends without a store: other workers take over its requests when their leases end")
 
 
 async def _either(*waits: Coroutine[Any, Any, object]) -> None:
-    """Return when one of them has ended."""
+    """Wait until one of `waits` has ended."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

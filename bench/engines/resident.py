@@ -66,8 +66,7 @@ class ResidentBench:
         self._count = count
         self._kind = kind
         tiers = _tiers(max(count, 1))
-        self._core = SchedulerCore(tiers, engine.info, SLAController(tiers, engine.info.step_eviction))
-        self._core.step_time = _KnownCost()
+        self._core = SchedulerCore(tiers, engine.info, SLAController(tiers, engine.info.step_eviction), _KnownCost())
         self._now = 0.0
         self._fence = 0
 
@@ -87,7 +86,7 @@ class ResidentBench:
                 for taken, seconds in zip(_parts(times), measured, strict=True):
                     taken.append(seconds)
         profile = self._profile(steps)
-        held = [s for s in self._core.table if s.tier.name == "bulk"]
+        held = [s for s in self._core.states if s.tier.name == "bulk"]
         resident = sum(s.is_resident for s in held)
         self._finish()
         return ResidentCost(self._kind, self._count, len(held), resident, times, profile)
@@ -114,7 +113,7 @@ class ResidentBench:
 
     def _make_resident(self) -> None:
         """Run bulk until every sequence has its first token, and so its KV."""
-        while any(not s.output_token_ids for s in self._core.table):
+        while any(not s.output_token_ids for s in self._core.states):
             self._step(lambda seconds: None)
 
     def _step(self, note: Callable[[float], None]) -> StepPlan:
@@ -146,7 +145,7 @@ class ResidentBench:
 
     def _finish(self) -> None:
         """Leave nothing in the engine."""
-        self._core.cancel([s.id for s in self._core.table])
+        self._core.cancel([s.id for s in self._core.states])
         self._engine.step(self._core.plan(self._now))
 
 

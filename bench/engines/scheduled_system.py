@@ -22,6 +22,7 @@ from scheduler.planning.core import SchedulerCore
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request
+from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.metrics import SchedulerMetrics
@@ -44,7 +45,7 @@ class ScheduledEngine:
         )
         self._numbers = count()
         self._asyncio = asyncio.Runner()
-        self._asyncio.run(warm_up(self._engine, self._core.step_time, self._clock))
+        self._asyncio.run(warm_up(self._engine, self._core.observe_step_time, self._clock))
         self._asyncio.run(self._events.open(GATEWAY))
 
     @property
@@ -75,7 +76,7 @@ class ScheduledEngine:
         identity = WorkerIdentity(GATEWAY, (self._engine.info.model_path,), self._clock.wall_ms())
         metrics = SchedulerMetrics(CollectorRegistry(), self._tiers)
         queue, registry = self._queue.for_worker(GATEWAY), MemoryWorkerRegistry(self._clock)
-        return SchedulerLoop(self._core, self._engine, queue, self._events, registry, metrics, self._clock, identity)
+        return build_loop(self._core, self._engine, queue, self._events, registry, metrics, self._clock, identity)
 
     def _request(self, prompt: Sequence[int], new_tokens: int) -> Request:
         now_ms = self._clock.wall_ms()

@@ -24,6 +24,7 @@ from scheduler.planning.core import SchedulerCore
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.virtual_time import VirtualClock
+from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.warmup import warm_up
@@ -93,7 +94,7 @@ async def start_deployment(setting: Setting, observation: Observation) -> Deploy
         core = setting.build_core(setting.tiers, engine.info)
         metrics = WatchedMetrics(setting.tiers, observation, number, clock, begins_s)
         identity = WorkerIdentity(f"worker-{number}", MODEL_NAMES, clock.wall_ms())
-        loop = SchedulerLoop(
+        loop = build_loop(
             core, engine, queue.for_worker(identity.worker_id), events, registry, metrics, clock, identity
         )
         running = asyncio.create_task(_serve(loop, core, engine, clock))
@@ -105,7 +106,7 @@ async def start_deployment(setting: Setting, observation: Observation) -> Deploy
 
 
 async def _serve(loop: SchedulerLoop, core: SchedulerCore, engine: Engine, clock: Clock) -> None:
-    await warm_up(engine, core.step_time, clock, WARM_UP_S)
+    await warm_up(engine, core.observe_step_time, clock, WARM_UP_S)
     await loop.run()
 
 

@@ -75,18 +75,19 @@ async def _watch(deployment: Deployment, observation: Observation) -> None:
 async def _look(deployment: Deployment, busy_share: float) -> Moment:
     now = deployment.clock.now()
     cores = [worker.core for worker in deployment.workers]
-    outputs = cores[0].controller.outputs(now)
+    statuses = [core.status(now) for core in cores]
+    outputs = statuses[0].outputs
     depths = await deployment.queue.depths(list(deployment.tiers.tiers))
     tiers = {
         name: TierMoment(
             queued=depths[name],
-            held=sum(core.table.count(name) for core in cores),
+            held=sum(core.count(name) for core in cores),
             batch_size=outputs[name].batch_size,
             max_wait_s=outputs[name].max_wait_s,
             margin=outputs[name].margin,
         )
         for name in deployment.tiers.tiers
     }
-    kv_usage = max(core.kv_usage for core in cores)
-    error = sum(core.step_time.mean_absolute_error for core in cores) / len(cores)
+    kv_usage = max(status.kv_usage for status in statuses)
+    error = sum(status.step_time_error for status in statuses) / len(statuses)
     return Moment(now - deployment.begins_s, busy_share, kv_usage, error, tiers)

@@ -11,9 +11,8 @@ from prometheus_client import CollectorRegistry
 from loadtest.simulation.observation import MovedKnob, Observation
 from scheduler.clock import Clock
 from scheduler.config import TierSet
-from scheduler.control.explanation import TierOutputs
 from scheduler.control.knobs import Decision
-from scheduler.planning.core import SchedulerCore
+from scheduler.planning.status import CoreStatus
 from scheduler.planning.step_report import StepReport
 from scheduler.worker.metrics import SchedulerMetrics
 
@@ -43,7 +42,7 @@ class WatchedMetrics(SchedulerMetrics):
         at_s = self._clock.now() - self._begins_s
         self._observation.moves += [MovedKnob(at_s, self._worker, d) for d in decisions]
 
-    def record_state(self, core: SchedulerCore, waiting: Mapping[str, int], outputs: Mapping[str, TierOutputs]) -> None:
+    def record_state(self, status: CoreStatus, queued: Mapping[str, int]) -> None:
         pass
 
     def text(self) -> str:

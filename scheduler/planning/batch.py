@@ -64,7 +64,7 @@ class _Draft:
         self._cost = budgets.cost
         self._table = table
         self._barred = barred
-        self._blocks = BlockBudget(view, budgets.cost, table.promised(), table.any_resident)
+        self._blocks = BlockBudget(view, budgets.cost, table.reserved(), table.any_resident)
         self._work_s = 0.0  # of all runs, without the step's fixed cost
         self._guaranteed_s = 0.0  # the part of it that serves min shares
         self._preempt: dict[str, PreemptionMode] = {}
@@ -176,7 +176,7 @@ class _Draft:
         table, name = self._table, tier.name
         batch = batching_delay.BatchSoFar(self._free_slots(name, budget), self._cost.step_s, self.has_work)
         newcomers = () if batching_delay.is_waiting(tier, table, budget, batch, self._now) else table.waiting(name)
-        return chain(table.prefills(name), table.evicted(name), newcomers)
+        return chain(table.prefills(name), table.preempted(name), newcomers)
 
     def _may_start(self, tier: str, budget: TierBudget) -> bool:
         return self._free_slots(tier, budget) > 0 and not self._lacks_blocks

@@ -1,8 +1,9 @@
-"""What the core knows of its engine between two steps: free blocks, the step in flight, what is to be aborted.
+"""What the scheduler knows of its engine between two steps: free blocks, the steps in flight, sequences to abort.
 
-Knows plans and results, and reads request states; it decides nothing. Owner: `SchedulerCore`.
+Knows plans and results, and reads request states; decides nothing. Owner: `SchedulerCore`.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -11,12 +12,12 @@ from engine.step_time.cost import StepWork
 from scheduler.planning.kv_budget import EngineView
 from scheduler.request_state import RequestState, Status
 
-WATERMARK = 0.02  # of all blocks
+WATERMARK = 0.02  # share of all blocks that stays free when a sequence starts beside others
 
 
 @dataclass(slots=True)
 class _Abandoned:
-    """The blocks that a sequence holds at least, and how many of them others hold as well."""
+    """The blocks that an abandoned sequence holds at least, and how many of them others share."""
 
     num_blocks: int
     num_shared: int
@@ -27,8 +28,8 @@ class _Abandoned:
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A step on its way: the computed tokens that each of its sequences had before."""
+class _InFlightStep:
+    """A submitted step, and the computed tokens that each of its sequences had before it."""
 
     plan: StepPlan
     num_computed: dict[str, int]
@@ -41,7 +42,7 @@ class EngineState:
         self._free_blocks = info.num_blocks
         self._free_swap_blocks = info.num_swap_blocks
         self._abandoned: dict[str, _Abandoned] = {}
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, _InFlightStep] = {}  # by step id
 
     @property
     def kv_usage(self) -> float:
@@ -52,7 +53,7 @@ class EngineState:
         return bool(self._in_flight)
 
     def view(self) -> EngineView:
-        """What the next plan can have: its aborts come first."""
+        """Return what the next plan can use. Its aborts come first, so that their blocks count as free."""
         info = self._info
         return EngineView(
             free_blocks=self._free_blocks + sum(a.own_blocks for a in self._abandoned.values()),
@@ -64,9 +65,10 @@ class EngineState:
             swap_block_s=info.swap_block_s,
         )
 
-    # -- sequences that the engine knows and nobody wants any more ---------------------------------------------
+    # -- sequences that the engine holds and no request needs any more -----------------------------------------
 
     def abandon(self, state: RequestState) -> None:
+        """Have the next plan abort the sequence."""
         self._abandoned[state.id] = _Abandoned(state.blocks_held(self._info.block_size), state.num_shared_blocks)
 
     @property
@@ -77,16 +79,16 @@ class EngineState:
         return request_id in self._abandoned
 
     def forget_abandoned(self, request_id: str) -> None:
-        """It has ended by itself: nothing is left to abort."""
+        """The sequence has ended by itself: nothing is left to abort."""
         del self._abandoned[request_id]
 
     @property
     def aborts(self) -> Iterable[str]:
-        """What the next plan is to abort."""
+        """The sequences that the next plan is to abort."""
         return self._abandoned.keys()
 
     def take_aborts(self) -> tuple[str, ...]:
-        """For a plan that is executed."""
+        """Return the sequences to abort, and forget them: they are in a plan now."""
         aborts = tuple(sorted(self._abandoned))
         self._abandoned.clear()
         return aborts
@@ -95,29 +97,29 @@ class EngineState:
 
     @property
     def running(self) -> StepPlan | None:
-        """The step in flight, if there is just one."""
+        """The step in flight, if there is exactly one."""
         plans = [step.plan for step in self._in_flight.values()]
         return plans[0] if len(plans) == 1 else None
 
+    def ending(self, states: Mapping[str, RequestState]) -> Counter[str]:
+        """Count by tier the sequences that are certain to end with the step in flight."""
+        plan = self.running
+        ran = ((run, states.get(run.seq_id)) for run in plan.run) if plan is not None else ()
+        return Counter(s.tier.name for run, s in ran if s is not None and s.ends_with(run.num_tokens))
+
     def enter(self, plan: StepPlan, states: Mapping[str, RequestState]) -> None:
-        """`states` as they are before the plan, or before the one that it was made ahead of."""
+        """Note a plan that is submitted. `states` are as before it; for an async plan, as before the running step."""
         swaps = any(p.mode is PreemptionMode.SWAP for p in plan.preempt)
         swaps = swaps or any(states[seq_id].status is Status.SWAPPED for seq_id in plan.resume)
-        # A plan made ahead goes on where the decodes of the running one end.
+        # An async plan continues behind the one token that the running step gives each sequence.
         num_computed = {run.seq_id: states[run.seq_id].num_computed_tokens + plan.ahead for run in plan.run}
-        self._in_flight[plan.step_id] = _InFlight(plan, num_computed, swaps)
+        self._in_flight[plan.step_id] = _InFlightStep(plan, num_computed, swaps)
 
     def settle(self, result: StepResult) -> StepWork | None:
-        """Take a result in; the work that was really done (what came from the prefix cache was none), or None where
-        the time it took says nothing about that: blocks were copied, or a sequence left or failed half-way."""
+        """Take a result in. Return the work that was done, without tokens found in the prefix cache; None if the
+        step's time says nothing about its work: blocks were copied, or a sequence was evicted or failed half-way."""
         self._free_blocks, self._free_swap_blocks = result.free_blocks, result.free_swap_blocks
-        for output in result.outputs:
-            if output.seq_id in self._abandoned:
-                held = blocks_for(output.num_computed_tokens, self._info.block_size)
-                self._abandoned[output.seq_id].num_blocks = held
-        for seq_id, num_shared in result.shared_blocks:
-            if seq_id in self._abandoned:
-                self._abandoned[seq_id].num_shared = num_shared
+        self._update_abandoned(result)
         step = self._in_flight.pop(result.step_id, None)
         if step is None or step.swaps or result.failures or result.evicted or not result.outputs:
             return None
@@ -126,3 +128,12 @@ class EngineState:
             start = step.num_computed[output.seq_id] + output.num_cached_tokens
             work.add(output.num_computed_tokens - start, start)
         return work
+
+    def _update_abandoned(self, result: StepResult) -> None:
+        for output in result.outputs:
+            if output.seq_id in self._abandoned:
+                held = blocks_for(output.num_computed_tokens, self._info.block_size)
+                self._abandoned[output.seq_id].num_blocks = held
+        for seq_id, num_shared in result.shared_blocks:
+            if seq_id in self._abandoned:
+                self._abandoned[seq_id].num_shared = num_shared

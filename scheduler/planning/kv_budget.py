@@ -1,11 +1,12 @@
-"""KV blocks while a plan is made: what is free, what is promised, and who gives way for whom.
+"""KV blocks while a plan is made: which are free, which are reserved, and which sequences are preempted for which.
 
-Knows blocks and request states; not tiers' budgets, not time limits. It errs on the safe side only: what a victim
-shares with others does not count as freed, and what the prefix cache will spare a sequence is not counted on, so that
-an engine never has to refuse a plan.
+Knows blocks and request states; knows no tier budgets and no time limits. It is wrong on the safe side only, so that an
+engine never has to refuse a plan: blocks that a victim shares with others do not count as freed, and blocks that the
+prefix cache will spare a sequence are not counted on.
 
-Whoever starts, or comes back, has room for all tokens that it knows, and for all that it may ever have once it is worn
-(`scheduler.planning.preemption`). What of that is not allocated yet stays promised: others do not get it.
+A sequence starts, or comes back, only with room for all tokens that it has so far; once its preemptions are exhausted
+(`scheduler.planning.preemption`), only with room for all tokens that it may ever have. The part of this room that is
+not allocated yet stays reserved for it.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,18 +32,18 @@ class EngineView:
 
 
 class BlockBudget:
-    """Of one plan. `promised`: the states on the device that may not hold yet what they are to have; `any_resident`:
-    some state is there before it."""
+    """The blocks of one plan. `residents`: the states that may have blocks reserved; `any_resident`: some sequence
+    holds blocks before the plan."""
 
-    def __init__(self, view: EngineView, cost: StepCost, promised: Iterable[RequestState], any_resident: bool) -> None:
+    def __init__(self, view: EngineView, cost: StepCost, residents: Iterable[RequestState], any_resident: bool) -> None:
         self._view = view
         self._cost = cost
         self._free = view.free_blocks
         self._free_swap = view.free_swap_blocks
-        self._promised: dict[str, int] = {}
-        for state in promised:
-            self._promised[state.id] = self._promise(state)
-        self._total_promised = sum(self._promised.values())
+        self._reserved: dict[str, int] = {}  # blocks, by request id
+        for state in residents:
+            self._reserved[state.id] = self._reservation(state)
+        self._total_reserved = sum(self._reserved.values())
         self._any_resident = any_resident
         self._watermark = view.watermark_blocks if any_resident else 0
         self.swap_s = 0.0  # time that the plan's copies take
@@ -54,61 +55,62 @@ class BlockBudget:
         candidates: Callable[[], Iterable[RequestState]],
         reserve_blocks: int = 0,
     ) -> list[tuple[RequestState, PreemptionMode]] | None:
-        """Reserve what `state` needs to run `num_tokens` more, by evicting some of `candidates` where that is allowed
-        and enough; who is evicted, and how. None: it cannot be had, and nothing has changed. `reserve_blocks` stay free
-        when it starts."""
-        need, spare = self._demand(state, num_tokens, reserve_blocks)
-        victims = self._victims(state, need - spare, candidates) if need > spare else []
+        """Allocate the blocks that `state` needs to run `num_tokens` more; return the victims among `candidates` that
+        are preempted for it, and how. Return None, with nothing changed, if the blocks cannot be had. `reserve_blocks`
+        stay free when a new sequence starts beside others."""
+        need, available = self._demand(state, num_tokens, reserve_blocks)
+        victims = self._victims(state, need - available, candidates) if need > available else []
         if victims is None:
             return None
-        evicted = [(victim, self._evict(victim)) for victim in victims]
+        preempted = [(victim, self._preempt(victim)) for victim in victims]
         self._free -= need
-        if state.id in self._promised:
-            self._keep_promise(state.id, need)
+        if state.id in self._reserved:
+            self._use_reservation(state.id, need)
         elif state.status is Status.SWAPPED:
             self.swap_s += blocks_for(state.num_computed_tokens, self._view.block_size) * self._view.swap_block_s
-        return evicted
+        return preempted
 
     def _demand(self, state: RequestState, num_tokens: int, reserve_blocks: int) -> tuple[int, int]:
-        """The blocks that `state` needs, and those that it may have without harming anybody."""
+        """Return the blocks that `state` needs, and the blocks that it may take without a preemption."""
         size = self._view.block_size
         if not state.is_resident:
-            kept = max(self._watermark, reserve_blocks if self._any_resident else 0)
-            return self._goal(state), self._free - self._total_promised - kept
+            kept_free = max(self._watermark, reserve_blocks if self._any_resident else 0)
+            return self._room_needed(state), self._free - self._total_reserved - kept_free
         need = max(0, blocks_for(state.num_computed_tokens + num_tokens, size) - state.blocks_held(size))
-        promised = self._promised.get(state.id, 0)
-        return need, self._free if need <= promised else self._free - self._total_promised + promised
+        own = self._reserved.get(state.id, 0)
+        return need, self._free if need <= own else self._free - self._total_reserved + own
 
-    def _goal(self, state: RequestState) -> int:
-        """Blocks that it has room for from its start on."""
+    def _room_needed(self, state: RequestState) -> int:
+        """Return the blocks that `state` must have room for from its start on."""
         longest = min(state.request.max_total_tokens, self._view.max_model_len)
         return blocks_for(longest if is_preemption_exhausted(state) else state.num_tokens, self._view.block_size)
 
-    def _promise(self, state: RequestState) -> int:
-        """Of a resident's goal, what it does not hold yet. One that decodes has nothing left but its growth."""
+    def _reservation(self, state: RequestState) -> int:
+        """Return the part of a resident's room that it does not hold yet. A decode has all of it, unless its
+        preemptions are exhausted."""
         if state.is_decode and not is_preemption_exhausted(state):
             return 0
-        return max(0, self._goal(state) - state.blocks_held(self._view.block_size))
+        return max(0, self._room_needed(state) - state.blocks_held(self._view.block_size))
 
-    def _keep_promise(self, request_id: str, num_blocks: int) -> None:
-        kept = min(self._promised[request_id], num_blocks)
-        self._promised[request_id] -= kept
-        self._total_promised -= kept
+    def _use_reservation(self, request_id: str, num_blocks: int) -> None:
+        used = min(self._reserved[request_id], num_blocks)
+        self._reserved[request_id] -= used
+        self._total_reserved -= used
 
     def _victims(
         self, state: RequestState, missing: int, candidates: Callable[[], Iterable[RequestState]]
     ) -> list[RequestState] | None:
-        """Enough victims for `missing` blocks, or None: nobody is evicted for one that cannot run now."""
+        """Return enough victims for `missing` blocks, or None: no sequence is preempted for one that cannot run now."""
         choose = growth_victims if state.is_resident else newcomer_victims
         chosen: list[RequestState] = []
         for victim in choose(state, candidates()):
             chosen.append(victim)
-            missing -= victim.own_blocks(self._view.block_size) + self._promised.get(victim.id, 0)
+            missing -= victim.own_blocks(self._view.block_size) + self._reserved.get(victim.id, 0)
             if missing <= 0:
                 return chosen
         return None
 
-    def _evict(self, victim: RequestState) -> PreemptionMode:
+    def _preempt(self, victim: RequestState) -> PreemptionMode:
         view = self._view
         held = victim.blocks_held(view.block_size)
         mode = cheapest_mode(victim, view.block_size, self._cost, view.swap_block_s, self._free_swap)
@@ -116,13 +118,13 @@ class BlockBudget:
             self._free_swap -= held
             self.swap_s += held * view.swap_block_s
         self._free += victim.own_blocks(view.block_size)
-        if victim.id in self._promised:
-            self._keep_promise(victim.id, self._promised[victim.id])
+        if victim.id in self._reserved:
+            self._use_reservation(victim.id, self._reserved[victim.id])
         return mode
 
 
 def has_blocks(newcomer: RequestState, view: EngineView, below: Iterable[RequestState]) -> bool:
-    """Those free, and those that `below` would give up, are enough for all its tokens."""
+    """Return whether the free blocks, and those that `below` would give up, are enough for all its tokens."""
     need = blocks_for(newcomer.num_tokens, view.block_size)
     if need <= view.free_blocks:
         return True

@@ -1,7 +1,8 @@
-"""The requests that a worker holds, filed by tier and by what the next plan may do with them.
+"""The requests that a worker holds, indexed by tier and by what the next plan may do with them.
 
-A plan then looks at as many states as it can use, however many wait or rest. Knows states and orders; decides nothing.
-Owner: `SchedulerCore`, which files a state anew whenever its place may have changed; others only read.
+The index lets a plan look at only as many states as it can use, however many wait or sit out. Knows states and orders;
+decides nothing. Owner: `SchedulerCore` and its parts, which call `update` whenever a state's index entry may have
+changed; all others only read.
 """
 
 from collections import OrderedDict
@@ -14,44 +15,53 @@ from sortedcontainers import SortedDict
 
 from scheduler.config import Tier
 from scheduler.planning.preemption import is_preemption_exhausted
-from scheduler.request import Lease
 from scheduler.request_state import RequestState, Status
 
-_NotResidentKey = tuple[bool, tuple[int, int, str]]
+_NotResidentKey = tuple[bool, tuple[int, int, str]]  # waiting ones behind preempted ones, then by deadline
 
 
-class _Place(Enum):
+class _Group(Enum):
+    """The part of the index that a state belongs to."""
+
     DECODES = auto()
     PREFILLS = auto()
     NOT_RESIDENT = auto()
 
 
 @dataclass(slots=True)
-class _TierFiles:
-    decodes: OrderedDict[str, RequestState] = field(default_factory=OrderedDict)  # who sat out longest first
+class _TierIndex:
+    decodes: OrderedDict[str, RequestState] = field(default_factory=OrderedDict)  # longest since its last run first
     prefills: dict[str, RequestState] = field(default_factory=dict)
     not_resident: "SortedDict[_NotResidentKey, RequestState]" = field(default_factory=SortedDict)
 
     @property
-    def num_evicted(self) -> int:
+    def num_resident(self) -> int:
+        return len(self.decodes) + len(self.prefills)
+
+    @property
+    def num_preempted(self) -> int:
         return int(self.not_resident.bisect_left((True,)))
+
+    def residents(self) -> Iterator[RequestState]:
+        yield from self.decodes.values()
+        yield from self.prefills.values()
 
 
 class RequestTable:
     def __init__(self, tiers: Iterable[Tier]) -> None:
         self._tiers = tuple(tiers)
-        self._files = {tier.name: _TierFiles() for tier in self._tiers}
+        self._index = {tier.name: _TierIndex() for tier in self._tiers}
         self._states: dict[str, RequestState] = {}
-        self._places: dict[str, tuple[_Place, _NotResidentKey]] = {}
+        self._entries: dict[str, tuple[_Group, _NotResidentKey]] = {}  # by request id
         self._preemption_exhausted: dict[str, RequestState] = {}  # residents whose whole length must fit
         self._last_run: Sequence[str] = ()
         self._boosted: frozenset[str] = frozenset()
 
-    # -- what is held ------------------------------------------------------------------------------------------
+    # -- all requests ------------------------------------------------------------------------------------------
 
     @property
     def states(self) -> Mapping[str, RequestState]:
-        """By id."""
+        """By request id."""
         return self._states
 
     def __len__(self) -> int:
@@ -61,35 +71,30 @@ class RequestTable:
         return iter(self._states.values())
 
     def count(self, tier: str) -> int:
-        files = self._files[tier]
-        return len(files.decodes) + len(files.prefills) + len(files.not_resident)
+        index = self._index[tier]
+        return index.num_resident + len(index.not_resident)
 
-    def count_status(self, tier: str, *statuses: Status) -> int:
-        """Looks at all states of the tier: for upkeep, not for every step."""
-        return sum(state.status in statuses for state in self.of_tier(tier))
+    def tiers_held(self) -> Iterator[str]:
+        """Tiers with requests in the table."""
+        return (tier for tier in self._index if self.count(tier))
+
+    def of_tier(self, tier: str) -> Iterator[RequestState]:
+        yield from self._index[tier].residents()
+        yield from self._index[tier].not_resident.values()
 
     def interactive(self) -> Iterator[RequestState]:
         return (state for tier in self._tiers if tier.is_interactive for state in self.of_tier(tier.name))
 
-    def leases(self) -> list[Lease]:
-        return [state.lease for state in self]
-
     # -- for a plan --------------------------------------------------------------------------------------------
 
-    def of_tier(self, tier: str) -> Iterator[RequestState]:
-        files = self._files[tier]
-        yield from files.decodes.values()
-        yield from files.prefills.values()
-        yield from files.not_resident.values()
-
     def decodes(self, tier: str) -> Iterable[RequestState]:
-        """Those that press first, then those that sat out longest; equals in the order of their last step."""
-        decodes = self._files[tier].decodes.values()
-        pressing = [s for s in decodes if s.id in self._boosted] if self._boosted else []
-        return chain(pressing, (s for s in decodes if s.id not in self._boosted)) if pressing else decodes
+        """Boosted sequences first, then by how long ago they ran; equals in the order of their last step."""
+        decodes = self._index[tier].decodes.values()
+        boosted = [s for s in decodes if s.id in self._boosted] if self._boosted else []
+        return chain(boosted, (s for s in decodes if s.id not in self._boosted)) if boosted else decodes
 
     def boost(self, request_ids: Collection[str], priority: float) -> None:
-        """These press from now on, and no others."""
+        """Raise the priority of these requests, and of no others, from now on."""
         for request_id in self._boosted:
             if request_id in self._states:
                 self._states[request_id].boosted_to = None
@@ -99,111 +104,111 @@ class RequestTable:
 
     def prefills(self, tier: str) -> list[RequestState]:
         """Residents with tokens to catch up with, by deadline."""
-        return sorted(self._files[tier].prefills.values(), key=lambda s: s.edf_key)
+        return sorted(self._index[tier].prefills.values(), key=lambda s: s.edf_key)
 
-    def evicted(self, tier: str) -> Iterable[RequestState]:
-        """Known to the engine without blocks there, by deadline."""
-        files = self._files[tier]
-        return (files.not_resident.peekitem(i)[1] for i in range(files.num_evicted))
+    def preempted(self, tier: str) -> Iterable[RequestState]:
+        """Sequences that the engine knows without KV blocks on the device, by deadline."""
+        index = self._index[tier]
+        return (index.not_resident.peekitem(i)[1] for i in range(index.num_preempted))
 
     def waiting(self, tier: str) -> Iterable[RequestState]:
-        """Unknown to the engine, by deadline."""
-        files = self._files[tier]
-        return (files.not_resident.peekitem(i)[1] for i in range(files.num_evicted, len(files.not_resident)))
+        """Requests that the engine does not know yet, by deadline."""
+        index = self._index[tier]
+        return (index.not_resident.peekitem(i)[1] for i in range(index.num_preempted, len(index.not_resident)))
 
     def num_waiting(self, tier: str) -> int:
-        files = self._files[tier]
-        return len(files.not_resident) - files.num_evicted
+        index = self._index[tier]
+        return len(index.not_resident) - index.num_preempted
 
     def num_resident(self, tier: str) -> int:
-        return len(self._files[tier].decodes) + len(self._files[tier].prefills)
+        return self._index[tier].num_resident
 
     @property
     def any_pending(self) -> bool:
-        """Somebody has tokens to catch up with."""
-        return any(files.prefills or files.not_resident for files in self._files.values())
+        """Some request has prompt tokens, or tokens lost by preemption, to compute."""
+        return any(index.prefills or index.not_resident for index in self._index.values())
 
     @property
     def any_resident(self) -> bool:
-        return any(self.num_resident(tier) for tier in self._files)
+        return any(index.num_resident for index in self._index.values())
 
     def residents(self) -> Iterator[RequestState]:
-        for files in self._files.values():
-            yield from files.decodes.values()
-            yield from files.prefills.values()
+        for index in self._index.values():
+            yield from index.residents()
 
-    def promised(self) -> Iterator[RequestState]:
-        """Residents to whom blocks may be promised that they do not hold yet."""
-        for files in self._files.values():
-            yield from (s for s in files.prefills.values() if s.id not in self._preemption_exhausted)
+    def reserved(self) -> Iterator[RequestState]:
+        """Residents that may have blocks reserved which they do not hold yet."""
+        for index in self._index.values():
+            yield from (s for s in index.prefills.values() if s.id not in self._preemption_exhausted)
         yield from self._preemption_exhausted.values()
 
     def last_run(self, tier: str) -> Iterator[RequestState]:
-        """Those of the newest plan that have not ended."""
+        """The sequences of the newest plan that have not ended."""
         for request_id in self._last_run:
             state = self._states.get(request_id)
             if state is not None and state.tier.name == tier:
                 yield state
 
-    # -- filing ------------------------------------------------------------------------------------------------
+    # -- changes -----------------------------------------------------------------------------------------------
 
-    def file(self, state: RequestState) -> None:
-        """Put `state` where it now belongs."""
-        place = _place_of(state)
-        filed = self._places.get(state.id)
+    def update(self, state: RequestState) -> None:
+        """Add `state`, or move it to the part of the index where it belongs now."""
+        group = _group_of(state)
+        entry = self._entries.get(state.id)
         key = (state.status is Status.WAITING, state.edf_key)
-        if filed is not None:
-            if filed[0] is place and (place is not _Place.NOT_RESIDENT or filed[1] == key):
+        if entry is not None:
+            if entry[0] is group and (group is not _Group.NOT_RESIDENT or entry[1] == key):
                 return
             self.remove(state)
         self._states[state.id] = state
-        self._places[state.id] = (place, key)
-        files = self._files[state.tier.name]
-        if place is _Place.NOT_RESIDENT:
-            files.not_resident[key] = state
+        self._entries[state.id] = (group, key)
+        index = self._index[state.tier.name]
+        if group is _Group.NOT_RESIDENT:
+            index.not_resident[key] = state
             return
-        (files.decodes if place is _Place.DECODES else files.prefills)[state.id] = state
+        (index.decodes if group is _Group.DECODES else index.prefills)[state.id] = state
         if is_preemption_exhausted(state):
             self._preemption_exhausted[state.id] = state
 
     def remove(self, state: RequestState) -> None:
         del self._states[state.id]
-        place, key = self._places.pop(state.id)
-        files = self._files[state.tier.name]
-        if place is _Place.NOT_RESIDENT:
-            del files.not_resident[key]
+        group, key = self._entries.pop(state.id)
+        index = self._index[state.tier.name]
+        if group is _Group.NOT_RESIDENT:
+            del index.not_resident[key]
         else:
-            del (files.decodes if place is _Place.DECODES else files.prefills)[state.id]
+            del (index.decodes if group is _Group.DECODES else index.prefills)[state.id]
             self._preemption_exhausted.pop(state.id, None)
 
     def note_run(self, request_ids: Sequence[str]) -> None:
-        """They are in the newest plan: behind all others from now on."""
+        """These sequences are in the newest plan: their next turn comes after all others."""
         self._last_run = request_ids
         for request_id in request_ids:
-            if self._places[request_id][0] is _Place.DECODES:
+            if self._entries[request_id][0] is _Group.DECODES:
                 self._decodes_beside(request_id).move_to_end(request_id)
 
-    def note_left(self, request_ids: Sequence[str]) -> None:
-        """They left the newest step before its end: their turn comes again, in the same order."""
+    def note_evicted(self, request_ids: Sequence[str]) -> None:
+        """These sequences were evicted from the newest step: their turn comes again, in the same order."""
         for request_id in reversed(request_ids):
-            filed = self._places.get(request_id)
-            if filed is not None and filed[0] is _Place.DECODES:
+            entry = self._entries.get(request_id)
+            if entry is not None and entry[0] is _Group.DECODES:
                 self._decodes_beside(request_id).move_to_end(request_id, last=False)
 
     def _decodes_beside(self, request_id: str) -> OrderedDict[str, RequestState]:
-        return self._files[self._states[request_id].tier.name].decodes
+        """All decodes of the request's tier."""
+        return self._index[self._states[request_id].tier.name].decodes
 
     def reconfigure(self, tiers: Mapping[str, Tier]) -> None:
-        """Tiers have changed, come or gone; none that is gone may have states."""
-        assert all(name in tiers or not self.count(name) for name in self._files), "a tier with states cannot go"
+        """Adopt other tiers. A tier that is gone must have no requests."""
+        assert all(name in tiers or not self.count(name) for name in self._index), "a tier with requests cannot go"
         self._tiers = tuple(tiers.values())
-        self._files = {name: self._files.get(name) or _TierFiles() for name in tiers}
+        self._index = {name: self._index.get(name) or _TierIndex() for name in tiers}
         for state in self:
             state.tier = tiers[state.tier.name]
         self._preemption_exhausted = {state.id: state for state in self.residents() if is_preemption_exhausted(state)}
 
 
-def _place_of(state: RequestState) -> _Place:
+def _group_of(state: RequestState) -> _Group:
     if not state.is_resident:
-        return _Place.NOT_RESIDENT
-    return _Place.DECODES if state.is_decode else _Place.PREFILLS
+        return _Group.NOT_RESIDENT
+    return _Group.DECODES if state.is_decode else _Group.PREFILLS

@@ -1,115 +1,132 @@
-"""The step in flight as far as leaving it goes: who could, what that would save a newcomer, and what it would waste.
+"""The step in flight: how its time is shared among the tiers, and which bulk sequences to evict from it.
 
-Knows the plan, what its runs were predicted to cost, and whose turn is owed; asks `shedding` whether it pays. Sends
-nothing to the engine. Owner: `SchedulerCore`.
+Knows the plan and the predicted cost of its runs; asks `step_eviction` whether an eviction pays. Sends nothing to the
+engine. With async scheduling a second step may be queued behind the running one. Owner: `SchedulerCore`.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.interface import StepEviction, StepPlan, StepResult
 from engine.step_time.cost import StepCost
-from scheduler.planning.step_eviction import StepInFlight, TokenBucket, exchange
+from scheduler.planning.step_eviction import StepTiming, TokenBucket, weigh_eviction
 from scheduler.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)
-class _Evictee:
+class StepUsage:
+    """What a finished step was used for."""
+
+    sequences: Mapping[str, int] = field(default_factory=dict)  # planned to run, by tier
+    used_s: Mapping[str, float] = field(default_factory=dict)  # engine time by tier, without what was thrown away
+
+
+@dataclass(frozen=True, slots=True)
+class _Evictable:
+    """A bulk sequence that may be evicted."""
+
     seq_id: str
     tier: str
-    seconds: float
+    run_s: float  # predicted
     priority: float
 
 
 @dataclass(slots=True)
-class _Record:
-    """A step on its way. Owner: `RunningStep`."""
+class _TrackedStep:
+    """A submitted step. Owner: `RunningStep`."""
 
-    step: StepInFlight
-    bulk: list[_Evictee]
-    seconds: dict[str, float]  # predicted, by tier
-    promised: frozenset[str]  # the interactive ones among these
-    thrown_s: float = 0.0
-    is_asked: bool = False
+    timing: StepTiming
+    evictable: list[_Evictable]
+    runs_s: Mapping[str, float]  # predicted cost of the runs, by tier
+    sequences: Mapping[str, int]  # by tier
+    interactive: frozenset[str]  # the interactive tiers in it
+    is_eviction_requested: bool = False
+    wasted_s: float = 0.0  # bulk work that the requested eviction throws away
 
-    def used_s(self, elapsed_s: float, was_left: bool) -> dict[str, float]:
-        """How `elapsed_s` falls on the tiers that stayed, by what their runs were predicted to cost. The step's fixed
-        cost falls on those that bulk rides with, if there are any. What bulk had done when it left is of no use."""
-        bulk = {evictee.tier for evictee in self.bulk}
-        stayed = {tier: s for tier, s in self.seconds.items() if not (was_left and tier in bulk)}
+    def used_s(self, elapsed_s: float, was_evicted: bool) -> dict[str, float]:
+        """Return how `elapsed_s` is shared among the tiers that were not evicted, by the predicted cost of their runs.
+        The step's fixed cost is charged to the tiers that cannot be evicted, if there are any: bulk only rides along
+        with them. What an evicted sequence had computed is of no use and charged to nobody."""
+        bulk = {evictable.tier for evictable in self.evictable}
+        stayed = {tier: s for tier, s in self.runs_s.items() if not (was_evicted and tier in bulk)}
         payers = (stayed.keys() - bulk) or set(stayed)
-        fixed_s, payers_s = self.step.step_s - sum(self.seconds.values()), sum(stayed[tier] for tier in payers)
+        fixed_s, payers_s = self.timing.step_s - sum(self.runs_s.values()), sum(stayed[tier] for tier in payers)
         for tier in payers:
             stayed[tier] += fixed_s * (stayed[tier] / payers_s if payers_s else 1 / len(payers))
         scale = elapsed_s / sum(stayed.values()) if stayed else 0.0
-        return {tier: s * (min(1.0, scale) if was_left else scale) for tier, s in stayed.items()}
+        return {tier: s * (min(1.0, scale) if was_evicted else scale) for tier, s in stayed.items()}
 
 
 class RunningStep:
     def __init__(self) -> None:
-        self.credit = TokenBucket()
-        self.bulk_total_s = 0.0  # engine time that tiers without a promise have taken, of use or not
-        self._records: dict[int, _Record] = {}  # by step, the one that runs first
+        self.waste_budget = TokenBucket()
+        self.bulk_total_s = 0.0  # engine time that tiers without an SLO have taken, thrown away or not
+        self._steps: dict[int, _TrackedStep] = {}  # by step id; the first one runs
 
     @property
     def step_s(self) -> float:
-        """Predicted, of the step that runs; 0: none does."""
-        record = self._oldest
-        return record.step.step_s if record is not None else 0.0
+        """Predicted length of the step that runs; 0 when none does."""
+        step = self._oldest
+        return step.timing.step_s if step is not None else 0.0
 
     @property
-    def _oldest(self) -> _Record | None:
-        return next(iter(self._records.values()), None)
+    def _oldest(self) -> _TrackedStep | None:
+        return next(iter(self._steps.values()), None)
 
     def begin(
         self, plan: StepPlan, states: Mapping[str, RequestState], cost: StepCost, now: float, protected: Collection[str]
     ) -> None:
-        """`states` as they are before the step. Sequences of `protected` tiers stay in it: their floor is due."""
-        bulk: list[_Evictee] = []
-        promised: set[str] = set()
-        seconds: defaultdict[str, float] = defaultdict(float)
-        others_s, num_others = 0.0, 0
+        """Track a submitted step. `states` are as before the step. Sequences of `protected` tiers are not evicted:
+        the step serves their min share."""
+        evictable: list[_Evictable] = []
+        interactive: set[str] = set()
+        runs_s: defaultdict[str, float] = defaultdict(float)
+        kept_runs_s, num_kept = 0.0, 0
         for run in plan.run:
             state = states[run.seq_id]
+            tier = state.tier
             run_s = cost.run(run.num_tokens, state.num_computed_tokens)
-            seconds[state.tier.name] += run_s
-            if state.tier.is_interactive:
-                promised.add(state.tier.name)
-            if state.tier.is_interactive or state.tier.name in protected:
-                others_s += run_s
-                num_others += 1
+            runs_s[tier.name] += run_s
+            if tier.is_interactive:
+                interactive.add(tier.name)
+            if tier.is_interactive or tier.name in protected:
+                kept_runs_s += run_s
+                num_kept += 1
             else:
-                bulk.append(_Evictee(run.seq_id, state.tier.name, run_s, state.priority))
-        step_s = cost.step(others_s + sum(evictee.seconds for evictee in bulk)) if plan.run else 0.0
-        step = StepInFlight(now, step_s, cost.step(others_s) if num_others else 0.0)
-        self._records[plan.step_id] = _Record(step, bulk, seconds, frozenset(promised))
+                evictable.append(_Evictable(run.seq_id, tier.name, run_s, state.priority))
+        step_s = cost.step(kept_runs_s + sum(e.run_s for e in evictable)) if plan.run else 0.0
+        timing = StepTiming(now, step_s, cost.step(kept_runs_s) if num_kept else 0.0)
+        sequences = Counter(states[run.seq_id].tier.name for run in plan.run)
+        self._steps[plan.step_id] = _TrackedStep(timing, evictable, runs_s, sequences, frozenset(interactive))
 
     def evictees(self, newcomer: RequestState, step_eviction: StepEviction, now: float) -> Sequence[str]:
-        """Who shall leave for `newcomer`, if that pays and is possible: all bulk below it, or nobody. Once a step."""
-        record = self._oldest
-        if record is None or record.is_asked or not record.bulk or step_eviction is StepEviction.NOTHING:
+        """Return the sequences to evict from the running step for `newcomer`: all evictable ones or, where the eviction
+        does not pay or is not possible, none. It is not possible if the engine cannot evict, if an evictable sequence
+        has the newcomer's priority or a higher one, or if the step's eviction was requested before."""
+        step = self._oldest
+        if step is None or step.is_eviction_requested or not step.evictable or step_eviction is StepEviction.NOTHING:
             return ()
-        if any(evictee.priority >= newcomer.tier.priority for evictee in record.bulk):
+        if any(evictable.priority >= newcomer.tier.priority for evictable in step.evictable):
             return ()
-        if record.step.kept_s and step_eviction is not StepEviction.ROWS:
+        if step.timing.kept_s and step_eviction is not StepEviction.ROWS:
             return ()
-        deal = exchange(record.step, now)
-        if not deal.pays or not self.credit.can_spend(deal.thrown_s):
+        tradeoff = weigh_eviction(step.timing, now)
+        if not tradeoff.pays or not self.waste_budget.can_take(tradeoff.wasted_s):
             return ()
-        record.is_asked, record.thrown_s = True, deal.thrown_s
-        return [evictee.seq_id for evictee in record.bulk]
+        step.is_eviction_requested, step.wasted_s = True, tradeoff.wasted_s
+        return [evictable.seq_id for evictable in step.evictable]
 
-    def end(self, result: StepResult) -> dict[str, float]:
-        """The step is done: how its time falls on the tiers that it was of use to. A wish to leave that came too late
-        cost nothing."""
-        record = self._records.pop(result.step_id, None)
-        if record is None or not record.step.step_s:
-            return {}
-        used_s = record.used_s(result.elapsed_s, bool(result.evicted))
+    def end(self, result: StepResult) -> StepUsage:
+        """Stop tracking a finished step; return what it was used for. A requested eviction that came too late costs
+        nothing."""
+        step = self._steps.pop(result.step_id, None)
+        if step is None or not step.timing.step_s:
+            return StepUsage(step.sequences if step is not None else {})
+        used_s = step.used_s(result.elapsed_s, bool(result.evicted))
         if result.evicted:
-            self.credit.spend(min(record.thrown_s, result.elapsed_s))
+            self.waste_budget.take(min(step.wasted_s, result.elapsed_s))
         else:
-            self.credit.earn(sum(used_s[tier] for tier in {evictee.tier for evictee in record.bulk}))
-        self.bulk_total_s += result.elapsed_s - sum(used_s.get(tier, 0.0) for tier in record.promised)
-        return used_s
+            self.waste_budget.refill(sum(used_s[tier] for tier in {e.tier for e in step.evictable}))
+        self.bulk_total_s += result.elapsed_s - sum(used_s.get(tier, 0.0) for tier in step.interactive)
+        return StepUsage(step.sequences, used_s)

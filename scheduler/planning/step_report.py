@@ -1,10 +1,11 @@
-"""What one step means outside: events to send, leases to acknowledge, latencies to record.
+"""What one step means outside the core: events to send, leases to acknowledge, latencies to record.
 
-Plain data that the core makes and the loop takes apart, and the functions that read it off a request's state. Knows
-neither queues nor metrics.
+Plain data that the core makes and `scheduler.worker` distributes, and the functions that make it from a request's
+state. Knows neither queues nor metrics.
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.interface import FinishReason
@@ -15,6 +16,8 @@ from scheduler.request_state import RequestState, Sample, Status
 
 @dataclass(frozen=True, slots=True)
 class Ended:
+    """A request that has ended."""
+
     tier: str
     reason: str  # "stop" | "length" | "failed" | "cancelled"
     prompt_tokens: int
@@ -25,7 +28,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
-    """A prompt met the prefix cache: so many tokens were asked for, so many of them found."""
+    """One prompt's lookup in the prefix cache, in tokens."""
 
     tier: str
     queried_tokens: int
@@ -34,7 +37,7 @@ class PrefixLookup:
 
 @dataclass(frozen=True, slots=True)
 class Reaction:
-    """A request came while a step ran: in how many lengths of that step it was in one itself."""
+    """The time from an arrival during a step to the first step with that request, in lengths of the former step."""
 
     tier: str
     steps: float
@@ -43,28 +46,30 @@ class Reaction:
 @dataclass(slots=True)
 class StepReport:
     events: dict[str, list[TokenEvent]] = field(default_factory=lambda: defaultdict(list))  # by gateway
-    leases: list[Lease] = field(default_factory=list)  # done: to be acknowledged
+    leases: list[Lease] = field(default_factory=list)  # of ended requests: to be acknowledged
     samples: list[Sample] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     lookups: list[PrefixLookup] = field(default_factory=list)
     reactions: list[Reaction] = field(default_factory=list)
-    used_s: dict[str, float] = field(default_factory=dict)  # of the step's time, by tier
-    work: StepWork | None = None  # what the step did, where the time it took says something about that
-    predicted_s: float = 0.0  # that time, before it was known
+    sequences: Mapping[str, int] = field(default_factory=dict)  # sequences that ran, by tier
+    used_s: Mapping[str, float] = field(default_factory=dict)  # engine time that was of use, by tier
+    work: StepWork | None = None  # None: the step's time says nothing about its work
+    predicted_s: float = 0.0  # prediction of the time that `work` takes, from before the result
 
     def absorb(self, later: "StepReport") -> None:
-        """Take a later step's events and leases in, behind this one's."""
+        """Append a later step's events and leases."""
         for reply_to, events in later.events.items():
             self.events[reply_to] += events
         self.leases += later.leases
 
 
-BULK_REPORT_S = 0.1  # between two token events of a stream without a latency promise
+BULK_REPORT_S = 0.1  # s between two token events of a stream without a latency SLO
 
 
 def is_due(state: RequestState, now: float) -> bool:
-    """A stream without a latency promise gets its tokens a few at a time: reported one by one, those of a full bulk
-    batch would keep the gateway busy while interactive ones wait their turn there."""
+    """Return whether new tokens of a running request are to be sent now. Streams without a latency SLO get several
+    tokens at a time: sent one by one, the tokens of a full bulk batch would keep the gateway busy while interactive
+    ones wait there."""
     if state.request.delivery is Delivery.AT_END:
         return False
     return state.tier.is_interactive or state.reported_s is None or now - state.reported_s >= BULK_REPORT_S
@@ -96,7 +101,8 @@ def failed_event(state: RequestState, error: str) -> TokenEvent:
 
 
 def lookup(state: RequestState) -> PrefixLookup | None:
-    """None where nothing was looked up."""
+    """Return the lookup of a request's prompt, or None if its prompt is not looked up: prompt logprobs need every
+    prompt token computed."""
     if state.request.sampling.prompt_logprobs is not None:
         return None
     return PrefixLookup(state.tier.name, len(state.request.prompt_token_ids), state.num_cached_tokens or 0)

@@ -1,170 +1,187 @@
-"""What this worker can do for each tier, for its heartbeat: admission predicts waits from it.
+"""What this worker can do for each tier, for its heartbeat: admission predicts waits from these rates.
 
-Looks at all that is held, once a heartbeat. Costs are those of the step-time model, times its 95th percentile, so that
-rates are what the engine keeps nearly always. Interactive prefills ride with the decodes of their own tier and of those
-above; tiers without a promise have the time that those above leave, by what these used of late. While too few steps
-were seen to judge by, a rate is not known (0): nobody is refused for a guess.
+Looks at all requests that are held, once a heartbeat. Costs are those of the step-time model, with its safety factor
+(the 95th percentile), so that the engine nearly always keeps the rates. Interactive prefills run beside the decodes of
+their own tier and of the tiers above; tiers without an SLO have the share of time that the tiers above left lately.
+A rate is 0 (not known) while too few steps or requests were seen: no request is refused because of a guess.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from engine.interface import EngineInfo
 from engine.step_time.cost import StepCost
+from engine.step_time.ewma import Ewma
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
-from scheduler.control.explanation import TierOutputs
 from scheduler.control.step_limit import PREFILL_EXTRA_SHARE
 from scheduler.deadlines import is_late
-from scheduler.planning.core import SchedulerCore
+from scheduler.planning.status import CoreStatus
 from scheduler.planning.step_report import Ended
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.request_state import RequestState, Status
 
-SMOOTHING = 0.1  # weight of the newest heartbeat in what is used a second
-FORGETTING = 31 / 32  # a request's weight in the usual one, with each that ends after it
-FIRST_PROMPT = 256  # tokens, while none has ended
-ENOUGH_SEEN = 8  # requests, before it is said how long one stays
-LEAST_SHARE = 0.02  # of the time is left to every tier, or it would never be heard of again
+USED_SHARE_WEIGHT = 0.1  # of the newest heartbeat in the average share of engine time that a tier uses
+ENDED_WEIGHT = 1 / 32  # of each request that ends in the averages over ended requests
+FIRST_PROMPT = 256  # tokens; the average prompt until a request has ended
+MIN_REQUESTS = 8  # requests seen before it is said how long one keeps its slot
+MIN_SHARE_LEFT = 0.02  # of the time; counted as left to every tier, or admission would refuse the tier for ever
 
 
 @dataclass(slots=True)
-class _Seen:
-    """Of one tier: the usual request, and how much of its tokens a second. Owner: `CapacityEstimator`."""
+class _TierHistory:
+    """One tier's usual request, and its use of the engine. Owner: `CapacityEstimator`."""
 
     num_ended: int = 0
-    mean_prompt: float = 0.0
-    mean_output: float = 0.0
-    mean_held_s: float = 0.0
-    used_share: float = 0.0  # of the engine's time, of late
-    used_s: float = 0.0  # of it, ever
+    prompt_tokens: Ewma = field(default_factory=lambda: Ewma(ENDED_WEIGHT))
+    output_tokens: Ewma = field(default_factory=lambda: Ewma(ENDED_WEIGHT))
+    held_s: Ewma = field(default_factory=lambda: Ewma(ENDED_WEIGHT))
+    used_share: Ewma = field(default_factory=lambda: Ewma(USED_SHARE_WEIGHT))  # of the engine's time
+    used_s: float = 0.0  # engine time since the start
 
-    def learn(self, ended: Sequence[Ended]) -> None:
+    def add_ended(self, ended: Sequence[Ended]) -> None:
+        """Add the mean of requests that ended, with as much weight as all of them have one after the other. The first
+        ones replace the initial values."""
         if ended:
-            weight = 1 - FORGETTING ** len(ended) if self.num_ended else 1.0
+            weight = 1 - (1 - ENDED_WEIGHT) ** len(ended) if self.num_ended else 1.0
             self.num_ended += len(ended)
-            self.mean_prompt += weight * (fmean(e.prompt_tokens for e in ended) - self.mean_prompt)
-            self.mean_output += weight * (fmean(e.output_tokens for e in ended) - self.mean_output)
-            self.mean_held_s += weight * (fmean(e.held_s for e in ended) - self.mean_held_s)
+            self.prompt_tokens.add(fmean(e.prompt_tokens for e in ended), weight)
+            self.output_tokens.add(fmean(e.output_tokens for e in ended), weight)
+            self.held_s.add(fmean(e.held_s for e in ended), weight)
 
-    def smooth(self, used_s: float, interval_s: float) -> None:
-        self.used_share += SMOOTHING * ((used_s - self.used_s) / interval_s - self.used_share)
+    def add_used(self, used_s: float, interval_s: float) -> None:
+        """`used_s`: engine time since the start; `interval_s`: seconds since the last call."""
+        self.used_share.add((used_s - self.used_s) / interval_s)
         self.used_s = used_s
 
 
 @dataclass(slots=True)
-class _Held:
-    """Of one tier and those above it, summed from the top."""
+class _Backlog:
+    """Work of one tier and all tiers above it, summed from the highest tier down."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
-    decode_s: float = 0.0
-    used: float = 0.0  # share of the engine's time, of late
-    gap_s: float = NEVER_S  # the shortest that is promised to those that decode
+    decode_s: float = 0.0  # predicted time of one token for each decode
+    used_share: float = 0.0  # of the engine's time, lately
+    itl_s: float = NEVER_S  # the shortest ITL SLO among the decodes, less the controller's margin
 
 
 class CapacityEstimator:
-    """Owner of what was seen of each tier."""
+    """Owner of the tiers' history."""
 
     def __init__(self, engine: EngineInfo) -> None:
         self._max_step_tokens = engine.max_step_tokens
-        self._seen: dict[str, _Seen] = {}
+        self._history: dict[str, _TierHistory] = {}
         self._ended: list[Ended] = []  # since the last heartbeat
 
-    def enter(self, end: Ended) -> None:
+    def note_ended(self, end: Ended) -> None:
         if end.reason != "failed":
             self._ended.append(end)
 
     def measure(
-        self, core: SchedulerCore, outputs: Mapping[str, TierOutputs], now: float, interval_s: float
+        self,
+        tiers: Sequence[Tier],
+        requests: Iterable[RequestState],
+        status: CoreStatus,
+        now: float,
+        interval_s: float,
     ) -> dict[str, TierCapacity]:
-        """By tier. `interval_s`: since the last time."""
-        self._learn(core, interval_s)
+        """Return the capacity for each tier. `tiers`: highest first; `requests`: all that are held; `interval_s`:
+        seconds since the last call."""
+        self._update_history(tiers, status.used_s, interval_s)
         states = defaultdict(list)
-        for state in core.table:
+        for state in requests:
             states[state.tier.name].append(state)
-        cost, held, capacities = core.step_time.cost(), _Held(), {}
-        for tier in core.tiers:
-            name, output = tier.name, outputs[tier.name]
-            left = max(1 - held.used, tier.floor, LEAST_SHARE)
-            self._add(held, states[name], tier, cost, output.margin, now)
+        cost, backlog, capacities = status.step_cost, _Backlog(), {}
+        for tier in tiers:
+            name, output = tier.name, status.outputs[tier.name]
+            share_left = max(1 - backlog.used_share, tier.floor, MIN_SHARE_LEFT)
+            self._add_to(backlog, states[name], tier, cost, output.margin, now)
             ages_s = [now - state.claimed_s for state in states[name]]
-            capacity = self._capacity(tier, output.batch_size, ages_s, cost, held, left)
-            capacities[name] = capacity if core.step_time.is_warm else replace(capacity, prefill_tokens_per_s=0.0)
+            capacity = self._capacity(tier, output.batch_size, ages_s, cost, backlog, share_left)
+            capacities[name] = capacity if status.knows_step_times else replace(capacity, prefill_tokens_per_s=0.0)
         return capacities
 
-    def _learn(self, core: SchedulerCore, interval_s: float) -> None:
+    def _update_history(self, tiers: Sequence[Tier], used_s: Mapping[str, float], interval_s: float) -> None:
         ended = defaultdict(list)
         for end in self._ended:
             ended[end.tier].append(end)
         self._ended.clear()
-        for tier in core.tiers:
-            seen = self._seen.setdefault(tier.name, _Seen())
-            seen.learn(ended[tier.name])
-            seen.smooth(core.used_s[tier.name], interval_s)
+        for tier in tiers:
+            history = self._history.setdefault(tier.name, _TierHistory())
+            history.add_ended(ended[tier.name])
+            history.add_used(used_s.get(tier.name, 0.0), interval_s)
 
-    def _add(
+    def _add_to(
         self,
-        held: _Held,
+        backlog: _Backlog,
         states: Sequence[RequestState],
         tier: Tier,
         cost: StepCost,
         margin: float,
         now: float,
     ) -> None:
-        seen = self._seen[tier.name]
+        """Add a tier's requests. Prompts that are late already do not count: newcomers go before them."""
         decodes = [s for s in states if s.is_decode and s.status is Status.RUNNING]
-        held.prompt_tokens += sum(s.num_uncomputed for s in states if not (s.is_decode or is_late(s, cost, now)))
-        held.output_tokens += sum(s.request.sampling.max_tokens - len(s.output_token_ids) for s in states)
-        held.decode_s += sum(cost.decode(s.num_computed_tokens) for s in decodes)
+        backlog.prompt_tokens += sum(s.num_uncomputed for s in states if not (s.is_decode or is_late(s, cost, now)))
+        backlog.output_tokens += sum(s.request.sampling.max_tokens - len(s.output_token_ids) for s in states)
+        backlog.decode_s += sum(cost.decode(s.num_computed_tokens) for s in decodes)
         if decodes and tier.slo.itl_p99_ms is not None:
-            held.gap_s = min(held.gap_s, tier.slo.itl_p99_ms / 1000 * (1 - margin))
-        held.used += seen.used_share
+            backlog.itl_s = min(backlog.itl_s, tier.slo.itl_p99_ms / 1000 * (1 - margin))
+        backlog.used_share += self._history[tier.name].used_share.value
 
     def _capacity(
-        self, tier: Tier, slots: int, ages_s: Sequence[float], cost: StepCost, held: _Held, left: float
+        self, tier: Tier, slots: int, ages_s: Sequence[float], cost: StepCost, backlog: _Backlog, share_left: float
     ) -> TierCapacity:
-        seen = self._seen[tier.name]
-        prompt_s, output_s = _prompt_token_s(seen, cost), _output_token_s(seen, cost, slots)
-        filled_s = prompt_s + cost.step_s / self._max_step_tokens
+        history = self._history[tier.name]
+        prompt_s, output_s = _prompt_token_s(history, cost), _output_token_s(history, cost, slots)
+        in_full_steps_s = prompt_s + cost.step_s / self._max_step_tokens
+        prefill_per_s = (
+            self._prefill_beside_decodes_per_s(backlog, cost, prompt_s)
+            if tier.is_interactive
+            else _per_s(share_left, in_full_steps_s)
+        )
         return TierCapacity(
-            prompt_tokens=held.prompt_tokens,
-            output_tokens=held.output_tokens,
-            step_s=cost.step_s + held.decode_s,
+            prompt_tokens=backlog.prompt_tokens,
+            output_tokens=backlog.output_tokens,
+            step_s=cost.step_s + backlog.decode_s,
             slots_free=slots - len(ages_s),
-            drain_per_s=_per_s(slots, _stay_s(seen, ages_s)),
-            prefill_tokens_per_s=self._riding(held, cost, prompt_s) if tier.is_interactive else _per_s(left, filled_s),
-            output_tokens_per_s=_per_s(left, output_s),
+            drain_per_s=_per_s(slots, _slot_s(history, ages_s)),
+            prefill_tokens_per_s=prefill_per_s,
+            output_tokens_per_s=_per_s(share_left, output_s),
         )
 
-    def _riding(self, held: _Held, cost: StepCost, prompt_token_s: float) -> float:
-        """Prompt tokens a second in steps that hold the decodes as well, and last no longer than these allow."""
-        decodes_s = cost.step_s + held.decode_s
-        room_s = max(held.gap_s - decodes_s, PREFILL_EXTRA_SHARE * decodes_s)
+    def _prefill_beside_decodes_per_s(self, backlog: _Backlog, cost: StepCost, prompt_token_s: float) -> float:
+        """Return prompt tokens per second in steps that also hold the decodes, and last no longer than the decodes'
+        SLO allows."""
+        decodes_s = cost.step_s + backlog.decode_s
+        room_s = max(backlog.itl_s - decodes_s, PREFILL_EXTRA_SHARE * decodes_s)
         full_s = self._max_step_tokens * prompt_token_s
         chunk = self._max_step_tokens * (room_s / full_s if full_s > room_s else 1.0)
         return _per_s(chunk, decodes_s + chunk * prompt_token_s)
 
 
-def _prompt_token_s(seen: _Seen, cost: StepCost) -> float:
-    """Of a prompt of the usual length, attention included: the same in whichever chunks."""
-    return cost.prefill_token_s + cost.attend_s * (seen.mean_prompt or FIRST_PROMPT) / 2
+def _prompt_token_s(history: _TierHistory, cost: StepCost) -> float:
+    """Return the seconds for a token of an average prompt, attention included; the same for any size of chunks."""
+    return cost.prefill_token_s + cost.attend_s * (history.prompt_tokens.value or FIRST_PROMPT) / 2
 
 
-def _output_token_s(seen: _Seen, cost: StepCost, batch: int) -> float:
-    """In the middle of the usual answer, with its part of the fixed cost of a step of `batch`."""
-    return cost.decode(int(seen.mean_prompt + seen.mean_output / 2)) + cost.step_s / batch
+def _output_token_s(history: _TierHistory, cost: StepCost, batch: int) -> float:
+    """Return the seconds for a token in the middle of an average answer, with its part of the fixed cost of a step of
+    `batch` sequences."""
+    context = int(history.prompt_tokens.value + history.output_tokens.value / 2)
+    return cost.decode(context) + cost.step_s / batch
 
 
-def _stay_s(seen: _Seen, ages_s: Sequence[float]) -> float:
-    """How long a request keeps its slot: no shorter than those do that are here. 0: too few to say."""
-    if seen.num_ended + len(ages_s) < ENOUGH_SEEN:
+def _slot_s(history: _TierHistory, ages_s: Sequence[float]) -> float:
+    """Return how long a request keeps its slot: at least the mean age of those that are held. 0: too few were seen."""
+    if history.num_ended + len(ages_s) < MIN_REQUESTS:
         return 0.0
-    return max(seen.mean_held_s, fmean(ages_s) if ages_s else 0.0)
+    return max(history.held_s.value, fmean(ages_s) if ages_s else 0.0)
 
 
 def _per_s(amount: float, seconds: float) -> float:
-    """0: not known."""
+    """Return a rate; 0 (not known) where no time is known."""
     return amount / seconds if seconds > 0 else 0.0

@@ -1,6 +1,7 @@
-"""A worker's sign of life: who it is, what it holds, how fast it drains, its metrics, what its controller does and why.
+"""A worker's heartbeat: its identity, what it holds, how fast it finishes requests, its metrics, and what its
+controller does and why.
 
-Knows the registry and what to tell it; decides nothing. Without it, a worker counts as dead after a few seconds.
+Knows the registry and what to tell it; decides nothing. A worker without heartbeats counts as dead after a few seconds.
 """
 
 from collections import Counter
@@ -10,16 +11,17 @@ from typing import Any
 import msgspec
 
 from engine.interface import EngineInfo
-from scheduler.control.explanation import TierOutputs
+from engine.step_time.ewma import Ewma
+from scheduler.clock import Clock
 from scheduler.planning.core import SchedulerCore
+from scheduler.planning.status import CoreStatus
 from scheduler.planning.step_report import Ended
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
-from scheduler.request_state import Status
 from scheduler.worker.capacity import CapacityEstimator
 from scheduler.worker.metrics import SchedulerMetrics
 
-SMOOTHING = 0.2  # weight of the newest interval in the drain rate
+RATE_WEIGHT = 0.2  # of the newest interval in the average rate of finished requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class WorkerIdentity:
 
 
 class Heartbeat:
-    """Announces one worker; keeps the drain rates that admission computes its Retry-After from."""
+    """Announces one worker. Keeps the rates of finished requests, from which admission computes its Retry-After."""
 
     def __init__(
         self,
@@ -39,55 +41,59 @@ class Heartbeat:
         core: SchedulerCore,
         engine: EngineInfo,
         identity: WorkerIdentity,
+        clock: Clock,
     ) -> None:
         self._registry = registry
         self._metrics = metrics
         self._core = core
         self._engine = engine
         self._identity = identity
+        self._clock = clock
         self._capacity = CapacityEstimator(engine)
-        self._finished: Counter[str] = Counter()  # since the last beat
-        self._rate_per_s: dict[str, float] = {}
+        self._finished: Counter[str] = Counter()  # by tier, since the last heartbeat
+        self._finished_per_s: dict[str, Ewma] = {}  # by tier
         self._last_s: float | None = None
-        self.is_alone = True  # no other worker was alive at the last beat
+        self.is_alone = True  # no other worker was alive at the last heartbeat
 
     def count_ended(self, end: Ended) -> None:
         self._finished[end.tier] += 1
-        self._capacity.enter(end)
+        self._capacity.note_ended(end)
 
-    async def beat(self, now: float, wall_ms: int) -> None:
+    async def beat(self) -> None:
+        now, wall_ms = self._clock.now(), self._clock.wall_ms()
         interval_s = max(now - self._last_s, 1e-3) if self._last_s is not None else 1.0
         self._last_s = now
-        outputs = self._core.controller.outputs(now)
-        capacities = self._capacity.measure(self._core, outputs, now, interval_s)
-        tiers = {tier: self._tier(tier, outputs[tier], capacities[tier], interval_s) for tier in outputs}
+        status = self._core.status(now)
+        capacities = self._capacity.measure(self._core.tiers, self._core.states, status, now, interval_s)
+        tiers = {tier: self._tier(tier, status, capacities[tier], interval_s) for tier in capacities}
         self._finished.clear()
-        sla_json = msgspec.json.encode(self._explanation(now, wall_ms)).decode()
+        sla_json = msgspec.json.encode(self._explanation(status, now, wall_ms)).decode()
         await self._registry.announce(self._status(tiers, wall_ms), self._metrics.text(), sla_json)
         self.is_alone = len(await self._registry.workers()) <= 1
 
     async def withdraw(self) -> None:
+        """Remove the worker from the registry."""
         await self._registry.withdraw(self._identity.worker_id)
 
-    def _explanation(self, now: float, wall_ms: int) -> dict[str, Any]:
-        """What the controller does and why, as of `at_ms`."""
+    def _explanation(self, status: CoreStatus, now: float, wall_ms: int) -> dict[str, Any]:
+        """Return what the controller does and why, as of `at_ms`."""
         return {
             "at_ms": wall_ms,
-            "kv_usage": self._core.kv_usage,
-            "step_time_error": self._core.step_time.mean_absolute_error,
-            **self._core.controller.explain(now),
+            "kv_usage": status.kv_usage,
+            "step_time_error": status.step_time_error,
+            **self._core.explain(now),
         }
 
-    def _tier(self, tier: str, output: TierOutputs, capacity: TierCapacity, interval_s: float) -> TierStatus:
-        rate = self._finished[tier] / interval_s
-        before = self._rate_per_s.get(tier, rate)
-        self._rate_per_s[tier] = (1 - SMOOTHING) * before + SMOOTHING * rate
+    def _tier(self, tier: str, status: CoreStatus, capacity: TierCapacity, interval_s: float) -> TierStatus:
+        rate_per_s = self._finished[tier] / interval_s
+        average = self._finished_per_s.setdefault(tier, Ewma(RATE_WEIGHT, rate_per_s))
+        held, output = status.held[tier], status.outputs[tier]
         return TierStatus(
-            queued=self._core.table.count_status(tier, Status.WAITING),
-            running=self._core.table.count_status(tier, Status.RUNNING, Status.PAUSED),
+            queued=held.waiting,
+            running=held.running + held.paused,
             batch_size=output.batch_size,
             max_wait_ms=output.max_wait_s * 1000,
-            finished_per_s=self._rate_per_s[tier],
+            finished_per_s=average.add(rate_per_s),
             capacity=capacity,
         )
 

@@ -1,7 +1,7 @@
-"""The worker's Prometheus families: vLLM's names under `tidegate_`, with a `tier` label.
+"""The worker's Prometheus metric families: vLLM's names with the prefix `tidegate_` and a `tier` label.
 
-The only writer of metrics in the scheduler; it translates what the core reports and decides nothing. The registry is
-injected, so that two workers in one process (tests, the simulator) do not meet.
+The only writer of metrics in the scheduler: translates what the core reports and decides nothing. The registry is
+injected, so that two workers in one process (tests, the simulator) do not share metrics.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,9 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from scheduler.config import TierSet
 from scheduler.control.explanation import TierOutputs
 from scheduler.control.knobs import Decision
-from scheduler.planning.core import SchedulerCore
+from scheduler.planning.status import CoreStatus
 from scheduler.planning.step_report import StepReport
-from scheduler.request_state import Status
 
 SECONDS = (
     0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
@@ -40,49 +39,61 @@ class SchedulerMetrics:
             return Counter(f"tidegate_{name}", text, labels, registry=registry)
 
         self._latency = {
-            "ttft": histogram("time_to_first_token_seconds", "Arrival to first token.", SECONDS, tier),
-            "itl": histogram("inter_token_latency_seconds", "Gap between two tokens.", GAP_SECONDS, tier),
-            "e2e": histogram("e2e_request_latency_seconds", "Arrival to last token.", SECONDS, tier),
-            "queue": histogram("request_queue_time_seconds", "Arrival to first step.", SECONDS, tier),
-            "service": histogram("first_token_service_seconds", "First step to first token.", SECONDS, tier),
+            "ttft": histogram("time_to_first_token_seconds", "Seconds from arrival to first token.", SECONDS, tier),
+            "itl": histogram("inter_token_latency_seconds", "Seconds between two tokens.", GAP_SECONDS, tier),
+            "e2e": histogram("e2e_request_latency_seconds", "Seconds from arrival to last token.", SECONDS, tier),
+            "queue": histogram("request_queue_time_seconds", "Seconds from arrival to first step.", SECONDS, tier),
+            "service": histogram(
+                "first_token_service_seconds", "Seconds from first step to first token.", SECONDS, tier
+            ),
         }
         self._reaction = histogram(
-            "reaction_steps", "Arrival to first step, in lengths of the step that ran.", STEPS, tier
+            "reaction_steps", "Time from arrival to first step, in lengths of the step that was running.", STEPS, tier
         )
-        self._batch = histogram("step_batch_size", "Sequences of the tier in a step.", SEQUENCES, tier)
-        self._step = histogram("step_seconds", "Time the engine took for a step.", GAP_SECONDS, [])
-        self._waiting = gauge("num_requests_waiting", "Requests in the tier's sorted set.", "tier")
+        self._batch = histogram("step_batch_size", "Sequences of the tier in one step.", SEQUENCES, tier)
+        self._step = histogram("step_seconds", "Seconds that the engine took for a step.", GAP_SECONDS, [])
+        self._waiting = gauge("num_requests_waiting", "Requests in the tier's queue.", "tier")
         self._running = gauge("num_requests_running", "Sequences that may run in the next step.", "tier")
-        self._paused = gauge("num_requests_paused", "Sequences set aside with their KV resident.", "tier")
-        self._swapped = gauge("num_requests_swapped", "Sequences whose KV lies in host memory.", "tier")
+        self._paused = gauge("num_requests_paused", "Sequences that sit steps out with their KV on the device.", "tier")
+        self._swapped = gauge("num_requests_swapped", "Sequences whose KV is in host memory.", "tier")
         self._kv = gauge("kv_cache_usage_ratio", "Share of KV blocks in use.")
-        self._target = gauge("slo_target_seconds", "The tier's promise.", "tier", "metric", "quantile")
+        self._target = gauge("slo_target_seconds", "The tier's SLO.", "tier", "metric", "quantile")
         self._observed = gauge(
             "slo_observed_seconds",
-            "The same quantile as the controller sees it.",
+            "The latency quantile that the controller observes.",
             "tier",
             "metric",
             "quantile",
         )
-        self._attainment = gauge("slo_attainment_ratio", "Share of requests ended lately that met all.", "tier")
+        self._attainment = gauge("slo_attainment_ratio", "Share of recently ended requests that met all SLOs.", "tier")
         self._max_wait = gauge("controller_max_wait_seconds", "The controller's max-wait.", "tier")
         self._batch_size = gauge("controller_batch_size", "The controller's batch size.", "tier")
-        self._batch_tokens = gauge("controller_batch_tokens", "The controller's tokens of the tier a step.", "tier")
-        self._margin = gauge("controller_margin_ratio", "Share of a deadline that is kept as a margin.", "tier")
-        self._arriving = gauge("arrivals_per_second", "Smoothed arrivals, as this worker sees them.", "tier")
+        self._batch_tokens = gauge(
+            "controller_batch_tokens", "The controller's limit on tokens of the tier per step.", "tier"
+        )
+        self._margin = gauge(
+            "controller_margin_ratio", "Share of an SLO that the controller keeps as a margin.", "tier"
+        )
+        self._arriving = gauge("arrivals_per_second", "Smoothed arrival rate, as this worker sees it.", "tier")
         self._reserve = gauge("kv_reserve_blocks", "KV blocks that bulk leaves free for interactive sequences.")
-        self._error = gauge("step_time_error_ratio", "Mean |measured ÷ predicted - 1| of lately run steps.")
-        self._shed = counter("steps_shed", "Steps that bulk left for an interactive arrival.")
-        self._wasted = counter("shed_seconds", "Engine time thrown away with them.")
-        self._used = counter("engine_seconds", "Engine time that was of use to the tier.", "tier")
-        self._recomputed = counter("recomputed_tokens", "Tokens whose KV was given up and computed again.", "tier")
+        self._error = gauge("step_time_error_ratio", "Mean |measured / predicted - 1| of recent steps.")
+        self._steps_evicted_from = counter(
+            "steps_shed", "Steps from which bulk was evicted for an interactive arrival."
+        )
+        self._wasted = counter("shed_seconds", "Engine seconds thrown away by evicting bulk from steps.")
+        self._used = counter("engine_seconds", "Engine seconds that were of use to the tier.", "tier")
+        self._recomputed = counter(
+            "recomputed_tokens", "Tokens whose KV was freed by preemption, to be computed again.", "tier"
+        )
         self._preempted = counter("num_preemptions", "Sequences preempted.", "tier", "mode")
         self._prompt = counter("prompt_tokens", "Prompt tokens of ended requests.", "tier")
         self._generated = counter("generation_tokens", "Tokens generated.", "tier")
         self._queried = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "tier")
-        self._hit = counter("prefix_cache_hits", "Prompt tokens found in it.", "tier")
+        self._hit = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "tier")
         self._finished = counter("requests_finished", "Ended requests.", "tier", "reason")
-        self._decided = counter("controller_decisions", "Moves of a knob.", "tier", "knob", "direction", "reason")
+        self._decided = counter(
+            "controller_decisions", "Moves of a controller knob.", "tier", "knob", "direction", "reason"
+        )
         self._counted: dict[tuple[str, ...], float] = {}
         self._show_from_the_start()
 
@@ -102,7 +113,7 @@ class SchedulerMetrics:
                 _set_or_remove(self._target, (tier.name, metric, "0.99"), target_s)
 
     def reconfigure(self, tiers: TierSet) -> None:
-        """Show what is promised now. Of a tier that is gone, the counters stay and the gauges go."""
+        """Show the SLOs of other tiers. The counters of a removed tier stay; its gauges go."""
         for name in set(self._tiers.tiers) - set(tiers.tiers):
             held = (self._waiting, self._running, self._paused, self._swapped)
             knobs = (self._max_wait, self._batch_size, self._batch_tokens, self._margin)
@@ -115,7 +126,7 @@ class SchedulerMetrics:
         self._show_from_the_start()
 
     def record_step(self, elapsed_s: float, ran: Mapping[str, int]) -> None:
-        """One executed step with `ran` sequences of each tier."""
+        """Record one executed step; `ran`: its sequences, by tier."""
         self._step.observe(elapsed_s)
         for tier, sequences in ran.items():
             self._batch.labels(tier).observe(sequences)
@@ -132,7 +143,6 @@ class SchedulerMetrics:
         for end in report.ended:
             self._finished.labels(end.tier, end.reason).inc()
             self._prompt.labels(end.tier).inc(end.prompt_tokens)
-
         for lookup in report.lookups:
             self._queried.labels(lookup.tier).inc(lookup.queried_tokens)
             self._hit.labels(lookup.tier).inc(lookup.hit_tokens)
@@ -144,27 +154,27 @@ class SchedulerMetrics:
         for d in decisions:
             self._decided.labels(d.tier, d.knob, d.direction, d.signal).inc()
 
-    def record_state(self, core: SchedulerCore, waiting: Mapping[str, int], outputs: Mapping[str, TierOutputs]) -> None:
-        """The gauges, from the core and the queue as they are now."""
-        self._kv.set(core.kv_usage)
+    def record_state(self, status: CoreStatus, queued: Mapping[str, int]) -> None:
+        """Set the gauges. `queued`: requests in the queue, by tier."""
+        self._kv.set(status.kv_usage)
         for tier in self._tiers.tiers:
-            self._waiting.labels(tier).set(waiting.get(tier, 0))
-            self._running.labels(tier).set(core.table.count_status(tier, Status.RUNNING))
-            self._paused.labels(tier).set(core.table.count_status(tier, Status.PAUSED))
-            self._swapped.labels(tier).set(core.table.count_status(tier, Status.SWAPPED))
-            self._record_outputs(tier, outputs[tier])
-        for key, count in core.preemptions.items():
+            held = status.held[tier]
+            self._waiting.labels(tier).set(queued.get(tier, 0))
+            self._running.labels(tier).set(held.running)
+            self._paused.labels(tier).set(held.paused)
+            self._swapped.labels(tier).set(held.swapped)
+            self._record_outputs(tier, status.outputs[tier])
+        for key, count in status.preemptions.items():
             self._count_up(self._preempted.labels(*key), ("preempted", *key), count)
-        for tier, count in core.recomputed_tokens.items():
+        for tier, count in status.recomputed_tokens.items():
             self._count_up(self._recomputed.labels(tier), ("recomputed", tier), count)
-        credit = core.running.credit
-        self._count_up(self._shed, ("shed",), credit.num_evictions)
-        self._count_up(self._wasted, ("wasted",), credit.wasted_s)
-        self._error.set(core.step_time.mean_absolute_error)
-        self._reserve.set(core.controller.kv_reserve_blocks)
+        self._count_up(self._steps_evicted_from, ("shed",), status.num_step_evictions)
+        self._count_up(self._wasted, ("wasted",), status.wasted_s)
+        self._error.set(status.step_time_error)
+        self._reserve.set(status.kv_reserve_blocks)
 
     def _count_up(self, counter: Counter, key: tuple[str, ...], total: float) -> None:
-        """Bring a counter to a total that somebody else keeps."""
+        """Bring a counter to a total that is counted elsewhere."""
         counter.inc(total - self._counted.get(key, 0))
         self._counted[key] = total
 
@@ -179,12 +189,12 @@ class SchedulerMetrics:
         _set_or_remove(self._attainment, (tier,), output.attainment)
 
     def text(self) -> str:
-        """The registry in Prometheus' exposition format."""
+        """Return all metrics in Prometheus' exposition format."""
         return generate_latest(self._registry).decode()
 
 
 def _set_or_remove(gauge: Gauge, labels: tuple[str, ...], value: float | None) -> None:
-    """No value, no series: the last one of hours ago must not look like the present."""
+    """Remove a series without a value: an old value must not look current."""
     if value is None:
         gauge.remove(*labels)
     else:

@@ -1,8 +1,8 @@
-"""A log of steps: what each held, what it was predicted to take and what it took. One JSON object a line.
+"""The step log: the work of each step, its predicted time and its measured time. One JSON object per line.
 
-What a cost card is fitted from (`python -m loadtest calibrate --step-log FILE`). The first line of a run says what the
-engine is. It knows numbers and tier names; not requests, not texts. Bounded: when a file has half of the limit it
-becomes FILE.1, and the one that had this name goes.
+A cost card can be fitted from it (`python -m loadtest calibrate --step-log FILE`). The first line of each run describes
+the engine. It holds numbers and tier names, no requests and no texts. Its size is bounded: a file that reaches half of
+the limit is renamed to FILE.1 and replaces the file of that name.
 """
 
 import json
@@ -17,13 +17,13 @@ from typing import Any, Protocol
 from engine.interface import EngineInfo, StepEviction
 from engine.step_time.cost import StepWork
 
-LIMIT_BYTES = 1 << 30  # of FILE and FILE.1 together
-BUFFER_BYTES = 1 << 16  # about 300 steps: a crash loses no more than those
+LIMIT_BYTES = 1 << 30  # FILE and FILE.1 together
+BUFFER_BYTES = 1 << 16  # about 300 steps: a crash loses no more than these
 
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """One step. Its features as `StepWork` has them; `prefills` counts chunks."""
+    """One step, with the features of its `StepWork`; `prefills` counts chunks. Field names are the JSON keys."""
 
     t: float  # the loop's clock, when the result was taken in
     elapsed_s: float
@@ -32,8 +32,8 @@ class StepEntry:
     context_tokens: int
     decodes: int
     prefills: int
-    predicted_s: float = 0.0  # before the step, without a safety factor; 0: no prediction was made
-    shed: int = 0  # sequences that left it before its end: what it took says nothing about what it held
+    predicted_s: float = 0.0  # without a safety factor; 0: no prediction was made
+    shed: int = 0  # sequences evicted from it: its time then says nothing about its work
     tiers: Mapping[str, int] = field(default_factory=dict)  # sequences that ran, by tier
 
     @classmethod
@@ -55,7 +55,7 @@ class StepEntry:
 
 
 class StepLogError(Exception):
-    """The log cannot be written; the message is one sentence."""
+    """The step log cannot be written; the message is a sentence for the user."""
 
 
 class StepLog(Protocol):
@@ -65,7 +65,7 @@ class StepLog(Protocol):
 
 
 class NoStepLog:
-    """Keeps nothing."""
+    """A step log that keeps nothing."""
 
     def record(self, entry: StepEntry) -> None:
         pass
@@ -75,7 +75,7 @@ class NoStepLog:
 
 
 def open_step_log(path: Path | None, info: EngineInfo) -> StepLog:
-    """Raises `StepLogError`."""
+    """Return a log that appends to `path`, or one that keeps nothing if `path` is None. Raise `StepLogError`."""
     if path is None:
         return NoStepLog()
     try:
@@ -85,8 +85,8 @@ def open_step_log(path: Path | None, info: EngineInfo) -> StepLog:
 
 
 class FileStepLog:
-    """Appends to `path`. The disk is written to every few hundred steps, and at `close`. Raises OSError where the
-    file cannot be opened; a disk that fills up later ends the log, not the loop."""
+    """Appends to `path`; writes to the disk every few hundred steps and at `close`. Raises OSError if the file cannot
+    be opened. A disk that fills up later ends the log, not the worker."""
 
     def __init__(self, path: Path, info: EngineInfo, limit_bytes: int = LIMIT_BYTES) -> None:
         self._path = path
@@ -124,15 +124,15 @@ class FileStepLog:
 
 @dataclass(frozen=True, slots=True)
 class StepRecords:
-    """What a log holds. `engine` is the last that wrote to it; the entries are that engine's."""
+    """The contents of a step log: the last engine that wrote to it, and the steps of that engine."""
 
     engine: EngineInfo | None
     entries: tuple[StepEntry, ...]
 
 
 def read_step_log(path: Path, most: int = 200_000) -> StepRecords:
-    """The newest `most` steps, oldest first. A last line cut short by a crash is left out, and keys that this version
-    does not know are ignored. Raises OSError, and ValueError for what is no step log."""
+    """Return the newest `most` steps, oldest first. A last line cut short by a crash is left out; unknown keys are
+    ignored. Raise OSError, or ValueError if the file is not a step log."""
     engine: EngineInfo | None = None
     entries: deque[StepEntry] = deque(maxlen=most)
     older = _older(path)
@@ -158,7 +158,7 @@ def _parsed(line: str, place: str) -> StepEntry | EngineInfo:
         known = {f.name for f in fields(StepEntry)}
         return StepEntry(**{key: value for key, value in record.items() if key in known})
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{place} is no step: {error}") from error
+        raise ValueError(f"{place} is not a line of a step log: {error}") from error
 
 
 def _engine(record: dict[str, Any]) -> EngineInfo:
@@ -171,10 +171,10 @@ def _engine(record: dict[str, Any]) -> EngineInfo:
 
 
 def _plain(value: object) -> object:
-    """What JSON has no word for: a setting's name."""
+    """Return a setting of the engine as JSON can hold it."""
     if isinstance(value, Enum):
         return value.value
-    raise TypeError(f"{value!r} has no place in a step log")
+    raise TypeError(f"{value!r} cannot be written to a step log")
 
 
 def _older(path: Path) -> Path:

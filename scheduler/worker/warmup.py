@@ -1,44 +1,46 @@
-"""A few synthetic steps at start: they warm the engine up and give the step-time model its first data.
+"""A few synthetic steps at start, which warm the engine up and give the step-time model its first data.
 
-Decode-only steps, prefills alone and both together, with few and with all sequences, and where the time allows it a
-long context. Uses nothing but the engine's own interface, and leaves nothing behind.
+The steps are decodes only, prefills only and both, with few and with many sequences and, if time allows, with a long
+context. Uses only the engine's interface and leaves nothing behind.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from engine.interface import Engine, EngineInfo, NewSequence, Run, SamplingParams, StepPlan, blocks_for
 from engine.step_time.cost import StepWork
-from engine.step_time.model import StepTimeModel
 from scheduler.clock import Clock
 
-PROMPTS = (48, 16, 96, 32, 64, 24, 16, 80)  # tokens; different, so that the coefficients can be told apart
-MOST_DECODES = 64  # tokens that a sequence may grow by
-CROWD = 24  # more sequences, started in one step
-CROWD_PROMPT = 4
-LONG_PROMPT = 1024
-LONG_CHUNK = 128
-LONG_DECODES = 4
-BARE_SAMPLING = SamplingParams(max_tokens=1 << 30, temperature=0.0, ignore_eos=True)
+PROMPTS = (48, 16, 96, 32, 64, 24, 16, 80)  # tokens; different, so that a fit can separate the coefficients
+MAX_DECODES = 64  # tokens that a sequence may grow by
+LARGE_BATCH = 24  # further sequences, started in one step
+LARGE_BATCH_PROMPT = 4  # tokens each
+LONG_PROMPT = 1024  # tokens
+LONG_CHUNK = 128  # tokens
+LONG_DECODES = 4  # steps
+PLAIN_SAMPLING = SamplingParams(max_tokens=1 << 30, temperature=0.0, ignore_eos=True)
 
 
-async def warm_up(engine: Engine, model: StepTimeModel, clock: Clock, budget_s: float = 1.0) -> None:
-    """Run prefills and growing decode batches, teaching `model`, for about `budget_s` at most."""
+async def warm_up(
+    engine: Engine, observe: Callable[[StepWork, float], None], clock: Clock, budget_s: float = 1.0
+) -> None:
+    """Run prefills and growing decode batches for at most about `budget_s`. `observe` is told what each step did and
+    how many seconds it took."""
     until_s = clock.now() + budget_s
-    course = _Course(engine.info)
-    for plan in course.plans():
+    steps = _WarmUpSteps(engine.info)
+    for plan in steps.plans():
         if clock.now() >= until_s:
             break
-        work = course.enter(plan)
+        work = steps.enter(plan)
         engine.submit(plan)
         result = await engine.collect()
-        if plan.step_id < -1:  # the first step also pays for lazy initialisation
-            model.observe(work, result.elapsed_s)
-    engine.submit(course.end())
+        if plan.step_id < -1:  # the first step (-1) also pays for lazy initialisation
+            observe(work, result.elapsed_s)
+    engine.submit(steps.end())
     await engine.collect()
 
 
-class _Course:
-    """The steps in their order, the most telling first; and what its sequences hold so far."""
+class _WarmUpSteps:
+    """The plans in order, the most informative first, and how far their sequences have come."""
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
@@ -48,7 +50,7 @@ class _Course:
 
     def plans(self) -> Iterator[StepPlan]:
         for number, prompt in enumerate(PROMPTS):
-            # Every other prefill runs beside the decodes of all that came before.
+            # Every other prefill runs beside decodes of all earlier sequences.
             beside = list(self._lengths) if number % 2 else []
             if not self._fits(prompt) or len(beside) + 2 > self._info.max_step_tokens:
                 return
@@ -57,16 +59,17 @@ class _Course:
             running = list(self._lengths)
             yield self._plan(running)
             yield self._plan(running[: 1 + number // 2])
-        yield from self._check_local()
+        yield from self._large_batch()
         yield from self._long_context()
 
-    def _check_local(self) -> Iterator[StepPlan]:
-        check_local = [self._new(CROWD_PROMPT, number) for number in range(CROWD) if self._fits(CROWD_PROMPT)]
-        if not check_local or len(check_local) * CROWD_PROMPT > self._info.max_step_tokens:
+    def _large_batch(self) -> Iterator[StepPlan]:
+        prompt = LARGE_BATCH_PROMPT
+        batch = [self._new(prompt, number) for number in range(LARGE_BATCH) if self._fits(prompt)]
+        if not batch or len(batch) * prompt > self._info.max_step_tokens:
             return
         self._step_id -= 1
-        run = tuple(Run(new.seq_id, CROWD_PROMPT) for new in check_local)
-        yield StepPlan(self._step_id, start=tuple(check_local), run=run)
+        run = tuple(Run(new.seq_id, prompt) for new in batch)
+        yield StepPlan(self._step_id, start=tuple(batch), run=run)
         running = list(self._lengths)
         for count in (len(running), len(running) // 2, len(running) * 3 // 4):
             yield self._plan(running[:count])
@@ -84,7 +87,7 @@ class _Course:
             yield self._plan([new.seq_id] if number % 2 else [new.seq_id, *running])
 
     def enter(self, plan: StepPlan) -> StepWork:
-        """What the step does; it is taken to have been done."""
+        """Return the work of a plan that is submitted next, and note it as done."""
         work = StepWork()
         for run in plan.run:
             computed = self._lengths.get(run.seq_id, 0)
@@ -97,7 +100,7 @@ class _Course:
         return StepPlan(self._step_id, abort=tuple(self._lengths))
 
     def _fits(self, prompt: int) -> bool:
-        length = prompt + MOST_DECODES
+        length = prompt + MAX_DECODES
         blocks = blocks_for(length, self._info.block_size)
         if length >= self._info.max_model_len or blocks > self._blocks_left:
             return False
@@ -106,7 +109,8 @@ class _Course:
 
     def _new(self, length: int, number: int = 0) -> NewSequence:
         seq_id = f"warm-up-{len(self._lengths) + number}"
-        return NewSequence(seq_id, (1,) * length, BARE_SAMPLING, cache_salt=seq_id)  # nothing is spared its prefill
+        # Each sequence has a salt of its own, so that no prefix cache spares it the prefill.
+        return NewSequence(seq_id, (1,) * length, PLAIN_SAMPLING, cache_salt=seq_id)
 
     def _plan(
         self, decodes: Sequence[str], chunk_of: NewSequence | None = None, chunk: int = 0, *, start: bool = True

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -27,23 +28,16 @@ class Worker:
         self.registry = CollectorRegistry()
         self.metrics = SchedulerMetrics(self.registry, TIERS)
         self._core = make_core(TIERS)
-
-    def preempt_some(self) -> None:
-        for tier in TIERS.tiers:
-            for mode in ("pause", "swap", "recompute"):
-                self._core.preemptions[tier, mode] += 1
-            self._core.recomputed_tokens[tier] += 32
-        self._core.running.credit.spend(0.02)
+        self._rounds = 0
 
     def serve_some_traffic(self) -> None:
-        report = StepReport()
+        report = StepReport(used_s=dict.fromkeys(TIERS.tiers, 0.01))
         for tier in TIERS.tiers:
             report.samples += [Sample(kind, tier, 0.03) for kind in ("ttft", "itl", "e2e", "queue", "service")]
             reasons = ("stop", "length", "failed", "cancelled")
             report.ended += [Ended(tier, reason, 10, 20, met_slo=True) for reason in reasons]
             report.lookups.append(PrefixLookup(tier, 10, 4))
             report.reactions.append(Reaction(tier, 0.7))
-            report.used_s[tier] = 0.01
         self.metrics.record_report(report)
         self.metrics.record_step(0.02, dict.fromkeys(TIERS.tiers, 4))
         knobs = ("batch_size", "max_wait_ms")
@@ -53,9 +47,17 @@ class Worker:
             for knob in knobs
             for new in (4, 16)
         )
-        self.preempt_some()
+        self._rounds += 1
         outputs = TierOutputs(8, 0.02, 0.1, ttft_p99_s=0.2, itl_p99_s=0.05, attainment=0.99)
-        self.metrics.record_state(self._core, dict.fromkeys(TIERS.tiers, 7), dict.fromkeys(TIERS.tiers, outputs))
+        status = replace(
+            self._core.status(0.0),
+            outputs=dict.fromkeys(TIERS.tiers, outputs),
+            preemptions={(tier, mode): self._rounds for tier in TIERS.tiers for mode in ("pause", "swap", "recompute")},
+            recomputed_tokens=dict.fromkeys(TIERS.tiers, 32 * self._rounds),
+            num_step_evictions=self._rounds,
+            wasted_s=0.02 * self._rounds,
+        )
+        self.metrics.record_state(status, dict.fromkeys(TIERS.tiers, 7))
 
 
 class Deployment:

@@ -1,4 +1,4 @@
-"""A core and a modeled engine, stepped by hand: for what one step does to the next."""
+"""A core and a modeled engine, stepped by hand, for tests of what one step does to the next."""
 
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run what never really waits."""
+    """Run a coroutine that never really waits."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -24,7 +24,7 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Bench:
-    """A core and a modeled engine, stepped by hand. Time moves by what steps take."""
+    """A core and a modeled engine, stepped by hand. Each step moves the time by its length."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class Bench:
         self._take(self.core.refuse(self.now))
 
     def submit(self) -> StepPlan:
-        """The first half of a step: planned, and running from now on."""
+        """Plan and submit a step."""
         plan = self.core.plan(self.now)
         if not plan.is_empty:
             self.engine.submit(plan)
         return plan
 
     def collect(self) -> StepReport:
-        """The second half."""
+        """Collect and apply the submitted step."""
         result = run_now(self.engine.collect())
         return self._take(self.core.apply(result, self.now))
 
@@ -73,7 +73,7 @@ class Bench:
         return plan
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Step until nothing is left."""
+        """Step until no work is left."""
         for _ in range(max_steps):
             if self.step().is_empty:
                 return

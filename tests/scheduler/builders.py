@@ -1,4 +1,4 @@
-"""What the scheduler's tests are built from: functions with defaults, and a core that checks the laws at every step."""
+"""Builders for the scheduler's tests: functions with defaults, and a core that checks the laws at every step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from scheduler.planning.core import SchedulerCore
 from scheduler.planning.kv_budget import EngineView
 from scheduler.planning.request_table import RequestTable
 from scheduler.planning.step_report import StepReport
-from scheduler.request import Claimed, Delivery, Lease, Request
+from scheduler.request import Claimed, Delivery, Request
 from scheduler.request_state import RequestState, Status
 from scheduler.virtual_time import EPOCH_MS
 
@@ -51,15 +51,15 @@ _TIERS: dict[str, dict[str, Any]] = {
 def tiers_document(
     usual: Mapping[str, dict[str, Any]], changes: Mapping[str, dict[str, Any]], **more: Any
 ) -> dict[str, Any]:
-    """What a tiers.yaml holds: the `usual` tiers with `changes` to single keys, and new tiers. `more` are other keys of
-    the document."""
+    """Return the contents of a tiers.yaml: the `usual` tiers with `changes` to single keys, and new tiers. `more` are
+    other keys of the document."""
     tiers = {name: {**usual.get(name, {}), **changes.get(name, {})} for name in {**usual, **changes}}
     return {"default_tier": "realtime", "batch_tier": "batch", **more, "tiers": tiers}
 
 
 def make_tiers(**changes: dict[str, Any]) -> TierSet:
-    """The three usual tiers; `bulk={"floor": 0}` changes a key, `gold={…}` adds a tier. Admission foretells nothing
-    unless a change says so: floods shall reach the scheduler."""
+    """Return the three usual tiers; `bulk={"floor": 0}` changes a key, `gold={…}` adds a tier. Admission does not
+    predict unless a change says so, so that floods reach the scheduler."""
     document = tiers_document(_TIERS, changes)
     for keys in document["tiers"].values():
         keys.setdefault("admission", {"predict": False})
@@ -67,7 +67,7 @@ def make_tiers(**changes: dict[str, Any]) -> TierSet:
 
 
 def fixed(start: float) -> dict[str, float]:
-    """Bounds of a knob that cannot move."""
+    """Return the bounds of a knob that cannot move."""
     return {"min": start, "start": start, "max": start}
 
 
@@ -89,7 +89,7 @@ def make_request(
     cache_salt: str = "",
     **sampling: Any,
 ) -> Request:
-    """`prompt` is its token ids, or how many."""
+    """`prompt` is the token ids, or their number."""
     token_ids = tuple(range(3, 3 + prompt)) if isinstance(prompt, int) else tuple(prompt)
     sampling.setdefault("seed", sum(request_id.encode()))
     return Request(
@@ -105,7 +105,7 @@ def make_request(
     )
 
 
-_WAY_TO: dict[Status, tuple[Status, ...]] = {
+_STATUSES_TO: dict[Status, tuple[Status, ...]] = {
     Status.WAITING: (),
     Status.RUNNING: (Status.RUNNING,),
     Status.PAUSED: (Status.RUNNING, Status.PAUSED),
@@ -132,7 +132,7 @@ def make_state(
     shared: int = 0,
     **request: Any,
 ) -> RequestState:
-    """`output` tokens so far, `computed` of all tokens in the KV cache."""
+    """`output`: tokens generated so far; `computed`: tokens in the KV cache."""
     state = RequestState(
         request=make_request(request_id, tier, **request),
         tier=(tiers or make_tiers())[tier],
@@ -148,13 +148,13 @@ def make_state(
     if output:
         state.first_token_s = claimed_s
         state.last_token_s = claimed_s if last_token_s is None else last_token_s
-    for step in _WAY_TO[status]:
+    for step in _STATUSES_TO[status]:
         state.move(step)
     return state
 
 
 def make_decode(request_id: str, tier: str = "bulk", *, prompt: int = 32, output: int = 1, **more: Any) -> RequestState:
-    """A running sequence whose next run is one token."""
+    """Return a running sequence whose next run is one token."""
     computed = prompt + output - 1
     status = more.pop("status", Status.RUNNING)
     more.setdefault("max_tokens", 100)
@@ -166,18 +166,18 @@ def make_view(**changes: Any) -> EngineView:
     return EngineView(**{**values, **changes})
 
 
-def make_roster(tiers: TierSet, states: Iterable[RequestState]) -> RequestTable:
-    """In the order in which such states would have come to be."""
+def make_table(tiers: TierSet, states: Iterable[RequestState]) -> RequestTable:
+    """Return a table of `states`, updated in the order in which they would have come into being."""
     table = RequestTable(tiers.by_priority)
     for state in sorted(states, key=lambda s: (s.last_step, s.edf_key)):
-        table.file(state)
+        table.update(state)
     newest = max((s.last_step for s in table), default=-1)
     table.note_run([s.id for s in table if s.last_step == newest])
     return table
 
 
 class KnownStepTime(StepTimeModel):
-    """Knows the coefficients from the start and learns nothing: steps by hand then have round figures."""
+    """Knows the coefficients from the start and learns nothing, so that steps take round numbers of seconds."""
 
     is_warm = True
 
@@ -186,10 +186,12 @@ class KnownStepTime(StepTimeModel):
 
 
 class CheckedCore(SchedulerCore):
-    """The shipped core; asserts the laws after everything that happens to it, and keeps what it saw."""
+    """The shipped core; asserts the laws after every call, and keeps all plans, results and states."""
 
-    def __init__(self, tiers: TierSet, engine: EngineInfo, controller: SLAController) -> None:
-        super().__init__(tiers, engine, controller)
+    def __init__(
+        self, tiers: TierSet, engine: EngineInfo, controller: SLAController, step_time: StepTimeModel | None = None
+    ) -> None:
+        super().__init__(tiers, engine, controller, step_time)
         self.lives: list[RequestState] = []
         self.plans: list[tuple[float, StepPlan]] = []
         self.results: list[StepResult] = []
@@ -200,17 +202,17 @@ class CheckedCore(SchedulerCore):
         self.lives += [s for i, s in self._states.items() if i not in before]
         self.check()
 
-    def cancel(self, request_ids: Iterable[str]) -> list[Lease]:
-        leases = super().cancel(request_ids)
+    def cancel(self, request_ids: Iterable[str]) -> list[RequestState]:
+        dropped = super().cancel(request_ids)
         self.check()
-        return leases
+        return dropped
 
     def plan(self, now: float) -> StepPlan:
         runnable = [s for s in self._states if not self._engine_state.is_abandoned(s)]
-        # What several of the aborted share counts as free one step after they have left.
-        leaving_together = sum(a.num_shared > 0 for a in self._engine_state._abandoned.values()) > 1
+        # Blocks that several aborted sequences share count as free only one step later.
+        abort_together = sum(a.num_shared > 0 for a in self._engine_state._abandoned.values()) > 1
         plan = super().plan(now)
-        assert plan.run or leaving_together or not runnable or self._is_waiting_for_company(runnable, now), (
+        assert plan.run or abort_together or not runnable or self._is_batching_delay(runnable, now), (
             f"work conserving: {runnable} could run"
         )
         self.check()
@@ -218,18 +220,16 @@ class CheckedCore(SchedulerCore):
             self.plans.append((now, plan))
         return plan
 
-    def apply(self, result: StepResult, now: float) -> StepReport:
-        report = super().apply(result, now)
+    def apply(self, result: StepResult, now: float, overhead_s: float = 0.0) -> StepReport:
+        report = super().apply(result, now, overhead_s)
         self.results.append(result)
         self.check()
         self._check_blocks(result)
-        assert all(s.num_preemptions <= s.tier.retry.max_preemptions for s in self.table), (
-            "nobody is evicted without bound"
-        )
+        assert all(s.num_preemptions <= s.tier.retry.max_preemptions for s in self.table), "preemptions are bounded"
         return report
 
     def check(self) -> None:
-        """The laws that hold at every instant."""
+        """Assert the laws that hold at every instant."""
         ends = sum(self.counts[k] for k in ("finished", "failed", "cancelled", "released"))
         assert self.counts["accepted"] == ends + self.num_held + len(self._refused), "conservation"
         own = [s.own_blocks(self._engine.block_size) for s in self.table]
@@ -237,15 +237,16 @@ class CheckedCore(SchedulerCore):
         need = [blocks_for(s.num_computed_tokens, self._engine.block_size) for s in self.table]
         assert all(n <= self._engine.num_blocks for n in need)
 
-    def _is_waiting_for_company(self, runnable: Sequence[str], now: float) -> bool:
-        """Newcomers may, as long as max-wait allows and not longer; nobody else."""
+    def _is_batching_delay(self, runnable: Sequence[str], now: float) -> bool:
+        """Return whether only newcomers wait, and none of them longer than max-wait."""
         states = [self._states[request_id] for request_id in runnable if request_id in self._states]
         waits_s = {name: output.max_wait_s for name, output in self.controller.outputs(now).items()}
         ends_s = min((s.claimed_s + waits_s[s.tier.name] for s in states), default=float("inf"))
         return now < self.idle_until_s <= ends_s < float("inf") and all(s.status is Status.WAITING for s in states)
 
     def _check_blocks(self, result: StepResult) -> None:
-        """Free + used = total, a shared block once; what is shared lies between being held by one and by all."""
+        """Assert free + used = total. A shared block counts once, but states count it once each or not at all: `used`
+        lies between the sums."""
         size, used = self._engine.block_size, self._engine.num_blocks - result.free_blocks
         states = [s for s in self.table if not self._engine_state.is_abandoned(s.id)]
         assert sum(s.own_blocks(size) for s in states) <= used
@@ -255,24 +256,26 @@ class CheckedCore(SchedulerCore):
             assert used == held or any(s.num_shared_blocks for s in states)
 
     def trace(self) -> str:
-        """All plans, a line each."""
+        """Return all plans, one per line."""
         return "\n".join(f"{now:.6f} {plan}" for now, plan in self.plans)
 
     def life(self, request_id: str) -> RequestState:
-        """The newest life of a request."""
+        """Return the newest state of a request; it has several if it was claimed again."""
         return next(s for s in reversed(self.lives) if s.id == request_id)
 
 
 def make_core(
-    tiers: TierSet | None = None, info: EngineInfo | None = None, cost: StepCost | None = FAST
+    tiers: TierSet | None = None,
+    info: EngineInfo | None = None,
+    cost: StepCost | None = FAST,
+    step_time: StepTimeModel | None = None,
 ) -> CheckedCore:
-    """`cost=None`: the step times must be learned."""
+    """`cost=None`: the core must learn the step times, with `step_time` if given."""
     tiers = tiers or make_tiers()
     info = info or make_info()
-    core = CheckedCore(tiers, info, SLAController(tiers, info.step_eviction))
-    if cost is not None:
-        core.step_time = KnownStepTime(cost)
-    return core
+    if cost is not None and step_time is None:
+        step_time = KnownStepTime(cost)
+    return CheckedCore(tiers, info, SLAController(tiers, info.step_eviction), step_time)
 
 
 def ran(plan: StepPlan) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""A way to a server that can go silent: connections stay open, and nothing comes through any more."""
+"""A proxy to a server whose connections can stall: they stay open, and no byte passes any more."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class StallingProxy:
-    """Forwards bytes between a socket of its own and the server's."""
+    """Forwards bytes between its own socket and the server's."""
 
     def __init__(self, server: str, path: Path) -> None:
         self._server = server
@@ -20,7 +20,7 @@ class StallingProxy:
         return f"unix://{self._path}"
 
     def stall(self) -> None:
-        """The connections of now are dead without knowing it; later ones work."""
+        """Stall the present connections without closing them. Later ones work."""
         for pipe in self._pipes:
             pipe.cancel()
 

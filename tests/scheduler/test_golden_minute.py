@@ -1,8 +1,8 @@
 """One simulated minute as text: chat in two waves over endless bulk. Any change of policy shows as a diff to read.
 
 `TIDEGATE_UPDATE_GOLDEN=1 pytest tests/scheduler/test_golden_minute.py` writes the file anew. The engine's noise is off
-and the step times are known, so that the text is the same on every machine. Of the two ceilings that move together,
-slots and tokens, it shows the slots.
+and the step times are known, so that the text is the same on every machine. The two limits of a bulk tier, slots and
+tokens, move together: the text shows the slots.
 """
 
 import asyncio
@@ -12,7 +12,9 @@ from itertools import groupby
 from pathlib import Path
 
 from engine.step_time.cost import StepCost
-from scheduler.control.controller import Decision, Load, SLAController
+from scheduler.control.controller import SLAController
+from scheduler.control.feedback import Load
+from scheduler.control.knobs import Decision
 from tests.scheduler.builders import make_tiers
 from tests.scheduler.world import Answer, World, run_world
 
@@ -57,9 +59,9 @@ def _log_decisions(controller: SLAController) -> list[tuple[float, Decision]]:
     return log
 
 
-async def _endless_bulk(world: World, who: int) -> None:
+async def _endless_bulk(world: World, client: int) -> None:
     for i in range(1000):
-        await world.ask(f"bulk-{who}-{i}", "bulk", 64 + 16 * (who % 8), 100 + who)
+        await world.ask(f"bulk-{client}-{i}", "bulk", 64 + 16 * (client % 8), 100 + client)
 
 
 async def _waves(world: World) -> None:

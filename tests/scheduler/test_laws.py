@@ -1,7 +1,7 @@
 """The laws of the scheduler, as properties of the shipped loop, core and controller on random traffic.
 
-`CheckedCore` asserts conservation, blocks and work conservation at every step of every test that uses it; what only
-shows at the end is asserted here.
+`CheckedCore` asserts conservation, blocks and work conservation at every step of every test that uses it. Laws that can
+only be checked at the end are asserted here.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from tests.scheduler.builders import FAST, MAX_PREEMPTIONS, expected_tokens, fix
 from tests.scheduler.world import Answer, World, run_world
 
 TIERS = ("realtime", "bulk", "batch")
-GREATEST_BATCH = 8
+MAX_BATCH_SIZE = 8
 law = settings(max_examples=50)
 
 
@@ -29,7 +29,7 @@ class Arrival:
     tier: str
     prompt: int
     max_tokens: int
-    leaves_after_ms: int | None = None
+    cancelled_after_ms: int | None = None
     cache_salt: str = ""
 
 
@@ -51,24 +51,24 @@ ARRIVAL = st.builds(
     tier=st.sampled_from(TIERS),
     prompt=st.integers(1, 180),
     max_tokens=st.integers(1, 40),
-    leaves_after_ms=st.none() | st.none() | st.integers(0, 400),
+    cancelled_after_ms=st.none() | st.none() | st.integers(0, 400),
     cache_salt=st.sampled_from(("", "", "another's")),
 )
 TRAFFIC = st.builds(
     Traffic,
     arrivals=st.lists(ARRIVAL, min_size=1, max_size=20).map(tuple),
-    num_blocks=st.integers(16, 60),  # the smallest holds one sequence of the greatest length
+    num_blocks=st.integers(16, 60),  # 16 hold one sequence of the greatest length
     max_step_tokens=st.sampled_from((24, 64, 256, 1024)),
     batch_size=st.integers(1, 8),
     seed=st.integers(0, 2**32),
-    prefix_cache=st.booleans(),  # all prompts begin alike: nearly everything is shared
+    prefix_cache=st.booleans(),  # all prompts begin alike: most blocks are shared
     num_swap_blocks=st.sampled_from((0, 6, 40)),
     swap_block_s=st.sampled_from((1e-6, 5e-4)),
 )
 
 
 def play(traffic: Traffic) -> World:
-    batch_size = {"min": 1, "start": traffic.batch_size, "max": GREATEST_BATCH}
+    batch_size = {"min": 1, "start": traffic.batch_size, "max": MAX_BATCH_SIZE}
     tiers = make_tiers(**{name: {"batch_size": batch_size} for name in TIERS})
     modes = ("pause", "swap", "recompute") if traffic.num_swap_blocks else ("pause", "recompute")
     info = make_info(
@@ -84,21 +84,21 @@ def play(traffic: Traffic) -> World:
         tasks = []
         for i, arrival in enumerate(traffic.arrivals):
             await world.clock.sleep(arrival.after_ms / 1000)
-            tasks.append(asyncio.create_task(_visit(world, f"{arrival.tier}-{i}", arrival)))
+            tasks.append(asyncio.create_task(_ask(world, f"{arrival.tier}-{i}", arrival)))
         await asyncio.gather(*tasks)
-        await world.clock.sleep(0.5)  # the sequences of those who left leave the batch
+        await world.clock.sleep(0.5)  # aborts of cancelled sequences
         return world
 
     return run_world(story, tiers=tiers, info=info, noise=0.1, seed=traffic.seed, prefix_cache=traffic.prefix_cache)
 
 
-async def _visit(world: World, request_id: str, arrival: Arrival) -> None:
+async def _ask(world: World, request_id: str, arrival: Arrival) -> None:
     asked = world.ask(request_id, arrival.tier, arrival.prompt, arrival.max_tokens, cache_salt=arrival.cache_salt)
-    if arrival.leaves_after_ms is None:
+    if arrival.cancelled_after_ms is None:
         await asked
         return
     task = asyncio.create_task(asked)
-    await world.clock.sleep(arrival.leaves_after_ms / 1000)
+    await world.clock.sleep(arrival.cancelled_after_ms / 1000)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -107,32 +107,32 @@ async def _visit(world: World, request_id: str, arrival: Arrival) -> None:
 @given(TRAFFIC)
 def test_the_laws_hold_on_random_traffic(traffic: Traffic) -> None:
     world = play(traffic)
-    assert_nothing_is_left(world)
+    assert_everything_ended(world)
     assert_causality(world.core.lives)
     assert_steps_stay_in_their_limits(world, traffic)
-    never_left = sum(a.leaves_after_ms is None for a in traffic.arrivals)
+    num_served = sum(a.cancelled_after_ms is None for a in traffic.arrivals)
     answers = [a for a in world.answers.values() if a.ended_s is not None]
-    assert len(answers) >= never_left
+    assert len(answers) >= num_served
     for answer in answers:
-        assert_untouched(answer)
+        assert_output_unchanged(answer)
 
 
-def test_full_memory_shared_and_swapped_with_people_leaving() -> None:
-    """The same laws where memory is always short, and that all there is to them really happens."""
+def test_the_laws_hold_in_full_memory_with_sharing_swaps_and_cancels() -> None:
+    """The same laws where KV blocks are always short; asserts also that each kind of event really happened."""
     modes: Counter[str] = Counter()
-    num_hits = num_worn = num_left = 0
+    num_hits = num_exhausted = num_cancelled = 0
     for seed in range(12):
         world = play(_flood(random.Random(seed)))
-        assert_nothing_is_left(world)
+        assert_everything_ended(world)
         for answer in world.answers.values():
             if answer.ended_s is not None:
-                assert_untouched(answer)
+                assert_output_unchanged(answer)
         modes.update({mode: count for (_, mode), count in world.core.preemptions.items()})
         num_hits += sum(bool(life.num_cached_tokens) for life in world.core.lives)
-        num_worn += sum(life.num_preemptions == MAX_PREEMPTIONS for life in world.core.lives)
-        num_left += world.core.counts["cancelled"]
+        num_exhausted += sum(life.num_preemptions == MAX_PREEMPTIONS for life in world.core.lives)
+        num_cancelled += world.core.counts["cancelled"]
     assert min(modes[mode] for mode in ("pause", "swap", "recompute")) > 5
-    assert min(num_hits, num_worn, num_left) > 0
+    assert min(num_hits, num_exhausted, num_cancelled) > 0
 
 
 def _flood(rng: random.Random) -> Traffic:
@@ -142,7 +142,7 @@ def _flood(rng: random.Random) -> Traffic:
             tier=rng.choice(TIERS),
             prompt=rng.randint(1, 180),
             max_tokens=rng.randint(1, 70),
-            leaves_after_ms=rng.choice((None, None, None, rng.randint(0, 400))),
+            cancelled_after_ms=rng.choice((None, None, None, rng.randint(0, 400))),
             cache_salt=rng.choice(("", "another's")),
         )
         for _ in range(30)
@@ -159,7 +159,7 @@ def _flood(rng: random.Random) -> Traffic:
     )
 
 
-def assert_nothing_is_left(world: World) -> None:
+def assert_everything_ended(world: World) -> None:
     """Laws 1 and 2."""
     counts = world.core.counts
     assert counts["accepted"] == counts["finished"] + counts["cancelled"]
@@ -171,7 +171,7 @@ def assert_nothing_is_left(world: World) -> None:
 def assert_causality(lives: list[RequestState]) -> None:
     """Law 3: arrived ≤ claimed ≤ first scheduled ≤ first token ≤ last token ≤ ended."""
     for life in lives:
-        assert life.arrived_s <= life.claimed_s + 0.001, "arrival is known in whole milliseconds"
+        assert life.arrived_s <= life.claimed_s + 0.001, "arrivals are in whole milliseconds"
         times = (life.claimed_s, life.first_scheduled_s, life.first_token_s, life.last_token_s, life.ended_s)
         happened = [t for t in times if t is not None]
         assert happened == sorted(happened)
@@ -181,10 +181,10 @@ def assert_steps_stay_in_their_limits(world: World, traffic: Traffic) -> None:
     for _, plan in world.core.plans:
         assert plan.num_tokens <= traffic.max_step_tokens
         for tier in TIERS:
-            assert sum(run.seq_id.startswith(tier) for run in plan.run) <= GREATEST_BATCH
+            assert sum(run.seq_id.startswith(tier) for run in plan.run) <= MAX_BATCH_SIZE
 
 
-def assert_untouched(answer: Answer) -> None:
+def assert_output_unchanged(answer: Answer) -> None:
     """Law 9: neither pauses, recomputation nor the cancels of others change an output."""
     assert answer.token_ids == expected_tokens(answer.request)
     assert answer.finish_reason is FinishReason.LENGTH
@@ -213,7 +213,7 @@ PAIRS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 180), st.integers(
 def test_of_equal_requests_the_higher_tier_never_starts_later(
     pairs: list[tuple[int, int, int]], num_blocks: int, size: int, higher: str, prefix_cache: bool
 ) -> None:
-    """Law 8, for tiers that differ in nothing but priority and promise."""
+    """Law 8, for tiers that differ only in priority and SLO."""
     same = {"batch_size": fixed(size), "floor": 0, "deadline_ms": 10_000, "max_wait_ms": fixed(0)}
     lower = "bulk" if higher == "realtime" else "batch"
 
@@ -234,7 +234,7 @@ def test_of_equal_requests_the_higher_tier_never_starts_later(
     run_world(story, tiers=tiers, info=info, known=FAST, prefix_cache=prefix_cache)
 
 
-def test_bulk_gets_its_floor_under_an_endless_flood_from_above() -> None:
+def test_bulk_gets_its_min_share_under_an_endless_flood_of_interactive_requests() -> None:
     """Law 7. Interactive requests arrive faster than the engine serves them, so one always awaits its first token."""
 
     async def story(world: World) -> tuple[float, float]:
@@ -255,13 +255,13 @@ def test_bulk_gets_its_floor_under_an_endless_flood_from_above() -> None:
     assert longest_s < 10.0
 
 
-async def _endless(world: World, who: int) -> None:
+async def _endless(world: World, client: int) -> None:
     for i in range(1_000_000):
-        await world.ask(f"realtime-{who}-{i}", prompt=200, max_tokens=20)
+        await world.ask(f"realtime-{client}-{i}", prompt=200, max_tokens=20)
 
 
 def _time_share(world: World, tier: str) -> float:
-    """The tier's share of step time."""
+    """Return the tier's share of engine time."""
     return world.core.used_s[tier] / sum(world.core.used_s.values())
 
 
@@ -270,8 +270,8 @@ def _longest_gap(world: World, tier: str) -> float:
     return max(b - a for a, b in zip([0.0, *times], [*times, world.clock.now()], strict=True))
 
 
-def test_a_slow_engine_owes_the_floor_too() -> None:
-    """The debt's ceiling must not lie below the size of one bulk step (a TTFT promise of 20 s makes it 2 s)."""
+def test_bulk_gets_engine_time_on_a_slow_engine_too() -> None:
+    """The deficit's ceiling must not lie below the length of one bulk step (2 s with a TTFT SLO of 20 s)."""
 
     async def story(world: World) -> float:
         flood = [asyncio.create_task(_endless(world, i)) for i in range(80)]

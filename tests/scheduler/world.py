@@ -16,10 +16,12 @@ from scheduler.client.rejection import Rejected
 from scheduler.client.token_stream import TokenStream
 from scheduler.config import TierSet
 from scheduler.events.memory import MemoryEventChannel
+from scheduler.queue.base import Queue
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request, TokenEvent
 from scheduler.virtual_time import VirtualClock, run_virtual
+from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.metrics import SchedulerMetrics
@@ -31,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass
 class Answer:
-    """What a client received for one request."""
+    """What a client received for one request, and when."""
 
     request: Request
     submitted_s: float
@@ -66,6 +68,8 @@ class World:
     core: CheckedCore
     engine: ModeledEngine
     loop: SchedulerLoop
+    worker_queue: Queue  # the worker's handle
+    metrics: SchedulerMetrics
     prometheus: CollectorRegistry
     running: asyncio.Task[None]
     answers: dict[str, Answer] = field(default_factory=dict)
@@ -73,7 +77,7 @@ class World:
     def request(
         self, request_id: str, tier: str = "realtime", prompt: int = 32, max_tokens: int = 8, **more: Any
     ) -> Request:
-        """One that arrives now."""
+        """Return a request that arrives now."""
         now_ms = self.clock.wall_ms()
         more.setdefault("deadline_ms", now_ms + self.tiers[tier].deadline_ms)
         return make_request(request_id, tier, prompt, max_tokens, arrival_ms=now_ms, **more)
@@ -98,7 +102,7 @@ class World:
         return answer
 
     async def settle(self) -> None:
-        """Let everything happen that needs no time."""
+        """Run everything that needs no time."""
         await self.clock.sleep(1e-6)
 
 
@@ -113,8 +117,8 @@ def run_world(
     seed: int = 0,
     prefix_cache: bool = False,
 ) -> T:
-    """Play `story` in virtual time, then drain the worker. `cost` is the engine's truth, `known` what the scheduler
-    knows of it from the start (None: it learns)."""
+    """Play `story` in virtual time, then drain the worker. `cost`: real costs of the engine; `known`: costs that the
+    scheduler knows from the start (None: it learns them)."""
 
     async def main() -> T:
         world = await start_world(tiers or make_tiers(), info or make_info(), cost, known, noise, seed, prefix_cache)
@@ -134,8 +138,8 @@ def run_world(
 
 
 def run_bounded(main: Coroutine[Any, Any, T], limit_s: float = 900) -> T:
-    """`run_virtual`, but a story that does not come to its end within `limit_s` fails instead of going on for ever:
-    while the loop's upkeep ticks, virtual time never stands still."""
+    """Run `main` in virtual time, and fail if it has not ended within `limit_s`: the loop's maintenance would keep
+    virtual time running for ever."""
 
     async def bounded() -> T:
         async with asyncio.timeout(limit_s):
@@ -163,9 +167,11 @@ async def start_world(
     metrics = SchedulerMetrics(prometheus, tiers)
     identity = WorkerIdentity("worker", ("model",), clock.wall_ms())
     of_worker = queue.for_worker("worker")
-    loop = SchedulerLoop(core, engine, of_worker, events, registry, metrics, clock, identity, step_log)
+    loop = build_loop(core, engine, of_worker, events, registry, metrics, clock, identity, step_log)
     running = asyncio.create_task(loop.run())
     await asyncio.sleep(0)  # the worker announces itself
     client = SchedulerClient(queue, events, registry, tiers, clock, "gateway")
     await client.start()
-    return World(clock, tiers, queue, events, registry, client, core, engine, loop, prometheus, running)
+    return World(
+        clock, tiers, queue, events, registry, client, core, engine, loop, of_worker, metrics, prometheus, running
+    )

@@ -18,9 +18,10 @@ from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.request import Request
 from scheduler.virtual_time import VirtualClock
+from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
+from scheduler.worker.leases import LEASE_S
 from scheduler.worker.loop import SchedulerLoop
-from scheduler.worker.maintenance import LEASE_S
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, expected_tokens, make_core, make_info, make_request, make_tiers
 from tests.scheduler.world import run_bounded
@@ -33,7 +34,7 @@ DRAIN_S = 5.0
 
 
 class UnhurriedEngine(ModeledEngine):
-    """As the real one does, it goes on with a step whose `collect` was cancelled, tells the next `collect`, and takes
+    """Like the real engine, continues a step whose `collect` was cancelled and returns it to the next `collect`; takes
     no other step before."""
 
     _step: asyncio.Future[StepResult] | None = None
@@ -51,7 +52,7 @@ class UnhurriedEngine(ModeledEngine):
 
 
 class Unreliable:
-    """A worker's handle on the queue, of a store that can go away."""
+    """A worker's handle on a queue whose store can go away."""
 
     def __init__(self, inner: MemoryQueue) -> None:
         self._inner = inner
@@ -89,10 +90,10 @@ class Rig:
     def build(self) -> SchedulerLoop:
         self.loops += 1
         identity = WorkerIdentity("w", ("model",), self.clock.wall_ms())
-        return SchedulerLoop(
+        return build_loop(
             self.core,
             self.engine,
-            self.store,  # type: ignore[arg-type]  # it is one, by __getattr__
+            self.store,  # a queue, by __getattr__
             self.events,
             self.registry,
             self.metrics,
@@ -133,11 +134,11 @@ def play(story: Callable[[Rig, "asyncio.Task[None]"], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("away_s", [1.0, LEASE_S + 5.0])
-def test_the_engine_outlives_an_outage_of_the_store_and_every_answer_comes_whole(away_s: float) -> None:
+def test_the_engine_outlives_an_outage_of_the_store_and_every_answer_is_complete(away_s: float) -> None:
     async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
         requests = [make_request(f"r{i}", "bulk", max_tokens=200, arrival_ms=rig.clock.wall_ms()) for i in range(6)]
         answers = [asyncio.create_task(rig.answer(r)) for r in requests]
-        await rig.clock.sleep(0.505)  # in the midst of a step
+        await rig.clock.sleep(0.505)  # in the middle of a step
         assert rig.core.is_step_in_flight
         rig.store.is_away = True
         await rig.clock.sleep(away_s)
@@ -147,7 +148,7 @@ def test_the_engine_outlives_an_outage_of_the_store_and_every_answer_comes_whole
         assert rig.loops > 1
         rig.ending()
         await serving
-        assert rig.engine.used_blocks == 0, "what was dropped has left the engine"
+        assert rig.engine.used_blocks == 0, "dropped sequences are gone from the engine"
         assert rig.core.counts == {"accepted": 12, "finished": 6, "released": 6}
         assert await rig.registry.workers() == [], "withdrawn"
 
@@ -170,7 +171,7 @@ def test_an_outage_does_not_count_as_an_attempt_while_its_leases_are_still_held(
     play(story)
 
 
-def test_without_a_store_for_long_the_worker_gives_up() -> None:
+def test_the_worker_gives_up_after_a_long_outage() -> None:
     async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
         await rig.clock.sleep(2 * SETTLED_S)
         rig.store.is_away = True
@@ -229,7 +230,7 @@ def test_a_signal_drains_and_a_second_one_stops() -> None:
         await rig.clock.sleep(0.2)
         rig.ending()
         await rig.clock.sleep(0.2)
-        assert not serving.done(), "what runs may end"
+        assert not serving.done(), "running requests may end"
         rig.ending()
         async with asyncio.timeout(0.2):
             await serving
@@ -240,7 +241,7 @@ def test_a_signal_drains_and_a_second_one_stops() -> None:
     play(story)
 
 
-def test_what_outlives_the_drain_goes_back_to_the_queue() -> None:
+def test_requests_that_outlive_the_drain_go_back_to_the_queue() -> None:
     async def story(rig: Rig, serving: "asyncio.Task[None]") -> None:
         requests = [make_request(f"r{i}", "bulk", max_tokens=470, arrival_ms=rig.clock.wall_ms()) for i in range(10)]
         for request in requests:

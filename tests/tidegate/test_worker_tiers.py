@@ -1,4 +1,4 @@
-"""A worker whose tiers change while its loop serves: nothing is lost, and what is held keeps its tier from going."""
+"""Tiers change while a worker serves: no request is lost, and a tier with held requests cannot be removed."""
 
 import asyncio
 from typing import Any
@@ -11,18 +11,18 @@ from tidegate.worker import WorkerTiers
 
 
 def without(*names: str, **more: dict[str, Any]) -> TierSet:
-    """The builders' tiers, less some and with others."""
+    """Return the builders' tiers without `names` and with others."""
     document = make_tiers().document(defaults=False)
     kept = {name: tier for name, tier in document["tiers"].items() if name not in names}
     return parse_tiers({**document, "batch_tier": "realtime", "tiers": {**kept, **more}})
 
 
 class Administered:
-    """Both sides of a world, changed at once."""
+    """Changes the tiers of a world's client and worker at once."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.subject = WorkerTiers(world.core, world.loop._metrics)
+        self.subject = WorkerTiers(world.core, world.metrics)
 
     def change(self, tiers: TierSet) -> None:
         assert self.subject.objection(tiers) == ""
@@ -51,7 +51,7 @@ def test_requests_that_run_and_wait_outlive_a_change_of_everything() -> None:
     run_world(story)
 
 
-def test_a_tier_goes_when_its_last_request_has_ended_and_not_before() -> None:
+def test_a_tier_can_be_removed_only_after_its_last_request_has_ended() -> None:
     async def story(world: World) -> None:
         admin = Administered(world)
         answer = asyncio.create_task(world.ask("b", "bulk", max_tokens=40))
@@ -64,7 +64,7 @@ def test_a_tier_goes_when_its_last_request_has_ended_and_not_before() -> None:
         admin.change(without("bulk", eco={"priority": 5}))
         eco = await world.ask("e", "eco", max_tokens=4)
         assert len(eco.token_ids) == 4
-        await world.clock.sleep(3.0)  # some rounds of upkeep
+        await world.clock.sleep(3.0)  # several rounds of maintenance
         assert not world.running.done()
         assert {tier for worker in await world.registry.workers() for tier in worker.tiers} == {
             "realtime",
@@ -75,7 +75,7 @@ def test_a_tier_goes_when_its_last_request_has_ended_and_not_before() -> None:
     run_world(story)
 
 
-def test_a_request_claimed_while_its_tier_was_removed_is_served_all_the_same() -> None:
+def test_a_request_claimed_while_its_tier_was_removed_gets_the_lowest_tier() -> None:
     async def story(world: World) -> None:
         admin = Administered(world)
         stray = world.request("stray", "bulk", max_tokens=4)

@@ -13,7 +13,7 @@ def test_bulk_is_held_and_sits_out_every_measured_step(kind: str, resident: int)
     assert (cost.idle, cost.resident) == (30, resident)
     assert [len(part) for part in (cost.times.plan, cost.times.engine, cost.times.apply)] == [5, 5, 5]
     assert len(cost.times.steps) == 5
-    assert "core.py" in cost.profile and "/" not in cost.profile.split("core.py")[0][-1:]
+    assert "batch.py" in cost.profile and "/" not in cost.profile.split("batch.py")[0][-1:]
     assert stepper.engine.used_blocks == 0
 
 

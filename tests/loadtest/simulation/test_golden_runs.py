@@ -34,9 +34,8 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def build_core(tiers: TierSet, info: EngineInfo) -> SchedulerCore:
-    core = SchedulerCore(tiers, info, SLAController(tiers, info.step_eviction))
-    core.step_time = KnownStepTime(CARD.step_cost(mixed=True))
-    return core
+    step_time = KnownStepTime(CARD.step_cost(mixed=True))
+    return SchedulerCore(tiers, info, SLAController(tiers, info.step_eviction), step_time)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -1,30 +1,30 @@
-"""When the next step is certain before the running one has ended, and what it holds."""
+"""Async scheduling: when the next step is certain before the running one has ended, and what it holds."""
 
 from engine.interface import Run, StepPlan
 from scheduler.planning.async_plan import async_plan
 from scheduler.request_state import RequestState, Status
-from tests.scheduler.builders import make_decode, make_roster, make_state, make_tiers, make_view
+from tests.scheduler.builders import make_decode, make_state, make_table, make_tiers, make_view
 
 
-def follow(states: list[RequestState], running: str, **view: int) -> StepPlan | None:
+def plan_after(states: list[RequestState], running: str, **view: int) -> StepPlan | None:
     plan = StepPlan(4, run=tuple(Run(name, 1) for name in running))
-    return async_plan(plan, 5, make_view(**view), make_roster(make_tiers(), states))
+    return async_plan(plan, 5, make_view(**view), make_table(make_tiers(), states))
 
 
-def test_decodes_go_on_in_their_order() -> None:
-    plan = follow([make_decode("a"), make_decode("b")], "ba")
+def test_decodes_continue_in_their_order() -> None:
+    plan = plan_after([make_decode("a"), make_decode("b")], "ba")
     assert plan == StepPlan(5, run=(Run("b", 1), Run("a", 1)), ahead=True)
 
 
-def test_who_ends_for_certain_is_left_out() -> None:
+def test_a_sequence_that_is_certain_to_end_is_left_out() -> None:
     last = make_decode("a", output=3, max_tokens=4)
-    assert follow([last, make_decode("b")], "ab") == StepPlan(5, run=(Run("b", 1),), ahead=True)
-    assert follow([last], "a") is None
-    assert follow([make_decode("a", prompt=60, output=3)], "a", max_model_len=64) is None
+    assert plan_after([last, make_decode("b")], "ab") == StepPlan(5, run=(Run("b", 1),), ahead=True)
+    assert plan_after([last], "a") is None
+    assert plan_after([make_decode("a", prompt=60, output=3)], "a", max_model_len=64) is None
 
 
-def test_nothing_is_foreseen_while_anybody_else_is_there() -> None:
-    """A newcomer, a prefill, a preempted one, a decode that sat out: `form_batch` decides on those."""
+def test_there_is_no_async_plan_beside_anything_but_running_decodes() -> None:
+    """`form_batch` decides on newcomers, prefills, preempted sequences and decodes that sat the step out."""
     decode = make_decode("a")
     for other in (
         make_state("b"),
@@ -33,12 +33,12 @@ def test_nothing_is_foreseen_while_anybody_else_is_there() -> None:
         make_decode("b"),
         make_decode("b", status=Status.PAUSED),
     ):
-        assert follow([decode, other], "a") is None
+        assert plan_after([decode, other], "a") is None
 
 
-def test_blocks_for_both_steps_must_be_there() -> None:
+def test_blocks_for_both_steps_must_be_free() -> None:
     """Blocks of 16: 31 computed tokens fill the second with the running step and need a third in the next."""
     state = make_decode("a", prompt=31, output=1)
     assert state.num_computed_tokens == 31
-    assert follow([state], "a", free_blocks=1) is not None
-    assert follow([state], "a", free_blocks=0) is None
+    assert plan_after([state], "a", free_blocks=1) is not None
+    assert plan_after([state], "a", free_blocks=0) is None

@@ -13,7 +13,7 @@ from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.step_limit import StepLimit
 from scheduler.planning.batch import MIN_CHUNK, form_batch
 from scheduler.request_state import RequestState, Status
-from tests.scheduler.builders import make_decode, make_roster, make_state, make_tiers, make_view, preempted, ran
+from tests.scheduler.builders import make_decode, make_state, make_table, make_tiers, make_view, preempted, ran
 
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.001)
 
@@ -39,7 +39,7 @@ def form(
         0,
         make_view(**(view or {})),
         tiers.by_priority,
-        make_roster(tiers, states),
+        make_table(tiers, states),
         Budgets(of_tier, COST),
         now,
     )

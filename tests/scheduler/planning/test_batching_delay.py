@@ -7,7 +7,7 @@ from scheduler.clock import NEVER_S
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.max_wait import fill_ms, is_worth_it, longest_wait_ms
 from scheduler.planning.batching_delay import idle_until_s
-from tests.scheduler.builders import FAST, make_roster, make_state, make_tiers
+from tests.scheduler.builders import FAST, make_state, make_table, make_tiers
 
 positive = st.floats(1e-4, 1e4)
 
@@ -46,6 +46,6 @@ def test_an_idle_loop_sleeps_until_the_next_max_wait_ends() -> None:
     states = [make_state("rt", claimed_s=1.0), make_state("b", "bulk", claimed_s=1.0), make_state("c", "bulk")]
     waits = {"realtime": 0.5, "bulk": 3.0, "batch": 9.0}
     budgets = Budgets({name: TierBudget(4, max_wait_s=wait_s) for name, wait_s in waits.items()}, FAST)
-    table = make_roster(tiers, states)
+    table = make_table(tiers, states)
     ends_s = [idle_until_s(tiers.by_priority, table, budgets, now) for now in (1.2, 1.5, 2.9, 3.0)]
     assert ends_s == [1.5, 3.0, 3.0, NEVER_S], "the oldest of a tier is the one that counts"

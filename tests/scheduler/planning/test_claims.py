@@ -7,14 +7,14 @@ from scheduler.config import TierSet
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.planning.claims import claim_limits
 from scheduler.request_state import RequestState
-from tests.scheduler.builders import make_decode, make_roster, make_state, make_tiers
+from tests.scheduler.builders import make_decode, make_state, make_table, make_tiers
 
 TIERS = make_tiers()
 
 
 def limits(states: list[RequestState], tiers: TierSet = TIERS, **budgets: TierBudget) -> dict[str, int]:
     of_tier = {t.name: budgets.get(t.name, TierBudget(max_num_seqs=8)) for t in tiers.by_priority}
-    table = make_roster(tiers, states)
+    table = make_table(tiers, states)
     return claim_limits(tiers.by_priority, table, Budgets(of_tier, StepCost()), max_step_tokens=100)
 
 

@@ -1,4 +1,4 @@
-"""The core without I/O: a bench steps it by hand against the modeled engine."""
+"""The core without I/O, stepped by hand against the modeled engine."""
 
 import pytest
 
@@ -25,14 +25,14 @@ from tests.scheduler.builders import (
 
 
 def small(num_blocks: int = 16) -> Bench:
-    """An engine that holds 256 tokens."""
+    """A bench whose engine holds 16 tokens in each of `num_blocks` blocks."""
     return Bench(make_core(info=make_info(num_blocks=num_blocks, max_model_len=16 * num_blocks)))
 
 
-# -- reaction ------------------------------------------------------------------------------------------------------
+# -- reaction ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_arrival_during_a_step_is_in_the_very_next_one_and_bulk_leaves_it() -> None:
+def test_an_arrival_during_a_step_is_in_the_very_next_one_and_bulk_is_paused() -> None:
     bench = Bench()
     bench.accept(*(make_request(f"b{i}", "bulk", max_tokens=50) for i in range(8)))
     for _ in range(3):
@@ -45,7 +45,7 @@ def test_an_arrival_during_a_step_is_in_the_very_next_one_and_bulk_leaves_it() -
     assert preempted(plan) == {f"b{i}": "pause" for i in range(8)}
 
 
-def test_bulk_pauses_with_its_kv_resident_and_flows_back_in_order() -> None:
+def test_bulk_pauses_with_its_kv_on_the_device_and_resumes_in_order() -> None:
     bench = Bench()
     bench.accept(*(make_request(f"b{i}", "bulk", max_tokens=50) for i in range(4)))
     for _ in range(3):
@@ -53,7 +53,7 @@ def test_bulk_pauses_with_its_kv_resident_and_flows_back_in_order() -> None:
     used = bench.engine.used_blocks
     bench.accept(make_request("rt", prompt=16, max_tokens=3))
     bench.step()
-    assert bench.core.table.count_status("bulk", Status.PAUSED) == 4
+    assert bench.core.status(bench.now).held["bulk"].paused == 4
     assert bench.engine.used_blocks == used + 1, "nothing of bulk was freed"
     plan = bench.step()
     assert plan.resume == ("b0", "b1", "b2", "b3")
@@ -62,7 +62,7 @@ def test_bulk_pauses_with_its_kv_resident_and_flows_back_in_order() -> None:
     assert all(bench.tokens(f"b{i}") == expected_tokens(bench.core.life(f"b{i}").request) for i in range(4))
 
 
-# -- preemption never changes the output ---------------------------------------------------------------------------
+# -- preemption never changes the output -------------------------------------------------------------------------------
 
 
 def test_a_victim_is_computed_again_and_its_output_is_the_same() -> None:
@@ -78,25 +78,25 @@ def test_a_victim_is_computed_again_and_its_output_is_the_same() -> None:
     assert bench.core.preemptions == {("bulk", "recompute"): 1}
     bench.run()
     assert bench.tokens("b") == expected_tokens(bulk)
-    told = [(e.index, len(e.token_ids)) for e in bench.events if e.request_id == "b"]
-    assert [index for index, _ in told] == [sum(n for _, n in told[:i]) for i in range(len(told))], "nothing twice"
-    assert sum(n for _, n in told) == 60
+    sent = [(e.index, len(e.token_ids)) for e in bench.events if e.request_id == "b"]
+    assert [index for index, _ in sent] == [sum(n for _, n in sent[:i]) for i in range(len(sent))], "no token twice"
+    assert sum(n for _, n in sent) == 60
 
 
-def test_a_stream_without_a_promise_gets_its_tokens_a_few_at_a_time() -> None:
+def test_a_stream_without_an_slo_gets_its_tokens_a_few_at_a_time() -> None:
     bench = Bench()
     bench.accept(make_request("b", "bulk", max_tokens=40), make_request("rt", max_tokens=40))
     bench.run()
     events = {name: [e for e in bench.events if e.request_id == name] for name in ("b", "rt")}
     assert len(events["rt"]) == 40
     assert len(events["b"]) < 20
-    assert len(events["b"][0].token_ids) == 1, "the first token is told at once"
+    assert len(events["b"][0].token_ids) == 1, "the first token is sent at once"
     assert len(bench.tokens("b")) == 40
 
 
 @pytest.mark.trap(3)
 def test_a_victim_stays_held_and_loses_its_kv_a_bounded_number_of_times() -> None:
-    """Trap 3: what was preempted is never dropped by a limit, keeps its lease, and is spared in the end."""
+    """Trap 3: a preempted request is never dropped by a limit, keeps its lease, and is spared in the end."""
     bench = small()
     bulk = make_request("b", "bulk", prompt=150, max_tokens=60)
     bench.accept(bulk)
@@ -106,14 +106,14 @@ def test_a_victim_stays_held_and_loses_its_kv_a_bounded_number_of_times() -> Non
         for _ in range(6):
             bench.step()
         assert "b" in bench.core.table.states
-        assert Lease("b", 1) in bench.core.table.leases()
+        assert bench.core.table.states["b"].lease == Lease("b", 1)
     bench.run()
     assert bench.core.life("b").num_preemptions == MAX_PREEMPTIONS
     assert bench.tokens("b") == expected_tokens(bulk)
     assert bench.core.counts["finished"] == 7
 
 
-def test_worn_victims_and_a_waiting_newcomer_do_not_wait_for_each_other() -> None:
+def test_a_sequence_with_exhausted_preemptions_and_a_newcomer_do_not_wait_for_each_other() -> None:
     bench = small()
     bench.accept(make_request("b", "bulk", prompt=200, max_tokens=50))
     bench.step()
@@ -124,8 +124,8 @@ def test_worn_victims_and_a_waiting_newcomer_do_not_wait_for_each_other() -> Non
 
 
 @pytest.mark.trap(3)
-def test_growth_too_evicts_a_bounded_number_of_times() -> None:
-    """Trap 3: beside interactive sequences that grow until nothing is left, one after the other."""
+def test_growth_too_preempts_a_bounded_number_of_times() -> None:
+    """Trap 3: beside interactive sequences that grow until no block is left, one after the other."""
     bench = small()
     bulk = make_request("b", "bulk", prompt=20, max_tokens=200)
     bench.accept(bulk)
@@ -139,35 +139,35 @@ def test_growth_too_evicts_a_bounded_number_of_times() -> None:
     bench.run()
     assert bench.core.life("b").num_preemptions == MAX_PREEMPTIONS
     assert bench.tokens("b") == expected_tokens(bulk)
-    assert bench.core.counts["finished"] == 6, "and nobody waits for ever"
+    assert bench.core.counts["finished"] == 6, "no request waits for ever"
 
 
-def test_the_worn_come_back_only_with_room_for_all_that_they_may_need() -> None:
+def test_after_its_last_preemption_a_sequence_returns_only_with_room_for_its_longest_end() -> None:
     bench = small()
-    bench.accept(make_request("worn", "bulk", prompt=60, max_tokens=120))  # 4 blocks, and 12 at its end
+    bench.accept(make_request("exhausted", "bulk", prompt=60, max_tokens=120))  # 4 blocks, and 12 at its end
     bench.step()
     bench.accept(make_request("rt", prompt=90, max_tokens=60))
     bench.step()
-    worn, rt = bench.core.life("worn"), bench.core.life("rt")
-    worn.num_preemptions = MAX_PREEMPTIONS - 1
+    exhausted, rt = bench.core.life("exhausted"), bench.core.life("rt")
+    exhausted.num_preemptions = MAX_PREEMPTIONS - 1
     bench.accept(make_request("big", prompt=100, max_tokens=5))
-    assert preempted(bench.step()) == {"worn": "recompute"}
+    assert preempted(bench.step()) == {"exhausted": "recompute"}
     while "rt" in bench.core.table.states:
-        assert worn.status is Status.PREEMPTED, "6 to 10 blocks are free, since `big` has ended"
+        assert exhausted.status is Status.PREEMPTED, "6 to 10 blocks are free, since `big` has ended"
         bench.step()
     bench.step()
-    assert (rt.status, worn.status) == (Status.FINISHED, Status.RUNNING)
+    assert (rt.status, exhausted.status) == (Status.FINISHED, Status.RUNNING)
     bench.accept(make_request("next", prompt=100, max_tokens=5))
-    assert "next" not in ran(bench.step()), "what the worn one may still need is not given away"
+    assert "next" not in ran(bench.step()), "blocks that the other sequence may still need stay reserved"
     bench.run()
-    assert worn.num_preemptions == MAX_PREEMPTIONS
+    assert exhausted.num_preemptions == MAX_PREEMPTIONS
     assert bench.core.counts["finished"] == 4
 
 
-# -- swap ----------------------------------------------------------------------------------------------------------
+# -- swap --------------------------------------------------------------------------------------------------------------
 
 
-def swapping(num_swap_blocks: int = 16, swap_block_s: float = 1e-4) -> Bench:
+def swapping(num_swap_blocks: int = 16, swap_block_s: float = 1e-4, step_time: StepTimeModel | None = None) -> Bench:
     info = make_info(
         num_blocks=16,
         max_model_len=256,
@@ -175,10 +175,10 @@ def swapping(num_swap_blocks: int = 16, swap_block_s: float = 1e-4) -> Bench:
         num_swap_blocks=num_swap_blocks,
         swap_block_s=swap_block_s,
     )
-    return Bench(make_core(info=info))
+    return Bench(make_core(info=info, step_time=step_time))
 
 
-def test_a_victim_is_swapped_where_that_is_cheaper_and_goes_on_where_it_was() -> None:
+def test_a_victim_is_swapped_where_that_is_cheaper_and_resumes_where_it_was() -> None:
     bench = swapping()
     bulk = make_request("b", "bulk", prompt=100, max_tokens=60)
     bench.accept(bulk)
@@ -190,13 +190,13 @@ def test_a_victim_is_swapped_where_that_is_cheaper_and_goes_on_where_it_was() ->
     assert (bench.core.life("b").status, bench.engine.used_swap_blocks) == (Status.SWAPPED, 8)
     while bench.core.life("b").status is Status.SWAPPED:
         plan = bench.step()
-    assert (plan.resume, ran(plan)["b"]) == (("b",), 1), "nothing is computed again"
+    assert (plan.resume, ran(plan)["b"]) == (("b",), 1), "no token is computed again"
     assert bench.engine.used_swap_blocks == 0
     bench.run()
     assert bench.tokens("b") == expected_tokens(bulk)
 
 
-def test_slow_copies_or_a_full_host_memory_mean_recomputing() -> None:
+def test_slow_copies_or_a_full_host_memory_mean_recomputation() -> None:
     for bench in (swapping(swap_block_s=1.0), swapping(num_swap_blocks=6)):
         bench.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
         for _ in range(20):
@@ -205,7 +205,7 @@ def test_slow_copies_or_a_full_host_memory_mean_recomputing() -> None:
         assert preempted(bench.step()) == {"b": "recompute"}
 
 
-def test_what_is_cancelled_while_swapped_leaves_host_memory() -> None:
+def test_a_sequence_cancelled_while_swapped_is_freed_from_host_memory() -> None:
     bench = swapping()
     bench.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
     bench.step()
@@ -216,9 +216,8 @@ def test_what_is_cancelled_while_swapped_leaves_host_memory() -> None:
     assert bench.engine.used_swap_blocks == 0
 
 
-def test_steps_that_copy_teach_nothing_about_computing() -> None:
-    bench = swapping(swap_block_s=1e-3)
-    bench.core.step_time = StepTimeModel(FAST)
+def test_steps_that_copy_blocks_do_not_train_the_step_time_model() -> None:
+    bench = swapping(swap_block_s=1e-3, step_time=StepTimeModel(FAST))
     bench.accept(make_request("b", "bulk", prompt=100, max_tokens=60))
     bench.step()
     observed = bench.core.step_time.num_observed
@@ -230,7 +229,7 @@ def test_steps_that_copy_teach_nothing_about_computing() -> None:
     assert bench.core.step_time.num_observed == observed + 1
 
 
-# -- the prefix cache ----------------------------------------------------------------------------------------------
+# -- the prefix cache --------------------------------------------------------------------------------------------------
 
 
 class _Remembering(StepTimeModel):
@@ -242,23 +241,23 @@ class _Remembering(StepTimeModel):
         self.works.append(work)
 
 
-def test_cached_tokens_are_reported_and_are_no_work() -> None:
-    bench = Bench(prefix_cache=True)
-    bench.core.step_time = step_time = _Remembering(FAST)
+def test_cached_tokens_are_reported_and_count_as_no_work() -> None:
+    step_time = _Remembering(FAST)
+    bench = Bench(make_core(step_time=step_time), prefix_cache=True)
     bench.accept(make_request("first", prompt=100, max_tokens=2))
     bench.run()
     bench.accept(make_request("second", prompt=100, max_tokens=2), make_request("third", prompt=97, max_tokens=1))
     bench.run()
     assert [(work.prefill_tokens, work.decodes) for work in step_time.works] == [(100, 0), (0, 1), (4, 1), (0, 1)]
-    told = {e.request_id: e.cached_tokens for e in bench.events}
-    assert told == {"first": 0, "second": 96, "third": 96}
-    assert all(e.cached_tokens == told[e.request_id] for e in bench.events)
+    cached = {e.request_id: e.cached_tokens for e in bench.events}
+    assert cached == {"first": 0, "second": 96, "third": 96}
+    assert all(e.cached_tokens == cached[e.request_id] for e in bench.events)
     lookups = [lookup for report in bench.reports for lookup in report.lookups]
     assert [(lk.queried_tokens, lk.hit_tokens) for lk in lookups] == [(100, 0), (97, 96), (100, 96)]
 
 
-def test_what_a_victim_finds_of_itself_again_is_nobodys_saving() -> None:
-    """Usage tells what the prompt's first computation was spared, however often it is computed again."""
+def test_prefix_hits_of_a_recomputed_victim_are_not_reported() -> None:
+    """Usage reports the cached tokens of the prompt's first computation, however often it is computed again."""
     bench = Bench(make_core(info=make_info(num_blocks=16, max_model_len=256)), prefix_cache=True)
     bench.accept(make_request("b", "bulk", prompt=100, max_tokens=40, cache_salt="b"))
     bench.step()
@@ -277,7 +276,7 @@ def test_a_sequence_carries_its_salt_and_the_retention_of_its_tier() -> None:
 
 
 def sharing() -> Bench:
-    """18 blocks, of which two bulk sequences hold 10: 8 together, and one each."""
+    """A bench with 18 blocks, of which two bulk sequences hold 10: they share 8 and have one each."""
     bench = Bench(make_core(info=make_info(num_blocks=18, max_model_len=288)), prefix_cache=True)
     bench.accept(make_request("b0", "bulk", prompt=130, max_tokens=14))
     while bench.core.life("b0").awaits_first_token:
@@ -287,8 +286,8 @@ def sharing() -> Bench:
 
 
 @pytest.mark.parametrize(("prompt", "victims"), [(128, ""), (144, "b1"), (160, "b1 b0"), (161, "")])
-def test_a_victims_shared_blocks_are_not_counted_on(prompt: int, victims: str) -> None:
-    """With both gone 18 blocks would be free; certain are 10."""
+def test_shared_blocks_of_victims_do_not_count_as_free(prompt: int, victims: str) -> None:
+    """Without both sequences 18 blocks would be free, but only 10 of them for certain."""
     bench = sharing()
     bench.step()
     assert [bench.core.life(b).own_blocks(16) for b in ("b0", "b1")] == [1, 1]
@@ -299,10 +298,10 @@ def test_a_victims_shared_blocks_are_not_counted_on(prompt: int, victims: str) -
     assert bench.core.counts["finished"] == 3
 
 
-def test_blocks_that_the_cancelled_shared_are_not_counted_as_free() -> None:
+def test_shared_blocks_of_cancelled_sequences_do_not_count_as_free() -> None:
     bench = sharing()
     bench.submit()
-    bench.core.cancel(["b0"])  # while the step runs in which its neighbour comes to share
+    bench.core.cancel(["b0"])  # during the step in which the other one begins to share
     bench.collect()
     bench.accept(make_request("rt", prompt=160, max_tokens=2, cache_salt="x"))
     plan = bench.step()
@@ -312,28 +311,28 @@ def test_blocks_that_the_cancelled_shared_are_not_counted_as_free() -> None:
     assert bench.core.counts["finished"] == 2
 
 
-# -- cancel --------------------------------------------------------------------------------------------------------
+# -- cancel ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_sequence_leaves_in_the_next_step() -> None:
+def test_a_cancelled_sequence_is_aborted_by_the_next_plan() -> None:
     bench = Bench()
     bench.accept(make_request("gone"), make_request("stays"))
     bench.step()
-    assert bench.core.cancel(["gone", "unknown"]) == [Lease("gone", 1)]
+    assert [state.id for state in bench.core.cancel(["gone", "unknown"])] == ["gone"]
     plan = bench.step()
     assert plan.abort == ("gone",)
     assert ran(plan) == {"stays": 1}
     assert bench.engine.used_blocks == 3
 
 
-def test_cancelling_what_never_started_needs_no_abort() -> None:
+def test_cancelling_a_waiting_request_needs_no_abort() -> None:
     bench = Bench()
     bench.accept(make_request("gone"))
     bench.core.cancel(["gone"])
     assert bench.step().is_empty
 
 
-def test_a_sequence_that_ends_while_its_cancel_is_on_the_way_is_not_aborted() -> None:
+def test_a_sequence_that_ends_before_its_abort_is_not_aborted() -> None:
     bench = Bench()
     bench.accept(make_request("last", max_tokens=1))
     bench.submit()
@@ -344,8 +343,8 @@ def test_a_sequence_that_ends_while_its_cancel_is_on_the_way_is_not_aborted() ->
 
 
 @pytest.mark.trap(6)
-def test_blocks_of_the_cancelled_are_counted_before_anyone_is_evicted() -> None:
-    """Trap 6: the space is as good as free, since a plan's aborts come first."""
+def test_blocks_of_cancelled_sequences_are_used_before_any_preemption() -> None:
+    """Trap 6: these blocks count as free, since a plan's aborts come first."""
     bench = small()
     bench.accept(make_request("gone", "bulk", prompt=120), make_request("stays", "bulk", prompt=90))
     for _ in range(2):
@@ -357,8 +356,8 @@ def test_blocks_of_the_cancelled_are_counted_before_anyone_is_evicted() -> None:
     assert "recompute" not in preempted(plan).values()
 
 
-def test_a_request_that_comes_back_during_the_step_it_was_dropped_in_starts_afresh() -> None:
-    """Lease lost, requeued and claimed again, all while one step runs: that step's output is of the old life."""
+def test_a_request_dropped_and_claimed_again_during_one_step_starts_afresh() -> None:
+    """Its lease was lost and it was requeued meanwhile: the output of that step belongs to the old sequence."""
     bench = Bench()
     request = make_request("r", max_tokens=6)
     bench.accept(request)
@@ -369,23 +368,23 @@ def test_a_request_that_comes_back_during_the_step_it_was_dropped_in_starts_afre
     bench.collect()
     assert bench.core.life("r").output_token_ids == []
     bench.run()
-    told = [(e.index, e.token_ids) for e in bench.events]
-    assert [index for index, _ in told] == [0, 0, 1, 2, 3, 4, 5]
-    assert [t for _, tokens in told[1:] for t in tokens] == expected_tokens(request)
+    sent = [(e.index, e.token_ids) for e in bench.events]
+    assert [index for index, _ in sent] == [0, 0, 1, 2, 3, 4, 5]
+    assert [t for _, tokens in sent[1:] for t in tokens] == expected_tokens(request)
 
 
-def test_claiming_again_what_is_held_goes_on_under_the_newer_lease() -> None:
+def test_a_held_request_that_is_claimed_again_goes_on_under_the_newer_lease() -> None:
     bench = Bench()
     bench.accept(make_request("r", max_tokens=4))
     bench.step()
     bench.core.accept([Claimed(bench.core.life("r").request, fence=9, attempt=2)], bench.now, bench.wall_ms)
-    assert bench.core.table.leases() == [Lease("r", 9)]
+    assert [state.lease for state in bench.core.states] == [Lease("r", 9)]
     bench.run()
     assert bench.reports[-1].leases == [Lease("r", 9)]
     assert bench.core.counts["accepted"] == 1
 
 
-# -- what can never run --------------------------------------------------------------------------------------------
+# -- requests that can never run ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -398,9 +397,7 @@ def test_claiming_again_what_is_held_goes_on_under_the_newer_lease() -> None:
         ({"max_tokens": 0}, "There is nothing to generate: max_tokens is below 1."),
     ],
 )
-def test_a_request_that_can_never_run_fails_with_the_reason_and_harms_nobody(
-    bad: dict[str, object], reason: str
-) -> None:
+def test_a_request_that_can_never_run_fails_with_the_reason_and_others_run(bad: dict[str, object], reason: str) -> None:
     bench = small()
     bench.accept(make_request("bad", **bad), make_request("good"))  # type: ignore[arg-type]
     event = bench.events[0]
@@ -410,7 +407,7 @@ def test_a_request_that_can_never_run_fails_with_the_reason_and_harms_nobody(
     assert bench.core.counts == {"accepted": 2, "failed": 1, "finished": 1}
 
 
-def test_a_request_that_ends_its_worker_each_time_is_given_up() -> None:
+def test_a_request_whose_attempts_all_end_its_worker_is_given_up() -> None:
     core = make_core(make_tiers(realtime={"retry": {"max_attempts": 2}}))
     request = make_request("poison")
     core.accept([Claimed(request, fence=1, attempt=2)], 0.0, EPOCH_MS)
@@ -422,10 +419,10 @@ def test_a_request_that_ends_its_worker_each_time_is_given_up() -> None:
     [event] = report.events["gateway"]
     assert (event.kind, event.request_id) == (EventKind.FAILED, "poison")
     assert "given up" in event.error
-    assert report.leases == [Lease("poison", 2)], "acknowledged: it does not come again"
+    assert report.leases == [Lease("poison", 2)], "acknowledged: it is not requeued"
 
 
-def test_a_request_that_may_outgrow_the_kv_cache_is_refused_rather_than_stuck() -> None:
+def test_a_request_that_may_outgrow_the_kv_cache_is_refused() -> None:
     bench = Bench(make_core(info=make_info(num_blocks=16, max_model_len=512)))
     bench.accept(make_request("big", prompt=200, max_tokens=100), make_request("fits", prompt=200, max_tokens=56))
     assert bench.events[0].error == "Prompt and output together may outgrow the 256 tokens that the engine holds."
@@ -433,7 +430,7 @@ def test_a_request_that_may_outgrow_the_kv_cache_is_refused_rather_than_stuck() 
     assert bench.core.counts == {"accepted": 2, "failed": 1, "finished": 1}
 
 
-def test_the_models_context_ends_a_sequence() -> None:
+def test_the_model_length_ends_a_sequence() -> None:
     bench = small()
     bench.accept(make_request("r", prompt=250, max_tokens=100))
     bench.run()
@@ -441,7 +438,7 @@ def test_the_models_context_ends_a_sequence() -> None:
     assert bench.events[-1].finish_reason is FinishReason.LENGTH
 
 
-# -- what is reported ----------------------------------------------------------------------------------------------
+# -- reports -----------------------------------------------------------------------------------------------------------
 
 
 def test_each_step_reports_its_tokens_with_their_index() -> None:
@@ -506,12 +503,12 @@ def test_a_broken_sequence_fails_alone_and_counts_as_a_miss() -> None:
     assert "good" in core.table.states and "bad" not in core.table.states
 
 
-# -- claims --------------------------------------------------------------------------------------------------------
+# -- claims ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.trap(10, 15)
 def test_claims_stay_shallow_and_n_counts_as_n() -> None:
-    """Traps 10 and 15: what is held is bounded by the slots, and each of n sequences takes one."""
+    """Traps 10 and 15: held requests are bounded by the slots, and each of n sequences takes one."""
     tiers = make_tiers(realtime={"batch_size": fixed(8)}, bulk={"batch_size": fixed(6)})
     bench = Bench(make_core(tiers))
     assert bench.core.claim_limits(0.0) == {"realtime": 8 + PREFETCH, "bulk": 6, "batch": 64}
@@ -550,3 +547,10 @@ def test_release_gives_every_lease_back() -> None:
     assert set(bench.core.release_all()) == {Lease("started", 1), Lease("waiting", 2)}
     assert bench.core.num_held == 0
     assert bench.core.counts["released"] == 2
+
+
+def test_release_gives_back_requests_that_were_refused_but_not_reported() -> None:
+    core = make_core()
+    core.accept([Claimed(make_request("bad", prompt=0), fence=1)], 0.0, EPOCH_MS)
+    assert core.release_all() == [Lease("bad", 1)]
+    assert not core.refuse(0.0).leases

@@ -1,4 +1,4 @@
-"""Who gives way to whom."""
+"""Which sequences are preempted for which."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ def ids(states: list[RequestState]) -> list[str]:
 
 
 @pytest.mark.trap(5)
-def test_lowest_tier_first_then_the_newest() -> None:
+def test_victims_are_of_the_lowest_tier_first_then_the_newest() -> None:
     """Trap 5."""
     resident = [
         make_decode("bulk old", "bulk", claimed_s=1),
@@ -31,7 +31,7 @@ def test_lowest_tier_first_then_the_newest() -> None:
 
 
 @pytest.mark.trap(5)
-def test_what_is_nearly_done_is_spared_within_its_tier() -> None:
+def test_a_nearly_done_sequence_is_spared_within_its_tier() -> None:
     """Trap 5."""
     nearly = make_decode("nearly done", output=90, max_tokens=100, claimed_s=9)
     fresh = make_decode("fresh", output=5, max_tokens=100, claimed_s=1)
@@ -39,21 +39,21 @@ def test_what_is_nearly_done_is_spared_within_its_tier() -> None:
 
 
 @pytest.mark.trap(1)
-def test_a_newcomer_takes_only_from_strictly_lower_tiers() -> None:
+def test_a_newcomer_preempts_only_strictly_lower_tiers() -> None:
     """Trap 1."""
     resident = [make_decode("same", "bulk"), make_decode("above", "realtime"), make_decode("below", "batch")]
     assert ids(newcomer_victims(make_state("new", "bulk"), resident)) == ["below"]
 
 
 @pytest.mark.trap(3)
-def test_nobody_loses_its_kv_more_than_a_few_times() -> None:
-    """Trap 3: neither to newcomers nor to those that grow."""
-    worn = make_decode("worn", preempted=MAX_PREEMPTIONS)
-    assert newcomer_victims(make_state("rt"), [worn]) == []
-    assert growth_victims(make_decode("rt", "realtime"), [worn]) == []
+def test_a_sequence_is_preempted_a_bounded_number_of_times() -> None:
+    """Trap 3: neither newcomers nor growing sequences preempt it once more."""
+    exhausted = make_decode("exhausted", preempted=MAX_PREEMPTIONS)
+    assert newcomer_victims(make_state("rt"), [exhausted]) == []
+    assert growth_victims(make_decode("rt", "realtime"), [exhausted]) == []
 
 
-def test_growth_takes_from_newer_equals_and_from_below() -> None:
+def test_growth_preempts_newer_equals_and_lower_tiers() -> None:
     needy = make_decode("needy", deadline_ms=5)
     resident = [
         make_decode("older", deadline_ms=4),
@@ -73,7 +73,7 @@ SEQUENCES = st.builds(
 
 
 @given(SEQUENCES, SEQUENCES)
-def test_no_two_sequences_may_evict_each_other(one: RequestState, other: RequestState) -> None:
+def test_no_two_sequences_may_preempt_each_other(one: RequestState, other: RequestState) -> None:
     for choose in (newcomer_victims, growth_victims):
         assert not (choose(one, [other]) and choose(other, [one]))
 
@@ -85,12 +85,12 @@ SWAP, RECOMPUTE = PreemptionMode.SWAP, PreemptionMode.RECOMPUTE
 
 
 def mode(swap_block_s: float, free_swap_blocks: int = 100, shared: int = 0) -> PreemptionMode:
-    """Of a victim that holds 10 blocks of 16 tokens, 0.16 s of prefill."""
+    """Return the mode for a victim that holds 10 blocks of 16 tokens, which take 0.16 s to compute again."""
     victim = make_decode("b", prompt=160, shared=shared)
     return cheapest_mode(victim, 16, COST, swap_block_s, free_swap_blocks)
 
 
-def test_the_cheaper_way_is_taken() -> None:
+def test_the_cheaper_mode_is_chosen() -> None:
     assert mode(0.0079) is SWAP, "20 copies of 7.9 ms"
     assert mode(0.0081) is RECOMPUTE
 
@@ -101,12 +101,12 @@ def test_host_memory_must_have_room() -> None:
     assert mode(0.0, free_swap_blocks=0) is RECOMPUTE
 
 
-def test_what_is_shared_stays_and_need_not_be_computed_again() -> None:
-    """Two blocks of its own: 12 copies against 32 tokens."""
+def test_shared_blocks_stay_and_are_not_computed_again() -> None:
+    """With two unshared blocks, 12 copies compete with 32 tokens."""
     assert mode(0.0026, shared=8) is SWAP
     assert mode(0.0027, shared=8) is RECOMPUTE
 
 
-def test_who_holds_nothing_has_nothing_to_swap() -> None:
+def test_a_sequence_without_blocks_is_not_swapped() -> None:
     empty = make_state("b", "bulk", Status.RUNNING)
     assert cheapest_mode(empty, 16, COST, 0.0, 100) is RECOMPUTE

@@ -1,4 +1,4 @@
-"""States are found where their status says, and a plan costs no more for those that it does not need."""
+"""The index of the request table follows each state, and a plan does not cost more when more requests are idle."""
 
 import random
 import sys
@@ -13,7 +13,7 @@ from scheduler.planning.core import SchedulerCore
 from scheduler.planning.request_table import RequestTable
 from scheduler.request import Claimed
 from scheduler.request_state import RequestState, Status
-from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_request, make_roster, make_state, make_tiers
+from tests.scheduler.builders import MAX_PREEMPTIONS, make_decode, make_request, make_state, make_table, make_tiers
 
 TIERS = make_tiers()
 
@@ -22,27 +22,27 @@ def ids(states: Any) -> list[str]:
     return [state.id for state in states]
 
 
-def test_each_state_is_where_its_status_says() -> None:
+def test_each_state_is_indexed_by_its_status() -> None:
     table = RequestTable(TIERS.by_priority)
     states = [
         make_state("waits", deadline_ms=5),
         make_state("waits less", deadline_ms=4),
-        make_state("evicted", status=Status.PREEMPTED, deadline_ms=9),
-        make_state("under way", status=Status.RUNNING, prompt=40, computed=16),
+        make_state("preempted", status=Status.PREEMPTED, deadline_ms=9),
+        make_state("half done", status=Status.RUNNING, prompt=40, computed=16),
         make_decode("decodes", "realtime"),
     ]
     for state in states:
-        table.file(state)
+        table.update(state)
     assert ids(table.waiting("realtime")) == ["waits less", "waits"]
-    assert ids(table.evicted("realtime")) == ["evicted"]
-    assert ids(table.prefills("realtime")) == ids(table.promised()) == ["under way"]
+    assert ids(table.preempted("realtime")) == ["preempted"]
+    assert ids(table.prefills("realtime")) == ids(table.reserved()) == ["half done"]
     assert ids(table.decodes("realtime")) == ["decodes"]
     assert (table.count("realtime"), table.num_resident("realtime"), table.num_waiting("realtime")) == (5, 2, 2)
     assert table.count("bulk") == 0
 
 
-def test_who_ran_goes_behind_those_who_sat_out() -> None:
-    table = make_roster(TIERS, [make_decode(name, "realtime") for name in "abcd"])
+def test_decodes_that_ran_go_behind_decodes_that_sat_out() -> None:
+    table = make_table(TIERS, [make_decode(name, "realtime") for name in "abcd"])
     table.note_run(["a", "c"])
     assert ids(table.decodes("realtime")) == ["b", "d", "a", "c"]
     table.note_run(["b"])
@@ -50,29 +50,29 @@ def test_who_ran_goes_behind_those_who_sat_out() -> None:
     assert ids(table.last_run("realtime")) == ["b"]
 
 
-def test_the_worn_keep_promises_while_they_decode() -> None:
-    worn = make_decode("worn")
-    worn.num_preemptions = MAX_PREEMPTIONS
-    table = make_roster(TIERS, [worn, make_decode("fresh")])
-    assert ids(table.promised()) == ["worn"]
-    table.remove(worn)
-    assert ids(table.promised()) == []
+def test_exhausted_preemptions_keep_blocks_reserved_while_decoding() -> None:
+    exhausted = make_decode("exhausted")
+    exhausted.num_preemptions = MAX_PREEMPTIONS
+    table = make_table(TIERS, [exhausted, make_decode("fresh")])
+    assert ids(table.reserved()) == ["exhausted"]
+    table.remove(exhausted)
+    assert ids(table.reserved()) == []
 
 
-def test_a_reload_says_anew_who_is_worn() -> None:
-    """Else one that may not lose its blocks again has no room to grow into, or one that may keeps it from others."""
+def test_a_reload_recomputes_whose_preemptions_are_exhausted() -> None:
+    """Without this, a sequence that must keep its blocks has no room to grow, or another reserves room in vain."""
     once = make_decode("once")
     once.num_preemptions = 1
-    table = make_roster(TIERS, [once])
-    for most, worn in ((1, ["once"]), (2, [])):
+    table = make_table(TIERS, [once])
+    for most, exhausted in ((1, ["once"]), (2, [])):
         table.reconfigure(make_tiers(bulk={"retry": {"max_preemptions": most}}).tiers)
-        assert ids(table.promised()) == worn
+        assert ids(table.reserved()) == exhausted
         assert once.tier.retry.max_preemptions == most
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_filing_again_and_again_is_filing_once(seed: int) -> None:
-    """After any changes the table is what a new one of the same states would be, but for the order of turns."""
+def test_many_updates_give_the_same_index_as_one(seed: int) -> None:
+    """After any changes the table equals a new one of the same states, except for the order of the decodes' turns."""
     rng = random.Random(seed)
     states = [make_state(f"s{i}", rng.choice(["realtime", "bulk"]), prompt=20, deadline_ms=i % 7) for i in range(30)]
     table, held = RequestTable(TIERS.by_priority), dict[str, RequestState]()
@@ -83,13 +83,13 @@ def test_filing_again_and_again_is_filing_once(seed: int) -> None:
         else:
             _change(state, rng)
             held[state.id] = state
-            table.file(state)
-        fresh = make_roster(TIERS, held.values())
+            table.update(state)
+        fresh = make_table(TIERS, held.values())
         for tier in ("realtime", "bulk"):
             assert sorted(ids(table.decodes(tier))) == sorted(ids(fresh.decodes(tier)))
-            for look in ("prefills", "evicted", "waiting"):
+            for look in ("prefills", "preempted", "waiting"):
                 assert ids(getattr(table, look)(tier)) == ids(getattr(fresh, look)(tier))
-        assert sorted(ids(table.promised())) == sorted(ids(fresh.promised()))
+        assert sorted(ids(table.reserved())) == sorted(ids(fresh.reserved()))
 
 
 def _change(state: RequestState, rng: random.Random) -> None:
@@ -110,7 +110,7 @@ def test_a_plan_costs_the_same_beside_ten_and_ten_thousand_idle_requests() -> No
 
 
 def _calls_of_a_plan(num_idle: int) -> int:
-    """Function calls that planning an interactive step takes while a first token is awaited above `num_idle` others."""
+    """Count the function calls that planning an interactive prefill takes beside `num_idle` waiting bulk requests."""
     info = EngineInfo("m", 512, 100, block_size=16, num_blocks=50_000, max_step_tokens=512)
     core = SchedulerCore(TIERS, info, SLAController(TIERS, info.step_eviction))
     idle = [make_request(f"b{i}", "bulk", prompt=32) for i in range(num_idle)]

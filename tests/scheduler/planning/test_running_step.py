@@ -1,4 +1,4 @@
-"""The step in flight: who could leave it, and on whom its time falls."""
+"""The step in flight: which sequences can be evicted from it, and how its time is shared among the tiers."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from engine.interface import Run, StepEviction, StepPlan, StepResult
 from engine.step_time.cost import StepCost
 from scheduler.planning.running_step import RunningStep
-from scheduler.planning.step_eviction import CREDIT_START_S
+from scheduler.planning.step_eviction import BUCKET_START_S
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import make_decode, make_state, make_tiers
 
@@ -30,19 +30,21 @@ BULK = [make_decode(f"b{i}", "bulk") for i in range(4)]
 RT = make_decode("rt", "realtime")
 
 
-def test_all_bulk_leaves_a_bulk_only_step_in_the_order_of_the_plan() -> None:
+def test_all_bulk_is_evicted_from_a_bulk_only_step_in_the_order_of_the_plan() -> None:
     assert begin(*BULK).evictees(NEWCOMER, StepEviction.STEPS, 0.001) == ["b0", "b1", "b2", "b3"]
 
 
 @pytest.mark.parametrize(
-    ("step_eviction", "leave"), [(StepEviction.ROWS, 4), (StepEviction.STEPS, 0), (StepEviction.NOTHING, 0)]
+    ("step_eviction", "evicted"), [(StepEviction.ROWS, 4), (StepEviction.STEPS, 0), (StepEviction.NOTHING, 0)]
 )
-def test_bulk_leaves_a_mixed_step_where_rows_can(step_eviction: StepEviction, leave: int) -> None:
+def test_bulk_is_evicted_from_a_mixed_step_where_the_engine_can_evict_rows(
+    step_eviction: StepEviction, evicted: int
+) -> None:
     evictees = begin(RT, *BULK).evictees(NEWCOMER, step_eviction, 0.001)
-    assert len(evictees) == leave and "rt" not in evictees
+    assert len(evictees) == evicted and "rt" not in evictees
 
 
-def test_nobody_leaves_twice_for_one_step() -> None:
+def test_a_step_is_evicted_from_once() -> None:
     running = begin(*BULK)
     assert running.evictees(NEWCOMER, StepEviction.ROWS, 0.001) and not running.evictees(
         NEWCOMER, StepEviction.ROWS, 0.002
@@ -50,70 +52,72 @@ def test_nobody_leaves_twice_for_one_step() -> None:
 
 
 @pytest.mark.trap(1)
-@pytest.mark.parametrize(("priority", "leave"), [(5, 0), (10, 0), (11, 4)], ids=["lower", "equal", "higher"])
-def test_nobody_leaves_for_an_equal_or_lower_tier(priority: int, leave: int) -> None:
+@pytest.mark.parametrize(("priority", "evicted"), [(5, 0), (10, 0), (11, 4)], ids=["lower", "equal", "higher"])
+def test_no_sequence_is_evicted_for_an_equal_or_lower_tier(priority: int, evicted: int) -> None:
     """Trap 1."""
     tiers = make_tiers(gold={"priority": priority, "slo": {"ttft_p99_ms": 900}})
-    assert len(begin(*BULK).evictees(make_state("g", "gold", tiers=tiers), StepEviction.ROWS, 0.001)) == leave
+    assert len(begin(*BULK).evictees(make_state("g", "gold", tiers=tiers), StepEviction.ROWS, 0.001)) == evicted
 
 
-def test_work_whose_floor_is_due_stays() -> None:
+def test_work_for_a_min_share_is_not_evicted() -> None:
     assert not begin(*BULK, protected=("bulk",)).evictees(NEWCOMER, StepEviction.ROWS, 0.001)
 
 
-def test_nobody_leaves_where_it_does_not_pay() -> None:
+def test_no_sequence_is_evicted_where_that_does_not_pay() -> None:
     assert not begin(*BULK).evictees(NEWCOMER, StepEviction.ROWS, 0.029)
 
 
-def test_without_credit_nobody_leaves() -> None:
+def test_no_sequence_is_evicted_when_the_waste_budget_is_empty() -> None:
     running = begin(*BULK)
-    running.credit.spend(10.0)
+    running.waste_budget.take(10.0)
     assert not running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
 
 
-def test_the_fixed_cost_falls_on_those_with_a_promise() -> None:
-    used_s = begin(RT, *BULK).end(result())
+def test_the_fixed_cost_is_charged_to_interactive_tiers() -> None:
+    used_s = begin(RT, *BULK).end(result()).used_s
     scale = 0.03 / (0.01 + 5 * 0.005)
     assert used_s == pytest.approx({"realtime": 0.015 * scale, "bulk": 0.02 * scale})
-    assert begin(*BULK).end(result()) == pytest.approx({"bulk": 0.03})
+    assert begin(*BULK).end(result()).used_s == pytest.approx({"bulk": 0.03})
 
 
-def test_what_was_thrown_away_was_of_use_to_nobody() -> None:
+def test_time_that_was_thrown_away_is_charged_to_no_tier() -> None:
     running = begin(*BULK)
     running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
-    assert running.end(result(evicted=tuple(s.id for s in BULK))) == {}
-    assert running.credit.num_evictions == 1 and running.credit.wasted_s == pytest.approx(0.01)
+    assert running.end(result(evicted=tuple(s.id for s in BULK))).used_s == {}
+    assert running.waste_budget.num_evictions == 1 and running.waste_budget.wasted_s == pytest.approx(0.01)
 
 
-def test_a_wish_that_comes_too_late_costs_nothing() -> None:
+def test_an_eviction_that_comes_too_late_costs_nothing() -> None:
     late = begin(*BULK)
     assert late.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
-    late.end(result())  # it was over before anybody could leave
-    assert late.credit.num_evictions == 0 and late.credit.wasted_s == 0
-    late.credit.spend(CREDIT_START_S)
-    assert late.credit.can_spend(0.0), "all that there was at the start, and what the step has earned"
+    late.end(result())  # it ended before the eviction
+    assert late.waste_budget.num_evictions == 0 and late.waste_budget.wasted_s == 0
+    late.waste_budget.take(BUCKET_START_S)
+    assert late.waste_budget.can_take(0.0), "the initial level, and what the step has refilled"
 
 
-def test_who_stays_in_a_step_that_others_leave_has_had_its_own_part_of_it() -> None:
+def test_tiers_that_stay_in_a_step_are_charged_their_own_part_of_it() -> None:
     running = begin(RT, *BULK)
     assert running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
-    used_s = running.end(StepResult(0, elapsed_s=0.02, evicted=tuple(s.id for s in BULK)))
+    used_s = running.end(StepResult(0, elapsed_s=0.02, evicted=tuple(s.id for s in BULK))).used_s
     assert used_s == pytest.approx({"realtime": 0.015}), "the fixed cost and one decode, as predicted"
     assert running.bulk_total_s == pytest.approx(0.005)
 
 
-def test_all_that_is_without_a_promise_counts_as_bulk_with_the_fixed_cost_of_its_own_steps() -> None:
-    """A first token that waited for such a step would have been in time without it."""
-    alone, owed, beside = begin(*BULK), begin(*BULK, protected=("bulk",)), begin(RT, *BULK)
-    for running in (alone, owed, beside):
+def test_bulk_time_includes_the_fixed_cost_of_steps_without_interactive_work() -> None:
+    """A first token that waited for such a step would have come earlier without it."""
+    alone, protected, beside = begin(*BULK), begin(*BULK, protected=("bulk",)), begin(RT, *BULK)
+    for running in (alone, protected, beside):
         running.end(result())
-    assert alone.bulk_total_s == pytest.approx(0.03) == owed.bulk_total_s
-    assert beside.bulk_total_s == pytest.approx(0.03 * 0.02 / 0.035), "there the step was not bulk's"
+    assert alone.bulk_total_s == pytest.approx(0.03) == protected.bulk_total_s
+    assert beside.bulk_total_s == pytest.approx(0.03 * 0.02 / 0.035), (
+        "the fixed cost was charged to the interactive tier"
+    )
 
 
-def test_a_plan_made_ahead_does_not_take_the_place_of_the_step_that_runs() -> None:
+def test_an_async_step_does_not_replace_the_running_one() -> None:
     running = RunningStep()
     for step_id, state in enumerate((RT, BULK[0])):
         running.begin(StepPlan(step_id, run=(Run(state.id, 1),)), {state.id: state}, COST, 0.0, ())
-    assert list(running.end(result())) == ["realtime"]
-    assert list(running.end(StepResult(1, elapsed_s=0.03))) == ["bulk"]
+    assert list(running.end(result()).used_s) == ["realtime"]
+    assert list(running.end(StepResult(1, elapsed_s=0.03)).used_s) == ["bulk"]

@@ -1,4 +1,4 @@
-"""What a worker says it can do: rates from the step-time model, less what the tiers above take."""
+"""What a worker announces that it can do: rates from the step-time model, less the use of the tiers above."""
 
 from dataclasses import replace
 
@@ -10,20 +10,22 @@ from scheduler.planning.step_report import Ended
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.request import Claimed
 from scheduler.virtual_time import EPOCH_MS
-from scheduler.worker.capacity import ENOUGH_SEEN, CapacityEstimator
+from scheduler.worker.capacity import MIN_REQUESTS, CapacityEstimator
 from tests.scheduler.bench import Bench
 from tests.scheduler.builders import CheckedCore, make_core, make_info, make_request
 
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.002)
 
 
-def measure(books: CapacityEstimator, core: CheckedCore, now: float = 1.0, times: int = 1) -> dict[str, TierCapacity]:
+def measure(
+    estimator: CapacityEstimator, core: CheckedCore, now: float = 1.0, times: int = 1
+) -> dict[str, TierCapacity]:
     for _ in range(times):
-        capacities = books.measure(core, core.controller.outputs(now), now, interval_s=1.0)
+        capacities = estimator.measure(core.tiers, core.states, core.status(now), now, interval_s=1.0)
     return capacities
 
 
-def make_books(cost: StepCost = COST) -> tuple[CapacityEstimator, CheckedCore]:
+def make_estimator(cost: StepCost = COST) -> tuple[CapacityEstimator, CheckedCore]:
     info = make_info(max_step_tokens=1000)
     return CapacityEstimator(info), make_core(info=info, cost=cost)
 
@@ -33,109 +35,113 @@ def hold(core: CheckedCore, count: int, tier: str = "realtime", prompt: int = 10
     core.accept([Claimed(request, fence=1) for request in requests], 0.0, EPOCH_MS)
 
 
-def end(books: CapacityEstimator, count: int, tier: str = "realtime", **more: float) -> None:
+def end(estimator: CapacityEstimator, count: int, tier: str = "realtime", **more: float) -> None:
     ended = Ended(tier, "stop", prompt_tokens=100, output_tokens=50, met_slo=True, held_s=2.0)
     for _ in range(count):
-        books.enter(replace(ended, **more))  # type: ignore[arg-type]
+        estimator.note_ended(replace(ended, **more))  # type: ignore[arg-type]
 
 
 def test_an_idle_engine_prefills_in_full_steps() -> None:
-    books, core = make_books()
-    capacity = measure(books, core)["realtime"]
+    estimator, core = make_estimator()
+    capacity = measure(estimator, core)["realtime"]
     assert capacity.prefill_tokens_per_s == pytest.approx(1000 / (0.01 + 1.0))
     assert (capacity.prompt_tokens, capacity.output_tokens, capacity.slots_free) == (0, 0, 64)
     assert capacity.step_s == pytest.approx(0.01)
 
 
-def test_what_too_few_steps_have_shown_is_not_said() -> None:
-    """A prior's guess at a tokens' cost, or that of a few steps alike, would refuse requests that can be served."""
+def test_a_rate_is_not_announced_after_too_few_steps() -> None:
+    """A prior, or a fit to a few equal steps, may be so wrong that requests are refused which could be served."""
     info = make_info(max_step_tokens=1000)
-    books, core = CapacityEstimator(info), make_core(info=info, cost=None)
+    estimator, core = CapacityEstimator(info), make_core(info=info, cost=None)
     rates = []
     for _ in range(WARM_STEPS + 1):
-        rates.append(measure(books, core)["realtime"].prefill_tokens_per_s)
+        rates.append(measure(estimator, core)["realtime"].prefill_tokens_per_s)
         core.step_time.observe(StepWork(prefill_tokens=100, attended=5000, prefills=1), 0.1)
     assert set(rates) == {0.0}
-    assert measure(books, core)["realtime"].prefill_tokens_per_s > 0
+    assert measure(estimator, core)["realtime"].prefill_tokens_per_s > 0
 
 
-def test_prefills_ride_with_decodes_as_far_as_these_allow() -> None:
-    """85 of 100 ms promised between two tokens may be used; ten decodes and the step itself take 30 of them."""
-    books, core = make_books()
+def test_prefills_run_beside_decodes_as_far_as_their_slo_allows() -> None:
+    """85 ms of an ITL SLO of 100 ms may be used; ten decodes and the fixed cost of the step take 30 of them."""
+    estimator, core = make_estimator()
     hold(core, 10, prompt=10)
     Bench(core, COST).step()
-    capacity = measure(books, core)["realtime"]
+    capacity = measure(estimator, core)["realtime"]
     assert capacity.step_s == pytest.approx(0.01 + 10 * 0.002)
     assert capacity.prefill_tokens_per_s == pytest.approx(0.055 / 0.085 / 0.001)
     assert capacity.output_tokens == 10 * 49 and capacity.prompt_tokens == 0
 
 
-def test_what_is_held_above_counts_below_but_not_the_other_way_round() -> None:
-    books, core = make_books()
+def test_backlog_of_higher_tiers_counts_for_lower_ones_but_not_the_other_way_round() -> None:
+    estimator, core = make_estimator()
     hold(core, 3, "realtime")
     hold(core, 2, "bulk")
-    capacities = measure(books, core, now=0.1)
+    capacities = measure(estimator, core, now=0.1)
     assert [capacities[t].prompt_tokens for t in ("realtime", "bulk", "batch")] == [300, 500, 500]
     assert [capacities[t].output_tokens for t in ("realtime", "bulk", "batch")] == [150, 250, 250]
     assert [capacities[t].slots_free for t in ("realtime", "bulk", "batch")] == [61, 62, 64]
-    late = measure(books, core, now=1.0)
-    assert [late[t].prompt_tokens for t in ("realtime", "bulk", "batch")] == [0, 200, 200], "they wait for newcomers"
+    late = measure(estimator, core, now=1.0)
+    assert [late[t].prompt_tokens for t in ("realtime", "bulk", "batch")] == [0, 200, 200], (
+        "late prompts wait for newcomers"
+    )
 
 
-def test_tiers_without_a_promise_have_the_time_that_is_left() -> None:
-    """By what those above used of the engine, as it was measured; never less than the floor."""
-    books, core = make_books()
-    alone = measure(books, core)["bulk"]
+def test_tiers_without_an_slo_have_the_time_that_is_left() -> None:
+    """The time left is what the tiers above did not use lately, and never less than the min share."""
+    estimator, core = make_estimator()
+    alone = measure(estimator, core)["bulk"]
     assert alone.prefill_tokens_per_s == pytest.approx(1000, rel=0.02)
     assert alone.output_tokens_per_s == pytest.approx(1 / (0.002 + 0.01 / 64))
     for _ in range(100):
         core.used_s["realtime"] += 0.63
-        measure(books, core)
+        measure(estimator, core)
     core.used_s["realtime"] += 0.63
-    third = measure(books, core)["bulk"]
+    third = measure(estimator, core)["bulk"]
     assert third.prefill_tokens_per_s == pytest.approx(1000 * 0.37, rel=0.05)
     for _ in range(100):
         core.used_s["realtime"] += 1.0
-        measure(books, core)
+        measure(estimator, core)
     core.used_s["realtime"] += 1.0
-    assert measure(books, core)["bulk"].prefill_tokens_per_s == pytest.approx(1000 * 0.02, rel=0.02), "its floor"
+    assert measure(estimator, core)["bulk"].prefill_tokens_per_s == pytest.approx(1000 * 0.02, rel=0.02), (
+        "its min share"
+    )
 
 
 def test_long_prompts_attend_to_more() -> None:
-    books, core = make_books(replace(COST, attend_s=1e-5))
-    short = measure(books, core)["realtime"].prefill_tokens_per_s
-    end(books, 20, prompt_tokens=1000)
-    assert measure(books, core)["realtime"].prefill_tokens_per_s < short / 2
+    estimator, core = make_estimator(replace(COST, attend_s=1e-5))
+    short = measure(estimator, core)["realtime"].prefill_tokens_per_s
+    end(estimator, 20, prompt_tokens=1000)
+    assert measure(estimator, core)["realtime"].prefill_tokens_per_s < short / 2
 
 
-def test_slots_become_free_as_fast_as_requests_usually_leave() -> None:
-    books, core = make_books()
-    end(books, ENOUGH_SEEN - 1)
-    assert measure(books, core)["realtime"].drain_per_s == 0, "too few to say"
-    end(books, 1)
-    assert measure(books, core)["realtime"].drain_per_s == pytest.approx(64 / 2.0)
+def test_slots_become_free_as_fast_as_requests_usually_end() -> None:
+    estimator, core = make_estimator()
+    end(estimator, MIN_REQUESTS - 1)
+    assert measure(estimator, core)["realtime"].drain_per_s == 0, "too few to say"
+    end(estimator, 1)
+    assert measure(estimator, core)["realtime"].drain_per_s == pytest.approx(64 / 2.0)
 
 
-def test_requests_stay_no_shorter_than_those_do_that_are_here() -> None:
-    """At the start only short ones have ended."""
-    books, core = make_books()
+def test_slots_are_kept_at_least_as_long_as_by_the_requests_held_now() -> None:
+    """Soon after the start only short requests have ended."""
+    estimator, core = make_estimator()
     hold(core, 20)
-    end(books, 20)
-    assert measure(books, core, now=1.0)["realtime"].drain_per_s == pytest.approx(64 / 2.0)
-    assert measure(books, core, now=8.0)["realtime"].drain_per_s == pytest.approx(64 / 8.0)
+    end(estimator, 20)
+    assert measure(estimator, core, now=1.0)["realtime"].drain_per_s == pytest.approx(64 / 2.0)
+    assert measure(estimator, core, now=8.0)["realtime"].drain_per_s == pytest.approx(64 / 8.0)
 
 
-def test_failures_teach_nothing() -> None:
-    books, core = make_books()
+def test_failed_requests_do_not_count() -> None:
+    estimator, core = make_estimator()
     for _ in range(20):
-        books.enter(Ended("realtime", "failed", 100, 0, False))
-    assert measure(books, core)["realtime"].drain_per_s == 0
+        estimator.note_ended(Ended("realtime", "failed", 100, 0, False))
+    assert measure(estimator, core)["realtime"].drain_per_s == 0
 
 
-def test_work_that_seems_to_cost_nothing_is_bounded_by_what_a_step_holds() -> None:
-    books, core = make_books(
+def test_rates_are_bounded_by_the_tokens_of_a_step_where_work_seems_to_cost_nothing() -> None:
+    estimator, core = make_estimator(
         StepCost(step_s=0.01, prefill_token_s=0.0, attend_s=0.0, context_token_s=0.0, decode_s=0.0)
     )
-    capacities = measure(books, core)
+    capacities = measure(estimator, core)
     for tier in ("realtime", "bulk"):
         assert capacities[tier].prefill_tokens_per_s == pytest.approx(1000 / 0.01)

@@ -1,4 +1,4 @@
-"""What a worker tells of itself."""
+"""What a worker announces about itself."""
 
 import asyncio
 import json

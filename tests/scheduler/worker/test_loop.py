@@ -10,12 +10,12 @@ from prometheus_client import CollectorRegistry
 from engine.interface import EngineDead, StepPlan
 from engine.modeled.engine import ModeledEngine
 from scheduler.config import Retry
-from scheduler.control.controller import UPDATE_S
+from scheduler.control.feedback import UPDATE_S
 from scheduler.request import Claimed, Delivery, EventKind, Lease, TokenEvent
+from scheduler.worker.assembly import build_loop
 from scheduler.worker.claimer import LISTEN_S
 from scheduler.worker.heartbeat import WorkerIdentity
-from scheduler.worker.loop import SchedulerLoop
-from scheduler.worker.maintenance import LEASE_S, RENEW_EVERY
+from scheduler.worker.leases import LEASE_S, RENEW_S
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, expected_tokens, fixed, make_core, make_info, make_tiers, preempted, ran
 from tests.scheduler.world import Answer, World, run_bounded, run_world, start_world
@@ -35,10 +35,10 @@ def record(journal: list[str], target: Any, method: str, text: Callable[..., str
 
 
 def worker_queue(world: World) -> Any:
-    return world.loop._queue
+    return world.worker_queue
 
 
-# -- the way in ----------------------------------------------------------------------------------------------------
+# -- the way in --------------------------------------------------------------------------------------------------------
 
 
 def test_an_arrival_on_an_idle_engine_starts_at_once() -> None:
@@ -66,7 +66,7 @@ def test_an_arrival_while_a_step_runs_is_in_the_very_next_one() -> None:
 
 
 @pytest.mark.trap(10)
-def test_more_than_fits_waits_in_the_store_and_not_in_the_engine() -> None:
+def test_requests_beyond_the_slots_wait_in_the_store() -> None:
     """Trap 10."""
 
     async def story(world: World) -> None:
@@ -93,7 +93,7 @@ def test_the_queue_is_served_by_deadline() -> None:
     assert run_world(story, tiers=make_tiers(bulk={"batch_size": fixed(1)})) == ["first", "second", "last"]
 
 
-# -- the way out ---------------------------------------------------------------------------------------------------
+# -- the way out -------------------------------------------------------------------------------------------------------
 
 
 def test_events_are_published_before_their_lease_is_acknowledged() -> None:
@@ -118,7 +118,7 @@ def test_events_are_published_before_their_lease_is_acknowledged() -> None:
     ]
 
 
-def test_work_for_a_gateway_that_is_gone_is_dropped() -> None:
+def test_requests_of_a_gateway_that_is_gone_are_dropped() -> None:
     async def story(world: World) -> None:
         await world.queue.put([world.request("orphan", max_tokens=400, reply_to="gone")])
         await world.clock.sleep(5 * STEP_S)
@@ -130,11 +130,11 @@ def test_work_for_a_gateway_that_is_gone_is_dropped() -> None:
     run_world(story)
 
 
-def test_work_that_would_report_at_its_end_is_dropped_with_its_gateway_too() -> None:
+def test_requests_that_report_only_at_their_end_are_dropped_with_their_gateway_too() -> None:
     async def story(world: World) -> None:
         orphan = world.request("orphan", max_tokens=400, reply_to="gone", delivery=Delivery.AT_END)
         await world.queue.put([orphan])
-        await world.clock.sleep(RENEW_EVERY * UPDATE_S + 5 * STEP_S)
+        await world.clock.sleep(RENEW_S + 5 * STEP_S)
         assert world.core.num_held == 0
         assert world.core.counts["cancelled"] == 1
         assert not world.queue._shared.records
@@ -142,7 +142,7 @@ def test_work_that_would_report_at_its_end_is_dropped_with_its_gateway_too() -> 
     run_world(story)
 
 
-def test_a_finished_answer_that_nobody_takes_is_acknowledged_all_the_same() -> None:
+def test_a_finished_answer_for_a_gateway_that_is_gone_is_acknowledged() -> None:
     async def story(world: World) -> None:
         await world.queue.put([world.request("orphan", reply_to="gone", delivery=Delivery.AT_END)])
         await world.clock.sleep(1.0)
@@ -152,7 +152,7 @@ def test_a_finished_answer_that_nobody_takes_is_acknowledged_all_the_same() -> N
     run_world(story)
 
 
-def test_what_can_never_run_fails_at_once_and_is_acknowledged() -> None:
+def test_a_request_that_can_never_run_fails_at_once_and_is_acknowledged() -> None:
     async def story(world: World) -> None:
         answer = await world.ask("long", prompt=600)
         assert [(e.kind, bool(e.error)) for e in answer.events] == [(EventKind.FAILED, True)]
@@ -162,10 +162,10 @@ def test_what_can_never_run_fails_at_once_and_is_acknowledged() -> None:
     run_world(story)
 
 
-# -- cancel and leases ---------------------------------------------------------------------------------------------
+# -- cancel and leases -------------------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_request_leaves_the_batch_in_the_next_step() -> None:
+def test_a_cancelled_request_is_aborted_in_the_next_step() -> None:
     async def story(world: World) -> None:
         gone = asyncio.create_task(world.ask("gone", max_tokens=400))
         stays = asyncio.create_task(world.ask("stays", max_tokens=30))
@@ -184,7 +184,7 @@ def test_work_stops_when_its_lease_is_lost() -> None:
     async def story(world: World) -> None:
         await world.submit(world.request("r", max_tokens=480, prompt=16))
         await world.clock.sleep(0.1)
-        world.queue._shared.records["r"].fence = 10**15  # somebody else has it now
+        world.queue._shared.records["r"].fence = 10**15  # another worker has it now
         for _ in range(int(LEASE_S / UPDATE_S)):
             await world.clock.sleep(UPDATE_S)
             if not world.core.num_held:
@@ -193,7 +193,7 @@ def test_work_stops_when_its_lease_is_lost() -> None:
         assert world.core.counts["released"] == 1
         cancelled = {"tier": "realtime", "reason": "cancelled"}
         shown = world.prometheus.get_sample_value("tidegate_requests_finished_total", cancelled)
-        assert shown == 0, "no user has cancelled it"
+        assert shown == 0, "no client has cancelled it"
 
     slow = make_info(max_model_len=512)
     run_world(story, info=slow)
@@ -252,13 +252,13 @@ def test_a_dead_workers_requests_go_on_elsewhere_with_the_same_output() -> None:
         assert all(0 < n < 60 for n in heard)
 
         other = await start_world(tiers, make_info(), known=FAST)
-        heir = SchedulerLoop(
+        heir = build_loop(
             core=other.core,
             engine=other.engine,
             queue=world.queue.for_worker("worker"),  # restarted under its name: takes back what it held
             events=world.events,
             registry=world.registry,
-            metrics=other.loop._metrics,
+            metrics=other.metrics,
             clock=world.clock,
             identity=WorkerIdentity("worker", ("model",), 0),
         )
@@ -276,7 +276,7 @@ def test_a_dead_workers_requests_go_on_elsewhere_with_the_same_output() -> None:
     run_bounded(main())
 
 
-# -- the end -------------------------------------------------------------------------------------------------------
+# -- the end -----------------------------------------------------------------------------------------------------------
 
 
 def test_drain_finishes_what_is_held_and_claims_nothing_more() -> None:
@@ -296,7 +296,7 @@ def test_drain_finishes_what_is_held_and_claims_nothing_more() -> None:
     run_world(story)
 
 
-def test_stop_gives_the_rest_back_to_its_place() -> None:
+def test_stop_gives_unfinished_requests_back_to_their_place_in_the_queue() -> None:
     async def story(world: World) -> None:
         requests = [world.request(f"b{i}", "bulk", max_tokens=400) for i in range(3)]
         await world.submit(*requests)
@@ -311,9 +311,8 @@ def test_stop_gives_the_rest_back_to_its_place() -> None:
     run_world(story)
 
 
-def test_a_claim_cut_short_by_the_end_leaves_nothing_under_lease() -> None:
-    """The store has made the claim when its answer does not come any more: the request must not wait for its lease
-    to run out."""
+def test_a_claim_interrupted_by_the_end_leaves_no_lease() -> None:
+    """The store has made the claim, but its answer comes too late: the request must not wait for its lease to end."""
 
     async def story(world: World) -> None:
         queue = worker_queue(world)
@@ -366,7 +365,7 @@ def test_a_request_that_kills_every_worker_is_given_up() -> None:
             queue, metrics = world.queue.for_worker("worker"), SchedulerMetrics(CollectorRegistry(), world.tiers)
             core, identity = make_core(), WorkerIdentity("worker", ("model",), 0)
             engine = ModeledEngine(make_info(), world.clock.sleep, FAST)
-            heir = SchedulerLoop(core, engine, queue, world.events, world.registry, metrics, world.clock, identity)
+            heir = build_loop(core, engine, queue, world.events, world.registry, metrics, world.clock, identity)
             world.running = asyncio.create_task(heir.run())
             await world.settle()
         assert (await poison).events[-1].kind is EventKind.FAILED
@@ -401,7 +400,7 @@ async def _breaks_later(*_: object) -> Any:
         lambda world: setattr(worker_queue(world), "depths", _breaks_later),
         lambda world: setattr(worker_queue(world), "wait_for_work", _breaks_later),
     ],
-    ids=["plan refused", "engine", "events", "claim", "upkeep", "waiting"],
+    ids=["plan refused", "engine", "events", "claim", "maintenance", "waiting"],
 )
 def test_an_error_in_any_task_ends_all_of_them_and_is_raised(break_it: Callable[[World], None]) -> None:
     """Trap 16: a loop that has lost a part must not look alive."""
@@ -436,7 +435,7 @@ def test_a_dead_engine_is_raised_as_such() -> None:
     run_bounded(main())
 
 
-# -- upkeep --------------------------------------------------------------------------------------------------------
+# -- maintenance -------------------------------------------------------------------------------------------------------
 
 
 def test_the_heartbeat_shows_each_tier() -> None:
@@ -457,7 +456,7 @@ def test_the_heartbeat_shows_each_tier() -> None:
     run_world(story, tiers=make_tiers(bulk={"batch_size": fixed(4)}))
 
 
-def test_the_controllers_view_is_fed() -> None:
+def test_the_controller_observes_latencies_and_ends() -> None:
     async def story(world: World) -> None:
         await asyncio.gather(*(world.ask(f"r{i}", max_tokens=30) for i in range(30)))
         output = world.core.controller.outputs(world.clock.now())["realtime"]
@@ -469,7 +468,7 @@ def test_the_controllers_view_is_fed() -> None:
 
 
 async def _bulk_share_under_a_flood(world: World, bulk: list[asyncio.Task[Answer]]) -> float:
-    """Of the engine's time, that `bulk` has while interactive prompts wait: both last longer than it is looked at."""
+    """Return bulk's share of engine time over 7 s in which interactive prompts wait all the time."""
     flood = [asyncio.create_task(world.ask(f"rt{i}", prompt=500, max_tokens=1)) for i in range(99)]
     await world.clock.sleep(0.3)
     before_s = dict(world.core.used_s)
@@ -480,9 +479,10 @@ async def _bulk_share_under_a_flood(world: World, bulk: list[asyncio.Task[Answer
     return used_s["bulk"] / sum(used_s.values())
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.02])
-def test_paused_bulk_gets_its_floor_also_when_its_queue_is_empty(floor: float) -> None:
-    """The debt counts what is held, not only what still waits in the store. Prompts do not ride along as decodes do."""
+@pytest.mark.parametrize("min_share", [0.0, 0.02])
+def test_paused_bulk_gets_its_min_share_also_when_its_queue_is_empty(min_share: float) -> None:
+    """The deficit grows for held requests, too, not only for queued ones. Bulk prefills do not run beside interactive
+    prefills as decodes do."""
 
     async def story(world: World) -> float:
         bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", prompt=500, max_tokens=1)) for i in range(4)]
@@ -490,21 +490,21 @@ def test_paused_bulk_gets_its_floor_also_when_its_queue_is_empty(floor: float) -
         assert (await world.queue.depths(["bulk"]))["bulk"] == 0 and world.core.num_held == 4
         return await _bulk_share_under_a_flood(world, bulk)
 
-    tiers = make_tiers(bulk={"floor": floor})
+    tiers = make_tiers(bulk={"floor": min_share})
     share = run_world(story, known=FAST, info=make_info(max_step_tokens=128), tiers=tiers)
-    assert share == pytest.approx(floor, abs=0.005)
+    assert share == pytest.approx(min_share, abs=0.005)
 
 
-@pytest.mark.parametrize("floor", [0.05, 0.2])
-def test_bulk_that_decodes_gets_its_floor_though_every_step_could_be_full_of_prompts(floor: float) -> None:
-    """One token each a step is hardly anything beside prompts that take a tenth of a second: what is owed is paid in
-    steps that these do not fill."""
+@pytest.mark.parametrize("min_share", [0.05, 0.2])
+def test_bulk_decodes_get_their_min_share_though_every_step_could_be_full_of_prompts(min_share: float) -> None:
+    """A token per sequence and step is very little time beside prompts that take a tenth of a second: a deficit is
+    served in steps that prompts do not fill."""
 
     async def story(world: World) -> float:
         bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", prompt=16, max_tokens=480)) for i in range(12)]
         await world.clock.sleep(0.2)
         return await _bulk_share_under_a_flood(world, bulk)
 
-    tiers = make_tiers(bulk={"floor": floor}, realtime={"slo": {"ttft_p99_ms": 500}})
+    tiers = make_tiers(bulk={"floor": min_share}, realtime={"slo": {"ttft_p99_ms": 500}})
     share = run_world(story, known=FAST, tiers=tiers)
-    assert 0.9 * floor <= share <= floor + 0.02
+    assert 0.9 * min_share <= share <= min_share + 0.02

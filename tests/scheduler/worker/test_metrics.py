@@ -88,7 +88,7 @@ def test_counters_and_targets_are_there_before_the_first_event() -> None:
     assert value(registry, "slo_target_seconds", tier="bulk", metric="ttft", quantile="0.99") is None
 
 
-def test_two_workers_in_one_process_do_not_meet() -> None:
+def test_two_workers_in_one_process_do_not_share_metrics() -> None:
     (one, first), (_, second) = make_metrics(), make_metrics()
     one.record_cancelled("bulk")
     finished = [value(r, "requests_finished_total", tier="bulk", reason="cancelled") for r in (first, second)]
@@ -131,7 +131,7 @@ def test_a_decision_is_counted_with_its_direction_and_signal() -> None:
     assert value(registry, "controller_decisions_total", **labels) == 1
 
 
-def test_what_was_observed_is_not_shown_when_there_is_nothing_to_observe() -> None:
+def test_observed_latencies_disappear_when_there_is_nothing_to_observe() -> None:
     async def story(world: World) -> None:
         for i in range(30):
             await world.ask(f"r{i}", max_tokens=4)
@@ -147,7 +147,7 @@ def test_what_was_observed_is_not_shown_when_there_is_nothing_to_observe() -> No
     run_world(story)
 
 
-def test_the_gauges_show_the_moment_and_preemptions_are_counted_once() -> None:
+def test_gauges_show_the_present_and_preemptions_are_counted_once() -> None:
     async def story(world: World) -> None:
         bulk = [asyncio.create_task(world.ask(f"b{i}", "bulk", max_tokens=150)) for i in range(3)]
         await world.clock.sleep(0.2)
@@ -169,7 +169,7 @@ def test_the_gauges_show_the_moment_and_preemptions_are_counted_once() -> None:
     run_world(story)
 
 
-def test_other_tiers_show_other_promises_and_keep_what_was_counted() -> None:
+def test_changed_tiers_show_their_slos_and_counters_stay() -> None:
     metrics, registry = make_metrics()
     metrics.record_report(StepReport(ended=[Ended("bulk", "stop", 7, 3, True)]))
     before = make_tiers()

@@ -1,7 +1,7 @@
-"""What leaves a worker: in order, merged while the store is slow, and to gateways that are there."""
+"""The publisher sends events in order, merges them while the store is slow, and drops work of missing gateways."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.planning.step_report import StepReport
@@ -14,7 +14,7 @@ from tests.scheduler.world import run_bounded
 
 
 class SlowChannel(MemoryEventChannel):
-    """Takes a second for each message, and notes them."""
+    """Takes a second for each message, and keeps the messages."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
@@ -27,28 +27,31 @@ class SlowChannel(MemoryEventChannel):
         return await super().publish(reply_to, events)
 
 
-class Office:
-    """An outbox with its collaborators, running."""
+class Rig:
+    """A running publisher with its collaborators; takes the place of `HeldRequests`."""
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
         self.queue = MemoryQueue(self.clock)
         self.events = SlowChannel(self.clock)
         self.dropped: list[str] = []
-        self.outbox = Publisher(self.queue, self.events, self.dropped.extend)
+        self.publisher = Publisher(self.queue, self.events, self)  # type: ignore[arg-type]  # for `drop` alone
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        self.dropped += request_ids
 
     async def put(self, *names: str) -> list[Lease]:
         await self.queue.put([make_request(name) for name in names])
         return [Lease(c.request.id, c.fence) for c in await self.queue.claim({"realtime": 99}, 60.0)]
 
 
-def play(story: Callable[[Office], Awaitable[None]]) -> None:
+def play(story: Callable[[Rig], Awaitable[None]]) -> None:
     async def main() -> None:
-        office = Office()
-        await office.events.open("gateway")
-        running = asyncio.create_task(office.outbox.run())
-        await story(office)
-        office.outbox.close()
+        rig = Rig()
+        await rig.events.open("gateway")
+        running = asyncio.create_task(rig.publisher.run())
+        await story(rig)
+        rig.publisher.close()
         await running
 
     run_bounded(main())
@@ -68,48 +71,48 @@ def finished(index: int, of: str = "r") -> TokenEvent:
     return TokenEvent(of, EventKind.FINISHED, index)
 
 
-def test_what_comes_while_a_message_is_on_its_way_is_one_message_in_order() -> None:
-    async def story(office: Office) -> None:
+def test_reports_made_while_a_message_is_on_its_way_are_merged_in_order() -> None:
+    async def story(rig: Rig) -> None:
         for index in range(500):
-            office.outbox.send(report(token(index)))
-            await office.clock.sleep(0.01)
-        office.outbox.close()
-        await office.clock.sleep(2.0)
-        assert len(office.events.messages) <= 7, "one a second, not one a step"
-        assert [e.index for message in office.events.messages for e in message] == list(range(500))
+            rig.publisher.send(report(token(index)))
+            await rig.clock.sleep(0.01)
+        rig.publisher.close()
+        await rig.clock.sleep(2.0)
+        assert len(rig.events.messages) <= 7, "one a second, not one a step"
+        assert [e.index for message in rig.events.messages for e in message] == list(range(500))
 
     play(story)
 
 
-def test_nothing_is_lost_when_it_is_closed() -> None:
-    async def story(office: Office) -> None:
-        leases = await office.put("r")
-        office.outbox.send(report(token(0)))
-        await office.clock.sleep(0.5)
-        office.outbox.send(report(finished(1), leases=leases))
-        office.outbox.close()
-        await office.clock.sleep(5.0)
-        assert [[e.index for e in m] for m in office.events.messages] == [[0], [1]]
-        assert await office.queue.known(["r"]) == [False], "acknowledged"
+def test_closing_sends_everything_first() -> None:
+    async def story(rig: Rig) -> None:
+        leases = await rig.put("r")
+        rig.publisher.send(report(token(0)))
+        await rig.clock.sleep(0.5)
+        rig.publisher.send(report(finished(1), leases=leases))
+        rig.publisher.close()
+        await rig.clock.sleep(5.0)
+        assert [[e.index for e in m] for m in rig.events.messages] == [[0], [1]]
+        assert await rig.queue.known(["r"]) == [False], "acknowledged"
 
     play(story)
 
 
-def test_closing_an_idle_one_ends_it() -> None:
-    async def story(office: Office) -> None:
-        await office.clock.sleep(1.0)
+def test_closing_an_idle_publisher_ends_it() -> None:
+    async def story(rig: Rig) -> None:
+        await rig.clock.sleep(1.0)
 
     play(story)
 
 
-def test_for_a_gateway_that_is_gone_only_what_is_unfinished_is_dropped() -> None:
-    async def story(office: Office) -> None:
-        leases = await office.put("ended", "open")
-        office.outbox.send(report(token(0, "ended"), token(0, "open"), reply_to="gone"))
-        office.outbox.send(report(finished(1, "ended"), token(1, "open"), leases=leases[:1], reply_to="gone"))
-        await office.clock.sleep(3.0)
-        assert len(office.events.messages) == 1
-        assert office.dropped == ["open"]
-        assert await office.queue.known(["ended", "open"]) == [False, False]
+def test_only_unfinished_requests_of_a_missing_gateway_are_dropped() -> None:
+    async def story(rig: Rig) -> None:
+        leases = await rig.put("ended", "open")
+        rig.publisher.send(report(token(0, "ended"), token(0, "open"), reply_to="gone"))
+        rig.publisher.send(report(finished(1, "ended"), token(1, "open"), leases=leases[:1], reply_to="gone"))
+        await rig.clock.sleep(3.0)
+        assert len(rig.events.messages) == 1
+        assert rig.dropped == ["open"]
+        assert await rig.queue.known(["ended", "open"]) == [False, False]
 
     play(story)

@@ -1,4 +1,4 @@
-"""The step log: what is written comes back, and a file that was cut short, rotated or is of something else."""
+"""The step log can be read back, also when it was cut short or rotated; other files are refused."""
 
 import json
 from itertools import pairwise
@@ -36,7 +36,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert records.entries[0].work == StepWork(48, 1152.0, 1, 3, 1)
 
 
-def test_it_is_one_json_object_a_line(tmp_path: Path) -> None:
+def test_each_line_is_one_json_object(tmp_path: Path) -> None:
     write(tmp_path / "steps", make_entry(1), make_entry(2))
     lines = [json.loads(line) for line in (tmp_path / "steps").read_text(encoding="utf-8").splitlines()]
     assert "engine" in lines[0]
@@ -50,7 +50,7 @@ def test_a_second_run_appends(tmp_path: Path) -> None:
     assert [e.context_tokens for e in read_step_log(tmp_path / "steps").entries] == [1, 2]
 
 
-def test_another_engine_begins_anew(tmp_path: Path) -> None:
+def test_only_the_steps_of_the_last_engine_are_read(tmp_path: Path) -> None:
     other = EngineInfo("models/other", 128, 512, 16, 64, 256)
     write(tmp_path / "steps", make_entry(1))
     write(tmp_path / "steps", make_entry(2), engine=other)
@@ -59,7 +59,7 @@ def test_another_engine_begins_anew(tmp_path: Path) -> None:
     assert [e.context_tokens for e in records.entries] == [2]
 
 
-def test_it_is_bounded_and_loses_the_oldest(tmp_path: Path) -> None:
+def test_the_log_is_bounded_and_loses_its_oldest_steps(tmp_path: Path) -> None:
     path, limit = tmp_path / "steps", 40_000
     write(path, *(make_entry(i) for i in range(1000)), limit_bytes=limit)
     assert {file.name for file in tmp_path.iterdir()} == {"steps", "steps.1"}
@@ -90,7 +90,7 @@ def test_keys_of_a_newer_version_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["words\n", '{"t": 1}\n', "[1, 2]\n", '{"engine": {"model_path": "m"}}\n'])
-def test_what_is_no_step_log_is_refused_with_its_place(tmp_path: Path, text: str) -> None:
+def test_a_line_of_something_else_is_refused_with_its_place(tmp_path: Path, text: str) -> None:
     path = tmp_path / "steps"
     write(path, make_entry(1))
     with path.open("a", encoding="utf-8") as file:
@@ -106,14 +106,14 @@ def test_a_disk_that_fills_up_ends_the_log_and_not_the_loop() -> None:
     log.close()
 
 
-def test_nothing_is_kept_where_none_is_asked_for() -> None:
+def test_without_a_path_nothing_is_kept() -> None:
     log = open_step_log(None, ENGINE)
     log.record(make_entry())
     log.close()
     assert isinstance(log, NoStepLog)
 
 
-def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_an_error_of_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(StepLogError, match="nowhere/steps cannot be written: No such file"):
         open_step_log(tmp_path / "nowhere" / "steps", ENGINE)
 

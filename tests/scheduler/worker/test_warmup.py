@@ -1,4 +1,4 @@
-"""The synthetic steps at start: they fit any engine, teach the model and leave nothing behind."""
+"""The synthetic steps at start fit any engine, train the step-time model and leave no sequence behind."""
 
 import pytest
 
@@ -19,25 +19,25 @@ def warmed(info: EngineInfo, budget_s: float) -> tuple[ModeledEngine, StepTimeMo
         clock = VirtualClock()
         engine = ModeledEngine(info, clock.sleep, SLOW, noise=0.0, prefix_cache=True)
         model = StepTimeModel()
-        await warm_up(engine, model, clock, budget_s)
+        await warm_up(engine, model.observe, clock, budget_s)
         return engine, model, clock.now()
 
     return run_bounded(story())
 
 
-def test_it_teaches_the_model() -> None:
+def test_warm_up_trains_the_step_time_model() -> None:
     _, model, _ = warmed(make_info(), budget_s=60.0)
     assert model.cost().prefill(64, 0) == pytest.approx(SLOW.prefill(64, 0), rel=0.15)
     assert model.cost().step_s == pytest.approx(SLOW.step_s, rel=0.25)
 
 
-def test_it_leaves_nothing_behind_and_keeps_to_its_time() -> None:
+def test_warm_up_leaves_no_sequence_behind_and_keeps_to_its_time() -> None:
     engine, _, took_s = warmed(make_info(), budget_s=0.5)
     assert engine.used_blocks == 0
     assert took_s < 1.0
 
 
 @pytest.mark.parametrize("change", [{"max_step_tokens": 16}, {"max_model_len": 64}, {"num_blocks": 4}])
-def test_it_fits_small_engines(change: dict[str, int]) -> None:
+def test_warm_up_fits_small_engines(change: dict[str, int]) -> None:
     engine, _, _ = warmed(make_info(**change), budget_s=60.0)
     assert engine.used_blocks == 0

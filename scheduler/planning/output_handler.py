@@ -1,0 +1,82 @@
+"""Enters what the engine returned into the requests: new tokens, ends, failures.
+
+Writes to request states and to the step's report. Knows neither plans nor budgets. Owner: `SchedulerCore`.
+"""
+
+from collections import Counter
+
+from engine.interface import FinishReason, SequenceOutput, StepResult
+from scheduler.planning import step_report
+from scheduler.planning.engine_state import EngineState
+from scheduler.planning.request_table import RequestTable
+from scheduler.planning.step_report import Reaction, StepReport
+from scheduler.request import TokenEvent
+from scheduler.request_state import RequestState, Sample, Status
+
+
+class OutputHandler:
+    """`counts` are the core's: finished and failed requests are added to them."""
+
+    def __init__(self, table: RequestTable, engine_state: EngineState, counts: Counter[str]) -> None:
+        self._table = table
+        self._engine_state = engine_state
+        self._counts = counts
+
+    def apply(self, result: StepResult, bulk_total_s: float, now: float, report: StepReport) -> None:
+        """Enter a step's result. `bulk_total_s`: engine time that bulk has taken since the start. Sequences whose
+        request is not wanted any more are only noted as ended."""
+        states, engine = self._table.states, self._engine_state
+        for seq_id, num_shared in result.shared_blocks:
+            if seq_id in states and not engine.is_abandoned(seq_id):
+                states[seq_id].num_shared_blocks = num_shared
+        for output in result.outputs:
+            if not engine.is_abandoned(output.seq_id):
+                self._take(states[output.seq_id], output, bulk_total_s, now, report)
+            elif output.finish_reason is not None:
+                engine.forget_abandoned(output.seq_id)
+        for failure in result.failures:
+            if engine.is_abandoned(failure.seq_id):
+                engine.forget_abandoned(failure.seq_id)
+            else:
+                state = states[failure.seq_id]
+                self._table.remove(state)
+                self.fail(state, failure.reason, now, report)
+
+    def fail(self, state: RequestState, error: str, now: float, report: StepReport) -> None:
+        """End a request that is not in the table (any more). `error` is a sentence for its user."""
+        state.move(Status.FAILED)
+        self._counts["failed"] += 1
+        _end(state, step_report.failed_event(state, error), "failed", now, report)
+
+    def _take(
+        self, state: RequestState, output: SequenceOutput, bulk_total_s: float, now: float, report: StepReport
+    ) -> None:
+        state.num_computed_tokens = output.num_computed_tokens
+        if state.num_cached_tokens is None:
+            state.num_cached_tokens = output.num_cached_tokens
+            report.lookups += filter(None, [step_report.lookup(state)])
+        state.output_token_ids.extend(output.token_ids)
+        self._table.update(state)
+        if output.token_ids:
+            if state.awaits_first_token and state.reaction_steps is not None:
+                report.reactions.append(Reaction(state.tier.name, state.reaction_steps))
+            report.samples += state.time_token(now, bulk_total_s)
+        if output.finish_reason is not None:
+            self._finish(state, output.finish_reason, now, report)
+        elif output.token_ids and step_report.is_due(state, now):
+            report.events[state.request.reply_to].append(step_report.progress_event(state, now))
+
+    def _finish(self, state: RequestState, reason: FinishReason, now: float, report: StepReport) -> None:
+        event = step_report.finished_event(state, reason, now)
+        self._table.remove(state)
+        state.move(Status.FINISHED)
+        self._counts["finished"] += 1
+        report.samples.append(Sample("e2e", state.tier.name, now - state.arrived_s))
+        _end(state, event, reason.value, now, report)
+
+
+def _end(state: RequestState, event: TokenEvent, reason: str, now: float, report: StepReport) -> None:
+    state.ended_s = now
+    report.events[state.request.reply_to].append(event)
+    report.leases.append(state.lease)
+    report.ended.append(step_report.ended(state, reason, now))

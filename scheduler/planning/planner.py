@@ -1,0 +1,133 @@
+"""Makes the plan of the next step and enters it into the request states: the caller must execute it. Also says which
+sequences to evict from the step in flight, so that a newcomer's plan comes sooner.
+
+Brings together the controller's budgets, what the engine has free and the request table; `form_batch` decides. Owner:
+`SchedulerCore`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from engine.interface import EngineInfo, PreemptionMode, StepPlan
+from engine.step_time.cost import StepCost
+from engine.step_time.model import StepTimeModel
+from scheduler.clock import NEVER_S
+from scheduler.config import Tier
+from scheduler.control.budget import Budgets
+from scheduler.control.controller import SLAController
+from scheduler.planning.async_plan import async_plan
+from scheduler.planning.batch import form_batch
+from scheduler.planning.batching_delay import idle_until_s
+from scheduler.planning.claims import claim_limits
+from scheduler.planning.engine_state import EngineState
+from scheduler.planning.kv_budget import has_blocks
+from scheduler.planning.request_table import RequestTable
+from scheduler.planning.running_step import RunningStep
+from scheduler.request_state import RequestState, Status
+
+
+class Planner:
+    def __init__(
+        self,
+        engine: EngineInfo,
+        controller: SLAController,
+        step_time: StepTimeModel,
+        table: RequestTable,
+        engine_state: EngineState,
+        running: RunningStep,
+    ) -> None:
+        self._engine = engine
+        self._controller = controller
+        self._step_time = step_time
+        self._table = table
+        self._engine_state = engine_state
+        self._running = running
+        self._next_step_id = 0
+        self._guaranteed: frozenset[str] = frozenset()  # tiers whose min share the newest plan serves
+        self.idle_until_s = NEVER_S  # when the newest plan was empty: the time at which a batching delay ends
+        self.preemptions: Counter[tuple[str, str]] = Counter()  # by (tier, mode)
+        self.recomputed_tokens: Counter[str] = Counter()  # by tier
+
+    def claim_limits(self, tiers: Sequence[Tier], now: float) -> dict[str, int]:
+        """Return how many more requests of each tier to take from the queue, highest tier first."""
+        ending = self._engine_state.ending(self._table.states)
+        return claim_limits(tiers, self._table, self._budgets(now), self._engine.max_step_tokens, ending)
+
+    def plan(self, tiers: Sequence[Tier], now: float) -> StepPlan:
+        """Return the next step. It is empty if nothing can run now."""
+        # A request that came back while its old sequence is to be aborted starts in the step after the abort.
+        barred, budgets, view = frozenset(self._engine_state.aborts), self._budgets(now), self._engine_state.view()
+        plan = form_batch(self._next_step_id, view, tiers, self._table, budgets, now, barred)
+        plan = replace(plan, abort=self._engine_state.take_aborts())
+        self.idle_until_s = idle_until_s(tiers, self._table, budgets, now) if plan.is_empty else NEVER_S
+        if not plan.is_empty:
+            self._guaranteed = frozenset(name for name, budget in budgets.tiers.items() if budget.guaranteed)
+            self._enter(plan, now)
+        return plan
+
+    def plan_async(self, now: float) -> StepPlan | None:
+        """Return the step after the one in flight if it is certain already: the same decodes, without those that end.
+        Return None if there is anything to decide."""
+        running = self._engine_state.running
+        if running is None or self._engine.steps_ahead < 1 or self._engine_state.num_abandoned:
+            return None
+        plan = async_plan(running, self._next_step_id, self._engine_state.view(), self._table)
+        if plan is not None:
+            self._enter(plan, now)
+        return plan
+
+    def evictees_for(self, tiers: Sequence[Tier], request_ids: Iterable[str], now: float) -> Sequence[str]:
+        """Return the sequences to evict from the step in flight so that one of these requests starts sooner. Empty if
+        that does not pay, or if none of the requests could be in the very next step."""
+        if not self._engine_state.is_step_in_flight:
+            return ()
+        for request_id in request_ids:
+            state = self._table.states.get(request_id)
+            if state is not None and state.tier.is_interactive and self._could_start(state, tiers):
+                evictees = self._running.evictees(state, self._controller.step_eviction, now)
+                if evictees:
+                    return evictees
+        return ()
+
+    def _could_start(self, state: RequestState, tiers: Sequence[Tier]) -> bool:
+        """Return whether the request has a slot, and blocks that are free or held by lower tiers."""
+        slots = self._controller.max_num_seqs(state.tier.name)
+        below = (s for t in tiers if t.priority < state.priority for s in self._table.of_tier(t.name))
+        has_slot = self._table.num_resident(state.tier.name) < slots
+        return has_slot and has_blocks(state, self._engine_state.view(), below)
+
+    def _budgets(self, now: float) -> Budgets:
+        return self._controller.budgets(list(self._table.interactive()), self._cost(), now)
+
+    def _cost(self) -> StepCost:
+        """Return the costs of the kind of step that is likely next: with prefills, or of decodes only."""
+        return self._step_time.cost(mixed=self._table.any_pending)
+
+    def _enter(self, plan: StepPlan, now: float) -> None:
+        states = self._table.states
+        self._next_step_id += 1
+        self._engine_state.enter(plan, states)
+        self._running.begin(plan, states, self._cost(), now, self._guaranteed)
+        for preempt in plan.preempt:
+            self._preempt(states[preempt.seq_id], preempt.mode)
+        for seq_id in (*plan.resume, *(new.seq_id for new in plan.start)):
+            states[seq_id].move(Status.RUNNING)
+            self._table.update(states[seq_id])
+        if plan.run:
+            self._table.note_run([run.seq_id for run in plan.run])
+        for run in plan.run:
+            state = states[run.seq_id]
+            state.last_step = plan.step_id
+            if state.first_scheduled_s is None:
+                state.first_scheduled_s = now
+
+    def _preempt(self, state: RequestState, mode: PreemptionMode) -> None:
+        self.preemptions[state.tier.name, mode.value] += 1
+        if mode is PreemptionMode.PAUSE:
+            state.move(Status.PAUSED)
+            return
+        if mode is PreemptionMode.RECOMPUTE:
+            self.recomputed_tokens[state.tier.name] += state.num_computed_tokens
+        state.lose_blocks(Status.SWAPPED if mode is PreemptionMode.SWAP else Status.PREEMPTED)
+        self._table.update(state)

@@ -1,0 +1,43 @@
+"""Builds a worker's loop from its parts. The worker process, the simulator, benches and tests all use this one."""
+
+from engine.interface import Engine
+from scheduler.clock import Clock
+from scheduler.events.base import EventChannel
+from scheduler.planning.core import SchedulerCore
+from scheduler.queue.base import Queue
+from scheduler.registry.base import WorkerRegistry
+from scheduler.worker.claimer import Claimer
+from scheduler.worker.heartbeat import Heartbeat, WorkerIdentity
+from scheduler.worker.held_requests import HeldRequests
+from scheduler.worker.leases import LeaseKeeper
+from scheduler.worker.loop import SchedulerLoop
+from scheduler.worker.maintenance import Maintenance
+from scheduler.worker.metrics import SchedulerMetrics
+from scheduler.worker.publisher import Publisher
+from scheduler.worker.step_log import NoStepLog, StepLog
+from scheduler.worker.step_loop import StepLoop
+from scheduler.worker.step_reporter import StepReporter
+
+
+def build_loop(
+    core: SchedulerCore,
+    engine: Engine,
+    queue: Queue,
+    events: EventChannel,
+    registry: WorkerRegistry,
+    metrics: SchedulerMetrics,
+    clock: Clock,
+    identity: WorkerIdentity,
+    step_log: StepLog | None = None,
+) -> SchedulerLoop:
+    """Wire a loop that is ready to run. It closes `queue` at its end; everything else outlives it, so that a later loop
+    can go on with the same core and engine."""
+    held = HeldRequests(core, engine, metrics, clock)
+    heartbeat = Heartbeat(registry, metrics, core, engine.info, identity, clock)
+    publisher = Publisher(queue, events, held)
+    claimer = Claimer(core, queue, held, heartbeat, clock)
+    reporter = StepReporter(publisher, metrics, heartbeat, step_log or NoStepLog())
+    steps = StepLoop(core, engine, held, claimer, reporter, clock)
+    leases = LeaseKeeper(core, queue, events, held, clock, identity.worker_id)
+    maintenance = Maintenance(core, queue, metrics, heartbeat, held, clock)
+    return SchedulerLoop(steps, claimer, publisher, leases, maintenance, heartbeat, queue)

@@ -1,0 +1,70 @@
+"""Keeps the leases of the requests that a worker holds, and gives them back when it ends.
+
+Also drops requests whose gateway is gone, and requeues requests whose worker is gone.
+"""
+
+from collections.abc import Iterable
+
+from scheduler.clock import Clock
+from scheduler.events.base import EventChannel
+from scheduler.planning.core import SchedulerCore
+from scheduler.queue.base import Queue
+from scheduler.request import Lease
+from scheduler.worker.held_requests import HeldRequests
+
+LEASE_S = 10.0
+RENEW_S = 3.0  # between two renewals: two of them may fail before a lease ends
+
+
+class LeaseKeeper:
+    def __init__(
+        self,
+        core: SchedulerCore,
+        queue: Queue,
+        events: EventChannel,
+        held: HeldRequests,
+        clock: Clock,
+        worker_id: str,
+    ) -> None:
+        self._core = core
+        self._queue = queue
+        self._events = events
+        self._held = held
+        self._clock = clock
+        self._worker_id = worker_id
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        while True:
+            await self._clock.sleep(RENEW_S)
+            await self._renew()
+            await self._drop_orphans()
+            await self._queue.requeue_expired()
+
+    async def give_back(self, leases: Iterable[Lease] = ()) -> None:
+        """Return everything under lease to its place in the queue: `leases`, the requests that the core still holds,
+        and requests that an interrupted claim or a dead process of the same name has taken."""
+        await self._queue.release([*leases, *self._core.release_all()])
+        await self._queue.requeue_worker(self._worker_id)
+
+    async def _renew(self) -> None:
+        """Renew all leases; release the requests whose lease another worker has by now."""
+        leases = self._leases()
+        kept = await self._queue.renew(leases, LEASE_S) if leases else []
+        held = set(self._leases())  # without requests that were claimed again under a newer lease meanwhile
+        lost = [lease for lease, is_kept in zip(leases, kept, strict=True) if not is_kept]
+        self._held.release([lease.request_id for lease in lost if lease in held])
+
+    def _leases(self) -> list[Lease]:
+        return [state.lease for state in self._core.states]
+
+    async def _drop_orphans(self) -> None:
+        """Drop requests of gateways that are gone. A request that reports only at its end would otherwise be computed
+        for nothing: the publisher sees no missing gateway before."""
+        by_gateway: dict[str, list[str]] = {}
+        for state in self._core.states:
+            by_gateway.setdefault(state.request.reply_to, []).append(state.id)
+        for reply_to, request_ids in by_gateway.items():
+            if not await self._events.publish(reply_to, ()):
+                await self._queue.cancel(request_ids)
+                self._held.drop(request_ids)

@@ -1,0 +1,110 @@
+"""Runs steps: plan, execute on the engine, apply the result, report; again and again while there is work.
+
+Decides nothing: `SchedulerCore` plans, the engine computes.
+"""
+
+import asyncio
+from contextlib import suppress
+
+from engine.interface import Engine, StepPlan, StepResult
+from scheduler.clock import Clock
+from scheduler.control.feedback import UPDATE_S
+from scheduler.planning.core import SchedulerCore
+from scheduler.request import Lease
+from scheduler.worker.claimer import Claimer
+from scheduler.worker.held_requests import HeldRequests
+from scheduler.worker.step_reporter import StepReporter
+
+PLANNING_S = 0.003  # async scheduling plans the next step this long before the step in flight is expected to end
+
+
+class StepLoop:
+    def __init__(
+        self,
+        core: SchedulerCore,
+        engine: Engine,
+        held: HeldRequests,
+        claimer: Claimer,
+        reporter: StepReporter,
+        clock: Clock,
+    ) -> None:
+        self._core = core
+        self._engine = engine
+        self._held = held
+        self._claimer = claimer
+        self._reporter = reporter
+        self._clock = clock
+        self._draining = False
+        self._stopped = False
+
+    def drain(self) -> None:
+        """Let `run` return when nothing is held any more."""
+        self._draining = True
+        self._held.changed.set()
+
+    def stop(self) -> None:
+        """Let `run` return after the step in flight."""
+        self._stopped = True
+        self._held.changed.set()
+
+    async def clear(self) -> list[Lease]:
+        """Release everything that an earlier loop has left in the core; return the leases. If that loop ended by an
+        error while a step was in flight, take its result in: it says which blocks of the engine are free."""
+        leases = self._core.release_all()
+        while self._core.is_step_in_flight:
+            self._core.apply(await self._engine.collect(), self._clock.now())
+        return leases
+
+    async def run(self) -> None:
+        while not (self._stopped or (self._draining and self._core.num_held == 0)):
+            self._held.changed.clear()
+            now = self._clock.now()
+            self._reporter.report_requests(self._core.refuse(now))
+            plan = self._core.plan(now)
+            if plan.is_empty:
+                await self._idle()
+            else:
+                await self._run_steps(plan)
+
+    async def _run_steps(self, plan: StepPlan) -> None:
+        """Run this step, and the steps that can be planned while the one before them runs (async scheduling)."""
+        begun_s = self._clock.now()
+        self._engine.submit(plan)
+        if not self._engine.info.steps_ahead:
+            self._apply(await self._engine.collect(), begun_s)
+            return
+        has_next = True
+        while has_next:
+            collecting = asyncio.create_task(self._engine.collect())
+            try:
+                has_next = await self._submit_next(collecting)
+                self._apply(await collecting, begun_s)
+            finally:
+                collecting.cancel()  # has an effect only after an error: the engine then still has the result
+            begun_s = self._clock.now()
+
+    async def _submit_next(self, collecting: "asyncio.Task[StepResult]") -> bool:
+        """Plan and submit the next step shortly before the step in flight ends, so that as many arrivals as possible
+        are in the plan. Return False if there is anything to decide first."""
+        wait_s = self._core.running_step_s - PLANNING_S
+        if wait_s > 0:
+            await asyncio.wait({collecting}, timeout=wait_s)
+        plan = None if self._stopped else self._core.plan_async(self._clock.now())
+        if plan is not None:
+            self._engine.submit(plan)
+        return plan is not None
+
+    def _apply(self, result: StepResult, begun_s: float) -> None:
+        now = self._clock.now()
+        overhead_s = max(0.0, now - begun_s - result.elapsed_s)
+        report = self._core.apply(result, now, overhead_s)
+        self._reporter.report_step(result, report, now)
+        self._claimer.note_room()
+
+    async def _idle(self) -> None:
+        """Sleep until something changes or a batching delay ends. Maintenance wakes the loop every `UPDATE_S`, too."""
+        self._claimer.note_room()
+        left_s = self._core.idle_until_s - self._clock.now()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, left_s) if left_s < UPDATE_S else None):
+                await self._held.changed.wait()

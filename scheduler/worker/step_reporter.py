@@ -1,0 +1,39 @@
+"""Passes on what a step did: events to the publisher, latencies to the metrics, ends to the heartbeat, a line to the
+step log."""
+
+from engine.interface import StepResult
+from engine.step_time.cost import StepWork
+from scheduler.planning.step_report import StepReport
+from scheduler.worker.heartbeat import Heartbeat
+from scheduler.worker.metrics import SchedulerMetrics
+from scheduler.worker.publisher import Publisher
+from scheduler.worker.step_log import StepEntry, StepLog
+
+
+class StepReporter:
+    def __init__(
+        self, publisher: Publisher, metrics: SchedulerMetrics, heartbeat: Heartbeat, step_log: StepLog
+    ) -> None:
+        self._publisher = publisher
+        self._metrics = metrics
+        self._heartbeat = heartbeat
+        self._step_log = step_log
+
+    def report_step(self, result: StepResult, report: StepReport, now: float) -> None:
+        if report.sequences:
+            self._metrics.record_step(result.elapsed_s, report.sequences)
+            self._log(result, report, now)
+        self.report_requests(report)
+
+    def report_requests(self, report: StepReport) -> None:
+        for end in report.ended:
+            self._heartbeat.count_ended(end)
+        self._publisher.send(report)
+        self._metrics.record_report(report)
+
+    def _log(self, result: StepResult, report: StepReport, now: float) -> None:
+        """Log steps whose time says something about their work, and steps that sequences were evicted from."""
+        if report.work is not None or result.evicted:
+            work, num_evicted = report.work or StepWork(), len(result.evicted)
+            predicted_s, sequences = report.predicted_s, report.sequences
+            self._step_log.record(StepEntry.of(work, result.elapsed_s, now, predicted_s, num_evicted, sequences))
