@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from redis.asyncio.lock import Lock
 
 from gateway.batches.model import Batch, BatchStatus, LineResult
+from gateway.files.lua import load_script
 from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text
 from scheduler.store.connection import durable
 
@@ -22,58 +23,6 @@ INDEX = "tidegate:batches"  # sorted set: id by position; one per owner
 POSITION = "tidegate:batches:position"  # counter
 UNFINISHED = "tidegate:batches:unfinished"  # set: ids with work left, if only clearing up
 BY_STATUS = "tidegate:batches:by_status"  # hash: how many batches are in each state
-
-_CREATE = """
--- KEYS record, index, position, unfinished, by_status   ARGV id, status, field, value, ...
-if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-redis.call('HSET', KEYS[1], 'status', ARGV[2])
-for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-redis.call('ZADD', KEYS[2], redis.call('INCR', KEYS[3]), ARGV[1])
-redis.call('SADD', KEYS[4], ARGV[1])
-redis.call('HINCRBY', KEYS[5], ARGV[2], 1)
-return 1
-"""
-
-_MOVE = """
--- KEYS record, owner, by_status   ARGV token or '', sources joined by ',', target, now, field, value, ...
-if ARGV[1] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[1] then return 'not_owner' end
-local status = redis.call('HGET', KEYS[1], 'status')
-if status == ARGV[3] then return 'moved' end
-if not status or not string.find(',' .. ARGV[2] .. ',', ',' .. status .. ',', 1, true) then return 'illegal' end
-redis.call('HSET', KEYS[1], 'status', ARGV[3])
-redis.call('HSETNX', KEYS[1], ARGV[3] .. '_at', ARGV[4])
-for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-redis.call('HINCRBY', KEYS[3], status, -1)
-redis.call('HINCRBY', KEYS[3], ARGV[3], 1)
-return 'moved'
-"""
-
-_RECORD = """
--- KEYS record, results, owner   ARGV token, then for each result: line, 1 or 0, four token counts, text
-if redis.call('GET', KEYS[3]) ~= ARGV[1] then return -1 end
-local fields = {'failed', 'completed', 'input_tokens', 'cached_tokens', 'output_tokens', 'reasoning_tokens'}
-local sums = {0, 0, 0, 0, 0, 0}
-local new = 0
-for i = 2, #ARGV, 7 do
-  if redis.call('HSETNX', KEYS[2], ARGV[i], ARGV[i + 1] .. ARGV[i + 6]) == 1 then
-    new = new + 1
-    local outcome = ARGV[i + 1] + 1
-    sums[outcome] = sums[outcome] + 1
-    for j = 3, 6 do sums[j] = sums[j] + ARGV[i + j - 1] end
-  end
-end
-for j = 1, 6 do
-  if sums[j] ~= 0 then redis.call('HINCRBY', KEYS[1], fields[j], string.format('%d', sums[j])) end
-end
-return new
-"""
-
-_FORGET_WORK = """
--- KEYS results, unfinished, owner   ARGV token, id
-if redis.call('GET', KEYS[3]) ~= ARGV[1] then return -1 end
-redis.call('DEL', KEYS[1])
-return redis.call('SREM', KEYS[2], ARGV[2])
-"""
 
 
 class Moved(Enum):
@@ -91,10 +40,10 @@ class BatchStore:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._create = redis.register_script(_CREATE)
-        self._move = redis.register_script(_MOVE)
-        self._record = redis.register_script(_RECORD)
-        self._forget_work = redis.register_script(_FORGET_WORK)
+        self._create = load_script(redis, "gateway.batches", "create")
+        self._move = load_script(redis, "gateway.batches", "move")
+        self._record = load_script(redis, "gateway.batches", "record")
+        self._forget_work = load_script(redis, "gateway.batches", "forget_work")
 
     async def create(self, batch: Batch) -> None:
         keys = [_key(batch.id), index_of(INDEX, batch.owner), POSITION, UNFINISHED, BY_STATUS]

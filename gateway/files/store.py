@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 from redis.asyncio import Redis
 
+from gateway.files.lua import load_script
 from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text, tombstone_key
 from scheduler.clock import Clock
 from scheduler.store.connection import durable
@@ -30,28 +31,6 @@ TOMBSTONE_S = 3600  # a page walk over deleted files may pause this long
 ORPHAN_S = 3600.0  # content without a record is left over from a crash if it is older
 PRIVATE_DIR = 0o700  # prompts and answers are nobody else's business on this machine
 SWEEP_GROUP = 500  # files that one round trip of a sweep is about
-
-_REGISTER = """
--- KEYS record, index, index of the purpose, expiry, position   ARGV record, id, expires_at or ''
-if redis.call('EXISTS', KEYS[1]) == 0 then
-  local position = redis.call('INCR', KEYS[5])
-  redis.call('ZADD', KEYS[2], position, ARGV[2])
-  redis.call('ZADD', KEYS[3], position, ARGV[2])
-end
-redis.call('SET', KEYS[1], ARGV[1])
-if ARGV[3] ~= '' then redis.call('ZADD', KEYS[4], ARGV[3], ARGV[2]) end
-return 1
-"""
-
-_FORGET = """
--- KEYS record, index, index of the purpose, expiry, tombstone   ARGV id, seconds the tombstone lasts
-local position = redis.call('ZSCORE', KEYS[2], ARGV[1])
-if not position then return redis.call('EXISTS', KEYS[5]) end
-redis.call('SET', KEYS[5], position, 'EX', ARGV[2])
-redis.call('DEL', KEYS[1])
-for i = 2, 4 do redis.call('ZREM', KEYS[i], ARGV[1]) end
-return 1
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +59,8 @@ class FileStore:
     def __init__(self, redis: Redis, data_dir: Path, clock: Clock) -> None:
         self._redis = redis
         self._clock = clock
-        self._register = redis.register_script(_REGISTER)
-        self._forget = redis.register_script(_FORGET)
+        self._register = load_script(redis, "gateway.files", "register")
+        self._forget = load_script(redis, "gateway.files", "forget")
         self.data_dir = data_dir
         self._contents = data_dir / "files"
         self.incoming = data_dir / "incoming"  # uploads under way; same file system, so that a rename is enough
