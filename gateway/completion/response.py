@@ -11,13 +11,12 @@ from typing import Any
 import structlog
 
 from gateway.completion.choice import Choice
-from gateway.completion.feed import EventFeed
 from gateway.completion.openai_objects import Answer, ChunkEncoder, Usage
 from gateway.completion.stop_strings import StopMatcher
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.sse import DONE, PING, Write
 from gateway.protocol.errors import ApiError, internal_error, timed_out
-from scheduler.client.token_stream import Generation
+from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.request import EventKind, Request, TokenEvent
@@ -54,7 +53,7 @@ class PreparedRequest:
 
 class ResponseStream:
     def __init__(
-        self, job: PreparedRequest, generation: Generation, tokenizer: Tokenizer, clock: Clock, ping_s: float
+        self, job: PreparedRequest, generation: TokenStream, tokenizer: Tokenizer, clock: Clock, ping_s: float
     ) -> None:
         self._job = job
         self._generation = generation
@@ -75,9 +74,9 @@ class ResponseStream:
     async def respond(self) -> dict[str, Any]:
         """The whole answer. Raises `ApiError` where the generation fails or the tier's timeout passes."""
         texts: dict[int, str] = {choice.index: "" for choice in self._choices.values()}
-        async with EventFeed(self._generation) as feed:
+        async with self._generation:
             while self._num_open:
-                for choice, text in await self._advance(feed, None):
+                for choice, text in await self._advance(None):
                     texts[choice.index] += text
         self._log_usage()
         choices = [(choice, texts[choice.index]) for choice in self._choices.values()]
@@ -88,10 +87,10 @@ class ResponseStream:
         chunks = self._job.answer.chunks(self._job.include_usage)
         opened: set[int] = set()
         wrote_s = self._clock.now()
-        async with EventFeed(self._generation) as feed:
+        async with self._generation:
             while self._num_open:
                 quiet_s = self._clock.now() - wrote_s
-                frames = self._frames(await self._advance(feed, max(0.0, self._ping_s - quiet_s)), chunks, opened)
+                frames = self._frames(await self._advance(max(0.0, self._ping_s - quiet_s)), chunks, opened)
                 # Tokens may come and show nothing: half a character, or what may become a stop string.
                 if not frames and self._clock.now() - wrote_s >= self._ping_s:
                     frames = PING
@@ -102,9 +101,9 @@ class ResponseStream:
         await write(last + DONE)
         self._log_usage()
 
-    async def _advance(self, feed: EventFeed, patience_s: float | None) -> list[tuple[Choice, str]]:
+    async def _advance(self, patience_s: float | None) -> list[tuple[Choice, str]]:
         """What all waiting events add, merged by choice; nothing where none came for `patience_s`."""
-        events = await feed.take(self._wait_s(patience_s))
+        events = await self._generation.take(self._wait_s(patience_s))
         if not events and self._wait_s(None) == 0:
             raise timed_out(self._job.tier.name)
         if events:

@@ -15,7 +15,7 @@ from loadtest.simulation.deployment import Deployment
 from loadtest.simulation.observation import Observation, RequestRecord
 from loadtest.simulation.traffic import Backlog, OfferedRequest, Traffic
 from scheduler.client.rejection import Rejected, RejectReason
-from scheduler.client.token_stream import Generation
+from scheduler.client.token_stream import TokenStream
 from scheduler.request import EventKind, Request, TokenEvent
 
 UNFINISHED = "unfinished when the run ended"
@@ -109,7 +109,7 @@ class SimulatedClients:
         await self._receive(outcome, by_id)
         return None
 
-    async def _submit(self, requests: list[Request], records: Sequence[RequestRecord]) -> Generation | Rejected:
+    async def _submit(self, requests: list[Request], records: Sequence[RequestRecord]) -> TokenStream | Rejected:
         """To the tier below, where the tier gives away what it cannot serve in time."""
         outcome = await self._client.submit(requests)
         below = self._tiers[requests[0].tier].admission.demote_to
@@ -122,7 +122,7 @@ class SimulatedClients:
             [replace(r, tier=below, deadline_ms=r.arrival_ms + deadline_ms) for r in requests], records
         )
 
-    async def _receive(self, generation: Generation, records: dict[str, RequestRecord]) -> None:
+    async def _receive(self, generation: TokenStream, records: dict[str, RequestRecord]) -> None:
         tier = self._tiers[next(iter(records.values())).tier]
         patience_s = None if tier.timeout_ms is None else tier.timeout_ms / 1000
         target_ms = tier.slo.itl_p99_ms

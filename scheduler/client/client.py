@@ -12,7 +12,7 @@ import structlog
 from scheduler.client import rejection
 from scheduler.client.admission import Gate
 from scheduler.client.rejection import Rejected
-from scheduler.client.token_stream import Generation
+from scheduler.client.token_stream import TokenStream
 from scheduler.client.ttft_forecast import Forecast
 from scheduler.clock import Clock
 from scheduler.config import Tier, TierSet
@@ -48,7 +48,7 @@ class SchedulerClient:
         self._clock = clock
         self._gate = Gate(tiers)
         self.gateway_id = gateway_id
-        self._waiting: dict[str, Generation] = {}
+        self._waiting: dict[str, TokenStream] = {}
         self._entering: set[str] = set()  # those of them whose `put` has not returned
         self._missing: set[str] = set()  # those of them that the queue did not know at the last check
         self._given_up: list[str] = []  # failed here, perhaps still worked on; cancelled by `close`
@@ -127,7 +127,7 @@ class SchedulerClient:
         predicted = {t.name: self._gate.predicted_ttft_s(t, backlogs, now) for t in self._tiers.tiers.values()}
         return {tier: seconds for tier, seconds in predicted.items() if seconds is not None}
 
-    async def submit(self, requests: Sequence[Request]) -> Generation | Rejected:
+    async def submit(self, requests: Sequence[Request]) -> TokenStream | Rejected:
         """Enqueue `requests` (of one tier), all or none."""
         if self._draining:
             return rejection.draining()
@@ -140,7 +140,7 @@ class SchedulerClient:
         rejected = self._gate.check_local(tier, forecast) if forecast is not None else None
         if rejected is not None:
             return rejected
-        generation = Generation(self.cancel, requests)
+        generation = TokenStream(self.cancel, requests)
         refused = await self._enter(generation, tier, requests, forecast)
         match refused:
             case QueueFull():
@@ -152,7 +152,7 @@ class SchedulerClient:
         return generation
 
     async def _enter(
-        self, generation: Generation, tier: Tier, requests: Sequence[Request], forecast: Forecast | None
+        self, generation: TokenStream, tier: Tier, requests: Sequence[Request], forecast: Forecast | None
     ) -> QueueFull | TooFarBehind | None:
         """Counted as under way before anything is awaited: whoever comes meanwhile sees it."""
         request_ids = [request.id for request in requests]

@@ -1,6 +1,6 @@
-"""The token events of one submit, merged and without repeats: what an answer is made from.
+"""The token events of one submit, merged and without repeats.
 
-Knows requests and events; does not know where these come from, nor how a cancel travels.
+Knows requests and events; does not know where the events come from, nor how a cancel reaches the workers.
 """
 
 import asyncio
@@ -13,18 +13,21 @@ from scheduler.request import EventKind, Request, TokenEvent
 Cancel = Callable[[Sequence[str]], Awaitable[None]]
 
 
-class Generation:
-    """The token events of one `submit`, merged. Use as `async with generation as events: async for e in events`.
+class TokenStream:
+    """The token events of all requests of one `submit`.
 
-    Every request gets tokens in order, without gaps or repeats, and exactly one last event; then the iteration
-    ends. Leaving the block earlier cancels what is unfinished.
+    Use as `async with stream: await stream.take(timeout_s)`, or event by event with `async for event in stream`.
+    Each request gets its tokens in order, without gaps or repeats, and exactly one last event. Leaving the block
+    early cancels the unfinished requests.
     """
 
     def __init__(self, cancel: Cancel, requests: Sequence[Request]) -> None:
         self._cancel = cancel
         self._received: dict[str, list[int]] = {r.id: [] for r in requests}
         self._unfinished = set(self._received)
-        self._inbox: asyncio.Queue[TokenEvent | None] = asyncio.Queue()  # None: look again whether it has ended
+        self._diverged: list[str] = []  # failed by this stream, still to be cancelled
+        self._events: list[TokenEvent] = []  # waiting to be taken
+        self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         return self
@@ -32,62 +35,92 @@ class Generation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._unfinished:
-            await asyncio.shield(self._cancel(sorted(self._unfinished)))
+        if self._unfinished or self._diverged:
+            await asyncio.shield(self._cancel(sorted({*self._unfinished, *self._diverged})))
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
         return self
 
     async def __anext__(self) -> TokenEvent:
-        while self._unfinished or not self._inbox.empty():
-            event = await self._inbox.get()
-            if event is None or event.request_id not in self._unfinished:
-                continue
-            if self._diverges(event):
-                return await self._give_up(event.request_id)
-            fresh = self._fresh(event)
-            if fresh is not None:
-                return fresh
-        raise StopAsyncIteration
+        if not await self._wait():
+            raise StopAsyncIteration
+        await self._cancel_diverged()
+        return self._events.pop(0)
+
+    async def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
+        """Return all waiting events: at least one, or none after `timeout_s` (None: no limit).
+
+        Raises `EOFError` once every request has ended and all events were taken.
+        """
+        try:
+            async with asyncio.timeout(None if self._events else timeout_s):
+                if not await self._wait():
+                    raise EOFError("the token stream has ended")
+        except TimeoutError:
+            return []
+        await self._cancel_diverged()
+        events, self._events = self._events, []
+        return events
 
     async def cancel(self, request_id: str) -> None:
-        """This one request needs no more tokens (a stop string matched): it gets no further event."""
+        """Stop one request that needs no more tokens (a stop string matched). It gets no further event."""
         if request_id in self._unfinished:
             self._unfinished.discard(request_id)
-            self._inbox.put_nowait(None)
+            self._events = [event for event in self._events if event.request_id != request_id]
+            self._changed.set()
             await self._cancel([request_id])
 
     def deliver(self, event: TokenEvent) -> None:
-        self._inbox.put_nowait(event)
+        """Add the tokens of `event` that were not received before."""
+        if event.request_id not in self._unfinished:
+            return
+        new = self._fail(event.request_id) if self._diverges(event) else self._without_repeats(event)
+        if not (new.token_ids or new.is_last):
+            return
+        if new.is_last:
+            self._unfinished.discard(event.request_id)
+        self._events.append(new)
+        self._changed.set()
 
-    def _known(self, event: TokenEvent) -> list[int]:
-        """What was received already of the event's tokens."""
+    async def _wait(self) -> bool:
+        """Wait until an event can be taken. Returns False if none will come any more."""
+        while not self._events and self._unfinished:
+            self._changed.clear()
+            await self._changed.wait()
+        return bool(self._events)
+
+    async def _cancel_diverged(self) -> None:
+        if self._diverged:
+            diverged, self._diverged = self._diverged, []
+            await self._cancel(diverged)
+
+    def _overlap(self, event: TokenEvent) -> list[int]:
+        """Return the tokens received before at the positions that `event` covers."""
         return self._received[event.request_id][event.index : event.index + len(event.token_ids)]
 
     def _diverges(self, event: TokenEvent) -> bool:
-        """After a requeue the tokens come again from index 0. The same seed gives the same tokens; where it does
-        not, the answer would be a mixture of two."""
-        known = self._known(event)
-        return list(event.token_ids[: len(known)]) != known or event.index > len(self._received[event.request_id])
+        """Whether `event` contradicts the received tokens or leaves a gap after them.
 
-    async def _give_up(self, request_id: str) -> TokenEvent:
-        await self.cancel(request_id)
+        After a requeue the tokens come again from index 0. The same seed normally gives the same tokens; if it does
+        not, the answer would be a mixture of two.
+        """
+        overlap = self._overlap(event)
+        return list(event.token_ids[: len(overlap)]) != overlap or event.index > len(self._received[event.request_id])
+
+    def _fail(self, request_id: str) -> TokenEvent:
+        self._diverged.append(request_id)
         text = "The generation was interrupted and could not be continued."
         return TokenEvent(request_id, EventKind.FAILED, index=len(self._received[request_id]), error=text)
 
-    def _fresh(self, event: TokenEvent) -> TokenEvent | None:
-        """The event without what was received already; None where nothing is left of it."""
-        have, known = self._received[event.request_id], self._known(event)
-        new = event.token_ids[len(known) :]
-        have.extend(new)
-        if event.is_last:
-            self._unfinished.discard(event.request_id)
-        elif not new:
-            return None
+    def _without_repeats(self, event: TokenEvent) -> TokenEvent:
+        """Return `event` with its new tokens only."""
+        received = self._received[event.request_id]
+        new = event.token_ids[len(self._overlap(event)) :]
+        received.extend(new)
         return TokenEvent(
             request_id=event.request_id,
             kind=event.kind,
-            index=len(have) - len(new),
+            index=len(received) - len(new),
             token_ids=new,
             finish_reason=event.finish_reason,
             error=event.error,

@@ -13,7 +13,7 @@ from engine.modeled.timer import LoopTimer
 from engine.step_time.model import StepCost
 from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected
-from scheduler.client.token_stream import Generation
+from scheduler.client.token_stream import TokenStream
 from scheduler.config import TierSet
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
@@ -78,7 +78,7 @@ class World:
         more.setdefault("deadline_ms", now_ms + self.tiers[tier].deadline_ms)
         return make_request(request_id, tier, prompt, max_tokens, arrival_ms=now_ms, **more)
 
-    async def submit(self, *requests: Request) -> Generation:
+    async def submit(self, *requests: Request) -> TokenStream:
         outcome = await self.client.submit(requests)
         assert not isinstance(outcome, Rejected), outcome
         return outcome

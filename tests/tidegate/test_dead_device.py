@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from engine.interface import SamplingParams
 from scheduler.client.client import SchedulerClient
-from scheduler.client.token_stream import Generation
+from scheduler.client.token_stream import TokenStream
 from scheduler.clock import SystemClock
 from scheduler.config import load_tiers
 from scheduler.events.redis import RedisEventChannel
@@ -98,9 +98,9 @@ def make_request(request_id: str) -> Request:
     return Request(request_id, "realtime", tuple(range(20, 40)), sampling, now_ms, now_ms + 60_000, "gateway")
 
 
-async def submit(client: SchedulerClient, request: Request) -> Generation:
+async def submit(client: SchedulerClient, request: Request) -> TokenStream:
     generation = await client.submit([request])
-    assert isinstance(generation, Generation)
+    assert isinstance(generation, TokenStream)
     return generation
 
 

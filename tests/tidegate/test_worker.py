@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError as StoreUnreachable
 from engine.interface import EngineDead, EngineInfo, PlanError, StepPlan, StepResult
 from engine.modeled.engine import ModeledEngine
 from scheduler.client.client import SchedulerClient
-from scheduler.client.token_stream import Generation
+from scheduler.client.token_stream import TokenStream
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
@@ -103,9 +103,9 @@ class Rig:
     async def serve(self) -> None:
         await keep_serving(self.build, self.ending, self.clock)
 
-    async def submit(self, request: Request) -> Generation:
+    async def submit(self, request: Request) -> TokenStream:
         outcome = await self.client.submit([request])
-        assert isinstance(outcome, Generation)
+        assert isinstance(outcome, TokenStream)
         return outcome
 
     async def answer(self, request: Request) -> list[int]:

@@ -6,7 +6,7 @@ from gateway.completion.openai_objects import AnswerHead, TextAnswer
 from gateway.completion.response import PreparedRequest, ResponseStream
 from gateway.http.sse import DONE, PING
 from scheduler.client.client import SchedulerClient
-from scheduler.client.token_stream import Generation
+from scheduler.client.token_stream import TokenStream
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
@@ -20,7 +20,7 @@ async def test_tokens_that_show_nothing_do_not_keep_pings_away() -> None:
     clock, tiers, request = ManualClock(), make_tiers(realtime={"timeout_ms": 20_000}), make_request()
     registry = MemoryWorkerRegistry(clock, ttl_s=600)
     client = SchedulerClient(MemoryQueue(clock), MemoryEventChannel(), registry, tiers, clock, "gateway-1")
-    generation = Generation(client, [request])
+    generation = TokenStream(client.cancel, [request])
     answer = TextAnswer(AnswerHead("cmpl-1", 0, "m", "default", "fp"))
     job = PreparedRequest(answer, tiers["realtime"], (request,), n=1, stops=("xxxxxxxxxx",))
     response = ResponseStream(job, generation, tiny_tokenizer(), clock, ping_s=15.0)

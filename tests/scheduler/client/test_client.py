@@ -9,7 +9,7 @@ import pytest
 from engine.interface import FinishReason
 from scheduler.client.client import CHECK_EVERY, REFRESH_S, WORKER_GRACE_S, SchedulerClient
 from scheduler.client.rejection import Rejected, RejectReason
-from scheduler.client.token_stream import Generation
+from scheduler.client.token_stream import TokenStream
 from scheduler.client.ttft_forecast import STALE_S
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
@@ -36,9 +36,9 @@ class Stage:
         tiers = {"realtime": TierStatus(finished_per_s=finished_per_s)}
         await self.registry.announce(WorkerStatus("w", ("model",), 512, 1000, 0, tiers=tiers), "text of w")
 
-    async def submit(self, *requests: Request) -> Generation:
+    async def submit(self, *requests: Request) -> TokenStream:
         outcome = await self.client.submit(requests)
-        assert isinstance(outcome, Generation)
+        assert isinstance(outcome, TokenStream)
         return outcome
 
     async def tell(self, *events: TokenEvent) -> None:
@@ -70,7 +70,7 @@ def finished(index: int, *token_ids: int, of: str = "r") -> TokenEvent:
     return TokenEvent(of, EventKind.FINISHED, index, token_ids, FinishReason.LENGTH)
 
 
-async def received(generation: Generation) -> list[TokenEvent]:
+async def received(generation: TokenStream) -> list[TokenEvent]:
     async with generation as events:
         return [event async for event in events]
 
@@ -85,6 +85,43 @@ def test_tokens_arrive_in_order_and_end_with_one_last_event() -> None:
         await stage.tell(finished(3, 8))
         assert await received(generation) == [tokens(0, 5), tokens(1, 6, 7), finished(3, 8)]
         assert stage.client.num_waiting == 0
+
+    play(story)
+
+
+def test_take_returns_all_waiting_events_at_once() -> None:
+    async def story(stage: Stage) -> None:
+        async with await stage.submit(make_request("r")) as stream:
+            await stage.tell(tokens(0, 5), tokens(1, 6))
+            await stage.clock.sleep(0.1)
+            assert await stream.take(0.0) == [tokens(0, 5), tokens(1, 6)]
+            assert await stream.take(0.0) == []
+            await stage.tell(finished(2, 7))
+            assert await stream.take() == [finished(2, 7)]
+            with pytest.raises(EOFError):
+                await stream.take()
+
+    play(story)
+
+
+def test_take_waits_no_longer_than_its_timeout() -> None:
+    async def story(stage: Stage) -> None:
+        async with await stage.submit(make_request("r")) as stream:
+            before_s = stage.clock.now()
+            assert await stream.take(2.0) == []
+            assert stage.clock.now() - before_s == pytest.approx(2.0)
+        assert await stage.depth() == 0, "leaving the block early cancels the request"
+
+    play(story)
+
+
+def test_a_diverged_request_is_cancelled_even_if_its_events_are_never_taken() -> None:
+    async def story(stage: Stage) -> None:
+        async with await stage.submit(make_request("r")):
+            await stage.queue.for_worker("w").claim({"realtime": 1}, 10.0)
+            await stage.tell(tokens(0, 5), tokens(0, 9))
+            await stage.clock.sleep(0.1)
+        assert stage.queue.cancelled() == ["r"]
 
     play(story)
 
@@ -359,7 +396,7 @@ def test_trap_4_a_burst_of_submits_does_not_slip_through() -> None:
     async def story(stage: Stage) -> None:
         burst = [stage.client.submit([make_request(f"r{i}")]) for i in range(20)]
         outcomes = await asyncio.gather(*burst)
-        assert sum(isinstance(o, Generation) for o in outcomes) == 4
+        assert sum(isinstance(o, TokenStream) for o in outcomes) == 4
         assert await stage.depth() == 4
 
     play(story)
@@ -379,10 +416,10 @@ async def foretelling(stage: Stage, gateway_id: str) -> SchedulerClient:
     return client
 
 
-async def let_in(*submits: Awaitable[Generation | Rejected]) -> int:
+async def let_in(*submits: Awaitable[TokenStream | Rejected]) -> int:
     outcomes = await asyncio.gather(*submits)
     assert {o.reason for o in outcomes if isinstance(o, Rejected)} <= {RejectReason.OVERLOADED}
-    return sum(isinstance(o, Generation) for o in outcomes)
+    return sum(isinstance(o, TokenStream) for o in outcomes)
 
 
 @pytest.mark.trap(4)
