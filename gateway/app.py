@@ -14,6 +14,7 @@ from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.protocol import errors
 from gateway.routes import admin, batches, chat, files, models, ops
 from gateway.routes.dependencies import authenticated
+from gateway.routes.sla_feed import SlaFeed
 from gateway.state import Gateway
 
 
@@ -30,6 +31,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         ],
     )
     app.state.gateway = gateway
+    app.state.sla_feed = SlaFeed(gateway.client, gateway.clock)
     app.include_router(ops.router)
     app.include_router(admin.router)
     for routes in (chat, models):

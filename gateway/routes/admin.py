@@ -1,16 +1,17 @@
 """/admin: show and change the tiers in force, and explain the SLA controllers' decisions. Administrators only."""
 
 import asyncio
-import json
 from typing import Annotated, Any
 
 import yaml
 from fastapi import APIRouter, Depends, Request
+from sse_starlette import EventSourceResponse
 
 from gateway.protocol.errors import ApiError, invalid_request, retry_after
 from gateway.protocol.json_body import parse_json_object
 from gateway.routes.dependencies import Administrator
-from gateway.state import Gateway, gateway_of
+from gateway.routes.sla_feed import SlaFeed, SlaStreamResponse, explain
+from gateway.state import gateway_of
 from scheduler.config import TierConfigError
 from scheduler.reload.coordinator import Applied, Late, Outcome, Refused, TierChanges
 
@@ -28,6 +29,17 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"description": "Not a tiers file; `param` names the key. The old tiers stay in force everywhere."},
     409: {"description": "Something still needs the old tiers. They stay in force everywhere."},
     503: {"description": "Not every gateway and worker has answered; the message names those that have not."},
+}
+SLA_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": (
+            "Event `sla`, every 0.5 s: the object of GET /admin/sla, with `at_ms` (Unix time in ms) and `waiting` (per "
+            "tier: requests, prompt_tokens, output_tokens). A worker's `decisions` are those that no earlier event of "
+            "this stream had. Event `error`, once, when the store stops answering: OpenAI's error object; `sla` events "
+            "come again when the store answers."
+        ),
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
 }
 
 
@@ -80,7 +92,16 @@ async def reload_tiers(changes: Changes) -> dict[str, Any]:
 @router.get("/admin/sla")
 async def explain_sla(request: Request) -> dict[str, Any]:
     """Show each worker's knobs, the signals that move them and the last decisions, and the predicted first tokens."""
-    return await _explain(gateway_of(request))
+    client = gateway_of(request).client
+    return await explain(client, await client.backlogs())
+
+
+@router.get("/admin/sla/stream", response_class=EventSourceResponse, responses=SLA_EVENTS)
+async def watch_sla(request: Request) -> SlaStreamResponse:
+    """Send what GET /admin/sla shows twice a second, as server-sent events, until the client hangs up or the gateway
+    drains."""
+    feed: SlaFeed = request.app.state.sla_feed
+    return SlaStreamResponse(feed)
 
 
 async def _read_document(request: Request) -> object:
@@ -113,11 +134,3 @@ def describe_outcome(outcome: Outcome) -> dict[str, Any]:
             unchanged = "Nothing has changed, because these parts do not answer"
             text = f"{applied if in_force else unchanged}: {', '.join(parts)}."
             raise ApiError(503, text, "server_error", code="tiers_not_applied", headers=retry_after(RETRY_S))
-
-
-async def _explain(gateway: Gateway) -> dict[str, Any]:
-    """Each worker's explanation from its last heartbeat, and the predicted TTFT of a short request that comes now."""
-    explanations = await gateway.client.worker_sla()
-    predicted_s = gateway.client.predicted_ttfts_s(await gateway.client.backlogs())
-    workers = [{"id": worker_id, **json.loads(text)} for worker_id, text in explanations.items()]
-    return {"predicted_ttft_s": predicted_s, "workers": workers}
