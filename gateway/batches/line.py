@@ -16,7 +16,7 @@ from redis.exceptions import TimeoutError as StoreSilent
 from gateway.batches.input import BatchLine
 from gateway.batches.model import LineResult
 from gateway.batches.output import answered_line
-from gateway.identity import answer_of
+from gateway.identity import service_tier_of
 from gateway.protocol.errors import internal_error
 from scheduler.clock import Clock
 from scheduler.config import Tier
@@ -38,7 +38,7 @@ class Completions(Protocol):
         body: dict[str, Any],
         *,
         tier: Tier,
-        answer: str,
+        service_tier: str,
         request_id: str,
         owner: str | None,
     ) -> tuple[int, dict[str, Any]]: ...
@@ -53,7 +53,7 @@ class LineRunner:
     def reconfigure(self, tier: Tier) -> None:
         """`tier` serves every line, and every attempt at one, that begins from now on."""
         self._tier = tier
-        self._answer = answer_of(tier)
+        self._service_tier = service_tier_of(tier)
 
     async def run(self, batch_id: str, endpoint: str, line: BatchLine, owner: str | None) -> LineResult:
         """The line's final answer, for the key of name `owner`. Cancelling this cancels the generation."""
@@ -79,7 +79,7 @@ class LineRunner:
                 endpoint,
                 line.body,
                 tier=self._tier,
-                answer=self._answer,
+                service_tier=self._service_tier,
                 request_id=request_id,
                 owner=owner,
             )

@@ -52,7 +52,7 @@ async def _submit(request: Request, body: AnyRequest, key: ApiKey | None) -> Res
     prepared = await gateway.completions.prepare(
         body,
         tier=resolved.tier,
-        answer=resolved.answer,
+        service_tier=resolved.service_tier,
         request_id=request.state.request_id,
         owner=key.name if key else None,
         demotion=demotion_of(resolved.tier, key, tiers),

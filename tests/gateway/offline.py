@@ -73,7 +73,7 @@ class ScriptedCompletions:
         body: dict[str, Any],
         *,
         tier: Tier,
-        answer: str,
+        service_tier: str,
         request_id: str,
         owner: str | None,
     ) -> tuple[int, dict[str, Any]]:
@@ -87,11 +87,11 @@ class ScriptedCompletions:
         self.peak = max(self.peak, self.running)
         try:
             await (asyncio.sleep(0) if self.permits is None else self.permits.acquire())
-            return self._answer(question, answer)
+            return self._answer(question, service_tier)
         finally:
             self.running -= 1
 
-    def _answer(self, question: str, answer: str) -> tuple[int, dict[str, Any]]:
+    def _answer(self, question: str, service_tier: str) -> tuple[int, dict[str, Any]]:
         if script := self.statuses.get(question):
             outcome = script.pop(0)
             if isinstance(outcome, Exception):
@@ -103,7 +103,7 @@ class ScriptedCompletions:
         details = {"prompt_tokens_details": {"cached_tokens": 1}}
         message = {"role": "assistant", "content": f"Re: {question}", "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
-        return 200, {"choices": [choice], "usage": usage | details, "service_tier": answer}
+        return 200, {"choices": [choice], "usage": usage | details, "service_tier": service_tier}
 
 
 @dataclass(slots=True)

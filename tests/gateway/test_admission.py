@@ -108,7 +108,7 @@ def test_trap_12_a_keys_entitlement_clamps_demotion_too() -> None:
     tiers = make_tiers(realtime={"admission": {"demote_to": "bulk"}})
     both, realtime = (ApiKey("k", b"", frozenset(names)) for names in (("realtime", "bulk"), ("realtime",)))
     lower = demotion_of(tiers["realtime"], both, tiers)
-    assert lower is not None and (lower.tier.name, lower.answer) == ("bulk", "flex")
+    assert lower is not None and (lower.tier.name, lower.service_tier) == ("bulk", "flex")
     assert demotion_of(tiers["realtime"], None, tiers) == lower
     assert demotion_of(tiers["realtime"], realtime, tiers) is None
     assert demotion_of(tiers["bulk"], both, tiers) is None

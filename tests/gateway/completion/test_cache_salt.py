@@ -40,7 +40,7 @@ async def test_lines_of_a_batch_share_with_the_other_requests_of_their_key() -> 
         alice = await salt_of(stand, "alice")
         line = {"model": MODEL, "prompt": "hi"}
         await stand.gateway.completions.complete(
-            "/v1/completions", line, tier=make_tiers()["batch"], answer="flex", request_id="req_1", owner="alice"
+            "/v1/completions", line, tier=make_tiers()["batch"], service_tier="flex", request_id="req_1", owner="alice"
         )
         assert stand.worker.served[-1].cache_salt == alice
 

@@ -134,10 +134,10 @@ async def test_a_template_that_knows_developer_gets_it() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "This model has no chat template: use /v1/completions."),
+        (None, "This model has no chat template. Use /v1/completions."),
         ("{{ raise_exception('Roles must alternate.') }}", "Roles must alternate."),
-        ("{{ 1 + 'a' }}", "The model's chat template does not take these messages."),
-        ("{{ nothing.at.all }}", "The model's chat template does not take these messages."),
+        ("{{ 1 + 'a' }}", "The model's chat template does not accept these messages."),
+        ("{{ nothing.at.all }}", "The model's chat template does not accept these messages."),
     ],
 )
 async def test_template_errors_are_the_users_to_know(template: str | None, message: str) -> None:

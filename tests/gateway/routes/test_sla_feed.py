@@ -154,7 +154,7 @@ def told(event: JSONServerSentEvent) -> Event:
 async def test_watchers_share_the_reads_of_the_store() -> None:
     feed, client, clock = make_feed()
     watchers = [feed.events() for _ in range(20)]
-    times_ms = []
+    times_ms: list[int] = []
     for _ in range(5):
         waiting = asyncio.gather(*(anext(watcher) for watcher in watchers))
         if times_ms:  # the first reading comes at once
