@@ -1,7 +1,4 @@
-"""The FastAPI application around one `Gateway`: routes, error mapper, middleware, lifespan.
-
-Assembles, and decides nothing itself. The middlewares are listed from the outside in.
-"""
+"""The FastAPI application around one `Gateway`: routes, error handlers, middleware, lifespan."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,7 +22,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         version=_version(),
         lifespan=_lifespan,
         redirect_slashes=False,
-        middleware=[
+        middleware=[  # from the outside in
             Middleware(RequestContext, metrics=gateway.metrics, clock=gateway.clock),
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt="/v1/files"),
         ],
@@ -45,7 +42,7 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """The tiers in force, the client, and the batch service, which submits through it; backwards at the end."""
+    """Start the tier follower, the client and the batch service, which needs the client. Stop them in reverse order."""
     gateway: Gateway = app.state.gateway
     async with AsyncExitStack() as stack:
         if gateway.tier_changes is not None:
