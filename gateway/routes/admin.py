@@ -10,7 +10,7 @@ from sse_starlette import EventSourceResponse
 from gateway.protocol.errors import ApiError, invalid_request, retry_after
 from gateway.protocol.json_body import parse_json_object
 from gateway.routes.dependencies import Administrator
-from gateway.routes.sla_feed import SlaFeed, SlaStreamResponse, explain
+from gateway.routes.sla_feed import PERIOD_S, SlaFeed, SlaStreamResponse, explain
 from gateway.state import gateway_of
 from scheduler.config import TierConfigError
 from scheduler.reload.coordinator import Applied, Late, Outcome, Refused, TierChanges
@@ -33,10 +33,10 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 SLA_EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": (
-            "Event `sla`, every 0.5 s: the object of GET /admin/sla, with `at_ms` (Unix time in ms) and `waiting` (per "
-            "tier: requests, prompt_tokens, output_tokens). A worker's `decisions` are those that no earlier event of "
-            "this stream had. Event `error`, once, when the store stops answering: OpenAI's error object; `sla` events "
-            "come again when the store answers."
+            f"Event `sla`, every {PERIOD_S} s: the object of GET /admin/sla with `at_ms` (Unix time in ms) and "
+            "`waiting` (per tier: requests, prompt_tokens, output_tokens). A worker's `decisions` are those that no "
+            "earlier event of this stream had. Event `error`, once, when the store stops answering: OpenAI's error "
+            "object. `sla` events come again when the store answers."
         ),
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }

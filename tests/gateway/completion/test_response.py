@@ -1,4 +1,4 @@
-"""The stream of one answer, frame by frame, with the clock in the test's hand."""
+"""The stream of one answer, frame by frame, on a clock that the test moves."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ from tests.scheduler.queue.harness import ManualClock, make_request
 from tests.waiting import until
 
 
-async def test_tokens_that_show_nothing_do_not_keep_pings_away() -> None:
+async def test_tokens_without_text_do_not_suppress_pings() -> None:
     clock, tiers, request = ManualClock(), make_tiers(realtime={"timeout_ms": 20_000}), make_request()
     registry = MemoryWorkerRegistry(clock, ttl_s=600)
     client = SchedulerClient(MemoryQueue(clock), MemoryEventChannel(), registry, tiers, clock, "gateway-1")
@@ -30,8 +30,8 @@ async def test_tokens_that_show_nothing_do_not_keep_pings_away() -> None:
         written.append(frames)
 
     streaming = asyncio.create_task(stream.stream(write))
-    await asyncio.sleep(0)  # it begins now, by its clock
-    for index in range(2):  # neither a silence of 15 s nor one of the tier's timeout
+    await asyncio.sleep(0)  # lets the stream begin
+    for index in range(2):  # less than ping_s (15 s) each, and less than the tier's timeout
         clock.advance(10)
         tokens.deliver(TokenEvent(request.id, EventKind.TOKENS, index, token_ids("x")))
     await until(lambda: bool(written))

@@ -15,7 +15,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 def echo(request: Request) -> list[TokenEvent]:
-    """Answers with its own prompt, backwards."""
+    """Answer each prompt with its text backwards."""
     return token_by_token(request, request.prompt_token_ids[::-1])
 
 
@@ -84,7 +84,7 @@ async def test_a_batch_line_gets_status_and_body() -> None:
         ("/v1/embeddings", {}, 404, "url"),
     ],
 )
-async def test_a_batch_line_at_fault_is_no_exception(
+async def test_an_invalid_batch_line_is_a_status_and_no_exception(
     endpoint: str, body: dict[str, object], status: int, param: str
 ) -> None:
     async with running_stand() as stand:
@@ -116,7 +116,7 @@ async def test_a_large_batch_line_is_validated_off_the_loop(monkeypatch: pytest.
     ("kind", "status", "code"),
     [(EventKind.FAILED, 500, None), (EventKind.CANCELLED, 503, "server_overloaded")],
 )
-async def test_a_batch_line_whose_generation_breaks(kind: EventKind, status: int, code: str | None) -> None:
+async def test_a_batch_line_whose_generation_fails(kind: EventKind, status: int, code: str | None) -> None:
     async with running_stand(lambda r: [TokenEvent(r.id, kind, error="why")]) as stand:
         body = {"model": MODEL, "prompt": "a"}
         got, answer = await stand.gateway.completions.complete(

@@ -146,7 +146,7 @@ def make_feed() -> tuple[SlaFeed, Client, TickingClock]:
     return SlaFeed(client, clock), client, clock
 
 
-def told(event: JSONServerSentEvent) -> Event:
+def decoded(event: JSONServerSentEvent) -> Event:
     assert event.event is not None and event.data is not None
     return event.event, json.loads(event.data)
 
@@ -159,7 +159,7 @@ async def test_watchers_share_the_reads_of_the_store() -> None:
         waiting = asyncio.gather(*(anext(watcher) for watcher in watchers))
         if times_ms:  # the first reading comes at once
             clock.tick()
-        [at_ms] = {told(event)[1]["at_ms"] for event in await waiting}
+        [at_ms] = {decoded(event)[1]["at_ms"] for event in await waiting}
         times_ms.append(at_ms)
     assert times_ms == [1_000_000 + 500 * i for i in range(5)]
     assert client.num_reads == 5
@@ -173,17 +173,17 @@ async def test_a_later_watcher_starts_the_reader_again() -> None:
     feed, client, _ = make_feed()
     for num_reads in (1, 2):
         events = feed.events()
-        assert told(await anext(events))[0] == "sla"
+        assert decoded(await anext(events))[0] == "sla"
         assert client.num_reads == num_reads
         await events.aclose()
         await until(lambda: not is_reading())
 
 
-async def test_a_store_that_does_not_answer_is_told_once() -> None:
+async def test_an_outage_of_the_store_is_reported_once() -> None:
     feed, client, clock = make_feed()
     client.is_away = True
     events = feed.events()
-    name, data = told(await anext(events))
+    name, data = decoded(await anext(events))
     assert name == "error"
     assert "store is not reachable" in data["error"]["message"]
     following = asyncio.ensure_future(anext(events))
@@ -193,15 +193,15 @@ async def test_a_store_that_does_not_answer_is_told_once() -> None:
     assert not following.done()
     client.is_away = False
     clock.tick()
-    assert told(await following)[0] == "sla"
+    assert decoded(await following)[0] == "sla"
     client.is_away = True
     clock.tick()
-    assert told(await anext(events))[0] == "error", "a new outage is told again"
+    assert decoded(await anext(events))[0] == "error", "a new outage is told again"
     await events.aclose()
 
 
 @pytest.mark.parametrize("reads", [True, False])
-async def test_a_client_that_is_gone_or_takes_nothing_frees_everything(reads: bool) -> None:
+async def test_a_client_that_hangs_up_or_reads_nothing_frees_everything(reads: bool) -> None:
     feed, _, _ = make_feed()
     sent: list[Message] = []
 
