@@ -1,13 +1,13 @@
 """The live feed of the SLA controllers: what GET /admin/sla/stream sends, and the reader that all watchers share.
 
-An event goes out every `PERIOD_S`. The store is read once for each, however many watch, and not at all while there
-is no watcher. If the store does not answer, a watcher gets one `error` event, and `sla` events again when it does.
+An event goes out every `PERIOD_S`. The store is read once for each event, however many clients watch, and not at all
+without a watcher. When the store stops answering, each watcher gets one `error` event, and `sla` events again later.
 
-The feed ends when the gateway drains. sse-starlette would end its responses at SIGTERM through
-`uvicorn.Server.handle_exit`, which it patches on import, but tidegate's server handles signals itself
-(tidegate/gateway.py) and never calls that method. Under a plain uvicorn it does, which is right for this feed, so
-there is no call of `AppStatus.disable_automatic_graceful_drain` here. Streams of tokens are not concerned: they are
-no sse-starlette responses (gateway/http/sse.py says why).
+The feed ends by itself when the gateway drains. sse-starlette ends its responses at SIGTERM too, by a method of
+`uvicorn.Server` (`handle_exit`) that it patches on import. Under a plain uvicorn this works. tidegate's own server
+(tidegate/gateway.py) handles signals without that method, so the patch has no effect there, and
+`AppStatus.disable_automatic_graceful_drain` need not be called. Token streams are not affected in either case: they
+are not sse-starlette responses (gateway/http/sse.py gives the reasons).
 """
 
 import asyncio
@@ -48,6 +48,7 @@ class SlaFeed:
         self._client = client
         self._clock = clock
         self._num_watchers = 0
+        self._is_away = False  # whether the last reading failed
         self._reader: asyncio.Task[None] | None = None
         self._next: asyncio.Future[dict[str, Any] | None] | None = None
 
@@ -99,8 +100,11 @@ class SlaFeed:
                 backlogs = await self._client.backlogs()
                 explained = await explain(self._client, backlogs)
         except Exception as error:  # each store adapter has its own errors
-            log.warning("sla_feed_not_read", error=str(error) or type(error).__name__)
+            if not self._is_away:
+                log.warning("sla_feed_not_read", error=str(error) or type(error).__name__)
+            self._is_away = True
             return None
+        self._is_away = False
         waiting = {tier: asdict(backlog) for tier, backlog in backlogs.items()}
         return {"at_ms": self._clock.wall_ms(), "waiting": waiting, **explained}
 
