@@ -113,7 +113,7 @@ def inspect_input(
 
 @dataclass(slots=True)
 class _Seen:
-    """What later lines are compared with: the model and the custom_ids of the lines so far."""
+    """The model and the custom_ids of the lines so far, with which later lines are compared."""
 
     endpoint: str
     model_names: Collection[str]

@@ -30,7 +30,7 @@ LONGEST_PAUSE_S = 10.0  # seconds
 
 
 class Completions(Protocol):
-    """What a batch needs of CompletionService (gateway/completion/service.py)."""
+    """The part of CompletionService (gateway/completion/service.py) that a batch needs."""
 
     async def complete(
         self,

@@ -73,16 +73,16 @@ async def _encode_texts(request: CompletionRequest, tokenizer: Tokenizer, limits
         raise context_length_exceeded(limits.max_model_len, "prompt", None, None) from None
 
 
-def _fit(ids: list[int], asked: int | None, default: int | None, limits: ModelLimits, param: str) -> Prompt:
-    """Return the prompt with its output limit: `asked` if given, else `default` as far as there is room for it.
+def _fit(ids: list[int], requested: int | None, default: int | None, limits: ModelLimits, param: str) -> Prompt:
+    """Return the prompt with its output limit: `requested` if given, else `default` as far as there is room for it.
 
-    None as `default` means all the room there is. Raises `ApiError` 400 if `asked` does not fit.
+    None as `default` means all the room there is. Raises `ApiError` 400 if `requested` does not fit.
     """
     room = limits.max_model_len - len(ids)
     if not ids:
         raise invalid_value(param, f"Invalid value for '{param}': it must not be empty.")
-    if room < (asked or 1):
-        raise context_length_exceeded(limits.max_model_len, param, len(ids), asked)
-    if asked is not None:
-        return Prompt(tuple(ids), asked)
+    if room < (requested or 1):
+        raise context_length_exceeded(limits.max_model_len, param, len(ids), requested)
+    if requested is not None:
+        return Prompt(tuple(ids), requested)
     return Prompt(tuple(ids), room if default is None else min(default, room))

@@ -69,8 +69,8 @@ def invalid_json() -> ApiError:
 def context_length_exceeded(limit: int, param: str, prompt: int | None, output: int | None) -> ApiError:
     """`prompt` is its number of tokens (None: too long to be counted), `output` the number requested, if any."""
     counted = "more than that" if prompt is None else f"{prompt} tokens"
-    asked = "" if output is None else f" and {output} more for the completion"
-    message = f"This model's maximum context length is {limit} tokens, but the prompt has {counted}{asked}."
+    requested = "" if output is None else f" and {output} more for the completion"
+    message = f"This model's maximum context length is {limit} tokens, but the prompt has {counted}{requested}."
     return invalid_request(message, param, "context_length_exceeded")
 
 
