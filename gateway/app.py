@@ -1,7 +1,4 @@
-"""The FastAPI application around one `Gateway`: routes, error mapper, middleware, lifespan.
-
-Assembles, and decides nothing itself. The middlewares are listed from the outside in.
-"""
+"""The FastAPI application around one `Gateway`: routes, error handlers, middleware, lifespan."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,6 +11,7 @@ from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.protocol import errors
 from gateway.routes import admin, batches, chat, files, models, ops
 from gateway.routes.dependencies import authenticated
+from gateway.routes.sla_feed import SlaFeed
 from gateway.state import Gateway
 
 
@@ -24,12 +22,13 @@ def create_app(gateway: Gateway) -> FastAPI:
         version=_version(),
         lifespan=_lifespan,
         redirect_slashes=False,
-        middleware=[
+        middleware=[  # from the outside in
             Middleware(RequestContext, metrics=gateway.metrics, clock=gateway.clock),
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt="/v1/files"),
         ],
     )
     app.state.gateway = gateway
+    app.state.sla_feed = SlaFeed(gateway.client, gateway.clock)
     app.include_router(ops.router)
     app.include_router(admin.router)
     for routes in (chat, models):
@@ -43,7 +42,7 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """The tiers in force, the client, and the batch service, which submits through it; backwards at the end."""
+    """Start the tier follower, the client and the batch service, which needs the client. Stop them in reverse order."""
     gateway: Gateway = app.state.gateway
     async with AsyncExitStack() as stack:
         if gateway.tier_changes is not None:

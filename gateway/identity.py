@@ -1,7 +1,6 @@
-"""Who asks, and therefore which tier serves: API keys, and `service_tier` to tier and back.
+"""API keys, and the tier that serves a caller: from OpenAI's `service_tier` to a tier of tiers.yaml and back.
 
-Knows keys, tiers.yaml's names and OpenAI's `service_tier` values. Knows neither bodies nor queues. Keys are
-held as SHA-256 digests only and compared in constant time.
+Does not know bodies or queues. Keys are held as SHA-256 digests only, and compared in constant time.
 """
 
 import hashlib
@@ -19,14 +18,17 @@ from gateway.protocol.errors import invalid_api_key, invalid_value
 from gateway.protocol.validation import first_fault
 from scheduler.config import Tier, TierSet
 
-ASKABLE = ("auto", "default", "flex", "scale", "priority", "fast")  # what the openai client may send
-ANSWERABLE = ("default", "flex", "scale", "priority")  # what its response types accept
+REQUEST_SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")  # the openai client may send these
+RESPONSE_SERVICE_TIERS = ("default", "flex", "scale", "priority")  # the openai client's response types accept these
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A caller. `tiers`: what it may use, None for all; `default_tier`: where it goes when it asks for nothing;
-    `admin`: may change the tiers of all."""
+    """A caller's key.
+
+    `tiers` are the tiers that it may use (None: all), `default_tier` is its tier for requests without a
+    `service_tier`, and `admin` allows it to use /admin.
+    """
 
     name: str
     sha256: bytes
@@ -39,7 +41,7 @@ class ApiKey:
 
 
 class Keyring:
-    """The configured keys. None configured: everybody may come in, and a presented key means nothing."""
+    """The configured keys. Without any, access is open and a presented key is ignored."""
 
     def __init__(self, keys: Sequence[ApiKey] = ()) -> None:
         self._keys = tuple(keys)
@@ -49,7 +51,7 @@ class Keyring:
         return not self._keys
 
     def objection(self, tiers: TierSet) -> str:
-        """A sentence about the first key that names a tier which is not among `tiers`; empty: there is none."""
+        """Return a sentence about the first key that names a tier missing in `tiers`, or an empty string."""
         for key in self._keys:
             named = (key.tiers or frozenset()) | ({key.default_tier} if key.default_tier else set())
             if missing := sorted(named - set(tiers.tiers)):
@@ -57,13 +59,13 @@ class Keyring:
         return ""
 
     def authenticate(self, authorization: str | None) -> ApiKey | None:
-        """The caller behind an `Authorization` header; None where access is open. Raises `ApiError` 401."""
+        """Return the key in an `Authorization` header, or None if access is open. Raises `ApiError` 401."""
         if self.is_open:
             return None
         scheme, _, secret = (authorization or "").partition(" ")
         digest = hashlib.sha256(secret.strip().encode("utf-8", "surrogateescape")).digest()
         found: ApiKey | None = None
-        for key in self._keys:  # always all of them: the time taken says nothing about which one matched
+        for key in self._keys:  # always all keys, so that the time taken does not tell which one matched
             if hmac.compare_digest(key.sha256, digest):
                 found = key
         if found is None or scheme.lower() != "bearer":
@@ -73,58 +75,65 @@ class Keyring:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedTier:
-    """The tier that serves, and the `service_tier` that the answer reports."""
+    """The tier that serves a request, and the `service_tier` that its answer reports."""
 
     tier: Tier
-    answer: str
+    service_tier: str
 
 
 def resolve_tier(service_tier: str | None, key: ApiKey | None, tiers: TierSet) -> ResolvedTier:
-    """The tier asked for, clamped to what `key` may use. Raises `ApiError` 400 for an unknown value."""
-    asked = _asked_tier(service_tier, key, tiers)
-    tier = asked
-    if key is not None and not key.may_use(asked):
+    """Return the requested tier, or the highest that `key` may use if it may not use that one.
+
+    Raises `ApiError` 400 for an unknown `service_tier`.
+    """
+    tier = _requested_tier(service_tier, key, tiers)
+    if key is not None and not key.may_use(tier):
         tier = next(t for t in tiers.by_priority if key.may_use(t))
-    wish = "priority" if service_tier == "fast" else service_tier
-    if wish in ANSWERABLE and tier is tiers.for_service_tier(service_tier or ""):
-        return ResolvedTier(tier, wish)
-    return ResolvedTier(tier, answer_of(tier))
+    reported = "priority" if service_tier == "fast" else service_tier
+    if reported in RESPONSE_SERVICE_TIERS and tier is tiers.for_service_tier(service_tier or ""):
+        return ResolvedTier(tier, reported)
+    return ResolvedTier(tier, service_tier_of(tier))
 
 
 def demotion_of(tier: Tier, key: ApiKey | None, tiers: TierSet) -> ResolvedTier | None:
-    """Where `tier` may send what it cannot serve in time, if `key` may go there."""
+    """Return the tier to which `tier` sends requests that it cannot serve in time, or None if `key` may not use it."""
     lower = tiers.tiers.get(tier.admission.demote_to or "")
     if lower is None or (key is not None and not key.may_use(lower)):
         return None
-    return ResolvedTier(lower, answer_of(lower))
+    return ResolvedTier(lower, service_tier_of(lower))
 
 
-def answer_of(tier: Tier) -> str:
-    """The `service_tier` by which answers of `tier` go when the asked one says nothing about it."""
-    named = next((name for name in tier.service_tiers if name in ANSWERABLE), None)
+def service_tier_of(tier: Tier) -> str:
+    """Return the `service_tier` that answers of `tier` report if the requested value does not name that tier."""
+    named = next((name for name in tier.service_tiers if name in RESPONSE_SERVICE_TIERS), None)
     return named or tier.answers_as or "default"
 
 
-def _asked_tier(service_tier: str | None, key: ApiKey | None, tiers: TierSet) -> Tier:
+def _requested_tier(service_tier: str | None, key: ApiKey | None, tiers: TierSet) -> Tier:
     own = key.default_tier if key is not None else None
     fallback = tiers[own or tiers.default_tier]
     if service_tier in (None, "auto"):
         return fallback
     tier = tiers.for_service_tier(service_tier)
-    if tier is None and service_tier not in ASKABLE:
-        known = dict.fromkeys((*ASKABLE, *(name for t in tiers.tiers.values() for name in t.service_tiers)))
+    if tier is None and service_tier not in REQUEST_SERVICE_TIERS:
+        known = dict.fromkeys(
+            (*REQUEST_SERVICE_TIERS, *(name for t in tiers.tiers.values() for name in t.service_tiers))
+        )
         raise invalid_value("service_tier", f"Invalid value for 'service_tier': must be one of {', '.join(known)}.")
     return tier or fallback
 
 
-def cache_salt(owner: str | None, wish: str | None) -> str:
-    """Requests of the same one may share the KV of equal prompt beginnings, and could time that they do: so those of
-    two keys never are. `owner`: the key's name, None where access is open; `wish`: the body's own `cache_salt`."""
-    return json.dumps((owner, wish))
+def cache_salt(owner: str | None, requested: str | None) -> str:
+    """Return the salt of a request's prefix cache entries: requests share the KV of a common prefix within one salt.
+
+    Two keys never have the same salt, since the time to first token tells whether a prefix was cached. `owner` is
+    the key's name (None: access is open), `requested` the body's own `cache_salt`.
+    """
+    return json.dumps((owner, requested))
 
 
 class KeyringError(Exception):
-    """The file of API keys cannot be used; the message names file and key."""
+    """The file of API keys cannot be used. The message names the file and the key."""
 
 
 class _Entry(BaseModel):

@@ -1,7 +1,4 @@
-"""What a gateway is: everything a route needs, in one frozen record, wired by the composition root.
-
-Knows the collaborators by type; builds none of them and starts none of them.
-"""
+"""The record of everything that routes need. The composition root, tidegate/gateway.py, builds it and its parts."""
 
 from dataclasses import dataclass
 
@@ -21,10 +18,10 @@ from scheduler.reload.coordinator import TierChanges
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """The parts of one gateway process; it lives in `app.state.gateway`."""
+    """The parts of one gateway process, kept in `app.state.gateway`."""
 
     model_names: tuple[str, ...]
-    created: int  # Unix seconds, as `/v1/models` reports it
+    created: int  # Unix seconds; /v1/models reports it
     client: SchedulerClient
     clock: Clock
     tokenizer: Tokenizer
@@ -34,31 +31,34 @@ class Gateway:
     files: FileStore | None = None
     batches: BatchService | None = None
     tier_changes: TierChanges | None = None
-    max_body_bytes: int = 16 * 2**20  # a JSON body; uploads to /v1/files have their own limit
+    max_body_bytes: int = 16 * 2**20  # limit of a JSON body; uploads to /v1/files have limits of their own
 
     @property
     def tiers(self) -> TierSet:
-        """Those in force; look once a request."""
+        """The tiers in force. A request reads them once, because they may change at any time."""
         return self.client.tiers
 
 
 def gateway_of(request: Request) -> Gateway:
-    """The gateway that serves `request`."""
+    """Return the gateway that serves `request`."""
     gateway: Gateway = request.app.state.gateway
     return gateway
 
 
 class GatewayTiers:
+    """Puts changed tiers in force in one gateway."""
+
     def __init__(self, client: SchedulerClient, keyring: Keyring, batches: BatchService | None) -> None:
         self._client = client
         self._keyring = keyring
         self._batches = batches
 
     def objection(self, tiers: TierSet) -> str:
+        """Return a sentence that says why `tiers` cannot be put in force, or an empty string."""
         return self._keyring.objection(tiers)
 
     def reconfigure(self, tiers: TierSet) -> None:
-        """For requests from now on; those under way keep the tier that they were sent to."""
+        """Use `tiers` for requests from now on. Requests under way keep their tier."""
         self._client.reconfigure(tiers)
         if self._batches is not None:
             self._batches.reconfigure(tiers)

@@ -1,8 +1,8 @@
-"""The input of a batch: reading its lines, and what may be wrong with them.
+"""Read and check the input lines of a batch.
 
-A line is `{"custom_id", "method": "POST", "url", "body": {…}}`, and no longer than a request over HTTP may be. Pure
-but for reading the file it is given, piece by piece, however large it is; that blocks, so callers do it in a
-thread. What a body must hold beyond its model is found out when it runs.
+A line is `{"custom_id", "method": "POST", "url", "body": {…}}`, and no longer than the body of an HTTP request may be.
+The file is read piece by piece, however large it is. Reading blocks, so callers use a thread. Of a body, only what the
+batch as a whole depends on is checked here; the rest is checked when the line runs.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from gateway.files.store import PRIVATE_DIR
 from gateway.protocol.errors import ApiError
 from gateway.protocol.json_body import parse_json_object
 
-MAX_LINES = 50_000
+MAX_LINES = 50_000  # as in OpenAI's Batch API
 MAX_LINE_BYTES = 16 * 2**20
-MAX_ERRORS = 100  # reported at most; the rest of the file is not read then
-CHUNK_LINES, CHUNK_BYTES = 500, 2**20  # read at a time: whichever is reached first
-PIECE_BYTES = 2**16  # of a line that is too long, and only skipped
-BOM = b"\xef\xbb\xbf"
+MAX_ERRORS = 100  # errors reported at most; the rest of the file is not read then
+CHUNK_LINES, CHUNK_BYTES = 500, 2**20  # a chunk ends at whichever is reached first
+PIECE_BYTES = 2**16  # bytes read at once while a line that is too long is skipped
+BOM = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which some editors write
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class InputReport:
-    """What the input is, up to where reading it stopped. With `errors` it must not run."""
+    """The result of checking an input, up to where reading stopped. A batch with `errors` must not run."""
 
     total: int
     model: str | None
@@ -46,13 +46,15 @@ class InputReport:
 
 
 def input_path(directory: Path) -> Path:
-    """The batch's own copy of its input, in the batch's directory."""
+    """Return the path of the batch's own copy of its input, in the batch's directory."""
     return directory / "input.jsonl"
 
 
 def snapshot_input(source: Path, directory: Path) -> None:
-    """Give `source` a second name, or a copy where the file system has no hard links, so that deleting the
-    file cannot break the batch. Raises `FileNotFoundError` if it is deleted already."""
+    """Link `source` into the batch's directory, so that the batch can run after the file is deleted.
+
+    Copies it if the file system has no hard links. Raises `FileNotFoundError` if it is deleted already.
+    """
     directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
     try:
         os.link(source, input_path(directory))
@@ -64,7 +66,7 @@ def snapshot_input(source: Path, directory: Path) -> None:
 
 
 def read_chunks(path: Path) -> Iterator[list[BatchLine]]:
-    """The lines of an input that `inspect_input` found to be right, some at a time."""
+    """Yield the lines of an input without errors, a chunk at a time."""
     chunk: list[BatchLine] = []
     size = 0
     for number, text in _numbered(path):
@@ -79,7 +81,7 @@ def read_chunks(path: Path) -> Iterator[list[BatchLine]]:
 
 
 async def next_chunk(chunks: Iterator[list[BatchLine]]) -> list[BatchLine]:
-    """The next of `chunks`, read in a thread; empty when there is none."""
+    """Read the next of `chunks` in a thread. Return an empty list at the end."""
     return await asyncio.to_thread(next, chunks, [])
 
 
@@ -90,7 +92,7 @@ def inspect_input(
     max_lines: int = MAX_LINES,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> InputReport:
-    """Check every line against `endpoint`, `model_names`, the limits and each other."""
+    """Check every line against `endpoint`, `model_names`, the limits and the other lines."""
     seen = _Seen(endpoint, model_names)
     errors: list[LineError] = []
     total = 0
@@ -111,7 +113,7 @@ def inspect_input(
 
 @dataclass(slots=True)
 class _Seen:
-    """What the lines so far have said. Owned by `inspect_input`."""
+    """The model and the custom_ids of the lines so far, with which later lines are compared."""
 
     endpoint: str
     model_names: Collection[str]
@@ -120,7 +122,7 @@ class _Seen:
 
 
 def _numbered(path: Path, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Each line that is not blank, with its number. One longer than `max_bytes` is never held; it comes as b""."""
+    """Yield each non-blank line with its number. A line longer than `max_bytes` is skipped and comes as b""."""
     with path.open("rb") as file:
         for number in count(1):
             text = file.readline(-1 if max_bytes is None else max_bytes + 1)
@@ -152,7 +154,7 @@ def _line_error(number: int, text: bytes, seen: _Seen) -> LineError | None:
 
 
 def _envelope_fault(line: dict[str, Any], seen: _Seen) -> tuple[str, str, str] | None:
-    """(code, message, param) of the first thing wrong around the body."""
+    """Return (code, message, param) of the first error outside the body, or None."""
     for name in ("custom_id", "method", "url", "body"):
         if line.get(name) is None:
             return "missing_required_parameter", f"Missing required parameter: '{name}'.", name
@@ -174,7 +176,7 @@ def _envelope_fault(line: dict[str, Any], seen: _Seen) -> tuple[str, str, str] |
 
 
 def _body_fault(body: dict[str, Any], seen: _Seen) -> tuple[str, str, str] | None:
-    """The same for what the batch as a whole depends on in a body."""
+    """Return (code, message, param) of the first error in the body that concerns the whole batch, or None."""
     model = body.get("model")
     if model is None:
         return "missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model"

@@ -1,7 +1,7 @@
-"""Running one line of a batch through the ordinary completion path, in the batch tier.
+"""Run one line of a batch as an ordinary completion, in the batch tier.
 
-A line must not fail because the queue was full or a worker died: such answers are tried again, with growing
-pauses. Knows statuses and patience; not Redis, not files, not how many lines run at once.
+A line must not fail because the queue was full or a worker died, so it is tried again after such answers, with growing
+pauses. Knows HTTP statuses; does not know Redis, files, or how many lines run at once.
 """
 
 import logging
@@ -16,21 +16,21 @@ from redis.exceptions import TimeoutError as StoreSilent
 from gateway.batches.input import BatchLine
 from gateway.batches.model import LineResult
 from gateway.batches.output import answered_line
-from gateway.identity import answer_of
+from gateway.identity import service_tier_of
 from gateway.protocol.errors import internal_error
 from scheduler.clock import Clock
 from scheduler.config import Tier
 
 log = logging.getLogger(__name__)
 
-BUSY = (429, 503)  # no room, or nobody there: wait, for as long as the batch has time
-MAX_FAILURES = 4  # of other server errors; then the line's answer is the error
-FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 10.0
+BUSY = (429, 503)  # statuses of a full queue or a missing worker: tried again until the batch's window ends
+MAX_FAILURES = 4  # attempts that end with another server error; then the error is the line's answer
+FIRST_PAUSE_S = 0.1  # seconds before the second attempt; each pause is twice the one before
+LONGEST_PAUSE_S = 10.0  # seconds
 
 
 class Completions(Protocol):
-    """The part of gateway/completion/service.py that a batch needs."""
+    """The part of CompletionService (gateway/completion/service.py) that a batch needs."""
 
     async def complete(
         self,
@@ -38,7 +38,7 @@ class Completions(Protocol):
         body: dict[str, Any],
         *,
         tier: Tier,
-        answer: str,
+        service_tier: str,
         request_id: str,
         owner: str | None,
     ) -> tuple[int, dict[str, Any]]: ...
@@ -51,15 +51,15 @@ class LineRunner:
         self.reconfigure(tier)
 
     def reconfigure(self, tier: Tier) -> None:
-        """`tier` serves every line, and every attempt at one, that begins from now on."""
+        """Serve every attempt that begins from now on in `tier`."""
         self._tier = tier
-        self._answer = answer_of(tier)
+        self._service_tier = service_tier_of(tier)
 
     async def run(self, batch_id: str, endpoint: str, line: BatchLine, owner: str | None) -> LineResult:
-        """The line's final answer, for the key of name `owner`. Cancelling this cancels the generation."""
+        """Return the line's final answer, for the key named `owner`. Cancelling this cancels the generation."""
         failures = pauses = 0
         while True:
-            # A request of its own for each attempt: the queue ignores an id that it still holds.
+            # Each attempt needs a new id: the queue ignores an id that it still holds.
             request_id = f"req_{secrets.token_hex(16)}"
             structlog.contextvars.bind_contextvars(request_id=request_id, tier=self._tier.name)
             status, body = await self._attempt(endpoint, line, request_id, owner)
@@ -79,18 +79,18 @@ class LineRunner:
                 endpoint,
                 line.body,
                 tier=self._tier,
-                answer=self._answer,
+                service_tier=self._service_tier,
                 request_id=request_id,
                 owner=owner,
             )
         except (StoreUnreachable, StoreSilent):
             return 503, internal_error("The store is not reachable at the moment.").body()
-        except Exception:  # a fault in serving one line must not take the others with it
+        except Exception:  # a bug that one line meets must not end the other lines
             log.exception("a batch line failed")
             return 500, internal_error().body()
 
 
 def _pause_s(pauses: int) -> float:
-    """Doubling, with a quarter of jitter, so that a window of lines does not come back as one."""
+    """Return the pause after `pauses` earlier ones: doubled each time, with 25 % jitter to spread the lines out."""
     pause_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(pauses, 20))
     return pause_s * random.uniform(0.75, 1.0)

@@ -1,23 +1,23 @@
-"""What a batch is: its record, its states, and the one table of the transitions between them.
+"""The record of a batch, its states, and the table of the transitions between them.
 
-Plain data; no Redis, no files, no HTTP. Who moves a batch is batch_store.py, atomically and only along this
-table; when, decide the service and the runner.
+Plain data. gateway/batches/store.py moves a batch, atomically and only along the table; the service and the run decide
+when.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-WINDOW_S = 86_400  # the one completion window there is: "24h"
+WINDOW_S = 86_400  # seconds of "24h", the only completion window of OpenAI's Batch API
 
 
 class BatchStatus(StrEnum):
     VALIDATING = "validating"
-    FAILED = "failed"  # the input was refused; nothing ran
+    FAILED = "failed"  # the input has errors; no line ran
     IN_PROGRESS = "in_progress"
-    FINALIZING = "finalizing"  # every line is done, the files are being written
+    FINALIZING = "finalizing"  # every line has a result; the files are being written
     COMPLETED = "completed"
-    EXPIRED = "expired"  # the window passed; what was finished is kept, unless the input is lost
+    EXPIRED = "expired"  # the window has passed; finished lines are kept, unless the input is lost
     CANCELLING = "cancelling"
     CANCELLED = "cancelled"
 
@@ -27,7 +27,7 @@ class BatchStatus(StrEnum):
 
     @property
     def sources(self) -> tuple["BatchStatus", ...]:
-        """The states from which this one may be entered."""
+        """The states from which a batch may enter this one."""
         return tuple(status for status, targets in TRANSITIONS.items() if self in targets)
 
 
@@ -46,7 +46,7 @@ TRANSITIONS: dict[BatchStatus, frozenset[BatchStatus]] = {
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """Why an input is refused; `line` counts from 1 and is None where it is about the whole file."""
+    """One error of an input. `line` counts from 1; None means the whole file."""
 
     code: str
     message: str
@@ -56,7 +56,7 @@ class LineError:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A snapshot of a batch's record. Times are Unix seconds, set once, on entering the state of that name."""
+    """A snapshot of a batch's record. A time `<state>_at` is in Unix seconds and set once, on entering that state."""
 
     id: str
     endpoint: str
@@ -65,7 +65,7 @@ class Batch:
     status: BatchStatus
     created_at: int
     expires_at: int
-    owner: str | None = None  # the name of the key that made it, None where access was open
+    owner: str | None = None  # name of the key that made it; None: access was open
     model: str | None = None
     metadata: dict[str, str] | None = None
     output_expires_after_s: int | None = None
@@ -88,7 +88,7 @@ class Batch:
     reasoning_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The OpenAI `batch` object."""
+        """Return the OpenAI `batch` object."""
         return {
             "id": self.id,
             "object": "batch",
@@ -132,7 +132,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """What a caller asks for. `owner`: the name of its key, None where access is open."""
+    """A caller's request for a batch. `owner` is the name of the caller's key (None: access is open)."""
 
     input_file_id: str
     endpoint: str
@@ -158,9 +158,9 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """The outcome of one input line: `text` is its line (JSON, no newline) of the output or the error file."""
+    """The outcome of one input line. `text` is its line of the output or error file: JSON without a newline."""
 
-    number: int  # the input's line, from 1
+    number: int  # line number in the input, from 1
     succeeded: bool
     text: bytes
     input_tokens: int = 0

@@ -1,7 +1,7 @@
-"""The output of a batch: what a line of it looks like, and writing the output and error files.
+"""Format result lines, and write a batch's output and error files.
 
-Files are written from the results in the store, in the input's order, under ids that follow from the batch's:
-writing them again, after a crash at any point, gives the same files, never second ones.
+The files are written from the results in the store, in the input's order. Their ids follow from the batch's id, so
+writing them again after a crash replaces them.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ BATCH_CANCELLED = ("batch_cancelled", "This request was not executed because the
 
 
 def answered_line(batch_id: str, line: BatchLine, request_id: str, status: int, body: Any) -> LineResult:
-    """The result of a line that got an HTTP answer: 200 for the output file, anything else for the errors."""
+    """Return the result of a line with an HTTP answer: status 200 goes to the output file, others to the error file."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     text = _line_text(batch_id, line, response, None)
     if status != 200:
@@ -48,13 +48,12 @@ def answered_line(batch_id: str, line: BatchLine, request_id: str, status: int, 
 async def write_files(
     store: BatchStore, files: FileStore, batch: Batch, directory: Path, unfinished: tuple[str, str] | None
 ) -> dict[str, str]:
-    """Write what the batch has to show; `{"output_file_id": …, "error_file_id": …}`, without those that would
-    be empty. `unfinished`: (code, message) for lines without a result, None if there can be none.
+    """Write the files of a batch. Return `{"output_file_id": …, "error_file_id": …}`, without empty files.
 
-    Raises `OwnershipLost` if the results are not those that the record counts: another owner has cleared them
-    away, and what would be written here is not the truth.
+    `unfinished` is the (code, message) of lines without a result; None if every line has one. Raises `OwnershipLost`
+    if the number of results differs from the record's counts, because then another owner has removed results.
     """
-    mark = secrets.token_hex(4)  # a stale owner may be writing at the same time
+    mark = secrets.token_hex(4)  # a former owner may be writing at the same time
     paths = {kind: directory / f"{kind}-{mark}.jsonl" for kind in ("output", "error")}
     try:
         with _private(paths["output"]) as output, _private(paths["error"]) as errors:
@@ -62,13 +61,13 @@ async def write_files(
         if counted != (batch.completed, batch.failed):
             raise OwnershipLost(batch.id)
         return {f"{kind}_file_id": i for kind, path in paths.items() if (i := await _add(files, batch, kind, path))}
-    finally:  # whatever broke would break again at the next attempt: nothing may pile up
+    finally:  # a failed attempt may be repeated many times, so none may leave files behind
         for path in paths.values():
             path.unlink(missing_ok=True)
 
 
 async def _add(files: FileStore, batch: Batch, kind: str, path: Path) -> str | None:
-    """The id of the file that `path` became; None if there is nothing in it."""
+    """Return the id of the file that `path` became, or None if it is empty."""
     if path.stat().st_size == 0:
         return None
     added = await files.add(
@@ -94,7 +93,7 @@ async def _write_lines(
     output: BinaryIO,
     errors: BinaryIO,
 ) -> tuple[int, int]:
-    """How many lines with a result had succeeded, and had failed."""
+    """Return the number of lines that succeeded and that failed."""
     completed = failed = 0
     chunks = read_chunks(input_path(directory))
     while chunk := await next_chunk(chunks):

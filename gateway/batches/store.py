@@ -1,9 +1,8 @@
-"""Batches in Redis: records, results, ownership. Every change is one script, so several gateways may share it.
+"""Batches in Redis: records, results, ownership. Several gateways may share one store: every change is one script.
 
-A batch is run by one gateway at a time: the holder of its owner key, a lock with a TTL. What an owner writes
-carries its token; a stale one writes nothing. The client may send a script twice when an answer is lost, so
-each of them changes nothing the second time. Decides nothing: which transition is due is the runner's matter,
-which are legal is the table's (batch_record.py).
+One gateway at a time runs a batch: the holder of its owner key, a lock with a TTL. An owner's writes carry the lock's
+token, and have no effect once the lock is lost. redis-py may send a script twice when an answer is lost, so a repeated
+script changes nothing. gateway/batches/model.py says which transitions are legal; the run decides which one is due.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,75 +14,24 @@ from redis.asyncio import Redis
 from redis.asyncio.lock import Lock
 
 from gateway.batches.model import Batch, BatchStatus, LineResult
+from gateway.files.lua import load_script
 from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text
 from scheduler.store.connection import durable
 
 INDEX = "tidegate:batches"  # sorted set: id by position; one per owner
-POSITION = "tidegate:batches:position"  # counter
-UNFINISHED = "tidegate:batches:unfinished"  # set: ids with work left, if only clearing up
-BY_STATUS = "tidegate:batches:by_status"  # hash: how many batches are in each state
-
-_CREATE = """
--- KEYS record, index, position, unfinished, by_status   ARGV id, status, field, value, ...
-if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-redis.call('HSET', KEYS[1], 'status', ARGV[2])
-for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-redis.call('ZADD', KEYS[2], redis.call('INCR', KEYS[3]), ARGV[1])
-redis.call('SADD', KEYS[4], ARGV[1])
-redis.call('HINCRBY', KEYS[5], ARGV[2], 1)
-return 1
-"""
-
-_MOVE = """
--- KEYS record, owner, by_status   ARGV token or '', sources joined by ',', target, now, field, value, ...
-if ARGV[1] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[1] then return 'not_owner' end
-local status = redis.call('HGET', KEYS[1], 'status')
-if status == ARGV[3] then return 'moved' end
-if not status or not string.find(',' .. ARGV[2] .. ',', ',' .. status .. ',', 1, true) then return 'illegal' end
-redis.call('HSET', KEYS[1], 'status', ARGV[3])
-redis.call('HSETNX', KEYS[1], ARGV[3] .. '_at', ARGV[4])
-for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-redis.call('HINCRBY', KEYS[3], status, -1)
-redis.call('HINCRBY', KEYS[3], ARGV[3], 1)
-return 'moved'
-"""
-
-_RECORD = """
--- KEYS record, results, owner   ARGV token, then for each result: line, 1 or 0, four token counts, text
-if redis.call('GET', KEYS[3]) ~= ARGV[1] then return -1 end
-local fields = {'failed', 'completed', 'input_tokens', 'cached_tokens', 'output_tokens', 'reasoning_tokens'}
-local sums = {0, 0, 0, 0, 0, 0}
-local new = 0
-for i = 2, #ARGV, 7 do
-  if redis.call('HSETNX', KEYS[2], ARGV[i], ARGV[i + 1] .. ARGV[i + 6]) == 1 then
-    new = new + 1
-    local outcome = ARGV[i + 1] + 1
-    sums[outcome] = sums[outcome] + 1
-    for j = 3, 6 do sums[j] = sums[j] + ARGV[i + j - 1] end
-  end
-end
-for j = 1, 6 do
-  if sums[j] ~= 0 then redis.call('HINCRBY', KEYS[1], fields[j], string.format('%d', sums[j])) end
-end
-return new
-"""
-
-_FORGET_WORK = """
--- KEYS results, unfinished, owner   ARGV token, id
-if redis.call('GET', KEYS[3]) ~= ARGV[1] then return -1 end
-redis.call('DEL', KEYS[1])
-return redis.call('SREM', KEYS[2], ARGV[2])
-"""
+POSITION = "tidegate:batches:position"  # counter of positions
+UNFINISHED = "tidegate:batches:unfinished"  # set: ids of batches that are not over, or not cleared up yet
+BY_STATUS = "tidegate:batches:by_status"  # hash: number of batches by status
 
 
 class Moved(Enum):
     MOVED = "moved"
-    NOT_OWNER = "not_owner"  # the lock has lapsed: another gateway runs this batch now
-    ILLEGAL = "illegal"  # the batch is in a state from which this transition does not exist
+    NOT_OWNER = "not_owner"  # the lock has expired; another gateway may run the batch
+    ILLEGAL = "illegal"  # the table has no such transition from the batch's state
 
 
 class OwnershipLost(Exception):
-    """The batch belongs to another gateway now: stop working on it."""
+    """Another gateway owns the batch now, so work on it must stop."""
 
 
 class BatchStore:
@@ -91,10 +39,10 @@ class BatchStore:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._create = redis.register_script(_CREATE)
-        self._move = redis.register_script(_MOVE)
-        self._record = redis.register_script(_RECORD)
-        self._forget_work = redis.register_script(_FORGET_WORK)
+        self._create = load_script(redis, "gateway.batches", "create")
+        self._move = load_script(redis, "gateway.batches", "move")
+        self._record = load_script(redis, "gateway.batches", "record")
+        self._forget_work = load_script(redis, "gateway.batches", "forget_work")
 
     async def create(self, batch: Batch) -> None:
         keys = [_key(batch.id), index_of(INDEX, batch.owner), POSITION, UNFINISHED, BY_STATUS]
@@ -105,11 +53,11 @@ class BatchStore:
         return (await self._load([batch_id]))[0]
 
     async def get_all(self, batch_ids: Sequence[str]) -> list[Batch]:
-        """Those of them that there are."""
+        """Return the batches that exist, in order."""
         return [batch for batch in await self._load(batch_ids) if batch is not None]
 
     async def page(self, *, owner: str | None, after: str | None, limit: int) -> Page[Batch] | None:
-        """Of `owner`'s batches, newest first. None: the cursor `after` names none of them."""
+        """Return a page of `owner`'s batches, newest first, or None if the cursor `after` is none of them."""
         index = index_of(INDEX, owner)
         position = None
         if after is not None:
@@ -120,16 +68,20 @@ class BatchStore:
         return Page(await self.get_all(ids.items), ids.has_more)
 
     async def move(self, batch_id: str, target: BatchStatus, now_s: int, *, token: str = "", **changes: Any) -> Moved:
-        """Enter `target` and set its `*_at`, with `changes` of other fields, if the table allows it from where
-        the batch is. With a `token`, only as its owner."""
+        """Move a batch to `target`, set `<target>_at` and apply `changes`, if the table allows the transition.
+
+        With a `token`, only if it is the owner's.
+        """
         sources = ",".join(source.value for source in target.sources)
         args = [token, sources, target.value, now_s, *_flat(changes)]
         answer = await self._move(keys=[_key(batch_id), _owner_key(batch_id), BY_STATUS], args=args)
         return Moved(text(answer))
 
     async def record(self, batch_id: str, results: Sequence[LineResult], token: str) -> int:
-        """Store results and count them, each line once however often it comes; how many were new.
-        Raises `OwnershipLost`."""
+        """Store and count results, each line once however often it comes. Return the number of new results.
+
+        Raises `OwnershipLost`.
+        """
         args: list[str | bytes | int] = [token]
         for r in results:
             tokens = (r.input_tokens, r.cached_tokens, r.output_tokens, r.reasoning_tokens)
@@ -141,16 +93,16 @@ class BatchStore:
         return new
 
     async def finished_lines(self, batch_id: str) -> set[int]:
-        """The numbers of the lines that have a result."""
+        """Return the numbers of the lines that have a result."""
         return {int(number) for number in await self._redis.hkeys(_results_key(batch_id))}
 
     async def results(self, batch_id: str, numbers: Sequence[int]) -> "list[tuple[bool, bytes] | None]":
-        """For each line (succeeded, text), or None where it has no result."""
+        """Return (succeeded, text) of each line, or None for a line without a result."""
         values = await self._redis.hmget(_results_key(batch_id), [str(n) for n in numbers])
         return [None if v is None else (v[:1] == b"1", v[1:]) for v in map(_bytes, values)]
 
     async def forget_work(self, batch_id: str, token: str) -> None:
-        """The batch is over and its files are written: drop the results. Raises `OwnershipLost`."""
+        """Drop the results of a batch that is over and has its files. Raises `OwnershipLost`."""
         keys = [_results_key(batch_id), UNFINISHED, _owner_key(batch_id)]
         if int(await self._forget_work(keys=keys, args=[token, batch_id])) < 0:
             raise OwnershipLost(batch_id)
@@ -174,7 +126,7 @@ class BatchStore:
         return self._redis.lock(_owner_key(batch_id), timeout=ttl_s, blocking=False, thread_local=False)
 
     async def durable(self) -> bool:
-        """Everything written so far survives a loss of power."""
+        """Wait until everything written so far is on disk. Return whether the store confirms it."""
         return await durable(self._redis)
 
     async def _load(self, batch_ids: Sequence[str]) -> list[Batch | None]:
@@ -190,7 +142,7 @@ def _as_dict(batch: Batch) -> dict[str, Any]:
 
 
 def _flat(fields: Mapping[str, Any]) -> list[str | bytes]:
-    """Field, value, field, value, …; each value as JSON, those that are None (absent) left out."""
+    """Return field, value, field, value, … with values as JSON, without the fields that are None."""
     present = {name: value for name, value in fields.items() if value is not None}
     return [part for name, value in present.items() for part in (name, msgspec.json.encode(value))]
 

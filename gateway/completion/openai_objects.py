@@ -1,7 +1,7 @@
-"""The answers of the two endpoints: response objects, and stream chunks as bytes.
+"""The response objects and stream chunks of the two completion endpoints.
 
-Knows OpenAI's field names and nothing else: not where text comes from, nor how bytes travel. One chunk a token
-and stream is the gateway's hottest path, so that all of a chunk but its text is encoded once, beforehand.
+Knows OpenAI's field names only. Encoding one chunk per token and stream is the gateway's hottest path, so everything
+in a chunk but its text is encoded once per stream.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every object of one answer repeats."""
+    """Fields that all objects of one answer have in common."""
 
     id: str
     created: int  # Unix seconds
@@ -48,7 +48,7 @@ class AnswerHead:
 
 
 class ChatAnswer:
-    """`chat.completion` and `chat.completion.chunk`."""
+    """Makes `chat.completion` and `chat.completion.chunk` objects."""
 
     id_prefix = "chatcmpl-"
 
@@ -81,7 +81,7 @@ class ChatAnswer:
 
 
 class TextAnswer:
-    """`text_completion`, the same for whole answers and chunks."""
+    """Makes `text_completion` objects, of which whole answers and chunks have the same kind."""
 
     id_prefix = "cmpl-"
 
@@ -106,7 +106,10 @@ Answer = ChatAnswer | TextAnswer
 
 
 class ChunkEncoder:
-    """The `data: …` frames of one stream. `usage_key`: every chunk carries `usage`, null unless given."""
+    """Encodes the `data: …` frames of one stream.
+
+    With `usage_key`, every chunk has the key `usage`, which is null unless a usage is given.
+    """
 
     def __init__(
         self,
@@ -124,7 +127,7 @@ class ChunkEncoder:
         self._usage_key = usage_key
 
     def opening(self, index: int, usage: Usage | None = None) -> bytes:
-        """The frame that begins a choice; empty where the endpoint has none."""
+        """Return the first frame of a choice, or no bytes if the endpoint has no such frame."""
         return b"" if self._opening is None else self._frame(index, self._opening, b"null", usage)
 
     def text(self, index: int, text: str, usage: Usage | None = None) -> bytes:
@@ -135,7 +138,7 @@ class ChunkEncoder:
         return self._frame(index, self._closing, encode_json(finish_reason), usage)
 
     def total(self, usage: Usage) -> bytes:
-        """The last frame of a stream with `include_usage`: no choices, the whole usage."""
+        """Return the last frame of a stream with `include_usage`: it has no choices, and the usage of all."""
         return self._before + b"]" + self._after(usage)
 
     def _frame(self, index: int, content: bytes, finish_reason: bytes, usage: Usage | None) -> bytes:

@@ -1,7 +1,7 @@
-"""From a validated body to prompts of token ids that fit the model, and the room left for the output.
+"""Encode a validated body into prompts that fit the model, each with its limit of output tokens.
 
-Knows bodies, the tokenizer and the model's limits; knows neither tiers nor queues. A request that can never
-fit is refused here, with the reason.
+Knows bodies, the tokenizer and the model's limits; does not know tiers or queues. A request that can never fit is
+refused here.
 """
 
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ from gateway.protocol.errors import context_length_exceeded, invalid_request, in
 from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest
 from scheduler.registry.worker_status import WorkerStatus
 
-DEFAULT_CONTEXT = 4096  # where neither a worker nor the model's config says
-DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
+DEFAULT_CONTEXT = 4096  # tokens; used while no worker is alive if the model's config has no context length
+DEFAULT_COMPLETION_TOKENS = 16  # output tokens of /v1/completions without `max_tokens`, as OpenAI's API has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class ModelLimits:
 
 
 def model_limits(workers: Iterable[WorkerStatus], tokenizer: Tokenizer) -> ModelLimits:
-    """What every live worker can take: a request may be claimed by any of them."""
+    """Return the limits that hold for every live worker, since any of them may claim the request."""
     alive = list(workers)
     return ModelLimits(
         min((w.max_model_len for w in alive), default=tokenizer.max_model_len or DEFAULT_CONTEXT),
@@ -40,7 +40,7 @@ class Prompt:
 async def encode_prompts(
     request: ChatCompletionRequest | CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits
 ) -> list[Prompt]:
-    """One entry a prompt, in order. Raises `ApiError` 400 for what does not fit or is no token."""
+    """Return one entry per prompt, in order. Raises `ApiError` 400 if one does not fit or has unknown ids."""
     if isinstance(request, ChatCompletionRequest):
         ids = await _encode_chat(request, tokenizer, limits)
         return [_fit(ids, request.output_limit, None, limits, "messages")]
@@ -49,7 +49,7 @@ async def encode_prompts(
 
 
 async def _encode_chat(request: ChatCompletionRequest, tokenizer: Tokenizer, limits: ModelLimits) -> list[int]:
-    if len(request.messages) > limits.max_model_len:  # each costs a token at least: not worth rendering
+    if len(request.messages) > limits.max_model_len:  # each message takes at least one token
         raise context_length_exceeded(limits.max_model_len, "messages", None, None)
     messages = [message.for_template() for message in request.messages]
     try:
@@ -61,7 +61,7 @@ async def _encode_chat(request: ChatCompletionRequest, tokenizer: Tokenizer, lim
 
 
 async def _encode_texts(request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits) -> list[list[int]]:
-    """The prompts are all texts, or all token ids already."""
+    """Encode the prompts of a body, which are either all texts or all lists of token ids."""
     id_lists = [prompt for prompt in request.prompts if isinstance(prompt, list)]
     if any(max(ids) >= limits.vocab_size for ids in id_lists):
         message = f"Invalid value for 'prompt': token ids must be less than {limits.vocab_size}."
@@ -73,13 +73,16 @@ async def _encode_texts(request: CompletionRequest, tokenizer: Tokenizer, limits
         raise context_length_exceeded(limits.max_model_len, "prompt", None, None) from None
 
 
-def _fit(ids: list[int], asked: int | None, default: int | None, limits: ModelLimits, param: str) -> Prompt:
-    """`asked`: the output the user wants, all of it; `default`: what is given where there is room for it."""
+def _fit(ids: list[int], requested: int | None, default: int | None, limits: ModelLimits, param: str) -> Prompt:
+    """Return the prompt with its output limit: `requested` if given, else `default` as far as there is room for it.
+
+    None as `default` means all the room there is. Raises `ApiError` 400 if `requested` does not fit.
+    """
     room = limits.max_model_len - len(ids)
     if not ids:
         raise invalid_value(param, f"Invalid value for '{param}': it must not be empty.")
-    if room < (asked or 1):
-        raise context_length_exceeded(limits.max_model_len, param, len(ids), asked)
-    if asked is not None:
-        return Prompt(tuple(ids), asked)
+    if room < (requested or 1):
+        raise context_length_exceeded(limits.max_model_len, param, len(ids), requested)
+    if requested is not None:
+        return Prompt(tuple(ids), requested)
     return Prompt(tuple(ids), room if default is None else min(default, room))

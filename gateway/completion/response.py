@@ -1,7 +1,7 @@
-"""One submitted job, answered: token events in, a response object or a stream of frames out.
+"""Turn the token events of a submitted request into a response object or a stream of frames.
 
-Knows choices, the answer's shape and the tier's patience; does not know HTTP's requests or responses. The
-`ResponseStream` owns the generation: whichever way it ends, what is unfinished is cancelled.
+Knows choices, the answer's format and the tier's timeout; does not know HTTP's requests or responses. A
+`ResponseStream` owns its token stream: requests that are unfinished when it ends are cancelled.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Demotion:
-    """Where a job may go if its own tier cannot serve it in time; `answer` says so."""
+    """The lower tier that a request may go to if its own cannot serve it in time, and what changes with that."""
 
     tier: Tier
     answer: Answer
@@ -35,7 +35,10 @@ class Demotion:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A validated body, tokenised and ready to be submitted: `n` requests for each prompt, by choice index."""
+    """A validated body, tokenised and ready to submit.
+
+    `requests` holds `n` scheduler requests for each prompt, in the order of the choices' indexes.
+    """
 
     answer: Answer
     tier: Tier
@@ -47,67 +50,76 @@ class PreparedRequest:
     demotion: Demotion | None = None
 
     def demoted(self, to: Demotion) -> "PreparedRequest":
+        """Return the same request in the tier of `to`, without a further demotion."""
         requests = (replace(r, tier=to.tier.name, deadline_ms=to.deadline_ms) for r in self.requests)
         return replace(self, answer=to.answer, tier=to.tier, requests=tuple(requests), demotion=None)
 
 
 class ResponseStream:
+    """One answer in the making. Call `respond` or `stream`, once.
+
+    `ping_s` is the longest silence of a stream in seconds: a comment is sent after it.
+    """
+
     def __init__(
-        self, job: PreparedRequest, generation: TokenStream, tokenizer: Tokenizer, clock: Clock, ping_s: float
+        self, prepared: PreparedRequest, tokens: TokenStream, tokenizer: Tokenizer, clock: Clock, ping_s: float
     ) -> None:
-        self._job = job
-        self._generation = generation
+        self._prepared = prepared
+        self._tokens = tokens
         self._clock = clock
         self._ping_s = ping_s
         self._choices = {
-            request.id: Choice(index, request.id, tokenizer.decoder(), StopMatcher(job.stops) if job.stops else None)
-            for index, request in enumerate(job.requests)
+            request.id: Choice(index, tokenizer.decoder(), StopMatcher(prepared.stops) if prepared.stops else None)
+            for index, request in enumerate(prepared.requests)
         }
         self._num_open = len(self._choices)
-        self._heard_s = clock.now()  # when the last event came
+        self._last_event_s = clock.now()
 
     @property
     def tier(self) -> Tier:
-        """The one that serves."""
-        return self._job.tier
+        """The tier that serves the request."""
+        return self._prepared.tier
 
     async def respond(self) -> dict[str, Any]:
-        """The whole answer. Raises `ApiError` where the generation fails or the tier's timeout passes."""
+        """Return the whole answer. Raises `ApiError` if the generation fails or the tier's timeout passes."""
         texts: dict[int, str] = {choice.index: "" for choice in self._choices.values()}
-        async with self._generation:
+        async with self._tokens:
             while self._num_open:
                 for choice, text in await self._advance(None):
                     texts[choice.index] += text
         self._log_usage()
         choices = [(choice, texts[choice.index]) for choice in self._choices.values()]
-        return self._job.answer.response(choices, self._usage())
+        return self._prepared.answer.response(choices, self._usage())
 
     async def stream(self, write: Write) -> None:
-        """The answer as frames. Raises like `respond`; what was written until then stays valid."""
-        chunks = self._job.answer.chunks(self._job.include_usage)
+        """Write the answer as frames. Raises like `respond`; the frames written before stay valid."""
+        chunks = self._prepared.answer.chunks(self._prepared.include_usage)
         opened: set[int] = set()
         wrote_s = self._clock.now()
-        async with self._generation:
+        async with self._tokens:
             while self._num_open:
-                quiet_s = self._clock.now() - wrote_s
-                frames = self._frames(await self._advance(max(0.0, self._ping_s - quiet_s)), chunks, opened)
-                # Tokens may come and show nothing: half a character, or what may become a stop string.
+                silent_s = self._clock.now() - wrote_s
+                frames = self._frames(await self._advance(max(0.0, self._ping_s - silent_s)), chunks, opened)
+                # Tokens may add no text yet: half a character, or a possible beginning of a stop string.
                 if not frames and self._clock.now() - wrote_s >= self._ping_s:
                     frames = PING
                 if frames:
                     await write(frames)
                     wrote_s = self._clock.now()
-        last = chunks.total(self._usage()) if self._job.include_usage else b""
+        last = chunks.total(self._usage()) if self._prepared.include_usage else b""
         await write(last + DONE)
         self._log_usage()
 
-    async def _advance(self, patience_s: float | None) -> list[tuple[Choice, str]]:
-        """What all waiting events add, merged by choice; nothing where none came for `patience_s`."""
-        events = await self._generation.take(self._wait_s(patience_s))
+    async def _advance(self, timeout_s: float | None) -> list[tuple[Choice, str]]:
+        """Return the text that all waiting events add, one entry per choice; empty if none came in `timeout_s`.
+
+        Raises `ApiError` if the tier's timeout has passed since the last event.
+        """
+        events = await self._tokens.take(self._wait_s(timeout_s))
         if not events and self._wait_s(None) == 0:
-            raise timed_out(self._job.tier.name)
+            raise timed_out(self._prepared.tier.name)
         if events:
-            self._heard_s = self._clock.now()
+            self._last_event_s = self._clock.now()
         texts: dict[str, str] = {}
         for event in events:
             choice = self._choices[event.request_id]
@@ -115,7 +127,7 @@ class ResponseStream:
                 texts[event.request_id] = texts.get(event.request_id, "") + self._feed(choice, event)
         for request_id in texts:
             if self._choices[request_id].stopped_early:
-                await self._generation.cancel(request_id)
+                await self._tokens.cancel(request_id)
         return [(self._choices[request_id], text) for request_id, text in texts.items()]
 
     def _feed(self, choice: Choice, event: TokenEvent) -> str:
@@ -128,16 +140,19 @@ class ResponseStream:
         self._num_open -= choice.finish_reason is not None
         return text
 
-    def _wait_s(self, patience_s: float | None) -> float | None:
-        """Until the tier's timeout without any event, `patience_s` at most; None: for ever."""
-        timeout_ms = self._job.tier.timeout_ms
-        if timeout_ms is None:
-            return patience_s
-        left_s = max(0.0, self._heard_s + timeout_ms / 1000 - self._clock.now())
-        return left_s if patience_s is None else min(patience_s, left_s)
+    def _wait_s(self, timeout_s: float | None) -> float | None:
+        """Return the seconds left of the tier's timeout since the last event, at most `timeout_s`.
+
+        None means no limit.
+        """
+        tier_timeout_ms = self._prepared.tier.timeout_ms
+        if tier_timeout_ms is None:
+            return timeout_s
+        left_s = max(0.0, self._last_event_s + tier_timeout_ms / 1000 - self._clock.now())
+        return left_s if timeout_s is None else min(timeout_s, left_s)
 
     def _frames(self, pieces: Sequence[tuple[Choice, str]], chunks: ChunkEncoder, opened: set[int]) -> bytes:
-        usage = self._usage() if self._job.continuous_usage else None
+        usage = self._usage() if self._prepared.continuous_usage else None
         frames = []
         for choice, text in pieces:
             if choice.index not in opened:
@@ -150,11 +165,11 @@ class ResponseStream:
         return b"".join(frames)
 
     def _usage(self) -> Usage:
-        """A prompt counts once, however many choices it has; so does what the cache held of it."""
+        """Return the token counts. A prompt and its cached part count once, however many choices the prompt has."""
         choices = list(self._choices.values())
-        first_of_prompt = slice(None, None, self._job.n)
+        first_of_prompt = slice(None, None, self._prepared.n)
         return Usage(
-            prompt_tokens=sum(len(r.prompt_token_ids) for r in self._job.requests[first_of_prompt]),
+            prompt_tokens=sum(len(r.prompt_token_ids) for r in self._prepared.requests[first_of_prompt]),
             completion_tokens=sum(choice.num_tokens for choice in choices),
             cached_tokens=sum(choice.cached_tokens for choice in choices[first_of_prompt]),
         )

@@ -1,7 +1,7 @@
-"""What is sampled with where a request does not say: the model's own recommendation, from its generation_config.json.
+"""Sampling parameters for requests that do not set them: the model's recommendation in generation_config.json.
 
-Knows that one file; not requests or the engine. Only how to choose among tokens is taken from it, as vLLM does;
-how many to generate stays the request's and the server's matter.
+Knows that file only. As in vLLM, only the parameters that choose among tokens are taken from it; limits of the output
+length are not.
 """
 
 import json
@@ -16,20 +16,22 @@ _FILE = "generation_config.json"
 
 
 class SamplingDefaults(BaseModel):
-    """Without arguments: OpenAI's defaults, which change nothing of the model's distribution."""
+    """The defaults here are OpenAI's: they leave the model's distribution as it is."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1: all
+    top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1: all tokens
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
 
 def read_sampling_defaults(model: str) -> SamplingDefaults:
-    """From a transformers directory or a hub id; OpenAI's where the model recommends nothing. Raises `ValueError`
-    for a file that says something else than numbers in their ranges."""
+    """Return the recommendation of a transformers directory or hub id, or OpenAI's defaults if it has none.
+
+    Raises `ValueError` if the file cannot be read or a value is not a number in its range.
+    """
     path = _find(model)
     if path is None:
         return SamplingDefaults()

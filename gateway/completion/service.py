@@ -1,6 +1,6 @@
-"""From a validated body to scheduler requests: what both HTTP routes and batch lines go through.
+"""Turn a validated body into scheduler requests and submit them, for both HTTP routes and for batch lines.
 
-Knows bodies, prompts, tiers and the scheduler's client. Does not know HTTP, nor what becomes of the tokens
+Knows bodies, prompts, tiers and the scheduler's client. Does not know HTTP, nor what happens to the tokens
 (gateway/completion/response.py does).
 """
 
@@ -28,9 +28,9 @@ from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.request import Delivery, Request
 
-SEED_MASK = 2**63 - 1  # seeds are non-negative inside: any int64 has its place
+SEED_MASK = 2**63 - 1  # maps any int64 of a body to the non-negative seeds that the engine takes
 OPENAI_DEFAULTS = SamplingDefaults()
-PING_S = 15.0  # proxies drop connections that are silent for 30 to 60 s
+PING_S = 15.0  # seconds of silence before a keep-alive; proxies drop connections silent for 30 to 60 s
 
 AnyRequest = ChatCompletionRequest | CompletionRequest
 ENDPOINTS: dict[str, type[ChatCompletionRequest] | type[CompletionRequest]] = {
@@ -72,20 +72,22 @@ class CompletionService:
         body: dict[str, Any],
         *,
         tier: Tier,
-        answer: str,
+        service_tier: str,
         request_id: str,
         owner: str | None = None,
     ) -> tuple[int, dict[str, Any]]:
-        """One request without a stream: (HTTP status, JSON body), also where it is refused or fails.
+        """Answer one request without a stream. Return the HTTP status and JSON body, of refusals and failures too.
 
-        `answer` is the `service_tier` to report. `request_id` must be new with every call: the requests'
-        ids are made from it. `owner` is the name of the caller's key.
+        `service_tier` is the value to report. `request_id` must be new in every call, because the scheduler
+        requests' ids are made from it. `owner` is the name of the caller's key.
         """
         try:
             request = await _parse_endpoint(endpoint, body)
-            job = await self.prepare(request, tier=tier, answer=answer, request_id=request_id, owner=owner)
-            response = await self.submit(job)
-            return 200, await response.respond()
+            prepared = await self.prepare(
+                request, tier=tier, service_tier=service_tier, request_id=request_id, owner=owner
+            )
+            stream = await self.submit(prepared)
+            return 200, await stream.respond()
         except ApiError as error:
             return error.status, error.body()
 
@@ -94,13 +96,15 @@ class CompletionService:
         request: AnyRequest,
         *,
         tier: Tier,
-        answer: str,
+        service_tier: str,
         request_id: str,
         owner: str | None = None,
         demotion: ResolvedTier | None = None,
     ) -> PreparedRequest:
-        """Tokenise and make the scheduler's requests, which may go to `demotion` if `tier` cannot serve them in time.
-        Raises `ApiError` 400 or 404."""
+        """Tokenise and make the scheduler requests, which may go to `demotion` if `tier` cannot serve them in time.
+
+        Raises `ApiError` 400 or 404.
+        """
         arrival_ms = self._clock.wall_ms()
         if request.model not in self._model_names:
             raise model_not_found(request.model)
@@ -110,11 +114,11 @@ class CompletionService:
         prompts = await encode_prompts(request, self._tokenizer, limits)
         options = request.stream_options
 
-        def answer_as(service_tier: str) -> Answer:
-            return self._answer(request, service_tier, request_id, arrival_ms)
+        def answer_as(reported: str) -> Answer:
+            return self._answer(request, reported, request_id, arrival_ms)
 
         return PreparedRequest(
-            answer=answer_as(answer),
+            answer=answer_as(service_tier),
             tier=tier,
             requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner),
             n=n,
@@ -124,20 +128,24 @@ class CompletionService:
             demotion=_demotion(demotion, answer_as, request, arrival_ms) if demotion is not None else None,
         )
 
-    async def submit(self, job: PreparedRequest) -> ResponseStream:
-        """Enqueue all requests of `job`, or none; in a lower tier, where its own cannot serve it in time and there is a
-        demotion. Raises `ApiError` 429 or 503 where admission rejects."""
-        outcome = await self._client.submit(job.requests)
-        if isinstance(outcome, Rejected) and outcome.reason is RejectReason.OVERLOADED and job.demotion is not None:
-            lower = job.demoted(job.demotion)
-            below = await self._client.submit(lower.requests)
-            if not isinstance(below, Rejected):
-                self._metrics.count_demoted(job.tier.name, lower.tier.name)
-                job, outcome = lower, below
+    async def submit(self, prepared: PreparedRequest) -> ResponseStream:
+        """Enqueue all scheduler requests of `prepared`, or none.
+
+        They go to the demotion's tier, if there is one, when their own tier cannot serve them in time. Raises
+        `ApiError` 429 or 503 if admission rejects them.
+        """
+        outcome = await self._client.submit(prepared.requests)
+        demotion = prepared.demotion
+        if isinstance(outcome, Rejected) and outcome.reason is RejectReason.OVERLOADED and demotion is not None:
+            demoted = prepared.demoted(demotion)
+            lower_outcome = await self._client.submit(demoted.requests)
+            if not isinstance(lower_outcome, Rejected):
+                self._metrics.count_demoted(prepared.tier.name, demoted.tier.name)
+                prepared, outcome = demoted, lower_outcome
         if isinstance(outcome, Rejected):
-            self._metrics.count_rejected(job.tier.name, outcome.reason.value)
-            raise rejected(outcome, job.tier)
-        return ResponseStream(job, outcome, self._tokenizer, self._clock, self._ping_s)
+            self._metrics.count_rejected(prepared.tier.name, outcome.reason.value)
+            raise rejected(outcome, prepared.tier)
+        return ResponseStream(prepared, outcome, self._tokenizer, self._clock, self._ping_s)
 
     def _answer(self, request: AnyRequest, service_tier: str, request_id: str, now_ms: int) -> Answer:
         kind = ChatAnswer if isinstance(request, ChatCompletionRequest) else TextAnswer
@@ -167,7 +175,7 @@ class CompletionService:
                         prompt_token_ids=prompt.token_ids,
                         sampling=_sampling(request, self._defaults, prompt.max_tokens, seed + j),
                         arrival_ms=arrival_ms,
-                        deadline_ms=arrival_ms + _patience_ms(request, tier),
+                        deadline_ms=arrival_ms + _time_limit_ms(request, tier),
                         reply_to=self._client.gateway_id,
                         delivery=delivery,
                         cache_salt=salt,
@@ -188,27 +196,30 @@ async def _parse_endpoint(endpoint: str, body: dict[str, Any]) -> AnyRequest:
 
 
 def _check_choices(request: AnyRequest, n: int, tier: Tier) -> None:
-    """All choices enter the tier's queue together: more than it ever holds would be refused for ever."""
+    """Refuse more choices than the tier's queue can hold: they enter it together, so they could never enter it."""
     num_choices = n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
     limit = min(MAX_CHOICES, tier.queue_limit)
     if num_choices > limit:
         raise invalid_value("n", f"Invalid value for 'n': {num_choices} choices in all, {limit} at most.")
 
 
-def _patience_ms(request: AnyRequest, tier: Tier) -> int:
-    """From arrival to deadline: the tier's, or less if the request says so. A latency promise leaves nothing to say."""
+def _time_limit_ms(request: AnyRequest, tier: Tier) -> int:
+    """Return the ms from arrival to deadline: the tier's, or `deadline_ms` if that is less and the tier has no SLO."""
     if request.deadline_ms is None or tier.is_interactive:
         return tier.deadline_ms
     return min(request.deadline_ms, tier.deadline_ms)
 
 
 def _demotion(to: ResolvedTier, answer_as: Callable[[str], Answer], request: AnyRequest, arrival_ms: int) -> Demotion:
-    return Demotion(to.tier, answer_as(to.answer), arrival_ms + _patience_ms(request, to.tier))
+    return Demotion(to.tier, answer_as(to.service_tier), arrival_ms + _time_limit_ms(request, to.tier))
 
 
 def _delivery(request: AnyRequest, tier: Tier) -> Delivery:
-    """Tokens are only sent as they come where somebody looks at them: a stream, a stop string, or the timeout
-    of an interactive tier, which means the first token. Elsewhere the timeout bounds the whole answer."""
+    """Return whether the worker sends tokens after each step or all at the end.
+
+    Each step is needed for streams, for stop strings, and in interactive tiers with a timeout, since that bounds the
+    time to the first token. In the other tiers the timeout bounds the time to the whole answer.
+    """
     awaits_first_token = tier.is_interactive and tier.timeout_ms is not None
     if request.stream or request.stop_strings or awaits_first_token:
         return Delivery.EACH_STEP
@@ -223,7 +234,7 @@ def _sampling(request: AnyRequest, defaults: SamplingDefaults, max_tokens: int, 
         max_tokens=max_tokens,
         temperature=temperature if top_p > 0 else 0.0,  # top_p 0 leaves the likeliest token only: greedy
         top_p=top_p if top_p > 0 else 1.0,
-        top_k=max(0, top_k),  # -1, vLLM's "all", is 0 here
+        top_k=max(0, top_k),  # -1 means all tokens in vLLM's API, 0 does in the engine
         min_p=defaults.min_p,
         repetition_penalty=defaults.repetition_penalty,
         seed=seed & SEED_MASK,

@@ -1,7 +1,7 @@
-"""Text to tokens and back: the chat template, encoding, and decoding token by token.
+"""Convert text to tokens and back: the chat template, encoding, and decoding token by token.
 
-Knows the model's tokenizer; does not know requests, tiers or stop strings. Uses transformers' tokenizers
-without torch: the gateway must start in a second or two, also where torch is not installed.
+Knows the model's tokenizer; does not know requests, tiers or stop strings. Uses transformers' tokenizers without
+torch: the gateway has to start within a second or two, and where torch is not installed.
 """
 
 import asyncio
@@ -16,21 +16,21 @@ from jinja2.exceptions import TemplateError
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
-INLINE_CHARS = 8_000  # about 2 ms of encoding: more, in one text or many, is encoded off the event loop's thread
-TEXT_CHARS = 50  # what each text costs besides its characters, in characters: the call, the template
-MAX_PENDING = 16  # tokens without text: more than the bytes of any character, so the bytes are not UTF-8
+INLINE_CHARS = 8_000  # characters, about 2 ms of encoding; longer input is encoded in a thread, off the event loop
+TEXT_CHARS = 50  # characters that cost as much time as the call and the template of one text
+MAX_PENDING = 16  # tokens without text; a character has fewer bytes, so the bytes cannot be UTF-8
 
 
 class ChatTemplateError(Exception):
-    """The model's chat template does not take these messages, or there is no template."""
+    """The model's chat template does not accept these messages, or the model has none."""
 
 
 class TextTooLong(Exception):
-    """The text cannot fit whatever the tokenizer does with it; it was not encoded."""
+    """The text is so long that it cannot fit in any encoding. It was not encoded."""
 
 
 class Tokenizer:
-    """One model's tokenizer. Safe to use from several threads at once."""
+    """One model's tokenizer. Safe for use in several threads at once."""
 
     def __init__(self, pretrained: Any, max_model_len: int | None = None) -> None:
         self._pretrained = pretrained
@@ -46,22 +46,26 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str) -> "Tokenizer":
-        """From a transformers directory or a hub id. Raises OSError or ValueError where there is none."""
+        """Load it from a transformers directory or a hub id. Raises OSError or ValueError if there is none."""
         return cls(_load_pretrained(model), _read_max_model_len(model))
 
     async def encode_chat(self, messages: Sequence[dict[str, Any]], max_tokens: int) -> list[int]:
-        """Token ids of `messages` in the chat template, with the opening of the assistant's answer.
-        Raises `ChatTemplateError`, or `TextTooLong` where it is sure to exceed `max_tokens`."""
+        """Return the token ids of `messages` in the chat template, up to where the assistant's answer begins.
+
+        Raises `ChatTemplateError`, or `TextTooLong` if the text certainly has more than `max_tokens`.
+        """
         self._check_length(sum(len(message["content"]) for message in messages), max_tokens)
         values = [value for message in messages for value in message.values()]
         texts = [value for value in values if isinstance(value, str)]
-        if len(texts) == len(values) and _is_short(texts):  # other values: tool calls, of whatever size
+        if len(texts) == len(values) and _is_short(texts):  # other values are tool calls of any size
             return self._encode_chat(messages, max_tokens)
         return await asyncio.to_thread(self._encode_chat, messages, max_tokens)
 
     async def encode(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-        """Token ids of each text, with the special tokens a prompt begins with. Raises `TextTooLong` where one
-        of them is sure to exceed `max_tokens`."""
+        """Return the token ids of each text, with the special tokens that a prompt begins with.
+
+        Raises `TextTooLong` if one of the texts certainly has more than `max_tokens`.
+        """
         for text in texts:
             self._check_length(len(text), max_tokens)
         if _is_short(texts):
@@ -82,7 +86,7 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[dict[str, Any]]) -> str:
         if self._template is None:
-            raise ChatTemplateError("This model has no chat template: use /v1/completions.")
+            raise ChatTemplateError("This model has no chat template. Use /v1/completions.")
         if not self._knows_developer:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         try:
@@ -92,17 +96,17 @@ class Tokenizer:
         return text
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # The backend itself: transformers' wrapper sets truncation on every call, which threads may not share.
-        # A batch, of one: `encode` holds the GIL until it is done, so that a thread of its own would be no help.
+        # The backend is called directly, because transformers' wrapper sets truncation on every call, which is not
+        # safe in threads. It gets a batch of one, because `encode` would hold the GIL all the time.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
 
 class IncrementalDecoder:
-    """Text of one growing output. Never gives half a character: incomplete ones wait for their last token.
+    """Decodes one growing output. An incomplete character is held back until its last token.
 
-    `DecodeStream` does the work; what it would hold back for ever (bytes that are no UTF-8) is given out with
-    U+FFFD by `MAX_PENDING` or `flush`.
+    `DecodeStream` does the work. It would hold bytes that are not UTF-8 back for ever: these are given out as U+FFFD
+    after `MAX_PENDING` tokens, and by `flush`.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -111,14 +115,14 @@ class IncrementalDecoder:
         self._pending: list[int] = []
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that `token_ids` complete; often one word, sometimes nothing."""
+        """Return the text that `token_ids` complete: often one word, sometimes nothing."""
         return "".join([self._step(token_id) for token_id in token_ids])
 
     def _step(self, token_id: int) -> str:
         self._pending.append(token_id)
         try:
             text: str | None = self._stream.step(self._backend, token_id)
-        except Exception:  # the binding's only error type: the bytes before are no prefix of those after
+        except Exception:  # the binding has no other error type: the held bytes do not begin the new text
             return self.flush()
         if text is not None:
             self._pending.clear()
@@ -126,7 +130,7 @@ class IncrementalDecoder:
         return self.flush() if len(self._pending) > MAX_PENDING else ""
 
     def flush(self) -> str:
-        """The text of what still waits, complete or not; the next `feed` begins anew after it."""
+        """Return the text of the tokens held back, complete or not, and start over after them."""
         pending, self._pending = self._pending, []
         if not pending:
             return ""
@@ -140,23 +144,23 @@ def _is_short(texts: Sequence[str]) -> bool:
 
 
 def _template_message(error: Exception) -> str:
-    """A template's own `raise_exception` speaks to the user; other errors speak to its author."""
+    """Return the message of the template's own `raise_exception`, which is meant for users, else a general one."""
     if type(error) is TemplateError:
         return str(error)
-    return "The model's chat template does not take these messages."
+    return "The model's chat template does not accept these messages."
 
 
 def _load_pretrained(model: str) -> Any:
     directory = Path(model)
     if directory.is_dir() and not (directory / "tokenizer.json").exists():
-        from transformers import AutoTokenizer  # converts older formats; costs the import of torch
+        from transformers import AutoTokenizer  # converts older formats, and imports torch
 
         return AutoTokenizer.from_pretrained(model)
     return PreTrainedTokenizerFast.from_pretrained(model)
 
 
 def _read_max_model_len(model: str) -> int | None:
-    """The context of the model's config; used only while no worker has said what it serves."""
+    """Return the context length in the model's config, which is used while no worker is alive."""
     path = Path(model) / "config.json"
     if not Path(model).is_dir():
         try:

@@ -1,7 +1,7 @@
-"""Lists in order of arrival, read a page at a time with the last id as the cursor.
+"""Lists in order of creation, read a page at a time with the last id as the cursor.
 
-An index is a sorted set of ids whose scores are positions drawn from one counter, so that two objects made in
-the same second keep their order. Knows Redis and ids; does not know what the ids name.
+An index is a sorted set of ids. Scores are positions from one counter, so two objects of the same second keep their
+order. Knows Redis and ids; does not know which objects the ids belong to.
 """
 
 from collections.abc import Sequence
@@ -20,24 +20,26 @@ class Page(Generic[T]):
     has_more: bool
 
     def to_json(self, data: list[dict[str, Any]]) -> dict[str, Any]:
-        """The OpenAI list object; `data` are the items as JSON objects with an `id`."""
+        """Return the OpenAI list object. `data` holds the items as JSON objects, each with an `id`."""
         first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
         return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": self.has_more}
 
 
 def index_of(index: str, owner: str | None) -> str:
-    """The part of `index` that belongs to `owner`; None owns what is made while access is open."""
+    """Return the key of `owner`'s part of `index`. Objects made while access was open belong to None."""
     return index if owner is None else f"{index}:of:{quote(owner, safe='')}"
 
 
 def tombstone_key(index: str, member: str) -> str:
-    """Where a deleted member's position is kept for a while, so that a client which deletes what it lists can
-    go on to the next page."""
+    """Return the key that keeps a deleted member's position for a while.
+
+    With it, a client that deletes the files it lists can go on to the next page.
+    """
     return f"{index}:was_at:{member}"
 
 
 async def position_of(redis: Redis, index: str, member: str) -> float | None:
-    """Where `member` is in `index`, or was until it was deleted. None: never heard of it."""
+    """Return the position of `member` in `index`, also of one deleted lately, or None if it is unknown."""
     score = await redis.zscore(index, member)
     if score is not None:
         return float(score)
@@ -46,7 +48,7 @@ async def position_of(redis: Redis, index: str, member: str) -> float | None:
 
 
 async def page_of_ids(redis: Redis, index: str, *, after: float | None, limit: int, newest_first: bool) -> Page[str]:
-    """Up to `limit` members of `index` beyond the position `after`."""
+    """Return up to `limit` members of `index` behind the position `after` (None: from the start)."""
     if newest_first:
         start = "+inf" if after is None else f"({after!r}"
         found = await redis.zrange(index, start, "-inf", desc=True, byscore=True, offset=0, num=limit + 1)
@@ -58,5 +60,5 @@ async def page_of_ids(redis: Redis, index: str, *, after: float | None, limit: i
 
 
 def text(value: Any) -> str:
-    """A Redis string, however the client was told to answer."""
+    """Return a Redis reply as text, whether the client decodes replies or not."""
     return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,8 +1,8 @@
-"""Files: content on disk under `<data_dir>/files/<id>`, records and their order in Redis.
+"""Files: their content on disk under `<data_dir>/files/<id>`, their records and order in Redis.
 
-A file exists when its record does; content is complete and on the device before that. Knows bytes, names and
-expiry. Does not know HTTP (routes/files.py), nor what is in a file. Several gateways share a store if they
-share the data directory. A file belongs to the key that made it, by the key's name; nobody else sees it.
+A file exists when its record does; its content is complete and on disk before that. Knows bytes, names and expiry; does
+not know HTTP (gateway/routes/files.py) or what a file contains. Several gateways may share a store if they share the
+data directory. A file belongs to the key that made it, by the key's name, and other keys do not see it.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 from redis.asyncio import Redis
 
+from gateway.files.lua import load_script
 from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text, tombstone_key
 from scheduler.clock import Clock
 from scheduler.store.connection import durable
@@ -25,39 +26,19 @@ T = TypeVar("T")
 
 INDEX = "tidegate:files"  # sorted set: id by position; one per owner, and one more per purpose
 EXPIRY = "tidegate:files:expiry"  # sorted set: id by expires_at
-POSITION = "tidegate:files:position"  # counter
-TOMBSTONE_S = 3600  # a page walk over deleted files may pause this long
-ORPHAN_S = 3600.0  # content without a record is left over from a crash if it is older
-PRIVATE_DIR = 0o700  # prompts and answers are nobody else's business on this machine
-SWEEP_GROUP = 500  # files that one round trip of a sweep is about
-
-_REGISTER = """
--- KEYS record, index, index of the purpose, expiry, position   ARGV record, id, expires_at or ''
-if redis.call('EXISTS', KEYS[1]) == 0 then
-  local position = redis.call('INCR', KEYS[5])
-  redis.call('ZADD', KEYS[2], position, ARGV[2])
-  redis.call('ZADD', KEYS[3], position, ARGV[2])
-end
-redis.call('SET', KEYS[1], ARGV[1])
-if ARGV[3] ~= '' then redis.call('ZADD', KEYS[4], ARGV[3], ARGV[2]) end
-return 1
-"""
-
-_FORGET = """
--- KEYS record, index, index of the purpose, expiry, tombstone   ARGV id, seconds the tombstone lasts
-local position = redis.call('ZSCORE', KEYS[2], ARGV[1])
-if not position then return redis.call('EXISTS', KEYS[5]) end
-redis.call('SET', KEYS[5], position, 'EX', ARGV[2])
-redis.call('DEL', KEYS[1])
-for i = 2, 4 do redis.call('ZREM', KEYS[i], ARGV[1]) end
-return 1
-"""
+POSITION = "tidegate:files:position"  # counter of positions
+TOMBSTONE_S = 3600  # seconds for which a deleted file still works as the cursor of a list
+ORPHAN_S = 3600.0  # seconds; older content without a record is left over from a crash
+PRIVATE_DIR = 0o700  # other users of this machine must not read prompts and answers
+SWEEP_GROUP = 500  # files per round trip of a sweep
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file's record. Times are Unix seconds; `expires_at` None: kept until deleted. `owner`: the name of the
-    key that made it, None where access was open."""
+    """A file's record. Times are Unix seconds; without `expires_at`, the file is kept until it is deleted.
+
+    `owner` is the name of the key that made the file (None: access was open).
+    """
 
     id: str
     bytes: int
@@ -80,11 +61,11 @@ class FileStore:
     def __init__(self, redis: Redis, data_dir: Path, clock: Clock) -> None:
         self._redis = redis
         self._clock = clock
-        self._register = redis.register_script(_REGISTER)
-        self._forget = redis.register_script(_FORGET)
+        self._register = load_script(redis, "gateway.files", "register")
+        self._forget = load_script(redis, "gateway.files", "forget")
         self.data_dir = data_dir
         self._contents = data_dir / "files"
-        self.incoming = data_dir / "incoming"  # uploads under way; same file system, so that a rename is enough
+        self.incoming = data_dir / "incoming"  # running uploads; on the same file system, so that a rename moves them
         for directory in (data_dir, self._contents, self.incoming):
             directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
 
@@ -98,7 +79,7 @@ class FileStore:
         expires_after_s: int | None = None,
         file_id: str | None = None,
     ) -> StoredFile:
-        """Take over the file at `content` (it is moved). Adding a `file_id` again replaces it in its place."""
+        """Move the file at `content` into the store. A `file_id` that exists is replaced and keeps its position."""
         now = self._now_s()
         expires_at = None if expires_after_s is None else now + expires_after_s
         file_id = file_id or f"file-{secrets.token_hex(12)}"
@@ -112,12 +93,12 @@ class FileStore:
         return record
 
     async def get(self, file_id: str, *, owner: str | None) -> StoredFile | None:
-        """None: `owner` has no such file."""
+        """Return the file's record, or None if `owner` has no such file."""
         record = (await self._load([file_id]))[0]
         return record if record is not None and record.owner == owner else None
 
     async def delete(self, file_id: str, *, owner: str | None) -> bool:
-        """False: `owner` has no such file. Who reads the content at the moment can finish."""
+        """Delete a file; downloads that have begun can finish. Return False if `owner` has no such file."""
         record = await self.get(file_id, owner=owner)
         return record is not None and await self._remove([record]) == 1
 
@@ -130,7 +111,7 @@ class FileStore:
         limit: int,
         newest_first: bool = True,
     ) -> Page[StoredFile] | None:
-        """Of `owner`'s files. None: the cursor `after` names none of them."""
+        """Return a page of `owner`'s files, or None if the cursor `after` is none of them."""
         await self.sweep()
         position = None
         if after is not None:
@@ -143,11 +124,11 @@ class FileStore:
         return Page([r for r in records if r is not None], ids.has_more)
 
     def path(self, file_id: str) -> Path:
-        """Where the content of a file (that exists) lies."""
+        """Return the path of an existing file's content."""
         return self._contents / file_id
 
     async def sweep(self) -> int:
-        """Remove what has expired; how many files that were."""
+        """Remove expired files. Return their number."""
         expired = await self._redis.zrange(EXPIRY, "-inf", str(self._now_s()), byscore=True)
         removed = 0
         for group in _groups([text(member) for member in expired]):
@@ -176,7 +157,7 @@ class FileStore:
         return [r if r is not None and not self._is_expired(r) else None for r in records]
 
     async def _remove(self, records: Sequence[StoredFile]) -> int:
-        """Forget them, and then their content; how many of them were still there."""
+        """Remove the files' records, then their content. Return the number of files that still existed."""
         if not records:
             return 0
         pipeline = self._redis.pipeline(transaction=False)
@@ -196,10 +177,10 @@ class FileStore:
 
 
 def older_than(before_s: float, directory: Path) -> list[Path]:
-    """What in `directory` was last written before `before_s`, in Unix seconds. Blocks; run it in a thread."""
+    """Return the entries of `directory` last written before `before_s` (Unix seconds). Blocks: call it in a thread."""
     old = []
     for path in directory.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # gone since it was listed
+        with contextlib.suppress(FileNotFoundError):  # removed since it was listed
             if path.stat().st_mtime < before_s:
                 old.append(path)
     return old
@@ -235,5 +216,5 @@ def _purpose_index(purpose: str, owner: str | None) -> str:
 
 
 def _indexes(record: StoredFile) -> list[str]:
-    """The two indexes that a file is in: its owner's, and there its purpose's."""
+    """Return the two indexes that list a file: its owner's, and its owner's for its purpose."""
     return [index_of(INDEX, record.owner), _purpose_index(record.purpose, record.owner)]

@@ -1,6 +1,6 @@
-"""A client that hangs up ends the work done for it.
+"""Cancel the work for a request when its client hangs up.
 
-Knows ASGI's `http.disconnect` message and asyncio's cancellation; not what the work is.
+Knows ASGI's `http.disconnect` message and asyncio's cancellation; does not know what the work is.
 """
 
 import asyncio
@@ -9,20 +9,20 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Receive
 
-CLIENT_CLOSED = 499  # the status that nginx gives to a request whose client hung up
+CLIENT_CLOSED = 499  # nginx's status for a request whose client hung up; it is logged and counted, never sent
 
 
 class ClientDisconnected(Exception):
-    """The client has closed the connection before its answer was complete."""
+    """The client closed the connection before its answer was complete."""
 
 
 @asynccontextmanager
 async def until_disconnect(receive: Receive) -> AsyncIterator[None]:
-    """Run the block while the client stays connected; raises `ClientDisconnected` in it at once when not.
+    """Run the block while the client is connected. Cancels it and raises `ClientDisconnected` when the client hangs up.
 
-    `asyncio.timeout` does the cancelling, with the disconnect in the place of a deadline: it knows how to tell
-    its own cancellation from everybody else's. The request's body must have been read before. Entering does
-    not suspend, so that whatever the block opens first is opened for certain, and can be closed.
+    `asyncio.timeout` does the cancelling, because it tells its own cancellation from others: a disconnect sets its
+    deadline to now. The request's body must have been read before. Entering does not suspend, so the first thing that
+    the block opens is always opened, and can be closed.
     """
     loop = asyncio.get_running_loop()
 

@@ -1,7 +1,4 @@
-"""The gateway's own metric families, on a registry of its own.
-
-Knows prometheus-client; the rest of the gateway calls methods and attributes of `GatewayMetrics`.
-"""
+"""The gateway's metric families, on a registry of their own."""
 
 from collections.abc import Mapping
 
@@ -9,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from scheduler.queue.base import Backlog
 
+# Bucket bounds in seconds: from a refusal to the longest bulk answers.
 HTTP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 
 
@@ -17,13 +15,13 @@ class GatewayMetrics:
         self.registry = registry or CollectorRegistry()
         self.http_requests = Counter(
             "tidegate_http_requests_total",
-            "HTTP requests answered; status 499: the client hung up first.",
+            "HTTP requests answered. Status 499 means that the client hung up first.",
             ["route", "method", "status"],
             registry=self.registry,
         )
         self.http_seconds = Histogram(
             "tidegate_http_request_seconds",
-            "From a request's arrival to the last byte of its answer.",
+            "Seconds from a request's arrival to the last byte of its answer.",
             ["route"],
             buckets=HTTP_SECONDS,
             registry=self.registry,
@@ -36,19 +34,19 @@ class GatewayMetrics:
         )
         self.requests_demoted = Counter(
             "tidegate_requests_demoted_total",
-            "Requests served in a lower tier, because theirs could not have kept its promise.",
+            "Requests served in a lower tier because their own could not have met its SLO.",
             ["tier", "to"],
             registry=self.registry,
         )
         self.predicted_ttft = Gauge(
             "tidegate_predicted_ttft_seconds",
-            "When a short request that came now would get its first token, where that can be foretold.",
+            "Predicted time to first token of a short request that arrives now, for tiers with a prediction.",
             ["tier"],
             registry=self.registry,
         )
         self.queued_tokens = Gauge(
             "tidegate_queued_tokens",
-            "Tokens of the requests that wait; kind: prompt, or the most output that may come.",
+            "Tokens of waiting requests. Kind prompt: prompt tokens; kind output: the most output tokens they may get.",
             ["tier", "kind"],
             registry=self.registry,
         )
@@ -72,7 +70,7 @@ class GatewayMetrics:
         self.requests_demoted.labels(tier, to).inc()
 
     def show_backlogs(self, backlogs: Mapping[str, Backlog], predicted_ttfts_s: Mapping[str, float]) -> None:
-        """What waits in each tier now, and what that means; without what is not known any more."""
+        """Set the gauges of waiting tokens and predicted TTFTs, and remove the tiers without a value."""
         self.queued_tokens.clear()
         self.predicted_ttft.clear()
         for tier, backlog in backlogs.items():

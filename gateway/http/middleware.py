@@ -1,7 +1,7 @@
-"""What surrounds every HTTP request: its id, the headers and the log line that carry it, its metrics, its size.
+"""Middleware around every HTTP request: its id, common headers, log line, metrics and size limit.
 
-Pure ASGI, so that a stream's frames pass straight through. Knows requests and responses as ASGI messages; does
-not look into bodies, and logs no text of prompts or answers.
+Pure ASGI, so that a stream's frames pass through without buffering. Does not look into bodies, and logs no text of
+prompts or answers.
 """
 
 import uuid
@@ -18,12 +18,12 @@ from scheduler.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-OPENAI_VERSION = "2020-10-01"  # the version of the contract, as OpenAI's own answers state it
-QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics"})  # polled: logged at debug level
+OPENAI_VERSION = "2020-10-01"  # the API version that OpenAI's own answers state
+QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics"})  # polled often, so logged at debug level
 
 
 class RequestContext:
-    """Gives each request an id (`request.state.request_id`), and sees it through to its log line."""
+    """Gives each request an id (`request.state.request_id`), adds the common headers, and logs and counts its end."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, clock: Clock) -> None:
         self._app = app
@@ -52,20 +52,22 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, send_with_headers)
-        except ClientDisconnect:  # while it still sent its body
+        except ClientDisconnect:  # the client hung up while it sent its body
             pass
-        except Exception:  # a bug: the one place of the process where it becomes an answer
+        except Exception:  # a bug; no other place of the gateway turns one into an answer
             log.exception("request_failed")
             if status == CLIENT_CLOSED:
                 await error_response(internal_error())(scope, receive, send_with_headers)
         finally:
-            if scope["state"].get("hung_up"):  # a stream's status went out before the client hung up
+            if scope["state"].get("hung_up"):  # a stream has sent its status 200 before
                 status = CLIENT_CLOSED
             self._finish(scope, status, self._clock.now() - began_s)
 
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
-        method = scope["method"] if route != "unmatched" else "-"  # methods can be made up: bounded labels
+        method = (
+            scope["method"] if route != "unmatched" else "-"
+        )  # clients can make up methods, and labels must stay few
         self._metrics.observe_http(route, method, status, seconds)
         headers = Headers(scope=scope)
         client_id, retry_count = headers.get("x-client-request-id", ""), headers.get("x-stainless-retry-count", "")
@@ -82,8 +84,10 @@ class RequestContext:
 
 
 class BodyLimit:
-    """Refuses bodies over `max_bytes` with 413, by their announced length or as soon as they exceed it.
-    Paths under `exempt` have limits of their own."""
+    """Refuses bodies of more than `max_bytes` with 413, by their announced length or as soon as they exceed it.
+
+    Paths that begin with `exempt` have limits of their own.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int, exempt: str) -> None:
         self._app = app

@@ -1,7 +1,7 @@
-"""A multipart upload, streamed to disk as it arrives: the file part goes straight into the data directory.
+"""Stream a multipart upload to disk as it arrives.
 
-Written once, never held in memory, and stopped as soon as it is over its limit. Knows multipart/form-data;
-does not know what the fields mean.
+The file part is written once, into the data directory, is never held in memory, and is refused as soon as it exceeds
+its limit. Knows multipart/form-data; does not know what the fields mean.
 """
 
 import os
@@ -14,16 +14,16 @@ from typing import BinaryIO
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-MAX_FIELD_BYTES = 64 * 2**10
+MAX_FIELD_BYTES = 64 * 2**10  # of one field
 MAX_FIELDS = 32
-MAX_FORM_BYTES = 2**20  # everything but the file: fields, headers, parts that are skipped
+MAX_FORM_BYTES = 2**20  # of everything but the file: fields, headers, skipped parts
 
-Limit = Callable[[Mapping[str, str]], int]
+Limit = Callable[[Mapping[str, str]], int]  # most bytes of the file, given the fields that came before it
 
 
 @dataclass(slots=True)
 class Upload:
-    """What one request brought. Owned by the route: `content`, if any, is to be moved away or discarded."""
+    """The parts of one upload. The route owns it, and moves `content` (if any) away or discards it."""
 
     fields: dict[str, str] = field(default_factory=dict)
     filename: str = ""
@@ -44,13 +44,14 @@ class UploadTooLarge(Exception):
 
 
 class MalformedUpload(Exception):
-    """The body is not the multipart form it says it is."""
+    """The body is not a valid multipart form. The message is for the client."""
 
 
 async def receive_upload(chunks: AsyncIterator[bytes], content_type: str, directory: Path, limit: Limit) -> Upload:
-    """Read a form with one part `file`, of at most as many bytes as `limit` gives for the fields that came
-    before it. Raises `UploadTooLarge` and `MalformedUpload`; leaves nothing behind then, nor when the client
-    goes away."""
+    """Read a form with one part `file`, of at most `limit(fields before it)` bytes.
+
+    Raises `UploadTooLarge` and `MalformedUpload`. No file is left behind then, nor when the client hangs up.
+    """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise MalformedUpload("The request must be multipart/form-data.")
@@ -62,7 +63,7 @@ async def receive_upload(chunks: AsyncIterator[bytes], content_type: str, direct
             received += len(chunk)
             parser.write(chunk)
             if received - form.upload.size > MAX_FORM_BYTES:
-                raise MalformedUpload("The form has too much besides its file.")
+                raise MalformedUpload("The form has too much data besides its file.")
         parser.finalize()
         if not form.is_complete:
             raise MalformedUpload("The multipart body ends in the middle.")
@@ -78,7 +79,7 @@ async def receive_upload(chunks: AsyncIterator[bytes], content_type: str, direct
 
 
 class _Form:
-    """The parser's callbacks. A part is the file (field `file`), a plain field, or skipped."""
+    """The parser's callbacks. A part is the file (field `file`), a plain field, or another file, which is skipped."""
 
     def __init__(self, directory: Path, limit: Limit) -> None:
         self.upload = Upload()

@@ -1,10 +1,11 @@
-"""Server-sent events as OpenAI's clients read them: `data: <one line of JSON>\\n\\n`, comments as keep-alive.
+"""Server-sent events as OpenAI's clients read them: `data: <one line of JSON>\\n\\n`, and comments as keep-alive.
 
-Knows frames and ASGI; does not know what they say. Not sse-starlette: that ends every stream half a second
-after SIGTERM where this server drains, patches uvicorn at import, formats each event through StringIO and a
-regular expression, and starts a ping and a watcher task for each stream. What is needed here is smaller.
+Knows frames and ASGI; does not know what the frames say.
 
-Headers travel with the first frame, so that whatever fails before it is still a plain HTTP error.
+The response's headers go out with its first frame, so that a failure before it is still a plain HTTP error with its
+own status. sse-starlette (3.7) sends the headers before it asks for the first event. It also runs three or four tasks
+for each stream (events, pings, shutdown, disconnect), where this module runs one besides the request's own, and it
+pings by time alone, not by silence. The slow feed of /admin uses it (gateway/routes/sla_feed.py).
 """
 
 import asyncio
@@ -22,21 +23,21 @@ log = structlog.get_logger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
-SEND_TIMEOUT_S = 60.0  # for a client to take anything of what was sent: one that reads nothing is gone
+SEND_TIMEOUT_S = 60.0  # seconds for a client to take one write; a client that takes nothing counts as gone
 
 Write = Callable[[bytes], Awaitable[None]]
 
 
 def error_frame(error: ApiError) -> bytes:
-    """How a stream says that it broke; no `[DONE]` follows."""
+    """Return the last frame of a stream that failed. No `[DONE]` follows it."""
     return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
 
 
 class EventStreamResponse(Response):
-    """Runs `produce(write)` while the client stays. `write` takes whole frames, one or several at once.
+    """Runs `produce(write)` while the client is connected. `write` takes one or more whole frames.
 
-    An `ApiError` before the first write is left to the application's handlers; later, it becomes a frame.
-    `on_disconnect` is called when the client hung up first, or took nothing for `send_timeout_s`; `produce` has
+    An exception before the first write is left to the application's handlers; a later one becomes an error frame.
+    `on_disconnect` is called if the client hangs up early, or takes nothing for `send_timeout_s`. `produce` has
     been cancelled and has ended by then.
     """
 
@@ -63,7 +64,7 @@ class EventStreamResponse(Response):
                         self._started = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     await send({"type": "http.response.body", "body": frames, "more_body": more})
-            except OSError:  # ASGI 2.4's word for a closed connection; the timeout's error is one too
+            except OSError:  # ASGI 2.4's error for a closed connection; the timeout's TimeoutError is an OSError too
                 raise ClientDisconnected from None
 
         try:
@@ -80,7 +81,7 @@ class EventStreamResponse(Response):
             if not self._started:
                 raise
             await write(error_frame(error))
-        except Exception as error:  # too late for the middleware: the answer has begun
+        except Exception as error:  # the middleware cannot answer any more: the headers are out
             if not self._started or isinstance(error, ClientDisconnected):
                 raise
             log.exception("stream_failed")

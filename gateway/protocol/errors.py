@@ -1,7 +1,7 @@
-"""The one mapper: every failure becomes OpenAI's error object, with the status and headers its client acts on.
+"""Turn every failure into OpenAI's error object, with the status and headers that its clients act on.
 
-Knows HTTP statuses, OpenAI's codes and why admission rejects. Knows neither routes nor bodies, and never puts
-an exception's text or a user's input into an answer.
+Knows HTTP statuses, OpenAI's codes and admission's reasons. Does not know routes or bodies, and never puts the text of
+an unforeseen exception into an answer.
 """
 
 import math
@@ -20,11 +20,11 @@ from gateway.protocol.validation import first_fault
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.config import Tier
 
-MAX_RETRY_AFTER_S = 120  # the openai client stops retrying on anything longer
+MAX_RETRY_AFTER_S = 120  # the openai client does not retry after a longer time
 
 
 class ApiError(Exception):
-    """A failure as the client shall see it. `param` is a dotted path into the body (`messages[0].role`)."""
+    """A failure as the client sees it. `param` is a path into the body, such as `messages[0].role`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object: all four keys are always there."""
+        """Return OpenAI's error object. All four keys are always present."""
         fault = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": fault}
 
@@ -67,10 +67,10 @@ def invalid_json() -> ApiError:
 
 
 def context_length_exceeded(limit: int, param: str, prompt: int | None, output: int | None) -> ApiError:
-    """`prompt`: its tokens, None if so many that nobody counted; `output`: the tokens asked for, if any were."""
+    """`prompt` is its number of tokens (None: too long to be counted), `output` the number requested, if any."""
     counted = "more than that" if prompt is None else f"{prompt} tokens"
-    asked = "" if output is None else f" and {output} more for the completion"
-    message = f"This model's maximum context length is {limit} tokens, but the prompt has {counted}{asked}."
+    requested = "" if output is None else f" and {output} more for the completion"
+    message = f"This model's maximum context length is {limit} tokens, but the prompt has {counted}{requested}."
     return invalid_request(message, param, "context_length_exceeded")
 
 
@@ -94,7 +94,7 @@ def too_large(max_bytes: int) -> ApiError:
 
 
 def timed_out(tier: str) -> ApiError:
-    """Nothing came before the tier's timeout. A retry would only join the end of the same queue."""
+    """Return the error for a tier's timeout. It asks for no retry, which would join the end of the same queue."""
     message = f"The request got no answer within the {tier} tier's timeout."
     return ApiError(504, message, "timeout", code="timeout", headers={"x-should-retry": "false"})
 
@@ -109,7 +109,10 @@ def store_unreachable() -> ApiError:
 
 
 def rejected(reason: Rejected, tier: Tier) -> ApiError:
-    """Admission's answer: the client's own flood is a 429, the server's plight a 503."""
+    """Return the error for admission's refusal.
+
+    429 if the tier's queue is full or the request's deadline is too near, 503 if the server cannot serve the tier.
+    """
     headers = retry_after(reason.retry_after_s) | ({"x-should-retry": "false"} if reason.is_final else {})
     if reason.reason in (RejectReason.DRAINING, RejectReason.OVERLOADED, RejectReason.TIER_GONE):
         return ApiError(503, reason.message, "server_error", code="server_overloaded", headers=headers)
@@ -121,14 +124,16 @@ def rejected(reason: Rejected, tier: Tier) -> ApiError:
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """Whole seconds for everybody, milliseconds for the openai client, which reads them first."""
+    """Return `retry-after` in whole seconds, and `retry-after-ms`, which the openai client reads first."""
     seconds = min(float(MAX_RETRY_AFTER_S), max(0.001, seconds))
     return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
 
 
 def from_http_exception(request: Request, error: HTTPException, routes: Sequence[BaseRoute]) -> ApiError:
-    """Starlette's own refusals: no such route, wrong method. `Allow` names the methods of all `routes` that have
-    the path; Starlette's own names those of the first."""
+    """Return the error for Starlette's own refusals, such as an unknown path or a wrong method.
+
+    `Allow` names the methods of all `routes` with this path; Starlette's own header names those of the first.
+    """
     where = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
         return ApiError(404, f"Unknown request URL: {where}.")
@@ -147,7 +152,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute] = ()) -> None:
-    """Make `app` answer every foreseen failure through this module (the rest: gateway/http/middleware.py)."""
+    """Make `app` answer every foreseen failure by this module. gateway/http/middleware.py answers the others."""
 
     async def on_api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)

@@ -1,7 +1,7 @@
-"""A request's body as one JSON object: strict UTF-8, no NaN, no lone surrogates, bounded depth.
+"""Parse a request's body as one JSON object: strict UTF-8, no NaN, no lone surrogates, bounded depth.
 
-Knows bytes, JSON and how pydantic complains; what the object must hold is the schemas' matter. What takes long
-to look at is looked at off the event loop, where streams are served.
+Does not know what the object must contain: the schemas do. Large bodies are parsed in a thread, because the event loop
+serves streams.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from gateway.protocol.errors import invalid_json, invalid_request
 from gateway.protocol.validation import first_fault
 
 MAX_DEPTH = 64
-INLINE_SIZE = 256 * 2**10  # bytes of a body, or characters and items of a parsed one: some ms of validation
+INLINE_SIZE = 256 * 2**10  # bytes, or characters and items once parsed; more is parsed and validated in a thread
 
 
 class Body(BaseModel):
-    """An object of a body: strict about what it knows, indifferent to what it does not."""
+    """Base of the schemas: strict about known fields, ignores unknown ones."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 async def read_object(request: Request, interpret: Callable[[dict[str, Any]], T]) -> T:
-    """What `interpret` makes of the body. Raises `ApiError` 400 for anything that is not one JSON object."""
+    """Return `interpret(body)`. Raises `ApiError` 400 if the body is not one JSON object."""
     data = await request.body()
     if len(data) <= INLINE_SIZE:
         return interpret(parse_json_object(data))
@@ -38,6 +38,7 @@ async def read_object(request: Request, interpret: Callable[[dict[str, Any]], T]
 
 
 def parse_json_object(data: bytes) -> dict[str, Any]:
+    """Raises `ApiError` 400 if `data` is not one JSON object of at most `MAX_DEPTH` levels."""
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -51,7 +52,7 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
 
 
 def parse(kind: type[M], body: dict[str, Any]) -> M:
-    """`body` as a `kind`. Raises `ApiError` 400 that names the parameter at fault, and never repeats its value."""
+    """Return `body` as a `kind`. Raises `ApiError` 400 that names the wrong parameter and does not repeat its value."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -60,7 +61,7 @@ def parse(kind: type[M], body: dict[str, Any]) -> M:
 
 
 def is_large(value: dict[str, Any]) -> bool:
-    """Whether `value` has more than `INLINE_SIZE` characters and items; looks no further than that."""
+    """Whether `value` has more than `INLINE_SIZE` characters and items. Stops counting there."""
     size, rest = 0, list[Any]([value])
     while rest:
         node = rest.pop()
@@ -74,7 +75,7 @@ def is_large(value: dict[str, Any]) -> bool:
 
 
 def _deeper_than(value: dict[str, Any], limit: int) -> bool:
-    """Level by level, without recursion: what is too deep for this would break whoever recurses later."""
+    """Whether `value` has more than `limit` levels. Goes level by level: recursion would fail on deep values."""
     level: list[Any] = [value]
     for _ in range(limit):
         level = [child for node in level for child in _children(node)]

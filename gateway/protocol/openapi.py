@@ -1,4 +1,4 @@
-"""What /docs says about bodies that are parsed by hand: `json_body` is stricter than FastAPI's own reader."""
+"""OpenAPI schemas of the bodies that are not read by FastAPI: gateway/protocol/json_body.py is stricter."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from pydantic import BaseModel
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """For a route's `openapi_extra`: the body is one JSON object of `model`."""
+    """Return a route's `openapi_extra` for a body that is one JSON object of `model`."""
     schema = _inlined(model.model_json_schema())
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _inlined(schema: dict[str, Any]) -> Any:
-    """`schema` without `$ref`: its models are few and not recursive, and paths have no place for `$defs`."""
+    """Return `schema` with each `$ref` replaced by its definition, since a path's schema cannot have `$defs`."""
     definitions = schema.pop("$defs", {})
 
     def resolve(node: Any) -> Any:

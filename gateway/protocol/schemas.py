@@ -1,10 +1,10 @@
-"""The bodies of /v1/chat/completions and /v1/completions, as pydantic sees them.
+"""Schemas of the bodies of /v1/chat/completions and /v1/completions.
 
-Strict: no string passes for a number and no bool for an integer. Unknown fields are ignored, as real clients
-send many; known ones that this server does not build are refused by gateway/protocol/unsupported.py.
+Types are strict: a string is no number, and a bool is no integer. Unknown fields are ignored, because clients send
+many. gateway/protocol/unsupported.py refuses known fields that this server does not implement.
 
-Every list and mapping is bounded, by its length before its items are looked at and by its first fault after:
-a fault costs 100 times the bytes that make it, and 16 MB of faults would take the process.
+Every list and mapping has a bounded length, checked before its items, and validation of its items stops at the first
+error. An error takes 100 times the memory of the bytes that cause it, so 16 MB of errors would exhaust the process.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -29,12 +29,12 @@ T = TypeVar("T")
 MAX_CHOICES = 2048  # choices of one answer, over all its prompts
 MAX_PIECES = 2**14  # messages, content parts and tool calls of a chat together
 MAX_PROMPT_IDS = 2**20  # token ids of a body, over all its prompts
-MAX_PAIRS = 16  # of metadata
+MAX_PAIRS = 16  # key-value pairs of metadata
 INT64 = 2**63
 
 
 def _well_formed(text: str) -> str:
-    """Lone surrogates are legal in JSON's escapes, but no text: no tokenizer takes them."""
+    """Refuse lone surrogates: JSON's escapes allow them, but no tokenizer accepts them."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -43,7 +43,7 @@ def _well_formed(text: str) -> str:
 
 
 def _tag(value: Any) -> str | None:
-    """Which member of a union a value means; decided by its outside, so that faults name the right path."""
+    """Return the union member for a value, judged by its outermost type, so that errors name the right path."""
     if value is None or isinstance(value, str):
         return "<text>"
     if isinstance(value, list):
@@ -62,7 +62,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail
 
 
 def _few_pairs(value: Any) -> Any:
-    """Before the items: pydantic looks at a mapping's length after them."""
+    """Check the number of pairs first: pydantic checks a mapping's length after its items."""
     if isinstance(value, dict) and len(value) > MAX_PAIRS:
         raise ValueError(f"must have at most {MAX_PAIRS} pairs")
     return value
@@ -117,16 +117,16 @@ class Message(Body):
 
     @field_validator("content")
     @classmethod
-    def _content_of_a_speaker(cls, content: Content, info: ValidationInfo) -> Content:
-        return _needed_by(("system", "developer", "user", "tool"), content, info)
+    def _require_content(cls, content: Content, info: ValidationInfo) -> Content:
+        return _required_in_roles(("system", "developer", "user", "tool"), content, info)
 
     @field_validator("tool_call_id")
     @classmethod
-    def _call_of_a_tool(cls, tool_call_id: str | None, info: ValidationInfo) -> str | None:
-        return _needed_by(("tool",), tool_call_id, info)
+    def _require_tool_call_id(cls, tool_call_id: str | None, info: ValidationInfo) -> str | None:
+        return _required_in_roles(("tool",), tool_call_id, info)
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: content is one string."""
+        """Return the message as chat templates expect it, with its content as one string."""
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
@@ -134,7 +134,7 @@ class Message(Body):
         return {"role": self.role, "content": content, **{k: v for k, v in extras.items() if v is not None}}
 
 
-def _needed_by(roles: tuple[str, ...], value: T, info: ValidationInfo) -> T:
+def _required_in_roles(roles: tuple[str, ...], value: T, info: ValidationInfo) -> T:
     if value is None and info.data.get("role") in roles:
         raise PydanticCustomError("missing", "needed in this role")
     return value
@@ -142,11 +142,11 @@ def _needed_by(roles: tuple[str, ...], value: T, info: ValidationInfo) -> T:
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # guidellm's and vLLM's: running usage on every chunk
+    continuous_usage_stats: bool | None = None  # usage so far in every chunk; vLLM's extension, which guidellm sends
 
 
 class GenerationRequest(Body):
-    """What both endpoints take."""
+    """The fields of both endpoints."""
 
     model: Text
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
@@ -165,9 +165,11 @@ class GenerationRequest(Body):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     service_tier: Text | None = None
-    deadline_ms: Annotated[int, Field(ge=1, le=2**53)] | None = None  # from arrival to the last token, at most
+    deadline_ms: Annotated[int, Field(ge=1, le=2**53)] | None = None  # the most ms from arrival to the last token
     user: Text | None = None
-    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None  # vLLM's: who shares cached KV
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = (
+        None  # vLLM's: requests share cached KV within one salt
+    )
     metadata: Metadata | None = None
 
     @property
@@ -178,7 +180,7 @@ class GenerationRequest(Body):
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    # These change nothing here; but a client that gets them wrong shall learn it here too.
+    # These have no effect here, but invalid values are refused as OpenAI does.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     safety_identifier: Annotated[Text, Field(max_length=64)] | None = None
@@ -229,7 +231,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """One entry a prompt, whichever of the four forms was sent."""
+        """Return one entry per prompt, whichever of the four forms was sent."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -241,7 +243,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def parse_generation(kind: type[R], body: dict[str, Any]) -> R:
-    """`body` as a `kind`. Raises `ApiError` 400 that names the parameter at fault."""
+    """Return `body` as a `kind`. Raises `ApiError` 400 that names the wrong parameter."""
     request = parse(kind, body)
     if request.stream_options is not None and not request.stream:
         message = "The 'stream_options' parameter is only allowed when 'stream' is enabled."

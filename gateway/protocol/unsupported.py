@@ -1,8 +1,8 @@
-"""Parameters of the OpenAI contract, and of its usual extensions, that are not built.
+"""Refuse parameters of OpenAI's API, and of vLLM's extensions of it, that this server does not implement.
 
-Each would change the answer; so it is refused by name, never silently dropped, unless its value says "as
-usual". Pure: looks at a parsed body. Parameters that change nothing here (`store`, `user`,
-`reasoning_effort` for models that do not reason) are not listed.
+Each of them would change the answer, so it is refused by name and not ignored, unless its value asks for the default.
+Parameters that do not change answers here (`store`, `user`, `reasoning_effort` of models that do not reason) are not
+listed.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Harmless = Callable[[Any], bool]
 
 
 def _one_of(*values: Any) -> Harmless:
-    """Equal to one of `values`, bool and number kept apart (`logprobs: 0` asks for something, `false` not)."""
+    """Accept values equal to one of `values`. A bool is no number: `logprobs: 0` asks for logprobs, `false` not."""
     return lambda value: any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values)
 
 
@@ -82,7 +82,7 @@ HARMLESS: dict[str, Harmless] = {
 
 
 def refuse_unsupported(body: dict[str, Any]) -> None:
-    """Raises `ApiError` 400 `unsupported_parameter` for the first of `body` that would change the answer."""
+    """Raises `ApiError` 400 `unsupported_parameter` for the first parameter of `body` that would change the answer."""
     for name, harmless in HARMLESS.items():
         value = body.get(name)
         if value is not None and not harmless(value):

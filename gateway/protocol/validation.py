@@ -1,14 +1,14 @@
-"""From pydantic's complaints to the one fault that OpenAI's error object has room for.
+"""Turn pydantic's errors into the one fault that OpenAI's error object has room for.
 
-Knows pydantic's error records; knows neither HTTP nor any particular body. The messages name where the fault
-is and what is allowed there, and never repeat the input.
+Knows pydantic's error records; does not know HTTP or any particular body. A message names the place of the fault and
+what is allowed there, and never repeats the input.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TAG = "<"  # union members are tagged `<text>`, `<parts>`, … so that they can be left out of a path
+TAG = "<"  # begins the tags of union members (`<text>`, `<parts>`), which are left out of paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,10 @@ class Fault:
 
 
 def first_fault(errors: Sequence[Mapping[str, Any]], skip: Sequence[str] = ()) -> Fault:
-    """The first of `errors`, with a path like `messages[0].content[1].type`. A path's first part is left out
-    when it is in `skip` (where the value came from, in FastAPI's records)."""
+    """Return the first of `errors`, with a path like `messages[0].content[1].type`.
+
+    The first part of a path is left out if it is in `skip`: FastAPI's records begin with the value's source.
+    """
     error = errors[0]
     loc = tuple(error["loc"])
     param = dotted(loc[1:] if loc and loc[0] in skip else loc) or None
@@ -33,6 +35,7 @@ def first_fault(errors: Sequence[Mapping[str, Any]], skip: Sequence[str] = ()) -
 
 
 def dotted(loc: Sequence[int | str]) -> str:
+    """Return a location as a path such as `messages[0].role`."""
     path = ""
     for part in loc:
         if isinstance(part, int):

@@ -1,67 +1,46 @@
-"""/admin: the tiers in force and their change, and why the SLA controller does what it does.
-
-With configured keys, those with `admin: true` may administrate. Where access is open, programs on this machine may:
-known by the peer's address, and by the name that they call the server, so that a web page whose name was pointed at
-127.0.0.1 stays outside.
-"""
+"""/admin: show and change the tiers in force, and explain the SLA controllers' decisions. Administrators only."""
 
 import asyncio
-import json
-from ipaddress import ip_address
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import yaml
 from fastapi import APIRouter, Depends, Request
+from sse_starlette import EventSourceResponse
 
 from gateway.protocol.errors import ApiError, invalid_request, retry_after
 from gateway.protocol.json_body import parse_json_object
-from gateway.routes.dependencies import Caller
-from gateway.state import Gateway, gateway_of
+from gateway.routes.dependencies import Administrator
+from gateway.routes.sla_feed import PERIOD_S, SlaFeed, SlaStreamResponse, explain
+from gateway.state import gateway_of
 from scheduler.config import TierConfigError
 from scheduler.reload.coordinator import Applied, Late, Outcome, Refused, TierChanges
-from scheduler.reload.store import Follower
+
+YAML_TYPES = frozenset({"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"})
+RETRY_S = 5.0  # Retry-After of a change that not every part has made; parts look for changes about once a second
 
 DOCUMENT: dict[str, Any] = {"type": "object", "description": "What tiers.yaml holds: default_tier, batch_tier, tiers."}
+BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": DOCUMENT}, "application/yaml": {"schema": DOCUMENT}},
+    }
+}
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"description": "Not a tiers file; `param` names the key. The old tiers stay in force everywhere."},
     409: {"description": "Something still needs the old tiers. They stay in force everywhere."},
-    503: {"description": "Not every gateway and worker answers; the message names those."},
+    503: {"description": "Not every gateway and worker has answered; the message names those that have not."},
 }
-YAML_TYPES = frozenset({"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"})
-RETRY_S = 5.0
-
-
-async def administrator(request: Request, key: Caller) -> None:
-    """Raises `ApiError` 403 for everybody else."""
-    if key is not None and not key.admin:
-        message = "This API key may not administrate: that takes `admin: true` in the keys file."
-        raise ApiError(403, message, code="insufficient_permissions")
-    if key is None and not _is_from_here(request):
-        message = "Without API keys, administration is open to programs on the server's own machine only."
-        raise ApiError(403, message, code="insufficient_permissions")
-
-
-Administrator = Depends(administrator)
-
-
-def _is_from_here(request: Request) -> bool:
-    try:
-        name = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-    except ValueError:
-        return False
-    return (
-        request.client is not None and _is_loopback(request.client.host) and (name == "localhost" or _is_loopback(name))
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+SLA_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": (
+            f"Event `sla`, every {PERIOD_S} s: the object of GET /admin/sla with `at_ms` (Unix time in ms) and "
+            "`waiting` (per tier: requests, prompt_tokens, output_tokens). A worker's `decisions` are those that no "
+            "earlier event of this stream had. Event `error`, once, when the store stops answering: OpenAI's error "
+            "object. `sla` events come again when the store answers."
+        ),
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
 
 
 def tier_changes_of(request: Request) -> TierChanges:
@@ -73,9 +52,60 @@ def tier_changes_of(request: Request) -> TierChanges:
 
 Changes = Annotated[TierChanges, Depends(tier_changes_of)]
 
+router = APIRouter(
+    tags=["admin"], dependencies=[Administrator], responses={403: {"description": "Not an administrator."}}
+)
 
-async def read_document(request: Request) -> object:
-    """The body: YAML where its type says so, else JSON. Raises `ApiError` 400."""
+
+@router.get("/admin/tiers")
+async def read_tiers(changes: Changes) -> dict[str, Any]:
+    """Show the tiers in force with every default filled in, their source, and the generation that each part has."""
+    in_force, parts = changes.follower.in_force, await changes.parts()
+    return {
+        "generation": in_force.generation,
+        "source": in_force.source,
+        "set_at": in_force.set_ms // 1000,
+        "parts": [{"part": f.part, "generation": f.generation} for f in parts],
+        "document": in_force.tiers.document(defaults=True),
+    }
+
+
+@router.post("/admin/tiers", responses=REFUSALS, openapi_extra=BODY)
+async def change_tiers(request: Request, changes: Changes) -> dict[str, Any]:
+    """Put these tiers in force on every gateway and worker of the store. Answers when all of them have the tiers."""
+    document = await _read_document(request)
+    try:
+        return describe_outcome(await changes.change(document, "POST /admin/tiers"))
+    except TierConfigError as error:
+        raise _invalid_tiers(error) from None
+
+
+@router.post("/admin/tiers/reload", responses=REFUSALS)
+async def reload_tiers(changes: Changes) -> dict[str, Any]:
+    """Read this gateway's tiers file again and put it in force on every gateway and worker of the store."""
+    try:
+        return describe_outcome(await changes.reload())
+    except TierConfigError as error:
+        raise _invalid_tiers(error) from None
+
+
+@router.get("/admin/sla")
+async def explain_sla(request: Request) -> dict[str, Any]:
+    """Show each worker's knobs, the signals that move them and the last decisions, and the predicted first tokens."""
+    client = gateway_of(request).client
+    return await explain(client, await client.backlogs())
+
+
+@router.get("/admin/sla/stream", response_class=EventSourceResponse, responses=SLA_EVENTS)
+async def watch_sla(request: Request) -> SlaStreamResponse:
+    """Send what GET /admin/sla shows twice a second, as server-sent events, until the client hangs up or the gateway
+    drains."""
+    feed: SlaFeed = request.app.state.sla_feed
+    return SlaStreamResponse(feed)
+
+
+async def _read_document(request: Request) -> object:
+    """Return the body as plain data: YAML if its content type says so, else JSON. Raises `ApiError` 400."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     data = await request.body()
     if kind not in YAML_TYPES:
@@ -86,12 +116,12 @@ async def read_document(request: Request) -> object:
         raise invalid_request("The body is not valid YAML.", code="invalid_yaml") from None
 
 
-def refused_document(error: TierConfigError) -> ApiError:
+def _invalid_tiers(error: TierConfigError) -> ApiError:
     return invalid_request(f"The tiers are refused; the old ones stay in force. {error}", error.key, "invalid_tiers")
 
 
-def told(outcome: Outcome) -> dict[str, Any]:
-    """The answer to a change. Raises `ApiError` 409 or 503 where it was not made everywhere."""
+def describe_outcome(outcome: Outcome) -> dict[str, Any]:
+    """Return the answer to a change. Raises `ApiError` 409 if it was refused, 503 if a part has not confirmed it."""
     match outcome:
         case Applied(in_force, parts, changed):
             generation, source = in_force.generation, in_force.source
@@ -100,75 +130,7 @@ def told(outcome: Outcome) -> dict[str, Any]:
             text = f"The tiers are refused; the old ones stay in force. {message}"
             raise ApiError(409, text, code="tiers_refused", headers={"x-should-retry": "false"})
         case Late(parts, in_force):
-            done = "The new tiers are in force, but these do not have them yet" if in_force else NOTHING_CHANGED
-            text = f"{done}: {', '.join(parts)}."
+            applied = "The new tiers are in force, but these parts do not have them yet"
+            unchanged = "Nothing has changed, because these parts do not answer"
+            text = f"{applied if in_force else unchanged}: {', '.join(parts)}."
             raise ApiError(503, text, "server_error", code="tiers_not_applied", headers=retry_after(RETRY_S))
-
-
-NOTHING_CHANGED = "Nothing has changed, because these do not answer"
-
-
-def in_force(changes: TierChanges, parts: list[Follower]) -> dict[str, Any]:
-    """What this gateway follows, with every default filled in, and which generation each part has."""
-    now = changes.follower.in_force
-    return {
-        "generation": now.generation,
-        "source": now.source,
-        "set_at": now.set_ms // 1000,
-        "parts": [{"part": f.part, "generation": f.generation} for f in parts],
-        "document": now.tiers.document(defaults=True),
-    }
-
-
-async def explanations(gateway: Gateway) -> dict[str, Any]:
-    """Each worker's controller in its own words, from its last heartbeat; and what this gateway's admission predicts
-    for a short request that came now."""
-    said = await gateway.client.worker_sla()
-    predicted_s = gateway.client.predicted_ttfts_s(await gateway.client.backlogs())
-    workers = [{"id": worker_id, **json.loads(text)} for worker_id, text in said.items()]
-    return {"predicted_ttft_s": predicted_s, "workers": workers}
-
-
-router = APIRouter(
-    tags=["admin"], dependencies=[Administrator], responses={403: {"description": "Not an administrator."}}
-)
-
-
-@router.get("/admin/tiers")
-async def read_tiers(changes: Changes) -> dict[str, Any]:
-    """The tiers in force, where they came from, and which generation each part has."""
-    return in_force(changes, await changes.parts())
-
-
-@router.post(
-    "/admin/tiers",
-    responses=REFUSALS,
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": DOCUMENT}, "application/yaml": {"schema": DOCUMENT}},
-        }
-    },
-)
-async def change_tiers(request: Request, changes: Changes) -> dict[str, Any]:
-    """Put these tiers in force on every gateway and worker of the store. Answers when all have them."""
-    document = await read_document(request)
-    try:
-        return told(await changes.change(document, "POST /admin/tiers"))
-    except TierConfigError as error:
-        raise refused_document(error) from None
-
-
-@router.post("/admin/tiers/reload", responses=REFUSALS)
-async def reload_tiers(changes: Changes) -> dict[str, Any]:
-    """Read this gateway's tiers file again, and put it in force likewise."""
-    try:
-        return told(await changes.reload())
-    except TierConfigError as error:
-        raise refused_document(error) from None
-
-
-@router.get("/admin/sla")
-async def explain_sla(request: Request) -> dict[str, Any]:
-    """For each worker: every tier's knobs, the signals that move them, and the last decisions."""
-    return await explanations(gateway_of(request))

@@ -1,8 +1,8 @@
-"""/v1/batches: create, list, retrieve, cancel.
+"""/v1/batches: create, list, retrieve and cancel batches.
 
-Translates between HTTP and the batch service. To each key there are only the batches that it made, and it makes
-them only if it may use the tier that runs them. Only parameters are refused here; what is wrong with the content
-of an input file appears later, in the batch's `errors`.
+Translates between HTTP and the batch service. A key sees only its own batches, and may create batches only if it may
+use the tier that runs them. Only parameters are refused here: errors in an input file appear later, in the batch's
+`errors`.
 """
 
 from functools import partial
@@ -91,7 +91,7 @@ def batches_of(request: Request) -> BatchService:
 
 
 def _check_tier(request: Request, caller: ApiKey | None) -> None:
-    """Without the tier a batch would wait for ever, or run where its key must not."""
+    """Refuse a key that may not use the batch tier."""
     tiers = gateway_of(request).tiers
     tier = tiers[tiers.batch_tier]
     if caller is not None and not caller.may_use(tier):

@@ -1,47 +1,62 @@
-"""One answer on its way to one HTTP client: as a stream or whole, and cancelled when the client hangs up.
+"""Answer one completion request over HTTP: as a stream or as one object, cancelled when the client hangs up.
 
-Knows HTTP and the completion service; what the answer says is not its matter.
+Knows HTTP and the completion service; does not know what answers look like.
 """
+
+from functools import partial
 
 import structlog
 from fastapi import Request, Response
 
 from gateway.completion.openai_objects import encode_json
+from gateway.completion.response import ResponseStream
+from gateway.completion.service import AnyRequest
 from gateway.http.disconnect import CLIENT_CLOSED, ClientDisconnected, until_disconnect
 from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey, demotion_of, resolve_tier
-from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest
-from gateway.state import Gateway
+from gateway.protocol.json_body import read_object
+from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
+from gateway.state import gateway_of
 
 
 async def deliver(
-    request: Request, gateway: Gateway, body: ChatCompletionRequest | CompletionRequest, key: ApiKey | None
+    request: Request, kind: type[ChatCompletionRequest] | type[CompletionRequest], key: ApiKey | None
 ) -> Response:
-    """Resolve the tier, submit, answer. Whatever refuses the request does so before any header is sent."""
-    tiers = gateway.tiers
-    resolved = resolve_tier(body.service_tier, key, tiers)
-    structlog.contextvars.bind_contextvars(tier=resolved.tier.name)
-    job = await gateway.completions.prepare(
-        body,
-        tier=resolved.tier,
-        answer=resolved.answer,
-        request_id=request.state.request_id,
-        owner=key.name if key else None,
-        demotion=demotion_of(resolved.tier, key, tiers),
-    )
-    response = await gateway.completions.submit(job)
-    structlog.contextvars.bind_contextvars(tier=response.tier.name)
+    """Read a body of `kind`, submit it in its tier, and answer.
+
+    Raises `ApiError` before any header is sent if the request is refused.
+    """
+    body: AnyRequest = await read_object(request, partial(parse_generation, kind))
+    stream = await _submit(request, body, key)
 
     def hung_up() -> None:
-        gateway.metrics.count_disconnect(response.tier.name)
-        request.state.hung_up = True  # for gateway/http/middleware.py
+        gateway_of(request).metrics.count_disconnect(stream.tier.name)
+        request.state.hung_up = True  # RequestContext in gateway/http/middleware.py reads this
 
     if body.stream:
-        return EventStreamResponse(response.stream, hung_up)
+        return EventStreamResponse(stream.stream, hung_up)
     try:
         async with until_disconnect(request.receive):
-            answer = await response.respond()
+            answer = await stream.respond()
     except ClientDisconnected:
         hung_up()
         return Response(status_code=CLIENT_CLOSED)
     return Response(encode_json(answer), media_type="application/json")
+
+
+async def _submit(request: Request, body: AnyRequest, key: ApiKey | None) -> ResponseStream:
+    gateway = gateway_of(request)
+    tiers = gateway.tiers
+    resolved = resolve_tier(body.service_tier, key, tiers)
+    structlog.contextvars.bind_contextvars(tier=resolved.tier.name)
+    prepared = await gateway.completions.prepare(
+        body,
+        tier=resolved.tier,
+        service_tier=resolved.service_tier,
+        request_id=request.state.request_id,
+        owner=key.name if key else None,
+        demotion=demotion_of(resolved.tier, key, tiers),
+    )
+    stream = await gateway.completions.submit(prepared)
+    structlog.contextvars.bind_contextvars(tier=stream.tier.name)  # a demotion may have changed it
+    return stream

@@ -1,7 +1,7 @@
-"""/v1/files: upload, list, retrieve, content, delete.
+"""/v1/files: upload, list, retrieve, download and delete files.
 
-Translates between HTTP and the file store, and holds the limits of an upload. To each key there are only the
-files that it made. Lines of a batch input are not looked at here: what is wrong with them is told by the batch.
+Translates between HTTP and the file store, and sets the limits of an upload. A key sees only its own files. The lines
+of a batch input are not checked here: their errors appear in the batch.
 """
 
 import asyncio
@@ -20,24 +20,24 @@ from gateway.state import gateway_of
 router = APIRouter()
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
-MAX_FILE_BYTES = 512 * 10**6
-MAX_BATCH_BYTES = 200 * 10**6
-MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400
-BATCH_EXPIRY_S = 30 * 86_400  # batch inputs go after this if nothing else was asked for
+MAX_FILE_BYTES = 512 * 10**6  # as in OpenAI's API
+MAX_BATCH_BYTES = 200 * 10**6  # of a batch input, as in OpenAI's API
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400  # limits of `expires_after`, as in OpenAI's API
+BATCH_EXPIRY_S = 30 * 86_400  # seconds until a batch input expires if the upload does not say
 
 
 async def _owner(caller: Caller) -> str | None:
     return None if caller is None else caller.name
 
 
-Owner = Annotated[str | None, Depends(_owner)]  # whose files and batches a request is about: the key's name
+Owner = Annotated[str | None, Depends(_owner)]  # the name of the caller's key, which owns its files and batches
 
 
 @router.post("/v1/files")
 async def upload_file(request: Request, owner: Owner) -> dict[str, Any]:
     files = files_of(request)
     if int(request.headers.get("content-length") or 0) > MAX_FILE_BYTES + MAX_FORM_BYTES:
-        raise _too_large(MAX_FILE_BYTES)  # before the client sends it
+        raise _too_large(MAX_FILE_BYTES)  # before the client sends the file
     content_type = request.headers.get("content-type", "")
     try:
         upload = await receive_upload(request.stream(), content_type, files.incoming, _max_bytes)

@@ -1,7 +1,6 @@
-"""GET /health, /ready, /metrics and /: for load balancers, Prometheus and the curious. No key needed.
+"""GET /, /health, /ready and /metrics, for load balancers and Prometheus. No key needed.
 
-Load balancers may ask by HEAD; the server leaves the body out. The workers' metrics come as text snapshots through the
-store, and are merged into the gateway's own with a `worker` label.
+Load balancers may send HEAD; the server then leaves the body out.
 """
 
 import asyncio
@@ -22,11 +21,40 @@ from scheduler.client.client import SchedulerClient
 
 log = structlog.get_logger(__name__)
 
-STORE_TIMEOUT_S = 2.0
+STORE_TIMEOUT_S = 2.0  # for the store to answer /ready and /metrics
+
+router = APIRouter(tags=["operations"])
 
 
-async def readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
-    """Whether requests can be served now, and what is missing where not."""
+@router.get("/")
+async def root(request: Request) -> dict[str, Any]:
+    names = list(gateway_of(request).model_names)
+    return {"name": "tidegate", "models": names, "api": "/v1", "docs": "/docs", "metrics": "/metrics"}
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """Answer 200 while the process runs. Store and workers are not looked at: /ready does that."""
+    return {"status": "ok"}
+
+
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready")
+async def ready(request: Request) -> JSONResponse:
+    """Answer 200 while requests can be served, else 503 with the missing parts."""
+    is_ready, report = await _readiness(gateway_of(request).client)
+    return JSONResponse(report, status_code=200 if is_ready else 503)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Return the metrics of this gateway and of every worker in Prometheus' text format."""
+    return Response(await _exposition(gateway_of(request)), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
+    """Return whether requests can be served now, and the body of the answer."""
     depths = await _depths(client)
     workers = client.workers
     present = {"store": depths is not None, "worker": bool(workers)}
@@ -43,30 +71,35 @@ async def readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
 
 
 async def _depths(client: SchedulerClient) -> dict[str, int] | None:
+    """Return the number of waiting requests per tier, or None if the store does not answer."""
     try:
         async with asyncio.timeout(STORE_TIMEOUT_S):
             return await client.depths()
-    except Exception:  # which errors a store has, only its adapter knows; here all of them mean "not ready"
+    except Exception:  # each store adapter has its own errors; all of them mean "not ready"
         return None
 
 
-async def exposition(gateway: Gateway) -> bytes:
-    """All families in Prometheus' text format: the gateway's and those of every worker."""
+async def _exposition(gateway: Gateway) -> bytes:
+    """Return all metric families. Without the store, only the gateway's own are there."""
     metrics = gateway.metrics
     metrics.workers_alive.set(len(gateway.client.workers))
     snapshots: dict[str, str] = {}
-    with suppress(Exception):  # as above: without the store, the gateway's own numbers matter all the more
+    with suppress(Exception):  # any error of the store: the gateway's own metrics are still worth reading
         async with asyncio.timeout(STORE_TIMEOUT_S):
             backlogs = await gateway.client.backlogs()
             metrics.show_backlogs(backlogs, gateway.client.predicted_ttfts_s(backlogs))
             snapshots = await gateway.client.worker_metrics()
             for status, count in (await gateway.batches.counts_by_status() if gateway.batches else {}).items():
                 metrics.batches.labels(status).set(count)
-    # Parsing takes about 10 ms a worker: off the loop, where streams are served.
+    # Parsing takes about 10 ms per worker, so it runs outside the event loop, which serves streams.
     return await asyncio.to_thread(render, metrics.registry, snapshots)
 
 
 def render(registry: CollectorRegistry, snapshots: Mapping[str, str]) -> bytes:
+    """Return the families of `registry` merged with the workers' text snapshots.
+
+    Samples of a worker get the label `worker` with its id.
+    """
     merged = CollectorRegistry()
     merged.register(_Merged(registry, snapshots))
     return generate_latest(merged)
@@ -78,7 +111,7 @@ class _Merged(Collector):
         self._snapshots = snapshots
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # nothing to check for duplicates: families are merged by name
+        return ()  # skips the registry's check for duplicate names: families are merged by name
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
@@ -91,7 +124,7 @@ class _Merged(Collector):
 
 
 def _parse(worker: str, text: str) -> list[Metric]:
-    """A worker's families; none of them where one is malformed: the others' numbers matter all the more."""
+    """Return a worker's families, or none if its snapshot is malformed: the other workers' are still rendered."""
     try:
         return list(text_string_to_metric_families(text))
     except Exception as error:  # the parser has no error type of its own
@@ -103,32 +136,3 @@ def _merge(families: dict[str, Metric], family: Metric, worker: str) -> None:
     target = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
     for sample in family.samples:
         target.samples.append(sample._replace(labels={**sample.labels, "worker": worker}))
-
-
-router = APIRouter(tags=["operations"])
-
-
-@router.get("/")
-async def root(request: Request) -> dict[str, Any]:
-    names = list(gateway_of(request).model_names)
-    return {"name": "tidegate", "models": names, "api": "/v1", "docs": "/docs", "metrics": "/metrics"}
-
-
-@router.head("/health", include_in_schema=False)
-@router.get("/health")
-async def health() -> dict[str, str]:
-    """The process lives; nothing more."""
-    return {"status": "ok"}
-
-
-@router.head("/ready", include_in_schema=False)
-@router.get("/ready")
-async def ready(request: Request) -> JSONResponse:
-    """200 while requests can be served, else 503 with what is missing."""
-    is_ready, report = await readiness(gateway_of(request).client)
-    return JSONResponse(report, status_code=200 if is_ready else 503)
-
-
-@router.get("/metrics")
-async def metrics(request: Request) -> Response:
-    return Response(await exposition(gateway_of(request)), media_type=CONTENT_TYPE_LATEST)

@@ -1,6 +1,6 @@
-"""A gateway reduced to its offline tier: the real routes, stores and Valkey; only the completions are scripted.
+"""A gateway with files and batches only: the real routes, stores and Valkey, with scripted completions.
 
-`running_gateway` gives it together with the official client; several can share one store and data directory.
+`running_gateway` runs one together with the official client. Several can share one store and data directory.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ TIERS = load_tiers(Path(__file__).parents[2] / "tiers.yaml")
 
 
 class ShiftedClock:
-    """The system's clock, with a wall clock that a test can move on."""
+    """The system's clock, with a wall clock that a test can move forward."""
 
     def __init__(self) -> None:
         self.shift_s = 0
@@ -53,8 +53,11 @@ class ShiftedClock:
 
 
 class ScriptedCompletions:
-    """Answers `Re: <question>`, one permit each if `permits` is set; `statuses` holds the HTTP statuses that a
-    question gets before it is answered (an exception among them is raised)."""
+    """Answers each question with `Re: <question>`.
+
+    With `permits`, each answer needs one. `statuses` holds the HTTP statuses that a question gets before its answer;
+    an exception among them is raised.
+    """
 
     def __init__(self) -> None:
         self.permits: asyncio.Semaphore | None = None
@@ -64,7 +67,7 @@ class ScriptedCompletions:
         self.request_ids: list[str] = []
         self.tiers: set[str] = set()
         self.owners: set[str | None] = set()
-        self.log_contexts: list[dict[str, Any]] = []  # what a log line of each call would carry
+        self.log_contexts: list[dict[str, Any]] = []  # the log context of each call
         self.running = self.peak = 0
 
     async def complete(
@@ -73,7 +76,7 @@ class ScriptedCompletions:
         body: dict[str, Any],
         *,
         tier: Tier,
-        answer: str,
+        service_tier: str,
         request_id: str,
         owner: str | None,
     ) -> tuple[int, dict[str, Any]]:
@@ -87,11 +90,11 @@ class ScriptedCompletions:
         self.peak = max(self.peak, self.running)
         try:
             await (asyncio.sleep(0) if self.permits is None else self.permits.acquire())
-            return self._answer(question, answer)
+            return self._answer(question, service_tier)
         finally:
             self.running -= 1
 
-    def _answer(self, question: str, answer: str) -> tuple[int, dict[str, Any]]:
+    def _answer(self, question: str, service_tier: str) -> tuple[int, dict[str, Any]]:
         if script := self.statuses.get(question):
             outcome = script.pop(0)
             if isinstance(outcome, Exception):
@@ -103,7 +106,7 @@ class ScriptedCompletions:
         details = {"prompt_tokens_details": {"cached_tokens": 1}}
         message = {"role": "assistant", "content": f"Re: {question}", "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
-        return 200, {"choices": [choice], "usage": usage | details, "service_tier": answer}
+        return 200, {"choices": [choice], "usage": usage | details, "service_tier": service_tier}
 
 
 @dataclass(slots=True)
@@ -116,7 +119,7 @@ class OfflineGateway:
     clock: ShiftedClock
 
     def as_key(self, name: str) -> Self:
-        """The same gateway, called with the key of that name (`keyring`)."""
+        """Return the same gateway, called with the key of that name (see `keyring`)."""
         return replace(self, client=self.client.with_options(api_key=_secret(name)))
 
     async def upload(self, content: bytes, name: str = "input.jsonl", purpose: Any = "batch") -> str:
@@ -131,7 +134,7 @@ class OfflineGateway:
         )
 
     async def ended(self, batch_id: str, timeout_s: float = 20.0) -> ApiBatch:
-        """The batch once it is over and its work is cleared away."""
+        """Wait until the batch is over and cleared up, and return it."""
         async with asyncio.timeout(timeout_s):
             while (batch := await self.client.batches.retrieve(batch_id)).status not in TERMINAL:
                 await asyncio.sleep(0.005)
@@ -140,14 +143,14 @@ class OfflineGateway:
         return batch
 
     async def read(self, file_id: str | None) -> list[dict[str, Any]]:
-        """The lines of an output or error file; none without one."""
+        """Return the lines of an output or error file, or none without a file."""
         if file_id is None:
             return []
         content = await self.client.files.content(file_id)
         return [json.loads(line) for line in content.text.splitlines()]
 
     async def answered(self, batch_id: str, lines: int) -> ApiBatch:
-        """The batch once `lines` of its lines count as completed or failed."""
+        """Wait until `lines` lines count as completed or failed, and return the batch."""
         async with asyncio.timeout(20):
             while True:
                 batch = await self.client.batches.retrieve(batch_id)
@@ -159,7 +162,7 @@ class OfflineGateway:
 
 
 def line(custom_id: str, /, **changes: Any) -> dict[str, Any]:
-    """A right input line asking `custom_id`, with `changes`; a change to None leaves the key out."""
+    """Return a valid input line that asks `custom_id`, with `changes`. A change to None leaves the key out."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": custom_id}]}
     whole = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body, **changes}
     return {key: value for key, value in whole.items() if value is not None}
@@ -170,13 +173,13 @@ def lines(count: int) -> list[dict[str, Any]]:
 
 
 def jsonl(entries: Iterable[Any]) -> bytes:
-    """Lines as JSON; what is bytes already stays as it is."""
+    """Return the entries as lines of JSON. Entries of bytes are left as they are."""
     texts = [e if isinstance(e, bytes) else json.dumps(e).encode() for e in entries]
     return b"".join(text + b"\n" for text in texts)
 
 
 def keyring(**tiers: frozenset[str] | None) -> Keyring:
-    """A key for each name, with the tiers that it may use (None: all)."""
+    """Return a keyring with one key per name and the tiers that it may use (None: all)."""
     return Keyring([ApiKey(n, hashlib.sha256(_secret(n).encode()).digest(), t) for n, t in tiers.items()])
 
 

@@ -1,7 +1,7 @@
 """A whole gateway for tests: memory queue, a scripted worker, a tiny tokenizer, a real HTTP server.
 
-The worker is real towards the queue (claims under lease, acks, learns of cancels) and scripted towards the
-model: what each request answers, and in which pieces, is the test's to say.
+The worker uses the queue as a real one does (claims under lease, acks, learns of cancels). Instead of a model, a script
+of the test decides what each request answers, and in which pieces.
 """
 
 import asyncio
@@ -45,7 +45,10 @@ from tests.waiting import until
 
 MODEL = "tide/tiny"
 CONTEXT = 256
-FINISHED_PER_S = {"realtime": 0.1, "bulk": 0.05}  # what the worker says of itself, for Retry-After
+FINISHED_PER_S = {
+    "realtime": 0.1,
+    "bulk": 0.05,
+}  # finished requests per second that the worker announces, for Retry-After
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}{{ raise_exception('odd role') }}{% endif %}"
@@ -69,7 +72,7 @@ TIERS = tiers_document(_TIERS, {})
 
 @cache
 def pretrained() -> PreTrainedTokenizerFast:
-    """Byte-level BPE: any text, about one token a byte, emoji over four tokens."""
+    """A byte-level BPE tokenizer for any text: about one token per byte, and four for an emoji."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -101,7 +104,7 @@ Scripting = Callable[[Request], Sequence[TokenEvent]]
 
 
 def answer_with(text: str, *, reason: FinishReason = FinishReason.STOP, cached: int = 0) -> Scripting:
-    """Every request gets `text`, a token an event, the last one with the finish."""
+    """Return a script that answers `text`, one token per event, the last one with the finish."""
     return lambda request: token_by_token(request, token_ids(text), reason, cached)
 
 
@@ -117,13 +120,13 @@ def token_by_token(
 
 @dataclass(slots=True)
 class ScriptedWorker:
-    """One worker. `script` may be replaced at any time; clear `gate` to hold all events back."""
+    """One worker. A test may replace `script` at any time, and clear `gate` to hold all events back."""
 
     queue: MemoryQueue
     events: MemoryEventChannel
     registry: MemoryWorkerRegistry
     script: Scripting
-    capacity: TierCapacity | None = None  # what it says it can do for each tier; None: it does not know
+    capacity: TierCapacity | None = None  # announced for each tier; None: unknown
     claims: bool = True
     served: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -174,7 +177,7 @@ class ScriptedWorker:
 
 @dataclass(slots=True)
 class Stand:
-    """A running gateway and everything a test wants to look into."""
+    """A running gateway and the parts that tests look into."""
 
     gateway: Gateway
     worker: ScriptedWorker
@@ -194,7 +197,7 @@ class Stand:
 
 
 def make_tiers(**changes: dict[str, Any]) -> TierSet:
-    """The shipped shape of tiers, with `changes` to single tiers."""
+    """Return the stand's tiers, with `changes` to single tiers."""
     return parse_tiers(tiers_document(_TIERS, changes))
 
 
@@ -211,7 +214,7 @@ async def running_stand(
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
     administered: tuple[Redis, Path] | None = None,
 ) -> AsyncIterator[Stand]:
-    """`administered`: the store and the file that the tiers can be changed through."""
+    """Run a gateway. `administered` holds the store and the file through which its tiers can be changed."""
     clock, tiers = SystemClock(), tiers or make_tiers()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
     script = answer_with(script) if isinstance(script, str) else script
@@ -258,8 +261,8 @@ def _tier_changes(
 
 @asynccontextmanager
 async def _serving(gateway: Gateway) -> AsyncIterator[str]:
-    """A real server on a free port of the loopback, in this event loop."""
-    # With its protocol named: asyncio sets TCP_NODELAY on no other, and every answer would take 40 ms more.
+    """Run a real server on a free loopback port, in this event loop. Yields its URL."""
+    # The protocol is named because asyncio sets TCP_NODELAY on no other: every answer would take 40 ms more.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
@@ -271,6 +274,6 @@ async def _serving(gateway: Gateway) -> AsyncIterator[str]:
             await until(lambda: server.started or serving.done())
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
-            await server.shutdown(sockets=[listener])  # at once; `should_exit` is looked at every 100 ms
+            await server.shutdown(sockets=[listener])  # `should_exit` would take up to 100 ms
             serving.cancel()
             await asyncio.wait([serving])

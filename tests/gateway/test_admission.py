@@ -1,4 +1,4 @@
-"""Admission as a client meets it: refused with a reason and a time, demoted and told so, or late at its own wish."""
+"""Admission over HTTP: refusals with a reason and Retry-After, demotion, and deadlines of requests."""
 
 import asyncio
 import hashlib
@@ -18,7 +18,7 @@ from tests.gateway.stand import Stand, answer_with, make_tiers, running_stand
 from tests.waiting import until
 
 SLOW = TierCapacity(step_s=0.01, slots_free=64, prefill_tokens_per_s=10.0, output_tokens_per_s=10.0)
-# One chat keeps the 500 ms that the realtime tier promises; one more ahead of it is too much.
+# One chat meets the realtime tier's SLO of 500 ms; a second one behind it does not.
 JUST = replace(SLOW, prefill_tokens_per_s=25.0)
 BULK = {**CHAT, "service_tier": "flex"}
 HELLO = answer_with("Hello!")
@@ -26,24 +26,24 @@ HELLO = answer_with("Hello!")
 
 @pytest.fixture(autouse=True)
 def heartbeats_never_get_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand's worker says only once what it can do."""
+    """The stand's worker announces its capacity once only."""
     monkeypatch.setattr("scheduler.client.ttft_forecast.STALE_S", math.inf)
 
 
 def silent_above(request: Request) -> Sequence[TokenEvent]:
-    """Realtime requests get no token."""
+    """Answer bulk requests only: realtime requests get no token."""
     return [] if request.tier == "realtime" else HELLO(request)
 
 
 async def occupy(stand: Stand, body: dict[str, Any] = CHAT) -> "asyncio.Task[Any]":
-    """A request that waits for its first token."""
+    """Start a request that waits for its first token."""
     before = stand.waiting
     waiting = asyncio.create_task(stand.post("/v1/chat/completions", body))
     await until(lambda: stand.waiting > before)
     return waiting
 
 
-async def test_an_overloaded_tier_refuses_with_a_reason_and_a_time() -> None:
+async def test_an_overloaded_tier_refuses_with_a_reason_and_retry_after() -> None:
     async with running_stand(silent_above, capacity=JUST) as stand:
         first = await occupy(stand)
         response = await stand.post("/v1/chat/completions", {**CHAT, "stream": True})
@@ -64,7 +64,7 @@ async def test_an_overloaded_tier_refuses_with_a_reason_and_a_time() -> None:
     assert 'tidegate_queued_tokens{kind="prompt",tier="bulk"} 0.0' in metrics
 
 
-async def test_the_openai_client_comes_back_by_itself_and_is_served() -> None:
+async def test_the_openai_client_retries_by_itself_and_is_served() -> None:
     async with running_stand(silent_above, capacity=JUST) as stand:
         first = await occupy(stand)
         patient = stand.client.with_options(max_retries=2)
@@ -76,7 +76,7 @@ async def test_the_openai_client_comes_back_by_itself_and_is_served() -> None:
     assert answer.choices[0].message.content == "Hello!"
 
 
-async def test_what_a_tier_cannot_serve_in_time_is_served_below_and_told_so() -> None:
+async def test_a_request_that_is_demoted_is_served_and_reports_the_lower_tier() -> None:
     tiers = make_tiers(realtime={"admission": {"demote_to": "bulk"}})
     async with running_stand(silent_above, capacity=JUST, tiers=tiers) as stand:
         first = await occupy(stand)
@@ -92,7 +92,7 @@ async def test_what_a_tier_cannot_serve_in_time_is_served_below_and_told_so() ->
     assert {r.deadline_ms - r.arrival_ms for r in served} == {tiers["bulk"].deadline_ms}
 
 
-async def test_nobody_is_demoted_into_a_full_queue() -> None:
+async def test_no_request_is_demoted_into_a_full_queue() -> None:
     tiers = make_tiers(realtime={"admission": {"demote_to": "bulk"}}, bulk={"queue_limit": 1})
     async with running_stand(silent_above, capacity=JUST, tiers=tiers) as stand:
         stand.worker.claims = False
@@ -104,11 +104,11 @@ async def test_nobody_is_demoted_into_a_full_queue() -> None:
 
 
 @pytest.mark.trap(12)
-def test_trap_12_a_keys_entitlement_clamps_demotion_too() -> None:
+def test_trap_12_a_keys_tiers_limit_demotion_too() -> None:
     tiers = make_tiers(realtime={"admission": {"demote_to": "bulk"}})
     both, realtime = (ApiKey("k", b"", frozenset(names)) for names in (("realtime", "bulk"), ("realtime",)))
     lower = demotion_of(tiers["realtime"], both, tiers)
-    assert lower is not None and (lower.tier.name, lower.answer) == ("bulk", "flex")
+    assert lower is not None and (lower.tier.name, lower.service_tier) == ("bulk", "flex")
     assert demotion_of(tiers["realtime"], None, tiers) == lower
     assert demotion_of(tiers["realtime"], realtime, tiers) is None
     assert demotion_of(tiers["bulk"], both, tiers) is None
@@ -116,8 +116,8 @@ def test_trap_12_a_keys_entitlement_clamps_demotion_too() -> None:
 
 @pytest.mark.trap(12)
 @pytest.mark.parametrize("priority", [-(10**6), -1, 0, 1, 10**6])
-async def test_trap_12_a_number_lifts_nobody_over_what_its_key_may_use(priority: int) -> None:
-    """vLLM's `priority` counts downwards, others' upwards; here tiers have names, and the key decides which."""
+async def test_trap_12_a_priority_number_opens_no_tier_that_the_key_may_not_use(priority: int) -> None:
+    """A `priority` number in a body has no effect: the key and `service_tier` decide on the tier."""
     secret = Keyring([ApiKey("k", hashlib.sha256(b"sk-bulk").digest(), frozenset({"bulk"}))])
     async with running_stand(keyring=secret) as stand:
         for asked in ({}, {"service_tier": "priority"}, {"service_tier": "default"}):
@@ -135,7 +135,7 @@ async def test_trap_12_a_number_lifts_nobody_over_what_its_key_may_use(priority:
 
 @pytest.mark.trap(15)
 async def test_trap_15_n_choices_take_n_places_and_n_prompts() -> None:
-    """Behind one prompt there is time for another, behind four there is none."""
+    """A prompt is served in time behind one other, but not behind four."""
     fast = TierCapacity(step_s=0.0, slots_free=64, prefill_tokens_per_s=60.0, output_tokens_per_s=60.0)
     async with running_stand(silent_above, capacity=fast) as stand:
         stand.worker.claims = False
@@ -164,7 +164,7 @@ async def test_trap_15_n_choices_take_n_places_and_n_prompts() -> None:
         (5_000, "default", 10_000),
     ],
 )
-async def test_a_deadline_can_only_be_earlier_and_only_where_no_latency_is_promised(
+async def test_a_deadline_can_only_be_earlier_and_only_in_tiers_without_an_slo(
     asked: int | None, service_tier: str, left_ms: int
 ) -> None:
     tiers = make_tiers(realtime={"deadline_ms": 10_000}, bulk={"deadline_ms": 60_000})
@@ -182,7 +182,7 @@ async def test_a_deadline_that_would_be_missed_is_refused_at_once() -> None:
         waiting = [await occupy(stand, soon) for _ in range(5)]  # each takes 1.1 s
         response = await stand.post("/v1/chat/completions", soon)
         later = await occupy(stand, BULK)
-        before = await occupy(stand, {**BULK, "deadline_ms": 2000})  # what has more time is not ahead of it
+        before = await occupy(stand, {**BULK, "deadline_ms": 2000})  # its deadline is later, so it is not ahead
         refused = stand.metric("tidegate_requests_rejected_total", tier="bulk", reason="deadline")
         for task in (*waiting, later, before):
             task.cancel()
@@ -207,7 +207,7 @@ async def test_a_deadline_shorter_than_the_work_itself_is_final() -> None:
 
 
 @pytest.mark.trap(7)
-async def test_bulk_that_cannot_be_served_stops_no_chat() -> None:
+async def test_refused_bulk_requests_do_not_stop_chats() -> None:
     """Trap 7, over HTTP."""
     async with running_stand(capacity=SLOW) as stand:
         stand.worker.claims = False

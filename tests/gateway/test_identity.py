@@ -29,7 +29,7 @@ def make_key(*tiers: str, default: str | None = None) -> ApiKey:
 
 
 @pytest.mark.parametrize(
-    ("asked", "tier", "answer"),
+    ("asked", "tier", "reported"),
     [
         (None, "middle", "default"),
         ("auto", "middle", "default"),
@@ -41,13 +41,13 @@ def make_key(*tiers: str, default: str | None = None) -> ApiKey:
         ("scale", "middle", "default"),
     ],
 )
-def test_any_names_of_tiers_work(asked: str | None, tier: str, answer: str) -> None:
+def test_any_names_of_tiers_work(asked: str | None, tier: str, reported: str) -> None:
     resolved = resolve_tier(asked, None, SPLIT)
-    assert (resolved.tier.name, resolved.answer) == (tier, answer)
+    assert (resolved.tier.name, resolved.service_tier) == (tier, reported)
 
 
 @pytest.mark.parametrize(
-    ("key", "asked", "tier", "answer"),
+    ("key", "asked", "tier", "reported"),
     [
         (make_key("bulk", "batch"), "priority", "bulk", "flex"),
         (make_key("bulk", "batch"), None, "bulk", "flex"),
@@ -59,9 +59,9 @@ def test_any_names_of_tiers_work(asked: str | None, tier: str, answer: str) -> N
         (make_key(), "flex", "bulk", "flex"),
     ],
 )
-def test_a_key_is_clamped_to_what_it_may_use(key: ApiKey, asked: str | None, tier: str, answer: str) -> None:
+def test_a_key_is_clamped_to_what_it_may_use(key: ApiKey, asked: str | None, tier: str, reported: str) -> None:
     resolved = resolve_tier(asked, key, SHIPPED)
-    assert (resolved.tier.name, resolved.answer) == (tier, answer)
+    assert (resolved.tier.name, resolved.service_tier) == (tier, reported)
 
 
 def test_an_unknown_service_tier_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The whole life of a batch through the official client, on a real store."""
+"""Batches from creation to end through the official client, on a real store."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -230,7 +230,7 @@ async def test_a_long_id_is_not_repeated_in_the_answer(gateway: OfflineGateway) 
     assert answer.status_code == 400 and len(answer.content) < 500
 
 
-async def test_logs_of_a_batch_are_about_it_and_not_about_who_asked(gateway: OfflineGateway) -> None:
+async def test_logs_of_a_batch_carry_its_id_and_not_the_creating_requests(gateway: OfflineGateway) -> None:
     file_id = await gateway.upload(_input(3))
     with structlog.contextvars.bound_contextvars(request_id="req_of_the_post", key="team"):
         created = await gateway.create(file_id)

@@ -23,7 +23,7 @@ from tests.waiting import until
 
 
 def repeat(request: Request) -> Sequence[TokenEvent]:
-    """The model answers with the nonce it was asked for."""
+    """Answer with the nonce in the question."""
     prompt = text_of(request.prompt_token_ids)
     return token_by_token(request, token_ids(prompt.split("Repeat: ")[1].split("<")[0].strip()))
 
@@ -37,7 +37,7 @@ def ask(nonce: str, **more: Any) -> dict[str, Any]:
 async def offline_tier(
     stand: Stand, redis: Redis, data_dir: Path, keyring: Keyring | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """An HTTP client to the stand's gateway with files and batches."""
+    """Return an HTTP client of the stand's gateway, with files and batches."""
     whole, clock = stand.gateway, SystemClock()
     files = FileStore(redis, data_dir, clock)
     batches = BatchService(redis, files, whole.completions, whole.tiers, whole.model_names, clock)

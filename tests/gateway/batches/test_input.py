@@ -1,4 +1,4 @@
-"""What may be wrong with an input, line by line; and how a batch tells it."""
+"""Errors of an input, line by line, and how a batch reports them."""
 
 import json
 from pathlib import Path
@@ -139,7 +139,7 @@ async def test_a_wrong_input_fails_the_batch_and_runs_nothing(redis_client: Redi
         assert not gateway.completions.calls
 
 
-async def test_a_line_that_no_request_could_be_fails_the_batch(redis_client: Redis, tmp_path: Path) -> None:
+async def test_a_line_larger_than_any_request_fails_the_batch(redis_client: Redis, tmp_path: Path) -> None:
     async with running_gateway(redis_client, tmp_path, max_body_bytes=1000) as gateway:
         batch = await gateway.ended((await gateway.submit([line("a"), line("b", note="x" * 1000)])).id)
         assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None

@@ -1,4 +1,4 @@
-"""One line: what is an answer, and what is tried again."""
+"""One line of a batch: which outcomes are its answer, and which are tried again."""
 
 import pytest
 from redis.exceptions import ConnectionError as StoreUnreachable
@@ -10,7 +10,7 @@ from tests.gateway.offline import TIERS, ScriptedCompletions, ShiftedClock
 
 
 class InstantClock(ShiftedClock):
-    """Pauses take no time and are remembered."""
+    """Sleeps take no time and are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ async def test_a_refusal_is_the_answer(status: int) -> None:
 
 
 @pytest.mark.parametrize("busy", [429, 503, StoreUnreachable("away")])
-async def test_busy_is_waited_out_with_growing_pauses(busy: int | Exception) -> None:
+async def test_a_busy_server_is_tried_again_with_growing_pauses(busy: int | Exception) -> None:
     result, completions, clock = await run([busy] * 30)
     assert result.succeeded and result.input_tokens == 3
     assert completions.calls["q"] == 31 and len(set(completions.request_ids)) == 31

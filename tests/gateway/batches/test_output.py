@@ -1,4 +1,4 @@
-"""Output files: private, and no trace of those that could not be finished."""
+"""Output files are private, and a failed attempt to write them leaves nothing behind."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ BATCH_ID = "batch_1"
 
 
 class FullDisk(FileStore):
-    """Takes the first file of a batch and no second one."""
+    """Accepts the first file of a batch and fails at the second one."""
 
     async def add(self, content: Path, **fields: object) -> StoredFile:
         if str(fields["filename"]).endswith("_error.jsonl"):
@@ -25,7 +25,7 @@ class FullDisk(FileStore):
 
 
 async def finalizing(redis: Redis, directory: Path, count: int) -> tuple[BatchStore, Batch]:
-    """A batch of `count` lines, of which the first has succeeded and the second failed."""
+    """Return a batch of `count` lines, of which the first succeeded and the second failed."""
     directory.mkdir(parents=True)
     input_path(directory).write_bytes(jsonl(lines(count)))
     store = BatchStore(redis)
@@ -65,7 +65,7 @@ async def test_a_failed_attempt_leaves_no_files(redis_client: Redis, tmp_path: P
     assert [p.name for p in directory.iterdir()] == ["input.jsonl"]
 
 
-async def test_what_users_send_and_get_is_private(redis_client: Redis, tmp_path: Path) -> None:
+async def test_inputs_and_outputs_are_private(redis_client: Redis, tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     async with running_gateway(redis_client, data_dir) as gateway:
         await gateway.ended((await gateway.submit(lines(2))).id)

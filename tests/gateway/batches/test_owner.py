@@ -1,4 +1,4 @@
-"""Whose a batch is, and who may have one: the key that made it, if the tier of batches is open to it."""
+"""A key sees only its own batches, and creates them only if it may use the batch tier."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -54,7 +54,7 @@ async def test_lists_show_ones_own_batches(gateway: OfflineGateway) -> None:
         await keys[0].client.batches.list(after=own[1][0])
 
 
-async def test_a_key_without_the_tier_of_batches_makes_none(gateway: OfflineGateway) -> None:
+async def test_a_key_without_the_batch_tier_creates_no_batches(gateway: OfflineGateway) -> None:
     chat = gateway.as_key("chat")
     with pytest.raises(openai.PermissionDeniedError) as denied:
         await chat.submit(lines(1))

@@ -1,4 +1,4 @@
-"""A batch outlives its gateway: wherever one ends, the next goes on, and every line is in the output once."""
+"""A batch survives its gateway: the next one goes on, and every line is in the output once."""
 
 import asyncio
 import contextlib
@@ -31,11 +31,11 @@ from tests.waiting import until
 
 
 class Crashed(Exception):
-    """What a gateway gets for every write to the store after its end."""
+    """Raised for every write to the store after a gateway's end."""
 
 
 class Lifetime:
-    """How many more messages a gateway gets through to the store before it is dead."""
+    """The number of messages that a gateway can still send to the store before it is dead."""
 
     def __init__(self, messages: int) -> None:
         self.messages = messages
@@ -49,7 +49,7 @@ class Lifetime:
 
 
 class MortalConnection(UnixDomainSocketConnection):
-    """Nothing goes out any more when the lifetime is over, as after a SIGKILL: no lock is given back."""
+    """Sends nothing once the lifetime is over, as after a SIGKILL: no lock is released."""
 
     def __init__(self, *, lifetime: Lifetime, **settings: Any) -> None:
         super().__init__(**settings)
@@ -66,7 +66,7 @@ def mortal(client: Redis, lifetime: Lifetime) -> Redis:
 
 
 async def plant(redis: Redis, data_dir: Path, count: int, *, batch_id: str = "batch_planted", age_s: int = 0) -> str:
-    """A batch created by a gateway that then vanished; its id."""
+    """Create a batch on a gateway that then vanishes. Return its id."""
     now = int(time.time()) - age_s
     source = data_dir / "source.jsonl"
     data_dir.mkdir(exist_ok=True)
@@ -98,7 +98,7 @@ async def assert_every_line_once(gateway: OfflineGateway, batch_id: str, count: 
     assert sorted(files) == [f"{batch_id}_error.jsonl", f"{batch_id}_output.jsonl"]
 
 
-async def test_a_closed_gateway_gives_its_batches_back(redis_client: Redis, tmp_path: Path) -> None:
+async def test_a_closed_gateway_releases_its_batches(redis_client: Redis, tmp_path: Path) -> None:
     first = ScriptedCompletions()
     first.permits = asyncio.Semaphore(4)
     async with running_gateway(redis_client, tmp_path, completions=first) as gateway:
@@ -116,8 +116,8 @@ async def test_a_closed_gateway_gives_its_batches_back(redis_client: Redis, tmp_
 
 @settings(max_examples=20)
 @given(lives=st.lists(st.integers(0, 45), min_size=1, max_size=3))
-async def test_a_gateway_may_die_anywhere(redis_client: Redis, lives: list[int]) -> None:
-    """Each life ends at some message to the store; the last one never."""
+async def test_a_gateway_may_die_at_any_message_to_the_store(redis_client: Redis, lives: list[int]) -> None:
+    """Each gateway dies at a drawn message to the store; the last one lives on."""
     await redis_client.flushdb()
     with tempfile.TemporaryDirectory() as directory:
         batch_id = await plant(redis_client, Path(directory), 12)
@@ -130,7 +130,7 @@ async def test_a_gateway_may_die_anywhere(redis_client: Redis, lives: list[int])
         assert await redis_client.keys("tidegate:batches:results:*") == []
 
 
-async def test_what_a_death_behind_the_end_leaves_on_disk_goes_at_the_next_start(
+async def test_the_next_start_removes_what_a_crash_after_the_end_left_on_disk(
     redis_client: Redis, tmp_path: Path
 ) -> None:
     batch_id = await plant(redis_client, tmp_path, 3)
@@ -285,7 +285,7 @@ async def test_a_batch_whose_input_is_lost_ends_after_its_window(
         await until(lambda: _is_over(redis_client))
 
 
-async def test_whoever_has_the_input_gets_time_to_come_back(redis_client: Redis, tmp_path: Path) -> None:
+async def test_the_gateway_with_the_input_gets_time_to_come_back(redis_client: Redis, tmp_path: Path) -> None:
     batch_id = await plant(redis_client, tmp_path / "away", 3)
     lost_id = await plant(redis_client, tmp_path / "gone", 3, batch_id="batch_lost", age_s=120)
     clock = ShiftedClock()

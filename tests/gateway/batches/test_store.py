@@ -1,4 +1,4 @@
-"""The store's promises: transitions by the table only, each result once, nothing from a stale owner."""
+"""The batch store: only legal transitions, each result once, no writes by a former owner."""
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +32,7 @@ async def owner_of(store: BatchStore, batch_id: str) -> str:
 
 async def test_a_record_comes_back_as_it_was(store: BatchStore) -> None:
     await store.create(make_batch())
-    await store.create(make_batch())  # the client may send it twice
+    await store.create(make_batch())  # redis-py may send a script twice
     assert await store.get("batch_1") == make_batch()
     assert (await store.counts_by_status())[S.VALIDATING] == 1
     assert await store.unfinished() == ["batch_1"]
@@ -73,10 +73,10 @@ async def test_a_result_counts_once(store: BatchStore) -> None:
     assert await store.results("batch_1", [1, 2, 9]) == [(True, b"{}"), (False, b"{}"), None]
 
 
-async def test_a_stale_owner_changes_nothing(store: BatchStore, redis_client: Redis) -> None:
+async def test_a_former_owner_changes_nothing(store: BatchStore, redis_client: Redis) -> None:
     await store.create(make_batch())
     stale = await owner_of(store, "batch_1")
-    await redis_client.delete("tidegate:batches:owner:batch_1")  # its term is over
+    await redis_client.delete("tidegate:batches:owner:batch_1")  # as if the lock had expired
     fresh = await owner_of(store, "batch_1")
     with pytest.raises(OwnershipLost):
         await store.record("batch_1", [make_result(1)], stale)

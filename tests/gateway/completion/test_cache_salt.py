@@ -1,4 +1,4 @@
-"""Who may share cached KV with whom: nobody with the requests of another key."""
+"""Requests of two keys never share cached KV."""
 
 import hashlib
 from typing import Any
@@ -13,24 +13,24 @@ HI: Any = [{"role": "user", "content": "hi"}]
 KEYS = Keyring([ApiKey(name, hashlib.sha256(f"sk-{name}".encode()).digest()) for name in ("alice", "bob")])
 
 
-async def salt_of(stand: Stand, name: str, wish: str | None = None) -> str:
-    """The salt with which a chat of this key reaches the worker."""
+async def salt_of(stand: Stand, name: str, requested: str | None = None) -> str:
+    """Return the salt with which a chat of this key reaches the worker."""
     client = stand.client.with_options(api_key=f"sk-{name}")
-    body = None if wish is None else {"cache_salt": wish}
+    body = None if requested is None else {"cache_salt": requested}
     await client.chat.completions.create(model=MODEL, messages=HI, extra_body=body)
     return stand.worker.served[-1].cache_salt
 
 
-async def test_every_key_has_its_own() -> None:
+async def test_every_key_has_its_own_salt() -> None:
     async with running_stand(keyring=KEYS) as stand:
         alice, bob = await salt_of(stand, "alice"), await salt_of(stand, "bob")
         assert alice != bob
         assert await salt_of(stand, "alice") == alice
 
 
-async def test_a_body_may_part_from_the_others_of_its_key_and_never_join_another_key() -> None:
+async def test_a_body_can_leave_the_cache_of_its_key_but_not_join_another_keys() -> None:
     async with running_stand(keyring=KEYS) as stand:
-        salts = [await salt_of(stand, name, wish) for name in ("alice", "bob") for wish in (None, "x", "y")]
+        salts = [await salt_of(stand, name, requested) for name in ("alice", "bob") for requested in (None, "x", "y")]
         assert len(set(salts)) == 6
         assert await salt_of(stand, "alice", "x") == salts[1]
 
@@ -40,12 +40,12 @@ async def test_lines_of_a_batch_share_with_the_other_requests_of_their_key() -> 
         alice = await salt_of(stand, "alice")
         line = {"model": MODEL, "prompt": "hi"}
         await stand.gateway.completions.complete(
-            "/v1/completions", line, tier=make_tiers()["batch"], answer="flex", request_id="req_1", owner="alice"
+            "/v1/completions", line, tier=make_tiers()["batch"], service_tier="flex", request_id="req_1", owner="alice"
         )
         assert stand.worker.served[-1].cache_salt == alice
 
 
-async def test_where_access_is_open_only_the_body_tells() -> None:
+async def test_with_open_access_only_the_body_sets_the_salt() -> None:
     async with running_stand() as stand:
         assert await salt_of(stand, "anybody") == await salt_of(stand, "somebody")
         assert await salt_of(stand, "anybody") != await salt_of(stand, "anybody", "x")
@@ -59,7 +59,7 @@ async def test_a_salt_is_a_short_text(wrong: object) -> None:
         assert refused.value.param == "cache_salt"
 
 
-def test_no_name_and_wish_add_up_to_those_of_another() -> None:
+def test_no_two_pairs_of_key_and_body_salt_give_the_same_salt() -> None:
     pairs = [
         (None, None),
         ("", None),
@@ -70,4 +70,4 @@ def test_no_name_and_wish_add_up_to_those_of_another() -> None:
         ('a", "b', None),
         ("null", None),
     ]
-    assert len({cache_salt(owner, wish) for owner, wish in pairs}) == len(pairs)
+    assert len({cache_salt(owner, requested) for owner, requested in pairs}) == len(pairs)

@@ -1,4 +1,4 @@
-"""The stream of one answer, frame by frame, with the clock in the test's hand."""
+"""The stream of one answer, frame by frame, on a clock that the test moves."""
 
 import asyncio
 
@@ -16,27 +16,27 @@ from tests.scheduler.queue.harness import ManualClock, make_request
 from tests.waiting import until
 
 
-async def test_tokens_that_show_nothing_do_not_keep_pings_away() -> None:
+async def test_tokens_without_text_do_not_suppress_pings() -> None:
     clock, tiers, request = ManualClock(), make_tiers(realtime={"timeout_ms": 20_000}), make_request()
     registry = MemoryWorkerRegistry(clock, ttl_s=600)
     client = SchedulerClient(MemoryQueue(clock), MemoryEventChannel(), registry, tiers, clock, "gateway-1")
-    generation = TokenStream(client.cancel, [request])
+    tokens = TokenStream(client.cancel, [request])
     answer = TextAnswer(AnswerHead("cmpl-1", 0, "m", "default", "fp"))
-    job = PreparedRequest(answer, tiers["realtime"], (request,), n=1, stops=("xxxxxxxxxx",))
-    response = ResponseStream(job, generation, tiny_tokenizer(), clock, ping_s=15.0)
+    prepared = PreparedRequest(answer, tiers["realtime"], (request,), n=1, stops=("xxxxxxxxxx",))
+    stream = ResponseStream(prepared, tokens, tiny_tokenizer(), clock, ping_s=15.0)
     written: list[bytes] = []
 
     async def write(frames: bytes) -> None:
         written.append(frames)
 
-    streaming = asyncio.create_task(response.stream(write))
-    await asyncio.sleep(0)  # it begins now, by its clock
-    for index in range(2):  # neither a silence of 15 s nor one of the tier's timeout
+    streaming = asyncio.create_task(stream.stream(write))
+    await asyncio.sleep(0)  # lets the stream begin
+    for index in range(2):  # less than ping_s (15 s) each, and less than the tier's timeout
         clock.advance(10)
-        generation.deliver(TokenEvent(request.id, EventKind.TOKENS, index, token_ids("x")))
+        tokens.deliver(TokenEvent(request.id, EventKind.TOKENS, index, token_ids("x")))
     await until(lambda: bool(written))
     assert written == [PING]
-    generation.deliver(TokenEvent(request.id, EventKind.FINISHED, 2, token_ids("y")))
+    tokens.deliver(TokenEvent(request.id, EventKind.FINISHED, 2, token_ids("y")))
     await streaming
     assert b'"text":"xxy"' in written[1]
     assert written[2:] == [DONE]

@@ -1,4 +1,4 @@
-"""The model's own recommendation counts where a request does not say; what a request says always wins."""
+"""The model's recommended sampling parameters hold for requests that do not set them."""
 
 import json
 from pathlib import Path
@@ -17,13 +17,13 @@ def write(directory: Path, declared: Any) -> str:
     return str(directory)
 
 
-def test_a_recommendation_is_read(tmp_path: Path) -> None:
+def test_the_models_recommendation_is_read(tmp_path: Path) -> None:
     defaults = read_sampling_defaults(write(tmp_path, QWEN))
     assert (defaults.temperature, defaults.top_p, defaults.top_k) == (0.6, 0.95, 20)
     assert (defaults.min_p, defaults.repetition_penalty) == (0.0, 1.1)
 
 
-def test_without_one_the_defaults_are_openais(tmp_path: Path) -> None:
+def test_without_a_recommendation_openais_defaults_hold(tmp_path: Path) -> None:
     openai = SamplingDefaults()
     assert read_sampling_defaults(str(tmp_path)) == openai
     assert read_sampling_defaults(write(tmp_path, {"eos_token_id": [1, 2], "do_sample": False})) == openai
@@ -33,13 +33,13 @@ def test_without_one_the_defaults_are_openais(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "declared", [{"temperature": "hot"}, {"top_p": 1.5}, {"repetition_penalty": 0}, {"temperature": float("nan")}, [3]]
 )
-def test_nonsense_is_refused_by_name(declared: Any, tmp_path: Path) -> None:
+def test_a_wrong_value_is_refused_by_name(declared: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="generation_config.json") as caught:
         read_sampling_defaults(write(tmp_path, declared))
     assert "\n" not in str(caught.value)
 
 
-async def test_a_request_that_does_not_say_is_sampled_as_the_model_recommends() -> None:
+async def test_a_request_without_parameters_is_sampled_as_the_model_recommends() -> None:
     defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1)
     async with running_stand(defaults=defaults) as stand:
         await stand.client.completions.create(model=MODEL, prompt="hi")
@@ -48,7 +48,7 @@ async def test_a_request_that_does_not_say_is_sampled_as_the_model_recommends() 
     assert (sampling.min_p, sampling.repetition_penalty) == (0.05, 1.1)
 
 
-async def test_what_a_request_says_wins() -> None:
+async def test_a_requests_own_parameters_win() -> None:
     defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20)
     async with running_stand(defaults=defaults) as stand:
         await stand.client.completions.create(

@@ -1,4 +1,4 @@
-"""Stop strings: whatever the pieces, the same text comes out, and nothing of a stop string."""
+"""Stop strings: the text does not depend on the pieces, and holds no part of a stop string."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ def shown(stops: Sequence[str], pieces: Sequence[str]) -> tuple[str, bool]:
 
 
 def expected(stops: Sequence[str], text: str) -> tuple[str, bool]:
-    """By definition: the shortest beginning of `text` that ends with a stop string, without that string."""
+    """Return the expected text: the shortest prefix of `text` that ends with a stop string, without that string."""
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -28,7 +28,7 @@ STOPS = st.lists(st.text(alphabet="abé😀", min_size=1, max_size=5), min_size=
 
 
 @given(STOPS, st.lists(st.text(alphabet="abé😀", max_size=4), max_size=15))
-def test_pieces_do_not_matter(stops: list[str], pieces: list[str]) -> None:
+def test_the_split_into_pieces_does_not_matter(stops: list[str], pieces: list[str]) -> None:
     assert shown(stops, pieces) == expected(stops, "".join(pieces))
 
 
@@ -41,7 +41,7 @@ def test_nothing_is_held_back_that_cannot_become_a_stop(stops: list[str], text: 
     assert not held or any(stop.startswith(held) and stop != held for stop in stops)
 
 
-def test_after_a_match_nothing_comes() -> None:
+def test_no_text_follows_a_match() -> None:
     matcher = StopMatcher(["\n\n"])
     assert matcher.feed("a\n") == "a"
     assert matcher.feed("\nb") == ""

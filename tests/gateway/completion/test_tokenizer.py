@@ -1,4 +1,4 @@
-"""Encoding, the chat template, and decoding that never shows half a character."""
+"""Encoding, the chat template, and decoding without half characters."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ MANY = 10**9
 
 
 @given(st.text(), st.integers(1, 40))
-def test_pieces_add_up_to_the_text(text: str, size: int) -> None:
+def test_decoded_pieces_add_up_to_the_text(text: str, size: int) -> None:
     ids = token_ids(text)
     decoder = tiny_tokenizer().decoder()
     pieces = [decoder.feed(ids[at : at + size]) for at in range(0, len(ids), size)]
@@ -29,12 +29,12 @@ def test_pieces_add_up_to_the_text(text: str, size: int) -> None:
 
 
 @given(st.text(alphabet=st.characters(exclude_characters="\ufffd", codec="utf-8")))
-def test_half_characters_wait(text: str) -> None:
+def test_half_characters_are_held_back(text: str) -> None:
     decoder = tiny_tokenizer().decoder()
     assert "\ufffd" not in "".join(decoder.feed((token,)) for token in token_ids(text))
 
 
-def test_bytes_that_are_no_text_are_given_up_in_the_end() -> None:
+def test_bytes_that_are_not_utf8_are_replaced_in_the_end() -> None:
     lead = token_ids("😀")[0]
     decoder = tiny_tokenizer().decoder()
     assert decoder.feed((lead,)) == ""
@@ -58,7 +58,7 @@ async def test_long_texts_encode_the_same_off_the_loop() -> None:
     assert tuple(chat) == token_ids(f"<|im_start|>user\n{text}<|im_end|><|im_start|>assistant\n")
 
 
-async def test_hopelessly_long_texts_are_not_encoded() -> None:
+async def test_texts_that_cannot_fit_are_not_encoded() -> None:
     with pytest.raises(TextTooLong):
         await tiny_tokenizer().encode(["x", "x" * 10_000], max_tokens=10)
     with pytest.raises(TextTooLong):
@@ -66,7 +66,7 @@ async def test_hopelessly_long_texts_are_not_encoded() -> None:
 
 
 class Watched(Tokenizer):
-    """Notes the threads it encodes in."""
+    """Records the threads in which it encodes."""
 
     def __init__(self) -> None:
         super().__init__(pretrained())
@@ -104,7 +104,7 @@ async def test_the_loop_encodes_short_texts_and_few() -> None:
 
 
 async def test_a_thread_that_encodes_lets_the_loop_run() -> None:
-    """A call that kept the GIL would let it run only before it began and after it ended."""
+    """If the call kept the GIL, the loop would run only before and after it."""
     encoding = asyncio.create_task(tiny_tokenizer().encode(["the tide rises and " * 30_000], MANY))
     rounds = 0
     while not encoding.done():
@@ -113,7 +113,7 @@ async def test_a_thread_that_encodes_lets_the_loop_run() -> None:
     assert rounds >= 10
 
 
-async def test_what_the_template_makes_too_long_is_not_encoded() -> None:
+async def test_a_chat_that_its_template_makes_too_long_is_not_encoded() -> None:
     tokenizer = with_template("{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}")
     message = {"role": "assistant", "content": "", "tool_calls": [{"arguments": "x" * 10_000}]}
     with pytest.raises(TextTooLong):
@@ -125,7 +125,7 @@ def with_template(template: str | None) -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template))
 
 
-async def test_a_template_that_knows_developer_gets_it() -> None:
+async def test_a_template_with_a_developer_role_gets_developer_messages() -> None:
     template = "{% for m in messages %}{{ m.role }}{% if m.role == 'developer' %}!{% endif %}{% endfor %}"
     ids = await with_template(template).encode_chat([{"role": "developer", "content": ""}], MANY)
     assert tuple(ids) == token_ids("developer!")
@@ -134,13 +134,13 @@ async def test_a_template_that_knows_developer_gets_it() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "This model has no chat template: use /v1/completions."),
+        (None, "This model has no chat template. Use /v1/completions."),
         ("{{ raise_exception('Roles must alternate.') }}", "Roles must alternate."),
-        ("{{ 1 + 'a' }}", "The model's chat template does not take these messages."),
-        ("{{ nothing.at.all }}", "The model's chat template does not take these messages."),
+        ("{{ 1 + 'a' }}", "The model's chat template does not accept these messages."),
+        ("{{ nothing.at.all }}", "The model's chat template does not accept these messages."),
     ],
 )
-async def test_template_errors_are_the_users_to_know(template: str | None, message: str) -> None:
+async def test_template_errors_reach_the_user(template: str | None, message: str) -> None:
     with pytest.raises(ChatTemplateError, match=f"^{re.escape(message)}$"):
         await with_template(template).encode_chat([{"role": "user", "content": "a"}], MANY)
 

@@ -103,7 +103,7 @@ async def test_sweeps_ask_about_many_files_at_once(
     assert on_disk(gateway) == set() and asked < 10
 
 
-async def test_content_that_goes_while_it_is_asked_for(gateway: OfflineGateway) -> None:
+async def test_content_that_is_deleted_during_a_download_request(gateway: OfflineGateway) -> None:
     file_id = await gateway.upload(b"x")
     gateway.files.path(file_id).unlink()  # as a delete does between the look-up and the answer
     with pytest.raises(openai.NotFoundError):
@@ -144,7 +144,7 @@ async def test_bad_queries(gateway: OfflineGateway, query: dict[str, Any], param
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-async def test_what_a_crash_left_is_swept(gateway: OfflineGateway) -> None:
+async def test_leftovers_of_a_crash_are_swept(gateway: OfflineGateway) -> None:
     kept = await gateway.upload(b"x")
     for name in ("files/file-lost", "incoming/tmp1"):
         (gateway.files.data_dir / name).write_bytes(b"lost")

@@ -1,4 +1,4 @@
-"""Whose a file is: to a key there are only the files that it made."""
+"""A key sees only the files that it made."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from tests.gateway.offline import OfflineGateway, keyring, make_gateway
 
-# A name is only a name: it must not lead into the index of somebody else, or of a purpose.
+# Names of keys that would lead into another index if they were not quoted.
 NAMES = ("alice", "bob", "alice:purpose:batch", "expiry", "größe %3A *")
 
 
@@ -40,7 +40,7 @@ async def test_lists_show_ones_own_files(gateway: OfflineGateway) -> None:
         assert [f.id async for f in files.list(purpose="batch")] == ids[::-1]
 
 
-async def test_files_of_open_access_are_nobodys_once_there_are_keys(redis_client: Redis, tmp_path: Path) -> None:
+async def test_files_of_open_access_are_hidden_once_there_are_keys(redis_client: Redis, tmp_path: Path) -> None:
     opened = make_gateway(redis_client, tmp_path)
     file_id = await opened.upload(b"x")
     locked = make_gateway(redis_client, tmp_path, keys=keyring(alice=None)).as_key("alice")
@@ -53,7 +53,7 @@ async def test_files_of_open_access_are_nobodys_once_there_are_keys(redis_client
         await gateway.http.aclose()
 
 
-async def test_everybodys_files_expire(gateway: OfflineGateway, redis_client: Redis) -> None:
+async def test_files_of_every_key_expire(gateway: OfflineGateway, redis_client: Redis) -> None:
     for name in NAMES:
         await gateway.as_key(name).upload(b"x")
     gateway.clock.shift_s = 31 * 86_400

@@ -1,4 +1,4 @@
-"""Uploads that are too large, incomplete, malformed or wrong: a clear answer, and nothing left on disk."""
+"""Uploads that are too large, incomplete or malformed get a clear error and leave no file behind."""
 
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -29,7 +29,7 @@ def left_over(gateway: OfflineGateway) -> list[Path]:
 
 
 def form(*parts: tuple[str, str | None, bytes], end: bytes = b"--XX--\r\n") -> bytes:
-    """A multipart body of (name, filename, content)."""
+    """Return a multipart body of parts (name, filename, content)."""
     body = b""
     for name, filename, content in parts:
         disposition = f'form-data; name="{name}"' + (f'; filename="{filename}"' if filename is not None else "")
@@ -133,7 +133,7 @@ async def test_the_limit_also_holds_when_the_purpose_comes_last(gateway: Offline
     assert left_over(gateway) == []
 
 
-async def test_the_limits_of_the_contract() -> None:
+async def test_the_limits_are_openais() -> None:
     assert (routes.MAX_FILE_BYTES, routes.MAX_BATCH_BYTES) == (512_000_000, 200_000_000)
 
 
@@ -152,7 +152,7 @@ async def test_an_upload_without_a_length_stops_at_its_limit(tmp_path: Path) -> 
     assert sent <= 52_000 and list(tmp_path.iterdir()) == []
 
 
-async def test_what_is_skipped_has_a_limit_too(tmp_path: Path) -> None:
+async def test_skipped_parts_have_a_limit_too(tmp_path: Path) -> None:
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""Work that ends with its client's connection, and streams whose client is gone."""
+"""A client that hangs up ends the work for it, and streams to clients that are gone end."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ from gateway.protocol.errors import ApiError, internal_error
 
 
 class Connection:
-    """ASGI's two ends, as a test holds them."""
+    """The receive and send functions of an ASGI request, controlled by a test."""
 
     def __init__(self, *, closed_to_sends: bool = False, reads: bool = True) -> None:
         self.sent: list[Message] = []

@@ -1,4 +1,4 @@
-"""Streams: bytes on the wire, order of chunks, usage, hang-ups, and what goes wrong before and after the start."""
+"""Streams: bytes on the wire, order of chunks, usage, hang-ups, and failures before and after the first frame."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ CHAT = {"model": MODEL, "messages": HI, "stream": True}
 
 
 async def frames_of(stand: Stand, path: str, body: dict[str, Any]) -> list[str]:
-    """The frames of a stream, checked for exact framing: `data: <one line>` and an empty line, nothing else."""
+    """Return the frames of a stream, after a check that each is `data: <one line>` and an empty line."""
     response = await stand.post(path, body)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -104,7 +104,7 @@ async def test_continuous_usage_grows() -> None:
 
 @pytest.mark.parametrize("service_tier", ["default", "flex"])
 async def test_choices_interleave_by_index(service_tier: str) -> None:
-    """Each choice's pieces are told as they come, not one choice after another."""
+    """Pieces of the choices are sent as they come, not one choice after another."""
     got: list[tuple[int, str]] = []
     ends: dict[int, str] = {}
     create_body = {"model": MODEL, "messages": HI, "n": 3, "stream": True, "service_tier": service_tier}
@@ -115,7 +115,7 @@ async def test_choices_interleave_by_index(service_tier: str) -> None:
         for position, letter in enumerate("abcd"):
             for index, request_id in enumerate(ids):
                 await stand.worker.events.publish("gateway-1", [letter_event(request_id, position, letter)])
-                while (index, letter) not in got:  # the next is only sent when this one has come
+                while (index, letter) not in got:  # the next token is sent only when this one has arrived
                     (choice,) = (await anext(await creating)).choices
                     got += [(choice.index, choice.delta.content)] if choice.delta.content else []
                     ends |= {choice.index: choice.finish_reason} if choice.finish_reason else {}
@@ -178,7 +178,7 @@ async def test_tokens_that_come_again_after_a_requeue_are_dropped() -> None:
 @pytest.mark.trap(14)
 @pytest.mark.parametrize("stop", ["wo t", "two tx"], ids=["a stop string", "one that it is not after all"])
 async def test_a_requeue_in_a_stop_string_loses_neither_its_tail_nor_usage(stop: str) -> None:
-    """Trap 14: what was held back is held back still, and what comes again is neither told nor counted again."""
+    """Trap 14: held-back text stays held back, and repeated tokens are neither sent nor counted again."""
     ids = token_ids("one two three")
     body = {**CHAT, "stop": stop, "stream_options": {"include_usage": True}}
     seen = []
@@ -199,7 +199,7 @@ async def test_a_requeue_in_a_stop_string_loses_neither_its_tail_nor_usage(stop:
     assert len(requeued) >= 3 and all(answer == undisturbed for answer in requeued)
 
 
-async def test_what_came_meanwhile_is_one_chunk() -> None:
+async def test_tokens_that_arrive_during_a_write_become_one_chunk() -> None:
     async with running_stand("abcdefgh") as stand:
         body = {**CHAT, "service_tier": "flex"}
         stand.worker.script = lambda r: [TokenEvent(r.id, EventKind.FINISHED, 0, token_ids("abc"), FinishReason.STOP)]
@@ -282,7 +282,7 @@ async def test_a_failure_before_the_first_token_is_an_http_error() -> None:
     assert "secret" not in response.text
 
 
-async def test_a_token_that_shows_nothing_does_not_begin_the_stream() -> None:
+async def test_a_token_without_text_does_not_begin_the_stream() -> None:
     half = token_ids("😀")[:1]
 
     def script(request: Request) -> list[TokenEvent]:

@@ -1,4 +1,4 @@
-"""Every row of OpenAI's error table, as a client meets it."""
+"""Every kind of OpenAI's errors, as a client receives it."""
 
 import asyncio
 import hashlib
@@ -157,7 +157,7 @@ async def test_invalid_bodies_name_the_parameter() -> None:
         assert stand.worker.served == []
 
 
-async def test_what_is_not_built_is_refused_by_name() -> None:
+async def test_unsupported_parameters_are_refused_by_name() -> None:
     async with running_stand() as stand:
         for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
             for change in UNSUPPORTED:
@@ -165,7 +165,7 @@ async def test_what_is_not_built_is_refused_by_name() -> None:
                 assert (error["code"], error["param"]) == ("unsupported_parameter", *change), change
 
 
-async def test_values_that_change_nothing_are_welcome() -> None:
+async def test_default_values_of_unsupported_parameters_are_accepted() -> None:
     usual: dict[str, Any] = {
         "tools": [],
         "tool_choice": "none",
@@ -212,13 +212,13 @@ async def test_values_that_change_nothing_are_welcome() -> None:
         (b"{}", "missing_required_parameter"),
     ],
 )
-async def test_bodies_that_are_no_request(content: bytes, code: str) -> None:
+async def test_bodies_that_are_not_a_json_object(content: bytes, code: str) -> None:
     async with running_stand() as stand:
         response = await stand.http.post("/v1/chat/completions", content=content)
     assert error_of(response, 400)["code"] == code
 
 
-async def test_the_client_sees_its_own_exceptions() -> None:
+async def test_the_openai_client_raises_its_own_exceptions() -> None:
     async with running_stand() as stand:
         with pytest.raises(openai.NotFoundError) as missing:
             await stand.client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "a"}])
@@ -269,7 +269,7 @@ async def test_keys() -> None:
 
 
 async def fill(stand: Stand, service_tier: str) -> Any:
-    """The answer to the second of two requests to a tier that takes one."""
+    """Return the answer to the second of two requests to a tier whose queue holds one."""
     stand.worker.claims = False
     body = {**CHAT, "service_tier": service_tier}
     first = asyncio.create_task(stand.post("/v1/chat/completions", body))
@@ -315,7 +315,7 @@ async def test_draining() -> None:
     assert error_of(response, 503)["code"] == "server_overloaded"
 
 
-async def test_a_bug_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_is_a_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_stand() as stand:
 
         async def broken(*args: object, **kwargs: object) -> None:
@@ -334,7 +334,7 @@ async def test_a_bug_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("failure", [redis.exceptions.ConnectionError, redis.exceptions.TimeoutError])
-async def test_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch, failure: type[Exception]) -> None:
+async def test_an_unreachable_store_is_a_503(monkeypatch: pytest.MonkeyPatch, failure: type[Exception]) -> None:
     async with running_stand() as stand:
 
         async def broken(*args: object, **kwargs: object) -> None:
@@ -350,7 +350,7 @@ async def test_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch, failure: ty
     ("seconds", "whole", "milliseconds"),
     [(0.0, "1", "1"), (0.4, "1", "400"), (1.2, "2", "1200"), (999, "120", "120000")],
 )
-def test_retry_after_stays_where_clients_obey(seconds: float, whole: str, milliseconds: str) -> None:
+def test_retry_after_stays_within_what_clients_obey(seconds: float, whole: str, milliseconds: str) -> None:
     assert retry_after(seconds) == {"retry-after": whole, "retry-after-ms": milliseconds}
 
 

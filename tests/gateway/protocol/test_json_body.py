@@ -1,4 +1,4 @@
-"""Where a body is looked at: on the event loop if it is short, in a thread if it is not."""
+"""Short bodies are parsed on the event loop, long ones in a thread."""
 
 import threading
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a hostile body costs: its first fault, however many it has."""
+"""Hostile bodies cost one error, however many errors they contain."""
 
 from typing import Any
 
@@ -26,14 +26,14 @@ FEW_FAULTS = 20  # pydantic's record of a fault takes about 1 kB, and 10 µs to 
     ],
     ids=lambda change: "-".join(change),
 )
-def test_a_chat_has_few_faults(change: dict[str, Any]) -> None:
+def test_validation_of_a_chat_stops_at_its_first_error(change: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as error:
         ChatCompletionRequest.model_validate({"model": "m", "messages": [USER], **change})
     assert error.value.error_count() <= FEW_FAULTS
 
 
 @pytest.mark.parametrize("prompt", [["a", *[5] * MANY], [5, *["a"] * MANY], [[5], *["a"] * MANY], [[], *[[]] * MANY]])
-def test_a_completion_has_few_faults(prompt: list[Any]) -> None:
+def test_validation_of_a_completion_stops_at_its_first_error(prompt: list[Any]) -> None:
     with pytest.raises(ValidationError) as error:
         CompletionRequest.model_validate({"model": "m", "prompt": prompt})
     assert error.value.error_count() <= FEW_FAULTS
@@ -47,13 +47,13 @@ def test_a_completion_has_few_faults(prompt: list[Any]) -> None:
         [{"role": "assistant", "tool_calls": [{}] * 128}] * (MAX_PIECES // 128),
     ],
 )
-def test_a_chat_has_so_many_pieces_at_most(messages: list[Any]) -> None:
+def test_the_pieces_of_a_chat_are_bounded(messages: list[Any]) -> None:
     with pytest.raises(ValidationError, match="messages, content parts and tool calls in all"):
         ChatCompletionRequest.model_validate({"model": "m", "messages": messages})
     ChatCompletionRequest.model_validate({"model": "m", "messages": [USER] * 1000})
 
 
-def test_prompts_have_so_many_ids_at_most() -> None:
+def test_the_token_ids_of_all_prompts_are_bounded() -> None:
     with pytest.raises(ValidationError, match="token ids in all"):
         CompletionRequest.model_validate({"model": "m", "prompt": [[1] * (MAX_PROMPT_IDS // 8)] * 8})
     CompletionRequest.model_validate({"model": "m", "prompt": [[1] * 1000] * 8})

@@ -1,4 +1,4 @@
-"""/admin: who may, what is changed, and how a refusal is told."""
+"""/admin: permissions, changes of the tiers, and refusals."""
 
 import asyncio
 import hashlib
@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from gateway.identity import ApiKey, Keyring, KeyringError, load_keyring
 from gateway.protocol.errors import ApiError
-from gateway.routes.admin import told
+from gateway.routes.admin import describe_outcome
 from gateway.state import GatewayTiers
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.reload.coordinator import Late
@@ -53,16 +53,13 @@ def error_of(answer: httpx.Response) -> tuple[int, str | None, str | None]:
     return answer.status_code, error["param"], error["code"]
 
 
-# -- tiers ---------------------------------------------------------------------------------------------------------
-
-
-async def test_what_is_in_force_is_shown_with_every_default(stand: Stand, path: Path) -> None:
+async def test_the_tiers_in_force_are_shown_with_every_default(stand: Stand, path: Path) -> None:
     shown = (await stand.http.get("/admin/tiers")).json()
     assert shown["source"] == str(path)
     assert shown["parts"] == [{"part": "gateway 1", "generation": shown["generation"]}]
     assert shown["document"]["tiers"]["bulk"]["retry"] == {"max_attempts": 5, "max_preemptions": 3}
     answer = await stand.post("/admin/tiers", shown["document"])
-    assert answer.status_code == 200, "what is shown can be sent"
+    assert answer.status_code == 200, "the shown document can be sent back"
 
 
 @pytest.mark.parametrize("kind", ["application/json", "application/yaml", "text/yaml; charset=utf-8"])
@@ -143,33 +140,28 @@ async def test_a_tier_that_a_key_names_is_not_removed(redis_client: Redis, path:
 
 
 @pytest.mark.parametrize(("in_force", "said"), [(True, "do not have them yet"), (False, "Nothing has changed")])
-def test_parts_that_did_not_make_it_are_named(in_force: bool, said: str) -> None:
+def test_parts_that_did_not_confirm_are_named(in_force: bool, said: str) -> None:
     with pytest.raises(ApiError) as refusal:
-        told(Late(("worker a", "worker b"), in_force))
+        describe_outcome(Late(("worker a", "worker b"), in_force))
     assert (refusal.value.status, refusal.value.code) == (503, "tiers_not_applied")
     assert "worker a, worker b" in refusal.value.message
     assert said in refusal.value.message
     assert refusal.value.headers["retry-after"] == "5"
 
 
-# -- the controller ------------------------------------------------------------------------------------------------
-
-
 CAPACITY = TierCapacity(step_s=0.01, slots_free=64, prefill_tokens_per_s=1000.0, output_tokens_per_s=1000.0)
 
 
-@pytest.mark.parametrize(("capacity", "foretold"), [(None, []), (CAPACITY, ["realtime"])])
-async def test_each_worker_explains_itself(capacity: TierCapacity | None, foretold: list[str]) -> None:
+@pytest.mark.parametrize(("capacity", "predicted"), [(None, []), (CAPACITY, ["realtime"])])
+async def test_each_worker_explains_itself(capacity: TierCapacity | None, predicted: list[str]) -> None:
     async with running_stand(capacity=capacity) as stand:
         [status] = await stand.worker.registry.workers()
         await stand.worker.registry.announce(status, "", '{"tiers":{"realtime":{"knobs":[]}}}')
         explained = (await stand.http.get("/admin/sla")).json()
         assert explained["workers"] == [{"id": "w1", "tiers": {"realtime": {"knobs": []}}}]
-        assert list(explained["predicted_ttft_s"]) == foretold
+        assert list(explained["predicted_ttft_s"]) == predicted
         assert all(0.01 <= seconds < 0.1 for seconds in explained["predicted_ttft_s"].values())
 
-
-# -- who may -------------------------------------------------------------------------------------------------------
 
 PATHS = [("GET", "/admin/tiers"), ("POST", "/admin/tiers"), ("POST", "/admin/tiers/reload"), ("GET", "/admin/sla")]
 
@@ -181,7 +173,7 @@ async def test_keys_need_to_be_administrators(method: str, url: str) -> None:
         refused = await stand.http.request(method, url, headers=as_("user"))
         assert error_of(refused) == (403, None, "insufficient_permissions")
         assert "admin: true" in refused.json()["error"]["message"]
-        status = 200 if url == "/admin/sla" else 404  # the tiers of this one cannot be changed
+        status = 200 if url == "/admin/sla" else 404  # the tiers of this gateway cannot be changed
         assert (await stand.http.request(method, url, headers=as_("root"))).status_code == status
 
 
@@ -214,7 +206,7 @@ async def test_it_is_documented_under_its_own_tag() -> None:
         assert set(paths["/admin/tiers"]["post"]["requestBody"]["content"]) == {"application/json", "application/yaml"}
 
 
-def test_the_keys_file_says_who_administrates(tmp_path: Path) -> None:
+def test_the_keys_file_names_the_administrators(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("keys: [{name: root, key: sk-root, admin: true}, {name: user, key: sk-user}]")
     keyring = load_keyring(file, make_tiers())
@@ -224,9 +216,6 @@ def test_the_keys_file_says_who_administrates(tmp_path: Path) -> None:
     file.write_text("keys: [{name: root, key: sk-root, admin: sure}]")
     with pytest.raises(KeyringError, match=r"keys\[0\]\.admin"):
         load_keyring(file, make_tiers())
-
-
-# -- what a gateway uses the tiers for -----------------------------------------------------------------------------
 
 
 async def test_the_batch_service_learns_of_its_new_tier() -> None:

@@ -1,4 +1,4 @@
-"""Pages of other origins: kept out of a server that asks for no key, and none of a server's that does."""
+"""Web pages of other origins may not use a server without keys. With keys, a key is enough."""
 
 import hashlib
 from typing import Any
@@ -13,7 +13,7 @@ CHAT = msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "conte
 
 
 async def post_as_a_page(stand: Stand, origin: str, **headers: str) -> Any:
-    """What a page's `fetch(…, {method: "POST", mode: "no-cors"})` sends without asking before."""
+    """Send what a page's `fetch(…, {method: "POST", mode: "no-cors"})` sends without a preflight request."""
     headers = {"content-type": "text/plain", "origin": origin, **headers}
     return await stand.http.post("/v1/chat/completions", content=CHAT, headers=headers)
 

@@ -89,7 +89,7 @@ async def test_n_choices_have_their_own_seeds_and_count_the_prompt_once() -> Non
     assert answer.usage.completion_tokens == 3 * len(token_ids("Hello there!"))
 
 
-async def test_stop_string_ends_the_answer_and_the_work() -> None:
+async def test_a_stop_string_ends_the_answer_and_the_generation() -> None:
     async with running_stand("one two three four") as stand:
         answer = await stand.client.chat.completions.create(model=MODEL, messages=HI, stop=["three", "xx"])
         assert stand.waiting == 0
@@ -99,7 +99,7 @@ async def test_stop_string_ends_the_answer_and_the_work() -> None:
     assert answer.usage.completion_tokens == len(token_ids("one two three"))
 
 
-async def test_length_is_told() -> None:
+async def test_an_answer_cut_by_its_limit_reports_length() -> None:
     async with running_stand(answer_with("cut", reason=FinishReason.LENGTH)) as stand:
         answer = await stand.client.chat.completions.create(model=MODEL, messages=HI, max_tokens=3)
     assert answer.choices[0].finish_reason == "length"
@@ -127,7 +127,7 @@ async def test_service_tier_chooses_the_tier(service_tier: str | None, tier: str
     assert got.service_tier == answer
 
 
-async def test_tokens_travel_each_step_only_where_somebody_looks() -> None:
+async def test_tokens_are_delivered_each_step_only_where_needed() -> None:
     async with running_stand() as stand:
         create = stand.client.chat.completions.create
         await create(model=MODEL, messages=HI, service_tier="flex")
@@ -137,7 +137,7 @@ async def test_tokens_travel_each_step_only_where_somebody_looks() -> None:
     assert deliveries == [Delivery.AT_END, Delivery.EACH_STEP, Delivery.EACH_STEP]
 
 
-async def test_headers_identify_the_answer() -> None:
+async def test_headers_identify_the_request() -> None:
     async with running_stand() as stand:
         response = await stand.post("/v1/chat/completions", {"model": MODEL, "messages": HI})
     request_id = response.headers["x-request-id"]

@@ -15,7 +15,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 def echo(request: Request) -> list[TokenEvent]:
-    """Answers with its own prompt, backwards."""
+    """Answer each prompt with its text backwards."""
     return token_by_token(request, request.prompt_token_ids[::-1])
 
 
@@ -62,7 +62,7 @@ async def test_a_batch_line_gets_status_and_body() -> None:
 
         async def complete(endpoint: str, **body: object) -> tuple[int, dict[str, object]]:
             return await stand.gateway.completions.complete(
-                endpoint, {"model": MODEL, **body}, tier=tier, answer="flex", request_id="req_1"
+                endpoint, {"model": MODEL, **body}, tier=tier, service_tier="flex", request_id="req_1"
             )
 
         status, body = await complete("/v1/chat/completions", messages=HI, service_tier="priority")
@@ -84,12 +84,12 @@ async def test_a_batch_line_gets_status_and_body() -> None:
         ("/v1/embeddings", {}, 404, "url"),
     ],
 )
-async def test_a_batch_line_at_fault_is_no_exception(
+async def test_an_invalid_batch_line_is_a_status_and_no_exception(
     endpoint: str, body: dict[str, object], status: int, param: str
 ) -> None:
     async with running_stand() as stand:
         got, answer = await stand.gateway.completions.complete(
-            endpoint, {"model": MODEL, **body}, tier=make_tiers()["batch"], answer="flex", request_id="req_1"
+            endpoint, {"model": MODEL, **body}, tier=make_tiers()["batch"], service_tier="flex", request_id="req_1"
         )
     assert (got, answer["error"]["param"]) == (status, param)
     assert set(answer["error"]) == {"message", "type", "param", "code"}
@@ -107,7 +107,7 @@ async def test_a_large_batch_line_is_validated_off_the_loop(monkeypatch: pytest.
         for prompt in ("a", "x" * INLINE_SIZE):
             body = {"model": MODEL, "prompt": prompt}
             await stand.gateway.completions.complete(
-                "/v1/completions", body, tier=make_tiers()["batch"], answer="flex", request_id="req_1"
+                "/v1/completions", body, tier=make_tiers()["batch"], service_tier="flex", request_id="req_1"
             )
     assert threads[0] is threading.main_thread() is not threads[1]
 
@@ -116,10 +116,10 @@ async def test_a_large_batch_line_is_validated_off_the_loop(monkeypatch: pytest.
     ("kind", "status", "code"),
     [(EventKind.FAILED, 500, None), (EventKind.CANCELLED, 503, "server_overloaded")],
 )
-async def test_a_batch_line_whose_generation_breaks(kind: EventKind, status: int, code: str | None) -> None:
+async def test_a_batch_line_whose_generation_fails(kind: EventKind, status: int, code: str | None) -> None:
     async with running_stand(lambda r: [TokenEvent(r.id, kind, error="why")]) as stand:
         body = {"model": MODEL, "prompt": "a"}
         got, answer = await stand.gateway.completions.complete(
-            "/v1/completions", body, tier=make_tiers()["batch"], answer="flex", request_id="req_1"
+            "/v1/completions", body, tier=make_tiers()["batch"], service_tier="flex", request_id="req_1"
         )
     assert (got, answer["error"]["code"]) == (status, code)

@@ -1,4 +1,4 @@
-"""Models, health, readiness, metrics, and what is logged."""
+"""Models, health, readiness, metrics and logs."""
 
 import openai
 import pytest
@@ -119,7 +119,7 @@ async def test_families_of_several_workers_become_one() -> None:
 @pytest.mark.parametrize(
     "malformed", ["tidegate_x{", 'tidegate_x{a="b"} many', "# TYPE a b c\na 1", WORKER_METRICS + "tidegate_x{"]
 )
-async def test_a_malformed_snapshot_takes_no_other_numbers_with_it(malformed: str) -> None:
+async def test_a_malformed_snapshot_hides_no_other_metrics(malformed: str) -> None:
     with structlog.testing.capture_logs() as logs:
         async with running_stand(with_worker=False) as stand:
             text = render(stand.gateway.metrics.registry, {"a": malformed, "b": WORKER_METRICS}).decode()

@@ -1,0 +1,166 @@
+"""Keep this gateway's batches running: start runs, renew their locks, adopt batches without a gateway, clear up.
+
+Two loops: the first one looks after the runs, every `TICK_S`. The second one sweeps leftovers, which may take long and
+must not delay the renewal of locks.
+"""
+
+import asyncio
+import contextvars
+import logging
+import math
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from redis.exceptions import ConnectionError as StoreUnreachable
+from redis.exceptions import TimeoutError as StoreSilent
+
+from gateway.batches.line_execution import stop
+from gateway.batches.model import BatchStatus
+from gateway.batches.run import LOST_S, BatchRun
+from gateway.batches.store import BatchStore
+from gateway.files.store import ORPHAN_S, PRIVATE_DIR, FileStore, older_than
+from scheduler.clock import Clock
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1  # seconds until a run learns of a cancellation through another gateway, at most
+ADOPT_S = 1.0  # seconds between two looks for batches that no gateway runs
+BROKEN_S = 5.0  # seconds before a run that ended with an exception is started again
+SWEEPER_TICK_S = 1.0  # seconds between two looks for sweeps that are due
+SWEEP_S = 60.0  # seconds between two sweeps of expired files and lost batches
+ORPHAN_SWEEP_S = 86_400.0  # seconds between two sweeps of orphans; the first one is at the start
+
+MakeRun = Callable[[str], BatchRun]
+
+
+class BatchMaintenance:
+    """Owner of the runs of this gateway. `directory` holds one directory per batch that has its input here."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        files: FileStore,
+        make_run: MakeRun,
+        clock: Clock,
+        directory: Path,
+        lock_ttl_s: float,
+    ) -> None:
+        self._store = store
+        self._files = files
+        self._make_run = make_run
+        self._clock = clock
+        self._directory = directory
+        self._lock_ttl_s = lock_ttl_s
+        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
+        self._loops: list[asyncio.Task[None]] = []
+        self._not_before: dict[str, float] = {}  # when to start a broken run again
+
+    async def start(self) -> None:
+        self._directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
+        running = (
+            _Duty(self._check_runs, 0.0),
+            _Duty(self._renew_locks, self._lock_ttl_s / 3),
+            _Duty(self._adopt, ADOPT_S),
+        )
+        sweeping = (
+            _Duty(self._files.sweep, SWEEP_S),
+            _Duty(self._end_lost, SWEEP_S),
+            _Duty(self._sweep_orphans, ORPHAN_SWEEP_S),
+        )
+        loops = ((running, TICK_S), (sweeping, SWEEPER_TICK_S))
+        self._loops = [asyncio.create_task(self._perform(duties, tick_s)) for duties, tick_s in loops]
+
+    async def close(self) -> None:
+        """Stop all runs and release their locks. The next `start`, on any gateway, continues the batches."""
+        await stop(self._loops)
+        await stop([task for _, task in self._runs.values()])
+
+    def launch(self, batch_id: str) -> None:
+        """Run a batch here, unless it runs already. The run ends at once if another gateway has its lock."""
+        if batch_id in self._runs:
+            return
+        run = self._make_run(batch_id)
+        # A new context: what the run logs does not belong to the request that created the batch.
+        task = asyncio.create_task(run.run(), name=batch_id, context=contextvars.Context())
+        self._runs[batch_id] = (run, task)
+        task.add_done_callback(self._on_end)
+
+    def check(self, batch_id: str, status: BatchStatus) -> None:
+        """Tell the run of a batch, if it is here, the status that the store has."""
+        if batch_id in self._runs:
+            self._runs[batch_id][0].check(status)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        batch_id = task.get_name()
+        del self._runs[batch_id]
+        self._not_before.pop(batch_id, None)
+        if not task.cancelled() and task.exception() is not None:
+            self._not_before[batch_id] = self._clock.now() + BROKEN_S
+            log.error("the run of batch %s failed; it is started again", batch_id, exc_info=task.exception())
+
+    async def _perform(self, duties: "tuple[_Duty, ...]", tick_s: float) -> None:
+        while True:
+            for duty in duties:
+                try:
+                    await duty.do_if_due(self._clock.now())
+                except (StoreUnreachable, StoreSilent) as error:
+                    log.warning("the store does not answer: %s", error)
+                except Exception:
+                    log.exception("the maintenance of batches failed; it goes on")
+            await self._clock.sleep(tick_s)
+
+    async def _check_runs(self) -> None:
+        for batch_id, status in (await self._store.statuses(list(self._runs))).items():
+            self.check(batch_id, status)
+
+    async def _renew_locks(self) -> None:
+        for run, task in list(self._runs.values()):
+            if run.holds_lock and not await run.renew():
+                task.cancel()
+
+    async def _adopt(self) -> None:
+        """Run the unfinished batches whose input is on this machine.
+
+        Gateways with data directories of their own leave each other's batches alone.
+        """
+        now = self._clock.now()
+        for batch_id in await self._store.unfinished():
+            if now >= self._not_before.get(batch_id, now) and (self._directory / batch_id).exists():
+                self.launch(batch_id)
+
+    async def _end_lost(self) -> None:
+        """Run the batches whose input is still missing long after their window: such a run ends the batch."""
+        missing = [i for i in await self._store.unfinished() if not (self._directory / i).exists()]
+        for batch in await self._store.get_all(missing):
+            if self._clock.wall_ms() // 1000 >= batch.expires_at + LOST_S:
+                self.launch(batch.id)
+
+    async def _sweep_orphans(self) -> None:
+        """Remove what a crash left on disk: file contents without a record, directories of batches that are over."""
+        await self._files.sweep_orphans()
+        unfinished = set(await self._store.unfinished())
+        before_s = self._clock.wall_ms() / 1000 - ORPHAN_S
+        everything = await asyncio.to_thread(older_than, math.inf, self._directory)
+        left = [directory for directory in everything if directory.name not in unfinished]
+        old = set(await asyncio.to_thread(older_than, before_s, self._directory))
+        statuses = await self._store.statuses([directory.name for directory in left])
+        over = {batch_id for batch_id, status in statuses.items() if status.is_terminal}
+        for directory in left:  # a young one without a record may belong to a batch that is being created
+            if directory in old or directory.name in over:
+                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+
+@dataclass(slots=True)
+class _Duty:
+    """Periodic work. A failed attempt is not repeated before the next period."""
+
+    do: Callable[[], Awaitable[object]]
+    period_s: float
+    due: float = -math.inf
+
+    async def do_if_due(self, now: float) -> None:
+        if now >= self.due:
+            self.due = now + self.period_s
+            await self.do()

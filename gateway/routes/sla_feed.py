@@ -1,0 +1,137 @@
+"""The live feed of the SLA controllers: what GET /admin/sla/stream sends, and the reader that all watchers share.
+
+An event goes out every `PERIOD_S`. The store is read once for each event, however many clients watch, and not at all
+without a watcher. When the store stops answering, each watcher gets one `error` event, and `sla` events again later.
+
+The feed ends by itself when the gateway drains. sse-starlette ends its responses at SIGTERM too, by a method of
+`uvicorn.Server` (`handle_exit`) that it patches on import. Under a plain uvicorn this works. tidegate's own server
+(tidegate/gateway.py) handles signals without that method, so the patch has no effect there, and
+`AppStatus.disable_automatic_graceful_drain` need not be called. Token streams are not affected in either case: they
+are not sse-starlette responses (gateway/http/sse.py gives the reasons).
+"""
+
+import asyncio
+import contextvars
+import json
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import structlog
+from sse_starlette import EventSourceResponse, JSONServerSentEvent
+from starlette.types import Receive, Scope, Send
+
+from gateway.protocol.errors import store_unreachable
+from scheduler.client.client import SchedulerClient
+from scheduler.clock import Clock
+from scheduler.queue.base import Backlog
+
+log = structlog.get_logger(__name__)
+
+PERIOD_S = 0.5  # seconds between two events; workers announce a new state about once a second
+STORE_TIMEOUT_S = 2.0  # seconds for the store to answer one reading
+SEND_TIMEOUT_S = 5.0  # seconds for a client to take an event once the socket's buffers are full; then it is cut off
+
+
+async def explain(client: SchedulerClient, backlogs: Mapping[str, Backlog]) -> dict[str, Any]:
+    """Return each worker's explanation from its last heartbeat, and the predicted TTFT of a short request per tier."""
+    explanations = await client.worker_sla()
+    workers = [{"id": worker_id, **json.loads(text)} for worker_id, text in explanations.items()]
+    return {"predicted_ttft_s": client.predicted_ttfts_s(backlogs), "workers": workers}
+
+
+class SlaFeed:
+    """Reads the state of the SLA controllers every `PERIOD_S` while there is at least one watcher."""
+
+    def __init__(self, client: SchedulerClient, clock: Clock) -> None:
+        self._client = client
+        self._clock = clock
+        self._num_watchers = 0
+        self._is_away = False  # whether the last reading failed
+        self._reader: asyncio.Task[None] | None = None
+        self._next: asyncio.Future[dict[str, Any] | None] | None = None
+
+    async def events(self) -> AsyncGenerator[JSONServerSentEvent, None]:
+        """Yield the events of one watcher until the gateway drains. A slow watcher skips readings."""
+        sent_ms: dict[str, int] = {}
+        was_away = False
+        with self._watched():
+            while not self._client.is_draining:
+                state = await self._next_state()
+                if state is not None:
+                    yield JSONServerSentEvent(_with_new_decisions(state, sent_ms), event="sla")
+                elif not was_away:
+                    yield JSONServerSentEvent(store_unreachable().body(), event="error")
+                was_away = state is None
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Count a watcher in. The first one starts the reader, and the last one to leave stops it."""
+        self._num_watchers += 1
+        if self._reader is None:
+            self._next = asyncio.get_running_loop().create_future()
+            # A new context: what the reader logs does not belong to the first watcher's request.
+            self._reader = asyncio.create_task(self._read(), name="sla feed", context=contextvars.Context())
+        try:
+            yield
+        finally:
+            self._num_watchers -= 1
+            if self._num_watchers == 0:
+                self._reader.cancel()
+                self._reader = self._next = None
+
+    async def _next_state(self) -> dict[str, Any] | None:
+        assert self._next is not None, "only inside `_watched`"
+        return await asyncio.shield(self._next)  # a watcher that hangs up must not cancel the others' future
+
+    async def _read(self) -> None:
+        while True:
+            state = await self._state()
+            awaited, self._next = self._next, asyncio.get_running_loop().create_future()
+            assert awaited is not None
+            awaited.set_result(state)
+            await self._clock.sleep(PERIOD_S)
+
+    async def _state(self) -> dict[str, Any] | None:
+        """Return the data of an event, or None if the store does not answer."""
+        try:
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                backlogs = await self._client.backlogs()
+                explained = await explain(self._client, backlogs)
+        except Exception as error:  # each store adapter has its own errors
+            if not self._is_away:
+                log.warning("sla_feed_not_read", error=str(error) or type(error).__name__)
+            self._is_away = True
+            return None
+        self._is_away = False
+        waiting = {tier: asdict(backlog) for tier, backlog in backlogs.items()}
+        return {"at_ms": self._clock.wall_ms(), "waiting": waiting, **explained}
+
+
+def _with_new_decisions(state: dict[str, Any], sent_ms: dict[str, int]) -> dict[str, Any]:
+    """Return `state` without the decisions that the watcher was sent before.
+
+    `sent_ms` holds the `at_ms` of each worker's last explanation that was sent, and is brought up to date.
+    """
+    workers = []
+    for worker in state["workers"]:
+        at_ms = worker.get("at_ms", 0)
+        new_s = (at_ms - sent_ms.get(worker["id"], 0)) / 1000
+        sent_ms[worker["id"]] = at_ms
+        decisions = [decision for decision in worker.get("decisions", []) if decision["ago_s"] < new_s]
+        workers.append({**worker, "decisions": decisions})
+    return {**state, "workers": workers}
+
+
+class SlaStreamResponse(EventSourceResponse):
+    """The events of a new watcher of `feed`. Ends without an error when the client stops taking them."""
+
+    def __init__(self, feed: SlaFeed, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+        super().__init__(feed.events(), send_timeout=send_timeout_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except OSError:  # the send timeout, or a server that reports a closed connection
+            log.debug("a watcher of the SLA feed has gone")

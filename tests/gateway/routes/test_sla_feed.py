@@ -1,0 +1,220 @@
+"""GET /admin/sla/stream: its events, who may read it, and that it frees everything when it ends."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from sse_starlette import JSONServerSentEvent
+from starlette.types import Message, Scope
+
+from gateway.identity import ApiKey, Keyring
+from gateway.routes.sla_feed import SlaFeed, SlaStreamResponse
+from scheduler.queue.base import Backlog
+from tests.gateway.stand import Stand, running_stand
+from tests.waiting import until
+
+URL = "/admin/sla/stream"
+Event = tuple[str, dict[str, Any]]
+
+
+async def events_of(response: httpx.Response) -> AsyncIterator[Event]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    name = ""
+    async for line in response.aiter_lines():
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield name, json.loads(line.removeprefix("data: "))
+
+
+async def announce(stand: Stand, at_ms: int, decisions: dict[str, float]) -> None:
+    """The worker explains itself: `decisions` maps each one's knob to the seconds since it was made."""
+    [status] = await stand.worker.registry.workers()
+    explanation = {
+        "at_ms": at_ms,
+        "tiers": {"realtime": {"knobs": {"batch_size": 8}, "signals": {"ttft_p99_s": 0.2}}},
+        "decisions": [{"knob": knob, "ago_s": ago_s} for knob, ago_s in decisions.items()],
+    }
+    await stand.worker.registry.announce(status, "", json.dumps(explanation))
+
+
+def knobs_of(data: dict[str, Any]) -> list[str]:
+    return [decision["knob"] for decision in data["workers"][0]["decisions"]]
+
+
+def is_reading() -> bool:
+    return any(task.get_name() == "sla feed" for task in asyncio.all_tasks())
+
+
+async def test_events_over_a_real_server() -> None:
+    async with running_stand() as stand:
+        await announce(stand, 1_000, {"first": 0.5})
+        async with stand.http.stream("GET", URL) as response:
+            events = events_of(response)
+            name, data = await anext(events)
+            explained = (await stand.http.get("/admin/sla")).json()
+            assert name == "sla"
+            assert data["waiting"]["bulk"] == {"requests": 0, "prompt_tokens": 0, "output_tokens": 0}
+            assert set(data["waiting"]) == set(stand.gateway.tiers.tiers)
+            assert {k: v for k, v in data.items() if k not in ("at_ms", "waiting")} == explained
+            await announce(stand, 2_000, {"first": 1.5, "second": 0.5})
+            _, later = await anext(events)
+            assert later["at_ms"] > data["at_ms"]
+            assert later["workers"][0]["tiers"] == data["workers"][0]["tiers"]
+            assert (knobs_of(data), knobs_of(later)) == (["first"], ["second"]), "no decision comes twice"
+            assert is_reading()
+        await until(lambda: not is_reading())
+
+
+async def test_a_drain_ends_the_stream() -> None:
+    async with running_stand() as stand, stand.http.stream("GET", URL) as response:
+        events = events_of(response)
+        await anext(events)
+        stand.gateway.client.drain()
+        async with asyncio.timeout(5):
+            assert [name async for name, _ in events] in ([], ["sla"])
+        assert not is_reading()
+
+
+async def test_only_administrators_may_watch() -> None:
+    keys = [ApiKey(n, hashlib.sha256(n.encode()).digest(), admin=n == "root") for n in ("root", "user")]
+    async with running_stand(keyring=Keyring(keys)) as stand:
+        assert (await stand.http.get(URL)).status_code == 401
+        assert (await stand.http.get(URL, headers={"authorization": "Bearer user"})).status_code == 403
+        async with stand.http.stream("GET", URL, headers={"authorization": "Bearer root"}) as response:
+            assert (await anext(events_of(response)))[0] == "sla"
+    async with running_stand() as stand:
+        assert (await stand.http.get(URL, headers={"host": "gateway.example"})).status_code == 403
+
+
+async def test_it_is_documented() -> None:
+    async with running_stand(with_worker=False) as stand:
+        answers = (await stand.http.get("/openapi.json")).json()["paths"][URL]["get"]["responses"]
+        assert set(answers["200"]["content"]) == {"text/event-stream"}
+        assert "403" in answers
+
+
+class TickingClock:
+    """Time goes on when the test calls `tick`: once per sleep."""
+
+    def __init__(self) -> None:
+        self._wall_s = 1_000.0
+        self._ticks = asyncio.Semaphore(0)
+
+    def tick(self) -> None:
+        self._ticks.release()
+
+    def now(self) -> float:
+        return self._wall_s
+
+    def wall_ms(self) -> int:
+        return int(self._wall_s * 1000)
+
+    async def sleep(self, seconds: float) -> None:
+        await self._ticks.acquire()
+        self._wall_s += seconds
+
+
+class Client:
+    """The parts of SchedulerClient that the feed uses."""
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        self.is_away = False
+        self.num_reads = 0
+
+    async def backlogs(self) -> dict[str, Backlog]:
+        self.num_reads += 1
+        if self.is_away:
+            raise ConnectionError("no store")
+        return {"realtime": Backlog(1, 2, 3)}
+
+    async def worker_sla(self) -> dict[str, str]:
+        return {"w1": "{}"}
+
+    def predicted_ttfts_s(self, backlogs: dict[str, Backlog]) -> dict[str, float]:
+        return {"realtime": 0.1}
+
+
+def make_feed() -> tuple[SlaFeed, Client, TickingClock]:
+    client: Any = Client()
+    clock = TickingClock()
+    return SlaFeed(client, clock), client, clock
+
+
+def decoded(event: JSONServerSentEvent) -> Event:
+    assert event.event is not None and event.data is not None
+    return event.event, json.loads(event.data)
+
+
+async def test_watchers_share_the_reads_of_the_store() -> None:
+    feed, client, clock = make_feed()
+    watchers = [feed.events() for _ in range(20)]
+    times_ms: list[int] = []
+    for _ in range(5):
+        waiting = asyncio.gather(*(anext(watcher) for watcher in watchers))
+        if times_ms:  # the first reading comes at once
+            clock.tick()
+        [at_ms] = {decoded(event)[1]["at_ms"] for event in await waiting}
+        times_ms.append(at_ms)
+    assert times_ms == [1_000_000 + 500 * i for i in range(5)]
+    assert client.num_reads == 5
+    for watcher in watchers:
+        assert is_reading()
+        await watcher.aclose()
+    await until(lambda: not is_reading())
+
+
+async def test_a_later_watcher_starts_the_reader_again() -> None:
+    feed, client, _ = make_feed()
+    for num_reads in (1, 2):
+        events = feed.events()
+        assert decoded(await anext(events))[0] == "sla"
+        assert client.num_reads == num_reads
+        await events.aclose()
+        await until(lambda: not is_reading())
+
+
+async def test_an_outage_of_the_store_is_reported_once() -> None:
+    feed, client, clock = make_feed()
+    client.is_away = True
+    events = feed.events()
+    name, data = decoded(await anext(events))
+    assert name == "error"
+    assert "store is not reachable" in data["error"]["message"]
+    following = asyncio.ensure_future(anext(events))
+    for num_reads in (2, 3, 4):
+        clock.tick()
+        await until(lambda n=num_reads: client.num_reads == n)  # type: ignore[misc]
+    assert not following.done()
+    client.is_away = False
+    clock.tick()
+    assert decoded(await following)[0] == "sla"
+    client.is_away = True
+    clock.tick()
+    assert decoded(await anext(events))[0] == "error", "a new outage is told again"
+    await events.aclose()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_client_that_hangs_up_or_reads_nothing_frees_everything(reads: bool) -> None:
+    feed, _, _ = make_feed()
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body" and not reads:
+            await asyncio.Event().wait()
+        sent.append(message)
+
+    async def receive() -> Message:
+        await until(lambda: len(sent) >= 2)  # never for a client that takes nothing
+        return {"type": "http.disconnect"}
+
+    scope: Scope = {"type": "http", "method": "GET"}
+    async with asyncio.timeout(5):
+        await SlaStreamResponse(feed, send_timeout_s=0.02)(scope, receive, send)
+    await until(lambda: not is_reading())
