@@ -17,7 +17,7 @@ test: lint
 
 # With the Python that has the CUDA torch; what it lacks may lie in wheels/. Writes gpu-check/gpu-check.{log,json}.
 gpu-check:
-	$(PYTHON) -m bench.gpu_check.command
+	$(PYTHON) -m bench.gpu_check
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

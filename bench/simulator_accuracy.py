@@ -1,8 +1,8 @@
-"""The simulator held against what was measured: one arm of a `coserve` result, simulated on a cost card.
+"""`python -m bench simulator-accuracy`: one arm of an isolation result, simulated on a cost card and compared.
 
-The same requests come at the same times to the same tiers, and end after as many tokens as they really had; a
-backlog is a backlog. What is compared is what a client sees, of the classes that wait for nobody: first tokens, and
-each request's mean gap. Knows the result's JSON; measures nothing.
+The simulation sends the same requests at the same times to the same tiers, and ends each after as many tokens as it
+really had; a bulk backlog stays a backlog. Compared is what clients of the interactive classes see: the time to the
+first token, and each request's mean gap between tokens. Knows the result's JSON; measures nothing.
 """
 
 import json
@@ -12,20 +12,43 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import CliPositionalArg
 
 from loadtest.report import ABSENT, table
-from loadtest.simulation.cost_card import CostCard
+from loadtest.running import one_sentence
+from loadtest.simulation.command import quieten
+from loadtest.simulation.cost_card import CostCard, CostCardError, load_cost_card
 from loadtest.simulation.deployment import Setting
 from loadtest.simulation.observation import RequestRecord
 from loadtest.simulation.run import simulate
 from loadtest.simulation.summary import Spread, spread
-from loadtest.simulation.traffic import Backlog, OfferedRequest, Traffic, scenario_traffic
+from loadtest.simulation.traffic import Backlog, OfferedRequest, Traffic, TrafficError, scenario_traffic
 from loadtest.traffic.scenario import Scenario
-from scheduler.config import parse_tiers
+from scheduler.config import TierConfigError, parse_tiers
 
 
 class ComparisonError(Exception):
-    """The result cannot be compared with; the message says why."""
+    """The result cannot be simulated; the message says why."""
+
+
+class SimulatorAccuracy(BaseModel):
+    """Compare the simulator with a measured run: one arm of an isolation result, simulated on a cost card."""
+
+    result: CliPositionalArg[Path] = Field(description="The JSON file of `python -m bench isolation`.")
+    arm: str = Field("OURS", description="Which of its arms.")
+    model_shape: str = Field("135m-cpu", description="A shipped cost card, or one that `loadtest calibrate` wrote.")
+    gateway_ms: float = Field(0.0, ge=0, description="What HTTP and the gateway add to a first token.")
+    within: float = Field(0.0, ge=0, description="Exit 1 where a ratio is further from 1; 0: it is only shown.")
+
+    def cli_cmd(self) -> None:
+        quieten()
+        with one_sentence(ComparisonError, CostCardError, TierConfigError, TrafficError, said_by="simulator-accuracy"):
+            card = load_cost_card(self.model_shape)
+            compared = compare_arm(read_result(self.result), self.arm, card, self.gateway_ms / 1000)
+        print(render_comparison(self.arm, card, compared))
+        ratios = [ratio for c in compared for ratio in c.ratios() if ratio is not None]
+        if self.within and not (ratios and all(abs(ratio - 1) <= self.within for ratio in ratios)):
+            raise SystemExit(1)
 
 
 class _Part(BaseModel):
@@ -37,7 +60,7 @@ class MeasuredGaps(_Part):
 
 
 class MeasuredRequest(_Part):
-    """One request as `coserve` writes it."""
+    """One request as `bench isolation` writes it."""
 
     arm: str
     round_: int = Field(alias="round")
@@ -66,7 +89,7 @@ class MeasuredArm(_Part):
 
 
 class MeasuredResult(_Part):
-    """What of a `coserve` result is needed to run it again."""
+    """The parts of an isolation result that are needed to simulate it."""
 
     seed: int
     scenario: Scenario
@@ -102,7 +125,7 @@ def read_result(path: Path) -> MeasuredResult:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise ComparisonError(f"{path}: not a result of `loadtest coserve`: {where}: {first['msg']}") from error
+        raise ComparisonError(f"{path}: not a result of `bench isolation`: {where}: {first['msg']}") from error
 
 
 def compare_arm(result: MeasuredResult, arm: str, card: CostCard, gateway_s: float = 0.0) -> list[Compared]:

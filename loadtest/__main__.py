@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import AliasChoices, BaseModel, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, Field
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, CliSubCommand, SettingsConfigDict
 
-from bench.engines.commands import Engine, Growth, Soak
-from bench.isolation.command import Coserve
-from bench.locust.command import Locust
 from loadtest import report
 from loadtest.calibration.command import Calibrate
 from loadtest.checks.mixed import run_mixed
@@ -22,9 +19,20 @@ from loadtest.checks.streams import run_streams
 from loadtest.client.http import Target
 from loadtest.client.runner import Timing
 from loadtest.dummy_model import write_dummy_model
-from loadtest.running import run_to_end, running_server, say_progress
-from loadtest.simulation.commands import Compare, Queue, Simulate
+from loadtest.running import run_cli, run_to_end, running_server, say_progress
+from loadtest.simulation.command import Simulate
 from loadtest.traffic.scenario import load_scenario
+
+# Commands of earlier versions that measure this project rather than a user's server, by their new names.
+MOVED_TO_BENCH = {
+    "coserve": "isolation",
+    "locust": "locust",
+    "engine": "engines",
+    "growth": "growth",
+    "soak": "soak",
+    "compare": "simulator-accuracy",
+    "queue": "store",
+}
 
 
 class _AgainstServer(BaseModel):
@@ -144,16 +152,14 @@ class DummyModel(BaseModel):
 class LoadTest(BaseSettings):
     """Load tests for Tidegate and any other OpenAI-compatible server: open-loop, seeded, interleaved.
 
-    Against a server: mixed: what interactive traffic notices of bulk. coserve: that under several policies, against
-    goals. locust: continuous batching against one at a time. nonce: no answer is another's. streams: what batching
-    gains. dummy-model: a reference shape to serve. A server's API key is read from TIDEGATE_API_KEY.
+    Against a server: mixed: what interactive traffic notices of bulk. nonce: no answer is another's. streams: what
+    batching gains. dummy-model: a reference shape to serve. A server's API key is read from TIDEGATE_API_KEY.
 
-    Against an engine: engine: ours beside others. growth: a step against streams, context, model. soak: under load for
-    long. calibrate: what its steps cost, as a card for the simulator.
+    Against an engine: calibrate: what its steps cost, as a card for the simulator.
 
-    In virtual time: simulate: the shipped scheduler on modeled engines (also `tidegate simulate`). compare: that
-    against a measured run. queue: what a real store carries. Plots and Locust need `pip install
-    'tidegate[loadtest]'`."""
+    In virtual time: simulate: the shipped scheduler on modeled engines (also `tidegate simulate`). Plots need `pip
+    install 'tidegate[loadtest]'`. Experiments with other systems and policies are in `python -m bench`, in a checkout
+    of the repository."""
 
     model_config = SettingsConfigDict(
         env_prefix="TIDEGATE_LOADTEST_",
@@ -164,17 +170,10 @@ class LoadTest(BaseSettings):
     )
 
     mixed: CliSubCommand[Mixed]
-    coserve: CliSubCommand[Coserve]
-    locust: CliSubCommand[Locust]
     nonce: CliSubCommand[Nonce]
     streams: CliSubCommand[Streams]
-    engine: CliSubCommand[Engine]
-    growth: CliSubCommand[Growth]
-    soak: CliSubCommand[Soak]
     simulate: CliSubCommand[Simulate]
     calibrate: CliSubCommand[Calibrate]
-    compare: CliSubCommand[Compare]
-    queue: CliSubCommand[Queue]
     dummy_model: CliSubCommand[DummyModel]
 
     def cli_cmd(self) -> None:
@@ -182,19 +181,14 @@ class LoadTest(BaseSettings):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    try:
-        CliApp.run(LoadTest, cli_args=list(sys.argv[1:] if argv is None else argv))
-    except ValidationError as error:
-        if error.title != LoadTest.__name__:  # not of the command line
-            raise
-        raise SystemExit(_refuse(error)) from error
-
-
-def _refuse(error: ValidationError) -> int:
-    for found in error.errors(include_url=False):
-        *command, flag = map(str, found["loc"])
-        print(f"loadtest: {' '.join(command)} --{flag.replace('_', '-')}: {found['msg']}", file=sys.stderr)
-    return 2
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and (moved_to := MOVED_TO_BENCH.get(arguments[0])):
+        print(
+            f"loadtest: {arguments[0]} has moved: run `python -m bench {moved_to}` in a checkout of the repository",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    run_cli(LoadTest, "loadtest", arguments)
 
 
 if __name__ == "__main__":

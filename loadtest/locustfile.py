@@ -2,7 +2,7 @@
 
     locust -f loadtest/locustfile.py --headless -u 50 -r 10 -t 60s --host http://127.0.0.1:8000 --html report.html
 
-`python -m loadtest locust` runs it twice, with continuous batching and one at a time, and makes one page of both.
+`python -m bench locust` runs it twice, with continuous batching and one at a time, and makes one page of both.
 RealtimeUser streams short chats, BulkUser sends flex requests back to back, BatchUser submits JSONL files and
 polls. Every prompt holds a nonce, and an answer that is not that nonce is a failure. Locust is a closed loop:
 it slows down with the server; `python -m loadtest mixed` is the open one. Locust has replaced `time.sleep` and

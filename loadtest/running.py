@@ -8,14 +8,30 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliApp
+
 from loadtest.client.http import Target, TargetError, discover_model, parse_target
 from loadtest.extras import MissingExtra
 from loadtest.traffic.scenario import ScenarioError
+
+
+def run_cli(commands: type[BaseSettings], said_by: str, arguments: Sequence[str]) -> None:
+    """Run the subcommand that `arguments` name. Each flag with a wrong value is one line, and the exit code is 2."""
+    try:
+        CliApp.run(commands, cli_args=list(arguments))
+    except ValidationError as error:
+        if error.title != commands.__name__:  # a defect of the command, not a wrong flag
+            raise
+        for found in error.errors(include_url=False):
+            *command, flag = map(str, found["loc"])
+            print(f"{said_by}: {' '.join(command)} --{flag.replace('_', '-')}: {found['msg']}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "scheduler": {"scheduler", "engine.interface", "engine.step_time"},
     "gateway": {"gateway", "scheduler", "engine.interface"},
     "loadtest": {"loadtest", "bench", "scheduler", "engine", "gateway"},
-    "bench": {"bench", "loadtest", "scheduler", "engine", "gateway"},
+    "bench": {"bench", "loadtest", "scheduler", "engine", "gateway", "tidegate"},
     "demo_model": {"demo_model"},
     "tidegate": {"tidegate", "gateway", "scheduler", "engine", "demo_model"},
 }

@@ -64,7 +64,7 @@ class OfModel(BaseModel):
             report.write_json(self.json_file, options | result, seed=self.seed, model=model)
 
 
-class Engine(OfModel):
+class Engines(OfModel):
     """Our engine, transformers and vLLM interleaved on the same weights: throughput, ratios, decode steps, floors."""
 
     systems: str = Field("tidegate,tidegate-loop,generate_batch,generate,vllm", description="Which ones, by name.")

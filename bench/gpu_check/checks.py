@@ -10,7 +10,7 @@ from typing import Any
 from bench.gpu_check.parts import Part
 
 ENGINE = ("torch", "triton", "transformers", "numpy", "safetensors", "structlog", "llguidance")
-COMMANDS = (  # what `python -m loadtest` imports, whichever command it is
+COMMANDS = (  # what `python -m bench` imports for any of its commands
     "pydantic",
     "pydantic_settings",
     "yaml",
@@ -40,11 +40,11 @@ def parts(out: Path, weights: Path) -> list[Part]:
     python = sys.executable
     systems = ",".join((*OURS, "generate_batch", "generate"))
     engine = (
-        (python, "-m", "loadtest", "engine", "--device", "cuda", "--systems", systems)
+        (python, "-m", "bench", "engines", "--device", "cuda", "--systems", systems)
         + ("--weights-dir", str(weights), "--logs", str(out / "logs"))
     )  # fmt: skip
     probe = (python, "-m", "bench.engines.device_probe")
-    coserve = (python, "-m", "loadtest", "coserve", "--shape", "135m", "--arms", "A0,A1,OURS")
+    isolation = (python, "-m", "bench", "isolation", "--shape", "135m", "--arms", "A0,A1,OURS")
     small, large, shared = out / "engine-135m.json", out / "engine-8b.json", out / "coserve.json"
     return [
         Part(
@@ -82,7 +82,7 @@ def parts(out: Path, weights: Path) -> list[Part]:
         Part(
             "coserve-135m",
             # The load follows from a short search for the solo goodput, so that a fast and a slow GPU are both loaded.
-            (*coserve, "--search-seconds", "4", "--search-budget", "30", "--duration", "16", "--rounds", "1")
+            (*isolation, "--search-seconds", "4", "--search-budget", "30", "--duration", "16", "--rounds", "1")
             + ("--lead", "3", "--server-flags", "--device cuda", "--json", str(shared))
             + ("--report", str(out / "coserve")),
             150,

@@ -1,6 +1,6 @@
 """`make gpu-check`: everything that only a GPU can tell, within ten minutes, unattended.
 
-Runs the parts of `gpu_parts`, each a command in a process group of its own with its share of the time; one that fails
+Runs the parts of `checks`, each a command in a process group of its own with its share of the time; one that fails
 does not stop the others, and one that lacks a package is left out. Writes one log and one JSON with the parts' results
 and the goals they meet. Standard library only, so that it says what is wrong also where packages are missing.
 """
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None, find_gpu: Callable[[], str | None] =
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_check.command", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="directory for the log and the JSON")
     parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", help="packages for a machine without network")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all parts together")
@@ -154,7 +154,3 @@ def _summary(outcomes: Sequence[Outcome], goals: dict[str, float | None], never_
         shown = "not measured" if value is None else f"{value:.2f}, {'met' if is_met(name, value) else 'MISSED'}"
         lines.append(f"{name}: goal {GOALS[name]}: {shown}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

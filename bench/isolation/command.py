@@ -1,4 +1,4 @@
-"""`python -m loadtest coserve`: its flags, the servers that it starts, and where its results go.
+"""`python -m bench isolation`: its flags, the servers that it starts, and where its results go.
 
 Knows flags and exit codes; the experiment is `conduct`.
 """
@@ -43,7 +43,7 @@ from loadtest.traffic.scenario_arrivals import ClosedLoop
 from scheduler.config import TierConfigError, load_tiers
 
 
-class Coserve(BaseModel):
+class Isolation(BaseModel):
     """Interactive and bulk on one server under several policies, interleaved: goals, tables and a page of plots."""
 
     experiment: ExperimentName = Field("isolation", description="isolation, overload (1.5 ×), step (3 ×) or deadlines.")
@@ -98,7 +98,7 @@ class Coserve(BaseModel):
         if self.report_dir is not None:
             require(PLOTS, "--report")
         async with AsyncExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-coserve-")))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-isolation-")))
             model_dir = self._model_dir(folder)
             ours = await self._own_server(stack, folder, model_dir)
             systems = Systems(ours, await self._peer(stack, folder, model_dir))
@@ -204,7 +204,7 @@ class Coserve(BaseModel):
         if self.report_dir is not None:
             from bench.isolation.presentation import experiment_page  # matplotlib
 
-            command = shlex.join(["python", "-m", "loadtest", *sys.argv[1:]])
+            command = shlex.join(["python", "-m", "bench", *sys.argv[1:]])
             print(f"\n{write_page(self.report_dir, experiment_page(result, command, model, self.seed))}")
         if not result.has_answers:
             raise SystemExit(1)

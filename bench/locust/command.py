@@ -1,4 +1,4 @@
-"""`python -m loadtest locust`: its flags and its server; the two runs are `locust_runs`."""
+"""`python -m bench locust`: its flags and its server; the two runs are in `bench.locust.runs`."""
 
 import shlex
 import sys
@@ -70,7 +70,7 @@ class Locust(BaseModel):
         together, one = (answered_per_s(run) for run in runs)
         if one:
             print(f"answers per second, continuous ÷ one at a time: {together / one:.2f}")
-        command = shlex.join(["python", "-m", "loadtest", *sys.argv[1:]])
+        command = shlex.join(["python", "-m", "bench", *sys.argv[1:]])
         print(write_page(self.report_dir, locust_page(runs, draw_runs(runs), users, command, target.model)))
         if self.json_file is not None:
             ways = {run.name: {name: asdict(e) for name, e in run.entries.items()} for run in runs}

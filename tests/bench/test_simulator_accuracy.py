@@ -34,7 +34,7 @@ def as_outcome(record: RequestRecord) -> Outcome:
 
 
 def measured(path: Path, card: CostCard) -> Path:
-    """A `coserve` result whose real engine was a simulated one."""
+    """An isolation result whose real engine was a simulated one."""
     tiers = make_tiers()
     rounds = Rounds()
     for round_ in range(2):

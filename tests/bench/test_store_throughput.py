@@ -23,10 +23,9 @@ async def test_all_requests_move_and_nothing_is_left(tmp_path: Path) -> None:
     assert left == {"tidegate:sequence"}
 
 
-def test_tidegate_brings_a_store_of_its_own() -> None:
-    program = "from tidegate.cli import main; main()"
+def test_the_command_starts_a_store_where_none_is_given() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", program, "loadtest", "queue", "--requests", "128", "--batches", "64"],
+        [sys.executable, "-m", "bench", "store", "--requests", "128", "--batches", "64"],
         cwd=ROOT,
         capture_output=True,
         text=True,

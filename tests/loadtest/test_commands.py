@@ -162,7 +162,7 @@ def test_the_dummy_model_is_the_reference_shape(tmp_path: Path) -> None:
 
 
 def test_the_command_line_in_a_result_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = ["/usr/bin/python3", "-m", "loadtest", "coserve", "--server-flags", "--device cuda", "--model", "it's"]
+    line = ["/usr/bin/python3", "-m", "loadtest", "mixed", "--scenario", "my load.yaml", "--model", "it's"]
     monkeypatch.setattr(sys, "orig_argv", line)
     write_json(tmp_path / "r.json", {}, seed=1, model="m")
     command = json.loads((tmp_path / "r.json").read_text())["command"]

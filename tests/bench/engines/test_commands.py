@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from bench.__main__ import main
 from bench.engines import commands
 from bench.engines.device_probe import write_weights
 from bench.engines.floors import Peaks
@@ -20,7 +21,6 @@ from bench.engines.protocol import Done, Failed, Order, Ready, SystemSpec, decod
 from bench.engines.shapes import write_shape
 from bench.engines.system_process import serve
 from bench.engines.work import WorkShape, make_job
-from loadtest.__main__ import main
 
 NUMBER_OR_NULL = {"type": ["number", "null"]}
 ESTIMATE = {
@@ -78,7 +78,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def test_engine_as_a_command_writes_its_table_and_json(tiny: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "loadtest", "engine", "--quick", "--model", str(tiny), "--threads", "1"]
+    command = [sys.executable, "-m", "bench", "engines", "--quick", "--model", str(tiny), "--threads", "1"]
     command += ["--systems", "tidegate,vllm", "--streams", "2", "--rounds", "2", "--json", str(tmp_path / "r.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
@@ -91,7 +91,7 @@ def test_engine_as_a_command_writes_its_table_and_json(tiny: Path, tmp_path: Pat
     }
     assert result["unavailable"] == {"vllm": "no --vllm-python was given"}
     assert "NOT MEASURED: vllm" in done.stdout and "ours ÷ it" in done.stdout
-    assert result["floors"]["peaks"]["bytes_per_s"] > 0 and "loadtest engine" in result["command"]
+    assert result["floors"]["peaks"]["bytes_per_s"] > 0 and "bench engines" in result["command"]
 
 
 @pytest.mark.parametrize("name", ["tidegate", "tidegate-loop", "generate_batch", "generate"])
@@ -167,7 +167,7 @@ def test_what_the_user_can_mend_is_one_sentence_and_exit_2(
 ) -> None:
     monkeypatch.setattr(commands, "measure_peaks", lambda *_: None)
     with pytest.raises(SystemExit) as end:
-        main(["engine", *arguments])
+        main(["engines", *arguments])
     captured = capsys.readouterr()
     assert (end.value.code, captured.out) == (2, "")
     assert sentence in captured.err and captured.err.count("\n") == 1

@@ -11,7 +11,7 @@ import yaml
 from transformers import PreTrainedTokenizerFast
 
 from bench.engines.shapes import write_shape
-from bench.isolation.command import Coserve
+from bench.isolation.command import Isolation
 from bench.isolation.served import (
     context_of,
     serving,
@@ -32,11 +32,11 @@ from tests.loadtest.fake_server import Body, FakeServer
 SHIPPED = shipped_tiers_path()
 
 
-def quick(url: str, **flags: object) -> Coserve:
+def quick(url: str, **flags: object) -> Isolation:
     """The command with times that measure nothing."""
     times = {"duration": 0.3, "rounds": 1, "lead": 0.05, "settle": 0, "drain": 2}
     tuning = {"search_seconds": 0.15, "sweep_seconds": 0.05}
-    return Coserve.model_validate({"url": url, "tiers": SHIPPED, **times, **tuning, **flags})
+    return Isolation.model_validate({"url": url, "tiers": SHIPPED, **times, **tuning, **flags})
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def scenario_file(tmp_path: Path) -> Path:
 async def test_all_arms_run_on_one_server_that_is_told_its_tiers(
     tmp_path: Path, scenario_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result_file = tmp_path / "coserve.json"
+    result_file = tmp_path / "isolation.json"
     before = yaml.safe_load(SHIPPED.read_text()) | {"default_tier": "bulk"}
     async with FakeServer(tiers=[before]) as server, FakeServer() as peer:
         flags = {"peer_url": peer.url, "scenario": str(scenario_file), "json": result_file, "duration": 0.5}

@@ -86,7 +86,7 @@ def make_result(experiment: ExperimentName = "isolation", *, clients_given: bool
 def html() -> str:
     """Drawn once: with a change of load, which adds a drawing to those of isolation."""
     result = make_result("step")
-    return render_page(experiment_page(result, "python -m loadtest coserve", "m", 1))
+    return render_page(experiment_page(result, "python -m bench isolation", "m", 1))
 
 
 def test_an_experiments_page_needs_nothing_beside_it(html: str) -> None:

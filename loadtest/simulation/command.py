@@ -1,20 +1,15 @@
-"""The commands `simulate`, `compare` and `queue`: flags to an experiment, its result to text and JSON.
+"""The command `simulate`: flags to an experiment, and its result to text and JSON.
 
-Knows flags and exit codes; the work is in `experiment`, `capacity` and `comparison`.
+Knows flags and exit codes; the work is in `experiment` and `capacity`.
 """
 
-import asyncio
 import logging
 from pathlib import Path
 from typing import Any, Literal
 
 import structlog
 from pydantic import AliasChoices, BaseModel, Field
-from pydantic_settings import CliPositionalArg
-from redis.exceptions import RedisError
 
-from bench.simulator_accuracy import ComparisonError, compare_arm, read_result, render_comparison
-from bench.store_throughput import StoreRate, measure_store, render_store
 from loadtest.report import table
 from loadtest.running import one_sentence, say_progress
 from loadtest.simulation.capacity import Capacity, Probe, fewest_workers, highest_rate
@@ -55,7 +50,7 @@ class Simulate(BaseModel):
     )
 
     def cli_cmd(self) -> None:
-        _quieten()
+        quieten()
         with one_sentence(CostCardError, ScenarioError, TierConfigError, TraceError, TrafficError, said_by="simulate"):
             kept = self._answer(self._experiment())
         if not kept:
@@ -110,46 +105,7 @@ class Simulate(BaseModel):
         return f"{experiment.duration_s:g} s of {load}{rate} on {engines}, seed {experiment.seed}"
 
 
-class Compare(BaseModel):
-    """Hold the simulator against a measured run: an arm of a `coserve` result, simulated on a cost card."""
-
-    result: CliPositionalArg[Path] = Field(description="The JSON file of `loadtest coserve`.")
-    arm: str = Field("OURS", description="Which of its arms.")
-    model_shape: str = Field("135m-cpu", description="A shipped cost card, or one that `loadtest calibrate` wrote.")
-    gateway_ms: float = Field(0.0, ge=0, description="What HTTP and the gateway add to a first token.")
-    within: float = Field(0.0, ge=0, description="Exit 1 where a ratio is further from 1; 0: it is only shown.")
-
-    def cli_cmd(self) -> None:
-        _quieten()
-        with one_sentence(ComparisonError, CostCardError, TierConfigError, TrafficError, said_by="compare"):
-            card = load_cost_card(self.model_shape)
-            compared = compare_arm(read_result(self.result), self.arm, card, self.gateway_ms / 1000)
-        print(render_comparison(self.arm, card, compared))
-        ratios = [ratio for c in compared for ratio in c.ratios() if ratio is not None]
-        if self.within and not (ratios and all(abs(ratio - 1) <= self.within for ratio in ratios)):
-            raise SystemExit(1)
-
-
-class Queue(BaseModel):
-    """Requests a second through a real store: put, claim and ack, beside what a design needs."""
-
-    redis_url: str = Field(description="redis://… or unix://… of a store to measure; requests go through it.")
-    requests: int = Field(20_000, ge=64, le=1_000_000, description="Requests a round.")
-    batches: str = Field("1,64", pattern=r"^[1-9]\d*(,[1-9]\d*)*$", description="Requests a call, a round for each.")
-    prompt_tokens: int = Field(128, ge=1, le=100_000, description="Tokens of each.")
-    needed: float = Field(10_000, gt=0, description="Requests a second to compare with.")
-
-    def cli_cmd(self) -> None:
-        with one_sentence(RedisError, OSError, ValueError, said_by="queue"):  # of URLs, redis-py says the last
-            rates = asyncio.run(self._measure())
-        print(render_store(rates, self.needed))
-
-    async def _measure(self) -> list[StoreRate]:
-        sizes = [int(part) for part in self.batches.split(",")]
-        return [await measure_store(self.redis_url, self.requests, size, self.prompt_tokens) for size in sizes]
-
-
-def _quieten() -> None:
+def quieten() -> None:
     """A moved knob is a line of the report here, not of the log."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
