@@ -18,7 +18,7 @@ from loadtest.checks.nonce import run_nonces
 from loadtest.checks.streams import run_streams
 from loadtest.client.http import Target
 from loadtest.client.runner import Timing
-from loadtest.dummy_model import write_dummy_model
+from loadtest.model_shapes import write_dummy_model
 from loadtest.running import run_cli, run_to_end, running_server, say_progress
 from loadtest.simulation.command import Simulate
 from loadtest.traffic.scenario import load_scenario

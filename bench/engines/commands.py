@@ -8,9 +8,8 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import Field
 
 from bench.engines.comparison import Plan, compare
 from bench.engines.comparison_report import OURS, ComparisonReport
@@ -18,53 +17,16 @@ from bench.engines.contestant import SystemClient
 from bench.engines.floors import ModelShape
 from bench.engines.peaks import measure_peaks
 from bench.engines.protocol import KV_ROUNDING, SystemSpec
-from bench.engines.shapes import ShapeError, read_config, shape_with_weights
 from bench.engines.system_process import SYSTEMS
 from bench.engines.work import WorkKind, longest_sequence
 from engine.config import EngineConfig
-from loadtest import report
 from loadtest.extras import PLOTS, PROCESSES, require
-from loadtest.machine import usable_cores
+from loadtest.model_command import ModelCommand
+from loadtest.model_shapes import ShapeError, read_config
 from loadtest.running import one_sentence, say_progress
 
-DEMO_MODEL = Path(__file__).parents[2] / "demo_model" / "weights"
 
-
-class OfModel(BaseModel):
-    """The flags of every command that loads a model."""
-
-    model: Path | None = Field(None, description="A transformers directory; without it, a shape with random weights.")
-    shape: str = Field("135m", description="Shape of the random weights: tiny, 30m, 135m, 360m, 1b or 8b.")
-    weights_dir: Path | None = Field(None, description="Where random weights are kept; default: a temporary one.")
-    dtype: str = Field("bfloat16", description="Number format of weights and KV: bfloat16, float16 or float32.")
-    device: str = Field("cpu", description="cpu, cuda or cuda:1 …")
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads of each system; 0: as many as cores.")
-    seed: int = Field(1, ge=0, description="The same seed makes the same weights and prompts.")
-    quick: bool = Field(False, description="The demo model and a little work: to see that everything runs.")
-    json_file: Path | None = Field(
-        None, validation_alias=AliasChoices("json"), description="Also write the result to this file."
-    )
-
-    @property
-    def num_threads(self) -> int:
-        return self.threads or len(usable_cores())
-
-    def model_dir(self) -> Path:
-        """Raises `ShapeError`."""
-        if self.model is not None:
-            return self.model
-        if self.quick:
-            return DEMO_MODEL
-        return shape_with_weights(self.shape, self.dtype, self.device, self.seed, self.weights_dir)
-
-    def conclude(self, text: str, result: dict[str, Any], model: str) -> None:
-        print(text)
-        if self.json_file is not None:
-            options = {"threads": self.num_threads, "dtype": self.dtype, "device": self.device}
-            report.write_json(self.json_file, options | result, seed=self.seed, model=model)
-
-
-class Engines(OfModel):
+class Engines(ModelCommand):
     """Our engine, transformers and vLLM interleaved on the same weights: throughput, ratios, decode steps, floors."""
 
     systems: str = Field("tidegate,tidegate-loop,generate_batch,generate,vllm", description="Which ones, by name.")
@@ -140,7 +102,7 @@ class Engines(OfModel):
         )
 
 
-class Growth(OfModel):
+class Growth(ModelCommand):
     """Decode steps against streams, context and model size, and beside bulk that only waits: table, JSON and plots."""
 
     out: Path = Field(Path("growth"), description="Directory for growth.json and the plots.")
@@ -162,7 +124,7 @@ class Growth(OfModel):
         print("\n".join(["", f"written: {self.json_file}", *(f"written: {path}" for path in plots)]))
 
 
-class Soak(OfModel):
+class Soak(ModelCommand):
     """The engine under random load with preemptions; exit 1 where its memory grows or blocks are lost."""
 
     minutes: float = Field(10.0, gt=0, le=24 * 60, description="Minutes of load.")

@@ -4,7 +4,6 @@ Knows processes and time limits; not what is measured. Whatever goes wrong in th
 with the reason and the end of its log.
 """
 
-import os
 import selectors
 import subprocess
 import sys
@@ -15,13 +14,13 @@ from typing import IO, Self
 
 from bench.engines.protocol import Done, Failed, Message, Order, Ready, SystemSpec, decode, encode
 from bench.engines.work import Job
+from loadtest.child_environment import ROOT, python_environment, threads_environment
 from loadtest.machine import usable_cores
 
 LOAD_TIMEOUT_S = 600.0  # vLLM compiles for more than a minute the first time
 END_TIMEOUT_S = 20.0
 MIN_IDLE_S = 1.0
 LOG_TAIL = 400  # characters
-ROOT = Path(__file__).parents[2]
 
 
 class SystemUnavailable(Exception):
@@ -120,26 +119,6 @@ class SystemClient:
     def _why_gone(self) -> str:
         tail = self._log_file.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:].strip()
         return f"its process failed; its log ends: {tail}" if tail else "its process failed"
-
-
-def python_environment(num_threads: int) -> dict[str, str]:
-    """This process's, for a Python that imports what this one does, with so many threads and without network."""
-    return threads_environment(num_threads) | {"PYTHONPATH": python_path()}
-
-
-def python_path() -> str:
-    """So that a child of this Python finds the same source tree, whatever its directory."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-
-
-def threads_environment(num_threads: int) -> dict[str, str]:
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": str(num_threads),
-        "MKL_NUM_THREADS": str(num_threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
 
 
 def vllm_environment(num_threads: int, kv_gib: str) -> dict[str, str]:

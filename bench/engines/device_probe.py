@@ -1,8 +1,7 @@
 """What the machine reaches, and what a run leaves unused: `python -m bench.engines.device_probe COMMAND`.
 
-The one module of the load tests that imports torch, always in a process of its own; prints one JSON object. `peaks`:
-memory bandwidth and matrix products, for the floors. `weights`: random ones in the shape of a config.json, for all
-systems to load. `busy`: the share of a decode run's time in which a GPU's kernels ran.
+Imports torch, and therefore always runs in a process of its own; prints one JSON object. `peaks`: memory bandwidth and
+matrix products, for the roofline. `busy`: the share of a decode run's time in which a GPU's kernels ran.
 """
 
 import argparse
@@ -17,19 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from bench.engines.floors import ModelShape, Peaks
 from bench.engines.protocol import KV_ROUNDING, SystemSpec
 from bench.engines.scheduled_system import ScheduledEngine
-from bench.engines.shapes import read_config, shape_with_weights
 from bench.engines.work import Job, WorkShape, make_job
 from engine.native.device import choose_device
+from loadtest.model_shapes import read_config, shape_with_weights
 
 READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 33}  # far more than any cache
 MATRIX_ROWS = {"cpu": 1024, "cuda": 8192}
 REPEATS = 8
-SHARD_SIZE = "4GB"
 PROMPT_TOKENS = 32
 
 
@@ -67,14 +64,6 @@ def _best_s(work: Callable[[], Tensor], device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def write_weights(directory: Path, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-    """Random weights in the shape of `directory/config.json`; made on `device`, where a large model is quick."""
-    set_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype)
-    model.save_pretrained(directory, max_shard_size=SHARD_SIZE)
 
 
 def busy_share(model_dir: str, dtype: str, streams: int, new_tokens: int) -> dict[str, float]:
@@ -137,7 +126,7 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="device_probe")
-    parser.add_argument("command", choices=("peaks", "weights", "busy"))
+    parser.add_argument("command", choices=("peaks", "busy"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -153,8 +142,6 @@ def main() -> None:
     result: dict[str, Any] = {"device": str(device), "torch": torch.__version__}
     if asked.command == "peaks":
         result |= asdict(measure_peaks(device, dtype))
-    elif asked.command == "weights":
-        write_weights(Path(asked.model), dtype, device, asked.seed)
     else:
         model = asked.model
         if asked.shape:

@@ -13,12 +13,12 @@ from statistics import median
 from bench.engines.floors import ModelShape, Peaks, decode_step
 from bench.engines.offline import generate_offline
 from bench.engines.resident import BULK_PROMPT, BULK_TOKENS, ResidentBench, ResidentCost
-from bench.engines.shapes import read_config, write_shape
 from bench.engines.work import WorkShape, make_job
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
 from engine.interface import StepPlan, StepResult
 from engine.native.execution.torch_engine import TorchEngine
+from loadtest.model_shapes import read_config, write_shape
 
 PROMPT_TOKENS = 32
 DECODE_STEPS = 8

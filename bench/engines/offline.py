@@ -6,18 +6,9 @@ step's token budget, first come first served: the plan that an engine's own spee
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan, StepResult
-
-
-class Stepper(Protocol):
-    """An engine that blocks while it steps."""
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    def step(self, plan: StepPlan) -> StepResult: ...
+from engine.interface import NewSequence, Run, StepPlan, StepResult
+from loadtest.calibration.stepper import Stepper, greedy
 
 
 class GenerationFailed(Exception):
@@ -61,11 +52,6 @@ def generate_offline(
         live = [p for p in live if not p.is_over]
         step_id += 1
     return [p.output for p in all_of_them]
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    """The likeliest token each time, and never an end before `max_tokens`."""
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 def _plan(step_id: int, live: Sequence[_Progress], budget: int) -> StepPlan:

@@ -4,8 +4,8 @@ import json
 import subprocess
 import sys
 
-from bench.engines.contestant import python_environment
 from bench.engines.floors import Peaks
+from loadtest.child_environment import python_environment
 
 TIMEOUT_S = 180.0
 

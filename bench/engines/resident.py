@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.engines.offline import Stepper, greedy
 from engine.interface import StepPlan
 from engine.step_time.model import StepCost, StepTimeModel
+from loadtest.calibration.stepper import Stepper, greedy
 from scheduler.config import TierSet, parse_tiers
 from scheduler.control.controller import SLAController
 from scheduler.planning.core import SchedulerCore

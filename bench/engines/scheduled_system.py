@@ -10,10 +10,11 @@ from itertools import count
 
 from prometheus_client import CollectorRegistry
 
-from bench.engines.offline import GenerationFailed, greedy
+from bench.engines.offline import GenerationFailed
 from bench.engines.protocol import SystemSpec
 from bench.engines.tidegate_system import engine_config
 from engine.factory import build_engine
+from loadtest.calibration.stepper import greedy
 from scheduler.clock import SystemClock
 from scheduler.config import TierSet, parse_tiers
 from scheduler.control.controller import SLAController

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from bench.engines.offline import GenerationFailed, Stepper
+from bench.engines.offline import GenerationFailed
 from bench.engines.soak_result import SoakResult
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
@@ -25,6 +25,7 @@ from engine.interface import (
     StepResult,
     blocks_for,
 )
+from loadtest.calibration.stepper import Stepper
 
 MAX_RUNNING = 24
 MAX_HELD = 32  # running, and set aside

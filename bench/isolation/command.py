@@ -15,7 +15,6 @@ import yaml
 from pydantic import AliasChoices, BaseModel, Field
 
 from bench.engines.contestant import vllm_environment
-from bench.engines.shapes import ShapeError
 from bench.isolation.arms import OWN_ARMS, Document
 from bench.isolation.conduct import ExperimentConfig, conduct
 from bench.isolation.page import write_page
@@ -36,6 +35,7 @@ from loadtest.client.http import Target, TargetError
 from loadtest.client.runner import Timing
 from loadtest.extras import PLOTS, require
 from loadtest.machine import usable_cores
+from loadtest.model_shapes import ShapeError
 from loadtest.running import ends_on_sigterm, run_to_end, running_server, say_progress
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Scenario, Targets, load_scenario

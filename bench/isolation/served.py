@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from bench.engines.contestant import python_path
-from bench.engines.shapes import read_config, write_shape
+from loadtest.child_environment import python_path
 from loadtest.client.http import Target, TargetError, discover_model, get
+from loadtest.model_shapes import read_config, write_shape
 
 START_TIMEOUT_S = 600.0  # vLLM compiles for more than a minute the first time
 END_TIMEOUT_S = 45.0

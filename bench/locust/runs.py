@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.engines.contestant import python_environment
 from bench.isolation.arms import Document, read_arm_file
 from bench.isolation.page import Card, Drawing, Frame, Page, Row, Section, Table
 from bench.isolation.systems import put_tiers, wait_until_quiet
+from loadtest.child_environment import python_environment
 from loadtest.client.http import Target, TargetError
 from loadtest.machine import hardware
 from loadtest.report import ABSENT

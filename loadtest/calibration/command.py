@@ -10,8 +10,6 @@ from pathlib import Path
 
 from pydantic import Field
 
-from bench.engines.commands import OfModel
-from bench.engines.shapes import ShapeError
 from engine.config import EngineConfig
 from engine.interface import EngineInfo
 from loadtest.calibration.fit import Calibration, calibrate
@@ -19,6 +17,8 @@ from loadtest.calibration.report import calibration_as_dict, cost_card, render_c
 from loadtest.calibration.sweep import Sweep, SweepLimits, repeated_mape
 from loadtest.extras import PLOTS, require
 from loadtest.machine import hardware
+from loadtest.model_command import ModelCommand
+from loadtest.model_shapes import ShapeError
 from loadtest.running import one_sentence
 from scheduler.worker.step_log import StepEntry, read_step_log
 
@@ -34,7 +34,7 @@ class _Measured:
     repeated_mape: float | None = None
 
 
-class Calibrate(OfModel):
+class Calibrate(ModelCommand):
     """Fit a cost card for the simulator: from a worker's --step-log, or from an engine driven through a sweep."""
 
     step_log: Path | None = Field(None, description="What `tidegate worker --step-log` wrote; without it: a sweep.")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from time import perf_counter
 
-from bench.engines.offline import Stepper, greedy
 from engine.interface import NewSequence, Run, StepPlan, StepResult
 from engine.step_time.model import StepWork
+from loadtest.calibration.stepper import Stepper, greedy
 from scheduler.worker.step_log import StepEntry
 
 KINDS = ("decode", "prefill", "mixed", "decode", "mixed")

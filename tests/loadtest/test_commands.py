@@ -12,7 +12,7 @@ import pytest
 from loadtest.checks.mixed import BULK, INTERACTIVE, MIXED, run_mixed
 from loadtest.client.http import parse_target
 from loadtest.client.runner import Timing
-from loadtest.dummy_model import write_dummy_model
+from loadtest.model_shapes import write_dummy_model
 from loadtest.report import render_mixed, table, write_json
 from loadtest.traffic.scenario import Scenario
 from tests.loadtest.fake_server import Body, FakeServer, repeat_or_count

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from bench.__main__ import main
 from bench.engines import commands
-from bench.engines.device_probe import write_weights
 from bench.engines.floors import Peaks
 from bench.engines.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
-from bench.engines.shapes import write_shape
 from bench.engines.system_process import serve
 from bench.engines.work import WorkShape, make_job
+from loadtest.model_shapes import write_shape
+from loadtest.random_weights import write_weights
 
 NUMBER_OR_NULL = {"type": ["number", "null"]}
 ESTIMATE = {

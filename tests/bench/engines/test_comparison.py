@@ -7,10 +7,11 @@ import pytest
 
 from bench.engines.comparison import Comparison, Plan, compare
 from bench.engines.comparison_report import ComparisonReport
-from bench.engines.contestant import ROOT, SystemClient, SystemUnavailable, environment_of, vllm_environment
+from bench.engines.contestant import SystemClient, SystemUnavailable, environment_of, vllm_environment
 from bench.engines.floors import ModelShape, Peaks
 from bench.engines.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
 from bench.engines.work import STEP_TOKENS, Job, WorkKind
+from loadtest.child_environment import ROOT
 
 SPEC = SystemSpec("model", "bfloat16", "cpu", 1, 128, 4, 512, 16)
 PLAN = Plan((WorkKind.DECODE, WorkKind.PREFILL), (1, 4), rounds=3, seed=1, vocab_size=100, is_quick=True)

@@ -3,9 +3,8 @@
 import pytest
 
 from bench.engines.floors import ModelShape, Peaks, StepNeeds, decode_step, job_floor_s
-from bench.engines.shapes import SHAPE_NAMES, shape_config
 from bench.engines.work import Job
-from loadtest.dummy_model import llama_135m_config
+from loadtest.model_shapes import SHAPE_NAMES, shape_config
 
 # 1 layer, hidden 4, one head of 4, MLP of 8, vocabulary 10: 4·(4+4+4+4) + 3·4·8 = 160 numbers, and 40 for logits.
 SMALL = ModelShape(
@@ -39,7 +38,7 @@ def test_only_sampled_rows_are_multiplied_with_the_head() -> None:
 
 
 def test_the_reference_shape_has_its_135_million_parameters() -> None:
-    shape = ModelShape.from_config(llama_135m_config(), "bfloat16")
+    shape = ModelShape.from_config(shape_config("135m"), "bfloat16")
     assert shape is not None
     norms = 576 * (2 * 30 + 1)
     assert shape.layer_weights + shape.head_weights + norms == 134_515_008
@@ -55,4 +54,4 @@ def test_every_shape_that_can_be_asked_for_has_a_floor(name: str) -> None:
 
 def test_a_model_of_another_kind_has_none() -> None:
     assert ModelShape.from_config({"n_embd": 32, "n_layer": 2}, "bfloat16") is None
-    assert ModelShape.from_config(llama_135m_config() | {"num_local_experts": 8}, "bfloat16") is None
+    assert ModelShape.from_config(shape_config("135m") | {"num_local_experts": 8}, "bfloat16") is None

@@ -10,7 +10,6 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from bench.engines.shapes import write_shape
 from bench.isolation.command import Isolation
 from bench.isolation.served import (
     context_of,
@@ -23,6 +22,7 @@ from bench.isolation.served import (
 from bench.locust.command import Locust
 from bench.locust.runs import CONTINUOUS, ONE_AT_A_TIME, Entry, read_entries
 from loadtest.client.http import TargetError
+from loadtest.model_shapes import write_shape
 from loadtest.shipped_tiers import shipped_tiers_path
 from loadtest.traffic.scenario import ScenarioError
 from scheduler.config import parse_tiers
