@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import CliPositionalArg
 
-from loadtest.report import ABSENT, table
+from loadtest.report import table
+from loadtest.reporting.formats import ABSENT
 from loadtest.running import one_sentence
 from loadtest.simulation.command import quieten
 from loadtest.simulation.cost_card import CostCard, CostCardError, load_cost_card

@@ -6,19 +6,20 @@ Knows flags, exit codes and where results are written; each command's work is in
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import AliasChoices, BaseModel, Field
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, CliSubCommand, SettingsConfigDict
 
-from loadtest import report
 from loadtest.calibration.command import Calibrate
 from loadtest.checks.mixed import run_mixed
 from loadtest.checks.nonce import run_nonces
+from loadtest.checks.report import mixed_record, nonce_record, streams_record
 from loadtest.checks.streams import run_streams
 from loadtest.client.http import Target
 from loadtest.client.runner import Timing
 from loadtest.model_shapes import write_dummy_model
+from loadtest.reporting.output import publish
+from loadtest.reporting.record import Provenance, Record
 from loadtest.running import run_cli, run_to_end, running_server, say_progress
 from loadtest.simulation.command import Simulate
 from loadtest.traffic.scenario import load_scenario
@@ -49,10 +50,11 @@ class _AgainstServer(BaseModel):
     async def target(self) -> Target:
         return await running_server(self.url, self.allow_remote, self.model)
 
-    def conclude(self, target: Target, text: str, result: dict[str, Any], *, passed: bool) -> None:
-        print(text)
-        if self.json_file is not None:
-            report.write_json(self.json_file, result, seed=self.seed, model=target.model)
+    def provenance(self, target: Target) -> Provenance:
+        return Provenance.of_this_run(target.model, self.seed)
+
+    def conclude(self, record: Record, *, passed: bool) -> None:
+        publish(record, self.json_file)
         if not passed:
             raise SystemExit(1)
 
@@ -81,8 +83,8 @@ class Mixed(_AgainstServer):
             self.seed,
             say_progress,
         )
-        described = {"scenario": scenario.model_dump(mode="json"), **report.mixed_as_dict(result)}
-        self.conclude(target, report.render_mixed(result), described, passed=result.has_answers)
+        record = mixed_record(result, scenario.model_dump(mode="json"), self.provenance(target))
+        self.conclude(record, passed=result.has_answers)
 
 
 class Nonce(_AgainstServer):
@@ -105,7 +107,7 @@ class Nonce(_AgainstServer):
             seed=self.seed,
             timeout_s=self.timeout,
         )
-        self.conclude(target, report.render_nonces(result), report.nonces_as_dict(result), passed=result.passed)
+        self.conclude(nonce_record(result, self.provenance(target)), passed=result.passed)
 
 
 class Streams(_AgainstServer):
@@ -137,7 +139,7 @@ class Streams(_AgainstServer):
         )
         failed = result.together.errors + result.one_at_a_time.errors
         passed = not failed and result.speedup is not None and result.speedup >= self.at_least
-        self.conclude(target, report.render_streams(result), report.streams_as_dict(result), passed=passed)
+        self.conclude(streams_record(result, self.provenance(target)), passed=passed)
 
 
 class DummyModel(BaseModel):

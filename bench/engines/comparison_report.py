@@ -10,7 +10,8 @@ from bench.engines.floors import ModelShape, Peaks, job_floor_s, measured_step
 from bench.engines.ratios import geometric_mean, paired_ratio
 from bench.engines.work import WorkKind
 from loadtest.estimates import Estimate
-from loadtest.report import ABSENT, table
+from loadtest.report import table
+from loadtest.reporting.formats import ABSENT
 
 OURS = "tidegate"
 NOISY_IDLE_SHARE = 0.05  # of a core; more, and a system was working while another was measured

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 
 from bench.engines.growth import Growth, GrowthPoint
 from bench.engines.resident import ResidentCost
-from loadtest.report import ABSENT, table
+from loadtest.report import table
+from loadtest.reporting.formats import ABSENT
 
 AXES = {"streams": "streams", "context": "tokens of context", "model": "model"}
 

@@ -19,9 +19,9 @@ from bench.isolation.goodput import Goodput
 from bench.isolation.shapes import Experiment
 from bench.isolation.summary import ArmSummary, Comparison, compare_all
 from bench.isolation.tuning import Sweep
+from loadtest.checks.report import summary_as_dict
 from loadtest.client.answer import Outcome
 from loadtest.client.runner import OVERFLOW, Timing
-from loadtest.report import summary_as_dict
 from loadtest.traffic.scenario import Scenario, Targets
 
 

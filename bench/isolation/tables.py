@@ -15,7 +15,7 @@ from bench.isolation.shapes import has_deadline
 from bench.isolation.summary import ArmSummary, compare_all
 from bench.isolation.tuning import Sweep
 from loadtest.estimates import Distribution, Estimate
-from loadtest.report import ABSENT, interval, number
+from loadtest.reporting.formats import ABSENT, interval, number
 from loadtest.traffic.scenario_arrivals import OpenLoop
 
 DIRECTION = {False: "≤", True: "≥"}

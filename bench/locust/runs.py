@@ -18,7 +18,7 @@ from bench.isolation.systems import put_tiers, wait_until_quiet
 from loadtest.child_environment import python_environment
 from loadtest.client.http import Target, TargetError
 from loadtest.machine import hardware
-from loadtest.report import ABSENT
+from loadtest.reporting.formats import ABSENT
 
 CONTINUOUS, ONE_AT_A_TIME = "continuous batching", "one at a time"
 LOCUSTFILE = Path(__file__).parents[2] / "loadtest" / "locustfile.py"

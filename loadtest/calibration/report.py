@@ -6,7 +6,8 @@ from typing import Any
 from engine.interface import EngineInfo
 from engine.step_time.model import StepCost
 from loadtest.calibration.fit import Calibration, Errors, KindFit
-from loadtest.report import ABSENT, table
+from loadtest.report import table
+from loadtest.reporting.formats import ABSENT
 from loadtest.simulation.cost_card import Coefficients, CostCard
 
 MAX_NOISE = 0.5  # what a card takes

@@ -6,7 +6,8 @@ Knows how results look; computes nothing that is not a unit or a rounding.
 import math
 from collections.abc import Sequence
 
-from loadtest.report import ABSENT, table
+from loadtest.report import table
+from loadtest.reporting.formats import ABSENT
 from loadtest.simulation.cost_card import CostCard
 from loadtest.simulation.observation import TierMoment
 from loadtest.simulation.summary import ClassSummary, EnginesSummary, Promise, Summary
