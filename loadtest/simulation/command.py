@@ -4,21 +4,23 @@ Knows flags and exit codes; the work is in `experiment` and `capacity`.
 """
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import structlog
 from pydantic import AliasChoices, BaseModel, Field
 
-from loadtest.report import table
+from loadtest.reporting.output import publish
+from loadtest.reporting.record import Record, Section, Table
 from loadtest.running import one_sentence, say_progress
 from loadtest.simulation.capacity import Capacity, Probe, fewest_workers, highest_rate
 from loadtest.simulation.cost_card import CostCardError, load_cost_card
 from loadtest.simulation.experiment import Experiment, find_tiers, read_whole_trace
-from loadtest.simulation.json_report import write_report
+from loadtest.simulation.report import simulation_record
 from loadtest.simulation.run import DRAIN_S
 from loadtest.simulation.summary import Summary
-from loadtest.simulation.text_report import render
 from loadtest.simulation.trace import TraceError
 from loadtest.simulation.traffic import TrafficError
 from loadtest.traffic.scenario import ScenarioError
@@ -39,7 +41,7 @@ class Simulate(BaseModel):
     workers: str = Field("1", pattern=r"^([1-9][0-9]{0,3}|auto)$", description="How many engines; auto: the fewest.")
     rate: float = Field(1.0, gt=0, le=1000, description="Times as many clients: more or fewer, never faster ones.")
     find_capacity: Literal["", "workers", "rate"] = Field(
-        "", description="Search for the fewest workers, or the highest rate, that keep all promises."
+        "", description="Search for the fewest workers, or the highest rate, that keep all SLOs."
     )
     drain: float = Field(DRAIN_S, ge=0, le=86400, description="Seconds that requests have to end after the load.")
     gather_ms: float = Field(0.0, ge=0, le=1000, description="Arrivals within as much enter the queue together.")
@@ -73,30 +75,28 @@ class Simulate(BaseModel):
         )
 
     def _answer(self, experiment: Experiment) -> bool:
-        """Print what was asked for; whether it was found. A single run is a look, whatever it shows."""
+        """Print what was asked for. Return False if a search found no amount that keeps all SLOs."""
         if self.find_capacity == "rate":
             found = highest_rate(lambda rate: _progress("rate", rate, experiment.with_rate(rate)))
-            print(_probes("rate", found))
-            return self._conclude(experiment.with_rate, found)
+            return self._conclude(experiment.with_rate, found, _probes("rate", found))
         if self.find_capacity == "workers" or self.workers == AUTO:
             fewest = fewest_workers(lambda n: _progress("workers", n, experiment.with_workers(n)))
-            print(_probes("workers", fewest))
-            return self._conclude(experiment.with_workers, fewest)
+            return self._conclude(experiment.with_workers, fewest, _probes("workers", fewest))
         self._report(experiment)
         return True
 
-    def _conclude(self, at: Any, found: Capacity[Any]) -> bool:
+    def _conclude(self, at: Callable[[Any], Experiment], found: Capacity[Any], probes: Section) -> bool:
         if found.best is None:
-            print("no amount within bounds keeps every promise")
+            publish(Record("no amount within bounds keeps every SLO", [probes]))
             return False
-        self._report(at(found.best.amount))
+        self._report(at(found.best.amount), probes)
         return True
 
-    def _report(self, experiment: Experiment) -> None:
+    def _report(self, experiment: Experiment, *before: Section) -> None:
         summary, observation = experiment.run()
-        print(render(self._title(experiment), summary, experiment.card), end="")
-        if self.json_file is not None:
-            write_report(self.json_file, self.model_dump(mode="json", exclude={"json_file"}), summary, observation)
+        options = self.model_dump(mode="json", exclude={"json_file"})
+        record = simulation_record(self._title(experiment), summary, experiment.card, observation, options)
+        publish(replace(record, sections=[*before, *record.sections]), self.json_file)
 
     def _title(self, experiment: Experiment) -> str:
         load = str(self.trace) if self.trace is not None else self.scenario
@@ -106,24 +106,24 @@ class Simulate(BaseModel):
 
 
 def quieten() -> None:
-    """A moved knob is a line of the report here, not of the log."""
+    """Log errors only: the report has a line for every moved knob."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
 
 def _progress(what: str, amount: float, experiment: Experiment) -> Summary:
     summary, _ = experiment.run()
-    verdict = "all promises kept" if summary.keeps_promises else "not all promises kept"
+    verdict = "all SLOs kept" if summary.keeps_promises else "not all SLOs kept"
     say_progress(f"{what} {amount:.4g}: {verdict}")
     return summary
 
 
-def _probes(what: str, found: Capacity[Any]) -> str:
-    header = (what, "busy", "promises", "broken")
+def _probes(what: str, found: Capacity[Any]) -> Section:
+    header = (what, "busy", "SLOs", "missed")
     rows = [_probe_cells(probe) for probe in sorted(found.probes, key=lambda p: p.amount)]
-    return table(header, rows) + "\n"
+    return Section(table=Table.of(header, rows))
 
 
 def _probe_cells(probe: Probe[Any]) -> tuple[str, ...]:
     broken = [f"{p.tier} {p.what}" for p in probe.summary.promises if not p.is_kept]
     busy = f"{100 * probe.summary.engines.busy_share:.1f} %"
-    return (f"{probe.amount:.4g}", busy, "kept" if not broken else "broken", ", ".join(broken) or "–")
+    return (f"{probe.amount:.4g}", busy, "kept" if not broken else "missed", ", ".join(broken) or "–")

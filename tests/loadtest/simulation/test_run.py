@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from engine.interface import PlanError, StepResult
+from loadtest.reporting.json_file import write_json
+from loadtest.reporting.text import render_text
 from loadtest.simulation.clients import TIMED_OUT
 from loadtest.simulation.experiment import Experiment, find_tiers
-from loadtest.simulation.json_report import write_report
 from loadtest.simulation.observation import Observation
-from loadtest.simulation.text_report import render
+from loadtest.simulation.report import simulation_record
 from loadtest.simulation.trace import TraceRow
 from loadtest.simulation.watched_engine import WatchedEngine
 from tests.loadtest.simulation.builders import COEFFICIENTS, chats, make_card, make_scenario, make_tiers, run_scenario
@@ -32,8 +33,9 @@ def make_experiment(trace: Sequence[TraceRow], duration_s: float = 20.0, **more:
 def report(tmp_path: Path, seed: int) -> tuple[str, bytes]:
     experiment = Experiment(make_tiers(), make_card(), 20.0, scenario="chat-and-bulk", seed=seed)
     summary, observation = experiment.run()
-    write_report(tmp_path / f"{seed}.json", {"seed": seed}, summary, observation)
-    return render("run", summary, experiment.card), (tmp_path / f"{seed}.json").read_bytes()
+    record = simulation_record("run", summary, experiment.card, observation, {"seed": seed})
+    write_json(tmp_path / f"{seed}.json", record)
+    return render_text(record), (tmp_path / f"{seed}.json").read_bytes()
 
 
 def test_the_same_seed_is_the_same_report_and_another_is_another(tmp_path: Path) -> None:

@@ -1,48 +1,47 @@
-"""A simulated run as text: the same digits for the same run, on any machine, so that two runs can be compared by diff.
+"""The record of a simulated run: the same digits for the same run on any machine, so that two runs can be compared.
 
-Knows how results look; computes nothing that is not a unit or a rounding.
+Therefore it has no date and no hardware. Knows how results look; computes nothing that is not a unit or a rounding.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
-from loadtest.report import table
-from loadtest.reporting.formats import ABSENT
+from loadtest.reporting.formats import ABSENT, percent
+from loadtest.reporting.record import Record, Section, Table
 from loadtest.simulation.cost_card import CostCard
-from loadtest.simulation.observation import TierMoment
+from loadtest.simulation.observation import Observation, TierMoment
+from loadtest.simulation.report_data import simulation_data
 from loadtest.simulation.summary import ClassSummary, EnginesSummary, Promise, Summary
 
 
-def render(title: str, summary: Summary, card: CostCard) -> str:
-    parts = [
-        f"{title}; times in ms",
-        "",
+def simulation_record(
+    title: str, summary: Summary, card: CostCard, observation: Observation, options: dict[str, Any]
+) -> Record:
+    """`options` are the command's flags, which the JSON repeats."""
+    data = {**options, **simulation_data(summary, observation)}
+    return Record(f"{title}; times in ms", simulation_sections(summary, card), data)
+
+
+def simulation_sections(summary: Summary, card: CostCard) -> list[Section]:
+    return [
         _requests(summary.classes),
-        "",
-        _latencies(summary.classes),
-        "",
-        _queues(summary),
-        "",
-        _engines(summary.engines),
-        *_preemptions(summary),
-        _cost(summary, card),
-        "",
+        Section(table=_latencies(summary.classes)),
+        Section(table=_queues(summary)),
+        Section(notes=(_engines(summary.engines), *_preemptions(summary), _cost(summary, card))),
         _moves(summary),
-        *(f"at the end: {tier} {_knobs(moment)}" for tier, moment in summary.knobs.items()),
-        "",
-        *(_promise(promise) for promise in summary.promises),
+        Section(notes=tuple(_promise(promise) for promise in summary.promises)),
     ]
-    return "\n".join(parts) + "\n"
 
 
-def _requests(classes: Sequence[ClassSummary]) -> str:
+def _requests(classes: Sequence[ClassSummary]) -> Section:
     header = ("class", "tier", "offered", "admitted", "demoted", "done", "failed", "unfinished", "kept", "tok/s")
     rows = [
         (
             c.name,
             c.tier,
             *(str(n) for n in (c.offered, c.admitted, c.demoted, c.done, sum(c.failed.values()), c.unfinished)),
-            _percent(c.attainment),
+            percent(c.attainment, 2),
             f"{c.tokens_per_s:.1f}",
         )
         for c in classes
@@ -53,10 +52,10 @@ def _requests(classes: Sequence[ClassSummary]) -> str:
         for kind, counted in (("rejected", c.rejected), ("failed", c.failed))
         for reason, count in counted.items()
     ]
-    return "\n".join([table(header, rows), *reasons])
+    return Section(table=Table.of(header, rows), notes=tuple(reasons))
 
 
-def _latencies(classes: Sequence[ClassSummary]) -> str:
+def _latencies(classes: Sequence[ClassSummary]) -> Table:
     header = ("class", "TTFT p50", "p95", "p99", "ITL p50", "p99", "max", "E2E p50", "p95", "p99")
     rows = [
         (
@@ -67,23 +66,23 @@ def _latencies(classes: Sequence[ClassSummary]) -> str:
         )
         for c in classes
     ]
-    return table(header, rows)
+    return Table.of(header, rows)
 
 
-def _queues(summary: Summary) -> str:
+def _queues(summary: Summary) -> Table:
     header = ("tier", "started", "queued p50", "p95", "p99", "max")
     rows = [
         (tier, str(waited.count), *_cells(waited.p50, waited.p95, waited.p99, waited.max))
         for tier, waited in summary.queue.items()
     ]
-    return table(header, rows)
+    return Table.of(header, rows)
 
 
 def _engines(engines: EnginesSummary) -> str:
     return (
-        f"engines: {engines.workers}, busy {_percent(engines.busy_share)}; {engines.steps} steps of "
+        f"engines: {engines.workers}, busy {percent(engines.busy_share, 2)}; {engines.steps} steps of "
         f"{engines.sequences_per_step:.1f} sequences and {engines.tokens_per_step:.1f} tokens; "
-        f"predictor error {_percent(engines.predictor_error)}"
+        f"predictor error {percent(engines.predictor_error, 2)}"
     )
 
 
@@ -92,7 +91,7 @@ def _preemptions(summary: Summary) -> list[str]:
     counted = ", ".join(f"{tier} {mode} {n}" for (tier, mode), n in summary.preemptions.items())
     return [
         f"preemptions: {counted or 'none'}; {engines.lost_tokens} tokens lost with their KV",
-        f"shed: {engines.shed_steps} steps, {engines.shed_rows} sequences; wasted {_percent(engines.wasted_share)}",
+        f"shed: {engines.shed_steps} steps, {engines.shed_rows} sequences; wasted {percent(engines.wasted_share, 2)}",
     ]
 
 
@@ -105,9 +104,12 @@ def _cost(summary: Summary, card: CostCard) -> str:
     return f"cost: {per_request:.2f} a million requests, {per_token:.2f} a million output tokens"
 
 
-def _moves(summary: Summary) -> str:
+def _moves(summary: Summary) -> Section:
     rows = [(*key, str(up), str(down)) for key, (up, down) in summary.moves.items()]
-    return table(("tier", "knob", "moved by", "up", "down"), rows) if rows else "the controller moved no knob"
+    at_the_end = tuple(f"at the end: {tier} {_knobs(moment)}" for tier, moment in summary.knobs.items())
+    if not rows:
+        return Section(notes=("the controller moved no knob", *at_the_end))
+    return Section(table=Table.of(("tier", "knob", "moved by", "up", "down"), rows), notes=at_the_end)
 
 
 def _knobs(moment: TierMoment) -> str:
@@ -117,14 +119,10 @@ def _knobs(moment: TierMoment) -> str:
 
 def _promise(promise: Promise) -> str:
     is_share = promise.what == "deadlines met"
-    observed = _percent(promise.observed) if is_share else _cells(promise.observed)[0]
-    target = f"at least {_percent(promise.target)}" if is_share else f"at most {1000 * promise.target:.0f}"
+    observed = percent(promise.observed, 2) if is_share else _cells(promise.observed)[0]
+    target = f"at least {percent(promise.target, 2)}" if is_share else f"at most {1000 * promise.target:.0f}"
     return f"{promise.tier} {promise.what}: {observed}, promised {target}: {'kept' if promise.is_kept else 'BROKEN'}"
 
 
 def _cells(*seconds: float | None) -> tuple[str, ...]:
     return tuple(ABSENT if s is None else "never" if math.isinf(s) else f"{1000 * s:.1f}" for s in seconds)
-
-
-def _percent(share: float | None) -> str:
-    return ABSENT if share is None else f"{100 * share:.2f} %"

@@ -1,12 +1,7 @@
-"""A simulated run as JSON: the summary, every move of a knob with its reason, and the run second by second.
+"""A simulated run as data for JSON: the summary, every move of a knob with its reason, and the run second by second."""
 
-No date and no machine in it: the same run is the same file.
-"""
-
-import json
 import math
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +10,11 @@ from loadtest.simulation.observation import Observation, RequestRecord
 from loadtest.simulation.summary import Summary, quantile
 
 
-def write_report(path: Path, options: dict[str, Any], summary: Summary, observation: Observation) -> None:
-    found = {"summary": _summary(summary), "moves": _moves(observation), "seconds": _seconds(observation)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_finite({**options, **found}), indent=1, ensure_ascii=False, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+def simulation_data(summary: Summary, observation: Observation) -> dict[str, Any]:
+    found: dict[str, Any] = _finite(
+        {"summary": _summary(summary), "moves": _moves(observation), "seconds": _seconds(observation)}
+    )
+    return found
 
 
 def _summary(summary: Summary) -> dict[str, Any]:
@@ -71,7 +66,7 @@ def _arrivals(records: list[RequestRecord]) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no infinity: what never came is None."""
+    """Return the value with None for infinities, which JSON does not have, and with 9 decimals."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
