@@ -14,8 +14,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import CliPositionalArg
 
-from loadtest.report import table
-from loadtest.reporting.formats import ABSENT
+from loadtest.reporting.formats import milliseconds, number
+from loadtest.reporting.output import publish
+from loadtest.reporting.record import Record, Section, Table
 from loadtest.running import one_sentence
 from loadtest.simulation.command import quieten
 from loadtest.simulation.cost_card import CostCard, CostCardError, load_cost_card
@@ -46,7 +47,7 @@ class SimulatorAccuracy(BaseModel):
         with one_sentence(ComparisonError, CostCardError, TierConfigError, TrafficError, said_by="simulator-accuracy"):
             card = load_cost_card(self.model_shape)
             compared = compare_arm(read_result(self.result), self.arm, card, self.gateway_ms / 1000)
-        print(render_comparison(self.arm, card, compared))
+        publish(accuracy_record(self.arm, card, compared))
         ratios = [ratio for c in compared for ratio in c.ratios() if ratio is not None]
         if self.within and not (ratios and all(abs(ratio - 1) <= self.within for ratio in ratios)):
             raise SystemExit(1)
@@ -195,27 +196,19 @@ def _as_long(traffic: Traffic, ended: Mapping[str, int]) -> Traffic:
     return replace(traffic, arrivals=[cut(r) for r in traffic.arrivals], backlogs=backlogs)
 
 
-def render_comparison(arm: str, card: CostCard, compared: Sequence[Compared]) -> str:
+def accuracy_record(arm: str, card: CostCard, compared: Sequence[Compared]) -> Record:
     header = ("class", "what", "n", "simulated n", "p50 ms", "simulated", "÷", "p95 ms", "simulated", "÷")
-    rows = []
-    for c in compared:
-        p50, p95 = c.ratios()
-        rows.append(
-            (
-                *(c.traffic_class, c.what, str(c.measured.count), str(c.simulated.count)),
-                *(_ms(c.measured.p50), _ms(c.simulated.p50), _ratio(p50)),
-                *(_ms(c.measured.p95), _ms(c.simulated.p95), _ratio(p95)),
-            )
-        )
     ratios = [ratio for c in compared for ratio in c.ratios() if ratio is not None]
     worst = max((abs(ratio - 1) for ratio in ratios), default=None)
     verdict = "nothing to compare" if worst is None else f"largest deviation: {100 * worst:.1f} %"
-    return f"arm {arm} on the card {card.name}\n{table(header, rows)}\n{verdict}"
+    table = Table.of(header, map(_compared_cells, compared))
+    return Record(sections=[Section(f"arm {arm} on the card {card.name}", table, (verdict,))])
 
 
-def _ms(seconds: float | None) -> str:
-    return ABSENT if seconds is None else f"{1000 * seconds:.1f}"
-
-
-def _ratio(ratio: float | None) -> str:
-    return ABSENT if ratio is None else f"{ratio:.2f}"
+def _compared_cells(c: Compared) -> tuple[str, ...]:
+    p50, p95 = c.ratios()
+    return (
+        *(c.traffic_class, c.what, str(c.measured.count), str(c.simulated.count)),
+        *(milliseconds(c.measured.p50), milliseconds(c.simulated.p50), number(p50)),
+        *(milliseconds(c.measured.p95), milliseconds(c.simulated.p95), number(p95)),
+    )

@@ -18,7 +18,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from engine.interface import SamplingParams
-from loadtest.report import table
+from loadtest.reporting.output import publish
+from loadtest.reporting.record import Record, Section, Table
 from loadtest.running import one_sentence
 from scheduler.clock import SystemClock
 from scheduler.queue.redis import RedisQueue
@@ -83,7 +84,7 @@ class Store(BaseModel):
         # redis-py raises ValueError for a URL that it cannot read.
         with one_sentence(RedisError, ValkeyError, OSError, ValueError, said_by="store"), self._store() as url:
             rates = asyncio.run(self._measure(url))
-        print(render_store(rates, self.needed))
+        publish(store_record(rates, self.needed))
 
     @contextmanager
     def _store(self) -> Iterator[str]:
@@ -125,21 +126,21 @@ async def measure_store(url: str, requests: int, batch: int, prompt_tokens: int)
     return StoreRate(batch, prompt_tokens, phases)
 
 
-def render_store(rates: Sequence[StoreRate], needed_per_s: float) -> str:
+def store_record(rates: Sequence[StoreRate], needed_per_s: float) -> Record:
     header = ("requests a call", "move", "requests/s", "store, us each")
     rows = [
         (str(rate.batch), phase.name, f"{phase.per_s:.0f}", f"{phase.server_us:.1f}")
         for rate in rates
         for phase in rate.phases
     ]
-    lines = [table(header, rows)]
+    notes = []
     for rate in rates:
         share = needed_per_s / rate.full_at_per_s
-        lines.append(
+        notes.append(
             f"{rate.batch} a call: a request costs the store {rate.server_us:.1f} us from put to ack; it is full at "
             f"{rate.full_at_per_s:.0f} requests/s, and {needed_per_s:.0f} keep it busy {100 * share:.0f} % of the time"
         )
-    return "\n".join(lines)
+    return Record(sections=[Section(table=Table.of(header, rows), notes=tuple(notes))])
 
 
 async def _phase(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from bench.store_throughput import StorePhase, StoreRate, measure_store, render_store
+from bench.store_throughput import StorePhase, StoreRate, measure_store, store_record
+from loadtest.reporting.text import render_text
 from tidegate.valkey import running_valkey
 
 ROOT = Path(__file__).parents[2]
@@ -40,4 +41,4 @@ def test_where_the_store_is_full_follows_from_its_own_seconds() -> None:
     rate = StoreRate(64, 128, phases)
     assert rate.server_us == pytest.approx(50.0)
     assert rate.full_at_per_s == pytest.approx(20_000)
-    assert "10000 keep it busy 50 % of the time" in render_store([rate], 10_000)
+    assert "10000 keep it busy 50 % of the time" in render_text(store_record([rate], 10_000))
