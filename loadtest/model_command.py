@@ -1,13 +1,14 @@
 """What all commands share that measure an engine in this process: the flags that name a model, and how results end."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from loadtest import report
 from loadtest.machine import usable_cores
 from loadtest.model_shapes import shape_with_weights
+from loadtest.reporting.output import publish
+from loadtest.reporting.record import Provenance, Record
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model" / "weights"
 
@@ -39,8 +40,8 @@ class ModelCommand(BaseModel):
             return DEMO_MODEL
         return shape_with_weights(self.shape, self.dtype, self.device, self.seed, self.weights_dir)
 
-    def conclude(self, text: str, result: dict[str, Any], model: str) -> None:
-        print(text)
-        if self.json_file is not None:
-            options = {"threads": self.num_threads, "dtype": self.dtype, "device": self.device}
-            report.write_json(self.json_file, options | result, seed=self.seed, model=model)
+    def conclude(self, record: Record, model: str) -> None:
+        """Print the record and write its JSON where that is asked for, with the flags that name the model."""
+        options = {"threads": self.num_threads, "dtype": self.dtype, "device": self.device}
+        provenance = Provenance.of_this_run(model, self.seed)
+        publish(replace(record, data={**options, **record.data}, provenance=provenance), self.json_file)

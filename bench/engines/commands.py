@@ -6,7 +6,6 @@ Knows flags, files and exit codes; what is measured is in the modules that the c
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import Field
@@ -58,7 +57,7 @@ class Engines(ModelCommand):
         return any(sample.system == OURS for sample in comparison.samples) and OURS not in comparison.unavailable
 
     def _conclude(self, comparison: ComparisonReport, model: str) -> None:
-        self.conclude(comparison.render(), comparison.as_dict(), model)
+        self.conclude(comparison.record(), model)
 
     def _plan(self, vocab_size: int) -> Plan:
         return Plan(
@@ -111,7 +110,8 @@ class Growth(ModelCommand):
         with one_sentence():
             require(PLOTS, "growth")
         from bench.engines.growth import QUICK_SWEEP, GrowthBench, Machine, Sweep  # torch
-        from bench.engines.growth_report import growth_as_dict, plot_growth, render_growth  # matplotlib
+        from bench.engines.growth_plots import plot_growth  # matplotlib
+        from bench.engines.growth_report import growth_record
 
         peaks = measure_peaks(self.device, self.dtype, self.num_threads)
         machine = Machine(self.dtype, self.device, self.num_threads, self.seed, peaks)
@@ -120,8 +120,7 @@ class Growth(ModelCommand):
             growth = GrowthBench(machine, Path(scratch), say_progress).run(sweep)
         plots = plot_growth(growth, self.out)
         self.json_file = self.json_file or self.out / "growth.json"
-        self.conclude(render_growth(growth), growth_as_dict(growth), sweep.shape)
-        print("\n".join(["", f"written: {self.json_file}", *(f"written: {path}" for path in plots)]))
+        self.conclude(growth_record(growth, [self.json_file, *plots]), sweep.shape)
 
 
 class Soak(ModelCommand):
@@ -144,8 +143,7 @@ class Soak(ModelCommand):
         from bench.engines.soak import run_soak  # torch, psutil
 
         result = run_soak(config, 60 * self.minutes, self.seed, say_progress)
-        described = asdict(result) | {"growth": result.growth, "passed": result.passed}
-        self.conclude(result.render(), described, str(model_dir))
+        self.conclude(result.record(), str(model_dir))
         if not result.passed:
             raise SystemExit(1)
 

@@ -1,4 +1,4 @@
-"""A comparison as a table for people and as plain data for programs. Computes means, ratios, shares; runs nothing."""
+"""The record of a comparison of engines. Computes means, ratios and shares; runs nothing."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,8 +10,8 @@ from bench.engines.floors import ModelShape, Peaks, job_floor_s, measured_step
 from bench.engines.ratios import geometric_mean, paired_ratio
 from bench.engines.work import WorkKind
 from loadtest.estimates import Estimate
-from loadtest.report import table
 from loadtest.reporting.formats import ABSENT
+from loadtest.reporting.record import Record, Section, Table
 
 OURS = "tidegate"
 NOISY_IDLE_SHARE = 0.05  # of a core; more, and a system was working while another was measured
@@ -41,17 +41,21 @@ class ComparisonReport:
             "floors": self._floors(),
         }
 
-    def render(self) -> str:
-        result = self.as_dict()
-        parts = ["throughput; prefill counts prompt tokens too", self._render_jobs(result["jobs"]), ""]
-        parts += ["one decode step with all streams", self._render_steps(result["steps"]), ""]
-        parts += [f"{name}: {settings}" for name, settings in self._noted.settings.items()]
-        parts += [f"NOT MEASURED: {name}: {reason}" for name, reason in self._noted.unavailable.items()]
-        parts += [f"WARNING: {warning}" for warning in result["warnings"]]
+    def record(self) -> Record:
+        data = self.as_dict()
+        sections = [
+            Section("throughput; prefill counts prompt tokens too", _jobs_table(data["jobs"])),
+            Section("one decode step with all streams", _steps_table(data["steps"])),
+            Section(facts=tuple(self._noted.settings.items()), notes=self._notes()),
+        ]
+        return Record(sections=sections, data=data, warnings=data["warnings"])
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = [f"NOT MEASURED: {name}: {reason}" for name, reason in self._noted.unavailable.items()]
         if self._peaks is not None:
             gigabytes, gigaflops = self._peaks.bytes_per_s / 1e9, self._peaks.flops_per_s / 1e9
-            parts.append(f"floors from {gigabytes:.1f} GB/s and {gigaflops:.0f} GFLOP/s, measured before the run")
-        return "\n".join(parts)
+            notes.append(f"floors from {gigabytes:.1f} GB/s and {gigaflops:.0f} GFLOP/s, measured before the run")
+        return tuple(notes)
 
     def warnings(self) -> list[str]:
         return [
@@ -95,24 +99,6 @@ class ComparisonReport:
         shape, peaks = self._shape, self._peaks
         return geometric_mean([job_floor_s(s.job, shape, peaks) / s.elapsed_s for s in samples]).value
 
-    def _render_jobs(self, rows: Sequence[dict[str, Any]]) -> str:
-        header = ("work", "streams", "system", "tok/s", "ours ÷ it (95 %)", "of the floor", "same tokens as ours")
-        return table(
-            header,
-            [
-                (
-                    row["work"],
-                    str(row["streams"]),
-                    row["system"],
-                    f"{row['tokens_per_s']['value']:.1f}",
-                    _interval(row["ours_over_it"]),
-                    _percent(row["share_of_floor"]),
-                    _percent(row["agreement_with_ours"]),
-                )
-                for row in rows
-            ],
-        )
-
     # -- steps -------------------------------------------------------------------------------------------------
 
     def _step_cells(self) -> list[tuple[int, str]]:
@@ -138,22 +124,6 @@ class ComparisonReport:
             return None
         return measured_step(streams).floor_s(self._shape, self._peaks)
 
-    def _render_steps(self, rows: Sequence[dict[str, Any]]) -> str:
-        header = ("streams", "system", "ms a step (95 %)", "floor ms", "of the floor")
-        return table(
-            header,
-            [
-                (
-                    str(row["streams"]),
-                    row["system"],
-                    _interval(row["step_s"], 1e3),
-                    ABSENT if row["floor_s"] is None else f"{1e3 * row['floor_s']:.2f}",
-                    _percent(row["share_of_floor"]),
-                )
-                for row in rows
-            ],
-        )
-
     def _floors(self) -> dict[str, Any] | None:
         if self._shape is None or self._peaks is None:
             return None
@@ -163,6 +133,42 @@ class ComparisonReport:
             if (needs := measured_step(streams))
         }
         return {"peaks": asdict(self._peaks), "shape": asdict(self._shape), "decode_step": steps}
+
+
+def _jobs_table(rows: Sequence[dict[str, Any]]) -> Table:
+    header = ("work", "streams", "system", "tok/s", "ours ÷ it (95 %)", "of the floor", "same tokens as ours")
+    return Table.of(
+        header,
+        [
+            (
+                row["work"],
+                str(row["streams"]),
+                row["system"],
+                f"{row['tokens_per_s']['value']:.1f}",
+                _interval(row["ours_over_it"]),
+                _percent(row["share_of_floor"]),
+                _percent(row["agreement_with_ours"]),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _steps_table(rows: Sequence[dict[str, Any]]) -> Table:
+    header = ("streams", "system", "ms a step (95 %)", "floor ms", "of the floor")
+    return Table.of(
+        header,
+        [
+            (
+                str(row["streams"]),
+                row["system"],
+                _interval(row["step_s"], 1e3),
+                ABSENT if row["floor_s"] is None else f"{1e3 * row['floor_s']:.2f}",
+                _percent(row["share_of_floor"]),
+            )
+            for row in rows
+        ],
+    )
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float | None] | None:

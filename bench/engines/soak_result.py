@@ -1,7 +1,9 @@
 """What a soak found, and whether that is good enough. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
+
+from loadtest.reporting.record import Record, Section
 
 MAX_GROWTH = 0.02  # of the mean RSS of the second half over that of the first
 
@@ -22,18 +24,18 @@ class SoakResult:
         """Mean RSS of the second half ÷ that of the first, less one."""
         return rss_growth(self.rss_bytes)
 
-    def render(self) -> str:
+    def record(self) -> Record:
         first, last = (self.rss_bytes[i] / 2**20 if self.rss_bytes else 0.0 for i in (0, -1))
         verdict = "flat" if self.growth <= MAX_GROWTH else f"GREW, by more than {MAX_GROWTH:.0%}"
         preemptions = ", ".join(f"{count} by {mode}" for mode, count in self.preemptions.items())
-        return "\n".join(
-            [
-                f"{self.steps} steps and {self.tokens} tokens in {self.seconds:.0f} s: {self.finished} finished, "
-                f"{self.aborted} aborted; preempted: {preemptions}",
-                f"RSS {first:.1f} MiB first, {last:.1f} MiB last, second half {self.growth:+.2%}: {verdict}",
-                "all KV blocks came back" if not self.blocks_lost else f"LOST: {self.blocks_lost} KV blocks",
-            ]
+        notes = (
+            f"{self.steps} steps and {self.tokens} tokens in {self.seconds:.0f} s: {self.finished} finished, "
+            f"{self.aborted} aborted; preempted: {preemptions}",
+            f"RSS {first:.1f} MiB first, {last:.1f} MiB last, second half {self.growth:+.2%}: {verdict}",
+            "all KV blocks came back" if not self.blocks_lost else f"LOST: {self.blocks_lost} KV blocks",
         )
+        data = asdict(self) | {"growth": self.growth, "passed": self.passed}
+        return Record(sections=[Section(notes=notes)], data=data)
 
     @property
     def passed(self) -> bool:

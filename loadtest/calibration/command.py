@@ -13,7 +13,7 @@ from pydantic import Field
 from engine.config import EngineConfig
 from engine.interface import EngineInfo
 from loadtest.calibration.fit import Calibration, calibrate
-from loadtest.calibration.report import calibration_as_dict, cost_card, render_calibration
+from loadtest.calibration.report import calibration_record, cost_card
 from loadtest.calibration.sweep import Sweep, SweepLimits, repeated_mape
 from loadtest.extras import PLOTS, require
 from loadtest.machine import hardware
@@ -68,9 +68,8 @@ class Calibrate(ModelCommand):
             from loadtest.calibration.plot import plot_calibration  # matplotlib
 
             plot_calibration(calibration, self.plot)
-        result = calibration_as_dict(calibration, measured.repeated_mape)
-        self.conclude(render_calibration(calibration, measured.repeated_mape), result, measured.engine.model_path)
-        print(f"\nwritten: {self.out}")
+        record = calibration_record(calibration, measured.repeated_mape, self.out)
+        self.conclude(record, measured.engine.model_path)
 
     def _measured(self) -> _Measured:
         if self.step_log is None:

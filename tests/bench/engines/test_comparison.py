@@ -12,6 +12,7 @@ from bench.engines.floors import ModelShape, Peaks
 from bench.engines.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
 from bench.engines.work import STEP_TOKENS, Job, WorkKind
 from loadtest.child_environment import ROOT
+from loadtest.reporting.text import render_text
 
 SPEC = SystemSpec("model", "bfloat16", "cpu", 1, 128, 4, 512, 16)
 PLAN = Plan((WorkKind.DECODE, WorkKind.PREFILL), (1, 4), rounds=3, seed=1, vocab_size=100, is_quick=True)
@@ -76,7 +77,7 @@ def test_who_fails_leaves_with_the_reason_and_the_others_go_on() -> None:
     assert noted.unavailable == {"vllm": "out of memory"}
     assert sum(s.system == "tidegate" for s in noted.samples) == 3 * 4
     report = ComparisonReport(noted, SHAPE, PEAKS)
-    assert "NOT MEASURED: vllm: out of memory" in report.render()
+    assert "NOT MEASURED: vllm: out of memory" in render_text(report.record())
 
 
 def test_without_ours_there_is_no_ratio_and_still_a_table() -> None:
