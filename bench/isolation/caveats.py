@@ -1,7 +1,7 @@
 """Why the numbers of an experiment should not be believed, if there is a reason. Pure."""
 
 from bench.isolation.arms import BULK_ALONE
-from bench.isolation.record import Result
+from bench.isolation.result import Result
 from bench.isolation.summary import ArmSummary
 from loadtest.checks.validity import client_warnings, failure_warnings
 from loadtest.traffic.scenario import Targets

@@ -5,7 +5,6 @@ Knows flags and exit codes; the experiment is `conduct`.
 
 import os
 import shlex
-import sys
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -17,8 +16,8 @@ from pydantic import AliasChoices, BaseModel, Field
 from bench.engines.contestant import vllm_environment
 from bench.isolation.arms import OWN_ARMS, Document
 from bench.isolation.conduct import ExperimentConfig, conduct
-from bench.isolation.page import write_page
-from bench.isolation.record import Result, as_dict
+from bench.isolation.report import Drawings, isolation_record
+from bench.isolation.result import Result
 from bench.isolation.served import (
     context_of,
     serving,
@@ -29,13 +28,14 @@ from bench.isolation.served import (
 )
 from bench.isolation.shapes import EXPERIMENTS, ExperimentName
 from bench.isolation.systems import Systems, tiers_in_force, tiers_kept
-from bench.isolation.text import render_text
-from loadtest import report
+from bench.reporting.page import write_page
 from loadtest.client.http import Target, TargetError
 from loadtest.client.runner import Timing
 from loadtest.extras import PLOTS, require
 from loadtest.machine import usable_cores
 from loadtest.model_shapes import ShapeError
+from loadtest.reporting.output import publish
+from loadtest.reporting.record import Provenance
 from loadtest.running import ends_on_sigterm, run_to_end, running_server, say_progress
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Scenario, Targets, load_scenario
@@ -198,13 +198,16 @@ class Isolation(BaseModel):
         return await tiers_in_force(ours) if self.url else read_shipped_tiers()
 
     def _conclude(self, result: Result, model: str) -> None:
-        if self.json_file is not None:
-            report.write_json(self.json_file, as_dict(result), seed=self.seed, model=model)
-        print(render_text(result))
+        record = isolation_record(result, Provenance.of_this_run(model, self.seed), self._drawings(result))
+        publish(record, self.json_file)
         if self.report_dir is not None:
-            from bench.isolation.presentation import experiment_page  # matplotlib
-
-            command = shlex.join(["python", "-m", "bench", *sys.argv[1:]])
-            print(f"\n{write_page(self.report_dir, experiment_page(result, command, model, self.seed))}")
+            print(f"\nwritten: {write_page(self.report_dir, record)}")
         if not result.has_answers:
             raise SystemExit(1)
+
+    def _drawings(self, result: Result) -> Drawings:
+        if self.report_dir is None:
+            return {}
+        from bench.isolation.drawings import draw_experiment  # matplotlib
+
+        return draw_experiment(result)

@@ -14,7 +14,7 @@ from bench.isolation.experiment import Part, Progress, run_part, run_rounds
 from bench.isolation.goals import judge
 from bench.isolation.goodput import Goodput
 from bench.isolation.promises import is_premium, premium_ttft_ms, promises_by_class
-from bench.isolation.record import Result
+from bench.isolation.result import Result
 from bench.isolation.shapes import Experiment, shaped
 from bench.isolation.summary import met_by_arrival, summarize_arms
 from bench.isolation.systems import Systems, explanations

@@ -1,6 +1,6 @@
 """Plots over the time of one part: first tokens, bulk, who was set aside, and the knobs.
 
-Knows parts; how drawings look is `canvas`.
+Knows parts; the style is in `bench.reporting.svg`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.isolation.attainment import has_met
-from bench.isolation.canvas import CYCLE, GREEN, MUTED, VIOLET, WARM, drawn, log_ms
 from bench.isolation.experiment import Part
+from bench.reporting.svg import CYCLE, GREEN, MUTED, VIOLET, WARM, draw_svg, log_ms
 from loadtest.client.timeline import Series
 from loadtest.traffic.scenario import Scenario, Targets
 
@@ -39,7 +39,7 @@ def arm_over_time(
         low.set_xlabel("seconds since the part began")
         low.set_xlim(0, part.run.duration_s)
 
-    return drawn(f"time-{part.arm.name}", 5.2, draw)
+    return draw_svg(f"time-{part.arm.name}", 5.2, draw)
 
 
 def _first_tokens(axes: Axes, part: Part, scenario: Scenario, promises: Mapping[str, Targets]) -> None:
@@ -112,7 +112,7 @@ def knobs_over_time(part: Part, tiers: Sequence[str]) -> str | None:
         low.set_xlabel("seconds since the part began")
         low.set_xlim(0, part.run.duration_s)
 
-    return drawn(f"knobs-{part.arm.name}", 3.4, draw)
+    return draw_svg(f"knobs-{part.arm.name}", 3.4, draw)
 
 
 def bulk_rate(part: Part, scenario: Scenario) -> tuple[np.ndarray, np.ndarray]:

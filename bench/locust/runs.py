@@ -7,22 +7,24 @@ it replaces sockets and sleep by gevent's. Knows Locust's flags and files; not w
 import asyncio
 import json
 import sys
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.isolation.arms import Document, read_arm_file
-from bench.isolation.page import Card, Drawing, Frame, Page, Row, Section, Table
 from bench.isolation.systems import put_tiers, wait_until_quiet
 from loadtest.child_environment import python_environment
 from loadtest.client.http import Target, TargetError
-from loadtest.machine import hardware
 from loadtest.reporting.formats import ABSENT
+from loadtest.reporting.record import Card, Drawing, Frame, Provenance, Record, Row, Section, Table
 
 CONTINUOUS, ONE_AT_A_TIME = "continuous batching", "one at a time"
 LOCUSTFILE = Path(__file__).parents[2] / "loadtest" / "locustfile.py"
 ENTRIES = ("realtime first token", "realtime token gap", "realtime chat", "bulk flex")
+HOW = (
+    "The same server and the same users; between the runs it is told tiers whose batch holds one sequence. Locust is a "
+    "closed loop: its users wait for their answers, so a slow server is asked less."
+)
 GRACE_S = 60.0  # beyond the run: start, report, last answers
 
 
@@ -124,7 +126,7 @@ def locust_table(runs: list[LocustRun]) -> Table:
             entry = run.entries.get(name)
             rows.append(Row((name, run.name, *_cells(entry)), "ours" if run.name == CONTINUOUS else ""))
     header = ("what", "way", "count", "failures", "per s", "p50", "p95", "p99")
-    return Table(header, tuple(rows), text_columns=(0, 1))
+    return Table(header, tuple(rows))
 
 
 def _cells(entry: Entry | None) -> tuple[str, ...]:
@@ -140,36 +142,39 @@ def answered_per_s(run: LocustRun) -> float:
     return sum(e.per_s * (1 - e.failures / e.requests) for e in whole if e.requests)
 
 
-def locust_page(runs: list[LocustRun], drawing: str, users: Users, command: str, model: str) -> Page:
-    together, one = (answered_per_s(run) for run in runs)
-    first = [run.entries.get("realtime first token") for run in runs]
-    cards = [Card(f"{together / one:.1f} ×" if one else ABSENT, "answers per second, continuous ÷ one at a time")]
-    cards += [
-        Card(
-            f"{entry.p50_ms:,.0f} ms" if entry and entry.p50_ms is not None else ABSENT,
-            f"median first token, {run.name}",
-        )
-        for entry, run in zip(first, runs, strict=True)
-    ]
+def locust_record(runs: list[LocustRun], drawing: Drawing, users: Users, provenance: Provenance) -> Record:
+    both = Section("Both runs, times in ms", locust_table(runs), explanation=HOW, drawings=(drawing,))
     facts = (
-        ("command", command),
-        ("model", model),
+        ("answers per second, continuous ÷ one at a time", _gain(runs)),
         ("users", f"{users.users} ({', '.join(users.classes)}), {users.spawn_per_s:g} more each second"),
         ("each run", f"{users.seconds:g} s"),
     )
-    text = (
-        "The same server and the same users; between the runs it is told tiers whose batch holds one sequence. Locust "
-        "is a closed loop: its users wait for their answers, so a slow server is asked less."
-    )
-    return Page(
-        kicker="Locust",
-        title=f"Continuous batching against one at a time, {users.users} users",
-        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        hardware=hardware(),
-        cards=cards,
+    return Record(
+        f"Continuous batching against one at a time, {users.users} users",
         sections=(
-            Section("Both runs", text, locust_table(runs), (Drawing(drawing),)),
+            both,
             Section("Locust's own reports", frames=tuple(Frame(run.name, run.report_html) for run in runs)),
             Section("How it was run", facts=facts),
         ),
+        data={
+            "users": asdict(users),
+            "runs": {run.name: {name: asdict(e) for name, e in run.entries.items()} for run in runs},
+        },
+        provenance=provenance,
+        cards=_cards(runs),
+        kicker="Locust",
     )
+
+
+def _gain(runs: list[LocustRun]) -> str:
+    together, one = (answered_per_s(run) for run in runs)
+    return f"{together / one:.2f}" if one else ABSENT
+
+
+def _cards(runs: list[LocustRun]) -> list[Card]:
+    cards = [Card(_gain(runs), "answers per second, continuous ÷ one at a time")]
+    for run in runs:
+        entry = run.entries.get("realtime first token")
+        value = f"{entry.p50_ms:,.0f} ms" if entry and entry.p50_ms is not None else ABSENT
+        cards.append(Card(value, f"median first token, {run.name}"))
+    return cards

@@ -8,7 +8,7 @@ import pytest
 
 from bench.isolation.arms import Arm
 from bench.isolation.experiment import Part, Rounds
-from bench.isolation.record import requests_of
+from bench.isolation.result import requests_of
 from bench.simulator_accuracy import ComparisonError, accuracy_record, compare_arm, read_result
 from loadtest.client.answer import Outcome
 from loadtest.client.runner import ArmRun

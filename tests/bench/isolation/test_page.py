@@ -9,22 +9,25 @@ import pytest
 from bench.isolation.arms import AIMD, BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, ArmBuilder, StaticBudget
 from bench.isolation.caveats import warnings_of
 from bench.isolation.controls import Evidence
+from bench.isolation.drawings import draw_experiment
 from bench.isolation.experiment import Rounds
 from bench.isolation.goals import judge
 from bench.isolation.goodput import Goodput, Probe
-from bench.isolation.page import Card, Drawing, Fold, Frame, Page, Row, Section, Table, render_page
-from bench.isolation.presentation import experiment_page
-from bench.isolation.record import Result, as_dict
+from bench.isolation.report import isolation_record
+from bench.isolation.result import Result, as_dict
 from bench.isolation.shapes import EXPERIMENTS, ExperimentName
 from bench.isolation.summary import summarize_arms
-from bench.isolation.text import render_text
 from bench.isolation.tuning import Sweep, SweepPoint
+from bench.reporting.page import render_page
 from loadtest.client.runner import Timing
+from loadtest.reporting.record import Card, Drawing, Fold, Frame, Provenance, Record, Row, Section, Table
+from loadtest.reporting.text import render_text
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Targets
 from tests.bench.isolation.making import DURATION_S, SCENARIO, answered, make_part
 
 VOID = {"meta", "br", "img", "link", "use", "path", "image", "line"}
+PROVENANCE = Provenance("python -m bench isolation <x>", "2026-01-02", "h", "m", 1)
 PROMISES = {"chat": Targets(ttft_ms=100, itl_ms=50)}
 
 
@@ -86,7 +89,7 @@ def make_result(experiment: ExperimentName = "isolation", *, clients_given: bool
 def html() -> str:
     """Drawn once: with a change of load, which adds a drawing to those of isolation."""
     result = make_result("step")
-    return render_page(experiment_page(result, "python -m bench isolation", "m", 1))
+    return render_page(isolation_record(result, PROVENANCE, draw_experiment(result)))
 
 
 def test_an_experiments_page_needs_nothing_beside_it(html: str) -> None:
@@ -107,7 +110,7 @@ def test_ids_of_several_drawings_do_not_meet(html: str) -> None:
 
 
 def test_the_terminal_gets_the_same_verdicts() -> None:
-    text = render_text(make_result())
+    text = render_text(isolation_record(make_result(), PROVENANCE, {}))
     assert "WARNING: something <odd>" in text and "fails, as it must" in text
     assert re.search(r"interactive SLO attainment, mixed .* 100.0 %  goal", text)
     assert "solo goodput: 3 × the scenario's load (4 × did not hold; at least 94% in time there" in text
@@ -115,7 +118,7 @@ def test_the_terminal_gets_the_same_verdicts() -> None:
 
 def test_a_load_that_was_given_is_no_share_of_anything() -> None:
     result = make_result(clients_given=True)
-    text = render_text(result)
+    text = render_text(isolation_record(result, PROVENANCE, {}))
     assert "load: 0.5 × 3 clients, as given (--clients)" in text and "0.5 of the solo goodput" not in text
     assert "the load's share of the solo goodput was not measured" in text
     assert as_dict(result)["clients_given"] is True and result.solo_load is None
@@ -132,15 +135,16 @@ def test_the_best_budget_is_the_most_bulk_that_keeps_the_promise() -> None:
 def test_everything_but_drawings_is_escaped() -> None:
     section = Section(
         "<b>",
-        "<i>",
         Table(("<u>",), (Row(("<td>",)),)),
-        (Drawing("<svg></svg>", "<h>", "<c>"),),
+        ("<note>",),
         (("<f>", "<v>"),),
+        "<i>",
+        (Drawing("<svg></svg>", "<h>", "<c>"),),
         (Fold("<t>", "<x>"),),
         (Frame("<n>", '<html class="x"></html>'),),
     )
-    html = render_page(Page("k", "t", "d", "h", [section], [Card("<1>", "<2>")], ["<w>"]))
+    html = render_page(Record("t", [section], {}, PROVENANCE, ["<w>"], [Card("<1>", "<2>")]))
     checked(html)
-    for text in ("<b>", "<i>", "<u>", "<f>", "<v>", "<x>", "<w>", "<1>"):
+    for text in ("<note>", "<i>", "<u>", "<f>", "<v>", "<x>", "<w>", "<1>"):
         assert text not in html.replace("<b>&lt;1&gt;", "")
     assert "<svg></svg>" in html and "&lt;html class=&#34;x&#34;&gt;" in html

@@ -1,6 +1,6 @@
-"""How the reports' plots look: SVG to stand inside a page, text in the page's font, lines in its colours.
+"""Plots as SVG elements for a page: the style that they share, and how a figure becomes an element.
 
-Knows matplotlib; not what is drawn. What is drawn in `INK` takes the colour of the text around it, so that one drawing
+Knows matplotlib; not what is drawn. Lines and text in `INK` take the colour of the page's text, so that one drawing
 serves a light and a dark page; the other colours are legible on both.
 """
 
@@ -11,8 +11,6 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-
-from bench.isolation.arms import OURS, OURS_ALONE, PEER, PEER_ALONE
 
 INK = "#010203"  # replaced by currentColor
 ACCENT, MUTED, WARM, GREEN, VIOLET = "#2f81d6", "#8a8f98", "#d9622b", "#2d9d6b", "#9b6bd6"
@@ -45,8 +43,8 @@ STYLE: dict[str, Any] = {
 }
 
 
-def drawn(name: str, height_in: float, draw: Callable[[Figure], None]) -> str:
-    """An `<svg>` element of the report's width. `name` keeps ids of several drawings on one page apart."""
+def draw_svg(name: str, height_in: float, draw: Callable[[Figure], None]) -> str:
+    """Return an `<svg>` element of the page's width. `name` keeps the ids of several drawings on one page apart."""
     style: Any = STYLE | {"svg.hashsalt": name}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
@@ -55,19 +53,14 @@ def drawn(name: str, height_in: float, draw: Callable[[Figure], None]) -> str:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None}, dpi=160)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
-    # The page decides how wide a drawing is; the font is the page's.
+    # The page sets the width and the font.
     svg = re.sub(r'<svg ([^>]*?)height="[\d.]+pt"', r"<svg \1", svg, count=1)
     svg = re.sub(r'<svg ([^>]*?)width="[\d.]+pt"', r"<svg \1", svg, count=1)
     return re.sub(r"(font: [^;\"']*?)'?(?:DejaVu Sans|sans-serif)[^;\"]*", r"\1inherit-sans, sans-serif", svg)
 
 
-def arm_colour(name: str) -> str:
-    own = {OURS: ACCENT, OURS_ALONE: GREEN, PEER: VIOLET, PEER_ALONE: VIOLET}
-    return own.get(name, MUTED)
-
-
 def log_ms(axis: Any, set_scale: Callable[[str], None]) -> None:
-    """Decades, written out: 100, not 10²."""
+    """Label a logarithmic axis with plain numbers: 100, not 10²."""
     set_scale("log")
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:g}"[0] in "25" else "")

@@ -1,7 +1,7 @@
-"""A finished experiment as one plain document: what the JSON file holds, and what the page is drawn from.
+"""The result of an experiment: what its report is made from, and the data of its JSON file.
 
-Knows how results are named in JSON; computes nothing. The requests are listed one by one, so that a simulation can be
-run on the very same load and held against what was measured.
+Knows how results are named in JSON; computes nothing. The JSON lists every request, so that the simulator can be run
+on the same load and compared with what was measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from loadtest.traffic.scenario import Scenario, Targets
 
 @dataclass(slots=True)
 class Result:
-    """Everything that an experiment came to."""
+    """Everything that an experiment measured and concluded."""
 
     experiment: Experiment
     scenario: Scenario  # as it was sent: lengths and load scaled
