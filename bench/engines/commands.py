@@ -12,10 +12,10 @@ from pydantic import Field
 
 from bench.engines.comparison import Plan, compare
 from bench.engines.comparison_report import OURS, ComparisonReport
-from bench.engines.contestant import SystemClient
-from bench.engines.floors import ModelShape
 from bench.engines.peaks import measure_peaks
 from bench.engines.protocol import KV_ROUNDING, SystemSpec
+from bench.engines.roofline import ModelShape
+from bench.engines.system_client import SystemClient
 from bench.engines.system_process import SYSTEMS
 from bench.engines.work import WorkKind, longest_sequence
 from engine.config import EngineConfig
@@ -49,8 +49,8 @@ class Engines(ModelCommand):
         shape = ModelShape.from_config(config, self.dtype)
         peaks = measure_peaks(self.device, self.dtype, self.num_threads)
         with ExitStack() as stack:
-            contestants = [stack.enter_context(c) for c in self._contestants(plan, model_dir, shape, logs)]
-            comparison = compare(plan, contestants, say_progress)
+            clients = [stack.enter_context(c) for c in self._clients(plan, model_dir, shape, logs)]
+            comparison = compare(plan, clients, say_progress)
         if "vllm" in self._names() and not self.vllm_python:
             comparison.unavailable["vllm"] = "no --vllm-python was given"
         self._conclude(ComparisonReport(comparison, shape, peaks), str(model_dir))
@@ -70,7 +70,7 @@ class Engines(ModelCommand):
             serial_requests=self.serial_requests,
         )
 
-    def _contestants(self, plan: Plan, model_dir: Path, shape: ModelShape | None, logs: Path) -> list[SystemClient]:
+    def _clients(self, plan: Plan, model_dir: Path, shape: ModelShape | None, logs: Path) -> list[SystemClient]:
         logs.mkdir(parents=True, exist_ok=True)
         spec = self._spec(plan, model_dir, shape)
         return [

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from bench.engines.comparison import Comparison, Sample
-from bench.engines.floors import ModelShape, Peaks, job_floor_s, measured_step
 from bench.engines.ratios import geometric_mean, paired_ratio
+from bench.engines.roofline import ModelShape, Peaks, job_floor_s, measured_step
 from bench.engines.work import WorkKind
 from loadtest.estimates import Estimate
 from loadtest.reporting.formats import ABSENT

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.engines.floors import ModelShape, Peaks, decode_step
+from bench.engines.idle_cost import BULK_PROMPT, BULK_TOKENS, IdleCost, IdleCostBench
 from bench.engines.offline import generate_offline
-from bench.engines.resident import BULK_PROMPT, BULK_TOKENS, ResidentBench, ResidentCost
+from bench.engines.roofline import ModelShape, Peaks, decode_step
 from bench.engines.work import WorkShape, make_job
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
@@ -74,7 +74,7 @@ class GrowthPoint:
 @dataclass(frozen=True, slots=True)
 class Growth:
     points: tuple[GrowthPoint, ...]
-    idle: tuple[ResidentCost, ...]
+    idle: tuple[IdleCost, ...]
 
 
 class GrowthBench:
@@ -125,7 +125,7 @@ class GrowthBench:
             return None
         return decode_step(streams, context + DECODE_STEPS // 2).floor_s(model, self._machine.peaks)
 
-    def _idle(self, sweep: Sweep) -> Iterable[ResidentCost]:
+    def _idle(self, sweep: Sweep) -> Iterable[IdleCost]:
         most = max(sweep.idle_requests)
         kv_tokens = int(1.2 * most + 64) * _rounded(BULK_PROMPT + BULK_TOKENS)
         most_tokens = 2 * most * BULK_PROMPT + 2048  # all bulk prompts in one step
@@ -133,7 +133,7 @@ class GrowthBench:
             engine, _ = self._build(sweep.idle_shape, 128, kv_tokens, 1, most_tokens)
             for count in sweep.idle_requests:
                 self._report_progress(f"an interactive step beside {count} {kind} bulk requests")
-                yield ResidentBench(engine, count, kind).measure(RESIDENT_STEPS)
+                yield IdleCostBench(engine, count, kind).measure(RESIDENT_STEPS)
             engine.close()
 
     def _build(

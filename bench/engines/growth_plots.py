@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.engines.growth import Growth, GrowthPoint
-from bench.engines.resident import ResidentCost
+from bench.engines.idle_cost import IdleCost
 
 AXES = {"streams": "streams", "context": "tokens of context", "model": "model"}
 
@@ -54,7 +54,7 @@ def _positions(axis: str, points: Sequence[GrowthPoint]) -> list[int]:
     return [point.streams if axis == "streams" else point.context for point in points]
 
 
-def _plot_idle(costs: Sequence[ResidentCost]) -> Figure:
+def _plot_idle(costs: Sequence[IdleCost]) -> Figure:
     figure = Figure(figsize=(9, 4), layout="constrained")
     for axes, kind in zip(figure.subplots(1, 2, sharey=True), ("paused", "waiting"), strict=True):
         of_kind = [cost for cost in costs if cost.kind == kind]

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from bench.engines.growth import Growth
-from bench.engines.resident import ResidentCost
+from bench.engines.idle_cost import IdleCost
 from loadtest.reporting.formats import ABSENT
 from loadtest.reporting.record import Record, Section, Table
 
@@ -44,7 +44,7 @@ def _points_table(growth: Growth) -> Table:
     return Table.of(header, rows)
 
 
-def _idle_table(costs: Sequence[ResidentCost]) -> Table:
+def _idle_table(costs: Sequence[IdleCost]) -> Table:
     header = ("bulk", "held", "resident", "claim ms", "plan ms", "engine ms", "apply ms", "sum ÷ none")
     rows = []
     for cost in costs:
@@ -55,7 +55,7 @@ def _idle_table(costs: Sequence[ResidentCost]) -> Table:
     return Table.of(header, rows)
 
 
-def _profiles(costs: Sequence[ResidentCost]) -> list[Section]:
+def _profiles(costs: Sequence[IdleCost]) -> list[Section]:
     """Profiles of planning beside the largest number of idle requests of each kind."""
     largest = [cost for cost in costs if cost.wanted == max(c.wanted for c in costs)]
     return [
@@ -63,7 +63,7 @@ def _profiles(costs: Sequence[ResidentCost]) -> list[Section]:
     ]
 
 
-def _over_none(cost: ResidentCost, costs: Sequence[ResidentCost]) -> float:
+def _over_none(cost: IdleCost, costs: Sequence[IdleCost]) -> float:
     """Median time of the whole step ÷ that with the fewest idle requests (none)."""
     least = min((c for c in costs if c.kind == cost.kind), key=lambda c: c.wanted)
     return median(cost.times.steps) / median(least.times.steps)

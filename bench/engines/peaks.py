@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from bench.engines.floors import Peaks
+from bench.engines.roofline import Peaks
 from loadtest.child_environment import python_environment
 
 TIMEOUT_S = 180.0

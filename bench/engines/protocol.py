@@ -56,7 +56,7 @@ class Failed:
 
 
 class System(Protocol):
-    """One contestant, loaded, in its own process."""
+    """One system, loaded, in its own process."""
 
     @property
     def settings(self) -> str: ...

@@ -1,7 +1,7 @@
 """Our engine behind the shipped scheduler loop: what planning, the queue and token events cost on top of it.
 
 Real `SchedulerLoop`, `SchedulerCore` and `EngineThread`; queue and events in memory, so that no store is measured. One
-tier without promises: its steps are cut short for nobody, as the other contestants' are not.
+tier without promises: its steps are cut short for nobody, as the other clients' are not.
 """
 
 import asyncio

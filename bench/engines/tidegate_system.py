@@ -9,7 +9,7 @@ from engine.factory import build_torch_engine
 
 
 def engine_config(spec: SystemSpec) -> EngineConfig:
-    """The shipped defaults, with the KV memory that every contestant gets."""
+    """The shipped defaults, with the KV memory that every client gets."""
     return EngineConfig(
         model=spec.model_dir,
         dtype=spec.dtype,

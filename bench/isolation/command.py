@@ -1,6 +1,6 @@
 """`python -m bench isolation`: its flags, the servers that it starts, and where its results go.
 
-Knows flags and exit codes; the experiment is `conduct`.
+Knows flags and exit codes; the experiment is `bench.isolation.run`.
 """
 
 import os
@@ -13,12 +13,14 @@ from typing import Literal
 import yaml
 from pydantic import AliasChoices, BaseModel, Field
 
-from bench.engines.contestant import vllm_environment
+from bench.engines.system_client import vllm_environment
+from bench.isolation.admin import Systems, tiers_in_force, tiers_kept
 from bench.isolation.arms import OWN_ARMS, Document
-from bench.isolation.conduct import ExperimentConfig, conduct
+from bench.isolation.experiments import EXPERIMENTS, ExperimentName
 from bench.isolation.report import Drawings, isolation_record
 from bench.isolation.result import Result
-from bench.isolation.served import (
+from bench.isolation.run import ExperimentConfig, run_experiment
+from bench.isolation.servers import (
     context_of,
     serving,
     serving_tidegate,
@@ -26,8 +28,6 @@ from bench.isolation.served import (
     with_tokenizer,
     write_served_shape,
 )
-from bench.isolation.shapes import EXPERIMENTS, ExperimentName
-from bench.isolation.systems import Systems, tiers_in_force, tiers_kept
 from bench.reporting.page import write_page
 from loadtest.client.http import Target, TargetError
 from loadtest.client.runner import Timing
@@ -66,8 +66,8 @@ class Isolation(BaseModel):
         0.0, ge=0, description="In place of the solo goodput, in multiples of the scenario's load; 0: that is searched."
     )
     load: float = Field(0.0, ge=0, le=10, description="Of the solo goodput; 0: the experiment's (isolation: 0.5).")
-    ttft_ms: float = Field(0.0, ge=0, description="The promise of the first token, for all arms; 0: of the tiers.")
-    itl_ms: float = Field(0.0, ge=0, description="The promise of the gaps, for all arms; 0: of the tiers.")
+    ttft_ms: float = Field(0.0, ge=0, description="SLO of the first token, for all arms; 0: that of the tiers.")
+    itl_ms: float = Field(0.0, ge=0, description="SLO of the gaps between tokens, for all arms; 0: that of the tiers.")
     duration: float = Field(60.0, gt=0, le=7200, description="Seconds measured of each arm.")
     rounds: int = Field(2, ge=1, le=100, description="Parts that each arm's duration is cut into.")
     lead: float = Field(5.0, ge=0, le=120, description="Seconds of bulk before each part is measured.")
@@ -93,8 +93,11 @@ class Isolation(BaseModel):
             run_to_end(self.measure())
 
     async def measure(self) -> None:
-        """All of it. Raises `TargetError`, `ScenarioError` and `MissingExtra` for what the user can mend; exits with 1
-        where nothing was answered."""
+        """Run the experiment and report it.
+
+        Raises `TargetError`, `ScenarioError` and `MissingExtra` for what the user can correct; exits with 1 where a
+        class got no answers.
+        """
         if self.report_dir is not None:
             require(PLOTS, "--report")
         async with AsyncExitStack() as stack:
@@ -102,14 +105,14 @@ class Isolation(BaseModel):
             model_dir = self._model_dir(folder)
             ours = await self._own_server(stack, folder, model_dir)
             systems = Systems(ours, await self._peer(stack, folder, model_dir))
-            conditions = await self._conditions(ours, model_dir)
+            config = await self._config(ours, model_dir)
             if self.url:
                 await stack.enter_async_context(tiers_kept(ours))
-            result = await conduct(conditions, systems, say_progress)
+            result = await run_experiment(config, systems, say_progress)
         self._conclude(result, ours.model)
 
     def _model_dir(self, folder: Path) -> Path | None:
-        """The model to serve, if it is known; None: the demo model, or whatever a running server has."""
+        """Return the model to serve; None for the demo model, and for a server that already runs."""
         if self.url or (self.model is None and self.shape == "demo"):
             return self.model
         try:
@@ -143,7 +146,7 @@ class Isolation(BaseModel):
         environment = vllm_environment(self.threads or len(usable_cores()), kv_gib)
         return await stack.enter_async_context(serving(command, folder / "vllm.log", "/health", environment))
 
-    async def _conditions(self, ours: Target, model_dir: Path | None) -> ExperimentConfig:
+    async def _config(self, ours: Target, model_dir: Path | None) -> ExperimentConfig:
         experiment = EXPERIMENTS[self.experiment]
         scenario = self._with_streams(load_scenario(self.scenario or experiment.scenario, self.bulk_pool))
         scale = self.scale or scenario.scale_for(self._context(model_dir))

@@ -1,4 +1,4 @@
-"""The drawings of an experiment's page, by the section that they belong to. Loads matplotlib."""
+"""The drawings of an experiment's page, by the section that they belong to. Imports matplotlib."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from scheduler.config import parse_tiers
 
 
 def draw_experiment(result: Result) -> Drawings:
-    first_slo = next(iter(result.promises.values()))
+    first_slo = next(iter(result.slos.values()))
     by_arm = (
         Drawing(plots.latency_by_arm(result.arms, first_slo.ttft_ms), "First tokens"),
         Drawing(plots.harvest_by_arm(result.arms), "What interactive gets, and what bulk gets"),
@@ -22,14 +22,14 @@ def draw_experiment(result: Result) -> Drawings:
 def _over_time(result: Result) -> tuple[Drawing, ...]:
     drawings = []
     if result.experiment.shape.factor != 1.0:
-        drawings.append(Drawing(plots.attainment_over_time(result), "Within the promise, all rounds"))
+        drawings.append(Drawing(plots.attainment_over_time(result), "Within the SLO, all rounds"))
     shown = [parts[0] for parts in result.rounds.parts.values() if parts[0].arm.is_mixed]
-    span_ms = plots_over_time.first_token_span_ms(shown, result.promises)
+    span_ms = plots_over_time.first_token_span_ms(shown, result.slos)
     top_rate = 1.1 * max((plots_over_time.bulk_rate(p, result.scenario)[1].max() for p in shown), default=1.0) or 1.0
     for part in shown:
         title = f"{part.arm.name}, {part.arm.title}"
-        drawing = plots_over_time.arm_over_time(part, result.scenario, result.promises, span_ms, top_rate)
-        drawings.append(Drawing(drawing, title, "Dashed: the promise. A cross is a request that missed one."))
+        drawing = plots_over_time.arm_over_time(part, result.scenario, result.slos, span_ms, top_rate)
+        drawings.append(Drawing(drawing, title, "Dashed: the SLO. A cross is a request that missed one."))
         tiers = _steered_tiers(part.arm.tiers)
         knobs = plots_over_time.knobs_over_time(part, tiers) if tiers else None
         if knobs is not None:
@@ -38,7 +38,7 @@ def _over_time(result: Result) -> tuple[Drawing, ...]:
 
 
 def _steered_tiers(document: Document | None) -> Sequence[str]:
-    """Those that requests are in, where a controller moves anything at all."""
+    """Return the tiers that requests may name, if the controller of this document moves any knob."""
     if document is None or not parse_tiers(document).controller.feedback:
         return ()
     return [tier.name for tier in parse_tiers(document).by_priority if tier.service_tiers]

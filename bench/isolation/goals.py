@@ -1,30 +1,30 @@
-"""What is promised of the product, and whether an experiment showed it: floors and goals. Pure.
+"""The goals of the product, and whether an experiment reached them. Pure.
 
-Every experiment shows all goals, also those that it says nothing about. A goal counts only if its negative control
-fails it: the verdict says so.
+Each goal has two bounds: a target that must be reached, and the goal itself. Every experiment lists all goals, also
+those that it does not measure. A goal counts only if its negative control fails it.
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from bench.isolation.arms import OURS, STATIC, STRICT
-from bench.isolation.controls import TTFT_P50_FLOOR, TTFT_P99_FLOOR, Control, Evidence, controls_of
-from bench.isolation.shapes import ExperimentName
+from bench.isolation.controls import TTFT_P50_TARGET, TTFT_P99_TARGET, Control, Evidence, controls_of
+from bench.isolation.experiments import ExperimentName
 from bench.isolation.summary import compare_all
 from loadtest.estimates import Estimate
 
-Verdict = Literal["goal", "floor", "missed", "not measured", "does not count"]
+Verdict = Literal["goal", "target", "missed", "not measured", "does not count"]
 SAMPLES_FOR_P99 = 3000
-ISOLATION_LOAD = 0.5  # of the solo goodput
+ISOLATION_LOAD = 0.5  # share of the solo goodput that the goals are stated for
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """`measured` None: this run could not tell. `note` says what to think of it. `counts` False: its negative control
-    did not fail it."""
+    """One goal. `measured` is None where this run does not measure it; `counts` is False where its negative control did
+    not fail."""
 
     name: str
-    floor: float
+    target: float
     goal: float
     measured: Estimate | float | None = None
     higher_is_better: bool = False
@@ -41,11 +41,11 @@ class Goal:
     def verdict(self) -> Verdict:
         if self.value is None:
             return "not measured"
-        if not self._reaches(self.floor):
+        if not self._reaches(self.target):
             return "missed"
         if not self.counts:
             return "does not count"
-        return "goal" if self._reaches(self.goal) else "floor"
+        return "goal" if self._reaches(self.goal) else "target"
 
     def _reaches(self, bound: float) -> bool:
         value = self.value
@@ -54,7 +54,7 @@ class Goal:
 
 
 def judge(seen: Evidence) -> tuple[list[Goal], list[Control]]:
-    """All goals, and the controls of this experiment."""
+    """Return all goals, and the controls of this experiment."""
     controls = controls_of(seen)
     did_not_fail = any(control.failed is False for control in controls)
     goals = [
@@ -70,8 +70,8 @@ def judge(seen: Evidence) -> tuple[list[Goal], list[Control]]:
 
 
 def _isolation(seen: Evidence, control_did_not_fail: bool) -> list[Goal]:
-    p50 = Goal("isolation: TTFT p50, mixed ÷ alone", TTFT_P50_FLOOR, 1.15)
-    p99 = Goal("isolation: TTFT p99, mixed ÷ alone", TTFT_P99_FLOOR, 1.10)
+    p50 = Goal("isolation: TTFT p50, mixed ÷ alone", TTFT_P50_TARGET, 1.15)
+    p99 = Goal("isolation: TTFT p99, mixed ÷ alone", TTFT_P99_TARGET, 1.10)
     attained = Goal("interactive SLO attainment, mixed", 0.97, 0.99, higher_is_better=True, is_share=True)
     if seen.experiment != "isolation" or OURS not in seen.arms:
         return [_of_another(goal, seen, "isolation") for goal in (p50, p99, attained)]
@@ -110,7 +110,7 @@ def _throughput(seen: Evidence) -> list[Goal]:
 
 
 def _goodput_over(goal: Goal, seen: Evidence, other: str) -> Goal:
-    """At the one load of this run: no arm can serve more in time than is offered, which bounds the ratio."""
+    """Measure at the one load of this run. No arm can serve more in time than is offered, which bounds the ratio."""
     if OURS not in seen.arms or other not in seen.arms:
         return replace(goal, note=f"{other} was not run")
     ours, theirs = seen.arms[OURS], seen.arms[other]
@@ -140,7 +140,7 @@ def _overload(seen: Evidence) -> list[Goal]:
 
 
 def _engine(seen: Evidence) -> list[Goal]:
-    """Measured in every experiment."""
+    """Return the goals about the engine's steps, which every experiment measures."""
     ours = seen.arms.get(OURS)
     engine = ours.engine if ours else None
     recomputed = (
@@ -160,7 +160,7 @@ def _engine(seen: Evidence) -> list[Goal]:
             0.01 if seen.on_gpu else 0.03,
             engine.wasted_share if engine else None,
             is_share=True,
-            note=f"of bulk's engine time, in steps that were left{recomputed}",
+            note=f"of bulk's engine time, in steps that evicted it{recomputed}",
         ),
         Goal("step-time error (MAPE)", 0.10, 0.04, engine.step_time_error if engine else None, is_share=True),
     ]
@@ -183,7 +183,7 @@ def _jobs(seen: Evidence, control_did_not_fail: bool) -> Goal:
 
 
 def _simulator() -> Goal:
-    note = "`loadtest compare` holds the simulator against this run's JSON"
+    note = "`bench simulator-accuracy` compares the simulator with this run's JSON"
     return Goal("simulator against the engine: TTFT and ITL, p50 and p95", 0.20, 0.10, is_share=True, note=note)
 
 

@@ -16,8 +16,8 @@ from loadtest.reporting.record import Card, Drawing, Fold, Provenance, Record, S
 
 HOW = (
     "Arms are interleaved on one machine, with the same requests from the same seed; arrivals do not wait for answers. "
-    "Times are taken at the client's socket, from when a request was due. A request that was refused, failed or had no "
-    "end is a miss. Intervals are 95 % bootstrap intervals."
+    "Times are taken at the client's socket, from when a request was due. A request that was refused, failed or did "
+    "not end is a miss. Intervals are 95 % bootstrap intervals."
 )
 
 
@@ -26,7 +26,7 @@ Drawings = Mapping[str, tuple[Drawing, ...]]  # by the title of their section
 
 
 def isolation_record(result: Result, provenance: Provenance, drawings: Drawings) -> Record:
-    """`drawings` are for the page only, and empty where no page is wanted."""
+    """Return the record. `drawings` are shown on the page only, and may be empty."""
     return Record(
         result.experiment.title,
         sections=_sections(result, drawings),
@@ -69,7 +69,7 @@ def _cards(result: Result) -> list[Card]:
     versus = compare_all(result.arms).get(OURS)
     cards = []
     if ours is not None:
-        cards.append(Card(percent(ours.total.share), "of interactive requests within the promise, beside bulk"))
+        cards.append(Card(percent(ours.total.share), "of interactive requests within their SLO, beside bulk"))
     if versus is not None and (p50 := versus.latency.ttft_p50) and (p99 := versus.latency.ttft_p99):
         ratios = f"{p50.value:.2f}× / {p99.value:.2f}×"
         cards.append(Card(ratios, "first token beside bulk ÷ alone, median / p99"))
@@ -86,7 +86,7 @@ def _sweep_section(result: Result) -> Section | None:
     if result.sweep is None:
         return None
     text = (
-        "A4 is the best of these fixed budgets for bulk: the most bulk among those that keep the promise, or else the "
+        "A4 is the best of these fixed budgets for bulk: the most bulk among those that keep the SLO, or else the "
         "one that comes closest."
     )
     return Section("The static budgets that were tried", tables.sweep_table(result.sweep), explanation=text)

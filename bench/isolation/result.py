@@ -13,10 +13,10 @@ import numpy as np
 from bench.isolation.arms import Document
 from bench.isolation.attainment import has_met
 from bench.isolation.controls import Control
-from bench.isolation.experiment import Part, Rounds
+from bench.isolation.experiments import Experiment
 from bench.isolation.goals import Goal
 from bench.isolation.goodput import Goodput
-from bench.isolation.shapes import Experiment
+from bench.isolation.rounds import Part, Rounds
 from bench.isolation.summary import ArmSummary, Comparison, compare_all
 from bench.isolation.tuning import Sweep
 from loadtest.checks.report import summary_as_dict
@@ -30,17 +30,17 @@ class Result:
     """Everything that an experiment measured and concluded."""
 
     experiment: Experiment
-    scenario: Scenario  # as it was sent: lengths and load scaled
+    scenario: Scenario  # as it was sent, with lengths and load scaled
     length_scale: float
     load: float  # in multiples of `clients`
     clients: float  # the solo goodput, or what was given in its place, in multiples of the scenario's load
     timing: Timing
-    promises: Mapping[str, Targets]
+    slos: Mapping[str, Targets]
     rounds: Rounds
     arms: dict[str, ArmSummary]
     goals: list[Goal]
     controls: list[Control]
-    goodput: Goodput | None = None  # how the solo goodput was found; None: `clients` was given
+    goodput: Goodput | None = None  # how the solo goodput was found; None where `clients` was given
     sweep: Sweep | None = None
     settling_s: dict[str, float] = field(default_factory=dict)
     explained: dict[str, Any] | None = None  # GET /admin/sla after the last of our own parts
@@ -53,13 +53,13 @@ class Result:
 
     @property
     def has_answers(self) -> bool:
-        """Each class got tokens in each arm that offered it anything."""
+        """Whether each class got tokens in each arm that offered requests of it."""
         summaries = [s for arm in self.arms.values() for s in arm.classes.values()]
         return bool(summaries) and all(s.answered > 0 for s in summaries if s.offered)
 
     @property
     def has_jobs(self) -> bool:
-        """Bulk with deadlines."""
+        """Whether there was bulk with deadlines."""
         return any(arm.jobs.offered for arm in self.arms.values())
 
 
@@ -73,7 +73,7 @@ def as_dict(result: Result) -> dict[str, Any]:
         "clients": result.clients,
         "clients_given": result.goodput is None,
         "timing": asdict(result.timing),
-        "promises": {name: t.model_dump() for name, t in result.promises.items()},
+        "promises": {name: t.model_dump() for name, t in result.slos.items()},
         "solo_goodput": None if result.goodput is None else _goodput_as_dict(result.goodput),
         "static_sweep": None if result.sweep is None else _sweep_as_dict(result.sweep),
         "arms": {name: _arm_as_dict(arm) for name, arm in result.arms.items()},
@@ -83,7 +83,7 @@ def as_dict(result: Result) -> dict[str, Any]:
         "negative_controls": [asdict(c) for c in result.controls],
         "admin_sla": result.explained,
         "warnings": result.warnings,
-        "requests": requests_of(result.rounds, result.promises),
+        "requests": requests_of(result.rounds, result.slos),
     }
 
 
@@ -116,21 +116,22 @@ def _comparison_as_dict(comparison: Comparison) -> dict[str, Any]:
 
 
 def _goal_as_dict(goal: Goal) -> dict[str, Any]:
-    return asdict(goal) | {"value": goal.value, "verdict": goal.verdict}
+    described = asdict(goal)
+    return described | {"floor": described.pop("target"), "value": goal.value, "verdict": goal.verdict}
 
 
-def requests_of(rounds: Rounds, promises: Mapping[str, Targets]) -> list[dict[str, Any]]:
-    """Every request of every part, by arm, round and arrival. Times in seconds; arrivals from the part's start."""
+def requests_of(rounds: Rounds, slos: Mapping[str, Targets]) -> list[dict[str, Any]]:
+    """Return the requests of all parts, by arm, round and arrival. Arrivals are seconds from the part's start."""
     found = []
     for name, parts in rounds.parts.items():
         for part in parts:
             for outcomes in part.run.outcomes.values():
-                found += [_request(name, part, outcome, promises) for outcome in outcomes if outcome.error != OVERFLOW]
+                found += [_request(name, part, outcome, slos) for outcome in outcomes if outcome.error != OVERFLOW]
     return found
 
 
-def _request(arm: str, part: Part, outcome: Outcome, promises: Mapping[str, Targets]) -> dict[str, Any]:
-    targets = promises.get(outcome.traffic_class)
+def _request(arm: str, part: Part, outcome: Outcome, slos: Mapping[str, Targets]) -> dict[str, Any]:
+    targets = slos.get(outcome.traffic_class)
     return {
         "arm": arm,
         "round": part.round_,

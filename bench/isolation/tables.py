@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from bench.isolation.arms import OURS
 from bench.isolation.controls import Control
+from bench.isolation.experiments import has_deadline
 from bench.isolation.goals import Goal
 from bench.isolation.goodput import Goodput
 from bench.isolation.result import Result
-from bench.isolation.shapes import has_deadline
 from bench.isolation.summary import ArmSummary, compare_all
 from bench.isolation.tuning import Sweep
 from loadtest.estimates import Distribution, Estimate
@@ -19,7 +19,7 @@ DIRECTION = {False: "≤", True: "≥"}
 
 
 def load_line(result: Result) -> str:
-    """What interactive traffic was sent, in one line."""
+    """Return the load of the interactive classes in one line."""
     rates = [
         f"{c.name} {c.arrivals.mean_rate_per_s:.3g}/s"
         for c in result.scenario.with_role("interactive")
@@ -33,7 +33,7 @@ def load_line(result: Result) -> str:
 
 
 def goodput_line(goodput: Goodput) -> str:
-    """What interactive traffic sustains alone, in one line."""
+    """Return in one line what interactive traffic sustains alone."""
     if not goodput.clients:
         return "none of the loads that were tried held"
     above = "nothing above it was tried" if goodput.breaks_at is None else f"{goodput.breaks_at:.3g} × did not hold"
@@ -65,7 +65,7 @@ def _arm_cells(arm: ArmSummary) -> tuple[str, ...]:
 
 
 def versus_table(result: Result) -> Table:
-    """Every mixed arm ÷ the arms alone of its system."""
+    """Every mixed arm ÷ the arms of its system alone."""
     header = ("arm", "", "TTFT p50", "TTFT p99", "ITL p99", "E2E p50", "E2E p99", "bulk kept", "harvest")
     rows = []
     for name, c in compare_all(result.arms).items():
@@ -78,19 +78,19 @@ def versus_table(result: Result) -> Table:
 
 
 def classes_table(result: Result) -> Table:
-    """Each class in each arm: what the pooled figures hide."""
-    header = ("arm", "class", "answered as", "promise", "offered", "in time", "errors", "TTFT p50", "p99", "tok/s")
+    """Each class in each arm, which the pooled figures do not show."""
+    header = ("arm", "class", "answered as", "SLO", "offered", "in time", "errors", "TTFT p50", "p99", "tok/s")
     rows = []
     for name, arm in result.arms.items():
         for class_name, s in arm.classes.items():
             met = arm.attainment.get(class_name)
-            promise = result.promises.get(class_name)
-            promised = f"{promise.ttft_ms:g} / {promise.itl_ms or 0:g} ms" if promise and promise.ttft_ms else ABSENT
+            slo = result.slos.get(class_name)
+            shown_slo = f"{slo.ttft_ms:g} / {slo.itl_ms or 0:g} ms" if slo and slo.ttft_ms else ABSENT
             cells = (
                 name,
                 class_name,
                 ", ".join(s.answered_as) or ABSENT,
-                promised,
+                shown_slo,
                 str(s.offered),
                 percent(met.share if met else None),
                 str(s.errors),
@@ -103,7 +103,7 @@ def classes_table(result: Result) -> Table:
 
 
 def jobs_table(result: Result) -> Table:
-    """Bulk with deadlines: what was admitted, and what of it was done in time."""
+    """Bulk with deadlines: how many were admitted, and how many of those were done in time."""
     rows = []
     for name, arm in result.arms.items():
         offered = sum(s.offered for n, s in arm.classes.items() if has_deadline(result.scenario.classes[n]))
@@ -114,9 +114,9 @@ def jobs_table(result: Result) -> Table:
 
 
 def engine_table(arms: Mapping[str, ArmSummary]) -> Table:
-    """What the server says of itself. Reaction is in lengths of the step that ran, step times are in ms."""
+    """The server's own metrics. Reaction is in durations of the step that ran; step times are in ms."""
     header = (
-        "arm", "", "paused", "swapped", "recomputed", "steps shed", "time wasted", "reaction p50", "p99",
+        "arm", "", "paused", "swapped", "recomputed", "steps evicted", "time wasted", "reaction p50", "p99",
         "step p50", "p99",
         "step-time error", "knob moves",
     )  # fmt: skip
@@ -141,8 +141,8 @@ def engine_table(arms: Mapping[str, ArmSummary]) -> Table:
 
 
 def goals_table(goals: list[Goal]) -> Table:
-    header = ("what", "floor", "goal", "measured", "verdict", "")
-    rows = tuple(Row((g.name, _bound(g, g.floor), _bound(g, g.goal), _measured(g), g.verdict, g.note)) for g in goals)
+    header = ("what", "target", "goal", "measured", "verdict", "")
+    rows = tuple(Row((g.name, _bound(g, g.target), _bound(g, g.goal), _measured(g), g.verdict, g.note)) for g in goals)
     return Table(header, rows, note_columns=(5,), verdict_column=4)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from bench.isolation.served import serving_tidegate
-from bench.isolation.systems import tiers_in_force, tiers_kept
+from bench.isolation.admin import tiers_in_force, tiers_kept
+from bench.isolation.servers import serving_tidegate
 from bench.locust.runs import LocustRun, Users, answered_per_s, locust_record, run_both
 from bench.reporting.page import write_page
 from loadtest.client.http import Target

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.isolation.admin import put_tiers, wait_until_quiet
 from bench.isolation.arms import Document, read_arm_file
-from bench.isolation.systems import put_tiers, wait_until_quiet
 from loadtest.child_environment import python_environment
 from loadtest.client.http import Target, TargetError
 from loadtest.reporting.formats import ABSENT

@@ -12,7 +12,7 @@ from functools import partial
 from loadtest.checks.validity import client_warnings, failure_warnings
 from loadtest.client.http import Target
 from loadtest.client.runner import ArmRun, Timing, run_arm
-from loadtest.client.timeline import engine_busy_s
+from loadtest.client.server_metrics import engine_busy_s
 from loadtest.estimates import (
     ClassSummary,
     LatencyRatios,

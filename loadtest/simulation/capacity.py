@@ -71,4 +71,4 @@ def _probe(run: Callable[[T], Summary], amount: T, probes: list[Probe[T]]) -> Pr
     """The probe where every promise is kept, else None; noted in either case."""
     probe = Probe(amount, run(amount))
     probes.append(probe)
-    return probe if probe.summary.keeps_promises else None
+    return probe if probe.summary.keeps_slos else None

@@ -112,7 +112,7 @@ def quieten() -> None:
 
 def _progress(what: str, amount: float, experiment: Experiment) -> Summary:
     summary, _ = experiment.run()
-    verdict = "all SLOs kept" if summary.keeps_promises else "not all SLOs kept"
+    verdict = "all SLOs kept" if summary.keeps_slos else "not all SLOs kept"
     say_progress(f"{what} {amount:.4g}: {verdict}")
     return summary
 
@@ -124,6 +124,6 @@ def _probes(what: str, found: Capacity[Any]) -> Section:
 
 
 def _probe_cells(probe: Probe[Any]) -> tuple[str, ...]:
-    broken = [f"{p.tier} {p.what}" for p in probe.summary.promises if not p.is_kept]
+    broken = [f"{p.tier} {p.what}" for p in probe.summary.slos if not p.is_kept]
     busy = f"{100 * probe.summary.engines.busy_share:.1f} %"
     return (f"{probe.amount:.4g}", busy, "kept" if not broken else "missed", ", ".join(broken) or "–")

@@ -12,7 +12,7 @@ from loadtest.reporting.record import Record, Section, Table
 from loadtest.simulation.cost_card import CostCard
 from loadtest.simulation.observation import Observation, TierMoment
 from loadtest.simulation.report_data import simulation_data
-from loadtest.simulation.summary import ClassSummary, EnginesSummary, Promise, Summary
+from loadtest.simulation.summary import ClassSummary, EnginesSummary, SloVerdict, Summary
 
 
 def simulation_record(
@@ -30,7 +30,7 @@ def simulation_sections(summary: Summary, card: CostCard) -> list[Section]:
         Section(table=_queues(summary)),
         Section(notes=(_engines(summary.engines), *_preemptions(summary), _cost(summary, card))),
         _moves(summary),
-        Section(notes=tuple(_promise(promise) for promise in summary.promises)),
+        Section(notes=tuple(_slo(slo) for slo in summary.slos)),
     ]
 
 
@@ -117,11 +117,11 @@ def _knobs(moment: TierMoment) -> str:
     return f"batch size {moment.batch_size:g}, max-wait {wait_ms:.1f} ms, margin {moment.margin:.3f}"
 
 
-def _promise(promise: Promise) -> str:
-    is_share = promise.what == "deadlines met"
-    observed = percent(promise.observed, 2) if is_share else _cells(promise.observed)[0]
-    target = f"at least {percent(promise.target, 2)}" if is_share else f"at most {1000 * promise.target:.0f}"
-    return f"{promise.tier} {promise.what}: {observed}, promised {target}: {'kept' if promise.is_kept else 'BROKEN'}"
+def _slo(slo: SloVerdict) -> str:
+    is_share = slo.what == "deadlines met"
+    observed = percent(slo.observed, 2) if is_share else _cells(slo.observed)[0]
+    target = f"at least {percent(slo.target, 2)}" if is_share else f"at most {1000 * slo.target:.0f}"
+    return f"{slo.tier} {slo.what}: {observed}, SLO {target}: {'kept' if slo.is_kept else 'BROKEN'}"
 
 
 def _cells(*seconds: float | None) -> tuple[str, ...]:

@@ -24,8 +24,8 @@ def _summary(summary: Summary) -> dict[str, Any]:
     preemptions = [{"tier": tier, "mode": mode, "count": n} for (tier, mode), n in summary.preemptions.items()]
     return {
         "duration_s": summary.duration_s,
-        "keeps_promises": summary.keeps_promises,
-        "promises": [asdict(promise) for promise in summary.promises],
+        "keeps_promises": summary.keeps_slos,
+        "promises": [asdict(slo) for slo in summary.slos],
         "classes": {c.name: asdict(c) for c in summary.classes},
         "queue_s": {tier: asdict(waited) for tier, waited in summary.queue.items()},
         "engines": asdict(summary.engines),

@@ -48,7 +48,7 @@ class ClassSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class SloVerdict:
     """One promise of one tier, over everything offered to it."""
 
     tier: str
@@ -79,15 +79,15 @@ class Summary:
     duration_s: float
     classes: Sequence[ClassSummary]
     queue: dict[str, Spread]  # by tier: arrival to first step
-    promises: Sequence[Promise]
+    slos: Sequence[SloVerdict]
     engines: EnginesSummary
     preemptions: dict[tuple[str, str], int]  # (tier, mode)
     moves: dict[tuple[str, str, str], tuple[int, int]]  # (tier, knob, signal) → (up, down)
     knobs: dict[str, TierMoment]  # by tier: of the first worker, when the load ended
 
     @property
-    def keeps_promises(self) -> bool:
-        return all(promise.is_kept for promise in self.promises)
+    def keeps_slos(self) -> bool:
+        return all(slo.is_kept for slo in self.slos)
 
     @property
     def done(self) -> int:
@@ -109,7 +109,7 @@ def summarize(observation: Observation, tiers: TierSet) -> Summary:
         duration_s=observation.duration_s,
         classes=classes,
         queue={tier: spread(observation.queue_s.get(tier, ())) for tier in tiers.tiers},
-        promises=_promises(observation, tiers),
+        slos=_slos(observation, tiers),
         engines=_engines_summary(observation),
         preemptions=dict(sorted(observation.preemptions.items())),
         moves=dict(sorted(moves.items())),
@@ -133,7 +133,7 @@ def quantile(ordered: np.ndarray, q: float) -> float | None:
     return float(ordered[max(0, math.ceil(q * len(ordered) - 1e-9) - 1)]) if len(ordered) else None
 
 
-def meets_promise(record: RequestRecord, tier: Tier) -> bool | None:
+def meets_slo(record: RequestRecord, tier: Tier) -> bool | None:
     """None: there is no promise to judge it by. As the scheduler judges: TTFT in time, and at most one gap in a hundred
     too long; a deadline of its own besides."""
     if not tier.is_interactive and record.deadline_s is None:
@@ -150,7 +150,7 @@ def _class_summary(
     name: str, records: Sequence[RequestRecord], observation: Observation, tiers: TierSet
 ) -> ClassSummary:
     tier = tiers[observation.classes[name]]
-    judged = [met for met in (meets_promise(r, tier) for r in records) if met is not None]
+    judged = [met for met in (meets_slo(r, tier) for r in records) if met is not None]
     rejected = Counter(r.rejected for r in records if r.rejected)
     failed = Counter(r.failed for r in records if r.failed and r.failed != UNFINISHED)
     return ClassSummary(
@@ -171,26 +171,26 @@ def _class_summary(
     )
 
 
-def _promises(observation: Observation, tiers: TierSet) -> list[Promise]:
-    promises: list[Promise] = []
+def _slos(observation: Observation, tiers: TierSet) -> list[SloVerdict]:
+    slos: list[SloVerdict] = []
     for tier in tiers.by_priority:
         records = [r for r in observation.requests if r.tier == tier.name]
         if tier.slo.ttft_p99_ms is not None:
             waits = (math.inf if r.ttft_s is None else r.ttft_s for r in records)
-            promises.append(_promise(tier.name, "TTFT p99", tier.slo.ttft_p99_ms / 1000, spread(waits).p99))
+            slos.append(_slo(tier.name, "TTFT p99", tier.slo.ttft_p99_ms / 1000, spread(waits).p99))
         if tier.slo.itl_p99_ms is not None:
             names = [n for n, t in observation.classes.items() if t == tier.name]
             gaps = [gap for n in names for gap in observation.gaps_s.get(n, ())]
-            promises.append(_promise(tier.name, "ITL p99", tier.slo.itl_p99_ms / 1000, spread(gaps).p99))
-        due = [meets_promise(r, tier) is True for r in records if r.deadline_s is not None]
+            slos.append(_slo(tier.name, "ITL p99", tier.slo.itl_p99_ms / 1000, spread(gaps).p99))
+        due = [meets_slo(r, tier) is True for r in records if r.deadline_s is not None]
         if due:
             share = sum(due) / len(due)
-            promises.append(Promise(tier.name, "deadlines met", ON_TIME, share, share >= ON_TIME))
-    return promises
+            slos.append(SloVerdict(tier.name, "deadlines met", ON_TIME, share, share >= ON_TIME))
+    return slos
 
 
-def _promise(tier: str, what: str, target_s: float, observed_s: float | None) -> Promise:
-    return Promise(tier, what, target_s, observed_s, observed_s is None or observed_s <= target_s)
+def _slo(tier: str, what: str, target_s: float, observed_s: float | None) -> SloVerdict:
+    return SloVerdict(tier, what, target_s, observed_s, observed_s is None or observed_s <= target_s)
 
 
 def _engines_summary(observation: Observation) -> EnginesSummary:

@@ -62,7 +62,7 @@ def test_a_store_that_is_not_there_is_one_sentence(tmp_path: Path, capsys: pytes
 
 
 def test_the_commands_load_no_plotting_library() -> None:
-    program = "import bench.__main__, bench.isolation.conduct, sys\nsys.exit('matplotlib' in sys.modules)"
+    program = "import bench.__main__, bench.isolation.run, sys\nsys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

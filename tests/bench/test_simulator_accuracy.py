@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from bench.isolation.arms import Arm
-from bench.isolation.experiment import Part, Rounds
 from bench.isolation.result import requests_of
+from bench.isolation.rounds import Part, Rounds
 from bench.simulator_accuracy import ComparisonError, accuracy_record, compare_arm, read_result
 from loadtest.client.answer import Outcome
 from loadtest.client.runner import ArmRun
-from loadtest.client.timeline import Timeline
+from loadtest.client.server_metrics import Timeline
 from loadtest.reporting.text import render_text
 from loadtest.simulation.cost_card import CostCard
 from loadtest.simulation.deployment import Setting

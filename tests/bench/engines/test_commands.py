@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from bench.__main__ import main
 from bench.engines import commands
-from bench.engines.floors import Peaks
 from bench.engines.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
+from bench.engines.roofline import Peaks
 from bench.engines.system_process import serve
 from bench.engines.work import WorkShape, make_job
 from loadtest.model_shapes import write_shape

@@ -1,4 +1,4 @@
-"""The interleaved run and its report, with contestants that only pretend to compute."""
+"""The interleaved run and its report, with clients that only pretend to compute."""
 
 import sys
 from pathlib import Path
@@ -7,9 +7,9 @@ import pytest
 
 from bench.engines.comparison import Comparison, Plan, compare
 from bench.engines.comparison_report import ComparisonReport
-from bench.engines.contestant import SystemClient, SystemUnavailable, environment_of, vllm_environment
-from bench.engines.floors import ModelShape, Peaks
 from bench.engines.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
+from bench.engines.roofline import ModelShape, Peaks
+from bench.engines.system_client import SystemClient, SystemUnavailable, environment_of, vllm_environment
 from bench.engines.work import STEP_TOKENS, Job, WorkKind
 from loadtest.child_environment import ROOT
 from loadtest.reporting.text import render_text
@@ -41,8 +41,8 @@ class Pretender(SystemClient):
         return Done(tokens, self._token_s * job.num_new_tokens, 0.1, 0.0)
 
 
-def run(*contestants: Pretender) -> Comparison:
-    return compare(PLAN, contestants, lambda line: None)
+def run(*clients: Pretender) -> Comparison:
+    return compare(PLAN, clients, lambda line: None)
 
 
 def test_the_table_has_every_system_kind_of_work_and_number_of_streams() -> None:
@@ -107,11 +107,11 @@ def test_what_is_no_message_is_refused(line: str) -> None:
 
 
 def test_a_system_that_is_not_there_is_unavailable_with_the_reason(tmp_path: Path) -> None:
-    with SystemClient("vllm", SPEC, tmp_path / "vllm.log") as contestant:
+    with SystemClient("vllm", SPEC, tmp_path / "vllm.log") as client:
         with pytest.raises(SystemUnavailable, match="No module named 'vllm'"):
-            contestant.start()
+            client.start()
         with pytest.raises(SystemUnavailable):
-            contestant.run(Job(((1,),), (1,)))
+            client.run(Job(((1,),), (1,)))
 
 
 def test_an_interpreter_that_is_not_there_and_one_that_dies(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import yaml
 from transformers import PreTrainedTokenizerFast
 
 from bench.isolation.command import Isolation
-from bench.isolation.served import (
+from bench.isolation.servers import (
     context_of,
     serving,
     tidegate_command,
@@ -26,7 +26,7 @@ from loadtest.model_shapes import write_shape
 from loadtest.shipped_tiers import shipped_tiers_path
 from loadtest.traffic.scenario import ScenarioError
 from scheduler.config import parse_tiers
-from tests.bench.isolation.making import SCENARIO
+from tests.bench.isolation.builders import SCENARIO
 from tests.loadtest.fake_server import Body, FakeServer
 
 SHIPPED = shipped_tiers_path()

@@ -7,28 +7,28 @@ from html.parser import HTMLParser
 import pytest
 
 from bench.isolation.arms import AIMD, BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, ArmBuilder, StaticBudget
-from bench.isolation.caveats import warnings_of
 from bench.isolation.controls import Evidence
 from bench.isolation.drawings import draw_experiment
-from bench.isolation.experiment import Rounds
+from bench.isolation.experiments import EXPERIMENTS, ExperimentName
 from bench.isolation.goals import judge
 from bench.isolation.goodput import Goodput, Probe
 from bench.isolation.report import isolation_record
 from bench.isolation.result import Result, as_dict
-from bench.isolation.shapes import EXPERIMENTS, ExperimentName
+from bench.isolation.rounds import Rounds
 from bench.isolation.summary import summarize_arms
 from bench.isolation.tuning import Sweep, SweepPoint
+from bench.isolation.warnings import warnings_of
 from bench.reporting.page import render_page
 from loadtest.client.runner import Timing
 from loadtest.reporting.record import Card, Drawing, Fold, Frame, Provenance, Record, Row, Section, Table
 from loadtest.reporting.text import render_text
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Targets
-from tests.bench.isolation.making import DURATION_S, SCENARIO, answered, make_part
+from tests.bench.isolation.builders import DURATION_S, SCENARIO, answered, make_part
 
 VOID = {"meta", "br", "img", "link", "use", "path", "image", "line"}
 PROVENANCE = Provenance("python -m bench isolation <x>", "2026-01-02", "h", "m", 1)
-PROMISES = {"chat": Targets(ttft_ms=100, itl_ms=50)}
+SLOS = {"chat": Targets(ttft_ms=100, itl_ms=50)}
 
 
 class Elements(HTMLParser):
@@ -62,7 +62,7 @@ def make_result(experiment: ExperimentName = "isolation", *, clients_given: bool
     for name, ttft_s in ((OURS_ALONE, 0.04), (BULK_ALONE, 0.0), (FIRST_COME, 0.3), (OURS, 0.05)):
         chat = [answered("chat", 0.4 * i, ttft_s, (0.01,)) for i in range(20)]
         rounds.add(make_part(builder.build(name), chat, [answered("backlog", 0.0, 3.0, tokens=80)], [knobs, knobs]))
-    arms = summarize_arms(rounds, SCENARIO, PROMISES)
+    arms = summarize_arms(rounds, SCENARIO, SLOS)
     settling_s = {AIMD: 9.0, OURS: 4.0} if experiment == "step" else {}
     goals, controls = judge(Evidence(experiment, arms, solo_load=None if clients_given else 0.5, settling_s=settling_s))
     return Result(
@@ -72,7 +72,7 @@ def make_result(experiment: ExperimentName = "isolation", *, clients_given: bool
         0.5,
         3.0,
         Timing(DURATION_S, 1),
-        PROMISES,
+        SLOS,
         rounds,
         arms,
         goals,
@@ -126,7 +126,7 @@ def test_a_load_that_was_given_is_no_share_of_anything() -> None:
     assert not any("no share of it is known" in warning for warning in warnings_of(make_result()))
 
 
-def test_the_best_budget_is_the_most_bulk_that_keeps_the_promise() -> None:
+def test_the_best_budget_is_the_most_bulk_that_keeps_the_slo() -> None:
     sweep = make_result().sweep
     assert sweep is not None and sweep.best.budget == StaticBudget(2, 32)
     assert replace(sweep, points=sweep.points[1:]).best.budget == StaticBudget(8, 99)

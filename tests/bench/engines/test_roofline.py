@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.engines.floors import ModelShape, Peaks, StepNeeds, decode_step, job_floor_s
+from bench.engines.roofline import ModelShape, Peaks, StepNeeds, decode_step, job_floor_s
 from bench.engines.work import Job
 from loadtest.model_shapes import SHAPE_NAMES, shape_config
 

@@ -1,8 +1,8 @@
 """The interleaved run: every arm in every round, on one machine, with the same requests.
 
-The order of the arms turns from round to round, so that nobody is always behind the same neighbour; a `cache_salt` of
-its own keeps an arm's round from finding the prompts of another one in the prefix cache. Knows when what runs; numbers
-are made elsewhere.
+The order of the arms changes from round to round, so that no arm always follows the same one. Each arm's round has its
+own `cache_salt`, so that no prompt is found in the prefix cache of another arm. Knows what runs when; computes no
+statistics.
 """
 
 import asyncio
@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+from bench.isolation.admin import Systems, put_tiers, wait_until_quiet
 from bench.isolation.arms import Arm
-from bench.isolation.systems import Systems, put_tiers, wait_until_quiet
 from loadtest.client.http import Target
 from loadtest.client.runner import ArmRun, Timing, run_arm
-from loadtest.client.timeline import STEP_SECONDS, Timeline, watch
+from loadtest.client.server_metrics import STEP_SECONDS, Timeline, watch
 from loadtest.traffic.scenario import Scenario, TrafficClass
 
 Progress = Callable[[str], None]
@@ -28,12 +28,12 @@ class Part:
     round_: int
     run: ArmRun
     timeline: Timeline
-    was_quiet: bool = True  # before it began, as far as the server says
+    was_quiet: bool = True  # before the part began, as far as the metrics say
 
 
 @dataclass(slots=True)
 class Rounds:
-    """All parts, by arm in the order of the report; and what an unmeasured run showed before."""
+    """All parts, by arm in the order of the report."""
 
     parts: dict[str, list[Part]] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ async def run_part(
     salt: str = "",
     has_shown_enough: Callable[[ArmRun], bool] | None = None,
 ) -> Part:
-    """One arm once. `salt` tells runs apart that have the arm and the round in common."""
+    """Run one arm once. `salt` tells runs of the same arm and round apart."""
     target = systems.of(arm.is_peer)
     was_quiet = all([await wait_until_quiet(each, 0.0) for each in systems.all])  # they share the machine
     if arm.tiers is not None:
@@ -76,7 +76,7 @@ async def run_part(
         run = await run_arm(target, classes, timing.window, seed, round_, has_shown_enough=has_shown_enough)
     cut = timeline.within(run.start_s, run.end_s)
     busy_s = cut.delta(STEP_SECONDS)
-    # The readings enclose the window: what they say is of a little more than it.
+    # The readings span a little more than the window, so the sum is scaled to the window.
     run.busy_s = None if busy_s is None or not cut.span_s else busy_s * run.duration_s / cut.span_s
     return Part(arm, round_, run, cut, was_quiet)
 
@@ -98,7 +98,8 @@ def _addressed(traffic: TrafficClass, salt: str, omitted: Sequence[str]) -> Traf
 
 
 def _turned(arms: Sequence[Arm], round_: int) -> list[Arm]:
-    """Another one begins in each round; and every second round runs backwards, which balances drift within one."""
+    """Return the arms with another one first in each round. Every second round is reversed, which balances drift within
+    a round."""
     first = (round_ * 3) % len(arms)
     turned = [*arms[first:], *arms[:first]]
     return turned if round_ % 2 == 0 else turned[::-1]

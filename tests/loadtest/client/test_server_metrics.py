@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from loadtest.client.http import parse_target
-from loadtest.client.timeline import Reading, Timeline, bucket_quantile, read_metrics, watch
+from loadtest.client.server_metrics import Reading, Timeline, bucket_quantile, read_metrics, watch
 from tests.loadtest.fake_server import FakeServer
 
 

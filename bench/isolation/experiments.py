@@ -1,6 +1,6 @@
-"""The experiments: which load each one is, how it moves, and which arms it needs. Pure.
+"""The experiments: the load of each, how it changes, and which arms it needs. Pure.
 
-Loads are multiples of the solo goodput, which is what interactive traffic sustains alone.
+Loads are multiples of the solo goodput, the load that interactive traffic sustains alone.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ OVERLOAD_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`factor` times the base load from `from_share` of a part, for `for_s` at most (None: to its end)."""
+    """The load over a part: `factor` times the base load from `from_share` of the part, for `for_s` (None: until its
+    end)."""
 
     base_load: float
     factor: float = 1.0
@@ -35,10 +36,10 @@ class Shape:
 class Experiment:
     name: ExperimentName
     title: str
-    scenario: str  # unless another one is asked for
+    scenario: str  # the default scenario
     arms: tuple[str, ...]
     shape: Shape
-    is_steady: bool  # the scenario's own motions are taken out: the shape is the motion
+    is_steady: bool  # without the scenario's own waves and bursts, so that only `shape` changes the load
     has_premium: bool = False  # `priority` is a tier of its own, above the default one
 
 
@@ -83,8 +84,11 @@ EXPERIMENTS: dict[str, Experiment] = {
 
 
 def shaped(scenario: Scenario, experiment: Experiment, goodput_clients: float, load: float, part_s: float) -> Scenario:
-    """The scenario with its interactive classes at `load` times the solo goodput, moving as the experiment says; jobs
-    with deadlines too, since what a machine can promise grows with it."""
+    """Return the scenario with its interactive classes at `load` times the solo goodput, changing as the experiment
+    says.
+
+    Jobs with deadlines are scaled too, since a faster machine can finish more of them in time.
+    """
     spike = experiment.shape.spike(part_s)
     classes = dict(scenario.classes)
     for traffic in scenario.classes.values():
@@ -99,5 +103,5 @@ def shaped(scenario: Scenario, experiment: Experiment, goodput_clients: float, l
 
 
 def has_deadline(traffic: TrafficClass) -> bool:
-    """Bulk that must be done in time: jobs."""
+    """Return whether the class is bulk with a deadline: jobs."""
     return traffic.role == "bulk" and traffic.targets.e2e_ms is not None

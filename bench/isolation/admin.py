@@ -1,6 +1,6 @@
-"""The systems under load, as the experiment handles them: told which tiers to take, quiet before they are left.
+"""The servers under load, as the experiment handles them: tiers are put in force, and an arm starts when all is quiet.
 
-Knows the admin routes and which metrics mean work; not arms or statistics.
+Knows the admin routes, and which metrics show that a server still works; not arms or statistics.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import msgspec
 
 from bench.isolation.arms import Document
 from loadtest.client.http import Target, TargetError, get, post
-from loadtest.client.timeline import read_metrics
+from loadtest.client.server_metrics import read_metrics
 
 BUSY_GAUGES = (
     "tidegate_num_requests_running",
@@ -30,7 +30,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Systems:
-    """`peer` is any OpenAI-compatible server; None: it takes no part."""
+    """The servers of an experiment. `peer` is any OpenAI-compatible server, or None."""
 
     ours: Target
     peer: Target | None = None
@@ -46,12 +46,12 @@ class Systems:
 
 
 async def put_tiers(target: Target, document: Document) -> None:
-    """Put these tiers in force; returns when every part has them. Raises `TargetError`."""
+    """Put these tiers in force; returns when every part of the server has them. Raises `TargetError`."""
     await post(target, "/admin/tiers", document)
 
 
 async def tiers_in_force(target: Target) -> Document:
-    """Raises `TargetError`."""
+    """Return the tiers document that the server uses. Raises `TargetError`."""
     answer: dict[str, Any] = msgspec.json.decode(await get(target, "/admin/tiers"))
     document: Document = answer["document"]
     return document
@@ -59,7 +59,7 @@ async def tiers_in_force(target: Target) -> Document:
 
 @asynccontextmanager
 async def tiers_kept(target: Target) -> AsyncIterator[None]:
-    """Whatever is put in force within the block, afterwards it is as before. Raises `TargetError`."""
+    """Put the tiers that were in force before the block back in force after it. Raises `TargetError`."""
     before = await tiers_in_force(target)
     try:
         yield
@@ -68,7 +68,7 @@ async def tiers_kept(target: Target) -> AsyncIterator[None]:
 
 
 async def explanations(target: Target) -> dict[str, Any] | None:
-    """What `GET /admin/sla` says; None where there is no such route."""
+    """Return the answer of `GET /admin/sla`; None where there is no such route."""
     try:
         told: dict[str, Any] = msgspec.json.decode(await get(target, "/admin/sla"))
     except (TargetError, msgspec.DecodeError):
@@ -77,14 +77,15 @@ async def explanations(target: Target) -> dict[str, Any] | None:
 
 
 async def wait_until_quiet(target: Target, settle_s: float) -> bool:
-    """Until nothing waits or runs, as far as the server exports it, and `settle_s` more. False: it still works."""
+    """Wait until no request waits or runs, as far as the metrics say, and `settle_s` more. Return False if the server
+    still works."""
     until_s = perf_counter() + QUIET_TIMEOUT_S
     is_quiet = False
     while not is_quiet and perf_counter() < until_s:
         try:
             reading = await read_metrics(target)
         except TargetError:
-            break  # it does not say: the pause has to do
+            break  # the server has no metrics: the pause must be enough
         is_quiet = not sum(reading.total(gauge) or 0.0 for gauge in BUSY_GAUGES)
         if not is_quiet:
             await asyncio.sleep(POLL_S)

@@ -1,7 +1,7 @@
-"""Servers to measure, started here and ended for certain: `tidegate serve`, and vLLM's in its own environment.
+"""Servers to measure, started for a block and ended after it: `tidegate serve`, and vLLM in its own environment.
 
-Knows command lines, ports and processes; not what is measured. Each has a process group of its own, and nothing of it
-lives on after its block.
+Knows command lines, ports and processes; not what is measured. Each server has a process group of its own, so that none
+of its processes outlives the block.
 """
 
 import asyncio
@@ -30,15 +30,16 @@ LOG_TAIL = 600  # characters
 
 
 def write_served_shape(directory: Path, name: str, max_position_embeddings: int) -> Path:
-    """A model directory that any server takes with random weights: the shape's config and a tokenizer of as many words.
-    Raises `ShapeError`."""
+    """Write a model directory that any server loads with random weights: the shape's config, and a tokenizer with a
+    word for each id. Return the directory. Raises `ShapeError`."""
     write_shape(directory, name, max_position_embeddings)
     write_word_tokenizer(directory, read_config(directory)["vocab_size"])
     return directory
 
 
 def with_tokenizer(model_dir: Path, folder: Path) -> Path:
-    """The directory, or a copy of its config with a tokenizer of words where it has none. Raises `ShapeError`."""
+    """Return the directory; where it has no tokenizer, a copy of its config with a tokenizer of words. Raises
+    `ShapeError`."""
     if (model_dir / "tokenizer.json").exists():
         return model_dir
     config, copy = read_config(model_dir), folder / model_dir.resolve().name
@@ -49,8 +50,11 @@ def with_tokenizer(model_dir: Path, folder: Path) -> Path:
 
 
 def write_word_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Every id is a word of its own. Random weights choose any id, and a token without text would be no event at the
-    client's socket: its time would be missing."""
+    """Write a tokenizer in which every id is its own word.
+
+    Random weights choose any id, and a token without text would not be an event at the client's socket, so its time
+    would be missing.
+    """
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -63,7 +67,7 @@ def write_word_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 def context_of(model_dir: Path) -> int | None:
-    """What the model's config says that it can hold. Raises `ShapeError`."""
+    """Return the context length in the model's config, in tokens. Raises `ShapeError`."""
     length = read_config(model_dir).get("max_position_embeddings")
     return int(length) if length else None
 
@@ -71,7 +75,8 @@ def context_of(model_dir: Path) -> int | None:
 def tidegate_command(
     model_dir: Path | None, load_format: str, data_dir: Path, num_threads: int | None, flags: Sequence[str]
 ) -> list[str]:
-    """Without a model the demo model is served; without a number of threads, with as many as it takes by itself."""
+    """Return the command of `tidegate serve`. Without `model_dir` it serves the demo model; without `num_threads` it
+    chooses them."""
     command = [sys.executable, "-m", "tidegate", "serve", "--data-dir", str(data_dir), "--log-level", "warning"]
     if model_dir is not None:
         command += ["--model", str(model_dir), "--load-format", load_format]
@@ -87,15 +92,16 @@ def vllm_command(interpreter: Path, model_dir: Path, load_format: str, flags: Se
 
 
 def tidegate_environment() -> dict[str, str]:
-    """This process's, so that what is measured is what `tidegate serve` is where a user starts it; it finds the same
-    source tree, and stays off the network."""
+    """Return this process's environment, so that the server runs as a user starts it, with the same source tree and no
+    network."""
     return {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
 
 
 def serving_tidegate(
     model_dir: Path | None, load_format: str, folder: Path, num_threads: int, flags: Sequence[str]
 ) -> AbstractAsyncContextManager[Target]:
-    """`tidegate serve` with its data and its log in `folder`, until the block ends. 0 threads: as it likes."""
+    """Serve with `tidegate serve` until the block ends, with data and log in `folder`. 0 threads: as the server
+    chooses."""
     command = tidegate_command(model_dir, load_format, folder / "data", num_threads or None, flags)
     return serving(command, folder / "tidegate.log", "/ready", tidegate_environment())
 
@@ -104,8 +110,8 @@ def serving_tidegate(
 async def serving(
     command: Sequence[str], log_file: Path, ready_path: str, environment: Mapping[str, str]
 ) -> AsyncIterator[Target]:
-    """`command` with a free `--port` added, until the block ends; where it listens, once `ready_path` answers 200.
-    Raises `TargetError`."""
+    """Run `command` with a free `--port` until the block ends. Yield its address once `ready_path` answers 200. Raises
+    `TargetError`."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with log_file.open("wb") as log:
@@ -142,7 +148,7 @@ async def _wait_until_ready(process: subprocess.Popen[bytes], target: Target, re
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the command, which ends its parts; then SIGKILL to whatever is left of its group."""
+    """Send SIGTERM to the command, which ends its parts, then SIGKILL to what is left of its process group."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_TIMEOUT_S)

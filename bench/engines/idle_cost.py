@@ -46,7 +46,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class ResidentCost:
+class IdleCost:
     kind: str  # "paused" | "waiting"
     wanted: int
     idle: int  # bulk requests that the core holds, and none of which ran in a measured step
@@ -55,7 +55,7 @@ class ResidentCost:
     profile: str  # the most expensive functions of planning, by cProfile
 
 
-class ResidentBench:
+class IdleCostBench:
     """One core on one engine, with `count` idle bulk requests of a kind and one interactive request after another."""
 
     def __init__(self, engine: Stepper, count: int, kind: str) -> None:
@@ -70,7 +70,7 @@ class ResidentBench:
         self._now = 0.0
         self._fence = 0
 
-    def measure(self, steps: int) -> ResidentCost:
+    def measure(self, steps: int) -> IdleCost:
         """Interactive steps, each a first token: while one is awaited, bulk is paused."""
         if self._kind == "paused":
             self._accept("bulk", self._count, BULK_PROMPT, BULK_TOKENS)
@@ -89,7 +89,7 @@ class ResidentBench:
         held = [s for s in self._core.table if s.tier.name == "bulk"]
         resident = sum(s.is_resident for s in held)
         self._finish()
-        return ResidentCost(self._kind, self._count, len(held), resident, times, profile)
+        return IdleCost(self._kind, self._count, len(held), resident, times, profile)
 
     def _interactive_step(self, number: int) -> list[float]:
         self._accept(f"chat-{number}", 1, INTERACTIVE_PROMPT, 1, tier="realtime")

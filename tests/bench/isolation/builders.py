@@ -1,10 +1,10 @@
 """Outcomes and parts with known times, for the tests of what is computed from them."""
 
 from bench.isolation.arms import Arm
-from bench.isolation.experiment import Part
+from bench.isolation.rounds import Part
 from loadtest.client.answer import Outcome
 from loadtest.client.runner import ArmRun
-from loadtest.client.timeline import Reading, Timeline
+from loadtest.client.server_metrics import Reading, Timeline
 from loadtest.traffic.scenario import Scenario
 
 START_S, DURATION_S = 100.0, 10.0

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.isolation.shapes import EXPERIMENTS, Shape, shaped
+from bench.isolation.experiments import EXPERIMENTS, Shape, shaped
 from loadtest.traffic.scenario import load_scenario
 from loadtest.traffic.scenario_arrivals import OpenLoop
 from loadtest.traffic.workload import plan_open_loop

@@ -1,4 +1,4 @@
-"""Why the numbers of an experiment should not be believed, if there is a reason. Pure."""
+"""Reasons not to trust the numbers of an experiment. Pure."""
 
 from bench.isolation.arms import BULK_ALONE
 from bench.isolation.result import Result
@@ -6,19 +6,19 @@ from bench.isolation.summary import ArmSummary
 from loadtest.checks.validity import client_warnings, failure_warnings
 from loadtest.traffic.scenario import Targets
 
-NOTABLY = 1.05
+NOTABLY = 1.05  # bulk beside interactive ÷ bulk alone; less may be noise
 
 
 def warnings_of(result: Result) -> list[str]:
     found = [w for arm in result.arms.values() for w in _arm_warnings(arm)]
-    return [*found, *_bulk_warnings(result), *_load_warnings(result), *_promise_warnings(result)]
+    return [*found, *_bulk_warnings(result), *_load_warnings(result), *_slo_warnings(result)]
 
 
 def _arm_warnings(arm: ArmSummary) -> list[str]:
     name = arm.arm.name
     found = [f"{name}: {warning}" for warning in client_warnings(arm.lag_p99_s, arm.client_cpu_share)]
     if not arm.was_quiet:
-        found.append(f"{name}: the server was still working off the arm before when a part of this one began")
+        found.append(f"{name}: the server still worked for the arm before when a part of this one began")
     return found + failure_warnings(name, arm.classes)
 
 
@@ -47,9 +47,9 @@ def _load_warnings(result: Result) -> list[str]:
         ]
     if not result.goodput.clients:
         return [
-            f"No load that was tried alone kept the promise: the least, {result.clients:.3g} × the scenario's, was "
-            "taken as the solo goodput. Promises of so few milliseconds need a faster machine, shorter lengths "
-            "(--scale), or a longer promise (--ttft-ms, --itl-ms)."
+            f"No load that was tried alone kept the SLO: the lowest, {result.clients:.3g} × the scenario's, was "
+            "taken as the solo goodput. SLOs of so few milliseconds need a faster machine, shorter lengths "
+            "(--scale), or a longer SLO (--ttft-ms, --itl-ms)."
         ]
     if result.goodput.breaks_at is None:
         return [
@@ -59,8 +59,8 @@ def _load_warnings(result: Result) -> list[str]:
     return []
 
 
-def _promise_warnings(result: Result) -> list[str]:
-    names = [name for name, targets in result.promises.items() if targets == Targets()]
+def _slo_warnings(result: Result) -> list[str]:
+    names = [name for name, targets in result.slos.items() if targets == Targets()]
     if not names:
         return []
-    return [f"Nothing is promised to {', '.join(names)}: only requests without an answer count as late (--ttft-ms)."]
+    return [f"There is no SLO for {', '.join(names)}: only requests without an answer count as late (--ttft-ms)."]
