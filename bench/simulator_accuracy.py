@@ -117,7 +117,7 @@ class Compared:
 
 
 def read_result(path: Path) -> MeasuredResult:
-    """Raises `ComparisonError`."""
+    """Return the result in a file of `bench isolation`. Raises `ComparisonError`."""
     try:
         return MeasuredResult.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -131,8 +131,10 @@ def read_result(path: Path) -> MeasuredResult:
 
 
 def compare_arm(result: MeasuredResult, arm: str, card: CostCard, gateway_s: float = 0.0) -> list[Compared]:
-    """Simulate every round of an arm. `gateway_s`: what HTTP and the gateway add to a first token, which no engine
-    knows of. Raises `ComparisonError`."""
+    """Simulate every round of an arm and compare. Raises `ComparisonError`.
+
+    `gateway_s` is what HTTP and the gateway add to a first token, which the cost card does not hold.
+    """
     if arm not in result.arms or result.arms[arm].tiers is None:
         known = ", ".join(name for name, found in result.arms.items() if found.tiers is not None)
         raise ComparisonError(f"the result has no arm {arm!r} whose tiers are known (it has {known})")
@@ -167,7 +169,7 @@ def _compare(
 
 def _simulated(result: MeasuredResult, arm: str, round_: int, card: CostCard) -> list[RequestRecord]:
     tiers = parse_tiers(result.arms[arm].tiers, f"the tiers of arm {arm}")
-    timing, scenario = result.timing, _of_arm(result, arm)
+    timing, scenario = result.timing, _scenario_of_arm(result, arm)
     part_s = timing.duration_s / timing.rounds
     traffic = scenario_traffic(scenario, tiers, part_s, result.seed, round_)
     ended = {
@@ -177,17 +179,17 @@ def _simulated(result: MeasuredResult, arm: str, round_: int, card: CostCard) ->
     }
     lead_s = timing.lead_s if traffic.backlogs else 0.0
     setting = Setting(tiers, card, seed=round_, prefix_cache=traffic.shares_prefixes, lead_s=lead_s)
-    return simulate(setting, _as_long(traffic, ended), part_s, drain_s=timing.drain_s).requests
+    return simulate(setting, _with_measured_lengths(traffic, ended), part_s, drain_s=timing.drain_s).requests
 
 
-def _of_arm(result: MeasuredResult, arm: str) -> Scenario:
-    """The scenario with the classes that the arm sent."""
+def _scenario_of_arm(result: MeasuredResult, arm: str) -> Scenario:
+    """Return the scenario with the classes that the arm sent."""
     classes = {n: c for n, c in result.scenario.classes.items() if n in result.arms[arm].classes}
     return result.scenario.model_copy(update={"classes": classes})
 
 
-def _as_long(traffic: Traffic, ended: Mapping[str, int]) -> Traffic:
-    """With the answers as long as they really were, where they came."""
+def _with_measured_lengths(traffic: Traffic, ended: Mapping[str, int]) -> Traffic:
+    """Return the traffic with answers of their measured lengths, where they are known."""
 
     def cut(offered: OfferedRequest) -> OfferedRequest:
         return replace(offered, output_tokens=ended.get(offered.id, offered.output_tokens))

@@ -1,6 +1,6 @@
-"""The commands that measure an engine in this machine's processes, without a server: engine, growth and soak.
+"""The commands that measure an engine in processes of this machine, without a server: engines, growth and soak.
 
-Knows flags, files and exit codes; what is measured is in the modules that the commands import when they run.
+Knows flags, files and exit codes; the measurements are in modules that the commands import when they run.
 """
 
 import sys
@@ -26,7 +26,7 @@ from loadtest.running import one_sentence, say_progress
 
 
 class Engines(ModelCommand):
-    """Our engine, transformers and vLLM interleaved on the same weights: throughput, ratios, decode steps, floors."""
+    """Our engine, transformers and vLLM interleaved on the same weights: throughput, ratios, decode steps, roofline."""
 
     systems: str = Field("tidegate,tidegate-loop,generate_batch,generate,vllm", description="Which ones, by name.")
     vllm_python: str = Field("", description="Python of an environment that has vLLM; without it vLLM is left out.")

@@ -1,7 +1,7 @@
 """The interleaved run: every system gets every job, in random order, one at a time, round after round.
 
-Knows jobs, clients and what is noted of them; neither how systems work nor how results look. A system that fails
-leaves the run with its reason, and the others go on.
+Knows jobs, clients and what is recorded of them; not how systems work or how results look. A system that fails leaves
+the run with its reason, and the others go on.
 """
 
 import random
@@ -14,14 +14,14 @@ from bench.engines.ratios import common_prefix
 from bench.engines.system_client import SystemClient, SystemUnavailable
 from bench.engines.work import QUICK_SHAPES, SHAPES, STEP_TOKENS, Job, WorkKind, WorkShape, make_job, make_step_jobs
 
-SERIAL_SYSTEMS = frozenset({"generate"})  # one request at a time, however many there are
+SERIAL_SYSTEMS = frozenset({"generate"})  # systems that serve one request at a time
 WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`serial_requests`: so many of a job's requests, others in each round, are given to a system that takes them one
-    at a time: its rate does not depend on how many wait."""
+    """What is measured. `serial_requests` is how many of a job's requests, different ones in each round, a system gets
+    that takes them one at a time: its rate does not depend on how many wait."""
 
     works: tuple[WorkKind, ...]
     streams: tuple[int, ...]
@@ -37,7 +37,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One job of one system. `tokens` counts new ones, and the prompts' too where these are the work."""
+    """One job of one system. `tokens` counts new tokens, and prompt tokens too where prefill is the work."""
 
     system: str
     work: WorkKind
@@ -68,7 +68,7 @@ class StepSample:
 
 @dataclass(slots=True)
 class Comparison:
-    """What a run noted. Written by `compare` only."""
+    """What a run recorded. Written by `compare` only."""
 
     systems: tuple[str, ...]
     samples: list[Sample] = field(default_factory=list)
@@ -80,14 +80,14 @@ class Comparison:
     idle_cpu_shares: dict[str, float | None] = field(default_factory=dict)
 
     def agreement(self, one: str, other: str) -> float | None:
-        """Share of greedy tokens before the first difference of two systems' answers."""
+        """Return the share of greedy tokens before the first difference of two systems' answers."""
         pair = (one, other) if (one, other) in self.compared_tokens else (other, one)
         total = self.compared_tokens.get(pair, 0)
         return self.same_tokens[pair] / total if total else None
 
 
 def compare(plan: Plan, clients: Sequence[SystemClient], report_progress: Callable[[str], None]) -> Comparison:
-    """Run `plan`. The clients are started here and ended by whoever made them."""
+    """Run `plan`. Starts the clients; the caller ends them."""
     run = _Run(plan, clients, report_progress)
     run.begin()
     for round_ in range(plan.rounds):
@@ -99,7 +99,7 @@ def compare(plan: Plan, clients: Sequence[SystemClient], report_progress: Callab
 
 
 class _Run:
-    """A run under way: who is still in it, and what was noted."""
+    """A run under way: the systems that are still in it, and what was recorded."""
 
     def __init__(self, plan: Plan, clients: Sequence[SystemClient], report_progress: Callable[[str], None]) -> None:
         self._plan = plan
@@ -150,7 +150,8 @@ class _Run:
         self._each(measure)
 
     def _each(self, work: Callable[[SystemClient], None]) -> None:
-        """In random order. Who fails is ended at once, so that it takes neither memory nor time from the others."""
+        """Do the work with each system, in random order. A system that fails is ended at once, so that it takes no
+        memory or time."""
         for client in self._order.sample(self._present, len(self._present)):
             try:
                 work(client)
@@ -160,8 +161,8 @@ class _Run:
                 client.end()
 
     def _warm_up(self, client: SystemClient) -> None:
-        """The longest prompt, and a few steps at each number of streams: what is compiled, captured or grown the
-        first time is not measured."""
+        """Run the longest prompt, and a few steps at each number of streams, so that no compilation or first allocation
+        is measured."""
         plan = self._plan
         longest = max(plan.shape(work).prompt[1] for work in plan.works)
         shapes = [(WorkShape((longest, longest), (2, 2)), 1)]

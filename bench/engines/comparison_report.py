@@ -7,18 +7,19 @@ from typing import Any
 
 from bench.engines.comparison import Comparison, Sample
 from bench.engines.ratios import geometric_mean, paired_ratio
-from bench.engines.roofline import ModelShape, Peaks, job_floor_s, measured_step
+from bench.engines.roofline import ModelShape, Peaks, job_roofline_s, measured_step
 from bench.engines.work import WorkKind
 from loadtest.estimates import Estimate
 from loadtest.reporting.formats import ABSENT
 from loadtest.reporting.record import Record, Section, Table
 
 OURS = "tidegate"
-NOISY_IDLE_SHARE = 0.05  # of a core; more, and a system was working while another was measured
+NOISY_IDLE_SHARE = 0.05  # of a core; a system above it worked while another was measured
 
 
 class ComparisonReport:
-    """`shape` and `peaks` are None where floors are not known: the shares are then absent."""
+    """Makes the record of a comparison. Without `shape` or `peaks` the roofline is not known, and its shares are
+    absent."""
 
     def __init__(self, comparison: Comparison, shape: ModelShape | None, peaks: Peaks | None) -> None:
         self._noted = comparison
@@ -38,7 +39,7 @@ class ComparisonReport:
             "unavailable": noted.unavailable,
             "idle_cpu_shares": noted.idle_cpu_shares,
             "warnings": self.warnings(),
-            "floors": self._floors(),
+            "floors": self._roofline(),
         }
 
     def record(self) -> Record:
@@ -54,7 +55,7 @@ class ComparisonReport:
         notes = [f"NOT MEASURED: {name}: {reason}" for name, reason in self._noted.unavailable.items()]
         if self._peaks is not None:
             gigabytes, gigaflops = self._peaks.bytes_per_s / 1e9, self._peaks.flops_per_s / 1e9
-            notes.append(f"floors from {gigabytes:.1f} GB/s and {gigaflops:.0f} GFLOP/s, measured before the run")
+            notes.append(f"roofline from {gigabytes:.1f} GB/s and {gigaflops:.0f} GFLOP/s, measured before the run")
         return tuple(notes)
 
     def warnings(self) -> list[str]:
@@ -73,7 +74,7 @@ class ComparisonReport:
         )
 
     def _of(self, work: WorkKind, streams: int, system: str) -> dict[int, Sample]:
-        """By round."""
+        """Return the samples by round."""
         found = (s for s in self._noted.samples if (s.work, s.streams, s.system) == (work, streams, system))
         return {sample.round: sample for sample in found}
 
@@ -88,16 +89,16 @@ class ComparisonReport:
             "system": system,
             "tokens_per_s": _estimate(geometric_mean([s.tokens_per_s for s in own.values()])),
             "ours_over_it": _ratio([ours[r].tokens_per_s for r in both], rates) if system != OURS else None,
-            "share_of_floor": self._share_of_floor(own.values()),
+            "share_of_floor": self._share_of_roofline(own.values()),
             "agreement_with_ours": agreement,
             "rounds": [{"round": r, "tokens": s.tokens, "elapsed_s": s.elapsed_s} for r, s in sorted(own.items())],
         }
 
-    def _share_of_floor(self, samples: Iterable[Sample]) -> float | None:
+    def _share_of_roofline(self, samples: Iterable[Sample]) -> float | None:
         if self._shape is None or self._peaks is None:
             return None
         shape, peaks = self._shape, self._peaks
-        return geometric_mean([job_floor_s(s.job, shape, peaks) / s.elapsed_s for s in samples]).value
+        return geometric_mean([job_roofline_s(s.job, shape, peaks) / s.elapsed_s for s in samples]).value
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -109,22 +110,22 @@ class ComparisonReport:
         times = [s.seconds for s in self._noted.steps if (s.streams, s.system) == (streams, system)]
         positive = [seconds for seconds in times if seconds > 0]  # noise can swallow the steps of a tiny model
         mean = geometric_mean(positive) if positive else None
-        floor_s = self._step_floor_s(streams)
+        roofline_s = self._step_roofline_s(streams)
         return {
             "streams": streams,
             "system": system,
             "step_s": _estimate(mean) if mean else None,
-            "floor_s": floor_s,
-            "share_of_floor": floor_s / mean.value if mean and floor_s is not None else None,
+            "floor_s": roofline_s,
+            "share_of_floor": roofline_s / mean.value if mean and roofline_s is not None else None,
             "rounds": times,
         }
 
-    def _step_floor_s(self, streams: int) -> float | None:
+    def _step_roofline_s(self, streams: int) -> float | None:
         if self._shape is None or self._peaks is None:
             return None
-        return measured_step(streams).floor_s(self._shape, self._peaks)
+        return measured_step(streams).roofline_s(self._shape, self._peaks)
 
-    def _floors(self) -> dict[str, Any] | None:
+    def _roofline(self) -> dict[str, Any] | None:
         if self._shape is None or self._peaks is None:
             return None
         steps = {
@@ -136,7 +137,7 @@ class ComparisonReport:
 
 
 def _jobs_table(rows: Sequence[dict[str, Any]]) -> Table:
-    header = ("work", "streams", "system", "tok/s", "ours ÷ it (95 %)", "of the floor", "same tokens as ours")
+    header = ("work", "streams", "system", "tok/s", "ours ÷ it (95 %)", "of the roofline", "same tokens as ours")
     return Table.of(
         header,
         [
@@ -155,7 +156,7 @@ def _jobs_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _steps_table(rows: Sequence[dict[str, Any]]) -> Table:
-    header = ("streams", "system", "ms a step (95 %)", "floor ms", "of the floor")
+    header = ("streams", "system", "ms a step (95 %)", "roofline ms", "of the roofline")
     return Table.of(
         header,
         [
@@ -176,7 +177,8 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float | 
 
 
 def _estimate(estimate: Estimate) -> dict[str, float | None]:
-    """JSON has no infinity: the bounds of a single round's value are null."""
+    """Return the estimate as JSON; the bounds of a single round are infinite, which JSON does not have, and become
+    null."""
     known = math.isfinite(estimate.high)
     return {
         "value": estimate.value,

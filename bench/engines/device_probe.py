@@ -1,7 +1,7 @@
-"""What the machine reaches, and what a run leaves unused: `python -m bench.engines.device_probe COMMAND`.
+"""The machine's peaks, and how busy a GPU is: `python -m bench.engines.device_probe COMMAND`.
 
 Imports torch, and therefore always runs in a process of its own; prints one JSON object. `peaks`: memory bandwidth and
-matrix products, for the roofline. `busy`: the share of a decode run's time in which a GPU's kernels ran.
+matrix products, for the roofline. `busy`: the share of a decode run's time in which the GPU's kernels ran.
 """
 
 import argparse
@@ -31,7 +31,7 @@ PROMPT_TOKENS = 32
 
 
 def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
-    """The best of several large reads, copies and matrix products."""
+    """Return the best of several large reads, copies and matrix products."""
     return Peaks(_bytes_per_s(device), _flops_per_s(device, dtype))
 
 
@@ -52,7 +52,7 @@ def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 def _best_s(work: Callable[[], Tensor], device: torch.device) -> float:
     times = []
-    for _ in range(REPEATS + 1):  # the first pays for page faults and lazy initialisation
+    for _ in range(REPEATS + 1):  # the first run has page faults and lazy initialisation
         _wait(device)
         started_s = time.perf_counter()
         work()
@@ -67,10 +67,11 @@ def _wait(device: torch.device) -> None:
 
 
 def busy_share(model_dir: str, dtype: str, streams: int, new_tokens: int) -> dict[str, float]:
-    """Of a run of `streams` decodes on a GPU, behind the shipped loop: the share of its time in which a kernel ran.
+    """Return the share of a decode run's time in which a GPU kernel ran, for `streams` sequences behind the shipped
+    loop.
 
-    The profiler slows the host down, not the kernels; `plain_s` is the same run without it, and `share_of_plain`
-    relates the kernels' time to that: the figure that says what users get.
+    The profiler slows the host down, not the kernels. `plain_s` is the same run without it, and `share_of_plain`
+    relates the kernels' time to that run: this is the share without profiling.
     """
     system, jobs = _loaded(model_dir, dtype, streams, new_tokens)
     with closing(system):
@@ -89,7 +90,7 @@ def busy_share(model_dir: str, dtype: str, streams: int, new_tokens: int) -> dic
 
 
 def _loaded(model_dir: str, dtype: str, streams: int, new_tokens: int) -> tuple[ScheduledEngine, list[Job]]:
-    """The system, and three jobs that differ by their prompts' tokens."""
+    """Return the system, and three jobs that differ in their prompts' tokens."""
     config = read_config(Path(model_dir))
     shape = ModelShape.from_config(config, dtype)
     longest = PROMPT_TOKENS + new_tokens
@@ -111,12 +112,12 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _kernels(profiler: Any) -> list[Any]:
-    """Kernels and copies: what the device itself did."""
+    """Return the events on the device: kernels and copies."""
     return [event for event in profiler.events() if event.device_type.name == "CUDA"]
 
 
 def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals, in their unit: kernels of two streams that overlap count once."""
+    """Return the length of the union of intervals, in their unit, so that overlapping kernels count once."""
     total, end_so_far = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, end_so_far))

@@ -14,7 +14,7 @@ AXES = {"streams": "streams", "context": "tokens of context", "model": "model"}
 
 
 def plot_growth(growth: Growth, directory: Path) -> list[Path]:
-    """One PNG an axis, and one of the idle requests; their paths."""
+    """Write one PNG for each axis, and one for the idle requests. Return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     written = []
     for axis, label in AXES.items():
@@ -23,9 +23,9 @@ def plot_growth(growth: Growth, directory: Path) -> list[Path]:
         rates, steps = figure.subplots(1, 2)
         _plot_points(rates, axis, label, points, [p.tokens_per_s for p in points], "tokens/s")
         _plot_points(steps, axis, label, points, [1e3 * p.step_s for p in points], "ms a decode step")
-        floors = [1e3 * p.floor_s for p in points if p.floor_s is not None]
-        if len(floors) == len(points):
-            steps.plot(_positions(axis, points), floors, linestyle="--", label="floor")
+        least_ms = [1e3 * p.floor_s for p in points if p.floor_s is not None]
+        if len(least_ms) == len(points):
+            steps.plot(_positions(axis, points), least_ms, linestyle="--", label="roofline")
             steps.legend()
         written.append(directory / f"growth-{axis}.png")
         figure.savefig(written[-1], dpi=120)

@@ -26,7 +26,8 @@ def growth_record(growth: Growth, written: Sequence[Path]) -> Record:
 
 
 def _points_table(growth: Growth) -> Table:
-    header = ("axis", "model", "streams", "context", "ms a step", "floor ms", "of the floor", "tok/s", "prefill tok/s")
+    sizes = ("axis", "model", "streams", "context")
+    header = (*sizes, "ms a step", "roofline ms", "of the roofline", "tok/s", "prefill tok/s")
     rows = [
         (
             point.axis,
@@ -64,7 +65,7 @@ def _profiles(costs: Sequence[IdleCost]) -> list[Section]:
 
 
 def _over_none(cost: IdleCost, costs: Sequence[IdleCost]) -> float:
-    """Median time of the whole step ÷ that with the fewest idle requests (none)."""
+    """Return the median time of a whole step ÷ that with the fewest idle requests, which is none."""
     least = min((c for c in costs if c.kind == cost.kind), key=lambda c: c.wanted)
     return median(cost.times.steps) / median(least.times.steps)
 

@@ -1,8 +1,8 @@
-"""What requests that do nothing cost: host time of an interactive step beside N bulk requests, paused or waiting.
+"""The cost of idle requests: host time of an interactive step beside N bulk requests that are paused or waiting.
 
-Drives the shipped `SchedulerCore` and a real engine by hand, one step at a time, and times planning, the engine's step
-and taking the result in, each by itself. The bulk requests are real: the paused ones hold KV blocks of the engine, the
-waiting ones are claimed and not started. What a step costs must not depend on how many there are.
+Drives the shipped `SchedulerCore` and a real engine by hand, step by step, and times planning, the engine's step and
+applying the result separately. The bulk requests are real: paused ones hold KV blocks of the engine, waiting ones are
+claimed and not started. The cost of a step must not depend on their number.
 """
 
 import cProfile
@@ -22,7 +22,7 @@ from scheduler.control.controller import SLAController
 from scheduler.planning.core import SchedulerCore
 from scheduler.request import Claimed, Request
 
-BULK_PROMPT = 4  # tokens: thousands of resident sequences must fit
+BULK_PROMPT = 4  # tokens; short, so that the KV of thousands of sequences fits
 BULK_TOKENS = 32
 INTERACTIVE_PROMPT = 16
 WARM_UP_STEPS = 3
@@ -32,7 +32,7 @@ GATEWAY = "growth"
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds, one entry a step."""
+    """Seconds, one entry for each step."""
 
     claim: list[float]  # asking the core how many requests to claim, as the loop does after every step
     plan: list[float]
@@ -41,7 +41,7 @@ class StepTimes:
 
     @property
     def steps(self) -> list[float]:
-        """All of it together, by step."""
+        """The sum of all parts, by step."""
         return [sum(parts) for parts in zip(self.claim, self.plan, self.engine, self.apply, strict=True)]
 
 
@@ -49,14 +49,14 @@ class StepTimes:
 class IdleCost:
     kind: str  # "paused" | "waiting"
     wanted: int
-    idle: int  # bulk requests that the core holds, and none of which ran in a measured step
-    resident: int  # of them, those that hold KV
+    idle: int  # bulk requests in the core; none of them ran in a measured step
+    resident: int  # bulk requests that hold KV
     times: StepTimes
     profile: str  # the most expensive functions of planning, by cProfile
 
 
 class IdleCostBench:
-    """One core on one engine, with `count` idle bulk requests of a kind and one interactive request after another."""
+    """One core on one engine: `count` idle bulk requests of one kind, and one interactive request after another."""
 
     def __init__(self, engine: Stepper, count: int, kind: str) -> None:
         if kind not in ("paused", "waiting"):
@@ -71,7 +71,7 @@ class IdleCostBench:
         self._fence = 0
 
     def measure(self, steps: int) -> IdleCost:
-        """Interactive steps, each a first token: while one is awaited, bulk is paused."""
+        """Measure interactive steps, each of which yields a first token; while one is awaited, bulk is paused."""
         if self._kind == "paused":
             self._accept("bulk", self._count, BULK_PROMPT, BULK_TOKENS)
             self._make_resident()
@@ -117,7 +117,7 @@ class IdleCostBench:
             self._step(lambda seconds: None)
 
     def _step(self, note: Callable[[float], None]) -> StepPlan:
-        """Plan, run and apply one step; `note` gets the seconds of each."""
+        """Plan, run and apply one step. `note` gets the seconds of each part."""
         self._now += 0.01
         began_s = time.perf_counter()
         self._core.claim_limits(self._now)
@@ -144,14 +144,16 @@ class IdleCostBench:
         self._core.accept(claimed, self._now, int(self._now * 1000))
 
     def _finish(self) -> None:
-        """Leave nothing in the engine."""
+        """Remove every sequence from the engine."""
         self._core.cancel([s.id for s in self._core.table])
         self._engine.step(self._core.plan(self._now))
 
 
 class _KnownCost(StepTimeModel):
-    """Learns nothing: plans then depend on states alone, not on this machine's speed. A decode costs as much as a step
-    does anyhow, so that no bulk rides along where a first token is awaited."""
+    """A step-time model that learns nothing, so that plans do not depend on this machine's speed.
+
+    A decode costs as much as an empty step, so that no bulk is batched with a prefill that is awaited.
+    """
 
     def __init__(self) -> None:
         super().__init__(StepCost(step_s=1e-3, prefill_token_s=0.0, decode_s=1e-3))
@@ -165,7 +167,7 @@ def _parts(times: StepTimes) -> tuple[list[float], ...]:
 
 
 def _tiers(batch_size: int) -> TierSet:
-    """An interactive tier with promises that never bind, and a bulk tier that may hold everything."""
+    """Return an interactive tier with SLOs that never bind, and a bulk tier without limits."""
     knob = {"min": batch_size, "start": batch_size, "max": batch_size}
     no_wait = {"min": 0, "start": 0, "max": 0}
     interactive = {
@@ -180,6 +182,6 @@ def _tiers(batch_size: int) -> TierSet:
 
 
 def _shortened(line: str) -> str:
-    """A profile's line without the directories of this machine."""
+    """Return a profile's line without the directories of this machine."""
     head, separator, place = line.rpartition(" ")
     return f"{head}{separator}{Path(place).name}" if "/" in place else line

@@ -1,7 +1,7 @@
 """Runs prompts through an engine to their end, as fast as it steps: no tiers, no queue, no clock.
 
-Knows the engine's plain seam only. Every running sequence decodes in every step, and prompts fill what is left of the
-step's token budget, first come first served: the plan that an engine's own speed is measured with.
+Knows the engine's interface only. Every running sequence decodes in every step, and prompts fill the rest of the step's
+token budget in order of arrival. An engine's own speed is measured with this plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from loadtest.calibration.stepper import Stepper, greedy
 
 
 class GenerationFailed(Exception):
-    """A sequence broke, or did not end when it should have."""
+    """A sequence failed, or did not end when it should have."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ def generate_offline(
     new_tokens: Sequence[int],
     after_step: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
 ) -> list[list[int]]:
-    """Exactly `new_tokens[i]` greedy tokens behind each prompt. Raises `GenerationFailed`."""
+    """Return exactly `new_tokens[i]` greedy tokens for each prompt. Raises `GenerationFailed`."""
     all_of_them = [
         _Progress(NewSequence(f"offline-{i}", tuple(prompt), greedy(count)))
         for i, (prompt, count) in enumerate(zip(prompts, new_tokens, strict=True))

@@ -1,7 +1,8 @@
-"""What work must cost at least: bytes to read and operations to do, against what the machine was measured to reach.
+"""The least time that work can take: bytes to read and operations to do, at the machine's measured rates.
 
-Knows the shape of a Llama-like decoder (grouped heads, gated MLP) and arithmetic; no engine. A step's floor is the
-longer of two times: reading all weights and the KV of its context once, and multiplying at the measured rate.
+Knows the shape of a Llama-like decoder (grouped heads, gated MLP) and arithmetic; no engine. The roofline time of a
+step is the longer of two times: reading all weights and the KV of its context once, and multiplying at the measured
+rate.
 """
 
 from collections.abc import Mapping
@@ -16,10 +17,10 @@ _KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Measured on this machine, with the threads that the systems get."""
+    """Rates measured on this machine, with the threads that the systems get."""
 
-    bytes_per_s: float  # of a large read or copy, whichever was faster
-    flops_per_s: float  # of a large matrix product in the model's number format
+    bytes_per_s: float  # rate of a large read or copy, whichever was faster
+    flops_per_s: float  # rate of a large matrix product in the model's number format
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: str) -> Self | None:
-        """From a `config.json`; None where it is no such decoder."""
+        """Return the shape in a `config.json`; None where the model is not such a decoder."""
         if any(key not in config for key in _KEYS) or "num_local_experts" in config:
             return None
         hidden, intermediate, layers, heads, vocab = (int(config[key]) for key in _KEYS)
@@ -52,13 +53,13 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in the matrices that every token is multiplied with, all layers together."""
+        """Numbers in the matrices that every token is multiplied with, in all layers together."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def head_weights(self) -> int:
-        """Of the matrix that makes logits: only for rows that are sampled."""
+        """Numbers in the matrix that makes logits, which only sampled rows need."""
         return self.hidden * self.vocab
 
     @property
@@ -68,8 +69,8 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class StepNeeds:
-    """`rows` tokens computed, `sampled` of them for a new token, which together look at `attended` cached ones;
-    `context` tokens of KV are read."""
+    """What a step needs: `rows` tokens are computed, `sampled` of them yield a token, they attend to `attended` cached
+    tokens together, and the KV of `context` tokens is read."""
 
     rows: int
     sampled: int
@@ -84,7 +85,7 @@ class StepNeeds:
         matrices = 2 * (self.rows * shape.layer_weights + self.sampled * shape.head_weights)
         return matrices + 4 * self.attended * shape.layers * shape.heads * shape.head_dim
 
-    def floor_s(self, shape: ModelShape, peaks: Peaks) -> float:
+    def roofline_s(self, shape: ModelShape, peaks: Peaks) -> float:
         return max(self.num_bytes(shape) / peaks.bytes_per_s, self.num_flops(shape) / peaks.flops_per_s)
 
 
@@ -94,17 +95,18 @@ def decode_step(streams: int, context: int) -> StepNeeds:
 
 
 def measured_step(streams: int) -> StepNeeds:
-    """The mean step of what `make_step_jobs` measures."""
+    """Return the mean step of the jobs of `make_step_jobs`."""
     return decode_step(streams, STEP_PROMPT_TOKENS + STEP_TOKENS // 2)
 
 
-def job_floor_s(job: Job, shape: ModelShape, peaks: Peaks) -> float:
-    """All prompts in one step, then as many decode steps as the longest answer needs."""
+def job_roofline_s(job: Job, shape: ModelShape, peaks: Peaks) -> float:
+    """Return the least seconds of a job: all prompts in one step, then as many decode steps as the longest answer
+    needs."""
     lengths = [len(prompt) for prompt in job.prompts]
     attended = sum(n * (n + 1) // 2 for n in lengths)
     first = StepNeeds(sum(lengths), len(lengths), attended, sum(lengths))
-    total_s = first.floor_s(shape, peaks)
+    total_s = first.roofline_s(shape, peaks)
     for step in range(1, max(job.new_tokens)):
         live = [n + step for n, new in zip(lengths, job.new_tokens, strict=True) if new > step]
-        total_s += StepNeeds(len(live), len(live), sum(live), sum(live)).floor_s(shape, peaks)
+        total_s += StepNeeds(len(live), len(live), sum(live), sum(live)).roofline_s(shape, peaks)
     return total_s

@@ -1,7 +1,7 @@
-"""Our engine behind the shipped scheduler loop: what planning, the queue and token events cost on top of it.
+"""Our engine behind the shipped scheduler loop: what planning, the queue and token events cost.
 
-Real `SchedulerLoop`, `SchedulerCore` and `EngineThread`; queue and events in memory, so that no store is measured. One
-tier without promises: its steps are cut short for nobody, as the other clients' are not.
+Uses the real `SchedulerLoop`, `SchedulerCore` and `EngineThread`, with queue and events in memory, so that no store is
+measured. The one tier has no SLO, so that no step is cut short, as in the other systems.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class ScheduledEngine:
         requests = [self._request(prompt, n) for prompt, n in zip(prompts, new_tokens, strict=True)]
         loop = self._loop()
         try:
-            async with asyncio.TaskGroup() as tasks:  # a loop that dies must end the waiting for its tokens
+            async with asyncio.TaskGroup() as tasks:  # if the loop fails, waiting for its tokens must end
                 tasks.create_task(loop.run())
                 await self._queue.put(requests)
                 outputs = await self._collect({r.id for r in requests})

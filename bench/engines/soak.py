@@ -1,7 +1,7 @@
 """The engine under random load for minutes: does its memory stay flat, and do all blocks come back?
 
 Sequences of random lengths start and end, are paused, swapped, recomputed and aborted; some sample with a seed and
-penalties. What the engine refuses or breaks ends the soak. Knows the engine's plain seam and this process's memory.
+penalties. An error of the engine ends the soak. Knows the engine's interface and this process's memory.
 """
 
 import random
@@ -28,20 +28,20 @@ from engine.interface import (
 from loadtest.calibration.stepper import Stepper
 
 MAX_RUNNING = 24
-MAX_HELD = 32  # running, and set aside
-SETTLE_SHARE = 0.1  # of the run, before RSS counts: arenas and caches reach their size
-OVERCOMMIT = 1.5  # the longest sequences together, over the KV memory: some must wait for blocks
-P_PREEMPT, P_ABORT, P_RESUME = 0.05, 0.005, 0.3  # a sequence and step
+MAX_HELD = 32  # sequences at once, running or preempted
+SETTLE_SHARE = 0.1  # first part of the run, not counted: arenas and caches still grow
+OVERCOMMIT = 1.5  # KV of all sequences at their longest ÷ KV memory; above 1, some must wait for blocks
+P_PREEMPT, P_ABORT, P_RESUME = 0.05, 0.005, 0.3  # probability for each sequence and step
 
 
 @dataclass(slots=True)
 class _Held:
-    """A sequence as the soak knows it."""
+    """A sequence, as the soak knows it."""
 
     new: NewSequence
     num_known: int
     num_computed: int = 0
-    mode: PreemptionMode | None = None  # how it was set aside; None: it may run
+    mode: PreemptionMode | None = None  # how it was preempted; None: it may run
 
     @property
     def num_uncomputed(self) -> int:
@@ -58,7 +58,7 @@ def run_soak(config: EngineConfig, seconds: float, seed: int, report_progress: C
 
 
 class Soak:
-    """One soak of one engine; not to be used twice. `now_s` reads a clock that never goes back."""
+    """One soak of one engine, to be used once. `now_s` reads a monotonic clock."""
 
     def __init__(self, engine: Stepper, seed: int, now_s: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
@@ -71,7 +71,7 @@ class Soak:
         self._preemptions = {mode.value: 0 for mode in self._modes()}
 
     def run(self, seconds: float, report_progress: Callable[[str], None] = lambda line: None) -> SoakResult:
-        """Raises `GenerationFailed` where a sequence breaks, and whatever the engine raises."""
+        """Run the soak. Raises `GenerationFailed` where a sequence fails, and whatever the engine raises."""
         memory = psutil.Process().memory_info
         samples: list[int] = []
         began_s = self._now_s()
@@ -101,7 +101,8 @@ class Soak:
 
     def _step(self) -> None:
         abort = self._choose_aborts()
-        resume = self._choose_resumes()  # before the preemptions: who is set aside sits out one step at least
+        # Chosen before the preemptions, so that a preempted sequence misses at least one step.
+        resume = self._choose_resumes()
         preempt = self._choose_preemptions(resume)
         start, run = self._choose_runs()
         plan = StepPlan(self._steps, abort, preempt, resume, start, run)
@@ -141,7 +142,7 @@ class Soak:
         return swapped + self._blocks(held) <= self._info.num_swap_blocks
 
     def _choose_resumes(self) -> tuple[str, ...]:
-        """Who sits out comes back while there is room for it; a swapped one brings its blocks."""
+        """Return preempted sequences to resume while there is room for them; a swapped one needs its blocks back."""
         resumed = []
         for seq_id, held in self._held.items():
             aside = held.mode is not None and (self._random.random() < P_RESUME)
@@ -175,7 +176,7 @@ class Soak:
         return held.num_uncomputed if held.num_uncomputed < 2 else self._random.randint(1, held.num_uncomputed)
 
     def _reserve(self, held: _Held, count: int) -> bool:
-        # The prefix cache may hold some of what a sequence without KV will run, and then it runs further.
+        # The prefix cache may hold a part of a sequence without KV; its step then reaches further.
         end = held.num_computed + count if held.num_computed else held.num_known
         missing = blocks_for(end, self._info.block_size) - self._blocks(held)
         if missing > self._free_blocks:
@@ -217,6 +218,6 @@ class Soak:
         self._free_blocks = result.free_blocks
 
     def _end(self) -> None:
-        """Abort what is left, so that every block must be free."""
+        """Abort the rest, so that every block must be free."""
         self._take_in(self._engine.step(StepPlan(self._steps, abort=tuple(self._held))))
         self._held.clear()

@@ -1,11 +1,11 @@
-"""What a soak found, and whether that is good enough. Pure."""
+"""The result of a soak, and whether it is good enough. Pure."""
 
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
 from loadtest.reporting.record import Record, Section
 
-MAX_GROWTH = 0.02  # of the mean RSS of the second half over that of the first
+MAX_GROWTH = 0.02  # growth of the mean RSS from the first half to the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class SoakResult:
     finished: int
     aborted: int
     preemptions: dict[str, int]
-    rss_bytes: tuple[int, ...]  # sampled evenly, without the settling in
+    rss_bytes: tuple[int, ...]  # sampled at even times, without the first part of the run
     blocks_lost: int  # not free again at the end
 
     @property

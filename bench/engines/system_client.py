@@ -1,7 +1,7 @@
-"""One system's process, seen from the benchmark: started with its environment, given orders, ended for certain.
+"""The client of one system's process: starts it with its environment, gives it orders, and ends it.
 
-Knows processes and time limits; not what is measured. Whatever goes wrong in the process becomes a `SystemUnavailable`
-with the reason and the end of its log.
+Knows processes and time limits; not what is measured. Every failure of the process becomes a `SystemUnavailable` with
+the reason and the end of its log.
 """
 
 import selectors
@@ -24,11 +24,11 @@ LOG_TAIL = 400  # characters
 
 
 class SystemUnavailable(Exception):
-    """The system cannot take part (any more); the message is for the report."""
+    """The system cannot take part, or no longer; the message is for the report."""
 
 
 class SystemClient:
-    """Use as a context manager. `interpreter` is the Python of the environment that has the system."""
+    """A context manager. `interpreter` is the Python of the environment that has the system."""
 
     def __init__(
         self, name: str, spec: SystemSpec, log_file: Path, interpreter: str = sys.executable, timeout_s: float = 600.0
@@ -65,7 +65,7 @@ class SystemClient:
         self.settings = reply.settings
 
     def run(self, job: Job) -> Done:
-        """Raises `SystemUnavailable`, also where it generated other numbers of tokens than asked for."""
+        """Run a job. Raises `SystemUnavailable`, also where the numbers of generated tokens are wrong."""
         reply = self._ask(Order([list(p) for p in job.prompts], list(job.new_tokens)), self._timeout_s)
         if not isinstance(reply, Done):
             raise SystemUnavailable(f"an answer that was not asked for: {reply}")
@@ -77,8 +77,8 @@ class SystemClient:
 
     @property
     def idle_cpu_share(self) -> float | None:
-        """Share of a core that the process took between its orders; None where it had hardly a pause."""
-        pauses = self._idle[1:]  # before the first order it settles, while others load
+        """The share of a core that the process took between its orders; None where its pauses were too short."""
+        pauses = self._idle[1:]  # without the pause before the first order, when it still settles
         idle_s = sum(pause_s for pause_s, _ in pauses)
         return sum(cpu_s for _, cpu_s in pauses) / idle_s if idle_s >= MIN_IDLE_S else None
 
@@ -87,7 +87,7 @@ class SystemClient:
         if process is None:
             return
         with suppress(OSError):
-            _pipe(process.stdin).close()  # end of orders: it leaves by itself
+            _pipe(process.stdin).close()  # the end of its orders: the process ends by itself
         try:
             process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -122,13 +122,16 @@ class SystemClient:
 
 
 def vllm_environment(num_threads: int, kv_gib: str) -> dict[str, str]:
-    """For a Python of its own: as many threads as ours, on the same cores, and a KV cache that holds the load. Without
-    this process's PYTHONPATH, whose packages are of other versions than its own."""
+    """Return the environment for vLLM's own Python: as many threads as ours, on the same cores, and a KV cache for the
+    load.
+
+    Leaves out this process's PYTHONPATH, whose packages have other versions.
+    """
     kept = {name: value for name, value in threads_environment(num_threads).items() if name != "PYTHONPATH"}
     return (
         kept
         | {
-            "KMP_BLOCKTIME": "1",  # ms that an OpenMP thread of Intel's spins; GNU's ones stop by themselves
+            "KMP_BLOCKTIME": "1",  # ms that a thread of Intel's OpenMP spins; GNU's threads stop by themselves
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": kv_gib,
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, usable_cores()[:num_threads])),
@@ -137,11 +140,11 @@ def vllm_environment(num_threads: int, kv_gib: str) -> dict[str, str]:
 
 
 def environment_of(name: str, spec: SystemSpec) -> dict[str, str]:
-    """The same threads for everybody, and nobody who spins while waiting for work."""
+    """Return the environment of a system: the same threads for all, and none that spin while they wait for work."""
     if name != "vllm":
         return python_environment(spec.num_threads) | {"KMP_BLOCKTIME": "1"}
     kv_gib = max(1, -(-spec.kv_tokens * spec.kv_token_bytes // 2**30))
-    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}  # of ours it imports the protocol alone
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}  # it imports only the protocol of ours
     return vllm_environment(spec.num_threads, str(kv_gib)) | own
 
 

@@ -41,7 +41,7 @@ class Locust(BaseModel):
             run_to_end(self.compare())
 
     async def compare(self) -> None:
-        """Both runs. Raises `TargetError` and `MissingExtra`; exits with 1 where nothing was answered."""
+        """Run both. Raises `TargetError` and `MissingExtra`; exits with 1 where nothing was answered."""
         require(LOCUST, "locust")
         users = Users(self.users, self.spawn_rate, self.seconds)
         async with AsyncExitStack() as stack:

@@ -11,7 +11,7 @@ QUANTILES = ("p50", "p95", "p99")
 
 
 def draw_runs(runs: Sequence[LocustRun]) -> str:
-    """An `<svg>` element."""
+    """Return an `<svg>` element with both runs."""
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))

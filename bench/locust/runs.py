@@ -1,7 +1,8 @@
-"""Locust twice against one server: with continuous batching, and with one sequence at a time. One page of both.
+"""Locust twice against one server: with continuous batching, and with one sequence at a time.
 
 Both runs have the same users; between them the server is told other tiers. Locust runs in a process of its own, since
-it replaces sockets and sleep by gevent's. Knows Locust's flags and files; not what its users do (`locustfile`).
+it replaces sockets and sleep by those of gevent. Knows Locust's flags and files; not what its users do
+(`loadtest.locustfile`).
 """
 
 import asyncio
@@ -22,15 +23,15 @@ CONTINUOUS, ONE_AT_A_TIME = "continuous batching", "one at a time"
 LOCUSTFILE = Path(__file__).parents[2] / "loadtest" / "locustfile.py"
 ENTRIES = ("realtime first token", "realtime token gap", "realtime chat", "bulk flex")
 HOW = (
-    "The same server and the same users; between the runs it is told tiers whose batch holds one sequence. Locust is a "
+    "The same server and the same users; for the second run its tiers hold one sequence in a batch. Locust is a "
     "closed loop: its users wait for their answers, so a slow server is asked less."
 )
-GRACE_S = 60.0  # beyond the run: start, report, last answers
+GRACE_S = 60.0  # seconds beyond the run, for start, report and last answers
 
 
 @dataclass(frozen=True, slots=True)
 class Users:
-    """`users` of Locust, of which `spawn_per_s` start each second, for `seconds`."""
+    """How many users Locust has, how many start each second, and for how long they run."""
 
     users: int
     spawn_per_s: float
@@ -54,11 +55,11 @@ class Entry:
 class LocustRun:
     name: str
     entries: dict[str, Entry]
-    report_html: str  # Locust's own
+    report_html: str  # the page that Locust writes
 
 
 async def run_both(target: Target, ours: Document, users: Users, folder: Path) -> list[LocustRun]:
-    """Continuous batching first. Raises `TargetError` where Locust or the server does not do its part."""
+    """Run both ways, continuous batching first. Raises `TargetError` where Locust or the server fails."""
     runs = []
     for name, tiers in ((CONTINUOUS, ours), (ONE_AT_A_TIME, read_arm_file("one-at-a-time"))):
         await wait_until_quiet(target, 1.0)
@@ -96,7 +97,7 @@ async def _run(target: Target, name: str, users: Users, folder: Path) -> LocustR
 
 
 def read_entries(stats: list[dict[str, Any]]) -> dict[str, Entry]:
-    """Locust's statistics by name. It keeps response times as counts by rounded milliseconds."""
+    """Return Locust's statistics by name. Locust counts response times by rounded milliseconds."""
     entries = {}
     for stat in stats:
         times = sorted((float(ms), count) for ms, count in stat["response_times"].items())
@@ -108,7 +109,7 @@ def read_entries(stats: list[dict[str, Any]]) -> dict[str, Entry]:
 
 
 def _quantile(times: list[tuple[float, int]], q: float) -> float | None:
-    """The least time that `q` of all do not exceed."""
+    """Return the least time that a share `q` of all times does not exceed."""
     total, seen = sum(count for _, count in times), 0
     for ms, count in times:
         seen += count
@@ -137,7 +138,7 @@ def _cells(entry: Entry | None) -> tuple[str, ...]:
 
 
 def answered_per_s(run: LocustRun) -> float:
-    """Whole answers of either tier, without failures."""
+    """Return whole answers per second of both tiers, without failures."""
     whole = [run.entries[name] for name in ("realtime chat", "bulk flex") if name in run.entries]
     return sum(e.per_s * (1 - e.failures / e.requests) for e in whole if e.requests)
 

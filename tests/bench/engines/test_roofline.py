@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.engines.roofline import ModelShape, Peaks, StepNeeds, decode_step, job_floor_s
+from bench.engines.roofline import ModelShape, Peaks, StepNeeds, decode_step, job_roofline_s
 from bench.engines.work import Job
 from loadtest.model_shapes import SHAPE_NAMES, shape_config
 
@@ -19,10 +19,10 @@ def test_a_decode_step_reads_all_weights_once_and_each_sequences_context() -> No
     assert needs.num_flops(SMALL) == 2 * 3 * 200 + 4 * 15 * 4
 
 
-def test_the_longer_of_the_two_times_is_the_floor() -> None:
+def test_the_longer_of_the_two_times_is_the_roofline() -> None:
     needs = decode_step(1, 0)
-    assert needs.floor_s(SMALL, Peaks(bytes_per_s=400.0, flops_per_s=1e9)) == pytest.approx(1.0)
-    assert needs.floor_s(SMALL, Peaks(bytes_per_s=1e9, flops_per_s=400.0)) == pytest.approx(1.0)
+    assert needs.roofline_s(SMALL, Peaks(bytes_per_s=400.0, flops_per_s=1e9)) == pytest.approx(1.0)
+    assert needs.roofline_s(SMALL, Peaks(bytes_per_s=1e9, flops_per_s=400.0)) == pytest.approx(1.0)
 
 
 def test_a_job_is_its_prompts_in_one_step_and_then_one_step_a_token() -> None:
@@ -30,7 +30,7 @@ def test_a_job_is_its_prompts_in_one_step_and_then_one_step_a_token() -> None:
     job = Job(prompts=((1, 2, 3), (4,)), new_tokens=(1, 3))
     weights = 2 * 200
     prompts, second, third = weights + 16 * 4, weights + 16 * 2, weights + 16 * 3
-    assert job_floor_s(job, SMALL, peaks) == pytest.approx(prompts + second + third)
+    assert job_roofline_s(job, SMALL, peaks) == pytest.approx(prompts + second + third)
 
 
 def test_only_sampled_rows_are_multiplied_with_the_head() -> None:
@@ -46,7 +46,7 @@ def test_the_reference_shape_has_its_135_million_parameters() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPE_NAMES)
-def test_every_shape_that_can_be_asked_for_has_a_floor(name: str) -> None:
+def test_every_shape_that_can_be_asked_for_has_a_roofline(name: str) -> None:
     config = shape_config(name)
     assert ModelShape.from_config(config, "float32") is not None
     assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
