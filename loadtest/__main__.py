@@ -1,6 +1,6 @@
 """The command line: `python -m loadtest <command>`, also reached as `tidegate loadtest`.
 
-Knows flags, exit codes and where results are written; each command's work is in the module of its name.
+Knows flags, exit codes and where results are written; the work of each command is in its own module.
 """
 
 import sys
@@ -24,7 +24,7 @@ from loadtest.running import run_cli, run_to_end, running_server, say_progress
 from loadtest.simulation.command import Simulate
 from loadtest.traffic.scenario import load_scenario
 
-# Commands of earlier versions that measure this project rather than a user's server, by their new names.
+# Former commands that are now in bench/, which measures this project; with their new names.
 MOVED_TO_BENCH = {
     "coserve": "isolation",
     "locust": "locust",

@@ -1,4 +1,5 @@
-"""What all commands share that measure an engine in this process: the flags that name a model, and how results end."""
+"""The base of commands that measure an engine in this process: the flags that name a model, and how results are
+reported."""
 
 from dataclasses import replace
 from pathlib import Path

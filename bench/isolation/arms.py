@@ -17,10 +17,8 @@ from scheduler.config import parse_tiers
 
 Document = dict[str, Any]  # the content of a tiers file
 
-PREMIUM_SERVICE_TIERS = (
-    "priority",
-    "fast",
-)  # their tier is above the default one in loads of three classes
+# Values of `service_tier` whose tier is above the default one in loads of three classes.
+PREMIUM_SERVICE_TIERS = ("priority", "fast")
 INTERACTIVE, BULK = "interactive", "bulk"
 BOTH = (INTERACTIVE, BULK)
 OURS_ALONE, BULK_ALONE, FIRST_COME, STRICT, STATIC, AIMD, OURS = "A0", "A1", "A2", "A3", "A4", "A5", "OURS"

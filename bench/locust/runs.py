@@ -88,9 +88,8 @@ async def _run(target: Target, name: str, users: Users, folder: Path) -> LocustR
             process.kill()
             await process.wait()
     page, stats = Path(f"{stem}.html"), Path(f"{stem}.json")
-    if (
-        not page.exists() or not stats.exists()
-    ):  # exit code 1 says only that there were failures, and the table says which
+    # Locust's exit code is 1 for any failed request, so only missing files show that it did not run.
+    if not page.exists() or not stats.exists():
         raise TargetError(f"Locust made no report: {output.decode(errors='replace')[-400:].strip()}")
     entries = read_entries(json.loads(stats.read_text(encoding="utf-8")))
     return LocustRun(name, entries, page.read_text(encoding="utf-8"))

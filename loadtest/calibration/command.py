@@ -27,7 +27,8 @@ QUICK_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Steps of one engine. `repeated_mape`: by how much identical ones differ; None: there were none."""
+    """Steps of one engine. `repeated_mape` is the deviation of identical steps from their median; None without such
+    steps."""
 
     engine: EngineInfo
     entries: Sequence[StepEntry]
@@ -53,7 +54,7 @@ class Calibrate(ModelCommand):
                 require(PLOTS, "--plot")
             measured = self._measured()
             calibration = calibrate(measured.entries)
-        if self.step_log is None:  # the sweep's own Python ran between its steps, not a scheduler
+        if self.step_log is None:  # between the steps of a sweep no scheduler runs
             calibration = replace(calibration, host_overhead_s=0.0)
         self._write(measured, calibration)
 
@@ -88,7 +89,7 @@ class Calibrate(ModelCommand):
             device=self.device,
             kv_cache_bytes=self.kv_mib * 2**20 or None,
             num_threads=self.num_threads,
-            steps_ahead=0,  # each step by itself: what it takes is what it holds
+            steps_ahead=0,  # no async scheduling, so that a step's time is that of its own work
         )
         engine = build_torch_engine(config)
         seconds = min(self.seconds, QUICK_S) if self.quick else self.seconds

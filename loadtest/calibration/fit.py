@@ -1,8 +1,8 @@
-"""Fits the step-time model's coefficients to logged steps, and says how wrong they are on steps held out.
+"""Fits the coefficients of the step-time model to logged steps, and measures their error on held-out steps.
 
-The same line as the online model's (engine/step_time/model.py), fitted to all steps at once: least squares of the
-relative error with coefficients ≥ 0, decode-only and mixed steps each for themselves, without outliers. Knows numbers;
-not where the steps come from and not how results look.
+The model is that of engine/step_time/model.py, fitted to all steps at once: least squares of the relative error with
+coefficients ≥ 0, separately for decode-only and mixed steps, without outliers. Knows numbers; not where steps come from
+or how results look.
 """
 
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ from engine.step_time.model import StepCost, StepTimeModel
 from engine.step_time.regression import Matrix, Vector, solve_nonnegative
 from scheduler.worker.step_log import StepEntry
 
-HELD_OUT_BLOCK = 20  # steps; of each five blocks one is held out: neighbours are too much alike to test each other
+HELD_OUT_BLOCK = 20  # steps; whole blocks are held out, since neighbouring steps are too similar to test each other
 HELD_OUT_EVERY = 5
-LEAST_STEPS = 50  # of a kind
+LEAST_STEPS = 50  # fewest steps of a kind for a fit
 OUTLIER_SPREADS = 5.0
 LEAST_SPREAD = 0.02
 RIDGE = 1e-9
-IDLE_S = 0.25  # a longer gap between two steps is for want of work
+IDLE_S = 0.25  # a longer gap between two steps means that there was no work
 FLOOR_QUANTILE = 0.01
-WARM_STEPS = 50  # of the online model, not counted
+WARM_STEPS = 50  # first steps of the online model, not counted
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of predicted ÷ measured − 1 over `steps` steps; `ratio_p95` of measured ÷ predicted."""
+    """Errors of predicted ÷ measured − 1 over `steps` steps; `ratio_p95` is the p95 of measured ÷ predicted."""
 
     steps: int
     mape: float
@@ -45,8 +45,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class KindFit:
-    """Steps of one kind: coefficients, errors on those held out, and of the online model replayed over all of them,
-    each step predicted before it is learned."""
+    """The fit of one kind of steps: coefficients, errors on held-out steps, and errors of the online model.
+
+    The online model is replayed over all steps, and predicts each before it learns from it.
+    """
 
     kind: str  # "decode" | "mixed"
     cost: StepCost
@@ -54,7 +56,7 @@ class KindFit:
     outliers: int
     held_out: Errors
     online: Errors | None
-    predictions: tuple[Prediction, ...]  # of the steps held out
+    predictions: tuple[Prediction, ...]  # for the held-out steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Calibration:
 
 
 def calibrate(entries: Sequence[StepEntry]) -> Calibration:
-    """Raises ValueError where there are too few steps of a kind."""
+    """Fit both kinds. Raises ValueError where there are too few steps of a kind."""
     usable = [e for e in entries if not e.shed and e.elapsed_s > 0 and e.decodes + e.prefills]
     online = _replay(usable)
     floor_s = float(np.quantile([e.elapsed_s for e in usable], FLOOR_QUANTILE)) if usable else 0.0
@@ -81,7 +83,7 @@ def calibrate(entries: Sequence[StepEntry]) -> Calibration:
 
 
 def errors(predictions: Sequence[Prediction]) -> Errors:
-    """Raises ValueError for none."""
+    """Return the errors of predictions. Raises ValueError without any."""
     ratios = np.array([p.predicted_s / p.entry.elapsed_s for p in predictions])
     if not len(ratios):
         raise ValueError("there is no step to compare with")
@@ -117,7 +119,7 @@ def _fit_kind(name: str, usable: Sequence[StepEntry], online: Sequence[Predictio
 
 
 def _robust_fit(entries: Sequence[StepEntry], floor_s: float) -> tuple[StepCost, int]:
-    """The fit without steps that are far off a first fit, and the number of those."""
+    """Return the fit without steps that are far from a first fit, and their number."""
     first = _fit(entries, floor_s)
     ratios = np.array([e.elapsed_s / first.of(e.work) for e in entries])
     off = np.abs(ratios - np.median(ratios))
@@ -137,12 +139,12 @@ def _fit(entries: Sequence[StepEntry], floor_s: float) -> StepCost:
 
 
 def _features(entries: Sequence[StepEntry]) -> tuple[Matrix, Vector]:
-    """Features ÷ measured seconds, scaled to a mean square of 1; and the scale."""
+    """Return features ÷ measured seconds, scaled to a mean square of 1, and the scale."""
     x = np.array(
         [(1.0, e.prefill_tokens, e.attended, e.context_tokens, e.decodes) for e in entries], dtype=np.float64
     ) / np.array([[e.elapsed_s] for e in entries])
     size = np.sqrt((x**2).mean(axis=0))
-    scale = np.where(size > 0, 1.0 / np.where(size > 0, size, 1.0), 0.0)  # what no step has costs nothing
+    scale = np.where(size > 0, 1.0 / np.where(size > 0, size, 1.0), 0.0)  # a feature that no step has costs nothing
     return x * scale, scale
 
 
@@ -156,12 +158,12 @@ def _replay(entries: Sequence[StepEntry]) -> list[Prediction]:
 
 
 def _spread(ratios: Sequence[float]) -> float:
-    """Standard deviation of those that are not far off: half the width that the middle 68 % take."""
+    """Return the standard deviation without outliers: half the width of the middle 68 %."""
     low, high = np.quantile(ratios, (0.16, 0.84))
     return float(high - low) / 2
 
 
 def _host_overhead(entries: Sequence[StepEntry]) -> float:
-    """Median time between two steps in which the engine had nothing to do, though there was work."""
+    """Return the median time between two steps in which the engine was idle although there was work."""
     gaps = (after.t - before.t - after.elapsed_s for before, after in zip(entries, entries[1:], strict=False))
     return max(0.0, median([gap for gap in gaps if gap < IDLE_S] or [0.0]))

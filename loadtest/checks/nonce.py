@@ -1,7 +1,7 @@
-"""Concurrent nonces over all tiers: proof that no sequence sees another's.
+"""Concurrent nonces over all tiers, which show that no sequence sees tokens of another.
 
-Each request asks for a nonce of its own to be repeated; half are streamed. An answer that is not exactly its
-nonce is wrong, and one that holds another request's nonce is a leak.
+Each request asks for its own nonce to be repeated; half are streamed. An answer that is not exactly its nonce is wrong,
+and one that holds another request's nonce is a leak.
 """
 
 import asyncio
@@ -97,7 +97,7 @@ def _judge(nonces: Sequence[str], outcomes: Sequence[Outcome], streamed: Sequenc
 
 
 def find_problem(nonce: str, outcome: Outcome, nonces: Sequence[str]) -> str | None:
-    """What is wrong with an answer; None: it is exactly its nonce."""
+    """Return what is wrong with an answer; None where it is exactly its nonce."""
     if outcome.error is not None:
         return outcome.error
     if outcome.text.strip() == nonce:

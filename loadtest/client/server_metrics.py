@@ -1,7 +1,7 @@
-"""A server's metrics once a second, while an arm runs; and what can be read from them. The reading is pure.
+"""A server's metrics, read once a second while an arm runs, and what is computed from the readings.
 
-Only the wanted lines are kept while the clock runs: parsing is for afterwards, since the client's CPU is the server's.
-Knows Prometheus' text format; not what a metric means.
+Only the wanted lines are kept during the run and parsed afterwards, since client and server share the CPU. Knows
+Prometheus' text format; not what a metric means.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ WANTED = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
 )
-STEP_SECONDS = "tidegate_step_seconds_sum"  # of the engine
+STEP_SECONDS = "tidegate_step_seconds_sum"  # engine time
 _LINE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -46,7 +46,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The wanted lines of one scrape, and when it was answered."""
+    """The wanted lines of one scrape, and the time of its answer."""
 
     at_s: float
     lines: tuple[str, ...]
@@ -56,7 +56,7 @@ class Reading:
         return [s for s in found if s and s.name == name and labels.items() <= s.labels.items()]
 
     def total(self, name: str, **labels: str) -> float | None:
-        """The sum over all series that have these labels; None where there is none."""
+        """Return the sum over all series with these labels; None where there is none."""
         values = [s.value for s in self.samples(name, **labels)]
         return sum(values) if values else None
 
@@ -68,13 +68,13 @@ class Timeline:
     readings: list[Reading] = field(default_factory=list)
 
     def within(self, start_s: float, end_s: float) -> "Timeline":
-        """From the last reading before `start_s` to the first one after `end_s`."""
+        """Return the readings from the last one before `start_s` to the first one after `end_s`."""
         before = [r for r in self.readings if r.at_s <= start_s][-1:]
         after = [r for r in self.readings if r.at_s >= end_s][:1]
         return Timeline([*before, *(r for r in self.readings if start_s < r.at_s < end_s), *after])
 
     def delta(self, name: str, **labels: str) -> float | None:
-        """How much a counter grew over the readings."""
+        """Return the growth of a counter over the readings."""
         if len(self.readings) < 2:
             return None
         last = self.readings[-1].total(name, **labels)
@@ -89,7 +89,7 @@ class Timeline:
         return [(at_s, value) for at_s, value in values if value is not None]
 
     def rate(self, name: str, **labels: str) -> Series:
-        """A counter's growth per second between readings, at the later of the two."""
+        """Return the growth of a counter per second between readings, at the later of the two."""
         counted = self.gauge(name, **labels)
         return [
             (now_s, (now - before) / (now_s - before_s))
@@ -98,11 +98,11 @@ class Timeline:
         ]
 
     def labels(self, name: str, label: str) -> list[str]:
-        """All values of a label, in order of appearance."""
+        """Return all values of a label, in order of appearance."""
         return list(dict.fromkeys(s.labels.get(label, "") for r in self.readings for s in r.samples(name)))
 
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
-        """A histogram's counts by upper bound, cumulated as Prometheus has them, over the readings."""
+        """Return a histogram's counts over the readings by upper bound, cumulated as Prometheus has them."""
         if len(self.readings) < 2:
             return {}
         counts: dict[float, float] = {}
@@ -114,7 +114,7 @@ class Timeline:
 
 
 def bucket_quantile(buckets: Mapping[float, float], q: float) -> float | None:
-    """As Prometheus' histogram_quantile: linear inside a bucket; the last finite bound above it."""
+    """Return a quantile as Prometheus' histogram_quantile: linear within a bucket, the last finite bound beyond it."""
     total = max(buckets.values(), default=0.0)
     if not total:
         return None
@@ -129,13 +129,13 @@ def bucket_quantile(buckets: Mapping[float, float], q: float) -> float | None:
 
 
 async def read_metrics(target: Target) -> Reading:
-    """Raises `TargetError`."""
+    """Read the wanted lines. Raises `TargetError`."""
     text = (await get(target, "/metrics")).decode(errors="replace")
     return Reading(perf_counter(), tuple(line for line in text.splitlines() if line.startswith(WANTED)))
 
 
 async def engine_busy_s(target: Target) -> float | None:
-    """Engine seconds since the server's start, over all workers; None where it does not export them."""
+    """Return engine seconds since the server's start, over all workers; None where the server does not export them."""
     try:
         return (await read_metrics(target)).total(STEP_SECONDS)
     except TargetError:

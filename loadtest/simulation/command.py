@@ -30,7 +30,8 @@ AUTO = "auto"
 
 
 class Simulate(BaseModel):
-    """The shipped scheduler on a virtual clock with modeled engines: what a load would see, and how many it needs."""
+    """The shipped scheduler on a virtual clock with modeled engines: the latencies of a load, and how many engines it
+    needs."""
 
     scenario: str = Field("chat-and-bulk", description="A shipped scenario, or a YAML file.")
     bulk_pool: str = Field("", description="A shipped bulk pool in place of the scenario's own bulk.")

@@ -1,6 +1,6 @@
 """The record of a simulated run: the same digits for the same run on any machine, so that two runs can be compared.
 
-Therefore it has no date and no hardware. Knows how results look; computes nothing that is not a unit or a rounding.
+Therefore it has no date and no hardware. Knows how results look; computes nothing but units and roundings.
 """
 
 import math

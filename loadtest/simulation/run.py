@@ -1,7 +1,6 @@
-"""One simulated run: a deployment, the traffic offered to it, and a look at everything once a second.
+"""One simulated run: a deployment, the traffic offered to it, and a snapshot once a second.
 
-`simulate` is the simulator's whole surface: pure in that the same setting, traffic and seed give the same observation
-to the byte. Knows virtual time; reads no real clock.
+The same setting, traffic and seed give the same observation to the byte. Knows virtual time; reads no real clock.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ MOMENT_S = 1.0
 def simulate(
     setting: Setting, traffic: Traffic, duration_s: float, *, drain_s: float = DRAIN_S, gather_s: float = 0.0
 ) -> Observation:
-    """Offer `traffic` for `duration_s`, then let what has arrived end for up to `drain_s`."""
+    """Offer `traffic` for `duration_s`, then let requests finish for up to `drain_s`."""
     return run_virtual(_play(setting, traffic, duration_s, drain_s, gather_s))
 
 
@@ -51,7 +50,7 @@ async def _load(
 
 
 async def _until_done(load: "asyncio.Task[None]", others: "list[asyncio.Task[None]]") -> None:
-    """Nothing but the load may end; what does ends the run, with its error."""
+    """Run until the load ends; any other task that ends also ends the run, with its error."""
     await asyncio.wait({load, *others}, return_when=asyncio.FIRST_COMPLETED)
     for task in others:
         if task.done():

@@ -1,7 +1,8 @@
-"""What a simulated run comes to: latencies, attainment and shares, from its observation. Pure.
+"""The summary of a simulated run: latencies, attainment and shares, from its observation. Pure.
 
-A quantile is the smallest sample that as large a share of the samples does not exceed: no interpolation, so that the
-same run gives the same digits anywhere. Whoever was refused or got no answer waited for ever. Knows records; not text.
+A quantile is the smallest sample that so large a share of the samples does not exceed; it is not interpolated, so that
+the same run gives the same digits on any machine. A refused or unanswered request counts as waiting for ever. Knows
+records; not text.
 """
 
 import math
@@ -20,7 +21,7 @@ ON_TIME = 0.99  # share of the requests with a deadline that must meet it
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds; None without samples. Infinite where that many were never answered."""
+    """Quantiles in seconds; None without samples, infinite where so many requests were never answered."""
 
     count: int
     p50: float | None
@@ -40,27 +41,27 @@ class ClassSummary:
     failed: dict[str, int]
     done: int
     unfinished: int
-    ttft: Spread  # of the answered
-    itl: Spread  # between two messages
-    e2e: Spread  # of the finished
-    attainment: float | None  # of the offered; None: nothing was promised
+    ttft: Spread  # answered requests
+    itl: Spread  # gaps between two messages
+    e2e: Spread  # finished requests
+    attainment: float | None  # share of the offered requests; None without an SLO
     tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class SloVerdict:
-    """One promise of one tier, over everything offered to it."""
+    """One SLO of one tier, judged over all requests offered to it."""
 
     tier: str
     what: str
     target: float
-    observed: float | None  # None: nothing to judge by
+    observed: float | None  # None without samples
     is_kept: bool
 
 
 @dataclass(frozen=True, slots=True)
 class EnginesSummary:
-    """All engines together, while the load went on."""
+    """All engines together, during the load."""
 
     workers: int
     busy_share: float
@@ -70,7 +71,7 @@ class EnginesSummary:
     lost_tokens: int
     shed_steps: int
     shed_rows: int
-    wasted_share: float  # of the busy time
+    wasted_share: float  # share of the busy time
     predictor_error: float  # mean |measured ÷ predicted − 1|
 
 
@@ -83,7 +84,7 @@ class Summary:
     engines: EnginesSummary
     preemptions: dict[tuple[str, str], int]  # (tier, mode)
     moves: dict[tuple[str, str, str], tuple[int, int]]  # (tier, knob, signal) → (up, down)
-    knobs: dict[str, TierMoment]  # by tier: of the first worker, when the load ended
+    knobs: dict[str, TierMoment]  # by tier, of the first worker at the end of the load
 
     @property
     def keeps_slos(self) -> bool:
@@ -129,13 +130,15 @@ def spread(samples: Iterable[float]) -> Spread:
 
 
 def quantile(ordered: np.ndarray, q: float) -> float | None:
-    """Of samples in ascending order."""
+    """Return a quantile of samples in ascending order."""
     return float(ordered[max(0, math.ceil(q * len(ordered) - 1e-9) - 1)]) if len(ordered) else None
 
 
 def meets_slo(record: RequestRecord, tier: Tier) -> bool | None:
-    """None: there is no promise to judge it by. As the scheduler judges: TTFT in time, and at most one gap in a hundred
-    too long; a deadline of its own besides."""
+    """Return whether the request met its tier's SLO; None without an SLO.
+
+    Judges as the scheduler does: TTFT in time, at most one gap in a hundred too long, and the request's own deadline.
+    """
     if not tier.is_interactive and record.deadline_s is None:
         return None
     if not record.is_done or record.ttft_s is None or record.ended_s is None:

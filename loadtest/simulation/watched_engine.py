@@ -1,6 +1,6 @@
-"""An engine with a notebook: passes everything on to the modeled one, and writes down what came of it.
+"""A modeled engine whose steps are recorded.
 
-Adds what the modeled one leaves out: the host's time between two steps, in which the device has nothing to do.
+Adds what the modeled engine leaves out: the host's time between two steps, in which the device is idle.
 """
 
 from collections.abc import Awaitable, Callable, Collection
@@ -68,7 +68,8 @@ class WatchedEngine:
             self._note_shed(plan, result)
 
     def _note_shed(self, plan: StepPlan, result: StepResult) -> None:
-        """Their part of the step's time counts as wasted, by tokens: at most that, as they left before its end."""
+        """Count the share of the step's time that belongs to evicted rows, by tokens, as wasted: an upper bound, since
+        they left before its end."""
         left = set(result.evicted)
         shed_tokens = sum(run.num_tokens for run in plan.run if run.seq_id in left)
         self._record.shed_steps += 1

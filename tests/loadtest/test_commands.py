@@ -140,7 +140,7 @@ async def test_mixed_as_a_command_writes_its_table_and_says_what_failed(tmp_path
     assert "rate_limit_exceeded" in out
 
 
-async def test_what_the_user_can_mend_is_one_sentence_and_exit_2() -> None:
+async def test_a_users_mistake_is_one_sentence_and_exit_2() -> None:
     async with FakeServer() as server:
         pass
     mistakes = [

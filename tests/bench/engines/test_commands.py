@@ -95,8 +95,8 @@ def test_engine_as_a_command_writes_its_table_and_json(tiny: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["tidegate", "tidegate-loop", "generate_batch", "generate"])
-@pytest.mark.filterwarnings("default")  # what transformers warns of is not ours to mend
-def test_every_system_gives_exactly_what_is_asked_for_and_the_same_tokens_in_fp32(name: str, tiny: Path) -> None:
+@pytest.mark.filterwarnings("default")  # the warnings of transformers are not ours
+def test_every_system_generates_the_requested_number_of_tokens_and_the_same_in_fp32(name: str, tiny: Path) -> None:
     spec = SystemSpec(str(tiny), "float32", "cpu", 1, 128, 4, 5 * 256, 2 * 2 * 2 * 32 * 4)
     job = make_job(WorkShape((3, 40), (2, 9)), 4, 512, 3, "systems")
     orders = io.StringIO(
@@ -141,7 +141,7 @@ def test_growth_writes_its_table_and_plots(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_soak_runs_preempts_and_exits_by_its_verdict(tmp_path: Path) -> None:
-    """Not whether it passes: a second says nothing about memory."""
+    """Whether it passes is not checked: one second says nothing about memory."""
     options = ["--quick", "--minutes", "0.02", "--threads", "1", "--kv-mib", "4", "--dtype", "float32"]
     code = 0
     try:
@@ -162,7 +162,7 @@ def test_soak_runs_preempts_and_exits_by_its_verdict(tmp_path: Path) -> None:
         (["--quick", "--work", "sleep"], "'sleep' is not a valid WorkKind"),
     ],
 )
-def test_what_the_user_can_mend_is_one_sentence_and_exit_2(
+def test_a_users_mistake_is_one_sentence_and_exit_2(
     arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(commands, "measure_peaks", lambda *_: None)

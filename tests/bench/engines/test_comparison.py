@@ -21,7 +21,7 @@ PEAKS = Peaks(1e6, 1e6)
 
 
 class Pretender(SystemClient):
-    """Takes `token_s` a token and answers with the tokens' numbers, `differs_at` excepted."""
+    """Takes `token_s` for each token, and answers with the tokens' numbers, except at `differs_at`."""
 
     def __init__(self, name: str, token_s: float, breaks_after: int = 10**9, differs_at: int = 10**9) -> None:
         super().__init__(name, SPEC, Path("unused.log"))
@@ -72,7 +72,7 @@ def test_all_systems_get_the_same_jobs_and_a_serial_one_a_part_of_them() -> None
     assert {s.streams for s in noted.steps if s.system == "generate"} == {1}
 
 
-def test_who_fails_leaves_with_the_reason_and_the_others_go_on() -> None:
+def test_a_system_that_fails_leaves_with_its_reason_and_the_others_go_on() -> None:
     noted = run(Pretender("tidegate", 0.01), Pretender("vllm", 0.01, breaks_after=6))
     assert noted.unavailable == {"vllm": "out of memory"}
     assert sum(s.system == "tidegate" for s in noted.samples) == 3 * 4

@@ -1,4 +1,4 @@
-"""The bench of requests that do nothing: that they are there, and that none of them runs."""
+"""The cost of idle requests: the bulk requests exist, and none of them runs in a measured step."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_bulk_is_held_and_sits_out_every_measured_step(kind: str, resident: int)
     assert stepper.engine.used_blocks == 0
 
 
-def test_nobody_there_is_a_measurement_too() -> None:
+def test_no_idle_requests_is_a_measurement_too() -> None:
     cost = IdleCostBench(ModeledStepper(), 0, "paused").measure(steps=2)
     assert (cost.idle, cost.resident) == (0, 0)
 

@@ -14,7 +14,7 @@ STEPS_PER_S = 1000  # of the tests' clock
 
 
 def make_soak(stepper: ModeledStepper, seed: int) -> Soak:
-    """A step is as long as it is on any machine."""
+    """A soak on a clock of its own, so that a step takes the same time on any machine."""
     readings = count()
     return Soak(stepper, seed, lambda: next(readings) / STEPS_PER_S)
 

@@ -22,7 +22,7 @@ ROOT = Path(command.__file__).parents[2]
 
 def run(part: Part, budget_s: float = 30.0, missing: Sequence[str] = ()) -> tuple[Outcome, str]:
     log = io.StringIO()
-    with open(os.devnull, "w+", encoding="utf-8") as sink:  # stderr wants a real file
+    with open(os.devnull, "w+", encoding="utf-8") as sink:  # stderr needs a real file
         log.fileno = sink.fileno  # type: ignore[method-assign]
         return PartRunner(Path.cwd(), log, dict(os.environ), budget_s).run(part, missing), log.getvalue()
 
@@ -59,7 +59,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> 
     outcome, _ = run(Part("three", python(program), 2.0))
     assert not outcome.passed and "not done within 2 s" in outcome.verdict
     os.set_blocking(reader, True)
-    assert os.read(reader, 1) == b""  # the end of the file: nobody holds the other side any more
+    assert os.read(reader, 1) == b""  # end of file: no process has the other end open
     os.close(reader)
 
 
@@ -115,7 +115,7 @@ def test_the_parts_fit_into_their_time_together_and_are_named_by_a_word_each(tmp
 
 
 def test_the_parts_need_what_the_product_imports(tmp_path: Path) -> None:
-    """Every package that is imported anywhere, but for those of commands that are not among the parts."""
+    """The parts need every package that is imported anywhere, except by commands that are no part."""
     own = {"engine", "scheduler", "gateway", "tidegate", "loadtest", "bench", "demo_model"}
     elsewhere = {"locust", "vllm", "psutil", "httpx", "openai"}
     transitive = {"pydantic_core"}  # which comes with pydantic

@@ -1,4 +1,4 @@
-"""The arms' files are valid tiers, differ from the product in what they are to lack, and follow the command's flags."""
+"""The arms' files are valid tiers, lack the mechanism that they should lack, and follow the command's flags."""
 
 from importlib.resources import files
 
@@ -36,14 +36,14 @@ def tiers_of(name: str, builder: ArmBuilder = BUILDER) -> TierSet:
 
 @pytest.mark.parametrize("name", ARM_FILES)
 def test_every_arms_file_has_the_tiers_of_the_product(name: str) -> None:
-    """So that switching from one to another strands nothing that waits."""
+    """Otherwise a switch of arms would strand waiting requests."""
     tiers, ours = parse_tiers(read_arm_file(name), name), parse_tiers(read_shipped_tiers())
     assert set(tiers.tiers) == set(ours.tiers)
     asked = {s for tier in ours.tiers.values() for s in tier.service_tiers}
     assert {s for tier in tiers.tiers.values() for s in tier.service_tiers} == asked
 
 
-def test_first_come_puts_everybody_into_one_tier() -> None:
+def test_first_come_puts_every_request_into_one_tier() -> None:
     tiers = tiers_of(FIRST_COME)
     assert tiers.for_service_tier("flex") is tiers.for_service_tier("default") is not None
 
@@ -101,7 +101,7 @@ def test_a_premium_tier_stands_above_the_default_one() -> None:
     assert (premium.slo.ttft_p99_ms, tiers["realtime"].slo.ttft_p99_ms) == (300, 500)
     assert tiers.for_service_tier("default") is tiers["realtime"]
     assert set(tiers_of(FIRST_COME, builder).tiers) == {"realtime", "bulk", "batch"}
-    assert tiers_of(STRICT, builder)["premium"].slo == tiers_of(STRICT, builder)["realtime"].slo  # which binds nobody
+    assert tiers_of(STRICT, builder)["premium"].slo == tiers_of(STRICT, builder)["realtime"].slo  # which never binds
 
 
 def test_the_flags_slo_goes_before_the_scenarios_and_that_before_the_tiers() -> None:

@@ -25,7 +25,7 @@ def test_a_request_is_in_time_if_all_its_targets_are_met(ttft_s: float, gaps_s: 
     assert has_met(answered("chat", 0.0, ttft_s, gaps_s), SLO) is met
 
 
-def test_the_end_counts_where_it_is_arms_and_slos() -> None:
+def test_the_end_counts_where_it_has_a_target() -> None:
     outcome = answered("chat", 0.0, 0.05, (0.04, 0.04))
     assert has_met(outcome, Targets(e2e_ms=131)) and not has_met(outcome, Targets(e2e_ms=129))
 

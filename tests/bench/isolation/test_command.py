@@ -141,7 +141,7 @@ async def test_a_server_that_refuses_everything_is_not_measured_for_hours(scenar
         ({"bulk_pool": "b9"}, "b1-summaries"),
     ],
 )
-async def test_what_the_user_can_mend_is_one_sentence(flags: dict[str, str], sentence: str) -> None:
+async def test_a_users_mistake_is_one_sentence(flags: dict[str, str], sentence: str) -> None:
     async with FakeServer() as server:
         with pytest.raises((TargetError, ScenarioError), match=sentence):
             await quick(**{"url": server.url, **flags}).measure()

@@ -1,4 +1,4 @@
-"""The page is whole in itself, escapes what it is given, and follows the reader's colours."""
+"""The page needs no other file, escapes its texts, and follows the reader's colour scheme."""
 
 import re
 from dataclasses import replace
@@ -87,7 +87,7 @@ def make_result(experiment: ExperimentName = "isolation", *, clients_given: bool
 
 @pytest.fixture(scope="module")
 def html() -> str:
-    """Drawn once: with a change of load, which adds a drawing to those of isolation."""
+    """A page with a change of load, which adds a drawing to those of isolation. Drawn once."""
     result = make_result("step")
     return render_page(isolation_record(result, PROVENANCE, draw_experiment(result)))
 

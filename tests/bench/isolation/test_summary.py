@@ -154,8 +154,8 @@ def test_overload_and_step_have_goals_of_their_own() -> None:
     top, everyone = (g for name, g in overload.items() if name.startswith("1.5× overload"))
     assert (top.value, top.verdict, everyone.value, everyone.verdict) == (0.0, "goal", 0.0, "goal")
     assert "at 1.5 × the solo goodput for 60 s" in top.note
-    nobody = [g for g in judge(Evidence("overload", make_arms(), top_class="nobody"))[0] if "top tier" in g.name]
-    assert [g.verdict for g in nobody] == ["not measured"]
+    absent = [g for g in judge(Evidence("overload", make_arms(), top_class="absent"))[0] if "top tier" in g.name]
+    assert [g.verdict for g in absent] == ["not measured"]
     step = judge(Evidence("step", make_arms(), settling_s={OURS: 12.0}))[0]
     assert [g.verdict for g in step if g.name.startswith("settle")] == ["target"]
 

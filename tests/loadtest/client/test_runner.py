@@ -102,7 +102,7 @@ async def test_the_probe_is_read_at_both_ends_of_the_window() -> None:
     assert run.busy_s == 0.25
 
 
-async def test_an_arm_that_has_shown_enough_sends_no_more_and_waits_for_nobody() -> None:
+async def test_an_arm_that_has_shown_enough_sends_no_more_and_awaits_nothing() -> None:
     asked: list[int] = []
 
     def has_shown_enough(run: ArmRun) -> bool:

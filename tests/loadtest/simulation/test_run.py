@@ -76,8 +76,8 @@ def test_two_workers_share_one_queue() -> None:
     assert one_s is not None and two_s is not None and two_s < one_s / 4
 
 
-def test_what_comes_goes_to_whoever_is_idle() -> None:
-    """Four workers and work for one and a half: hardly anybody waits for a step of another's to end."""
+def test_arrivals_go_to_an_idle_worker() -> None:
+    """Four workers and work for one and a half: hardly any request waits for the end of another's step."""
     summary, _ = make_experiment(make_trace(400, 0.05, prompt=64, output=4), workers=4).run()
     first_s = 0.02 + 64 * 0.0005
     assert summary.engines.busy_share < 0.6
@@ -85,7 +85,7 @@ def test_what_comes_goes_to_whoever_is_idle() -> None:
 
 
 def test_batches_of_an_engine_that_takes_fixed_ones_are_full_under_a_flood() -> None:
-    """A call lasts as long with one request as with sixteen: the next one's must be there when it ends."""
+    """A call takes the same time with one request as with sixteen, so the next batch must be there when it ends."""
     fixed = {**dict.fromkeys(COEFFICIENTS, 0.0), "step_s": 0.1}
     card = make_card(decode=fixed, mixed=fixed, max_step_tokens=16 * 32)
     size = {"min": 16, "start": 16, "max": 16}

@@ -80,7 +80,7 @@ def test_the_highest_rate_of_a_trace_is_found(tmp_path: Path, capsys: pytest.Cap
         (("--trace", "no-such.jsonl"), "no-such.jsonl"),
     ],
 )
-def test_what_the_user_can_mend_is_one_sentence(
+def test_a_users_mistake_is_one_sentence(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
 ) -> None:
     code, _, error = simulate(capsys, *arguments)

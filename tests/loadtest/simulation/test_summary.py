@@ -61,11 +61,11 @@ def test_no_samples_have_no_quantile() -> None:
         (make_record(9.0, tier="bulk", deadline_s=1.0), False),
     ],
 )
-def test_what_was_promised_is_what_is_judged(record: RequestRecord, met: bool | None) -> None:
+def test_requests_are_judged_by_their_tiers_slo(record: RequestRecord, met: bool | None) -> None:
     assert meets_slo(record, make_tiers()[record.tier]) is met
 
 
-def test_who_was_refused_counts_as_offered_and_waited_for_ever() -> None:
+def test_a_refused_request_counts_as_offered_and_as_waiting_for_ever() -> None:
     records = [make_record() for _ in range(98)] + [make_record(None, rejected="queue_full") for _ in range(2)]
     summary = summarize(make_observation(*records), make_tiers())
     (chat,) = summary.classes
