@@ -5,10 +5,12 @@ Prometheus' text format; not what a metric means.
 """
 
 import asyncio
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from loadtest.client.http import Target, TargetError, get
 
@@ -31,17 +33,8 @@ WANTED = (
     "vllm:num_requests_waiting",
 )
 STEP_SECONDS = "tidegate_step_seconds_sum"  # engine time
-_LINE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 Series = list[tuple[float, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    name: str
-    labels: Mapping[str, str]
-    value: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +45,9 @@ class Reading:
     lines: tuple[str, ...]
 
     def samples(self, name: str, **labels: str) -> list[Sample]:
-        found = (_parse(line) for line in self.lines if line.startswith(name))
-        return [s for s in found if s and s.name == name and labels.items() <= s.labels.items()]
+        text = "\n".join(line for line in self.lines if line.startswith(name))
+        found = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+        return [s for s in found if s.name == name and labels.items() <= s.labels.items()]
 
     def total(self, name: str, **labels: str) -> float | None:
         """Return the sum over all series with these labels; None where there is none."""
@@ -153,10 +147,3 @@ async def watch(target: Target, timeline: Timeline, every_s: float = 1.0) -> Non
                 return
         next_s = max(next_s + every_s, perf_counter())
         await asyncio.sleep(next_s - perf_counter())
-
-
-def _parse(line: str) -> Sample | None:
-    match = _LINE.match(line)
-    if match is None:
-        return None
-    return Sample(match["name"], dict(_LABEL.findall(match["labels"] or "")), float(match["value"]))
