@@ -77,7 +77,7 @@ def _interference(axes: Axes, part: Part) -> None:
     """Return how often bulk was preempted, as far as the server counts it."""
     lines = {
         "preemptions/s": part.timeline.rate("tidegate_num_preemptions_total"),
-        "steps shed/s": part.timeline.rate("tidegate_steps_shed_total"),
+        "steps evicted/s": part.timeline.rate("tidegate_steps_shed_total"),
     }
     drawn_any = False
     for (label, series), colour in zip(lines.items(), (VIOLET, WARM), strict=True):

@@ -22,7 +22,7 @@ OUTLIER_SPREADS = 5.0
 LEAST_SPREAD = 0.02
 RIDGE = 1e-9
 IDLE_S = 0.25  # a longer gap between two steps means that there was no work
-FLOOR_QUANTILE = 0.01
+MIN_STEP_QUANTILE = 0.01
 WARM_STEPS = 50  # first steps of the online model, not counted
 
 
@@ -63,7 +63,7 @@ class KindFit:
 class Calibration:
     decode: KindFit
     mixed: KindFit
-    floor_s: float
+    min_step_s: float
     noise: float  # standard deviation of measured ÷ predicted, without outliers
     host_overhead_s: float
 
@@ -76,10 +76,10 @@ def calibrate(entries: Sequence[StepEntry]) -> Calibration:
     """Fit both kinds. Raises ValueError where there are too few steps of a kind."""
     usable = [e for e in entries if not e.shed and e.elapsed_s > 0 and e.decodes + e.prefills]
     online = _replay(usable)
-    floor_s = float(np.quantile([e.elapsed_s for e in usable], FLOOR_QUANTILE)) if usable else 0.0
-    decode, mixed = (_fit_kind(name, usable, online, floor_s) for name in ("decode", "mixed"))
+    min_step_s = float(np.quantile([e.elapsed_s for e in usable], MIN_STEP_QUANTILE)) if usable else 0.0
+    decode, mixed = (_fit_kind(name, usable, online, min_step_s) for name in ("decode", "mixed"))
     ratios = [p.entry.elapsed_s / p.predicted_s for fit in (decode, mixed) for p in fit.predictions]
-    return Calibration(decode, mixed, floor_s, _spread(ratios), _host_overhead(entries))
+    return Calibration(decode, mixed, min_step_s, _spread(ratios), _host_overhead(entries))
 
 
 def errors(predictions: Sequence[Prediction]) -> Errors:
@@ -97,14 +97,14 @@ def errors(predictions: Sequence[Prediction]) -> Errors:
     )
 
 
-def _fit_kind(name: str, usable: Sequence[StepEntry], online: Sequence[Prediction], floor_s: float) -> KindFit:
+def _fit_kind(name: str, usable: Sequence[StepEntry], online: Sequence[Prediction], min_step_s: float) -> KindFit:
     is_mixed = name == "mixed"
     of_kind = [e for e in usable if e.work.is_mixed == is_mixed]
     if len(of_kind) < LEAST_STEPS:
         raise ValueError(f"{len(of_kind)} {name} steps are too few: {LEAST_STEPS} are needed")
     held_out = [e for i, e in enumerate(of_kind) if i // HELD_OUT_BLOCK % HELD_OUT_EVERY == 1]
     fitted = [e for i, e in enumerate(of_kind) if i // HELD_OUT_BLOCK % HELD_OUT_EVERY != 1]
-    cost, outliers = _robust_fit(fitted, floor_s)
+    cost, outliers = _robust_fit(fitted, min_step_s)
     predictions = tuple(Prediction(e, cost.of(e.work)) for e in held_out)
     replayed = [p for p in online if p.entry.work.is_mixed == is_mixed]
     return KindFit(
@@ -118,24 +118,24 @@ def _fit_kind(name: str, usable: Sequence[StepEntry], online: Sequence[Predictio
     )
 
 
-def _robust_fit(entries: Sequence[StepEntry], floor_s: float) -> tuple[StepCost, int]:
+def _robust_fit(entries: Sequence[StepEntry], min_step_s: float) -> tuple[StepCost, int]:
     """Return the fit without steps that are far from a first fit, and their number."""
-    first = _fit(entries, floor_s)
+    first = _fit(entries, min_step_s)
     ratios = np.array([e.elapsed_s / first.of(e.work) for e in entries])
     off = np.abs(ratios - np.median(ratios))
     limit = OUTLIER_SPREADS * max(1.48 * float(np.median(off)), LEAST_SPREAD)
     kept = [e for e, distance in zip(entries, off, strict=True) if distance <= limit]
-    return _fit(kept, floor_s), len(entries) - len(kept)
+    return _fit(kept, min_step_s), len(entries) - len(kept)
 
 
-def _fit(entries: Sequence[StepEntry], floor_s: float) -> StepCost:
+def _fit(entries: Sequence[StepEntry], min_step_s: float) -> StepCost:
     x, scale = _features(entries)
     moments = x.T @ x
     moments += RIDGE * len(entries) * np.eye(len(moments))
     step_s, prefill_token_s, attend_s, context_token_s, decode_s = (
         float(k) for k in solve_nonnegative(moments, x.sum(axis=0)) * scale
     )
-    return StepCost(step_s, prefill_token_s, attend_s, context_token_s, decode_s, floor_s)
+    return StepCost(step_s, prefill_token_s, attend_s, context_token_s, decode_s, min_step_s)
 
 
 def _features(entries: Sequence[StepEntry]) -> tuple[Matrix, Vector]:

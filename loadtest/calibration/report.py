@@ -22,7 +22,7 @@ def cost_card(
         measured_on=measured_on,
         decode=_coefficients(calibration.decode.cost),
         mixed=_coefficients(calibration.mixed.cost),
-        floor_s=calibration.floor_s,
+        floor_s=calibration.min_step_s,
         noise=min(calibration.noise, MAX_NOISE),
         num_blocks=info.num_blocks,
         block_size=info.block_size,
@@ -74,7 +74,7 @@ def _errors_table(calibration: Calibration) -> Table:
 def _noise(calibration: Calibration, repeated_mape: float | None) -> str:
     repeated = ABSENT if repeated_mape is None else f"{repeated_mape:.1%}"
     return (
-        f"floor {1e3 * calibration.floor_s:.2f} ms; noise {calibration.noise:.1%}; host between two steps "
+        f"shortest step {1e3 * calibration.min_step_s:.2f} ms; noise {calibration.noise:.1%}; host between two steps "
         f"{1e3 * calibration.host_overhead_s:.2f} ms; identical steps differ from their median by {repeated}"
     )
 
@@ -112,7 +112,7 @@ def _calibration_as_dict(calibration: Calibration, repeated_mape: float | None) 
     }
     return {
         **kinds,
-        "floor_s": calibration.floor_s,
+        "floor_s": calibration.min_step_s,
         "noise": calibration.noise,
         "host_overhead_s": calibration.host_overhead_s,
         "repeated_steps_mape": repeated_mape,

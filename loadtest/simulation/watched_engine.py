@@ -65,13 +65,15 @@ class WatchedEngine:
                 computed.pop(output.seq_id, None)
         record.planned_tokens += plan.num_tokens
         if result.evicted:
-            self._note_shed(plan, result)
+            self._note_evicted(plan, result)
 
-    def _note_shed(self, plan: StepPlan, result: StepResult) -> None:
-        """Count the share of the step's time that belongs to evicted rows, by tokens, as wasted: an upper bound, since
-        they left before its end."""
-        left = set(result.evicted)
-        shed_tokens = sum(run.num_tokens for run in plan.run if run.seq_id in left)
+    def _note_evicted(self, plan: StepPlan, result: StepResult) -> None:
+        """Count the evicted rows' share of the step's time, by tokens, as wasted.
+
+        This is an upper bound, since the rows left before the end of the step.
+        """
+        evicted = set(result.evicted)
+        evicted_tokens = sum(run.num_tokens for run in plan.run if run.seq_id in evicted)
         self._record.shed_steps += 1
-        self._record.shed_rows += len(left)
-        self._record.wasted_s += result.elapsed_s * shed_tokens / plan.num_tokens
+        self._record.shed_rows += len(evicted)
+        self._record.wasted_s += result.elapsed_s * evicted_tokens / plan.num_tokens

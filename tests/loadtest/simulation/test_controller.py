@@ -71,7 +71,7 @@ def square_pulse(seed: int, tiers: TierSet) -> Verdict:
     seen.in_time(0.95, "behind it", 45)
     seen.smooth()
     seen.expect(seen.bulk_per_s(50, 65) >= 0.7 * seen.bulk_per_s(5, 20), "bulk is still held down")
-    seen.expect(seen.bulk_per_s(20, 40) > 0, "the floor")
+    seen.expect(seen.bulk_per_s(20, 40) > 0, "the min share")
     return seen
 
 
@@ -179,7 +179,7 @@ def poison_among_chats(seed: int, tiers: TierSet) -> Verdict:
 
 Load = Callable[[int, TierSet], Verdict]
 
-# What a controller without feed-forward, feedback and shedding does to them.
+# What a controller without feed-forward, feedback and mid-step eviction does to them.
 LOADS: dict[Load, set[str]] = {
     square_pulse: {"in the pulse", GAPS},
     impulse: {GAPS},
@@ -215,10 +215,10 @@ def test_feedback_alone_does_not_carry_a_threefold_step(seed: int) -> None:
     assert GAPS in threefold_step(seed, make_tiers(AIMD_ONLY)).complaints
 
 
-def bulk_under_a_flood(seed: int, floor: float) -> float:
+def bulk_under_a_flood(seed: int, min_share: float) -> float:
     """Twice as many chats as fit. Return the bulk tokens per second ÷ those of bulk alone."""
     realtime: dict[str, Any] = {"admission": {"predict": False}, "queue_limit": 2000}
-    tiers = make_tiers(bulk={"floor": floor}, realtime=realtime)
+    tiers = make_tiers(bulk={"floor": min_share}, realtime=realtime)
     flood = make_scenario(rate_per_s=2 * ALONE_PER_S)
     flooded = Verdict(run_scenario(flood, 30.0, seed=seed, tiers=tiers, drain_s=0))
     alone = Verdict(run_scenario(make_scenario(rate_per_s=0.001), 10.0, seed=seed, tiers=tiers, drain_s=0))
@@ -227,5 +227,5 @@ def bulk_under_a_flood(seed: int, floor: float) -> float:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_under_a_flood_bulk_keeps_its_min_share_and_gets_nothing_without_one(seed: int) -> None:
-    assert bulk_under_a_flood(seed, floor=0.2) >= 0.15
-    assert bulk_under_a_flood(seed, floor=0.0) < 0.05
+    assert bulk_under_a_flood(seed, min_share=0.2) >= 0.15
+    assert bulk_under_a_flood(seed, min_share=0.0) < 0.05
