@@ -28,7 +28,7 @@ from scheduler.store import connection
 from tidegate.valkey import ValkeyError, running_valkey
 
 TIER = "store-bench"
-LEASE_S = 60.0
+LEASE_S = 60.0  # longer than a measurement, so that no lease runs out
 IN_FLIGHT = 8  # commands that one client has under way at once
 
 

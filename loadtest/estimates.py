@@ -14,8 +14,8 @@ import numpy as np
 from loadtest.client.runner import UNFINISHED, ArmRun
 
 QUANTILES = (0.5, 0.95, 0.99)
-RESAMPLES = 400
-BOOTSTRAP_SEED = 20_240_601
+RESAMPLES = 400  # bootstrap resamples of an interval
+BOOTSTRAP_SEED = 20_240_601  # fixed, so that the same samples have the same interval
 MAX_BOOTSTRAP_SAMPLES = 20_000  # more would only slow the bootstrap down
 
 

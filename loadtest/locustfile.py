@@ -21,9 +21,9 @@ from locust import HttpUser, between, constant, task
 from loadtest.client.answer import AnswerReader, Outcome
 from loadtest.client.http import CHAT_PATH
 
-MAX_NONCE_TOKENS = 48
-BATCH_LINES = 10
-BATCH_TIMEOUT_S, BATCH_POLL_S = 300.0, 1.0
+MAX_NONCE_TOKENS = 48  # enough for any tokenizer to repeat a nonce
+BATCH_LINES = 10  # requests of one batch
+BATCH_TIMEOUT_S, BATCH_POLL_S = 300.0, 1.0  # a batch that takes longer is a failure
 TERMINAL = ("completed", "failed", "expired", "cancelled")
 
 

@@ -15,7 +15,7 @@ from bench.engines.system_client import SystemClient, SystemUnavailable
 from bench.engines.work import QUICK_SHAPES, SHAPES, STEP_TOKENS, Job, WorkKind, WorkShape, make_job, make_step_jobs
 
 SERIAL_SYSTEMS = frozenset({"generate"})  # systems that serve one request at a time
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 8  # new tokens of each warm-up request
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from loadtest.model_shapes import read_config, shape_with_weights
 
 READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 33}  # far more than any cache
 MATRIX_ROWS = {"cpu": 1024, "cuda": 8192}
-REPEATS = 8
-PROMPT_TOKENS = 32
+REPEATS = 8  # the best of so many is the peak
+PROMPT_TOKENS = 32  # of each sequence of `busy`
 
 
 def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:

@@ -20,11 +20,11 @@ from engine.interface import StepPlan, StepResult
 from engine.native.execution.torch_engine import TorchEngine
 from loadtest.model_shapes import read_config, write_shape
 
-PROMPT_TOKENS = 32
-DECODE_STEPS = 8
-WARM_UP_TOKENS = 3
-BLOCK_SIZE = 16
-RESIDENT_STEPS = 30
+PROMPT_TOKENS = 32  # where streams or the model are varied
+DECODE_STEPS = 8  # measured steps of each point
+WARM_UP_TOKENS = 3  # generated before a measurement
+BLOCK_SIZE = 16  # tokens of a KV block
+IDLE_STEPS = 30  # measured steps beside idle requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class GrowthBench:
             engine, _ = self._build(sweep.idle_shape, 128, kv_tokens, 1, most_tokens)
             for count in sweep.idle_requests:
                 self._report_progress(f"an interactive step beside {count} {kind} bulk requests")
-                yield IdleCostBench(engine, count, kind).measure(RESIDENT_STEPS)
+                yield IdleCostBench(engine, count, kind).measure(IDLE_STEPS)
             engine.close()
 
     def _build(

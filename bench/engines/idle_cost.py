@@ -23,10 +23,10 @@ from scheduler.planning.core import SchedulerCore
 from scheduler.request import Claimed, Request
 
 BULK_PROMPT = 4  # tokens; short, so that the KV of thousands of sequences fits
-BULK_TOKENS = 32
-INTERACTIVE_PROMPT = 16
-WARM_UP_STEPS = 3
-PROFILE_LINES = 12
+BULK_TOKENS = 32  # new tokens of a bulk request
+INTERACTIVE_PROMPT = 16  # tokens
+WARM_UP_STEPS = 3  # not measured
+PROFILE_LINES = 12  # functions that the profile lists
 GATEWAY = "growth"
 
 

@@ -7,7 +7,7 @@ import sys
 from bench.engines.roofline import Peaks
 from loadtest.child_environment import python_environment
 
-TIMEOUT_S = 180.0
+TIMEOUT_S = 180.0  # for the probe, with the import of torch
 
 
 def measure_peaks(device: str, dtype: str, num_threads: int) -> Peaks | None:

@@ -30,7 +30,7 @@ from scheduler.worker.warmup import warm_up
 
 TIER = "bulk"
 GATEWAY = "benchmark"
-DEADLINE_MS = 3_600_000
+DEADLINE_MS = 3_600_000  # an hour, so that no request is late
 
 
 class ScheduledEngine:

@@ -27,7 +27,7 @@ from engine.interface import (
 )
 from loadtest.calibration.stepper import Stepper
 
-MAX_RUNNING = 24
+MAX_RUNNING = 24  # sequences in one step
 MAX_HELD = 32  # sequences at once, running or preempted
 SETTLE_SHARE = 0.1  # first part of the run, not counted: arenas and caches still grow
 OVERCOMMIT = 1.5  # KV of all sequences at their longest ÷ KV memory; above 1, some must wait for blocks

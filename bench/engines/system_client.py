@@ -18,8 +18,8 @@ from loadtest.child_environment import ROOT, python_environment, threads_environ
 from loadtest.machine import usable_cores
 
 LOAD_TIMEOUT_S = 600.0  # vLLM compiles for more than a minute the first time
-END_TIMEOUT_S = 20.0
-MIN_IDLE_S = 1.0
+END_TIMEOUT_S = 20.0  # after its orders have ended; then SIGKILL
+MIN_IDLE_S = 1.0  # shorter pauses say nothing about idle CPU time
 LOG_TAIL = 400  # characters
 
 

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, BatchEncoding, ContinuousBatching
 
 from bench.engines.protocol import SystemSpec
 
-PAGE_SIZE = 256
+PAGE_SIZE = 256  # tokens; transformers' own default
 MAX_BATCH_TOKENS = 2048  # our engine's own default
-NO_EOS = -1
-RESULT_TIMEOUT_S = 120.0
-END_TIMEOUT_S = 10.0
+NO_EOS = -1  # a token id that never occurs
+RESULT_TIMEOUT_S = 120.0  # for the next result; after it the system has failed
+END_TIMEOUT_S = 10.0  # for its thread to end
 
 
 class ContinuousBatching:

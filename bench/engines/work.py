@@ -10,7 +10,7 @@ from enum import StrEnum
 from loadtest.traffic.workload import generator
 
 FIRST_TOKEN_ID = 16  # above the ids of special tokens
-STEP_PROMPT_TOKENS = 32
+STEP_PROMPT_TOKENS = 32  # tokens of the prompts of a step measurement
 STEP_TOKENS = 32  # decode steps whose mean is one measurement of a step
 
 

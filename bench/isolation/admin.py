@@ -24,8 +24,8 @@ BUSY_GAUGES = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
 )
-QUIET_TIMEOUT_S = 30.0
-POLL_S = 0.1
+QUIET_TIMEOUT_S = 30.0  # longest wait for a server to finish the arm before
+POLL_S = 0.1  # between two looks at the metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from loadtest.client.answer import Outcome
 from loadtest.client.runner import ArmRun
 from loadtest.traffic.scenario import Targets
 
-GOAL = 0.99
-GAP_QUANTILE = 0.99
+GOAL = 0.99  # share of requests in time at which a load holds
+GAP_QUANTILE = 0.99  # the quantile of a request's gaps that its SLO limits
 
 
 def has_met(outcome: Outcome, targets: Targets) -> bool:

@@ -11,7 +11,7 @@ from loadtest.traffic.scenario import Scenario, TrafficClass
 from loadtest.traffic.scenario_arrivals import OpenLoop, Spike
 
 ExperimentName = Literal["isolation", "overload", "step", "deadlines"]
-OVERLOAD_S = 60.0
+OVERLOAD_S = 60.0  # the goal is stated for a minute of overload
 
 
 @dataclass(frozen=True, slots=True)

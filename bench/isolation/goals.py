@@ -14,7 +14,7 @@ from bench.isolation.summary import compare_all
 from loadtest.estimates import Estimate
 
 Verdict = Literal["goal", "target", "missed", "not measured", "does not count"]
-SAMPLES_FOR_P99 = 3000
+SAMPLES_FOR_P99 = 3000  # first tokens that a claim about a p99 needs: 30 above it
 ISOLATION_LOAD = 0.5  # share of the solo goodput that the goals are stated for
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from bench.isolation.attainment import GOAL
 
-MAX_DOUBLINGS = 6
-BISECTIONS = 3
+MAX_DOUBLINGS = 6  # up to 64 times the first load
+BISECTIONS = 3  # a doubling cut three times: the result is within a tenth
 Z_95 = 1.645  # one-sided
 
 
 def allowed_misses(offered: int) -> float:
-    """Return how many of `n` requests may miss their SLO.
+    """Return how many of the offered requests may miss their SLO.
 
     One miss is always allowed: at exactly the goal, every third probe of 40 requests has one.
     """

@@ -16,7 +16,7 @@ from loadtest.client.server_metrics import Series
 from loadtest.traffic.scenario import Scenario, Targets
 
 MAX_VECTOR_POINTS = 1500  # more points are drawn as an image inside the SVG
-BIN_S = 1.0
+BIN_S = 1.0  # width of the bins of bulk tokens
 
 
 def arm_over_time(

@@ -25,7 +25,7 @@ from loadtest.machine import hardware
 from loadtest.traffic.scenario import Scenario, Targets
 from scheduler.config import parse_tiers
 
-SETTLED_SHARE, SETTLED_BIN_S = 0.97, 2.0
+SETTLED_SHARE, SETTLED_BIN_S = 0.97, 2.0  # settled: in every later bin this share is in time
 WARM_UP_ROUND = 2000  # a round number that no arm uses, so that its requests differ
 
 

@@ -25,7 +25,7 @@ from loadtest.client.http import Target, TargetError, discover_model, get
 from loadtest.model_shapes import read_config, write_shape
 
 START_TIMEOUT_S = 600.0  # vLLM compiles for more than a minute the first time
-END_TIMEOUT_S = 45.0
+END_TIMEOUT_S = 45.0  # after SIGTERM; then SIGKILL
 LOG_TAIL = 600  # characters
 
 

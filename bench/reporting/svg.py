@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 INK = "#010203"  # replaced by currentColor
 ACCENT, MUTED, WARM, GREEN, VIOLET = "#2f81d6", "#8a8f98", "#d9622b", "#2d9d6b", "#9b6bd6"
 CYCLE = (ACCENT, WARM, GREEN, VIOLET, MUTED)
-WIDTH_IN = 9.2
+WIDTH_IN = 9.2  # inches; the page scales it
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",

@@ -22,7 +22,7 @@ from loadtest.model_shapes import ShapeError
 from loadtest.running import one_sentence
 from scheduler.worker.step_log import StepEntry, read_step_log
 
-QUICK_S = 3.0
+QUICK_S = 3.0  # length of the sweep with --quick
 
 
 @dataclass(frozen=True, slots=True)

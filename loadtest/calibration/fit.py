@@ -16,13 +16,13 @@ from engine.step_time.regression import Matrix, Vector, solve_nonnegative
 from scheduler.worker.step_log import StepEntry
 
 HELD_OUT_BLOCK = 20  # steps; whole blocks are held out, since neighbouring steps are too similar to test each other
-HELD_OUT_EVERY = 5
+HELD_OUT_EVERY = 5  # one block in five is held out
 LEAST_STEPS = 50  # fewest steps of a kind for a fit
-OUTLIER_SPREADS = 5.0
-LEAST_SPREAD = 0.02
-RIDGE = 1e-9
+OUTLIER_SPREADS = 5.0  # a step is an outlier beyond so many standard deviations
+LEAST_SPREAD = 0.02  # least standard deviation of measured ÷ predicted that is assumed
+RIDGE = 1e-9  # keeps the normal equations solvable where a feature is constant
 IDLE_S = 0.25  # a longer gap between two steps means that there was no work
-MIN_STEP_QUANTILE = 0.01
+MIN_STEP_QUANTILE = 0.01  # this quantile of the measured steps is the shortest step
 WARM_STEPS = 50  # first steps of the online model, not counted
 
 

@@ -18,14 +18,14 @@ from scheduler.worker.step_log import StepEntry
 
 KINDS = ("decode", "prefill", "mixed", "decode", "mixed")
 WARM_UP_STEPS = 8  # steps in which kernels are compiled and caches filled
-MIN_CHUNK = 16
-SHARE_OF_BLOCKS = 0.9
+MIN_CHUNK = 16  # tokens of the shortest chunk
+SHARE_OF_BLOCKS = 0.9  # share of the KV blocks that the pool may fill
 LONGEST_CHUNK = 1024  # tokens; a longer chunk tells nothing that two halves do not
 SHORTEST_LIMIT = 64  # tokens of a chunk on a slow engine
 LONGEST_STEP = 1 / 60  # share of the sweep's time; after a longer step, chunks become shorter
 REPEATED_DECODES = (1, 4, 16, 32, 64)
-REPEATED_CONTEXT = 64
-REPEATS = 15
+REPEATED_CONTEXT = 64  # tokens of each sequence of the identical steps
+REPEATS = 15  # identical steps for each number of decodes
 
 
 @dataclass(frozen=True, slots=True)

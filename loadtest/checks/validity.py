@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from loadtest.estimates import ClassSummary
 
 MAX_LAG_S = 0.02  # seconds; beyond it, the client changes the arrival times
-MAX_CLIENT_CPU_SHARE = 0.5
+MAX_CLIENT_CPU_SHARE = 0.5  # of a core; above it the client takes CPU from a server on the same machine
 
 
 def client_warnings(lag_p99_s: float, cpu_share: float) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from loadtest.simulation.summary import Summary
 
-MOST_WORKERS = 1024
+MOST_WORKERS = 1024  # where the search gives up
 IDLE_SHARE = 0.02  # engine utilisation below which more workers do not help to keep an SLO
 RATE_BOUNDS = (1 / 64, 64.0)
 RATE_WIDTH = 0.05  # relative width at which the search for the rate ends

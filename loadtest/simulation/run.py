@@ -12,8 +12,8 @@ from loadtest.simulation.observation import Moment, Observation, TierMoment
 from loadtest.simulation.traffic import Traffic
 from scheduler.virtual_time import run_virtual
 
-DRAIN_S = 120.0
-MOMENT_S = 1.0
+DRAIN_S = 120.0  # default time for requests to finish after the load
+MOMENT_S = 1.0  # between two snapshots
 
 
 def simulate(

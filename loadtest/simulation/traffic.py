@@ -14,7 +14,7 @@ from loadtest.traffic.scenario_arrivals import ClosedLoop
 from loadtest.traffic.workload import PlannedRequest, generator, plan_closed_loop, plan_open_loop
 from scheduler.config import Tier, TierSet
 
-FIRST_PREFIX_TOKEN = 16
+FIRST_PREFIX_TOKEN = 16  # above the ids of special tokens
 FIRST_OWN_TOKEN = 1 << 24  # tokens below it are the shared prefixes of traces
 
 

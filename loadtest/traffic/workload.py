@@ -16,7 +16,7 @@ from loadtest.traffic.scenario_arrivals import OpenLoop
 from loadtest.traffic.workload_arrivals import sample_arrivals, sample_rate, whole_and_part
 
 CLOSED_LOOP_BLOCK = 256  # requests that are drawn together
-MAX_SEED = 2**31
+MAX_SEED = 2**31  # bound of the seeds that segments and samples draw
 
 
 @dataclass(frozen=True, slots=True)
