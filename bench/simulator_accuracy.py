@@ -18,7 +18,7 @@ from loadtest.reporting.formats import milliseconds, number
 from loadtest.reporting.output import publish
 from loadtest.reporting.record import Record, Section, Table
 from loadtest.running import one_sentence
-from loadtest.simulation.command import quieten
+from loadtest.simulation.command import log_errors_only
 from loadtest.simulation.cost_card import CostCard, CostCardError, load_cost_card
 from loadtest.simulation.deployment import Setting
 from loadtest.simulation.observation import RequestRecord
@@ -43,7 +43,7 @@ class SimulatorAccuracy(BaseModel):
     within: float = Field(0.0, ge=0, description="Exit 1 where a ratio is further from 1; 0: it is only shown.")
 
     def cli_cmd(self) -> None:
-        quieten()
+        log_errors_only()
         with one_sentence(ComparisonError, CostCardError, TierConfigError, TrafficError, said_by="simulator-accuracy"):
             card = load_cost_card(self.model_shape)
             compared = compare_arm(read_result(self.result), self.arm, card, self.gateway_ms / 1000)

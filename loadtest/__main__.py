@@ -20,7 +20,7 @@ from loadtest.client.runner import Timing
 from loadtest.model_shapes import write_dummy_model
 from loadtest.reporting.output import publish
 from loadtest.reporting.record import Provenance, Record
-from loadtest.running import run_cli, run_to_end, running_server, say_progress
+from loadtest.running import print_progress, run_cli, run_to_end, running_server
 from loadtest.simulation.command import Simulate
 from loadtest.traffic.scenario import load_scenario
 
@@ -81,7 +81,7 @@ class Mixed(_AgainstServer):
             scenario,
             Timing(self.duration, self.rounds, self.lead, self.settle),
             self.seed,
-            say_progress,
+            print_progress,
         )
         record = mixed_record(result, scenario.model_dump(mode="json"), self.provenance(target))
         self.conclude(record, passed=result.has_answers)
@@ -135,7 +135,7 @@ class Streams(_AgainstServer):
             service_tier=self.service_tier or None,
             seed=self.seed,
             timeout_s=self.timeout,
-            report_progress=say_progress,
+            report_progress=print_progress,
         )
         failed = result.together.errors + result.one_at_a_time.errors
         passed = not failed and result.speedup is not None and result.speedup >= self.at_least

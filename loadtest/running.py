@@ -70,5 +70,5 @@ async def running_server(url: str, allow_remote: bool, model: str = "") -> Targe
     return replace(target, model=model or await discover_model(target))
 
 
-def say_progress(line: str) -> None:
+def print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from loadtest.extras import PLOTS, PROCESSES, require
 from loadtest.model_command import ModelCommand
 from loadtest.model_shapes import ShapeError, read_config
-from loadtest.running import one_sentence, say_progress
+from loadtest.running import one_sentence, print_progress
 
 
 class Engines(ModelCommand):
@@ -50,7 +50,7 @@ class Engines(ModelCommand):
         peaks = measure_peaks(self.device, self.dtype, self.num_threads)
         with ExitStack() as stack:
             clients = [stack.enter_context(c) for c in self._clients(plan, model_dir, shape, logs)]
-            comparison = compare(plan, clients, say_progress)
+            comparison = compare(plan, clients, print_progress)
         if "vllm" in self._names() and not self.vllm_python:
             comparison.unavailable["vllm"] = "no --vllm-python was given"
         self._conclude(ComparisonReport(comparison, shape, peaks), str(model_dir))
@@ -117,7 +117,7 @@ class Growth(ModelCommand):
         machine = Machine(self.dtype, self.device, self.num_threads, self.seed, peaks)
         sweep = QUICK_SWEEP if self.quick else Sweep(self.shape)
         with tempfile.TemporaryDirectory() as scratch:
-            growth = GrowthBench(machine, Path(scratch), say_progress).run(sweep)
+            growth = GrowthBench(machine, Path(scratch), print_progress).run(sweep)
         plots = plot_growth(growth, self.out)
         self.json_file = self.json_file or self.out / "growth.json"
         self.conclude(growth_record(growth, [self.json_file, *plots]), sweep.shape)
@@ -142,7 +142,7 @@ class Soak(ModelCommand):
         )
         from bench.engines.soak import run_soak  # torch, psutil
 
-        result = run_soak(config, 60 * self.minutes, self.seed, say_progress)
+        result = run_soak(config, 60 * self.minutes, self.seed, print_progress)
         self.conclude(result.record(), str(model_dir))
         if not result.passed:
             raise SystemExit(1)

@@ -22,22 +22,22 @@ class ComparisonReport:
     absent."""
 
     def __init__(self, comparison: Comparison, shape: ModelShape | None, peaks: Peaks | None) -> None:
-        self._noted = comparison
+        self._comparison = comparison
         self._shape = shape
         self._peaks = peaks
 
     def as_dict(self) -> dict[str, Any]:
-        noted = self._noted
+        comparison = self._comparison
         return {
             "jobs": [self._job_row(work, streams, system) for work, streams, system in self._cells()],
             "steps": [self._step_row(streams, system) for streams, system in self._step_cells()],
             "agreement": [
-                {"systems": list(pair), "share": noted.agreement(*pair), "tokens": total}
-                for pair, total in noted.compared_tokens.items()
+                {"systems": list(pair), "share": comparison.agreement(*pair), "tokens": total}
+                for pair, total in comparison.compared_tokens.items()
             ],
-            "settings": noted.settings,
-            "unavailable": noted.unavailable,
-            "idle_cpu_shares": noted.idle_cpu_shares,
+            "settings": comparison.settings,
+            "unavailable": comparison.unavailable,
+            "idle_cpu_shares": comparison.idle_cpu_shares,
             "warnings": self.warnings(),
             "floors": self._roofline(),
         }
@@ -47,12 +47,12 @@ class ComparisonReport:
         sections = [
             Section("throughput; prefill counts prompt tokens too", _jobs_table(data["jobs"])),
             Section("one decode step with all streams", _steps_table(data["steps"])),
-            Section(facts=tuple(self._noted.settings.items()), notes=self._notes()),
+            Section(facts=tuple(self._comparison.settings.items()), notes=self._notes()),
         ]
         return Record(sections=sections, data=data, warnings=data["warnings"])
 
     def _notes(self) -> tuple[str, ...]:
-        notes = [f"NOT MEASURED: {name}: {reason}" for name, reason in self._noted.unavailable.items()]
+        notes = [f"NOT MEASURED: {name}: {reason}" for name, reason in self._comparison.unavailable.items()]
         if self._peaks is not None:
             gigabytes, gigaflops = self._peaks.bytes_per_s / 1e9, self._peaks.flops_per_s / 1e9
             notes.append(f"roofline from {gigabytes:.1f} GB/s and {gigaflops:.0f} GFLOP/s, measured before the run")
@@ -61,28 +61,28 @@ class ComparisonReport:
     def warnings(self) -> list[str]:
         return [
             f"{name} took {share:.0%} of a core while others were measured"
-            for name, share in self._noted.idle_cpu_shares.items()
-            if share is not None and share > NOISY_IDLE_SHARE and name not in self._noted.unavailable
+            for name, share in self._comparison.idle_cpu_shares.items()
+            if share is not None and share > NOISY_IDLE_SHARE and name not in self._comparison.unavailable
         ]
 
     # -- jobs --------------------------------------------------------------------------------------------------
 
     def _cells(self) -> list[tuple[WorkKind, int, str]]:
         return sorted(
-            {(s.work, s.streams, s.system) for s in self._noted.samples},
-            key=lambda cell: (list(WorkKind).index(cell[0]), cell[1], self._noted.systems.index(cell[2])),
+            {(s.work, s.streams, s.system) for s in self._comparison.samples},
+            key=lambda cell: (list(WorkKind).index(cell[0]), cell[1], self._comparison.systems.index(cell[2])),
         )
 
-    def _of(self, work: WorkKind, streams: int, system: str) -> dict[int, Sample]:
+    def _samples(self, work: WorkKind, streams: int, system: str) -> dict[int, Sample]:
         """Return the samples by round."""
-        found = (s for s in self._noted.samples if (s.work, s.streams, s.system) == (work, streams, system))
+        found = (s for s in self._comparison.samples if (s.work, s.streams, s.system) == (work, streams, system))
         return {sample.round: sample for sample in found}
 
     def _job_row(self, work: WorkKind, streams: int, system: str) -> dict[str, Any]:
-        own, ours = self._of(work, streams, system), self._of(work, streams, OURS)
+        own, ours = self._samples(work, streams, system), self._samples(work, streams, OURS)
         both = sorted(own.keys() & ours.keys())
         rates = [own[r].tokens_per_s for r in both]
-        agreement = None if system == OURS else self._noted.agreement(OURS, system)
+        agreement = None if system == OURS else self._comparison.agreement(OURS, system)
         return {
             "work": work.value,
             "streams": streams,
@@ -103,11 +103,11 @@ class ComparisonReport:
     # -- steps -------------------------------------------------------------------------------------------------
 
     def _step_cells(self) -> list[tuple[int, str]]:
-        cells = {(s.streams, s.system) for s in self._noted.steps}
-        return sorted(cells, key=lambda cell: (cell[0], self._noted.systems.index(cell[1])))
+        cells = {(s.streams, s.system) for s in self._comparison.steps}
+        return sorted(cells, key=lambda cell: (cell[0], self._comparison.systems.index(cell[1])))
 
     def _step_row(self, streams: int, system: str) -> dict[str, Any]:
-        times = [s.seconds for s in self._noted.steps if (s.streams, s.system) == (streams, system)]
+        times = [s.seconds for s in self._comparison.steps if (s.streams, s.system) == (streams, system)]
         positive = [seconds for seconds in times if seconds > 0]  # noise can swallow the steps of a tiny model
         mean = geometric_mean(positive) if positive else None
         roofline_s = self._step_roofline_s(streams)
@@ -130,7 +130,7 @@ class ComparisonReport:
             return None
         steps = {
             streams: {"bytes": needs.num_bytes(self._shape), "flops": needs.num_flops(self._shape)}
-            for streams in sorted({s.streams for s in self._noted.steps})
+            for streams in sorted({s.streams for s in self._comparison.steps})
             if (needs := measured_step(streams))
         }
         return {"peaks": asdict(self._peaks), "shape": asdict(self._shape), "decode_step": steps}

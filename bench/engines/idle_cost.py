@@ -74,7 +74,7 @@ class IdleCostBench:
         """Measure interactive steps, each of which yields a first token; while one is awaited, bulk is paused."""
         if self._kind == "paused":
             self._accept("bulk", self._count, BULK_PROMPT, BULK_TOKENS)
-            self._make_resident()
+            self._run_first_tokens()
         self._accept("first", 1, INTERACTIVE_PROMPT, 1, tier="realtime")
         self._step(lambda seconds: None)
         if self._kind == "waiting":
@@ -111,7 +111,7 @@ class IdleCostBench:
         pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(PROFILE_LINES)
         return "\n".join(_shortened(line) for line in text.getvalue().splitlines() if line.strip())
 
-    def _make_resident(self) -> None:
+    def _run_first_tokens(self) -> None:
         """Run bulk until every sequence has its first token, and so its KV."""
         while any(not s.output_token_ids for s in self._core.table):
             self._step(lambda seconds: None)

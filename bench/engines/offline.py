@@ -38,20 +38,20 @@ def generate_offline(
     after_step: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
 ) -> list[list[int]]:
     """Return exactly `new_tokens[i]` greedy tokens for each prompt. Raises `GenerationFailed`."""
-    all_of_them = [
+    sequences = [
         _Progress(NewSequence(f"offline-{i}", tuple(prompt), greedy(count)))
         for i, (prompt, count) in enumerate(zip(prompts, new_tokens, strict=True))
     ]
-    by_id = {p.new.seq_id: p for p in all_of_them}
-    live, step_id = all_of_them, 0
+    by_id = {p.new.seq_id: p for p in sequences}
+    live, step_id = sequences, 0
     while live:
         plan = _plan(step_id, live, engine.info.max_step_tokens)
         result = engine.step(plan)
-        _take_in(by_id, result)
+        _apply_result(by_id, result)
         after_step(plan, result)
         live = [p for p in live if not p.is_over]
         step_id += 1
-    return [p.output for p in all_of_them]
+    return [p.output for p in sequences]
 
 
 def _plan(step_id: int, live: Sequence[_Progress], budget: int) -> StepPlan:
@@ -69,7 +69,7 @@ def _plan(step_id: int, live: Sequence[_Progress], budget: int) -> StepPlan:
     return StepPlan(step_id, start=tuple(start), run=tuple(run))
 
 
-def _take_in(by_id: dict[str, _Progress], result: StepResult) -> None:
+def _apply_result(by_id: dict[str, _Progress], result: StepResult) -> None:
     if result.failures:
         raise GenerationFailed(f"{result.failures[0].seq_id}: {result.failures[0].reason}")
     for output in result.outputs:

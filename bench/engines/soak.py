@@ -35,7 +35,7 @@ P_PREEMPT, P_ABORT, P_RESUME = 0.05, 0.005, 0.3  # probability for each sequence
 
 
 @dataclass(slots=True)
-class _Held:
+class _Sequence:
     """A sequence, as the soak knows it."""
 
     new: NewSequence
@@ -65,7 +65,7 @@ class Soak:
         self._now_s = now_s
         self._info = engine.info
         self._random = random.Random(seed)
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _Sequence] = {}
         self._free_blocks = engine.info.num_blocks
         self._steps = self._tokens = self._started = self._finished = self._aborted = 0
         self._preemptions = {mode.value: 0 for mode in self._modes()}
@@ -107,7 +107,7 @@ class Soak:
         start, run = self._choose_runs()
         plan = StepPlan(self._steps, abort, preempt, resume, start, run)
         self._steps += 1
-        self._take_in(self._engine.step(plan))
+        self._apply_result(self._engine.step(plan))
 
     def _choose_aborts(self) -> tuple[str, ...]:
         gone = tuple(i for i in self._held if self._random.random() < P_ABORT)
@@ -126,10 +126,10 @@ class Soak:
                 if mode is PreemptionMode.SWAP and not self._can_swap(held):
                     continue
                 chosen.append(Preempt(seq_id, mode))
-                self._set_aside(held, mode)
+                self._preempt(held, mode)
         return tuple(chosen)
 
-    def _set_aside(self, held: _Held, mode: PreemptionMode) -> None:
+    def _preempt(self, held: _Sequence, mode: PreemptionMode) -> None:
         self._preemptions[mode.value] += 1
         if mode is not PreemptionMode.PAUSE:
             self._free_blocks += self._blocks(held)
@@ -137,7 +137,7 @@ class Soak:
             held.num_computed = 0
         held.mode = mode
 
-    def _can_swap(self, held: _Held) -> bool:
+    def _can_swap(self, held: _Sequence) -> bool:
         swapped = sum(self._blocks(h) for h in self._held.values() if h.mode is PreemptionMode.SWAP)
         return swapped + self._blocks(held) <= self._info.num_swap_blocks
 
@@ -145,8 +145,8 @@ class Soak:
         """Return preempted sequences to resume while there is room for them; a swapped one needs its blocks back."""
         resumed = []
         for seq_id, held in self._held.items():
-            aside = held.mode is not None and (self._random.random() < P_RESUME)
-            if not aside or self._num_running() >= MAX_RUNNING:
+            is_resumed = held.mode is not None and (self._random.random() < P_RESUME)
+            if not is_resumed or self._num_running() >= MAX_RUNNING:
                 continue
             blocks = self._blocks(held) if held.mode is PreemptionMode.SWAP else 0
             if blocks <= self._free_blocks:
@@ -162,7 +162,7 @@ class Soak:
         start: list[NewSequence] = []
         while self._num_running() < MAX_RUNNING and len(self._held) < MAX_HELD:
             start.append(self._new_sequence())
-            self._held[start[-1].seq_id] = _Held(start[-1], len(start[-1].prompt_token_ids))
+            self._held[start[-1].seq_id] = _Sequence(start[-1], len(start[-1].prompt_token_ids))
         runs: list[Run] = []
         tokens_left = self._info.max_step_tokens
         for seq_id, held in self._held.items():
@@ -172,10 +172,10 @@ class Soak:
                 tokens_left -= count
         return tuple(start), tuple(runs)
 
-    def _chunk(self, held: _Held) -> int:
+    def _chunk(self, held: _Sequence) -> int:
         return held.num_uncomputed if held.num_uncomputed < 2 else self._random.randint(1, held.num_uncomputed)
 
-    def _reserve(self, held: _Held, count: int) -> bool:
+    def _reserve(self, held: _Sequence, count: int) -> bool:
         # The prefix cache may hold a part of a sequence without KV; its step then reaches further.
         end = held.num_computed + count if held.num_computed else held.num_known
         missing = blocks_for(end, self._info.block_size) - self._blocks(held)
@@ -184,7 +184,7 @@ class Soak:
         self._free_blocks -= max(0, missing)
         return True
 
-    def _blocks(self, held: _Held) -> int:
+    def _blocks(self, held: _Sequence) -> int:
         return blocks_for(held.num_computed, self._info.block_size)
 
     def _new_sequence(self) -> NewSequence:
@@ -204,7 +204,7 @@ class Soak:
         token_ids = tuple(rng.randrange(self._info.vocab_size) for _ in range(prompt))
         return NewSequence(f"soak-{self._started}", token_ids, sampling)
 
-    def _take_in(self, result: StepResult) -> None:
+    def _apply_result(self, result: StepResult) -> None:
         if result.failures:
             raise GenerationFailed(f"{result.failures[0].seq_id}: {result.failures[0].reason}")
         for output in result.outputs:
@@ -219,5 +219,5 @@ class Soak:
 
     def _end(self) -> None:
         """Abort the rest, so that every block must be free."""
-        self._take_in(self._engine.step(StepPlan(self._steps, abort=tuple(self._held))))
+        self._apply_result(self._engine.step(StepPlan(self._steps, abort=tuple(self._held))))
         self._held.clear()

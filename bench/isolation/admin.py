@@ -58,7 +58,7 @@ async def tiers_in_force(target: Target) -> Document:
 
 
 @asynccontextmanager
-async def tiers_kept(target: Target) -> AsyncIterator[None]:
+async def tiers_restored(target: Target) -> AsyncIterator[None]:
     """Put the tiers that were in force before the block back in force after it. Raises `TargetError`."""
     before = await tiers_in_force(target)
     try:

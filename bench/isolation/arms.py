@@ -26,7 +26,7 @@ BEST_EFFORT = "BE"
 PEER_ALONE, PEER_BULK, PEER = "X0", "XB", "X1"
 OWN_ARMS = (OURS_ALONE, BULK_ALONE, FIRST_COME, STRICT, STATIC, AIMD, BEST_EFFORT, OURS)
 OUR_TIERS = (OURS_ALONE, BEST_EFFORT, OURS)
-KEEPING_SLOS = (*OUR_TIERS, AIMD)
+ARMS_WITH_SLOS = (*OUR_TIERS, AIMD)
 TITLES = {
     OURS_ALONE: "interactive alone",
     BULK_ALONE: "bulk alone",
@@ -106,12 +106,12 @@ class ArmBuilder:
         if name in (PEER_ALONE, PEER_BULK, PEER):
             return Arm(name, _roles(name), None)
         tiers = self.ours if name in OUR_TIERS else read_arm_file(_FILES[name])
-        if name in KEEPING_SLOS:
+        if name in ARMS_WITH_SLOS:
             tiers = with_slo(tiers, self.slo)
         if name == STATIC and self.budget is not None:
             tiers = with_static_budget(tiers, self.budget)
         if self.premium is not None and name != FIRST_COME:  # A2 has one tier for all requests
-            tiers = with_premium_tier(tiers, self.premium if name in KEEPING_SLOS else {})
+            tiers = with_premium_tier(tiers, self.premium if name in ARMS_WITH_SLOS else {})
         return Arm(name, _roles(name), tiers, ("deadline_ms",) if name == BEST_EFFORT else ())
 
     def build_all(self, wanted: Sequence[str]) -> list[Arm]:

@@ -14,7 +14,7 @@ import yaml
 from pydantic import AliasChoices, BaseModel, Field
 
 from bench.engines.system_client import vllm_environment
-from bench.isolation.admin import Systems, tiers_in_force, tiers_kept
+from bench.isolation.admin import Systems, tiers_in_force, tiers_restored
 from bench.isolation.arms import OWN_ARMS, Document
 from bench.isolation.experiments import EXPERIMENTS, ExperimentName
 from bench.isolation.report import Drawings, isolation_record
@@ -36,7 +36,7 @@ from loadtest.machine import usable_cores
 from loadtest.model_shapes import ShapeError
 from loadtest.reporting.output import publish
 from loadtest.reporting.record import Provenance
-from loadtest.running import ends_on_sigterm, run_to_end, running_server, say_progress
+from loadtest.running import ends_on_sigterm, print_progress, run_to_end, running_server
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Scenario, Targets, load_scenario
 from loadtest.traffic.scenario_arrivals import ClosedLoop
@@ -107,8 +107,8 @@ class Isolation(BaseModel):
             systems = Systems(ours, await self._peer(stack, folder, model_dir))
             config = await self._config(ours, model_dir)
             if self.url:
-                await stack.enter_async_context(tiers_kept(ours))
-            result = await run_experiment(config, systems, say_progress)
+                await stack.enter_async_context(tiers_restored(ours))
+            result = await run_experiment(config, systems, print_progress)
         self._conclude(result, ours.model)
 
     def _model_dir(self, folder: Path) -> Path | None:
@@ -129,7 +129,7 @@ class Isolation(BaseModel):
     async def _own_server(self, stack: AsyncExitStack, folder: Path, model_dir: Path | None) -> Target:
         if self.url:
             return await running_server(self.url, self.allow_remote)
-        say_progress("starting tidegate serve")
+        print_progress("starting tidegate serve")
         flags = shlex.split(self.server_flags)
         return await stack.enter_async_context(serving_tidegate(model_dir, self._format, folder, self.threads, flags))
 
@@ -140,7 +140,7 @@ class Isolation(BaseModel):
             return None
         if model_dir is None:
             raise TargetError("vLLM needs a model directory: --model or --shape")
-        say_progress("starting vLLM; it may compile for minutes")
+        print_progress("starting vLLM; it may compile for minutes")
         command = vllm_command(self.vllm_python, model_dir, self._format, shlex.split(self.vllm_flags))
         kv_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
         environment = vllm_environment(self.threads or len(usable_cores()), kv_gib)
@@ -160,13 +160,13 @@ class Isolation(BaseModel):
             self.seed,
             clients=self.clients or None,
             load=self.load or None,
-            wanted=self._wanted(),
+            wanted=self._arm_names(),
             search_s=self.search_seconds,
             search_budget_s=self.search_budget,
             sweep_s=self.sweep_seconds,
         )
 
-    def _wanted(self) -> list[str]:
+    def _arm_names(self) -> list[str]:
         names = [name.strip().upper() for name in self.arms.split(",") if name.strip()]
         if unknown := [name for name in names if name not in OWN_ARMS]:
             raise TargetError(f"there is no arm {unknown[0]}: {', '.join(OWN_ARMS)} are known")

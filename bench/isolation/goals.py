@@ -74,7 +74,7 @@ def _isolation(seen: Evidence, control_did_not_fail: bool) -> list[Goal]:
     p99 = Goal("isolation: TTFT p99, mixed ÷ alone", TTFT_P99_TARGET, 1.10)
     attained = Goal("interactive SLO attainment, mixed", 0.97, 0.99, higher_is_better=True, is_share=True)
     if seen.experiment != "isolation" or OURS not in seen.arms:
-        return [_of_another(goal, seen, "isolation") for goal in (p50, p99, attained)]
+        return [_measured_elsewhere(goal, seen, "isolation") for goal in (p50, p99, attained)]
     ours, versus = seen.arms[OURS], compare_all(seen.arms).get(OURS)
     samples = len(ours.ttft.samples)
     few = "" if samples >= SAMPLES_FOR_P99 else f"of {samples} first tokens; {SAMPLES_FOR_P99:,} for a claim on a GPU"
@@ -84,7 +84,7 @@ def _isolation(seen: Evidence, control_did_not_fail: bool) -> list[Goal]:
         replace(p99, measured=versus.latency.ttft_p99 if versus else None, note=_notes(alone, few)),
     ]
     share = replace(attained, measured=ours.total.share, note=f"of {ours.total.offered} offered")
-    return [*(_controlled(goal, "A2", control_did_not_fail) for goal in found), share]
+    return [*(_checked_by_control(goal, "A2", control_did_not_fail) for goal in found), share]
 
 
 def _load_note(seen: Evidence) -> str:
@@ -101,7 +101,7 @@ def _throughput(seen: Evidence) -> list[Goal]:
     over_static = Goal("goodput ÷ best static budget", 1.0, 1.15, higher_is_better=True)
     versus = compare_all(seen.arms).get(OURS) if seen.experiment == "isolation" else None
     if versus is None:
-        harvest = _of_another(harvest, seen, "isolation")
+        harvest = _measured_elsewhere(harvest, seen, "isolation")
     elif versus.bulk_harvest is None:
         harvest = replace(harvest, note="A1 was not run, or the server does not say how busy it was")
     else:
@@ -125,7 +125,7 @@ def _overload(seen: Evidence) -> list[Goal]:
     top = Goal("1.5× overload for 60 s: misses of the top tier", 0.02, 0.005, is_share=True)
     everyone = Goal("1.5× overload for 60 s: all misses", 0.20, 0.10, is_share=True)
     if seen.experiment != "overload" or OURS not in seen.arms:
-        return [_of_another(goal, seen, "overload") for goal in (top, everyone)]
+        return [_measured_elsewhere(goal, seen, "overload") for goal in (top, everyone)]
     ours = seen.arms[OURS]
     of_top = ours.attainment.get(seen.top_class)
     load = "the solo goodput was not measured"
@@ -169,17 +169,17 @@ def _engine(seen: Evidence) -> list[Goal]:
 def _settling(seen: Evidence, control_did_not_fail: bool) -> Goal:
     goal = Goal("settle after a 3× load step", 30.0, 10.0, unit="s")
     if seen.experiment != "step" or OURS not in seen.settling_s:
-        return _of_another(goal, seen, "step")
-    return _controlled(replace(goal, measured=seen.settling_s[OURS]), "A5", control_did_not_fail)
+        return _measured_elsewhere(goal, seen, "step")
+    return _checked_by_control(replace(goal, measured=seen.settling_s[OURS]), "A5", control_did_not_fail)
 
 
 def _jobs(seen: Evidence, control_did_not_fail: bool) -> Goal:
     goal = Goal("admitted jobs with deadlines on time", 0.95, 0.99, higher_is_better=True, is_share=True)
     if seen.experiment != "deadlines" or OURS not in seen.arms:
-        return _of_another(goal, seen, "deadlines")
+        return _measured_elsewhere(goal, seen, "deadlines")
     jobs = seen.arms[OURS].jobs
     measured = replace(goal, measured=jobs.share, note=f"of {jobs.offered} admitted")
-    return _controlled(measured, "best effort", control_did_not_fail)
+    return _checked_by_control(measured, "best effort", control_did_not_fail)
 
 
 def _simulator() -> Goal:
@@ -187,12 +187,12 @@ def _simulator() -> Goal:
     return Goal("simulator against the engine: TTFT and ITL, p50 and p95", 0.20, 0.10, is_share=True, note=note)
 
 
-def _of_another(goal: Goal, seen: Evidence, experiment: ExperimentName) -> Goal:
+def _measured_elsewhere(goal: Goal, seen: Evidence, experiment: ExperimentName) -> Goal:
     here = seen.experiment == experiment
     return replace(goal, note="an arm that it needs was not run" if here else f"--experiment {experiment} measures it")
 
 
-def _controlled(goal: Goal, control: str, did_not_fail: bool) -> Goal:
+def _checked_by_control(goal: Goal, control: str, did_not_fail: bool) -> Goal:
     if not did_not_fail:
         return goal
     return replace(goal, counts=False, note=_notes(f"{control}, its negative control, did not fail", goal.note))

@@ -82,15 +82,15 @@ def _interference(axes: Axes, part: Part) -> None:
     drawn_any = False
     for (label, series), colour in zip(lines.items(), (VIOLET, WARM), strict=True):
         if series:
-            times, values = _since(series, part.run.start_s)
+            times, values = _from(series, part.run.start_s)
             axes.plot(times, values, color=colour, linewidth=1.2, label=label)
             drawn_any = True
     paused = part.timeline.gauge("tidegate_num_requests_paused")
     if paused:
-        times, values = _since(paused, part.run.start_s)
+        times, values = _from(paused, part.run.start_s)
         axes.plot(times, values, color=MUTED, linewidth=1.2, label="sequences paused")
         drawn_any = True
-    axes.set_ylabel("set aside")
+    axes.set_ylabel("preempted")
     axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
     if drawn_any:
         _legend_above(axes)
@@ -107,7 +107,7 @@ def knobs_over_time(part: Part, tiers: Sequence[str]) -> str | None:
         top, low = figure.subplots(2, 1, sharex=True)
         for axes, knobs, factor, label in ((top, sizes, 1.0, "batch size"), (low, waits, 1e3, "max-wait, ms")):
             for colour, (tier, series) in zip(CYCLE, knobs.items(), strict=False):
-                times, values = _since(series, part.run.start_s)
+                times, values = _from(series, part.run.start_s)
                 axes.step(times, factor * values, where="post", color=colour, linewidth=1.4, label=tier)
             axes.set_ylabel(label)
             axes.set_ylim(bottom=0)
@@ -144,6 +144,6 @@ def _legend_above(axes: Axes) -> None:
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=8, borderaxespad=0.1)
 
 
-def _since(series: Series, start_s: float) -> tuple[np.ndarray, np.ndarray]:
+def _from(series: Series, start_s: float) -> tuple[np.ndarray, np.ndarray]:
     times, values = zip(*series, strict=True) if series else ((), ())
     return np.array(times) - start_s, np.array(values)

@@ -47,7 +47,7 @@ async def run_rounds(
     """Measure all arms. Raises `TargetError` where a server cannot be told its tiers."""
     rounds = Rounds({arm.name: [] for arm in arms})
     for round_ in range(timing.rounds):
-        for arm in _turned(arms, round_):
+        for arm in _rotated(arms, round_):
             progress(f"round {round_ + 1} of {timing.rounds}: {arm.name}, {arm.title} ({timing.part_s:g} s)")
             rounds.add(await run_part(systems, arm, scenario, timing, seed, round_))
     return rounds
@@ -61,7 +61,7 @@ async def run_part(
     seed: int,
     round_: int,
     salt: str = "",
-    has_shown_enough: Callable[[ArmRun], bool] | None = None,
+    should_stop: Callable[[ArmRun], bool] | None = None,
 ) -> Part:
     """Run one arm once. `salt` tells runs of the same arm and round apart."""
     target = systems.of(arm.is_peer)
@@ -70,10 +70,10 @@ async def run_part(
         await put_tiers(target, arm.tiers)
     await asyncio.sleep(timing.settle_s)
     mine = [c for c in scenario.classes.values() if c.role in arm.roles]
-    classes = [_addressed(c, f"{salt}{arm.name}-{round_}-{seed}", arm.omitted) for c in mine]
+    classes = [_with_salt(c, f"{salt}{arm.name}-{round_}-{seed}", arm.omitted) for c in mine]
     timeline = Timeline()
-    async with _watched(target, timeline):
-        run = await run_arm(target, classes, timing.window, seed, round_, has_shown_enough=has_shown_enough)
+    async with _metrics_recorded(target, timeline):
+        run = await run_arm(target, classes, timing.window, seed, round_, should_stop=should_stop)
     cut = timeline.within(run.start_s, run.end_s)
     busy_s = cut.delta(STEP_SECONDS)
     # The readings span a little more than the window, so the sum is scaled to the window.
@@ -82,7 +82,7 @@ async def run_part(
 
 
 @asynccontextmanager
-async def _watched(target: Target, timeline: Timeline) -> AsyncIterator[None]:
+async def _metrics_recorded(target: Target, timeline: Timeline) -> AsyncIterator[None]:
     watching = asyncio.create_task(watch(target, timeline))
     try:
         yield
@@ -92,12 +92,12 @@ async def _watched(target: Target, timeline: Timeline) -> AsyncIterator[None]:
             await watching
 
 
-def _addressed(traffic: TrafficClass, salt: str, omitted: Sequence[str]) -> TrafficClass:
+def _with_salt(traffic: TrafficClass, salt: str, omitted: Sequence[str]) -> TrafficClass:
     fields = {name: value for name, value in traffic.extra_body.items() if name not in omitted}
     return traffic.model_copy(update={"extra_body": {**fields, "cache_salt": salt}})
 
 
-def _turned(arms: Sequence[Arm], round_: int) -> list[Arm]:
+def _rotated(arms: Sequence[Arm], round_: int) -> list[Arm]:
     """Return the arms with another one first in each round. Every second round is reversed, which balances drift within
     a round."""
     first = (round_ * 3) % len(arms)

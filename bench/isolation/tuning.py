@@ -123,10 +123,10 @@ class Trials:
         loaded: Scenario,
         salt: str,
         duration_s: float,
-        has_shown_enough: Callable[[ArmRun], bool] | None = None,
+        should_stop: Callable[[ArmRun], bool] | None = None,
     ) -> Part:
         timing = replace(self.timing, duration_s=duration_s, rounds=1)
-        return await run_part(self.systems, arm, loaded, timing, self.seed, TUNING_ROUND, salt, has_shown_enough)
+        return await run_part(self.systems, arm, loaded, timing, self.seed, TUNING_ROUND, salt, should_stop)
 
     def _interactive(self, part: Part) -> Attainment:
         total = Attainment(0, 0)

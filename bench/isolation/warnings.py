@@ -6,7 +6,7 @@ from bench.isolation.summary import ArmSummary
 from loadtest.checks.validity import client_warnings, failure_warnings
 from loadtest.traffic.scenario import Targets
 
-NOTABLY = 1.05  # bulk beside interactive ÷ bulk alone; less may be noise
+BULK_NOISE = 1.05  # bulk beside interactive ÷ bulk alone; less may be noise
 
 
 def warnings_of(result: Result) -> list[str]:
@@ -26,7 +26,7 @@ def _bulk_warnings(result: Result) -> list[str]:
     alone = result.arms.get(BULK_ALONE)
     if alone is None:
         return []
-    better = [a.arm.name for a in result.arms.values() if a.arm.tiers and _beats(a, alone)]
+    better = [a.arm.name for a in result.arms.values() if a.arm.tiers and _has_more_bulk(a, alone)]
     if not better:
         return []
     return [
@@ -35,8 +35,8 @@ def _bulk_warnings(result: Result) -> list[str]:
     ]
 
 
-def _beats(arm: ArmSummary, alone: ArmSummary) -> bool:
-    return arm.arm.is_mixed and arm.bulk_tokens_per_s > NOTABLY * alone.bulk_tokens_per_s
+def _has_more_bulk(arm: ArmSummary, alone: ArmSummary) -> bool:
+    return arm.arm.is_mixed and arm.bulk_tokens_per_s > BULK_NOISE * alone.bulk_tokens_per_s
 
 
 def _load_warnings(result: Result) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from bench.isolation.admin import tiers_in_force, tiers_kept
+from bench.isolation.admin import tiers_in_force, tiers_restored
 from bench.isolation.servers import serving_tidegate
 from bench.locust.runs import LocustRun, Users, answered_per_s, locust_record, run_both
 from bench.reporting.page import write_page
@@ -15,7 +15,7 @@ from loadtest.client.http import Target
 from loadtest.extras import LOCUST, require
 from loadtest.reporting.output import publish
 from loadtest.reporting.record import Drawing, Provenance
-from loadtest.running import ends_on_sigterm, run_to_end, running_server, say_progress
+from loadtest.running import ends_on_sigterm, print_progress, run_to_end, running_server
 from loadtest.shipped_tiers import read_shipped_tiers
 
 
@@ -48,9 +48,9 @@ class Locust(BaseModel):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-locust-")))
             target = await self._server(stack, folder)
             ours = await tiers_in_force(target) if self.url else read_shipped_tiers()
-            say_progress(f"two runs of {self.seconds:g} s with {self.users} users")
+            print_progress(f"two runs of {self.seconds:g} s with {self.users} users")
             if self.url:
-                await stack.enter_async_context(tiers_kept(target))
+                await stack.enter_async_context(tiers_restored(target))
             runs = await run_both(target, ours, users, folder)
         self._conclude(runs, users, target)
 

@@ -36,7 +36,7 @@ class SweepLimits:
 
 
 @dataclass(slots=True)
-class _Resident:
+class _Sequence:
     prompt_tokens: int
     num_computed: int = 0
 
@@ -60,7 +60,7 @@ class Sweep:
         self._room = int(SHARE_OF_BLOCKS * info.num_blocks)
         self._most_decodes = min(limits.max_decodes, info.max_step_tokens // 2)
         self._longest_chunk = min(LONGEST_CHUNK, info.max_step_tokens, self._longest)
-        self._pool: dict[str, _Resident] = {}
+        self._pool: dict[str, _Sequence] = {}
         self._abort: list[str] = []
         self._step_id = 0
         self._num_started = 0
@@ -109,7 +109,7 @@ class Sweep:
             runs.append(chunk)
         plan = StepPlan(self._step_id, abort=tuple(self._abort), start=start, run=tuple(runs))
         self._abort.clear()
-        return self._take_in(self._submit(plan))
+        return self._apply_result(self._submit(plan))
 
     def _submit(self, plan: StepPlan) -> StepResult:
         self._step_id += 1
@@ -136,11 +136,11 @@ class Sweep:
         seq_id = f"sweep-{self._num_started}"
         self._num_started += 1
         token_ids = tuple(self._random.randrange(self._engine.info.vocab_size) for _ in range(length))
-        self._pool[seq_id] = _Resident(length)
+        self._pool[seq_id] = _Sequence(length)
         # A salt of its own keeps the prefill from being found in the prefix cache.
         return NewSequence(seq_id, token_ids, greedy(1 << 30), cache_salt=seq_id)
 
-    def _take_in(self, result: StepResult) -> StepEntry:
+    def _apply_result(self, result: StepResult) -> StepEntry:
         work = StepWork()
         for output in result.outputs:
             resident = self._pool[output.seq_id]

@@ -64,7 +64,7 @@ async def run_nonces(
         for outcome in outcomes:
             if outcome.finished_s is None and outcome.error is None:
                 outcome.error = f"no answer within {timeout_s:g} s"
-    return _judge(nonces, outcomes, streamed)
+    return _result(nonces, outcomes, streamed)
 
 
 async def _ask(target: Target, nonce: str, service_tier: str, stream: bool, outcome: Outcome) -> None:
@@ -79,7 +79,7 @@ async def _ask(target: Target, nonce: str, service_tier: str, stream: bool, outc
     await send(target, path, body, outcome, streamed=stream)
 
 
-def _judge(nonces: Sequence[str], outcomes: Sequence[Outcome], streamed: Sequence[bool]) -> NonceResult:
+def _result(nonces: Sequence[str], outcomes: Sequence[Outcome], streamed: Sequence[bool]) -> NonceResult:
     right: dict[str, int] = {}
     answered_as: dict[str, list[str]] = {}
     wrong: list[WrongAnswer] = []

@@ -128,7 +128,7 @@ class AnswerReader:
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:  # OpenAI's events are one `data:` line each; ends are LF or CRLF
             if line.startswith(b"data:"):
-                self._take_event(line[5:].strip(), now_s)
+                self._read_event(line[5:].strip(), now_s)
 
     def expect_whole(self) -> None:
         """The response is one JSON body after all, such as an error before the stream began."""
@@ -138,17 +138,17 @@ class AnswerReader:
         """The response ended as HTTP requires."""
         outcome = self.outcome
         if not self._streamed:
-            self._take_whole(now_s)
+            self._read_whole_answer(now_s)
         elif outcome.finish_reason is None and outcome.error is None:
             outcome.error = "stream ended without a finish_reason"
         outcome.text = "".join(self._text)
         outcome.finished_s = now_s
 
-    def _take_event(self, payload: bytes, now_s: float) -> None:
+    def _read_event(self, payload: bytes, now_s: float) -> None:
         if payload == b"[DONE]":
             return
         body = self._decode(payload)
-        text = self._absorb(body)
+        text = self._read_body(body)
         outcome = self.outcome
         had = outcome.progress[-1][1] if outcome.progress else 0
         # Without running usage an event with text counts as one token.
@@ -157,15 +157,15 @@ class AnswerReader:
             outcome.progress.append((now_s, max(has, had)))
         outcome.completion_tokens = max(outcome.completion_tokens, has)
 
-    def _take_whole(self, now_s: float) -> None:
-        self._absorb(self._decode(self._buffer))
+    def _read_whole_answer(self, now_s: float) -> None:
+        self._read_body(self._decode(self._buffer))
         outcome = self.outcome
         if outcome.status != 200 and outcome.error is None:
             outcome.error = f"HTTP {outcome.status}"
         if outcome.error is None and outcome.completion_tokens:
             outcome.progress.append((now_s, outcome.completion_tokens))
 
-    def _absorb(self, body: _Body) -> str:
+    def _read_body(self, body: _Body) -> str:
         """Take over the fields of a body except the times of its tokens. Return its text."""
         outcome = self.outcome
         if body.error is not None:

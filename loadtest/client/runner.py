@@ -84,11 +84,11 @@ async def run_arm(
     seed: int,
     round_: int,
     busy_probe: BusyProbe = unknown_busy_time,
-    has_shown_enough: Callable[[ArmRun], bool] | None = None,
+    should_stop: Callable[[ArmRun], bool] | None = None,
 ) -> ArmRun:
     """Run the classes together. The same (class, seed, round_) sends the same requests in every arm.
 
-    `busy_probe` reads the server's counter of engine seconds at both ends of the window. Once `has_shown_enough`
+    `busy_probe` reads the server's counter of engine seconds at both ends of the window. Once `should_stop`
     returns True, nothing more is sent, and requests under way are not awaited.
     """
     closed = [(c, c.arrivals.streams) for c in classes if isinstance(c.arrivals, ClosedLoop)]
@@ -109,7 +109,7 @@ async def run_arm(
         cpu_before_s, busy_before = _cpu_s(), asyncio.ensure_future(busy_probe())
         sent: list[asyncio.Task[None]] = []
         arrivals = [asyncio.create_task(_run_open_loop(target, c, plan, run, sent)) for c, plan in plans]
-        await _sleep_to_the_end(run, has_shown_enough)
+        await _sleep_to_the_end(run, should_stop)
         run.client_cpu_share = (_cpu_s() - cpu_before_s) / run.duration_s
         run.busy_s = _difference(await busy_probe(), await busy_before)
         # 4. let open-loop requests finish beside the same backlog
@@ -169,11 +169,11 @@ def request_for(target: Target, traffic: TrafficClass, planned: PlannedRequest) 
     )
 
 
-async def _sleep_to_the_end(run: ArmRun, has_shown_enough: Callable[[ArmRun], bool] | None) -> None:
+async def _sleep_to_the_end(run: ArmRun, should_stop: Callable[[ArmRun], bool] | None) -> None:
     """Sleep until the window ends, or until the arm has shown enough."""
-    while has_shown_enough is not None and perf_counter() + POLL_S < run.end_s:
+    while should_stop is not None and perf_counter() + POLL_S < run.end_s:
         await asyncio.sleep(POLL_S)
-        if has_shown_enough(run):
+        if should_stop(run):
             run.was_cut, run.duration_s = True, perf_counter() - run.start_s
             return
     await _sleep_until(run.end_s)

@@ -133,7 +133,7 @@ class SimulatedClients:
         try:
             async with asyncio.timeout(patience_s) as patience, generation as events:
                 async for event in events:
-                    self._take(records[event.request_id], event, target_s)
+                    self._record_event(records[event.request_id], event, target_s)
                     if patience_s is not None:
                         patience.reschedule(loop.time() + patience_s)
         except TimeoutError:
@@ -143,7 +143,7 @@ class SimulatedClients:
                 if record.ended_s is None:
                     record.failed = failure
 
-    def _take(self, record: RequestRecord, event: TokenEvent, target_s: float) -> None:
+    def _record_event(self, record: RequestRecord, event: TokenEvent, target_s: float) -> None:
         now_s = self._now_s()
         if event.token_ids:
             record.output_tokens += len(event.token_ids)

@@ -14,7 +14,7 @@ from pydantic import AliasChoices, BaseModel, Field
 
 from loadtest.reporting.output import publish
 from loadtest.reporting.record import Record, Section, Table
-from loadtest.running import one_sentence, say_progress
+from loadtest.running import one_sentence, print_progress
 from loadtest.simulation.capacity import Capacity, Probe, fewest_workers, highest_rate
 from loadtest.simulation.cost_card import CostCardError, load_cost_card
 from loadtest.simulation.experiment import Experiment, find_tiers, read_whole_trace
@@ -53,7 +53,7 @@ class Simulate(BaseModel):
     )
 
     def cli_cmd(self) -> None:
-        quieten()
+        log_errors_only()
         with one_sentence(CostCardError, ScenarioError, TierConfigError, TraceError, TrafficError, said_by="simulate"):
             kept = self._answer(self._experiment())
         if not kept:
@@ -106,7 +106,7 @@ class Simulate(BaseModel):
         return f"{experiment.duration_s:g} s of {load}{rate} on {engines}, seed {experiment.seed}"
 
 
-def quieten() -> None:
+def log_errors_only() -> None:
     """Log errors only: the report has a line for every moved knob."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
@@ -114,7 +114,7 @@ def quieten() -> None:
 def _progress(what: str, amount: float, experiment: Experiment) -> Summary:
     summary, _ = experiment.run()
     verdict = "all SLOs kept" if summary.keeps_slos else "not all SLOs kept"
-    say_progress(f"{what} {amount:.4g}: {verdict}")
+    print_progress(f"{what} {amount:.4g}: {verdict}")
     return summary
 
 

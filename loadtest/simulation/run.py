@@ -20,10 +20,10 @@ def simulate(
     setting: Setting, traffic: Traffic, duration_s: float, *, drain_s: float = DRAIN_S, gather_s: float = 0.0
 ) -> Observation:
     """Offer `traffic` for `duration_s`, then let requests finish for up to `drain_s`."""
-    return run_virtual(_play(setting, traffic, duration_s, drain_s, gather_s))
+    return run_virtual(_run(setting, traffic, duration_s, drain_s, gather_s))
 
 
-async def _play(setting: Setting, traffic: Traffic, duration_s: float, drain_s: float, gather_s: float) -> Observation:
+async def _run(setting: Setting, traffic: Traffic, duration_s: float, drain_s: float, gather_s: float) -> Observation:
     observation = Observation(duration_s, traffic.classes)
     deployment = await start_deployment(setting, observation)
     clients = SimulatedClients(deployment, observation, gather_s)
@@ -68,10 +68,10 @@ async def _watch(deployment: Deployment, observation: Observation) -> None:
         now_busy_s = [worker.record.busy_s for worker in deployment.workers]
         share = (sum(now_busy_s) - sum(busy_s)) / (MOMENT_S * len(busy_s))
         busy_s = now_busy_s
-        observation.moments.append(await _look(deployment, share))
+        observation.moments.append(await _snapshot(deployment, share))
 
 
-async def _look(deployment: Deployment, busy_share: float) -> Moment:
+async def _snapshot(deployment: Deployment, busy_share: float) -> Moment:
     now = deployment.clock.now()
     cores = [worker.core for worker in deployment.workers]
     outputs = cores[0].controller.outputs(now)

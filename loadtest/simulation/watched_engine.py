@@ -42,7 +42,7 @@ class WatchedEngine:
     async def collect(self) -> StepResult:
         result = await self._engine.collect()
         if self._submitted is not None and self._submitted.run:
-            self._note(self._submitted, result)
+            self._record_step(self._submitted, result)
             if self._host_overhead_s:
                 await self._sleep(self._host_overhead_s)
         return result
@@ -53,7 +53,7 @@ class WatchedEngine:
     def close(self) -> None:
         self._engine.close()
 
-    def _note(self, plan: StepPlan, result: StepResult) -> None:
+    def _record_step(self, plan: StepPlan, result: StepResult) -> None:
         record, computed = self._record, self._computed
         record.steps += 1
         record.busy_s += result.elapsed_s

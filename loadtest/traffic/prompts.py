@@ -22,16 +22,16 @@ WORDS = (
 
 def token_prompt(planned: PlannedRequest) -> list[int]:
     """Return exactly `prompt_tokens` ids, all below 500, which any model has."""
-    return [i for segment in planned.segments for i in _drawn(segment, FIRST_PROMPT_TOKEN_ID, END_PROMPT_TOKEN_ID)]
+    return [i for segment in planned.segments for i in _draw(segment, FIRST_PROMPT_TOKEN_ID, END_PROMPT_TOKEN_ID)]
 
 
 def word_prompt(planned: PlannedRequest) -> str:
     """Return words for about `prompt_tokens` tokens; the answer's `usage` gives the exact number."""
     words = WORDS.split()
-    return " ".join(words[i] for segment in planned.segments for i in _drawn(segment, 0, len(words)))
+    return " ".join(words[i] for segment in planned.segments for i in _draw(segment, 0, len(words)))
 
 
-def _drawn(segment: Segment, low: int, high: int) -> list[int]:
+def _draw(segment: Segment, low: int, high: int) -> list[int]:
     return [int(i) for i in generator(segment.seed).integers(low, high, size=segment.tokens)]
 
 
