@@ -21,7 +21,7 @@ def draw_experiment(result: Result) -> Drawings:
 
 def _over_time(result: Result) -> tuple[Drawing, ...]:
     drawings = []
-    if result.experiment.shape.factor != 1.0:
+    if result.experiment.profile.factor != 1.0:
         drawings.append(Drawing(plots.attainment_over_time(result), "Within the SLO, all rounds"))
     shown = [parts[0] for parts in result.rounds.parts.values() if parts[0].arm.is_mixed]
     span_ms = plots_over_time.first_token_span_ms(shown, result.slos)

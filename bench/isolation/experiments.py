@@ -15,7 +15,7 @@ OVERLOAD_S = 60.0  # the goal is stated for a minute of overload
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LoadProfile:
     """The load over a part: `factor` times the base load from `from_share` of the part, for `for_s` (None: until its
     end)."""
 
@@ -38,8 +38,8 @@ class Experiment:
     title: str
     scenario: str  # the default scenario
     arms: tuple[str, ...]
-    shape: Shape
-    is_steady: bool  # without the scenario's own waves and bursts, so that only `shape` changes the load
+    profile: LoadProfile
+    is_steady: bool  # without the scenario's own waves and bursts, so that only `profile` changes the load
     has_premium: bool = False  # `priority` is a tier of its own, above the default one
 
 
@@ -51,7 +51,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Interactive traffic beside a bulk backlog without end",
             "w1-chat",
             (OURS_ALONE, BULK_ALONE, FIRST_COME, STRICT, STATIC, AIMD, OURS),
-            Shape(0.5),
+            LoadProfile(0.5),
             is_steady=False,
         ),
         Experiment(
@@ -59,7 +59,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Three classes: interactive traffic that triples for a minute, and bulk",
             "w3-square",
             (FIRST_COME, STRICT, OURS),
-            Shape(0.5, 3.0, 1 / 6, OVERLOAD_S),
+            LoadProfile(0.5, 3.0, 1 / 6, OVERLOAD_S),
             is_steady=True,
             has_premium=True,
         ),
@@ -68,7 +68,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Interactive traffic that triples from one moment to the next, and stays so",
             "w1-chat",
             (AIMD, OURS),
-            Shape(0.3, 3.0, 1 / 3),
+            LoadProfile(0.3, 3.0, 1 / 3),
             is_steady=True,
         ),
         Experiment(
@@ -76,20 +76,21 @@ EXPERIMENTS: dict[str, Experiment] = {
             "Jobs that must be done in time, in the tier of a bulk backlog, beside interactive traffic",
             "deadlines",
             (BEST_EFFORT, OURS),
-            Shape(0.4),
+            LoadProfile(0.4),
             is_steady=True,
         ),
     )
 }
 
 
-def shaped(scenario: Scenario, experiment: Experiment, goodput_clients: float, load: float, part_s: float) -> Scenario:
-    """Return the scenario with its interactive classes at `load` times the solo goodput, changing as the experiment
-    says.
+def with_load_profile(
+    scenario: Scenario, experiment: Experiment, goodput_clients: float, load: float, part_s: float
+) -> Scenario:
+    """Return the scenario with its interactive classes at `load` times the solo goodput, with the load profile on top.
 
     Jobs with deadlines are scaled too, since a faster machine can finish more of them in time.
     """
-    spike = experiment.shape.spike(part_s)
+    spike = experiment.profile.spike(part_s)
     classes = dict(scenario.classes)
     for traffic in scenario.classes.values():
         arrivals = traffic.arrivals

@@ -80,7 +80,7 @@ def attainment_over_time(result: Result, bin_s: float = 5.0) -> str:
             shares = np.where(offered > 0, 100 * met / np.maximum(offered, 1), np.nan)
             edges, shares = bin_s * np.arange(bins + 1), np.append(shares, shares[-1])
             axes.step(edges, shares, where="post", color=_arm_colour(name), linewidth=1.8, label=name)
-        spike = result.experiment.shape.spike(result.timing.part_s)
+        spike = result.experiment.profile.spike(result.timing.part_s)
         if spike is not None:
             axes.axvspan(spike.at_s, spike.at_s + spike.for_s, color=MUTED, alpha=0.15, linewidth=0)
         axes.set_xlim(0, result.timing.part_s)

@@ -10,7 +10,7 @@ from bench.isolation.admin import Systems, explanations
 from bench.isolation.arms import OURS, OURS_ALONE, PEER, PEER_ALONE, PEER_BULK, STATIC, ArmBuilder, Document
 from bench.isolation.attainment import settling_s
 from bench.isolation.controls import Evidence
-from bench.isolation.experiments import Experiment, shaped
+from bench.isolation.experiments import Experiment, with_load_profile
 from bench.isolation.goals import judge
 from bench.isolation.goodput import Goodput
 from bench.isolation.result import Result
@@ -60,8 +60,8 @@ async def run_experiment(config: ExperimentConfig, systems: Systems, progress: P
     await _warm_up(config, systems, builder, progress)
     # 2. the unit of load
     goodput, clients = await _unit_of_load(config, trials, builder)
-    load = config.experiment.shape.base_load if config.load is None else config.load
-    loaded = shaped(config.scenario, config.experiment, clients, load, config.timing.part_s)
+    load = config.experiment.profile.base_load if config.load is None else config.load
+    loaded = with_load_profile(config.scenario, config.experiment, clients, load, config.timing.part_s)
     # 3. the best fixed budget
     names, sweep = _arm_names(config, systems), None
     if STATIC in names:
@@ -147,7 +147,7 @@ def _arm_names(config: ExperimentConfig, systems: Systems) -> list[str]:
 
 
 def _settling(result: Result) -> dict[str, float]:
-    spike = result.experiment.shape.spike(result.timing.part_s)
+    spike = result.experiment.profile.spike(result.timing.part_s)
     if result.experiment.name != "step" or spike is None:
         return {}
     return {
@@ -164,12 +164,12 @@ def _settling(result: Result) -> dict[str, float]:
 
 def _evidence(result: Result) -> Evidence:
     classes = result.scenario.with_role("interactive")
-    spike = result.experiment.shape.spike(result.timing.part_s)
+    spike = result.experiment.profile.spike(result.timing.part_s)
     return Evidence(
         result.experiment.name,
         result.arms,
         solo_load=result.solo_load,
-        factor=result.experiment.shape.factor,
+        factor=result.experiment.profile.factor,
         higher_for_s=spike.for_s if spike else 0.0,
         on_gpu="NVIDIA" in hardware(),
         top_class=next((c.name for c in classes if is_premium(c)), classes[0].name),

@@ -25,7 +25,7 @@ def load_line(result: Result) -> str:
         for c in result.scenario.with_role("interactive")
         if isinstance(c.arrivals, OpenLoop)
     ]
-    factor, unit = result.experiment.shape.factor, f"× {result.clients:.3g} clients, as given (--clients)"
+    factor, unit = result.experiment.profile.factor, f"× {result.clients:.3g} clients, as given (--clients)"
     if result.goodput is not None:
         unit = "of the solo goodput" if result.goodput.clients else "of the least load that was tried alone"
     moved = f", then {factor:g} times that" if factor != 1.0 else ""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.isolation.experiments import EXPERIMENTS, Shape, shaped
+from bench.isolation.experiments import EXPERIMENTS, LoadProfile, with_load_profile
 from loadtest.traffic.scenario import load_scenario
 from loadtest.traffic.scenario_arrivals import OpenLoop
 from loadtest.traffic.workload import plan_open_loop
@@ -16,7 +16,7 @@ def test_every_experiment_has_a_scenario_that_is_shipped(name: str) -> None:
 
 def test_isolation_keeps_the_scenarios_own_motions_at_half_the_goodput() -> None:
     scenario = load_scenario("w2-code")
-    loaded = shaped(scenario, EXPERIMENTS["isolation"], goodput_clients=8.0, load=0.5, part_s=30.0)
+    loaded = with_load_profile(scenario, EXPERIMENTS["isolation"], goodput_clients=8.0, load=0.5, part_s=30.0)
     arrivals, before = loaded.classes["code"].arrivals, scenario.classes["code"].arrivals
     assert isinstance(arrivals, OpenLoop) and isinstance(before, OpenLoop)
     assert arrivals == before.scaled(4.0) and arrivals.bursts is not None
@@ -24,7 +24,7 @@ def test_isolation_keeps_the_scenarios_own_motions_at_half_the_goodput() -> None
 
 
 def test_an_overload_is_one_minute_at_three_times_the_base() -> None:
-    loaded = shaped(load_scenario("w3-square"), EXPERIMENTS["overload"], 20.0, 0.5, part_s=120.0)
+    loaded = with_load_profile(load_scenario("w3-square"), EXPERIMENTS["overload"], 20.0, 0.5, part_s=120.0)
     for name in ("typing", "chat"):
         at_s = np.array([p.at_s for p in plan_open_loop(loaded.classes[name], 120.0, 1, 0)])
         inside = ((at_s >= 20) & (at_s < 80)).sum() / 60
@@ -33,8 +33,8 @@ def test_an_overload_is_one_minute_at_three_times_the_base() -> None:
 
 
 def test_a_step_lasts_to_the_end_of_the_part() -> None:
-    spike = EXPERIMENTS["step"].shape.spike(30.0)
+    spike = EXPERIMENTS["step"].profile.spike(30.0)
     assert spike is not None and (spike.at_s, spike.for_s, spike.factor) == (10.0, 20.0, 3.0)
-    assert Shape(0.5).spike(30.0) is None
-    short = EXPERIMENTS["overload"].shape.spike(30.0)
+    assert LoadProfile(0.5).spike(30.0) is None
+    short = EXPERIMENTS["overload"].profile.spike(30.0)
     assert short is not None and short.at_s + short.for_s == 30.0
