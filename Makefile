@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo test gpu-check lint format clean
+.PHONY: serve demo test test-bench gpu-check lint format clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -11,13 +11,17 @@ serve: $(VENV)/.installed
 demo: $(VENV)/.installed
 	$(BIN)/tidegate demo
 
-# Two at a time; the tests of a file share what it sets up.
+# Two processes; the tests of one file run in one of them and share what the file sets up.
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/bench
+
+# The tests of bench/, the laboratory, which is no part of the wheel; they start servers and engines.
+test-bench: $(VENV)/.installed-dev
+	$(BIN)/pytest -n 2 --dist loadfile tests/bench
 
 # With the Python that has the CUDA torch; what it lacks may lie in wheels/. Writes gpu-check/gpu-check.{log,json}.
 gpu-check:
-	$(PYTHON) -m bench.gpu_check.command
+	$(PYTHON) -m bench.gpu_check
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,8 +1,8 @@
-"""The simulator held against what was measured: one arm of a `coserve` result, simulated on a cost card.
+"""`python -m bench simulator-accuracy`: one arm of an isolation result, simulated on a cost card and compared.
 
-The same requests come at the same times to the same tiers, and end after as many tokens as they really had; a
-backlog is a backlog. What is compared is what a client sees, of the classes that wait for nobody: first tokens, and
-each request's mean gap. Knows the result's JSON; measures nothing.
+The simulation sends the same requests at the same times to the same tiers, and ends each after as many tokens as it
+really had; a bulk backlog stays a backlog. Compared is what clients of the interactive classes see: the time to the
+first token, and each request's mean gap between tokens. Knows the result's JSON; measures nothing.
 """
 
 import json
@@ -12,20 +12,45 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import CliPositionalArg
 
-from loadtest.report import ABSENT, table
-from loadtest.simulation.cost_card import CostCard
+from loadtest.reporting.formats import milliseconds, number
+from loadtest.reporting.output import publish
+from loadtest.reporting.record import Record, Section, Table
+from loadtest.running import one_sentence
+from loadtest.simulation.command import log_errors_only
+from loadtest.simulation.cost_card import CostCard, CostCardError, load_cost_card
 from loadtest.simulation.deployment import Setting
 from loadtest.simulation.observation import RequestRecord
 from loadtest.simulation.run import simulate
 from loadtest.simulation.summary import Spread, spread
-from loadtest.simulation.traffic import Backlog, OfferedRequest, Traffic, scenario_traffic
+from loadtest.simulation.traffic import Backlog, OfferedRequest, Traffic, TrafficError, scenario_traffic
 from loadtest.traffic.scenario import Scenario
-from scheduler.config import parse_tiers
+from scheduler.config import TierConfigError, parse_tiers
 
 
 class ComparisonError(Exception):
-    """The result cannot be compared with; the message says why."""
+    """The result cannot be simulated; the message says why."""
+
+
+class SimulatorAccuracy(BaseModel):
+    """Compare the simulator with a measured run: one arm of an isolation result, simulated on a cost card."""
+
+    result: CliPositionalArg[Path] = Field(description="The JSON file of `python -m bench isolation`.")
+    arm: str = Field("OURS", description="Which of its arms.")
+    model_shape: str = Field("135m-cpu", description="A shipped cost card, or one that `loadtest calibrate` wrote.")
+    gateway_ms: float = Field(0.0, ge=0, description="What HTTP and the gateway add to a first token.")
+    within: float = Field(0.0, ge=0, description="Exit 1 where a ratio is further from 1; 0: it is only shown.")
+
+    def cli_cmd(self) -> None:
+        log_errors_only()
+        with one_sentence(ComparisonError, CostCardError, TierConfigError, TrafficError, said_by="simulator-accuracy"):
+            card = load_cost_card(self.model_shape)
+            compared = compare_arm(read_result(self.result), self.arm, card, self.gateway_ms / 1000)
+        publish(accuracy_record(self.arm, card, compared))
+        ratios = [ratio for c in compared for ratio in c.ratios() if ratio is not None]
+        if self.within and not (ratios and all(abs(ratio - 1) <= self.within for ratio in ratios)):
+            raise SystemExit(1)
 
 
 class _Part(BaseModel):
@@ -37,7 +62,7 @@ class MeasuredGaps(_Part):
 
 
 class MeasuredRequest(_Part):
-    """One request as `coserve` writes it."""
+    """One request as `bench isolation` writes it."""
 
     arm: str
     round_: int = Field(alias="round")
@@ -66,7 +91,7 @@ class MeasuredArm(_Part):
 
 
 class MeasuredResult(_Part):
-    """What of a `coserve` result is needed to run it again."""
+    """The parts of an isolation result that are needed to simulate it."""
 
     seed: int
     scenario: Scenario
@@ -92,7 +117,7 @@ class Compared:
 
 
 def read_result(path: Path) -> MeasuredResult:
-    """Raises `ComparisonError`."""
+    """Return the result in a file of `bench isolation`. Raises `ComparisonError`."""
     try:
         return MeasuredResult.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -102,12 +127,14 @@ def read_result(path: Path) -> MeasuredResult:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise ComparisonError(f"{path}: not a result of `loadtest coserve`: {where}: {first['msg']}") from error
+        raise ComparisonError(f"{path}: not a result of `bench isolation`: {where}: {first['msg']}") from error
 
 
 def compare_arm(result: MeasuredResult, arm: str, card: CostCard, gateway_s: float = 0.0) -> list[Compared]:
-    """Simulate every round of an arm. `gateway_s`: what HTTP and the gateway add to a first token, which no engine
-    knows of. Raises `ComparisonError`."""
+    """Simulate every round of an arm and compare. Raises `ComparisonError`.
+
+    `gateway_s` is what HTTP and the gateway add to a first token, which the cost card does not hold.
+    """
     if arm not in result.arms or result.arms[arm].tiers is None:
         known = ", ".join(name for name, found in result.arms.items() if found.tiers is not None)
         raise ComparisonError(f"the result has no arm {arm!r} whose tiers are known (it has {known})")
@@ -142,7 +169,7 @@ def _compare(
 
 def _simulated(result: MeasuredResult, arm: str, round_: int, card: CostCard) -> list[RequestRecord]:
     tiers = parse_tiers(result.arms[arm].tiers, f"the tiers of arm {arm}")
-    timing, scenario = result.timing, _of_arm(result, arm)
+    timing, scenario = result.timing, _scenario_of_arm(result, arm)
     part_s = timing.duration_s / timing.rounds
     traffic = scenario_traffic(scenario, tiers, part_s, result.seed, round_)
     ended = {
@@ -152,17 +179,17 @@ def _simulated(result: MeasuredResult, arm: str, round_: int, card: CostCard) ->
     }
     lead_s = timing.lead_s if traffic.backlogs else 0.0
     setting = Setting(tiers, card, seed=round_, prefix_cache=traffic.shares_prefixes, lead_s=lead_s)
-    return simulate(setting, _as_long(traffic, ended), part_s, drain_s=timing.drain_s).requests
+    return simulate(setting, _with_measured_lengths(traffic, ended), part_s, drain_s=timing.drain_s).requests
 
 
-def _of_arm(result: MeasuredResult, arm: str) -> Scenario:
-    """The scenario with the classes that the arm sent."""
+def _scenario_of_arm(result: MeasuredResult, arm: str) -> Scenario:
+    """Return the scenario with the classes that the arm sent."""
     classes = {n: c for n, c in result.scenario.classes.items() if n in result.arms[arm].classes}
     return result.scenario.model_copy(update={"classes": classes})
 
 
-def _as_long(traffic: Traffic, ended: Mapping[str, int]) -> Traffic:
-    """With the answers as long as they really were, where they came."""
+def _with_measured_lengths(traffic: Traffic, ended: Mapping[str, int]) -> Traffic:
+    """Return the traffic with answers of their measured lengths, where they are known."""
 
     def cut(offered: OfferedRequest) -> OfferedRequest:
         return replace(offered, output_tokens=ended.get(offered.id, offered.output_tokens))
@@ -171,27 +198,19 @@ def _as_long(traffic: Traffic, ended: Mapping[str, int]) -> Traffic:
     return replace(traffic, arrivals=[cut(r) for r in traffic.arrivals], backlogs=backlogs)
 
 
-def render_comparison(arm: str, card: CostCard, compared: Sequence[Compared]) -> str:
+def accuracy_record(arm: str, card: CostCard, compared: Sequence[Compared]) -> Record:
     header = ("class", "what", "n", "simulated n", "p50 ms", "simulated", "÷", "p95 ms", "simulated", "÷")
-    rows = []
-    for c in compared:
-        p50, p95 = c.ratios()
-        rows.append(
-            (
-                *(c.traffic_class, c.what, str(c.measured.count), str(c.simulated.count)),
-                *(_ms(c.measured.p50), _ms(c.simulated.p50), _ratio(p50)),
-                *(_ms(c.measured.p95), _ms(c.simulated.p95), _ratio(p95)),
-            )
-        )
     ratios = [ratio for c in compared for ratio in c.ratios() if ratio is not None]
     worst = max((abs(ratio - 1) for ratio in ratios), default=None)
     verdict = "nothing to compare" if worst is None else f"largest deviation: {100 * worst:.1f} %"
-    return f"arm {arm} on the card {card.name}\n{table(header, rows)}\n{verdict}"
+    table = Table.of(header, map(_compared_cells, compared))
+    return Record(sections=[Section(f"arm {arm} on the card {card.name}", table, (verdict,))])
 
 
-def _ms(seconds: float | None) -> str:
-    return ABSENT if seconds is None else f"{1000 * seconds:.1f}"
-
-
-def _ratio(ratio: float | None) -> str:
-    return ABSENT if ratio is None else f"{ratio:.2f}"
+def _compared_cells(c: Compared) -> tuple[str, ...]:
+    p50, p95 = c.ratios()
+    return (
+        *(c.traffic_class, c.what, str(c.measured.count), str(c.simulated.count)),
+        *(milliseconds(c.measured.p50), milliseconds(c.simulated.p50), number(p50)),
+        *(milliseconds(c.measured.p95), milliseconds(c.simulated.p95), number(p95)),
+    )

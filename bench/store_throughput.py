@@ -1,27 +1,35 @@
-"""How many requests a second a real store moves through the product's queue: put, claim and acknowledge, in batches.
+"""`python -m bench store`: requests per second that a real store moves through the queue: put, claim and acknowledge.
 
-The store is one thread: its own CPU seconds a request say where it would be full, whatever the clients beside it cost;
-what one client process reaches is reported, too. Knows the queue's protocol; not what is simulated.
+The store has one thread, so its own CPU seconds for a request give the rate at which it is full, whatever the clients
+on the same machine cost. The rate that one client process reaches is reported, too. Knows the queue's protocol.
 """
 
 import asyncio
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
+from pydantic import BaseModel, Field
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from engine.interface import SamplingParams
-from loadtest.report import table
+from loadtest.reporting.output import publish
+from loadtest.reporting.record import Record, Section, Table
+from loadtest.running import one_sentence
 from scheduler.clock import SystemClock
 from scheduler.queue.redis import RedisQueue
 from scheduler.request import Claimed, Lease, Request
 from scheduler.store import connection
+from tidegate.valkey import ValkeyError, running_valkey
 
 TIER = "store-bench"
-LEASE_S = 60.0
-IN_FLIGHT = 8  # commands of one client at once
+LEASE_S = 60.0  # longer than a measurement, so that no lease runs out
+IN_FLIGHT = 8  # commands that one client has under way at once
 
 
 T = TypeVar("T")
@@ -29,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StorePhase:
-    """One kind of move, of all requests. `server_s`: CPU seconds of the store."""
+    """One kind of move, of all requests. `server_s` is the CPU time of the store in seconds."""
 
     name: str
     requests: int
@@ -42,7 +50,7 @@ class StorePhase:
 
     @property
     def server_us(self) -> float:
-        """Microseconds of the store's CPU a request."""
+        """Microseconds of the store's CPU for one request."""
         return 1e6 * self.server_s / self.requests
 
 
@@ -54,7 +62,7 @@ class StoreRate:
 
     @property
     def server_us(self) -> float:
-        """Of the store's CPU for one request from end to end."""
+        """Microseconds of the store's CPU for one request, from put to acknowledge."""
         return sum(phase.server_us for phase in self.phases)
 
     @property
@@ -63,10 +71,39 @@ class StoreRate:
         return 1e6 / self.server_us
 
 
+class Store(BaseModel):
+    """Requests a second through a real store: put, claim and ack, beside what a design needs."""
+
+    redis_url: str = Field("", description="redis://… or unix://… of a store to measure; empty: one is started.")
+    requests: int = Field(20_000, ge=64, le=1_000_000, description="Requests a round.")
+    batches: str = Field("1,64", pattern=r"^[1-9]\d*(,[1-9]\d*)*$", description="Requests a call, a round for each.")
+    prompt_tokens: int = Field(128, ge=1, le=100_000, description="Tokens of each.")
+    needed: float = Field(10_000, gt=0, description="Requests a second to compare with.")
+
+    def cli_cmd(self) -> None:
+        # redis-py raises ValueError for a URL that it cannot read.
+        with one_sentence(RedisError, ValkeyError, OSError, ValueError, said_by="store"), self._store() as url:
+            rates = asyncio.run(self._measure(url))
+        publish(store_record(rates, self.needed))
+
+    @contextmanager
+    def _store(self) -> Iterator[str]:
+        """The URL of the given store, or of one that is started and is gone afterwards."""
+        if self.redis_url:
+            yield self.redis_url
+            return
+        with tempfile.TemporaryDirectory() as data_dir, running_valkey(Path(data_dir)) as url:
+            yield url
+
+    async def _measure(self, url: str) -> list[StoreRate]:
+        sizes = [int(part) for part in self.batches.split(",")]
+        return [await measure_store(url, self.requests, size, self.prompt_tokens) for size in sizes]
+
+
 async def measure_store(url: str, requests: int, batch: int, prompt_tokens: int) -> StoreRate:
-    """Put, claim and acknowledge `requests` in batches of `batch`. Leaves nothing behind."""
+    """Put, claim and acknowledge `requests` in batches of `batch`. Leaves nothing in the store."""
     async with connection.connect(url) as client:
-        await client.ping()  # before anything is made that would have to be taken back
+        await client.ping()  # fails before there is anything to clean up
         queue = RedisQueue(client, SystemClock(), "store-bench")
         batches = _batches(requests, batch, prompt_tokens)
         claimed: list[list[Claimed]] = []
@@ -89,21 +126,21 @@ async def measure_store(url: str, requests: int, batch: int, prompt_tokens: int)
     return StoreRate(batch, prompt_tokens, phases)
 
 
-def render_store(rates: Sequence[StoreRate], needed_per_s: float) -> str:
+def store_record(rates: Sequence[StoreRate], needed_per_s: float) -> Record:
     header = ("requests a call", "move", "requests/s", "store, us each")
     rows = [
         (str(rate.batch), phase.name, f"{phase.per_s:.0f}", f"{phase.server_us:.1f}")
         for rate in rates
         for phase in rate.phases
     ]
-    lines = [table(header, rows)]
+    notes = []
     for rate in rates:
         share = needed_per_s / rate.full_at_per_s
-        lines.append(
+        notes.append(
             f"{rate.batch} a call: a request costs the store {rate.server_us:.1f} us from put to ack; it is full at "
             f"{rate.full_at_per_s:.0f} requests/s, and {needed_per_s:.0f} keep it busy {100 * share:.0f} % of the time"
         )
-    return "\n".join(lines)
+    return Record(sections=[Section(table=Table.of(header, rows), notes=tuple(notes))])
 
 
 async def _phase(

@@ -1,30 +1,39 @@
 """The command line: `python -m loadtest <command>`, also reached as `tidegate loadtest`.
 
-Knows flags, exit codes and where results are written; each command's work is in the module of its name.
+Knows flags, exit codes and where results are written; the work of each command is in its own module.
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from pydantic import AliasChoices, BaseModel, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, Field
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, CliSubCommand, SettingsConfigDict
 
-from bench.engines.commands import Engine, Growth, Soak
-from bench.isolation.command import Coserve
-from bench.locust.command import Locust
-from loadtest import report
 from loadtest.calibration.command import Calibrate
 from loadtest.checks.mixed import run_mixed
 from loadtest.checks.nonce import run_nonces
+from loadtest.checks.report import mixed_record, nonce_record, streams_record
 from loadtest.checks.streams import run_streams
 from loadtest.client.http import Target
 from loadtest.client.runner import Timing
-from loadtest.dummy_model import write_dummy_model
-from loadtest.running import run_to_end, running_server, say_progress
-from loadtest.simulation.commands import Compare, Queue, Simulate
+from loadtest.model_shapes import write_dummy_model
+from loadtest.reporting.output import publish
+from loadtest.reporting.record import Provenance, Record
+from loadtest.running import print_progress, run_cli, run_to_end, running_server
+from loadtest.simulation.command import Simulate
 from loadtest.traffic.scenario import load_scenario
+
+# Former commands that are now in bench/, which measures this project; with their new names.
+MOVED_TO_BENCH = {
+    "coserve": "isolation",
+    "locust": "locust",
+    "engine": "engines",
+    "growth": "growth",
+    "soak": "soak",
+    "compare": "simulator-accuracy",
+    "queue": "store",
+}
 
 
 class _AgainstServer(BaseModel):
@@ -41,10 +50,11 @@ class _AgainstServer(BaseModel):
     async def target(self) -> Target:
         return await running_server(self.url, self.allow_remote, self.model)
 
-    def conclude(self, target: Target, text: str, result: dict[str, Any], *, passed: bool) -> None:
-        print(text)
-        if self.json_file is not None:
-            report.write_json(self.json_file, result, seed=self.seed, model=target.model)
+    def provenance(self, target: Target) -> Provenance:
+        return Provenance.of_this_run(target.model, self.seed)
+
+    def conclude(self, record: Record, *, passed: bool) -> None:
+        publish(record, self.json_file)
         if not passed:
             raise SystemExit(1)
 
@@ -71,10 +81,10 @@ class Mixed(_AgainstServer):
             scenario,
             Timing(self.duration, self.rounds, self.lead, self.settle),
             self.seed,
-            say_progress,
+            print_progress,
         )
-        described = {"scenario": scenario.model_dump(mode="json"), **report.mixed_as_dict(result)}
-        self.conclude(target, report.render_mixed(result), described, passed=result.has_answers)
+        record = mixed_record(result, scenario.model_dump(mode="json"), self.provenance(target))
+        self.conclude(record, passed=result.has_answers)
 
 
 class Nonce(_AgainstServer):
@@ -97,7 +107,7 @@ class Nonce(_AgainstServer):
             seed=self.seed,
             timeout_s=self.timeout,
         )
-        self.conclude(target, report.render_nonces(result), report.nonces_as_dict(result), passed=result.passed)
+        self.conclude(nonce_record(result, self.provenance(target)), passed=result.passed)
 
 
 class Streams(_AgainstServer):
@@ -125,11 +135,11 @@ class Streams(_AgainstServer):
             service_tier=self.service_tier or None,
             seed=self.seed,
             timeout_s=self.timeout,
-            report_progress=say_progress,
+            report_progress=print_progress,
         )
         failed = result.together.errors + result.one_at_a_time.errors
         passed = not failed and result.speedup is not None and result.speedup >= self.at_least
-        self.conclude(target, report.render_streams(result), report.streams_as_dict(result), passed=passed)
+        self.conclude(streams_record(result, self.provenance(target)), passed=passed)
 
 
 class DummyModel(BaseModel):
@@ -144,16 +154,14 @@ class DummyModel(BaseModel):
 class LoadTest(BaseSettings):
     """Load tests for Tidegate and any other OpenAI-compatible server: open-loop, seeded, interleaved.
 
-    Against a server: mixed: what interactive traffic notices of bulk. coserve: that under several policies, against
-    goals. locust: continuous batching against one at a time. nonce: no answer is another's. streams: what batching
-    gains. dummy-model: a reference shape to serve. A server's API key is read from TIDEGATE_API_KEY.
+    Against a server: mixed: what interactive traffic notices of bulk. nonce: no answer is another's. streams: what
+    batching gains. dummy-model: a reference shape to serve. A server's API key is read from TIDEGATE_API_KEY.
 
-    Against an engine: engine: ours beside others. growth: a step against streams, context, model. soak: under load for
-    long. calibrate: what its steps cost, as a card for the simulator.
+    Against an engine: calibrate: what its steps cost, as a card for the simulator.
 
-    In virtual time: simulate: the shipped scheduler on modeled engines (also `tidegate simulate`). compare: that
-    against a measured run. queue: what a real store carries. Plots and Locust need `pip install
-    'tidegate[loadtest]'`."""
+    In virtual time: simulate: the shipped scheduler on modeled engines (also `tidegate simulate`). Plots need `pip
+    install 'tidegate[loadtest]'`. Experiments with other systems and policies are in `python -m bench`, in a checkout
+    of the repository."""
 
     model_config = SettingsConfigDict(
         env_prefix="TIDEGATE_LOADTEST_",
@@ -164,17 +172,10 @@ class LoadTest(BaseSettings):
     )
 
     mixed: CliSubCommand[Mixed]
-    coserve: CliSubCommand[Coserve]
-    locust: CliSubCommand[Locust]
     nonce: CliSubCommand[Nonce]
     streams: CliSubCommand[Streams]
-    engine: CliSubCommand[Engine]
-    growth: CliSubCommand[Growth]
-    soak: CliSubCommand[Soak]
     simulate: CliSubCommand[Simulate]
     calibrate: CliSubCommand[Calibrate]
-    compare: CliSubCommand[Compare]
-    queue: CliSubCommand[Queue]
     dummy_model: CliSubCommand[DummyModel]
 
     def cli_cmd(self) -> None:
@@ -182,19 +183,14 @@ class LoadTest(BaseSettings):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    try:
-        CliApp.run(LoadTest, cli_args=list(sys.argv[1:] if argv is None else argv))
-    except ValidationError as error:
-        if error.title != LoadTest.__name__:  # not of the command line
-            raise
-        raise SystemExit(_refuse(error)) from error
-
-
-def _refuse(error: ValidationError) -> int:
-    for found in error.errors(include_url=False):
-        *command, flag = map(str, found["loc"])
-        print(f"loadtest: {' '.join(command)} --{flag.replace('_', '-')}: {found['msg']}", file=sys.stderr)
-    return 2
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and (moved_to := MOVED_TO_BENCH.get(arguments[0])):
+        print(
+            f"loadtest: {arguments[0]} has moved: run `python -m bench {moved_to}` in a checkout of the repository",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    run_cli(LoadTest, "loadtest", arguments)
 
 
 if __name__ == "__main__":

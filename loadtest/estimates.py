@@ -1,7 +1,7 @@
-"""Quantiles with confidence intervals, and what is computed from an arm's outcomes. Pure.
+"""Quantiles with confidence intervals, and the statistics of an arm's outcomes. Pure.
 
-Knows samples; it does not know how they are printed. Intervals are 95 % bootstrap percentiles that take samples
-as independent; a quantile of few samples has a wide one, and that is the point of printing it.
+Knows samples; not how they are shown. Intervals are 95 % bootstrap percentiles that treat samples as independent; a
+quantile of few samples therefore has a wide interval.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +14,8 @@ import numpy as np
 from loadtest.client.runner import UNFINISHED, ArmRun
 
 QUANTILES = (0.5, 0.95, 0.99)
-RESAMPLES = 400
-BOOTSTRAP_SEED = 20_240_601
+RESAMPLES = 400  # bootstrap resamples of an interval
+BOOTSTRAP_SEED = 20_240_601  # fixed, so that the same samples have the same interval
 MAX_BOOTSTRAP_SAMPLES = 20_000  # more would only slow the bootstrap down
 
 
@@ -30,7 +30,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Samples in seconds, and the quantiles that are reported of them."""
+    """Samples in seconds, and their reported quantiles."""
 
     samples: np.ndarray
 
@@ -41,13 +41,14 @@ class Distribution:
         return Estimate(float(np.quantile(self.samples, q)), float(low), float(high))
 
     def resampled(self, q: float) -> np.ndarray:
-        """Quantile `q`, one of `QUANTILES`, in each of `RESAMPLES` bootstrap resamples."""
+        """Return quantile `q`, one of `QUANTILES`, of each of `RESAMPLES` bootstrap resamples."""
         column: np.ndarray = self._resampled[:, QUANTILES.index(q)]
         return column
 
     @cached_property
     def _resampled(self) -> np.ndarray:
-        """(RESAMPLES, quantiles); drawn from a fixed seed, so that the same samples have the same interval."""
+        """Return an array (RESAMPLES, quantiles), drawn from a fixed seed, so that the same samples have the same
+        interval."""
         rng = np.random.default_rng(BOOTSTRAP_SEED)
         drawn = self.samples
         if len(drawn) > MAX_BOOTSTRAP_SAMPLES:
@@ -61,11 +62,11 @@ class Distribution:
 
 
 def ratio(above: Distribution, below: Distribution, q: float) -> Estimate | None:
-    """Quantile of `above` ÷ quantile of `below`; both sides are resampled on their own."""
+    """Return a quantile of `above` ÷ that of `below`; both sides are resampled independently."""
     over, under = above.quantile(q), below.quantile(q)
     if over is None or under is None or under.value == 0:
         return None
-    # Independent by construction: one side's resamples are paired with the other's in a shuffled order.
+    # A shuffled order pairs the resamples of both sides independently.
     order = np.random.default_rng(7).permutation(RESAMPLES)
     resampled = above.resampled(q) / np.maximum(below.resampled(q)[order], 1e-9)
     low, high = np.quantile(resampled, [0.025, 0.975])
@@ -73,7 +74,7 @@ def ratio(above: Distribution, below: Distribution, q: float) -> Estimate | None
 
 
 class HasLatencies(Protocol):
-    """A class or an arm, summed up."""
+    """Anything with TTFT, ITL and E2E distributions: a class or an arm."""
 
     @property
     def ttft(self) -> Distribution: ...
@@ -85,7 +86,7 @@ class HasLatencies(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LatencyRatios:
-    """Interactive traffic beside bulk ÷ alone: isolation."""
+    """Isolation: latencies of interactive traffic beside bulk ÷ alone."""
 
     ttft_p50: Estimate | None
     ttft_p99: Estimate | None
@@ -106,25 +107,30 @@ def latency_ratios(beside: HasLatencies, alone: HasLatencies) -> LatencyRatios:
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """One traffic class in one arm, over all rounds. TTFT and E2E hold what open-loop requests had waited when
-    they were given up: where there are any, the upper quantiles are lower bounds."""
+    """One traffic class in one arm, over all rounds.
+
+    TTFT and E2E count a request that was given up with the time it had waited. Where there are such requests, the upper
+    quantiles are lower bounds.
+    """
 
     offered: int
-    answered: int  # that brought tokens, at whatever time
+    answered: int  # requests that brought tokens, at any time
     completed: int
     errors: int
     unfinished: int
     ttft: Distribution
     itl: Distribution
     e2e: Distribution
-    tokens_per_s: float  # in the window
+    tokens_per_s: float  # within the measured window
     answered_as: tuple[str, ...]  # the service tiers that the server says it used
     error_examples: tuple[str, ...]
 
 
 def summarize(runs: Sequence[ArmRun], name: str) -> ClassSummary:
-    """Every request but those that a closed loop completed in its lead. First tokens and gaps are of those that
-    began in the window."""
+    """Return the summary of a class. Requests that a closed loop completed in its lead are left out.
+
+    First tokens and gaps are of requests that began in the window.
+    """
     sent = [(run, o) for run in runs for o in run.outcomes[name]]
     outcomes = [o for run, o in sent if o.finished_s is None or o.error or o.finished_s >= run.start_s]
     begun = [o for run, o in sent if o.due_s >= run.start_s]
@@ -146,27 +152,30 @@ def summarize(runs: Sequence[ArmRun], name: str) -> ClassSummary:
 
 
 def harvest(bulk_mixed: float, bulk_alone: float, busy_share_alone: float | None) -> float | None:
-    """Bulk tokens/s beside interactive ÷ what interactive leaves of bulk's own rate. `busy_share_alone` is
-    the share of engine time that interactive takes when it is alone; None where the server does not say."""
+    """Return bulk tokens/s beside interactive ÷ the part of bulk's own rate that interactive leaves.
+
+    `busy_share_alone` is the share of engine time that interactive takes alone; None where the server does not export
+    it.
+    """
     if busy_share_alone is None or bulk_alone == 0 or busy_share_alone >= 1:
         return None
     return bulk_mixed / (bulk_alone * (1 - busy_share_alone))
 
 
 def busy_share(runs: Sequence[ArmRun]) -> float | None:
-    """Engine time ÷ wall time over the measured windows; None where one of them is without it."""
+    """Return engine time ÷ wall time over the measured windows; None where it is missing for one of them."""
     busy = [run.busy_s for run in runs if run.busy_s is not None]
     return sum(busy) / sum(run.duration_s for run in runs) if len(busy) == len(runs) else None
 
 
 def lag_p99_s(runs: Iterable[ArmRun]) -> float:
-    """How late the client sent its open-loop requests."""
+    """Return the p99 of how late the client sent its open-loop requests."""
     lags = [lag for run in runs for lag in run.lag_s]
     return float(np.quantile(lags, 0.99)) if lags else 0.0
 
 
 def pooled(summaries: Mapping[str, ClassSummary], names: Sequence[str]) -> float:
-    """Tokens per second of several classes together."""
+    """Return the tokens per second of several classes together."""
     return sum(summaries[name].tokens_per_s for name in names)
 
 

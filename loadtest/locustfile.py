@@ -1,12 +1,12 @@
-"""Locust's view of the tiers: each user class is one tier, and behaves as that tier's clients do.
+"""Locust users for the tiers: each user class sends to one tier, as the clients of that tier do.
 
     locust -f loadtest/locustfile.py --headless -u 50 -r 10 -t 60s --host http://127.0.0.1:8000 --html report.html
 
-`python -m loadtest locust` runs it twice, with continuous batching and one at a time, and makes one page of both.
-RealtimeUser streams short chats, BulkUser sends flex requests back to back, BatchUser submits JSONL files and
-polls. Every prompt holds a nonce, and an answer that is not that nonce is a failure. Locust is a closed loop:
-it slows down with the server; `python -m loadtest mixed` is the open one. Locust has replaced `time.sleep` and
-sockets by gevent's when this file is loaded.
+In a checkout, `python -m bench locust` runs it with continuous batching and one at a time, and makes one page of both.
+RealtimeUser streams short chats, BulkUser sends flex requests back to back, BatchUser submits JSONL files and polls.
+Every prompt holds a nonce, and an answer that is not that nonce is a failure. Locust is a closed loop, which slows down
+with the server; `python -m loadtest mixed` is an open loop. When this file is loaded, Locust has already replaced
+`time.sleep` and sockets by those of gevent.
 """
 
 import json
@@ -21,9 +21,9 @@ from locust import HttpUser, between, constant, task
 from loadtest.client.answer import AnswerReader, Outcome
 from loadtest.client.http import CHAT_PATH
 
-MAX_NONCE_TOKENS = 48
-BATCH_LINES = 10
-BATCH_TIMEOUT_S, BATCH_POLL_S = 300.0, 1.0
+MAX_NONCE_TOKENS = 48  # enough for any tokenizer to repeat a nonce
+BATCH_LINES = 10  # requests of one batch
+BATCH_TIMEOUT_S, BATCH_POLL_S = 300.0, 1.0  # a batch that takes longer is a failure
 TERMINAL = ("completed", "failed", "expired", "cancelled")
 
 
@@ -33,7 +33,7 @@ def new_nonce() -> str:
 
 
 class TierUser(HttpUser):  # type: ignore[misc]
-    """What the tiers have in common: the model's name, the key, and a place in the statistics."""
+    """What all tiers share: the model's name, the key, and an entry in the statistics."""
 
     abstract = True
 
@@ -56,7 +56,7 @@ class TierUser(HttpUser):  # type: ignore[misc]
         }
 
     def record(self, kind: str, name: str, seconds: float, size: int = 0, problem: str | None = None) -> None:
-        """An entry of its own in Locust's statistics."""
+        """Add an entry to Locust's statistics."""
         self.environment.events.request.fire(
             request_type=kind,
             name=name,
@@ -68,7 +68,7 @@ class TierUser(HttpUser):  # type: ignore[misc]
 
 
 class RealtimeUser(TierUser):
-    """A person in a chat: streams, reads for a moment, asks again. Time to first token is its own entry."""
+    """A person in a chat: streams, reads, asks again. The time to the first token has its own entry."""
 
     weight = 5
     wait_time = between(0.5, 1.5)
@@ -95,7 +95,7 @@ class RealtimeUser(TierUser):
 
 
 class BulkUser(TierUser):
-    """A job that has more work than time: the next request leaves when the last one is answered."""
+    """A job with more work than time: each answer sends the next request."""
 
     weight = 4
     wait_time = constant(0)
@@ -132,7 +132,7 @@ class BatchUser(TierUser):
         self.record("BATCH", f"batch of {BATCH_LINES} lines", perf_counter() - began_s, problem=problem)
 
     def _submit(self, nonces: dict[str, str]) -> dict[str, Any]:
-        """Upload the lines and create the batch; the batch object."""
+        """Upload the lines and create the batch. Return the batch object."""
         lines = "\n".join(json.dumps(line) for line in self._lines(nonces))
         upload = {"file": ("nonces.jsonl", lines.encode(), "application/jsonl")}
         file = self.client.post("/v1/files", files=upload, data={"purpose": "batch"}).json()
@@ -145,7 +145,7 @@ class BatchUser(TierUser):
             yield {"custom_id": custom_id, "method": "POST", "url": CHAT_PATH, "body": self.chat_body(nonce)}
 
     def _poll(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch when it has ended, or when it has taken too long."""
+        """Return the batch when it has ended, or when it has taken too long."""
         until_s = perf_counter() + BATCH_TIMEOUT_S
         while batch.get("status") not in TERMINAL and perf_counter() < until_s:
             if "id" not in batch:
@@ -155,7 +155,7 @@ class BatchUser(TierUser):
         return batch
 
     def _check(self, output_file_id: str | None, nonces: dict[str, str]) -> str | None:
-        """What is wrong with the output file; None: each line is there once, with its own nonce."""
+        """Return what is wrong with the output file; None where each line is there once, with its own nonce."""
         if output_file_id is None:
             return "the batch is completed without an output file"
         response = self.client.get(f"/v1/files/{output_file_id}/content", name="/v1/files/{id}/content")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def hardware() -> str:
-    """The client's machine in one line; where the server is on loopback, it is the server's too."""
+    """Return the client's machine in one line; a server on loopback runs on the same machine."""
     parts = [f"{_cpu_name()}, {len(usable_cores())} cores", f"{platform.system()} {platform.machine()}"]
     parts.append(f"Python {sys.version_info.major}.{sys.version_info.minor}")
     return "; ".join([*parts, *_gpu_names()])
@@ -36,7 +36,7 @@ def _gpu_names() -> list[str]:
 
 
 def usable_cores() -> list[int]:
-    """The CPU cores that this process may run on, in order."""
+    """Return the CPU cores that this process may run on, in ascending order."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

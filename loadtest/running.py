@@ -1,32 +1,47 @@
-"""How a command's work is run: to its end or to one sentence about what the user can mend, and never half-ended; and
-how it finds a server that is running.
+"""How a command runs: to its end or to one sentence about what the user can correct; and how it finds a running server.
 
-Knows exit codes, signals and the API key's variable; not commands.
+Knows exit codes, signals and the variable of the API key; not commands.
 """
 
 import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliApp
 
 from loadtest.client.http import Target, TargetError, discover_model, parse_target
 from loadtest.extras import MissingExtra
 from loadtest.traffic.scenario import ScenarioError
 
 
+def run_cli(commands: type[BaseSettings], said_by: str, arguments: Sequence[str]) -> None:
+    """Run the subcommand that `arguments` name. Each flag with a wrong value is one line, and the exit code is 2."""
+    try:
+        CliApp.run(commands, cli_args=list(arguments))
+    except ValidationError as error:
+        if error.title != commands.__name__:  # a defect of the command, not a wrong flag
+            raise
+        for found in error.errors(include_url=False):
+            *command, flag = map(str, found["loc"])
+            print(f"{said_by}: {' '.join(command)} --{flag.replace('_', '-')}: {found['msg']}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:
-    """What the user can mend becomes one sentence and exit code 2."""
+    """Run the work. An error that the user can correct becomes one sentence and exit code 2."""
     with one_sentence(TargetError, ScenarioError, TimeoutError):
         asyncio.run(work)
 
 
 @contextmanager
 def one_sentence(*errors: type[Exception], said_by: str = "loadtest") -> Iterator[None]:
-    """These errors, and missing packages, become one sentence and exit code 2: the user can mend them."""
+    """Turn these errors, and missing packages, into one sentence and exit code 2."""
     expected: tuple[type[Exception], ...] = (MissingExtra, *errors)
     try:
         yield
@@ -38,7 +53,7 @@ def one_sentence(*errors: type[Exception], said_by: str = "loadtest") -> Iterato
 
 @contextmanager
 def ends_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does: whatever was started in it is ended too. For the main thread."""
+    """Make SIGTERM end the block as Ctrl-C does, so that everything started in it is ended too. For the main thread."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -47,11 +62,13 @@ def ends_on_sigterm() -> Iterator[None]:
 
 
 async def running_server(url: str, allow_remote: bool, model: str = "") -> Target:
-    """One that somebody else has started: its model, unless one is named, is the first that it lists; its API key is
-    TIDEGATE_API_KEY's. Raises `TargetError`."""
+    """Return the address of a server that already runs. Raises `TargetError`.
+
+    Without `model`, the first model that it lists is used. The API key is read from TIDEGATE_API_KEY.
+    """
     target = parse_target(url, allow_remote, os.environ.get("TIDEGATE_API_KEY", ""))
     return replace(target, model=model or await discover_model(target))
 
 
-def say_progress(line: str) -> None:
+def print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

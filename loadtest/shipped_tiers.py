@@ -1,4 +1,4 @@
-"""Where the product's own tiers.yaml lies, and what it says: what a load test takes unless it is told otherwise."""
+"""Where the product's own tiers.yaml lies, and its content: the default tiers of a load test."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -8,7 +8,7 @@ import yaml
 
 
 def shipped_tiers_path() -> Path:
-    """Beside the package `tidegate` in an installed wheel, at the top of a source tree."""
+    """Return the path: in the package `tidegate` of an installed wheel, at the top of a source tree."""
     installed = Path(str(files("tidegate") / "tiers.yaml"))
     return installed if installed.exists() else installed.parents[1] / "tiers.yaml"
 

@@ -24,8 +24,8 @@ MAY_IMPORT = {
     "engine": {"engine"},
     "scheduler": {"scheduler", "engine.interface", "engine.step_time"},
     "gateway": {"gateway", "scheduler", "engine.interface"},
-    "loadtest": {"loadtest", "bench", "scheduler", "engine", "gateway"},
-    "bench": {"bench", "loadtest", "scheduler", "engine", "gateway"},
+    "loadtest": {"loadtest", "scheduler", "engine", "gateway"},
+    "bench": {"bench", "loadtest", "scheduler", "engine", "gateway", "tidegate"},
     "demo_model": {"demo_model"},
     "tidegate": {"tidegate", "gateway", "scheduler", "engine", "demo_model"},
 }
@@ -35,11 +35,14 @@ HOUSES = {
     "scheduler": "clock config quantile_tracker request virtual_time → store → queue events registry reload"
     " → request_state → deadlines → client control → planning → worker",
     "engine": "interface config → step_time sequences thread → modeled native → factory",
+    "loadtest": "machine extras child_environment random_weights shipped_tiers traffic → client model_shapes"
+    " → estimates running locustfile → reporting → checks model_command simulation → calibration",
+    "bench": "reporting engines gpu_check simulator_accuracy store_throughput → isolation → locust",
     "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",
 }
 # Where tensors live. What is elsewhere must start without torch; the model's trainer is a program of its own, and
 # the device probe runs in a process of its own.
-TORCH_ROOMS = {"engine.native", "engine.factory", "demo_model", "bench.engines.device_probe"}
+TORCH_ROOMS = {"engine.native", "engine.factory", "demo_model", "loadtest.random_weights", "bench.engines.device_probe"}
 # Decisions without clocks, I/O, logs, metrics or tensors: only drivers have those.
 PURE_ROOMS = (
     "scheduler.config",

@@ -89,25 +89,7 @@ def _demo(args: list[str]) -> int:
 
 
 def _loadtest(args: list[str]) -> int:
-    if args[:1] == ["queue"] and not any(a.startswith(("--redis-url", "--help", "-h")) for a in args):
-        return _queue_bench(args)
     os.execv(sys.executable, [sys.executable, "-m", "loadtest", *args])
-
-
-def _queue_bench(args: list[str]) -> int:
-    """Measure the queue on an embedded store in a temporary directory."""
-    import subprocess
-    import tempfile
-
-    from tidegate.valkey import ValkeyError, running_valkey
-
-    try:
-        with tempfile.TemporaryDirectory() as data_dir, running_valkey(Path(data_dir)) as url:
-            command = [sys.executable, "-m", "loadtest", *args, "--redis-url", url]
-            return subprocess.run(command, check=False).returncode
-    except ValkeyError as error:
-        print(f"tidegate: {error}", file=sys.stderr)
-        return EX_USAGE
 
 
 def _simulate(args: list[str]) -> int:

@@ -1,71 +1,32 @@
-"""The commands that measure an engine in this machine's processes, without a server: engine, growth and soak.
+"""The commands that measure an engine in processes of this machine, without a server: engines, growth and soak.
 
-Knows flags, files and exit codes; what is measured is in the modules that the commands import when they run.
+Knows flags, files and exit codes; the measurements are in modules that the commands import when they run.
 """
 
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import Field
 
 from bench.engines.comparison import Plan, compare
 from bench.engines.comparison_report import OURS, ComparisonReport
-from bench.engines.contestant import SystemClient
-from bench.engines.floors import ModelShape
 from bench.engines.peaks import measure_peaks
 from bench.engines.protocol import KV_ROUNDING, SystemSpec
-from bench.engines.shapes import ShapeError, read_config, shape_with_weights
+from bench.engines.roofline import ModelShape
+from bench.engines.system_client import SystemClient
 from bench.engines.system_process import SYSTEMS
 from bench.engines.work import WorkKind, longest_sequence
 from engine.config import EngineConfig
-from loadtest import report
 from loadtest.extras import PLOTS, PROCESSES, require
-from loadtest.machine import usable_cores
-from loadtest.running import one_sentence, say_progress
-
-DEMO_MODEL = Path(__file__).parents[2] / "demo_model" / "weights"
-
-
-class OfModel(BaseModel):
-    """The flags of every command that loads a model."""
-
-    model: Path | None = Field(None, description="A transformers directory; without it, a shape with random weights.")
-    shape: str = Field("135m", description="Shape of the random weights: tiny, 30m, 135m, 360m, 1b or 8b.")
-    weights_dir: Path | None = Field(None, description="Where random weights are kept; default: a temporary one.")
-    dtype: str = Field("bfloat16", description="Number format of weights and KV: bfloat16, float16 or float32.")
-    device: str = Field("cpu", description="cpu, cuda or cuda:1 …")
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads of each system; 0: as many as cores.")
-    seed: int = Field(1, ge=0, description="The same seed makes the same weights and prompts.")
-    quick: bool = Field(False, description="The demo model and a little work: to see that everything runs.")
-    json_file: Path | None = Field(
-        None, validation_alias=AliasChoices("json"), description="Also write the result to this file."
-    )
-
-    @property
-    def num_threads(self) -> int:
-        return self.threads or len(usable_cores())
-
-    def model_dir(self) -> Path:
-        """Raises `ShapeError`."""
-        if self.model is not None:
-            return self.model
-        if self.quick:
-            return DEMO_MODEL
-        return shape_with_weights(self.shape, self.dtype, self.device, self.seed, self.weights_dir)
-
-    def conclude(self, text: str, result: dict[str, Any], model: str) -> None:
-        print(text)
-        if self.json_file is not None:
-            options = {"threads": self.num_threads, "dtype": self.dtype, "device": self.device}
-            report.write_json(self.json_file, options | result, seed=self.seed, model=model)
+from loadtest.model_command import ModelCommand
+from loadtest.model_shapes import ShapeError, read_config
+from loadtest.running import one_sentence, print_progress
 
 
-class Engine(OfModel):
-    """Our engine, transformers and vLLM interleaved on the same weights: throughput, ratios, decode steps, floors."""
+class Engines(ModelCommand):
+    """Our engine, transformers and vLLM interleaved on the same weights: throughput, ratios, decode steps, roofline."""
 
     systems: str = Field("tidegate,tidegate-loop,generate_batch,generate,vllm", description="Which ones, by name.")
     vllm_python: str = Field("", description="Python of an environment that has vLLM; without it vLLM is left out.")
@@ -88,15 +49,15 @@ class Engine(OfModel):
         shape = ModelShape.from_config(config, self.dtype)
         peaks = measure_peaks(self.device, self.dtype, self.num_threads)
         with ExitStack() as stack:
-            contestants = [stack.enter_context(c) for c in self._contestants(plan, model_dir, shape, logs)]
-            comparison = compare(plan, contestants, say_progress)
+            clients = [stack.enter_context(c) for c in self._clients(plan, model_dir, shape, logs)]
+            comparison = compare(plan, clients, print_progress)
         if "vllm" in self._names() and not self.vllm_python:
             comparison.unavailable["vllm"] = "no --vllm-python was given"
         self._conclude(ComparisonReport(comparison, shape, peaks), str(model_dir))
         return any(sample.system == OURS for sample in comparison.samples) and OURS not in comparison.unavailable
 
     def _conclude(self, comparison: ComparisonReport, model: str) -> None:
-        self.conclude(comparison.render(), comparison.as_dict(), model)
+        self.conclude(comparison.record(), model)
 
     def _plan(self, vocab_size: int) -> Plan:
         return Plan(
@@ -109,7 +70,7 @@ class Engine(OfModel):
             serial_requests=self.serial_requests,
         )
 
-    def _contestants(self, plan: Plan, model_dir: Path, shape: ModelShape | None, logs: Path) -> list[SystemClient]:
+    def _clients(self, plan: Plan, model_dir: Path, shape: ModelShape | None, logs: Path) -> list[SystemClient]:
         logs.mkdir(parents=True, exist_ok=True)
         spec = self._spec(plan, model_dir, shape)
         return [
@@ -140,7 +101,7 @@ class Engine(OfModel):
         )
 
 
-class Growth(OfModel):
+class Growth(ModelCommand):
     """Decode steps against streams, context and model size, and beside bulk that only waits: table, JSON and plots."""
 
     out: Path = Field(Path("growth"), description="Directory for growth.json and the plots.")
@@ -149,20 +110,20 @@ class Growth(OfModel):
         with one_sentence():
             require(PLOTS, "growth")
         from bench.engines.growth import QUICK_SWEEP, GrowthBench, Machine, Sweep  # torch
-        from bench.engines.growth_report import growth_as_dict, plot_growth, render_growth  # matplotlib
+        from bench.engines.growth_plots import plot_growth  # matplotlib
+        from bench.engines.growth_report import growth_record
 
         peaks = measure_peaks(self.device, self.dtype, self.num_threads)
         machine = Machine(self.dtype, self.device, self.num_threads, self.seed, peaks)
         sweep = QUICK_SWEEP if self.quick else Sweep(self.shape)
         with tempfile.TemporaryDirectory() as scratch:
-            growth = GrowthBench(machine, Path(scratch), say_progress).run(sweep)
+            growth = GrowthBench(machine, Path(scratch), print_progress).run(sweep)
         plots = plot_growth(growth, self.out)
         self.json_file = self.json_file or self.out / "growth.json"
-        self.conclude(render_growth(growth), growth_as_dict(growth), sweep.shape)
-        print("\n".join(["", f"written: {self.json_file}", *(f"written: {path}" for path in plots)]))
+        self.conclude(growth_record(growth, [self.json_file, *plots]), sweep.shape)
 
 
-class Soak(OfModel):
+class Soak(ModelCommand):
     """The engine under random load with preemptions; exit 1 where its memory grows or blocks are lost."""
 
     minutes: float = Field(10.0, gt=0, le=24 * 60, description="Minutes of load.")
@@ -181,9 +142,8 @@ class Soak(OfModel):
         )
         from bench.engines.soak import run_soak  # torch, psutil
 
-        result = run_soak(config, 60 * self.minutes, self.seed, say_progress)
-        described = asdict(result) | {"growth": result.growth, "passed": result.passed}
-        self.conclude(result.render(), described, str(model_dir))
+        result = run_soak(config, 60 * self.minutes, self.seed, print_progress)
+        self.conclude(result.record(), str(model_dir))
         if not result.passed:
             raise SystemExit(1)
 

@@ -1,7 +1,7 @@
 """The interleaved run: every system gets every job, in random order, one at a time, round after round.
 
-Knows jobs, contestants and what is noted of them; neither how systems work nor how results look. A system that fails
-leaves the run with its reason, and the others go on.
+Knows jobs, clients and what is recorded of them; not how systems work or how results look. A system that fails leaves
+the run with its reason, and the others go on.
 """
 
 import random
@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from bench.engines.contestant import SystemClient, SystemUnavailable
 from bench.engines.ratios import common_prefix
+from bench.engines.system_client import SystemClient, SystemUnavailable
 from bench.engines.work import QUICK_SHAPES, SHAPES, STEP_TOKENS, Job, WorkKind, WorkShape, make_job, make_step_jobs
 
-SERIAL_SYSTEMS = frozenset({"generate"})  # one request at a time, however many there are
-WARM_UP_TOKENS = 8
+SERIAL_SYSTEMS = frozenset({"generate"})  # systems that serve one request at a time
+WARM_UP_TOKENS = 8  # new tokens of each warm-up request
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`serial_requests`: so many of a job's requests, others in each round, are given to a system that takes them one
-    at a time: its rate does not depend on how many wait."""
+    """What is measured. `serial_requests` is how many of a job's requests, different ones in each round, a system gets
+    that takes them one at a time: its rate does not depend on how many wait."""
 
     works: tuple[WorkKind, ...]
     streams: tuple[int, ...]
@@ -37,7 +37,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One job of one system. `tokens` counts new ones, and the prompts' too where these are the work."""
+    """One job of one system. `tokens` counts new tokens, and prompt tokens too where prefill is the work."""
 
     system: str
     work: WorkKind
@@ -68,7 +68,7 @@ class StepSample:
 
 @dataclass(slots=True)
 class Comparison:
-    """What a run noted. Written by `compare` only."""
+    """What a run recorded. Written by `compare` only."""
 
     systems: tuple[str, ...]
     samples: list[Sample] = field(default_factory=list)
@@ -80,15 +80,15 @@ class Comparison:
     idle_cpu_shares: dict[str, float | None] = field(default_factory=dict)
 
     def agreement(self, one: str, other: str) -> float | None:
-        """Share of greedy tokens before the first difference of two systems' answers."""
+        """Return the share of greedy tokens before the first difference of two systems' answers."""
         pair = (one, other) if (one, other) in self.compared_tokens else (other, one)
         total = self.compared_tokens.get(pair, 0)
         return self.same_tokens[pair] / total if total else None
 
 
-def compare(plan: Plan, contestants: Sequence[SystemClient], report_progress: Callable[[str], None]) -> Comparison:
-    """Run `plan`. The contestants are started here and ended by whoever made them."""
-    run = _Run(plan, contestants, report_progress)
+def compare(plan: Plan, clients: Sequence[SystemClient], report_progress: Callable[[str], None]) -> Comparison:
+    """Run `plan`. Starts the clients; the caller ends them."""
+    run = _Run(plan, clients, report_progress)
     run.begin()
     for round_ in range(plan.rounds):
         for streams in plan.streams:
@@ -99,19 +99,19 @@ def compare(plan: Plan, contestants: Sequence[SystemClient], report_progress: Ca
 
 
 class _Run:
-    """A run under way: who is still in it, and what was noted."""
+    """A run under way: the systems that are still in it, and what was recorded."""
 
-    def __init__(self, plan: Plan, contestants: Sequence[SystemClient], report_progress: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, clients: Sequence[SystemClient], report_progress: Callable[[str], None]) -> None:
         self._plan = plan
-        self._all = contestants
-        self._present = list(contestants)
+        self._all = clients
+        self._present = list(clients)
         self._order = random.Random(plan.seed)
         self._report_progress = report_progress
-        self._noted = Comparison(tuple(c.name for c in contestants))
+        self._noted = Comparison(tuple(c.name for c in clients))
 
     def begin(self) -> None:
         self._report_progress(f"loading {', '.join(c.name for c in self._all)}")
-        self._each(lambda contestant: contestant.start())
+        self._each(lambda client: client.start())
         self._noted.settings = {c.name: c.settings for c in self._present}
         self._report_progress("warming up")
         self._each(self._warm_up)
@@ -126,13 +126,13 @@ class _Run:
         job = make_job(plan.shape(work), streams, plan.vocab_size, plan.seed, work, streams, round_)
         answers: dict[str, dict[int, list[int]]] = {}
 
-        def measure(contestant: SystemClient) -> None:
-            is_serial = contestant.name in SERIAL_SYSTEMS
+        def measure(client: SystemClient) -> None:
+            is_serial = client.name in SERIAL_SYSTEMS
             mine = job.ring(round_, plan.serial_requests if is_serial else streams)
             part = job.pick(mine)
-            done = contestant.run(part)
-            self._noted.samples.append(Sample(contestant.name, work, streams, round_, part, done.elapsed_s))
-            answers[contestant.name] = dict(zip(mine, done.tokens, strict=True))
+            done = client.run(part)
+            self._noted.samples.append(Sample(client.name, work, streams, round_, part, done.elapsed_s))
+            answers[client.name] = dict(zip(mine, done.tokens, strict=True))
 
         self._each(measure)
         self._note_agreement(answers)
@@ -141,34 +141,35 @@ class _Run:
         plan = self._plan
         short, long = make_step_jobs(streams, plan.vocab_size, plan.seed, round_)
 
-        def measure(contestant: SystemClient) -> None:
-            if streams > 1 and contestant.name in SERIAL_SYSTEMS:
+        def measure(client: SystemClient) -> None:
+            if streams > 1 and client.name in SERIAL_SYSTEMS:
                 return
-            elapsed_s = contestant.run(long).elapsed_s - contestant.run(short).elapsed_s
-            self._noted.steps.append(StepSample(contestant.name, streams, round_, elapsed_s / STEP_TOKENS))
+            elapsed_s = client.run(long).elapsed_s - client.run(short).elapsed_s
+            self._noted.steps.append(StepSample(client.name, streams, round_, elapsed_s / STEP_TOKENS))
 
         self._each(measure)
 
     def _each(self, work: Callable[[SystemClient], None]) -> None:
-        """In random order. Who fails is ended at once, so that it takes neither memory nor time from the others."""
-        for contestant in self._order.sample(self._present, len(self._present)):
+        """Do the work with each system, in random order. A system that fails is ended at once, so that it takes no
+        memory or time."""
+        for client in self._order.sample(self._present, len(self._present)):
             try:
-                work(contestant)
+                work(client)
             except SystemUnavailable as error:
-                self._noted.unavailable[contestant.name] = str(error)
-                self._present.remove(contestant)
-                contestant.end()
+                self._noted.unavailable[client.name] = str(error)
+                self._present.remove(client)
+                client.end()
 
-    def _warm_up(self, contestant: SystemClient) -> None:
-        """The longest prompt, and a few steps at each number of streams: what is compiled, captured or grown the
-        first time is not measured."""
+    def _warm_up(self, client: SystemClient) -> None:
+        """Run the longest prompt, and a few steps at each number of streams, so that no compilation or first allocation
+        is measured."""
         plan = self._plan
         longest = max(plan.shape(work).prompt[1] for work in plan.works)
         shapes = [(WorkShape((longest, longest), (2, 2)), 1)]
-        if contestant.name not in SERIAL_SYSTEMS:
+        if client.name not in SERIAL_SYSTEMS:
             shapes += [(WorkShape((16, 32), (WARM_UP_TOKENS,) * 2), streams) for streams in plan.streams]
         for i, (shape, streams) in enumerate(shapes):
-            contestant.run(make_job(shape, streams, plan.vocab_size, plan.seed, "warm-up", i))
+            client.run(make_job(shape, streams, plan.vocab_size, plan.seed, "warm-up", i))
 
     def _note_agreement(self, answers: dict[str, dict[int, list[int]]]) -> None:
         names = [name for name in self._noted.systems if name in answers]

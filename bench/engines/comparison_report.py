@@ -1,4 +1,4 @@
-"""A comparison as a table for people and as plain data for programs. Computes means, ratios, shares; runs nothing."""
+"""The record of a comparison of engines. Computes means, ratios and shares; runs nothing."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,162 +6,170 @@ from dataclasses import asdict
 from typing import Any
 
 from bench.engines.comparison import Comparison, Sample
-from bench.engines.floors import ModelShape, Peaks, job_floor_s, measured_step
 from bench.engines.ratios import geometric_mean, paired_ratio
+from bench.engines.roofline import ModelShape, Peaks, job_roofline_s, measured_step
 from bench.engines.work import WorkKind
 from loadtest.estimates import Estimate
-from loadtest.report import ABSENT, table
+from loadtest.reporting.formats import ABSENT
+from loadtest.reporting.record import Record, Section, Table
 
 OURS = "tidegate"
-NOISY_IDLE_SHARE = 0.05  # of a core; more, and a system was working while another was measured
+NOISY_IDLE_SHARE = 0.05  # of a core; a system above it worked while another was measured
 
 
 class ComparisonReport:
-    """`shape` and `peaks` are None where floors are not known: the shares are then absent."""
+    """Makes the record of a comparison. Without `shape` or `peaks` the roofline is not known, and its shares are
+    absent."""
 
     def __init__(self, comparison: Comparison, shape: ModelShape | None, peaks: Peaks | None) -> None:
-        self._noted = comparison
+        self._comparison = comparison
         self._shape = shape
         self._peaks = peaks
 
     def as_dict(self) -> dict[str, Any]:
-        noted = self._noted
+        comparison = self._comparison
         return {
             "jobs": [self._job_row(work, streams, system) for work, streams, system in self._cells()],
             "steps": [self._step_row(streams, system) for streams, system in self._step_cells()],
             "agreement": [
-                {"systems": list(pair), "share": noted.agreement(*pair), "tokens": total}
-                for pair, total in noted.compared_tokens.items()
+                {"systems": list(pair), "share": comparison.agreement(*pair), "tokens": total}
+                for pair, total in comparison.compared_tokens.items()
             ],
-            "settings": noted.settings,
-            "unavailable": noted.unavailable,
-            "idle_cpu_shares": noted.idle_cpu_shares,
+            "settings": comparison.settings,
+            "unavailable": comparison.unavailable,
+            "idle_cpu_shares": comparison.idle_cpu_shares,
             "warnings": self.warnings(),
-            "floors": self._floors(),
+            "floors": self._roofline(),
         }
 
-    def render(self) -> str:
-        result = self.as_dict()
-        parts = ["throughput; prefill counts prompt tokens too", self._render_jobs(result["jobs"]), ""]
-        parts += ["one decode step with all streams", self._render_steps(result["steps"]), ""]
-        parts += [f"{name}: {settings}" for name, settings in self._noted.settings.items()]
-        parts += [f"NOT MEASURED: {name}: {reason}" for name, reason in self._noted.unavailable.items()]
-        parts += [f"WARNING: {warning}" for warning in result["warnings"]]
+    def record(self) -> Record:
+        data = self.as_dict()
+        sections = [
+            Section("throughput; prefill counts prompt tokens too", _jobs_table(data["jobs"])),
+            Section("one decode step with all streams", _steps_table(data["steps"])),
+            Section(facts=tuple(self._comparison.settings.items()), notes=self._notes()),
+        ]
+        return Record(sections=sections, data=data, warnings=data["warnings"])
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = [f"NOT MEASURED: {name}: {reason}" for name, reason in self._comparison.unavailable.items()]
         if self._peaks is not None:
             gigabytes, gigaflops = self._peaks.bytes_per_s / 1e9, self._peaks.flops_per_s / 1e9
-            parts.append(f"floors from {gigabytes:.1f} GB/s and {gigaflops:.0f} GFLOP/s, measured before the run")
-        return "\n".join(parts)
+            notes.append(f"roofline from {gigabytes:.1f} GB/s and {gigaflops:.0f} GFLOP/s, measured before the run")
+        return tuple(notes)
 
     def warnings(self) -> list[str]:
         return [
             f"{name} took {share:.0%} of a core while others were measured"
-            for name, share in self._noted.idle_cpu_shares.items()
-            if share is not None and share > NOISY_IDLE_SHARE and name not in self._noted.unavailable
+            for name, share in self._comparison.idle_cpu_shares.items()
+            if share is not None and share > NOISY_IDLE_SHARE and name not in self._comparison.unavailable
         ]
 
     # -- jobs --------------------------------------------------------------------------------------------------
 
     def _cells(self) -> list[tuple[WorkKind, int, str]]:
         return sorted(
-            {(s.work, s.streams, s.system) for s in self._noted.samples},
-            key=lambda cell: (list(WorkKind).index(cell[0]), cell[1], self._noted.systems.index(cell[2])),
+            {(s.work, s.streams, s.system) for s in self._comparison.samples},
+            key=lambda cell: (list(WorkKind).index(cell[0]), cell[1], self._comparison.systems.index(cell[2])),
         )
 
-    def _of(self, work: WorkKind, streams: int, system: str) -> dict[int, Sample]:
-        """By round."""
-        found = (s for s in self._noted.samples if (s.work, s.streams, s.system) == (work, streams, system))
+    def _samples(self, work: WorkKind, streams: int, system: str) -> dict[int, Sample]:
+        """Return the samples by round."""
+        found = (s for s in self._comparison.samples if (s.work, s.streams, s.system) == (work, streams, system))
         return {sample.round: sample for sample in found}
 
     def _job_row(self, work: WorkKind, streams: int, system: str) -> dict[str, Any]:
-        own, ours = self._of(work, streams, system), self._of(work, streams, OURS)
+        own, ours = self._samples(work, streams, system), self._samples(work, streams, OURS)
         both = sorted(own.keys() & ours.keys())
         rates = [own[r].tokens_per_s for r in both]
-        agreement = None if system == OURS else self._noted.agreement(OURS, system)
+        agreement = None if system == OURS else self._comparison.agreement(OURS, system)
         return {
             "work": work.value,
             "streams": streams,
             "system": system,
             "tokens_per_s": _estimate(geometric_mean([s.tokens_per_s for s in own.values()])),
             "ours_over_it": _ratio([ours[r].tokens_per_s for r in both], rates) if system != OURS else None,
-            "share_of_floor": self._share_of_floor(own.values()),
+            "share_of_floor": self._share_of_roofline(own.values()),
             "agreement_with_ours": agreement,
             "rounds": [{"round": r, "tokens": s.tokens, "elapsed_s": s.elapsed_s} for r, s in sorted(own.items())],
         }
 
-    def _share_of_floor(self, samples: Iterable[Sample]) -> float | None:
+    def _share_of_roofline(self, samples: Iterable[Sample]) -> float | None:
         if self._shape is None or self._peaks is None:
             return None
         shape, peaks = self._shape, self._peaks
-        return geometric_mean([job_floor_s(s.job, shape, peaks) / s.elapsed_s for s in samples]).value
-
-    def _render_jobs(self, rows: Sequence[dict[str, Any]]) -> str:
-        header = ("work", "streams", "system", "tok/s", "ours ÷ it (95 %)", "of the floor", "same tokens as ours")
-        return table(
-            header,
-            [
-                (
-                    row["work"],
-                    str(row["streams"]),
-                    row["system"],
-                    f"{row['tokens_per_s']['value']:.1f}",
-                    _interval(row["ours_over_it"]),
-                    _percent(row["share_of_floor"]),
-                    _percent(row["agreement_with_ours"]),
-                )
-                for row in rows
-            ],
-        )
+        return geometric_mean([job_roofline_s(s.job, shape, peaks) / s.elapsed_s for s in samples]).value
 
     # -- steps -------------------------------------------------------------------------------------------------
 
     def _step_cells(self) -> list[tuple[int, str]]:
-        cells = {(s.streams, s.system) for s in self._noted.steps}
-        return sorted(cells, key=lambda cell: (cell[0], self._noted.systems.index(cell[1])))
+        cells = {(s.streams, s.system) for s in self._comparison.steps}
+        return sorted(cells, key=lambda cell: (cell[0], self._comparison.systems.index(cell[1])))
 
     def _step_row(self, streams: int, system: str) -> dict[str, Any]:
-        times = [s.seconds for s in self._noted.steps if (s.streams, s.system) == (streams, system)]
+        times = [s.seconds for s in self._comparison.steps if (s.streams, s.system) == (streams, system)]
         positive = [seconds for seconds in times if seconds > 0]  # noise can swallow the steps of a tiny model
         mean = geometric_mean(positive) if positive else None
-        floor_s = self._step_floor_s(streams)
+        roofline_s = self._step_roofline_s(streams)
         return {
             "streams": streams,
             "system": system,
             "step_s": _estimate(mean) if mean else None,
-            "floor_s": floor_s,
-            "share_of_floor": floor_s / mean.value if mean and floor_s is not None else None,
+            "floor_s": roofline_s,
+            "share_of_floor": roofline_s / mean.value if mean and roofline_s is not None else None,
             "rounds": times,
         }
 
-    def _step_floor_s(self, streams: int) -> float | None:
+    def _step_roofline_s(self, streams: int) -> float | None:
         if self._shape is None or self._peaks is None:
             return None
-        return measured_step(streams).floor_s(self._shape, self._peaks)
+        return measured_step(streams).roofline_s(self._shape, self._peaks)
 
-    def _render_steps(self, rows: Sequence[dict[str, Any]]) -> str:
-        header = ("streams", "system", "ms a step (95 %)", "floor ms", "of the floor")
-        return table(
-            header,
-            [
-                (
-                    str(row["streams"]),
-                    row["system"],
-                    _interval(row["step_s"], 1e3),
-                    ABSENT if row["floor_s"] is None else f"{1e3 * row['floor_s']:.2f}",
-                    _percent(row["share_of_floor"]),
-                )
-                for row in rows
-            ],
-        )
-
-    def _floors(self) -> dict[str, Any] | None:
+    def _roofline(self) -> dict[str, Any] | None:
         if self._shape is None or self._peaks is None:
             return None
         steps = {
             streams: {"bytes": needs.num_bytes(self._shape), "flops": needs.num_flops(self._shape)}
-            for streams in sorted({s.streams for s in self._noted.steps})
+            for streams in sorted({s.streams for s in self._comparison.steps})
             if (needs := measured_step(streams))
         }
         return {"peaks": asdict(self._peaks), "shape": asdict(self._shape), "decode_step": steps}
+
+
+def _jobs_table(rows: Sequence[dict[str, Any]]) -> Table:
+    header = ("work", "streams", "system", "tok/s", "ours ÷ it (95 %)", "of the roofline", "same tokens as ours")
+    return Table.of(
+        header,
+        [
+            (
+                row["work"],
+                str(row["streams"]),
+                row["system"],
+                f"{row['tokens_per_s']['value']:.1f}",
+                _interval(row["ours_over_it"]),
+                _percent(row["share_of_floor"]),
+                _percent(row["agreement_with_ours"]),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _steps_table(rows: Sequence[dict[str, Any]]) -> Table:
+    header = ("streams", "system", "ms a step (95 %)", "roofline ms", "of the roofline")
+    return Table.of(
+        header,
+        [
+            (
+                str(row["streams"]),
+                row["system"],
+                _interval(row["step_s"], 1e3),
+                ABSENT if row["floor_s"] is None else f"{1e3 * row['floor_s']:.2f}",
+                _percent(row["share_of_floor"]),
+            )
+            for row in rows
+        ],
+    )
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float | None] | None:
@@ -169,7 +177,8 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float | 
 
 
 def _estimate(estimate: Estimate) -> dict[str, float | None]:
-    """JSON has no infinity: the bounds of a single round's value are null."""
+    """Return the estimate as JSON; the bounds of a single round are infinite, which JSON does not have, and become
+    null."""
     known = math.isfinite(estimate.high)
     return {
         "value": estimate.value,

@@ -1,8 +1,7 @@
-"""What the machine reaches, and what a run leaves unused: `python -m bench.engines.device_probe COMMAND`.
+"""The machine's peaks, and how busy a GPU is: `python -m bench.engines.device_probe COMMAND`.
 
-The one module of the load tests that imports torch, always in a process of its own; prints one JSON object. `peaks`:
-memory bandwidth and matrix products, for the floors. `weights`: random ones in the shape of a config.json, for all
-systems to load. `busy`: the share of a decode run's time in which a GPU's kernels ran.
+Imports torch, and therefore always runs in a process of its own; prints one JSON object. `peaks`: memory bandwidth and
+matrix products, for the roofline. `busy`: the share of a decode run's time in which the GPU's kernels ran.
 """
 
 import argparse
@@ -17,24 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from bench.engines.floors import ModelShape, Peaks
 from bench.engines.protocol import KV_ROUNDING, SystemSpec
+from bench.engines.roofline import ModelShape, Peaks
 from bench.engines.scheduled_system import ScheduledEngine
-from bench.engines.shapes import read_config, shape_with_weights
 from bench.engines.work import Job, WorkShape, make_job
 from engine.native.device import choose_device
+from loadtest.model_shapes import read_config, shape_with_weights
 
 READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 33}  # far more than any cache
 MATRIX_ROWS = {"cpu": 1024, "cuda": 8192}
-REPEATS = 8
-SHARD_SIZE = "4GB"
-PROMPT_TOKENS = 32
+REPEATS = 8  # the best of so many is the peak
+PROMPT_TOKENS = 32  # of each sequence of `busy`
 
 
 def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
-    """The best of several large reads, copies and matrix products."""
+    """Return the best of several large reads, copies and matrix products."""
     return Peaks(_bytes_per_s(device), _flops_per_s(device, dtype))
 
 
@@ -55,7 +52,7 @@ def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 def _best_s(work: Callable[[], Tensor], device: torch.device) -> float:
     times = []
-    for _ in range(REPEATS + 1):  # the first pays for page faults and lazy initialisation
+    for _ in range(REPEATS + 1):  # the first run has page faults and lazy initialisation
         _wait(device)
         started_s = time.perf_counter()
         work()
@@ -69,19 +66,12 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def write_weights(directory: Path, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-    """Random weights in the shape of `directory/config.json`; made on `device`, where a large model is quick."""
-    set_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype)
-    model.save_pretrained(directory, max_shard_size=SHARD_SIZE)
-
-
 def busy_share(model_dir: str, dtype: str, streams: int, new_tokens: int) -> dict[str, float]:
-    """Of a run of `streams` decodes on a GPU, behind the shipped loop: the share of its time in which a kernel ran.
+    """Return the share of a decode run's time in which a GPU kernel ran, for `streams` sequences behind the shipped
+    loop.
 
-    The profiler slows the host down, not the kernels; `plain_s` is the same run without it, and `share_of_plain`
-    relates the kernels' time to that: the figure that says what users get.
+    The profiler slows the host down, not the kernels. `plain_s` is the same run without it, and `share_of_plain`
+    relates the kernels' time to that run: this is the share without profiling.
     """
     system, jobs = _loaded(model_dir, dtype, streams, new_tokens)
     with closing(system):
@@ -100,7 +90,7 @@ def busy_share(model_dir: str, dtype: str, streams: int, new_tokens: int) -> dic
 
 
 def _loaded(model_dir: str, dtype: str, streams: int, new_tokens: int) -> tuple[ScheduledEngine, list[Job]]:
-    """The system, and three jobs that differ by their prompts' tokens."""
+    """Return the system, and three jobs that differ in their prompts' tokens."""
     config = read_config(Path(model_dir))
     shape = ModelShape.from_config(config, dtype)
     longest = PROMPT_TOKENS + new_tokens
@@ -122,12 +112,12 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _kernels(profiler: Any) -> list[Any]:
-    """Kernels and copies: what the device itself did."""
+    """Return the events on the device: kernels and copies."""
     return [event for event in profiler.events() if event.device_type.name == "CUDA"]
 
 
 def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals, in their unit: kernels of two streams that overlap count once."""
+    """Return the length of the union of intervals, in their unit, so that overlapping kernels count once."""
     total, end_so_far = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, end_so_far))
@@ -137,7 +127,7 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="device_probe")
-    parser.add_argument("command", choices=("peaks", "weights", "busy"))
+    parser.add_argument("command", choices=("peaks", "busy"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -153,8 +143,6 @@ def main() -> None:
     result: dict[str, Any] = {"device": str(device), "torch": torch.__version__}
     if asked.command == "peaks":
         result |= asdict(measure_peaks(device, dtype))
-    elif asked.command == "weights":
-        write_weights(Path(asked.model), dtype, device, asked.seed)
     else:
         model = asked.model
         if asked.shape:

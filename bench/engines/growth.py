@@ -1,7 +1,7 @@
-"""How a step grows: with streams, with context, with the model, and (not) with requests that are only there.
+"""How the time of a step grows with streams, context and model size, and that it does not grow with idle requests.
 
-Drives our engine in this process, with dummy weights in shapes that are written as they are needed. Knows what is
-swept; not how it is shown.
+Drives our engine in this process, with dummy weights in shapes that are written as needed. Knows what is swept; not how
+it is shown.
 """
 
 import time
@@ -10,26 +10,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.engines.floors import ModelShape, Peaks, decode_step
+from bench.engines.idle_cost import BULK_PROMPT, BULK_TOKENS, IdleCost, IdleCostBench
 from bench.engines.offline import generate_offline
-from bench.engines.resident import BULK_PROMPT, BULK_TOKENS, ResidentBench, ResidentCost
-from bench.engines.shapes import read_config, write_shape
+from bench.engines.roofline import ModelShape, Peaks, decode_step
 from bench.engines.work import WorkShape, make_job
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
 from engine.interface import StepPlan, StepResult
 from engine.native.execution.torch_engine import TorchEngine
+from loadtest.model_shapes import read_config, write_shape
 
-PROMPT_TOKENS = 32
-DECODE_STEPS = 8
-WARM_UP_TOKENS = 3
-BLOCK_SIZE = 16
-RESIDENT_STEPS = 30
+PROMPT_TOKENS = 32  # where streams or the model are varied
+DECODE_STEPS = 8  # measured steps of each point
+WARM_UP_TOKENS = 3  # generated before a measurement
+BLOCK_SIZE = 16  # tokens of a KV block
+IDLE_STEPS = 30  # measured steps beside idle requests
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What is varied; everything else stays at the first of the others' values or as named here."""
+    """What is varied. Where one axis is varied, the others stay at their first value."""
 
     shape: str = "135m"
     streams: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -45,7 +45,7 @@ QUICK_SWEEP = Sweep("tiny", (1, 2, 4), (32, 64, 128), ("tiny",), 2, (0, 20))
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where and how engines are built."""
+    """The device, threads and number format that engines are built with."""
 
     dtype: str
     device: str
@@ -56,7 +56,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class GrowthPoint:
-    """A decode step with `streams` sequences of `context` tokens; `prefill_tokens_per_s` is of their prompts."""
+    """A decode step with `streams` sequences of `context` tokens.
+
+    `prefill_tokens_per_s` is the rate of their prompts, `floor_s` the roofline time of the step.
+    """
 
     axis: str  # "streams" | "context" | "model"
     shape: str
@@ -74,7 +77,7 @@ class GrowthPoint:
 @dataclass(frozen=True, slots=True)
 class Growth:
     points: tuple[GrowthPoint, ...]
-    idle: tuple[ResidentCost, ...]
+    idle: tuple[IdleCost, ...]
 
 
 class GrowthBench:
@@ -98,7 +101,7 @@ class GrowthBench:
         return Growth(tuple(points), tuple(self._idle(sweep)))
 
     def _with_engine(self, axis: str, shape: str, cells: Sequence[tuple[int, int]]) -> list[GrowthPoint]:
-        """One engine for all (streams, context) of a sweep: the axis must not change what it is built with."""
+        """Measure all (streams, context) of a sweep on one engine, whose settings must not change between them."""
         longest = max(context for _, context in cells) + DECODE_STEPS + 1
         kv_tokens = max(streams * _rounded(context + DECODE_STEPS + 1) for streams, context in cells)
         engine, model = self._build(shape, longest, kv_tokens, max(streams for streams, _ in cells))
@@ -112,7 +115,7 @@ class GrowthBench:
         return points
 
     def _measure(self, engine: TorchEngine, streams: int, context: int) -> tuple[float, float]:
-        """(median seconds of a decode step, seconds until all prompts were computed); after a warm-up."""
+        """Return (median seconds of a decode step, seconds until all prompts were computed), after a warm-up."""
         for new_tokens in (WARM_UP_TOKENS, 1 + DECODE_STEPS):
             shape = WorkShape((context, context), (new_tokens, new_tokens))
             job = make_job(shape, streams, engine.info.vocab_size, self._machine.seed, "growth", context, new_tokens)
@@ -123,9 +126,9 @@ class GrowthBench:
     def _floor_s(self, model: ModelShape | None, streams: int, context: int) -> float | None:
         if model is None or self._machine.peaks is None:
             return None
-        return decode_step(streams, context + DECODE_STEPS // 2).floor_s(model, self._machine.peaks)
+        return decode_step(streams, context + DECODE_STEPS // 2).roofline_s(model, self._machine.peaks)
 
-    def _idle(self, sweep: Sweep) -> Iterable[ResidentCost]:
+    def _idle(self, sweep: Sweep) -> Iterable[IdleCost]:
         most = max(sweep.idle_requests)
         kv_tokens = int(1.2 * most + 64) * _rounded(BULK_PROMPT + BULK_TOKENS)
         most_tokens = 2 * most * BULK_PROMPT + 2048  # all bulk prompts in one step
@@ -133,7 +136,7 @@ class GrowthBench:
             engine, _ = self._build(sweep.idle_shape, 128, kv_tokens, 1, most_tokens)
             for count in sweep.idle_requests:
                 self._report_progress(f"an interactive step beside {count} {kind} bulk requests")
-                yield ResidentBench(engine, count, kind).measure(RESIDENT_STEPS)
+                yield IdleCostBench(engine, count, kind).measure(IDLE_STEPS)
             engine.close()
 
     def _build(
@@ -158,7 +161,7 @@ class GrowthBench:
 
 
 class _StepWatch:
-    """Times steps from outside: those before every sequence decodes, and each in which all of them do."""
+    """Times steps from outside: those before every sequence decodes, and each step in which all of them do."""
 
     def __init__(self, streams: int) -> None:
         self._streams = streams

@@ -1,27 +1,18 @@
 """Runs prompts through an engine to their end, as fast as it steps: no tiers, no queue, no clock.
 
-Knows the engine's plain seam only. Every running sequence decodes in every step, and prompts fill what is left of the
-step's token budget, first come first served: the plan that an engine's own speed is measured with.
+Knows the engine's interface only. Every running sequence decodes in every step, and prompts fill the rest of the step's
+token budget in order of arrival. An engine's own speed is measured with this plan.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan, StepResult
-
-
-class Stepper(Protocol):
-    """An engine that blocks while it steps."""
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    def step(self, plan: StepPlan) -> StepResult: ...
+from engine.interface import NewSequence, Run, StepPlan, StepResult
+from loadtest.calibration.stepper import Stepper, greedy
 
 
 class GenerationFailed(Exception):
-    """A sequence broke, or did not end when it should have."""
+    """A sequence failed, or did not end when it should have."""
 
 
 @dataclass(slots=True)
@@ -46,26 +37,21 @@ def generate_offline(
     new_tokens: Sequence[int],
     after_step: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
 ) -> list[list[int]]:
-    """Exactly `new_tokens[i]` greedy tokens behind each prompt. Raises `GenerationFailed`."""
-    all_of_them = [
+    """Return exactly `new_tokens[i]` greedy tokens for each prompt. Raises `GenerationFailed`."""
+    sequences = [
         _Progress(NewSequence(f"offline-{i}", tuple(prompt), greedy(count)))
         for i, (prompt, count) in enumerate(zip(prompts, new_tokens, strict=True))
     ]
-    by_id = {p.new.seq_id: p for p in all_of_them}
-    live, step_id = all_of_them, 0
+    by_id = {p.new.seq_id: p for p in sequences}
+    live, step_id = sequences, 0
     while live:
         plan = _plan(step_id, live, engine.info.max_step_tokens)
         result = engine.step(plan)
-        _take_in(by_id, result)
+        _apply_result(by_id, result)
         after_step(plan, result)
         live = [p for p in live if not p.is_over]
         step_id += 1
-    return [p.output for p in all_of_them]
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    """The likeliest token each time, and never an end before `max_tokens`."""
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return [p.output for p in sequences]
 
 
 def _plan(step_id: int, live: Sequence[_Progress], budget: int) -> StepPlan:
@@ -83,7 +69,7 @@ def _plan(step_id: int, live: Sequence[_Progress], budget: int) -> StepPlan:
     return StepPlan(step_id, start=tuple(start), run=tuple(run))
 
 
-def _take_in(by_id: dict[str, _Progress], result: StepResult) -> None:
+def _apply_result(by_id: dict[str, _Progress], result: StepResult) -> None:
     if result.failures:
         raise GenerationFailed(f"{result.failures[0].seq_id}: {result.failures[0].reason}")
     for output in result.outputs:

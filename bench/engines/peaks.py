@@ -1,17 +1,17 @@
-"""The machine's measured peaks, from a process of their own: this one neither loads torch nor keeps its threads."""
+"""The machine's measured peaks, from a separate process, so that this one does not load torch or keep its threads."""
 
 import json
 import subprocess
 import sys
 
-from bench.engines.contestant import python_environment
-from bench.engines.floors import Peaks
+from bench.engines.roofline import Peaks
+from loadtest.child_environment import python_environment
 
-TIMEOUT_S = 180.0
+TIMEOUT_S = 180.0  # for the probe, with the import of torch
 
 
 def measure_peaks(device: str, dtype: str, num_threads: int) -> Peaks | None:
-    """None where the probe does not run: a comparison without floors is still one."""
+    """Return the peaks; None where the probe fails, since a comparison without a roofline is still useful."""
     command = [sys.executable, "-m", "bench.engines.device_probe", "peaks", "--device", device]
     command += ["--dtype", dtype, "--threads", str(num_threads)]
     try:
@@ -21,5 +21,5 @@ def measure_peaks(device: str, dtype: str, num_threads: int) -> Peaks | None:
         found = json.loads(done.stdout.strip().splitlines()[-1])
         return Peaks(float(found["bytes_per_s"]), float(found["flops_per_s"]))
     except (subprocess.SubprocessError, OSError, ValueError, IndexError, KeyError) as error:
-        print(f"no floors: the machine's peaks could not be measured: {error}", file=sys.stderr)
+        print(f"no roofline: the machine's peaks could not be measured: {error}", file=sys.stderr)
         return None

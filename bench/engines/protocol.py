@@ -1,6 +1,6 @@
-"""What the benchmark and the processes of the systems say to each other: one JSON object a line, over stdin and stdout.
+"""The messages between the benchmark and the processes of the systems: one JSON object a line, over stdin and stdout.
 
-Standard library only: a peer runs this in an interpreter of its own, where nothing of ours is installed.
+Standard library only, since another system runs this in its own interpreter, without our packages.
 """
 
 import json
@@ -11,8 +11,11 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class SystemSpec:
-    """What a system is built from: the same for all of them. `kv_tokens` is what all sequences of the largest job
-    need, each rounded up to `KV_ROUNDING`: no system may be short of KV memory, and none may take all of it."""
+    """What every system is built from.
+
+    `kv_tokens` holds all sequences of the largest job, each rounded up to `KV_ROUNDING`: no system may be short of KV
+    memory, and none may take all of it.
+    """
 
     model_dir: str
     dtype: str
@@ -26,7 +29,7 @@ class SystemSpec:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Generate exactly `new_tokens[i]` greedy tokens behind `prompts[i]`; all of them are there at once."""
+    """Generate exactly `new_tokens[i]` greedy tokens for `prompts[i]`; all prompts are there at once."""
 
     prompts: list[list[int]]
     new_tokens: list[int]
@@ -34,15 +37,18 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The system is loaded. `settings` says which of its options were chosen, for the report."""
+    """The system is loaded. `settings` names the options that it chose, for the report."""
 
     settings: str
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """`idle_cpu_s` is the CPU time that the process took in the `idle_s` before this order: one that spins while
-    another is measured would spoil the comparison."""
+    """The tokens of an order.
+
+    `idle_cpu_s` is the CPU time that the process took in the `idle_s` before this order: a process that spins while
+    another system is measured would distort the comparison.
+    """
 
     tokens: list[list[int]]
     elapsed_s: float
@@ -56,13 +62,13 @@ class Failed:
 
 
 class System(Protocol):
-    """One contestant, loaded, in its own process."""
+    """One system, loaded, in its own process."""
 
     @property
     def settings(self) -> str: ...
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: Sequence[int]) -> list[list[int]]:
-        """The new tokens, in the order of `prompts`."""
+        """Return the new tokens, in the order of `prompts`."""
         ...
 
     def close(self) -> None:
@@ -80,7 +86,7 @@ def encode(message: Message) -> str:
 
 
 def decode(line: str) -> Message:
-    """Raises ValueError for what is no message."""
+    """Return the message of a line. Raises ValueError for anything else."""
     try:
         fields = json.loads(line)
         message: Message = _KINDS[fields.pop("kind")](**fields)

@@ -1,7 +1,7 @@
-"""Means, ratios and their intervals over the rounds of an interleaved run, and how far two systems agree. Pure.
+"""Means and ratios with intervals over the rounds of an interleaved run, and how far two systems agree. Pure.
 
-Rounds are paired: what slows a round down slows all systems in it. So the ratio is taken round by round, its logarithms
-are averaged, and a Student interval (95 %) is put around that mean.
+Rounds are paired, since a slow round is slow for all systems. The ratio is taken in each round, its logarithms are
+averaged, and a 95 % Student interval is put around that mean.
 """
 
 import math
@@ -10,13 +10,13 @@ from statistics import fmean, stdev
 
 from loadtest.estimates import Estimate
 
-# 97.5 % quantiles of Student's distribution, by degrees of freedom from 1 on.
+# 97.5 % quantiles of Student's distribution, for 1, 2, … degrees of freedom.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-_STUDENT_FROM_11 = 2.201  # and below, for more: the interval is a little too wide then
+_STUDENT_FROM_11 = 2.201  # also used for more degrees of freedom; the interval is then a little too wide
 
 
 def geometric_mean(values: Sequence[float]) -> Estimate:
-    """Mean of positive values with its interval; of a single one, the interval is not known: (0, inf)."""
+    """Return the mean of positive values with its interval; the interval of a single value is unknown: (0, inf)."""
     logs = [math.log(value) for value in values]
     mean = fmean(logs)
     if len(logs) < 2:
@@ -27,10 +27,10 @@ def geometric_mean(values: Sequence[float]) -> Estimate:
 
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
-    """Of two sequences by round, both positive."""
+    """Return the ratio of two sequences by round, both positive."""
     return geometric_mean([a / b for a, b in zip(above, below, strict=True)])
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens before the first difference."""
+    """Return the number of tokens before the first difference."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

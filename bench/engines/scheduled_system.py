@@ -1,7 +1,7 @@
-"""Our engine behind the shipped scheduler loop: what planning, the queue and token events cost on top of it.
+"""Our engine behind the shipped scheduler loop: what planning, the queue and token events cost.
 
-Real `SchedulerLoop`, `SchedulerCore` and `EngineThread`; queue and events in memory, so that no store is measured. One
-tier without promises: its steps are cut short for nobody, as the other contestants' are not.
+Uses the real `SchedulerLoop`, `SchedulerCore` and `EngineThread`, with queue and events in memory, so that no store is
+measured. The one tier has no SLO, so that no step is cut short, as in the other systems.
 """
 
 import asyncio
@@ -10,10 +10,11 @@ from itertools import count
 
 from prometheus_client import CollectorRegistry
 
-from bench.engines.offline import GenerationFailed, greedy
+from bench.engines.offline import GenerationFailed
 from bench.engines.protocol import SystemSpec
 from bench.engines.tidegate_system import engine_config
 from engine.factory import build_engine
+from loadtest.calibration.stepper import greedy
 from scheduler.clock import SystemClock
 from scheduler.config import TierSet, parse_tiers
 from scheduler.control.controller import SLAController
@@ -30,7 +31,7 @@ from scheduler.worker.warmup import warm_up
 
 TIER = "bulk"
 GATEWAY = "benchmark"
-DEADLINE_MS = 3_600_000
+DEADLINE_MS = 3_600_000  # an hour, so that no request is late
 
 
 class ScheduledEngine:
@@ -63,7 +64,7 @@ class ScheduledEngine:
         requests = [self._request(prompt, n) for prompt, n in zip(prompts, new_tokens, strict=True)]
         loop = self._loop()
         try:
-            async with asyncio.TaskGroup() as tasks:  # a loop that dies must end the waiting for its tokens
+            async with asyncio.TaskGroup() as tasks:  # if the loop fails, waiting for its tokens must end
                 tasks.create_task(loop.run())
                 await self._queue.put(requests)
                 outputs = await self._collect({r.id for r in requests})

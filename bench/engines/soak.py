@@ -1,7 +1,7 @@
 """The engine under random load for minutes: does its memory stay flat, and do all blocks come back?
 
 Sequences of random lengths start and end, are paused, swapped, recomputed and aborted; some sample with a seed and
-penalties. What the engine refuses or breaks ends the soak. Knows the engine's plain seam and this process's memory.
+penalties. An error of the engine ends the soak. Knows the engine's interface and this process's memory.
 """
 
 import random
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from bench.engines.offline import GenerationFailed, Stepper
+from bench.engines.offline import GenerationFailed
 from bench.engines.soak_result import SoakResult
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
@@ -25,22 +25,23 @@ from engine.interface import (
     StepResult,
     blocks_for,
 )
+from loadtest.calibration.stepper import Stepper
 
-MAX_RUNNING = 24
-MAX_HELD = 32  # running, and set aside
-SETTLE_SHARE = 0.1  # of the run, before RSS counts: arenas and caches reach their size
-OVERCOMMIT = 1.5  # the longest sequences together, over the KV memory: some must wait for blocks
-P_PREEMPT, P_ABORT, P_RESUME = 0.05, 0.005, 0.3  # a sequence and step
+MAX_RUNNING = 24  # sequences in one step
+MAX_HELD = 32  # sequences at once, running or preempted
+SETTLE_SHARE = 0.1  # first part of the run, not counted: arenas and caches still grow
+OVERCOMMIT = 1.5  # KV of all sequences at their longest ÷ KV memory; above 1, some must wait for blocks
+P_PREEMPT, P_ABORT, P_RESUME = 0.05, 0.005, 0.3  # probability for each sequence and step
 
 
 @dataclass(slots=True)
-class _Held:
-    """A sequence as the soak knows it."""
+class _Sequence:
+    """A sequence, as the soak knows it."""
 
     new: NewSequence
     num_known: int
     num_computed: int = 0
-    mode: PreemptionMode | None = None  # how it was set aside; None: it may run
+    mode: PreemptionMode | None = None  # how it was preempted; None: it may run
 
     @property
     def num_uncomputed(self) -> int:
@@ -57,20 +58,20 @@ def run_soak(config: EngineConfig, seconds: float, seed: int, report_progress: C
 
 
 class Soak:
-    """One soak of one engine; not to be used twice. `now_s` reads a clock that never goes back."""
+    """One soak of one engine, to be used once. `now_s` reads a monotonic clock."""
 
     def __init__(self, engine: Stepper, seed: int, now_s: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._now_s = now_s
         self._info = engine.info
         self._random = random.Random(seed)
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _Sequence] = {}
         self._free_blocks = engine.info.num_blocks
         self._steps = self._tokens = self._started = self._finished = self._aborted = 0
         self._preemptions = {mode.value: 0 for mode in self._modes()}
 
     def run(self, seconds: float, report_progress: Callable[[str], None] = lambda line: None) -> SoakResult:
-        """Raises `GenerationFailed` where a sequence breaks, and whatever the engine raises."""
+        """Run the soak. Raises `GenerationFailed` where a sequence fails, and whatever the engine raises."""
         memory = psutil.Process().memory_info
         samples: list[int] = []
         began_s = self._now_s()
@@ -100,12 +101,13 @@ class Soak:
 
     def _step(self) -> None:
         abort = self._choose_aborts()
-        resume = self._choose_resumes()  # before the preemptions: who is set aside sits out one step at least
+        # Chosen before the preemptions, so that a preempted sequence misses at least one step.
+        resume = self._choose_resumes()
         preempt = self._choose_preemptions(resume)
         start, run = self._choose_runs()
         plan = StepPlan(self._steps, abort, preempt, resume, start, run)
         self._steps += 1
-        self._take_in(self._engine.step(plan))
+        self._apply_result(self._engine.step(plan))
 
     def _choose_aborts(self) -> tuple[str, ...]:
         gone = tuple(i for i in self._held if self._random.random() < P_ABORT)
@@ -124,10 +126,10 @@ class Soak:
                 if mode is PreemptionMode.SWAP and not self._can_swap(held):
                     continue
                 chosen.append(Preempt(seq_id, mode))
-                self._set_aside(held, mode)
+                self._preempt(held, mode)
         return tuple(chosen)
 
-    def _set_aside(self, held: _Held, mode: PreemptionMode) -> None:
+    def _preempt(self, held: _Sequence, mode: PreemptionMode) -> None:
         self._preemptions[mode.value] += 1
         if mode is not PreemptionMode.PAUSE:
             self._free_blocks += self._blocks(held)
@@ -135,16 +137,16 @@ class Soak:
             held.num_computed = 0
         held.mode = mode
 
-    def _can_swap(self, held: _Held) -> bool:
+    def _can_swap(self, held: _Sequence) -> bool:
         swapped = sum(self._blocks(h) for h in self._held.values() if h.mode is PreemptionMode.SWAP)
         return swapped + self._blocks(held) <= self._info.num_swap_blocks
 
     def _choose_resumes(self) -> tuple[str, ...]:
-        """Who sits out comes back while there is room for it; a swapped one brings its blocks."""
+        """Return preempted sequences to resume while there is room for them; a swapped one needs its blocks back."""
         resumed = []
         for seq_id, held in self._held.items():
-            aside = held.mode is not None and (self._random.random() < P_RESUME)
-            if not aside or self._num_running() >= MAX_RUNNING:
+            is_resumed = held.mode is not None and (self._random.random() < P_RESUME)
+            if not is_resumed or self._num_running() >= MAX_RUNNING:
                 continue
             blocks = self._blocks(held) if held.mode is PreemptionMode.SWAP else 0
             if blocks <= self._free_blocks:
@@ -160,7 +162,7 @@ class Soak:
         start: list[NewSequence] = []
         while self._num_running() < MAX_RUNNING and len(self._held) < MAX_HELD:
             start.append(self._new_sequence())
-            self._held[start[-1].seq_id] = _Held(start[-1], len(start[-1].prompt_token_ids))
+            self._held[start[-1].seq_id] = _Sequence(start[-1], len(start[-1].prompt_token_ids))
         runs: list[Run] = []
         tokens_left = self._info.max_step_tokens
         for seq_id, held in self._held.items():
@@ -170,11 +172,11 @@ class Soak:
                 tokens_left -= count
         return tuple(start), tuple(runs)
 
-    def _chunk(self, held: _Held) -> int:
+    def _chunk(self, held: _Sequence) -> int:
         return held.num_uncomputed if held.num_uncomputed < 2 else self._random.randint(1, held.num_uncomputed)
 
-    def _reserve(self, held: _Held, count: int) -> bool:
-        # The prefix cache may hold some of what a sequence without KV will run, and then it runs further.
+    def _reserve(self, held: _Sequence, count: int) -> bool:
+        # The prefix cache may hold a part of a sequence without KV; its step then reaches further.
         end = held.num_computed + count if held.num_computed else held.num_known
         missing = blocks_for(end, self._info.block_size) - self._blocks(held)
         if missing > self._free_blocks:
@@ -182,7 +184,7 @@ class Soak:
         self._free_blocks -= max(0, missing)
         return True
 
-    def _blocks(self, held: _Held) -> int:
+    def _blocks(self, held: _Sequence) -> int:
         return blocks_for(held.num_computed, self._info.block_size)
 
     def _new_sequence(self) -> NewSequence:
@@ -202,7 +204,7 @@ class Soak:
         token_ids = tuple(rng.randrange(self._info.vocab_size) for _ in range(prompt))
         return NewSequence(f"soak-{self._started}", token_ids, sampling)
 
-    def _take_in(self, result: StepResult) -> None:
+    def _apply_result(self, result: StepResult) -> None:
         if result.failures:
             raise GenerationFailed(f"{result.failures[0].seq_id}: {result.failures[0].reason}")
         for output in result.outputs:
@@ -216,6 +218,6 @@ class Soak:
         self._free_blocks = result.free_blocks
 
     def _end(self) -> None:
-        """Abort what is left, so that every block must be free."""
-        self._take_in(self._engine.step(StepPlan(self._steps, abort=tuple(self._held))))
+        """Abort the rest, so that every block must be free."""
+        self._apply_result(self._engine.step(StepPlan(self._steps, abort=tuple(self._held))))
         self._held.clear()

@@ -1,9 +1,11 @@
-"""What a soak found, and whether that is good enough. Pure."""
+"""The result of a soak, and whether it is good enough. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 
-MAX_GROWTH = 0.02  # of the mean RSS of the second half over that of the first
+from loadtest.reporting.record import Record, Section
+
+MAX_GROWTH = 0.02  # growth of the mean RSS from the first half to the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +16,7 @@ class SoakResult:
     finished: int
     aborted: int
     preemptions: dict[str, int]
-    rss_bytes: tuple[int, ...]  # sampled evenly, without the settling in
+    rss_bytes: tuple[int, ...]  # sampled at even times, without the first part of the run
     blocks_lost: int  # not free again at the end
 
     @property
@@ -22,18 +24,18 @@ class SoakResult:
         """Mean RSS of the second half ÷ that of the first, less one."""
         return rss_growth(self.rss_bytes)
 
-    def render(self) -> str:
+    def record(self) -> Record:
         first, last = (self.rss_bytes[i] / 2**20 if self.rss_bytes else 0.0 for i in (0, -1))
         verdict = "flat" if self.growth <= MAX_GROWTH else f"GREW, by more than {MAX_GROWTH:.0%}"
         preemptions = ", ".join(f"{count} by {mode}" for mode, count in self.preemptions.items())
-        return "\n".join(
-            [
-                f"{self.steps} steps and {self.tokens} tokens in {self.seconds:.0f} s: {self.finished} finished, "
-                f"{self.aborted} aborted; preempted: {preemptions}",
-                f"RSS {first:.1f} MiB first, {last:.1f} MiB last, second half {self.growth:+.2%}: {verdict}",
-                "all KV blocks came back" if not self.blocks_lost else f"LOST: {self.blocks_lost} KV blocks",
-            ]
+        notes = (
+            f"{self.steps} steps and {self.tokens} tokens in {self.seconds:.0f} s: {self.finished} finished, "
+            f"{self.aborted} aborted; preempted: {preemptions}",
+            f"RSS {first:.1f} MiB first, {last:.1f} MiB last, second half {self.growth:+.2%}: {verdict}",
+            "all KV blocks came back" if not self.blocks_lost else f"LOST: {self.blocks_lost} KV blocks",
         )
+        data = asdict(self) | {"growth": self.growth, "passed": self.passed}
+        return Record(sections=[Section(notes=notes)], data=data)
 
     @property
     def passed(self) -> bool:

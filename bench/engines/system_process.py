@@ -1,7 +1,7 @@
 """The process of one system: `python -m bench.engines.system_process NAME`.
 
-Reads a `SystemSpec`, loads the system of that name, and then runs one order after another until stdin ends. Knows no
-system itself: only the one that is asked for is imported, since each needs an environment that others may not have.
+Reads a `SystemSpec`, loads the system of that name, and runs one order after another until stdin ends. Imports only
+that system, since each needs an environment that the others may not have.
 """
 
 import importlib
@@ -37,7 +37,7 @@ def serve(name: str, orders: TextIO, replies: TextIO) -> None:
     try:
         system = load(name, spec)
         _send(replies, Ready(system.settings))
-    except Exception as error:  # the edge of this process: whatever a peer raises becomes its reason
+    except Exception as error:  # any error of a system becomes the reason in the report
         _send(replies, _failure(error))
         return
     with closing(system):
@@ -76,7 +76,7 @@ def _send(replies: TextIO, message: Message) -> None:
 
 
 def main() -> None:
-    """Libraries print to stdout; the channel is therefore moved aside, and stdout joined to stderr."""
+    """Serve over a copy of stdout, and join stdout to stderr, because libraries print to stdout."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(sys.argv[1], sys.stdin, replies)

@@ -1,4 +1,4 @@
-"""Our engine, stepped directly in the caller's thread: what it can do by itself."""
+"""Our engine, stepped directly in the caller's thread: its own speed, without the scheduler."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from engine.factory import build_torch_engine
 
 
 def engine_config(spec: SystemSpec) -> EngineConfig:
-    """The shipped defaults, with the KV memory that every contestant gets."""
+    """Return the shipped defaults, with the KV memory that every system gets."""
     return EngineConfig(
         model=spec.model_dir,
         dtype=spec.dtype,

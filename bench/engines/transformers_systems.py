@@ -1,8 +1,8 @@
 """transformers on the same weights: its continuous batching, and `generate` one request at a time.
 
-Both with SDPA attention, greedy, without an end-of-sequence token. Continuous batching keeps one manager running, so
-that no measurement pays for its start, and takes requests one by one, because `generate_batch` itself knows only one
-length for all of them; the loop behind both is the same.
+Both use SDPA attention, greedy sampling and no end-of-sequence token. Continuous batching keeps one manager running, so
+that no measurement includes its start, and takes requests one by one, because `generate_batch` knows only one length
+for all of them; both use the same loop.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM, BatchEncoding, ContinuousBatching
 
 from bench.engines.protocol import SystemSpec
 
-PAGE_SIZE = 256
+PAGE_SIZE = 256  # tokens; transformers' own default
 MAX_BATCH_TOKENS = 2048  # our engine's own default
-NO_EOS = -1
-RESULT_TIMEOUT_S = 120.0
-END_TIMEOUT_S = 10.0
+NO_EOS = -1  # a token id that never occurs
+RESULT_TIMEOUT_S = 120.0  # for the next result; after it the system has failed
+END_TIMEOUT_S = 10.0  # for its thread to end
 
 
 class ContinuousBatching:
-    """CUDA graphs, asynchronous batching and flash attention are left to transformers: it knows what there is."""
+    """transformers decides about CUDA graphs, asynchronous batching and flash attention itself."""
 
     def __init__(self, spec: SystemSpec) -> None:
         self._model = _load(spec)
@@ -92,7 +92,7 @@ def _load(spec: SystemSpec) -> Any:
 
 
 def _batching_config(spec: SystemSpec) -> Any:
-    """Sizes are set, since several systems share one memory; block sharing is off, since no prompts are alike."""
+    """Sizes are set, since several systems share one memory. Block sharing is off, since no two prompts are alike."""
     return ContinuousBatchingConfig(
         page_size=PAGE_SIZE,
         num_blocks=-(-spec.kv_tokens // PAGE_SIZE) + spec.max_num_seqs,

@@ -1,6 +1,6 @@
-"""vLLM offline on the same weights, in the interpreter of an environment that has it.
+"""vLLM offline on the same weights, in the interpreter of its own environment.
 
-Imports nothing of ours but the protocol: neither torch versions nor packages need to match.
+Imports only the protocol of ours, so that neither torch versions nor packages need to match.
 """
 
 import os
@@ -12,7 +12,8 @@ from bench.engines.protocol import SystemSpec
 
 
 class OfflineVllm:
-    """In one process (the benchmark sets VLLM_ENABLE_V1_MULTIPROCESSING=0): nothing of it runs between two orders."""
+    """vLLM in one process (the benchmark sets VLLM_ENABLE_V1_MULTIPROCESSING=0), so that nothing runs between two
+    orders."""
 
     def __init__(self, spec: SystemSpec) -> None:
         self._llm = vllm.LLM(

@@ -9,9 +9,9 @@ from enum import StrEnum
 
 from loadtest.traffic.workload import generator
 
-FIRST_TOKEN_ID = 16  # clear of special tokens
-STEP_PROMPT_TOKENS = 32
-STEP_TOKENS = 32  # decode steps that one measurement of a step's time takes the mean of
+FIRST_TOKEN_ID = 16  # above the ids of special tokens
+STEP_PROMPT_TOKENS = 32  # tokens of the prompts of a step measurement
+STEP_TOKENS = 32  # decode steps whose mean is one measurement of a step
 
 
 class WorkKind(StrEnum):
@@ -22,7 +22,7 @@ class WorkKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkShape:
-    """Inclusive bounds; lengths are uniform between them."""
+    """Bounds of lengths, inclusive; lengths are uniform between them."""
 
     prompt: tuple[int, int]
     new: tuple[int, int]
@@ -59,7 +59,7 @@ class Job:
         return max(len(p) + n for p, n in zip(self.prompts, self.new_tokens, strict=True))
 
     def ring(self, first: int, count: int) -> list[int]:
-        """Indices of `count` requests from the `first` one on; after the last comes the first again."""
+        """Return indices of `count` requests from `first` on, starting again after the last."""
         total = len(self.prompts)
         return [(first + i) % total for i in range(min(count, total))]
 
@@ -68,7 +68,7 @@ class Job:
 
 
 def make_job(shape: WorkShape, streams: int, vocab_size: int, seed: int, *stream: str | int) -> Job:
-    """One request a stream. The same seed and stream name give the same job."""
+    """Return a job with one request for each stream. The same seed and stream name give the same job."""
     rng = generator(seed, "engine", *stream)
     lengths = rng.integers(shape.prompt[0], shape.prompt[1], size=streams, endpoint=True)
     new = rng.integers(shape.new[0], shape.new[1], size=streams, endpoint=True)
@@ -79,15 +79,17 @@ def make_job(shape: WorkShape, streams: int, vocab_size: int, seed: int, *stream
 
 
 def make_step_jobs(streams: int, vocab_size: int, seed: int, round_: int) -> tuple[Job, Job]:
-    """Equal but for their prompts' tokens and for `STEP_TOKENS` more new ones in the second: the difference of
-    their times is that of as many decode steps with all streams, however a system may begin and end. The prompts
-    differ so that no prefix cache makes the second prefill cheaper."""
+    """Return two jobs whose times differ by those of `STEP_TOKENS` decode steps with all streams.
+
+    The second job has that many more new tokens for each request. Prompts have the same length but other tokens, so
+    that no prefix cache makes the second prefill cheaper.
+    """
     one, more = (WorkShape((STEP_PROMPT_TOKENS,) * 2, (n, n)) for n in (1, 1 + STEP_TOKENS))
     first = make_job(one, streams, vocab_size, seed, "step", streams, round_, 0)
     return first, make_job(more, streams, vocab_size, seed, "step", streams, round_, 1)
 
 
 def longest_sequence(shapes: Iterable[WorkShape]) -> int:
-    """Tokens, prompt and output, that the longest sequence of any job can have."""
+    """Return the tokens, prompt and output, of the longest sequence that any job can have."""
     step = STEP_PROMPT_TOKENS + STEP_TOKENS + 1
     return max(step, *(shape.prompt[1] + shape.new[1] for shape in shapes))

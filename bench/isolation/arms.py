@@ -1,7 +1,7 @@
-"""The arms of the experiment: who is loaded, with which traffic, under which tiers file.
+"""The arms of the experiment: each one is a load, and the tiers document under which a server gets it.
 
-An arm of ours is a tiers file that the running server is told to take; the peer (any OpenAI-compatible server) has arms
-of its own. Knows files, promises and pins; not servers or time. Pure but for reading the shipped files.
+An arm of ours is a tiers document that the running server is told to use; the peer (any OpenAI-compatible server) has
+arms of its own. Knows documents, SLOs and pins; not servers or time. Pure, except that it reads the shipped files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,10 @@ import yaml
 from loadtest.traffic.scenario import Targets
 from scheduler.config import parse_tiers
 
-Document = dict[str, Any]  # a tiers file's content
+Document = dict[str, Any]  # the content of a tiers file
 
-PREMIUM_SERVICE_TIERS = ("priority", "fast")  # of a tier above the default one, in loads of three classes
+# Values of `service_tier` whose tier is above the default one in loads of three classes.
+PREMIUM_SERVICE_TIERS = ("priority", "fast")
 INTERACTIVE, BULK = "interactive", "bulk"
 BOTH = (INTERACTIVE, BULK)
 OURS_ALONE, BULK_ALONE, FIRST_COME, STRICT, STATIC, AIMD, OURS = "A0", "A1", "A2", "A3", "A4", "A5", "OURS"
@@ -25,7 +26,7 @@ BEST_EFFORT = "BE"
 PEER_ALONE, PEER_BULK, PEER = "X0", "XB", "X1"
 OWN_ARMS = (OURS_ALONE, BULK_ALONE, FIRST_COME, STRICT, STATIC, AIMD, BEST_EFFORT, OURS)
 OUR_TIERS = (OURS_ALONE, BEST_EFFORT, OURS)
-KEEPING_PROMISES = (*OUR_TIERS, AIMD)
+ARMS_WITH_SLOS = (*OUR_TIERS, AIMD)
 TITLES = {
     OURS_ALONE: "interactive alone",
     BULK_ALONE: "bulk alone",
@@ -40,7 +41,7 @@ TITLES = {
     PEER: "peer, with its priorities",
 }
 _FILES = {
-    BULK_ALONE: "a3-strict-priority",  # nothing holds bulk back there: what the engine can do
+    BULK_ALONE: "a3-strict-priority",  # there nothing holds bulk back, so the engine runs at its full rate
     FIRST_COME: "a2-first-come",
     STRICT: "a3-strict-priority",
     STATIC: "a4-static",
@@ -50,7 +51,8 @@ _FILES = {
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """`tiers` None: the peer, which is not told anything. `omitted`: fields that its requests leave out."""
+    """One arm. `tiers` is None for the peer, which is not told anything. `omitted` names fields that its requests leave
+    out."""
 
     name: str
     roles: tuple[str, ...]
@@ -71,20 +73,20 @@ class Arm:
 
     @property
     def alone(self) -> str:
-        """The arm that this one's latencies are held against."""
+        """The name of the arm that this arm's latencies are compared with."""
         return PEER_ALONE if self.is_peer else OURS_ALONE
 
 
 @dataclass(frozen=True, slots=True)
 class StaticBudget:
-    """What bulk may take of each step, always."""
+    """What bulk may always take of each step."""
 
     batch_size: int  # sequences
     batch_tokens: int
 
 
 def read_arm_file(name: str) -> Document:
-    """A file of `bench/isolation/arms`, by its name without the ending."""
+    """Return a document of `bench/isolation/arms`, by its file name without the ending."""
     text = (files("bench") / "isolation" / "arms" / f"{name}.yaml").read_text(encoding="utf-8")
     document: Document = yaml.safe_load(text)
     return document
@@ -92,11 +94,11 @@ def read_arm_file(name: str) -> Document:
 
 @dataclass(frozen=True, slots=True)
 class ArmBuilder:
-    """`promise` takes the place of every SLO that an arm tries to keep, `budget` of the pins of A4. With `premium`,
-    `priority` is a tier of its own, above the default one, whose SLO this is."""
+    """Builds arms. `slo` replaces every SLO that an arm tries to keep, `budget` the pins of A4. With `premium`,
+    `priority` is a tier above the default one, with this SLO."""
 
     ours: Document
-    promise: Targets
+    slo: Targets
     budget: StaticBudget | None = None
     premium: Mapping[str, float] | None = None
 
@@ -104,16 +106,16 @@ class ArmBuilder:
         if name in (PEER_ALONE, PEER_BULK, PEER):
             return Arm(name, _roles(name), None)
         tiers = self.ours if name in OUR_TIERS else read_arm_file(_FILES[name])
-        if name in KEEPING_PROMISES:
-            tiers = with_promise(tiers, self.promise)
+        if name in ARMS_WITH_SLOS:
+            tiers = with_slo(tiers, self.slo)
         if name == STATIC and self.budget is not None:
             tiers = with_static_budget(tiers, self.budget)
-        if self.premium is not None and name != FIRST_COME:  # which has one tier for everybody
-            tiers = with_premium_tier(tiers, self.premium if name in KEEPING_PROMISES else {})
+        if self.premium is not None and name != FIRST_COME:  # A2 has one tier for all requests
+            tiers = with_premium_tier(tiers, self.premium if name in ARMS_WITH_SLOS else {})
         return Arm(name, _roles(name), tiers, ("deadline_ms",) if name == BEST_EFFORT else ())
 
     def build_all(self, wanted: Sequence[str]) -> list[Arm]:
-        """In the order of the report."""
+        """Return the wanted arms in the order of the report."""
         return [self.build(name) for name in TITLES if name in wanted]
 
 
@@ -123,22 +125,22 @@ def _roles(name: str) -> tuple[str, ...]:
     return (BULK,) if name in (BULK_ALONE, PEER_BULK) else BOTH
 
 
-def with_promise(document: Document, promise: Targets) -> Document:
-    """Every tier that promises something promises this, where it is said."""
+def with_slo(document: Document, slo: Targets) -> Document:
+    """Return the document with this SLO, as far as it is given, for every tier that has an SLO."""
     changed = deepcopy(document)
-    said = {"ttft_p99_ms": promise.ttft_ms, "itl_p99_ms": promise.itl_ms}
+    said = {"ttft_p99_ms": slo.ttft_ms, "itl_p99_ms": slo.itl_ms}
     for tier in changed["tiers"].values():
-        if promises_something(tier):
+        if has_slo(tier):
             tier["slo"] |= {key: value for key, value in said.items() if value is not None}
     return changed
 
 
-def promises_something(tier: Document) -> bool:
+def has_slo(tier: Document) -> bool:
     return any(value is not None for value in (tier.get("slo") or {}).values())
 
 
 def with_static_budget(document: Document, budget: StaticBudget) -> Document:
-    """Pins bulk's part of a step, of the tier that `flex` means and of the one of batches."""
+    """Return the document with pins for bulk's part of a step: for the tier of `flex` and for that of batches."""
     changed = deepcopy(document)
     tiers = parse_tiers(changed)
     flex = tiers.for_service_tier("flex")
@@ -148,16 +150,19 @@ def with_static_budget(document: Document, budget: StaticBudget) -> Document:
     return changed
 
 
-def with_premium_tier(document: Document, promise: Mapping[str, float]) -> Document:
-    """`priority` and `fast` taken out of the default tier into one above it, which promises the same, and `promise`
-    where that one promises anything: for loads of three classes."""
+def with_premium_tier(document: Document, slo: Mapping[str, float]) -> Document:
+    """Return the document with `priority` and `fast` in a tier above the default one.
+
+    The new tier has the SLO of the default tier, with the values of `slo` where that one has an SLO. For loads of three
+    classes.
+    """
     changed = deepcopy(document)
     base = changed["tiers"][changed["default_tier"]]
     taken = [s for s in base.get("service_tiers", []) if s in PREMIUM_SERVICE_TIERS]
     base["service_tiers"] = [s for s in base["service_tiers"] if s not in taken]
     premium = deepcopy(base) | {"priority": base["priority"] + 100, "service_tiers": taken}
     premium.pop("name", None)
-    if promises_something(base):
-        premium["slo"] = base["slo"] | dict(promise)
+    if has_slo(base):
+        premium["slo"] = base["slo"] | dict(slo)
     changed["tiers"] = {"premium": premium, **changed["tiers"]}
     return changed

@@ -1,7 +1,7 @@
-"""Which requests met what was promised, and how long a step takes to settle. Pure.
+"""Which requests met their SLO, and how long it takes to settle after a load step. Pure.
 
-Knows outcomes and targets; not who sent the requests. Everything counts over *offered* requests: one that was refused,
-failed or never ended is a miss.
+Knows outcomes and targets; not arms. Every share is over *offered* requests: one that was refused, failed or never
+ended is a miss.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +13,12 @@ from loadtest.client.answer import Outcome
 from loadtest.client.runner import ArmRun
 from loadtest.traffic.scenario import Targets
 
-GOAL = 0.99
-GAP_QUANTILE = 0.99
+GOAL = 0.99  # share of requests in time at which a load holds
+GAP_QUANTILE = 0.99  # the quantile of a request's gaps that its SLO limits
 
 
 def has_met(outcome: Outcome, targets: Targets) -> bool:
-    """All of: answered whole, the first token in time, its p99 gap in time, the end in time."""
+    """Return whether the answer is whole, and its first token, its p99 gap and its end came in time."""
     if not outcome.is_complete or outcome.ttft_s is None or outcome.e2e_s is None:
         return False
     gaps = outcome.inter_token_s()
@@ -46,17 +46,17 @@ def attainment_of(outcomes: Iterable[Outcome], targets: Targets) -> Attainment:
 
 
 class MissCount:
-    """Counts, while an arm runs, the requests that have missed their promise for certain. Judges each of them once."""
+    """Counts, while an arm runs, the requests that have certainly missed their SLO. Judges each request once."""
 
-    def __init__(self, promises: Mapping[str, Targets]) -> None:
-        self._promises = promises
-        self._seen = dict.fromkeys(promises, 0)
+    def __init__(self, slos: Mapping[str, Targets]) -> None:
+        self._slos = slos
+        self._seen = dict.fromkeys(slos, 0)
         self._undecided: list[tuple[Outcome, Targets]] = []
         self.misses = 0
 
     def update(self, run: ArmRun, now_s: float) -> int:
-        """Misses until now."""
-        for name, targets in self._promises.items():
+        """Return the misses so far."""
+        for name, targets in self._slos.items():
             fresh = run.outcomes.get(name, [])[self._seen[name] :]
             self._seen[name] += len(fresh)
             self._undecided += [(outcome, targets) for outcome in fresh]
@@ -67,7 +67,7 @@ class MissCount:
 
 
 def _verdict(outcome: Outcome, targets: Targets, now_s: float) -> bool | None:
-    """None: that is still open."""
+    """Return whether the request met its SLO; None while that is open."""
     if outcome.finished_s is not None or outcome.error is not None:
         return has_met(outcome, targets)
     waited_s = now_s - outcome.due_s
@@ -79,8 +79,10 @@ def _verdict(outcome: Outcome, targets: Targets, now_s: float) -> bool | None:
 def settling_s(
     outcomes: Sequence[tuple[float, bool]], step_s: float, end_s: float, share: float, bin_s: float
 ) -> float:
-    """Seconds after a load step until every later bin of `bin_s` has `share` of its requests met. `outcomes` are
-    (arrival, met). Never: the whole time from the step to the end."""
+    """Return the seconds from a load step until every later bin of `bin_s` has `share` of its requests met.
+
+    `outcomes` are (arrival, met). Return the whole time from the step to the end if that never happens.
+    """
     settled_s = end_s - step_s
     start_s = end_s - bin_s
     while start_s >= step_s - 1e-9:

@@ -1,11 +1,10 @@
-"""`python -m loadtest coserve`: its flags, the servers that it starts, and where its results go.
+"""`python -m bench isolation`: its flags, the servers that it starts, and where its results go.
 
-Knows flags and exit codes; the experiment is `conduct`.
+Knows flags and exit codes; the experiment is `bench.isolation.run`.
 """
 
 import os
 import shlex
-import sys
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,13 +13,14 @@ from typing import Literal
 import yaml
 from pydantic import AliasChoices, BaseModel, Field
 
-from bench.engines.contestant import vllm_environment
-from bench.engines.shapes import ShapeError
+from bench.engines.system_client import vllm_environment
+from bench.isolation.admin import Systems, tiers_in_force, tiers_restored
 from bench.isolation.arms import OWN_ARMS, Document
-from bench.isolation.conduct import ExperimentConfig, conduct
-from bench.isolation.page import write_page
-from bench.isolation.record import Result, as_dict
-from bench.isolation.served import (
+from bench.isolation.experiments import EXPERIMENTS, ExperimentName
+from bench.isolation.report import Drawings, isolation_record
+from bench.isolation.result import Result
+from bench.isolation.run import ExperimentConfig, run_experiment
+from bench.isolation.servers import (
     context_of,
     serving,
     serving_tidegate,
@@ -28,22 +28,22 @@ from bench.isolation.served import (
     with_tokenizer,
     write_served_shape,
 )
-from bench.isolation.shapes import EXPERIMENTS, ExperimentName
-from bench.isolation.systems import Systems, tiers_in_force, tiers_kept
-from bench.isolation.text import render_text
-from loadtest import report
+from bench.reporting.page import write_page
 from loadtest.client.http import Target, TargetError
 from loadtest.client.runner import Timing
 from loadtest.extras import PLOTS, require
 from loadtest.machine import usable_cores
-from loadtest.running import ends_on_sigterm, run_to_end, running_server, say_progress
+from loadtest.model_shapes import ShapeError
+from loadtest.reporting.output import publish
+from loadtest.reporting.record import Provenance
+from loadtest.running import ends_on_sigterm, print_progress, run_to_end, running_server
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Scenario, Targets, load_scenario
 from loadtest.traffic.scenario_arrivals import ClosedLoop
 from scheduler.config import TierConfigError, load_tiers
 
 
-class Coserve(BaseModel):
+class Isolation(BaseModel):
     """Interactive and bulk on one server under several policies, interleaved: goals, tables and a page of plots."""
 
     experiment: ExperimentName = Field("isolation", description="isolation, overload (1.5 ×), step (3 ×) or deadlines.")
@@ -66,8 +66,8 @@ class Coserve(BaseModel):
         0.0, ge=0, description="In place of the solo goodput, in multiples of the scenario's load; 0: that is searched."
     )
     load: float = Field(0.0, ge=0, le=10, description="Of the solo goodput; 0: the experiment's (isolation: 0.5).")
-    ttft_ms: float = Field(0.0, ge=0, description="The promise of the first token, for all arms; 0: of the tiers.")
-    itl_ms: float = Field(0.0, ge=0, description="The promise of the gaps, for all arms; 0: of the tiers.")
+    ttft_ms: float = Field(0.0, ge=0, description="SLO of the first token, for all arms; 0: that of the tiers.")
+    itl_ms: float = Field(0.0, ge=0, description="SLO of the gaps between tokens, for all arms; 0: that of the tiers.")
     duration: float = Field(60.0, gt=0, le=7200, description="Seconds measured of each arm.")
     rounds: int = Field(2, ge=1, le=100, description="Parts that each arm's duration is cut into.")
     lead: float = Field(5.0, ge=0, le=120, description="Seconds of bulk before each part is measured.")
@@ -93,23 +93,26 @@ class Coserve(BaseModel):
             run_to_end(self.measure())
 
     async def measure(self) -> None:
-        """All of it. Raises `TargetError`, `ScenarioError` and `MissingExtra` for what the user can mend; exits with 1
-        where nothing was answered."""
+        """Run the experiment and report it.
+
+        Raises `TargetError`, `ScenarioError` and `MissingExtra` for what the user can correct; exits with 1 where a
+        class got no answers.
+        """
         if self.report_dir is not None:
             require(PLOTS, "--report")
         async with AsyncExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-coserve-")))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-isolation-")))
             model_dir = self._model_dir(folder)
             ours = await self._own_server(stack, folder, model_dir)
             systems = Systems(ours, await self._peer(stack, folder, model_dir))
-            conditions = await self._conditions(ours, model_dir)
+            config = await self._config(ours, model_dir)
             if self.url:
-                await stack.enter_async_context(tiers_kept(ours))
-            result = await conduct(conditions, systems, say_progress)
+                await stack.enter_async_context(tiers_restored(ours))
+            result = await run_experiment(config, systems, print_progress)
         self._conclude(result, ours.model)
 
     def _model_dir(self, folder: Path) -> Path | None:
-        """The model to serve, if it is known; None: the demo model, or whatever a running server has."""
+        """Return the model to serve; None for the demo model, and for a server that already runs."""
         if self.url or (self.model is None and self.shape == "demo"):
             return self.model
         try:
@@ -126,7 +129,7 @@ class Coserve(BaseModel):
     async def _own_server(self, stack: AsyncExitStack, folder: Path, model_dir: Path | None) -> Target:
         if self.url:
             return await running_server(self.url, self.allow_remote)
-        say_progress("starting tidegate serve")
+        print_progress("starting tidegate serve")
         flags = shlex.split(self.server_flags)
         return await stack.enter_async_context(serving_tidegate(model_dir, self._format, folder, self.threads, flags))
 
@@ -137,13 +140,13 @@ class Coserve(BaseModel):
             return None
         if model_dir is None:
             raise TargetError("vLLM needs a model directory: --model or --shape")
-        say_progress("starting vLLM; it may compile for minutes")
+        print_progress("starting vLLM; it may compile for minutes")
         command = vllm_command(self.vllm_python, model_dir, self._format, shlex.split(self.vllm_flags))
         kv_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
         environment = vllm_environment(self.threads or len(usable_cores()), kv_gib)
         return await stack.enter_async_context(serving(command, folder / "vllm.log", "/health", environment))
 
-    async def _conditions(self, ours: Target, model_dir: Path | None) -> ExperimentConfig:
+    async def _config(self, ours: Target, model_dir: Path | None) -> ExperimentConfig:
         experiment = EXPERIMENTS[self.experiment]
         scenario = self._with_streams(load_scenario(self.scenario or experiment.scenario, self.bulk_pool))
         scale = self.scale or scenario.scale_for(self._context(model_dir))
@@ -157,13 +160,13 @@ class Coserve(BaseModel):
             self.seed,
             clients=self.clients or None,
             load=self.load or None,
-            wanted=self._wanted(),
+            wanted=self._arm_names(),
             search_s=self.search_seconds,
             search_budget_s=self.search_budget,
             sweep_s=self.sweep_seconds,
         )
 
-    def _wanted(self) -> list[str]:
+    def _arm_names(self) -> list[str]:
         names = [name.strip().upper() for name in self.arms.split(",") if name.strip()]
         if unknown := [name for name in names if name not in OWN_ARMS]:
             raise TargetError(f"there is no arm {unknown[0]}: {', '.join(OWN_ARMS)} are known")
@@ -198,13 +201,16 @@ class Coserve(BaseModel):
         return await tiers_in_force(ours) if self.url else read_shipped_tiers()
 
     def _conclude(self, result: Result, model: str) -> None:
-        if self.json_file is not None:
-            report.write_json(self.json_file, as_dict(result), seed=self.seed, model=model)
-        print(render_text(result))
+        record = isolation_record(result, Provenance.of_this_run(model, self.seed), self._drawings(result))
+        publish(record, self.json_file)
         if self.report_dir is not None:
-            from bench.isolation.presentation import experiment_page  # matplotlib
-
-            command = shlex.join(["python", "-m", "loadtest", *sys.argv[1:]])
-            print(f"\n{write_page(self.report_dir, experiment_page(result, command, model, self.seed))}")
+            print(f"\nwritten: {write_page(self.report_dir, record)}")
         if not result.has_answers:
             raise SystemExit(1)
+
+    def _drawings(self, result: Result) -> Drawings:
+        if self.report_dir is None:
+            return {}
+        from bench.isolation.drawings import draw_experiment  # matplotlib
+
+        return draw_experiment(result)

@@ -1,18 +1,19 @@
-"""The negative controls: arms that lack a mechanism and have to fail, or an experiment shows nothing. Pure."""
+"""The negative controls: arms that lack a mechanism and must fail; an experiment in which they do not fail proves
+nothing. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bench.isolation.arms import AIMD, BEST_EFFORT, FIRST_COME, OURS
-from bench.isolation.shapes import ExperimentName
+from bench.isolation.experiments import ExperimentName
 from bench.isolation.summary import ArmSummary, compare_all
 
-TTFT_P50_FLOOR, TTFT_P99_FLOOR = 1.3, 1.25  # mixed ÷ alone: what A2 must not reach
+TTFT_P50_TARGET, TTFT_P99_TARGET = 1.3, 1.25  # mixed ÷ alone; A2 must be worse than both
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A negative control: an arm that must fail, or the experiment shows nothing. `failed` None: it was not run."""
+    """A negative control. `failed` is None where it was not run."""
 
     name: str
     failed: bool | None
@@ -21,21 +22,24 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What one experiment came to. `solo_load`: the base load as a share of the solo goodput; None: that was not
-    measured. `top_class`: the interactive class of the highest tier."""
+    """The measurements of one experiment that goals and controls are judged by.
+
+    `solo_load` is the base load as a share of the solo goodput, None where that was not measured. `top_class` is the
+    interactive class of the highest tier.
+    """
 
     experiment: ExperimentName
     arms: Mapping[str, ArmSummary]
     solo_load: float | None = None
-    factor: float = 1.0  # of the base load, while it is higher,
-    higher_for_s: float = 0.0  # in each round
+    factor: float = 1.0  # multiple of the base load while the load is raised
+    higher_for_s: float = 0.0  # seconds of raised load in each round
     on_gpu: bool = False
     top_class: str = ""
     settling_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def controls_of(seen: Evidence) -> list[Control]:
-    """Those of this experiment."""
+    """Return the controls of this experiment."""
     match seen.experiment:
         case "isolation":
             return _isolation_controls(seen)
@@ -63,7 +67,7 @@ def _isolation_controls(seen: Evidence) -> list[Control]:
     p50, p99 = (versus.latency.ttft_p50, versus.latency.ttft_p99) if versus else (None, None)
     if p50 is None or p99 is None:
         return [Control(name, None, "no first tokens to compare")]
-    failed = p50.value > TTFT_P50_FLOOR and p99.value > TTFT_P99_FLOOR
+    failed = p50.value > TTFT_P50_TARGET and p99.value > TTFT_P99_TARGET
     return [Control(name, failed, f"TTFT p50 {p50.value:.2f}×, p99 {p99.value:.2f}×")]
 
 

@@ -1,30 +1,30 @@
-"""What is promised of the product, and whether an experiment showed it: floors and goals. Pure.
+"""The goals of the product, and whether an experiment reached them. Pure.
 
-Every experiment shows all goals, also those that it says nothing about. A goal counts only if its negative control
-fails it: the verdict says so.
+Each goal has two bounds: a target that must be reached, and the goal itself. Every experiment lists all goals, also
+those that it does not measure. A goal counts only if its negative control fails it.
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from bench.isolation.arms import OURS, STATIC, STRICT
-from bench.isolation.controls import TTFT_P50_FLOOR, TTFT_P99_FLOOR, Control, Evidence, controls_of
-from bench.isolation.shapes import ExperimentName
+from bench.isolation.controls import TTFT_P50_TARGET, TTFT_P99_TARGET, Control, Evidence, controls_of
+from bench.isolation.experiments import ExperimentName
 from bench.isolation.summary import compare_all
 from loadtest.estimates import Estimate
 
-Verdict = Literal["goal", "floor", "missed", "not measured", "does not count"]
-SAMPLES_FOR_P99 = 3000
-ISOLATION_LOAD = 0.5  # of the solo goodput
+Verdict = Literal["goal", "target", "missed", "not measured", "does not count"]
+SAMPLES_FOR_P99 = 3000  # first tokens that a claim about a p99 needs: 30 above it
+ISOLATION_LOAD = 0.5  # share of the solo goodput that the goals are stated for
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """`measured` None: this run could not tell. `note` says what to think of it. `counts` False: its negative control
-    did not fail it."""
+    """One goal. `measured` is None where this run does not measure it; `counts` is False where its negative control did
+    not fail."""
 
     name: str
-    floor: float
+    target: float
     goal: float
     measured: Estimate | float | None = None
     higher_is_better: bool = False
@@ -41,11 +41,11 @@ class Goal:
     def verdict(self) -> Verdict:
         if self.value is None:
             return "not measured"
-        if not self._reaches(self.floor):
+        if not self._reaches(self.target):
             return "missed"
         if not self.counts:
             return "does not count"
-        return "goal" if self._reaches(self.goal) else "floor"
+        return "goal" if self._reaches(self.goal) else "target"
 
     def _reaches(self, bound: float) -> bool:
         value = self.value
@@ -54,7 +54,7 @@ class Goal:
 
 
 def judge(seen: Evidence) -> tuple[list[Goal], list[Control]]:
-    """All goals, and the controls of this experiment."""
+    """Return all goals, and the controls of this experiment."""
     controls = controls_of(seen)
     did_not_fail = any(control.failed is False for control in controls)
     goals = [
@@ -70,11 +70,11 @@ def judge(seen: Evidence) -> tuple[list[Goal], list[Control]]:
 
 
 def _isolation(seen: Evidence, control_did_not_fail: bool) -> list[Goal]:
-    p50 = Goal("isolation: TTFT p50, mixed ÷ alone", TTFT_P50_FLOOR, 1.15)
-    p99 = Goal("isolation: TTFT p99, mixed ÷ alone", TTFT_P99_FLOOR, 1.10)
+    p50 = Goal("isolation: TTFT p50, mixed ÷ alone", TTFT_P50_TARGET, 1.15)
+    p99 = Goal("isolation: TTFT p99, mixed ÷ alone", TTFT_P99_TARGET, 1.10)
     attained = Goal("interactive SLO attainment, mixed", 0.97, 0.99, higher_is_better=True, is_share=True)
     if seen.experiment != "isolation" or OURS not in seen.arms:
-        return [_of_another(goal, seen, "isolation") for goal in (p50, p99, attained)]
+        return [_measured_elsewhere(goal, seen, "isolation") for goal in (p50, p99, attained)]
     ours, versus = seen.arms[OURS], compare_all(seen.arms).get(OURS)
     samples = len(ours.ttft.samples)
     few = "" if samples >= SAMPLES_FOR_P99 else f"of {samples} first tokens; {SAMPLES_FOR_P99:,} for a claim on a GPU"
@@ -84,7 +84,7 @@ def _isolation(seen: Evidence, control_did_not_fail: bool) -> list[Goal]:
         replace(p99, measured=versus.latency.ttft_p99 if versus else None, note=_notes(alone, few)),
     ]
     share = replace(attained, measured=ours.total.share, note=f"of {ours.total.offered} offered")
-    return [*(_controlled(goal, "A2", control_did_not_fail) for goal in found), share]
+    return [*(_checked_by_control(goal, "A2", control_did_not_fail) for goal in found), share]
 
 
 def _load_note(seen: Evidence) -> str:
@@ -101,7 +101,7 @@ def _throughput(seen: Evidence) -> list[Goal]:
     over_static = Goal("goodput ÷ best static budget", 1.0, 1.15, higher_is_better=True)
     versus = compare_all(seen.arms).get(OURS) if seen.experiment == "isolation" else None
     if versus is None:
-        harvest = _of_another(harvest, seen, "isolation")
+        harvest = _measured_elsewhere(harvest, seen, "isolation")
     elif versus.bulk_harvest is None:
         harvest = replace(harvest, note="A1 was not run, or the server does not say how busy it was")
     else:
@@ -110,7 +110,7 @@ def _throughput(seen: Evidence) -> list[Goal]:
 
 
 def _goodput_over(goal: Goal, seen: Evidence, other: str) -> Goal:
-    """At the one load of this run: no arm can serve more in time than is offered, which bounds the ratio."""
+    """Measure at the one load of this run. No arm can serve more in time than is offered, which bounds the ratio."""
     if OURS not in seen.arms or other not in seen.arms:
         return replace(goal, note=f"{other} was not run")
     ours, theirs = seen.arms[OURS], seen.arms[other]
@@ -125,7 +125,7 @@ def _overload(seen: Evidence) -> list[Goal]:
     top = Goal("1.5× overload for 60 s: misses of the top tier", 0.02, 0.005, is_share=True)
     everyone = Goal("1.5× overload for 60 s: all misses", 0.20, 0.10, is_share=True)
     if seen.experiment != "overload" or OURS not in seen.arms:
-        return [_of_another(goal, seen, "overload") for goal in (top, everyone)]
+        return [_measured_elsewhere(goal, seen, "overload") for goal in (top, everyone)]
     ours = seen.arms[OURS]
     of_top = ours.attainment.get(seen.top_class)
     load = "the solo goodput was not measured"
@@ -140,7 +140,7 @@ def _overload(seen: Evidence) -> list[Goal]:
 
 
 def _engine(seen: Evidence) -> list[Goal]:
-    """Measured in every experiment."""
+    """Return the goals about the engine's steps, which every experiment measures."""
     ours = seen.arms.get(OURS)
     engine = ours.engine if ours else None
     recomputed = (
@@ -160,7 +160,7 @@ def _engine(seen: Evidence) -> list[Goal]:
             0.01 if seen.on_gpu else 0.03,
             engine.wasted_share if engine else None,
             is_share=True,
-            note=f"of bulk's engine time, in steps that were left{recomputed}",
+            note=f"of bulk's engine time, in steps that evicted it{recomputed}",
         ),
         Goal("step-time error (MAPE)", 0.10, 0.04, engine.step_time_error if engine else None, is_share=True),
     ]
@@ -169,30 +169,30 @@ def _engine(seen: Evidence) -> list[Goal]:
 def _settling(seen: Evidence, control_did_not_fail: bool) -> Goal:
     goal = Goal("settle after a 3× load step", 30.0, 10.0, unit="s")
     if seen.experiment != "step" or OURS not in seen.settling_s:
-        return _of_another(goal, seen, "step")
-    return _controlled(replace(goal, measured=seen.settling_s[OURS]), "A5", control_did_not_fail)
+        return _measured_elsewhere(goal, seen, "step")
+    return _checked_by_control(replace(goal, measured=seen.settling_s[OURS]), "A5", control_did_not_fail)
 
 
 def _jobs(seen: Evidence, control_did_not_fail: bool) -> Goal:
     goal = Goal("admitted jobs with deadlines on time", 0.95, 0.99, higher_is_better=True, is_share=True)
     if seen.experiment != "deadlines" or OURS not in seen.arms:
-        return _of_another(goal, seen, "deadlines")
+        return _measured_elsewhere(goal, seen, "deadlines")
     jobs = seen.arms[OURS].jobs
     measured = replace(goal, measured=jobs.share, note=f"of {jobs.offered} admitted")
-    return _controlled(measured, "best effort", control_did_not_fail)
+    return _checked_by_control(measured, "best effort", control_did_not_fail)
 
 
 def _simulator() -> Goal:
-    note = "`loadtest compare` holds the simulator against this run's JSON"
+    note = "`bench simulator-accuracy` compares the simulator with this run's JSON"
     return Goal("simulator against the engine: TTFT and ITL, p50 and p95", 0.20, 0.10, is_share=True, note=note)
 
 
-def _of_another(goal: Goal, seen: Evidence, experiment: ExperimentName) -> Goal:
+def _measured_elsewhere(goal: Goal, seen: Evidence, experiment: ExperimentName) -> Goal:
     here = seen.experiment == experiment
     return replace(goal, note="an arm that it needs was not run" if here else f"--experiment {experiment} measures it")
 
 
-def _controlled(goal: Goal, control: str, did_not_fail: bool) -> Goal:
+def _checked_by_control(goal: Goal, control: str, did_not_fail: bool) -> Goal:
     if not did_not_fail:
         return goal
     return replace(goal, counts=False, note=_notes(f"{control}, its negative control, did not fail", goal.note))

@@ -1,6 +1,6 @@
-"""The search for the solo goodput: the highest load that is served within its promises, by few probes in bounded time.
+"""The search for the solo goodput: the highest load that is served within its SLOs, with few probes in bounded time.
 
-Pure: knows loads and what share of their requests were in time; not how a load is sent.
+Pure: knows loads and the share of their requests that were in time; not how a load is sent.
 """
 
 import math
@@ -9,20 +9,25 @@ from dataclasses import dataclass
 
 from bench.isolation.attainment import GOAL
 
-MAX_DOUBLINGS = 6
-BISECTIONS = 3
+MAX_DOUBLINGS = 6  # up to 64 times the first load
+BISECTIONS = 3  # a doubling cut three times: the result is within a tenth
 Z_95 = 1.645  # one-sided
 
 
 def allowed_misses(offered: int) -> float:
-    """Of so many requests. One is allowed of however few: at the very goal, every third probe of 40 has one."""
+    """Return how many of the offered requests may miss their SLO.
+
+    One miss is always allowed: at exactly the goal, every third probe of 40 requests has one.
+    """
     return max(1.0, (1 - GOAL) * offered)
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One load that was tried, in multiples of the scenario's. Where it `was_cut`, because more were late than may be,
-    `missed` is the least that it could have come to, of what was planned."""
+    """One load that was tried, in multiples of the scenario's load.
+
+    A probe that `was_cut` had more misses than allowed; `missed` is then a lower bound, over all planned requests.
+    """
 
     clients: float
     offered: int
@@ -31,7 +36,7 @@ class Probe:
 
     @property
     def attainment(self) -> float:
-        """1 where nobody came: nobody was late."""
+        """The share of requests in time; 1 where there were no requests."""
         return 1 - self.missed / self.offered if self.offered else 1.0
 
     @property
@@ -41,8 +46,8 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """`clients` is the most load that was tried and held; 0 where none did. `breaks_at`: the least above it that did
-    not hold; None: none was tried."""
+    """The result of the search. `clients` is the highest load that was tried and held, 0 where none did; `breaks_at` is
+    the lowest load above it that did not hold, None where none was tried."""
 
     clients: float
     probes: tuple[Probe, ...]
@@ -50,7 +55,8 @@ class Goodput:
 
     @property
     def at_least(self) -> float | None:
-        """The attainment at `clients` that as many requests show with 95 % confidence (Wilson's bound)."""
+        """The attainment at `clients` that so many requests prove with 95 % confidence (Wilson's bound); None without
+        probes."""
         held = [p for p in self.probes if p.clients == self.clients and p.offered]
         if not held:
             return None
@@ -65,8 +71,11 @@ async def find_goodput(
     least: float = 0.0,
     has_time: Callable[[], bool] = lambda: True,
 ) -> Goodput:
-    """`measure` runs a load. Doubles (or halves, as far as `least`, below which a probe would see too little) until one
-    holds and one does not, then bisects, in steps of equal ratio; ends early where `has_time` says no."""
+    """Search for the highest load that holds; `measure` runs one load.
+
+    Doubles the load (or halves it, down to `least`, below which a probe would see too few requests) until one holds and
+    one does not, then bisects in equal ratios. Ends early when `has_time` returns False.
+    """
     probes: list[Probe] = []
 
     async def holds(clients: float) -> bool:

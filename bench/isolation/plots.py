@@ -1,6 +1,6 @@
-"""Plots over arms: first tokens, and what bulk gets for what interactive pays.
+"""Plots of all arms: first tokens, and how much bulk gets for what interactive traffic loses.
 
-Knows results; how drawings look is `canvas`.
+Knows results; the style is in `bench.reporting.svg`.
 """
 
 from collections.abc import Mapping
@@ -8,20 +8,21 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.figure import Figure
 
+from bench.isolation.arms import OURS, OURS_ALONE, PEER, PEER_ALONE
 from bench.isolation.attainment import has_met
-from bench.isolation.canvas import MUTED, WARM, arm_colour, drawn, log_ms
-from bench.isolation.record import Result
+from bench.isolation.result import Result
 from bench.isolation.summary import ArmSummary
+from bench.reporting.svg import ACCENT, GREEN, MUTED, VIOLET, WARM, draw_svg, log_ms
 
 
 def latency_by_arm(arms: Mapping[str, ArmSummary], target_ms: float | None) -> str:
-    """First tokens of every arm with interactive traffic: median and p99 with their intervals."""
+    """Draw the first tokens of every arm with interactive traffic: median and p99 with their intervals."""
     shown = [arm for arm in arms.values() if len(arm.ttft.samples)]
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         for row, arm in enumerate(reversed(shown)):
-            colour = arm_colour(arm.arm.name)
+            colour = _arm_colour(arm.arm.name)
             for q, marker in ((0.5, "o"), (0.99, "D")):
                 e = arm.ttft.quantile(q)
                 assert e is not None, "arms without samples are not shown"
@@ -36,34 +37,34 @@ def latency_by_arm(arms: Mapping[str, ArmSummary], target_ms: float | None) -> s
         if target_ms is not None:
             axes.axvline(target_ms, color=WARM, linewidth=1.2, linestyle="--")
             axes.annotate(
-                f"promise {target_ms:g} ms", (target_ms, 1.0), (4, -2), ("data", "axes fraction"),
+                f"SLO {target_ms:g} ms", (target_ms, 1.0), (4, -2), ("data", "axes fraction"),
                 textcoords="offset points", color=WARM, va="top", fontsize=9,
             )  # fmt: skip
 
-    return drawn("latency", 0.9 + 0.42 * len(shown), draw)
+    return draw_svg("latency", 0.9 + 0.42 * len(shown), draw)
 
 
 def harvest_by_arm(arms: Mapping[str, ArmSummary]) -> str:
-    """Each mixed arm as a point: interactive attainment against bulk throughput. Up and right is better."""
+    """Draw each mixed arm as a point: interactive attainment against bulk throughput. Up and to the right is better."""
     mixed = [arm for arm in arms.values() if arm.arm.is_mixed]
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         for arm in mixed:
             share = 100 * (arm.total.share or 0.0)
-            axes.scatter(arm.bulk_tokens_per_s, share, s=70, color=arm_colour(arm.arm.name), zorder=3)
+            axes.scatter(arm.bulk_tokens_per_s, share, s=70, color=_arm_colour(arm.arm.name), zorder=3)
             axes.annotate(arm.arm.name, (arm.bulk_tokens_per_s, share), (7, 5), textcoords="offset points", fontsize=10)
         axes.axhline(99, color=WARM, linewidth=1.1, linestyle="--")
         axes.set_xlim(left=0, right=1.15 * max((arm.bulk_tokens_per_s for arm in mixed), default=1.0) or 1.0)
         axes.set_ylim(-4, 106)
         axes.set_xlabel("bulk tokens/s")
-        axes.set_ylabel("interactive within the promise, %")
+        axes.set_ylabel("interactive within the SLO, %")
 
-    return drawn("harvest", 3.4, draw)
+    return draw_svg("harvest", 3.4, draw)
 
 
 def attainment_over_time(result: Result, bin_s: float = 5.0) -> str:
-    """The share within the promise in bins of arrival, all rounds together: how an arm meets a change of load."""
+    """Draw the share within the SLO by arrival, all rounds together: how an arm takes a change of load."""
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
@@ -75,17 +76,22 @@ def attainment_over_time(result: Result, bin_s: float = 5.0) -> str:
                     for o in part.run.outcomes.get(traffic.name, []):
                         index = min(bins - 1, int((o.due_s - part.run.start_s) / bin_s))
                         offered[index] += 1
-                        met[index] += has_met(o, result.promises[traffic.name])
+                        met[index] += has_met(o, result.slos[traffic.name])
             shares = np.where(offered > 0, 100 * met / np.maximum(offered, 1), np.nan)
             edges, shares = bin_s * np.arange(bins + 1), np.append(shares, shares[-1])
-            axes.step(edges, shares, where="post", color=arm_colour(name), linewidth=1.8, label=name)
-        spike = result.experiment.shape.spike(result.timing.part_s)
+            axes.step(edges, shares, where="post", color=_arm_colour(name), linewidth=1.8, label=name)
+        spike = result.experiment.profile.spike(result.timing.part_s)
         if spike is not None:
             axes.axvspan(spike.at_s, spike.at_s + spike.for_s, color=MUTED, alpha=0.15, linewidth=0)
         axes.set_xlim(0, result.timing.part_s)
         axes.set_ylim(-4, 106)
-        axes.set_ylabel("within the promise, %")
+        axes.set_ylabel("within the SLO, %")
         axes.set_xlabel("seconds since the part began; the higher load is shaded")
         axes.legend(loc="lower right", ncols=4)
 
-    return drawn("attainment", 3.0, draw)
+    return draw_svg("attainment", 3.0, draw)
+
+
+def _arm_colour(name: str) -> str:
+    own = {OURS: ACCENT, OURS_ALONE: GREEN, PEER: VIOLET, PEER_ALONE: VIOLET}
+    return own.get(name, MUTED)

@@ -1,6 +1,6 @@
-"""Plots over the time of one part: first tokens, bulk, who was set aside, and the knobs.
+"""Plots of one part over time: first tokens, bulk tokens, preemptions and the knobs.
 
-Knows parts; how drawings look is `canvas`.
+Knows parts; the style is in `bench.reporting.svg`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,24 +10,27 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.isolation.attainment import has_met
-from bench.isolation.canvas import CYCLE, GREEN, MUTED, VIOLET, WARM, drawn, log_ms
-from bench.isolation.experiment import Part
-from loadtest.client.timeline import Series
+from bench.isolation.rounds import Part
+from bench.reporting.svg import CYCLE, GREEN, MUTED, VIOLET, WARM, draw_svg, log_ms
+from loadtest.client.server_metrics import Series
 from loadtest.traffic.scenario import Scenario, Targets
 
-MAX_VECTOR_POINTS = 1500  # more become an image inside the drawing
-BIN_S = 1.0
+MAX_VECTOR_POINTS = 1500  # more points are drawn as an image inside the SVG
+BIN_S = 1.0  # width of the bins of bulk tokens
 
 
 def arm_over_time(
-    part: Part, scenario: Scenario, promises: Mapping[str, Targets], span_ms: tuple[float, float], top_rate: float
+    part: Part, scenario: Scenario, slos: Mapping[str, Targets], span_ms: tuple[float, float], top_rate: float
 ) -> str:
-    """One part: every first token with the promise, bulk tokens per second, and who was set aside. `span_ms` and
-    `top_rate` (of bulk) are the axes' limits: the same for all arms, so that they can be compared."""
+    """Draw one part: every first token with its SLO, bulk tokens per second, and preempted bulk.
+
+    `span_ms` and `top_rate` (of bulk) are the limits of the axes, the same for all arms, so that drawings can be
+    compared.
+    """
 
     def draw(figure: Figure) -> None:
         top, middle, low = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.3, 1.3))
-        _first_tokens(top, part, scenario, promises)
+        _first_tokens(top, part, scenario, slos)
         top.set_ylim(*span_ms)
         starts, rates = bulk_rate(part, scenario)
         seconds, rates = np.append(starts, part.run.duration_s), np.append(rates, rates[-1])
@@ -39,13 +42,13 @@ def arm_over_time(
         low.set_xlabel("seconds since the part began")
         low.set_xlim(0, part.run.duration_s)
 
-    return drawn(f"time-{part.arm.name}", 5.2, draw)
+    return draw_svg(f"time-{part.arm.name}", 5.2, draw)
 
 
-def _first_tokens(axes: Axes, part: Part, scenario: Scenario, promises: Mapping[str, Targets]) -> None:
+def _first_tokens(axes: Axes, part: Part, scenario: Scenario, slos: Mapping[str, Targets]) -> None:
     for colour, traffic in zip(CYCLE, scenario.with_role("interactive"), strict=False):
         outcomes = [o for o in part.run.outcomes.get(traffic.name, []) if o.ttft_s is not None]
-        met = [has_met(o, promises[traffic.name]) for o in outcomes]
+        met = [has_met(o, slos[traffic.name]) for o in outcomes]
         for is_met, marker in ((True, "o"), (False, "x")):
             chosen = [o for o, m in zip(outcomes, met, strict=True) if m == is_met]
             if not chosen:
@@ -58,10 +61,10 @@ def _first_tokens(axes: Axes, part: Part, scenario: Scenario, promises: Mapping[
                 color=colour if is_met else WARM,
                 alpha=0.8,
                 linewidths=1.2 if not is_met else 0,
-                label=f"{traffic.name}, {'in time' if is_met else 'promise missed'} ({len(chosen)})",
+                label=f"{traffic.name}, {'in time' if is_met else 'slo missed'} ({len(chosen)})",
                 rasterized=len(chosen) > MAX_VECTOR_POINTS,
             )
-        target_ms = promises[traffic.name].ttft_ms
+        target_ms = slos[traffic.name].ttft_ms
         if target_ms is not None:
             axes.axhline(target_ms, color=WARM, linewidth=1.1, linestyle="--")
     log_ms(axes.yaxis, axes.set_yscale)
@@ -71,30 +74,30 @@ def _first_tokens(axes: Axes, part: Part, scenario: Scenario, promises: Mapping[
 
 
 def _interference(axes: Axes, part: Part) -> None:
-    """How often bulk was set aside, as far as the server counts it."""
+    """Return how often bulk was preempted, as far as the server counts it."""
     lines = {
         "preemptions/s": part.timeline.rate("tidegate_num_preemptions_total"),
-        "steps shed/s": part.timeline.rate("tidegate_steps_shed_total"),
+        "steps evicted/s": part.timeline.rate("tidegate_steps_shed_total"),
     }
     drawn_any = False
     for (label, series), colour in zip(lines.items(), (VIOLET, WARM), strict=True):
         if series:
-            times, values = _since(series, part.run.start_s)
+            times, values = _from(series, part.run.start_s)
             axes.plot(times, values, color=colour, linewidth=1.2, label=label)
             drawn_any = True
     paused = part.timeline.gauge("tidegate_num_requests_paused")
     if paused:
-        times, values = _since(paused, part.run.start_s)
+        times, values = _from(paused, part.run.start_s)
         axes.plot(times, values, color=MUTED, linewidth=1.2, label="sequences paused")
         drawn_any = True
-    axes.set_ylabel("set aside")
+    axes.set_ylabel("preempted")
     axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
     if drawn_any:
         _legend_above(axes)
 
 
 def knobs_over_time(part: Part, tiers: Sequence[str]) -> str | None:
-    """Batch size and max-wait of each tier; None where the server exports none."""
+    """Draw batch size and max-wait of each tier; None where the server exports none."""
     sizes = {tier: part.timeline.gauge("tidegate_controller_batch_size", tier=tier) for tier in tiers}
     waits = {tier: part.timeline.gauge("tidegate_controller_max_wait_seconds", tier=tier) for tier in tiers}
     if not any(sizes.values()):
@@ -104,7 +107,7 @@ def knobs_over_time(part: Part, tiers: Sequence[str]) -> str | None:
         top, low = figure.subplots(2, 1, sharex=True)
         for axes, knobs, factor, label in ((top, sizes, 1.0, "batch size"), (low, waits, 1e3, "max-wait, ms")):
             for colour, (tier, series) in zip(CYCLE, knobs.items(), strict=False):
-                times, values = _since(series, part.run.start_s)
+                times, values = _from(series, part.run.start_s)
                 axes.step(times, factor * values, where="post", color=colour, linewidth=1.4, label=tier)
             axes.set_ylabel(label)
             axes.set_ylim(bottom=0)
@@ -112,11 +115,11 @@ def knobs_over_time(part: Part, tiers: Sequence[str]) -> str | None:
         low.set_xlabel("seconds since the part began")
         low.set_xlim(0, part.run.duration_s)
 
-    return drawn(f"knobs-{part.arm.name}", 3.4, draw)
+    return draw_svg(f"knobs-{part.arm.name}", 3.4, draw)
 
 
 def bulk_rate(part: Part, scenario: Scenario) -> tuple[np.ndarray, np.ndarray]:
-    """(bin starts, tokens per second) of all bulk classes, by when the client got them."""
+    """Return (bin starts, tokens per second) of all bulk classes, by the time at which the client got the tokens."""
     bins = max(1, int(np.ceil(part.run.duration_s / BIN_S)))
     tokens = np.zeros(bins)
     for traffic in scenario.with_role("bulk"):
@@ -130,10 +133,10 @@ def bulk_rate(part: Part, scenario: Scenario) -> tuple[np.ndarray, np.ndarray]:
     return BIN_S * np.arange(bins), tokens / BIN_S
 
 
-def first_token_span_ms(parts: Sequence[Part], promises: Mapping[str, Targets]) -> tuple[float, float]:
-    """Limits that hold every first token of the parts, and the promises."""
-    waited = [o.ttft_s for part in parts for name in promises for o in part.run.outcomes.get(name, [])]
-    shown = [1e3 * s for s in waited if s] + [t.ttft_ms for t in promises.values() if t.ttft_ms]
+def first_token_span_ms(parts: Sequence[Part], slos: Mapping[str, Targets]) -> tuple[float, float]:
+    """Return limits in ms that hold every first token of the parts, and the SLOs."""
+    waited = [o.ttft_s for part in parts for name in slos for o in part.run.outcomes.get(name, [])]
+    shown = [1e3 * s for s in waited if s] + [t.ttft_ms for t in slos.values() if t.ttft_ms]
     return (0.8 * min(shown), 1.25 * max(shown)) if shown else (1.0, 1000.0)
 
 
@@ -141,6 +144,6 @@ def _legend_above(axes: Axes) -> None:
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=8, borderaxespad=0.1)
 
 
-def _since(series: Series, start_s: float) -> tuple[np.ndarray, np.ndarray]:
+def _from(series: Series, start_s: float) -> tuple[np.ndarray, np.ndarray]:
     times, values = zip(*series, strict=True) if series else ((), ())
     return np.array(times) - start_s, np.array(values)

@@ -1,6 +1,6 @@
-"""One arm in numbers, from all its rounds: at the client's socket, and from the server's own metrics. Pure.
+"""One arm in numbers, over all its rounds: at the client's socket, and from the server's own metrics. Pure.
 
-Knows outcomes and timelines; not goals nor how it is shown.
+Knows outcomes and metric readings; not goals, and not how results are shown.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.isolation.arms import BULK_ALONE, PEER_BULK, Arm, promises_something
+from bench.isolation.arms import BULK_ALONE, PEER_BULK, Arm, has_slo
 from bench.isolation.attainment import Attainment, attainment_of, has_met
-from bench.isolation.experiment import Part, Rounds
-from bench.isolation.shapes import has_deadline
+from bench.isolation.experiments import has_deadline
+from bench.isolation.rounds import Part, Rounds
 from loadtest.client.runner import ArmRun
-from loadtest.client.timeline import bucket_quantile
+from loadtest.client.server_metrics import bucket_quantile
 from loadtest.estimates import (
     ClassSummary,
     Distribution,
@@ -27,24 +27,24 @@ from loadtest.estimates import (
 from loadtest.traffic.scenario import Scenario, Targets, TrafficClass
 
 PREEMPTION_MODES = ("pause", "swap", "recompute")
-REFUSED = (429, 503)  # admission said no, which is no broken promise
+REFUSED = (429, 503)  # refused by admission, which is not a missed deadline
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What the server says of itself over the measured windows; None where it does not."""
+    """The server's own metrics over the measured windows; None where it does not export them."""
 
     busy_share: float | None
     step_p50_s: float | None
     step_p99_s: float | None
-    reaction_p50: float | None  # arrival to first step, in lengths of the step that ran
+    reaction_p50: float | None  # from arrival to first step, in durations of the step that ran
     reaction_p99: float | None
     steps_shed: float | None
-    wasted_share: float | None  # of bulk's engine time, in steps that were left and done again
-    recomputed_tokens: float | None  # whose KV was given up
+    wasted_share: float | None  # share of bulk's engine time in work that was evicted and done again
+    recomputed_tokens: float | None  # tokens computed again because their KV was dropped
     step_time_error: float | None
     preemptions: dict[str, float]
-    moves: float | None  # of a knob
+    moves: float | None  # how often the controller moved a knob
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class ArmSummary:
     ttft: Distribution  # of all interactive classes
     itl: Distribution
     e2e: Distribution
-    jobs: Attainment  # bulk with deadlines: of those that were admitted
-    met_per_s: float  # interactive requests that met their promise
+    jobs: Attainment  # bulk with deadlines, over the admitted requests
+    met_per_s: float  # interactive requests per second that met their SLO
     bulk_tokens_per_s: float
     engine: EngineView
     lag_p99_s: float
@@ -70,22 +70,22 @@ class ArmSummary:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A mixed arm against the arms alone of the same system."""
+    """A mixed arm compared with the arms of the same system alone."""
 
     latency: LatencyRatios
     bulk_kept: float | None
     bulk_harvest: float | None
 
 
-def summarize_arms(rounds: Rounds, scenario: Scenario, promises: Mapping[str, Targets]) -> dict[str, ArmSummary]:
-    return {name: _summarize(parts, scenario, promises) for name, parts in rounds.parts.items() if parts}
+def summarize_arms(rounds: Rounds, scenario: Scenario, slos: Mapping[str, Targets]) -> dict[str, ArmSummary]:
+    return {name: _summarize(parts, scenario, slos) for name, parts in rounds.parts.items() if parts}
 
 
-def _summarize(parts: Sequence[Part], scenario: Scenario, promises: Mapping[str, Targets]) -> ArmSummary:
+def _summarize(parts: Sequence[Part], scenario: Scenario, slos: Mapping[str, Targets]) -> ArmSummary:
     runs = [part.run for part in parts]
     classes = {name: summarize(runs, name) for name in runs[0].outcomes}
     interactive = [c.name for c in scenario.with_role("interactive") if c.name in classes]
-    attainment = {n: attainment_of((o for r in runs for o in r.outcomes[n]), promises[n]) for n in interactive}
+    attainment = {n: attainment_of((o for r in runs for o in r.outcomes[n]), slos[n]) for n in interactive}
     return ArmSummary(
         parts[0].arm,
         classes,
@@ -114,15 +114,15 @@ def _pooled(distributions: Sequence[Distribution]) -> Distribution:
 
 def _engine_view(parts: Sequence[Part]) -> EngineView:
     tiers = (parts[0].arm.tiers or {"tiers": {}})["tiers"]
-    promising = [name for name, tier in tiers.items() if promises_something(tier)]
+    with_slos = [name for name, tier in tiers.items() if has_slo(tier)]
     return EngineView(
         busy_share=busy_share([part.run for part in parts]),
         step_p50_s=_quantile(parts, "tidegate_step_seconds", 0.5),
         step_p99_s=_quantile(parts, "tidegate_step_seconds", 0.99),
-        reaction_p50=_quantile(parts, "tidegate_reaction_steps", 0.5, promising),
-        reaction_p99=_quantile(parts, "tidegate_reaction_steps", 0.99, promising),
+        reaction_p50=_quantile(parts, "tidegate_reaction_steps", 0.5, with_slos),
+        reaction_p99=_quantile(parts, "tidegate_reaction_steps", 0.99, with_slos),
         steps_shed=_grown(parts, "tidegate_steps_shed_total"),
-        wasted_share=_wasted_share(parts, [name for name in tiers if name not in promising]),
+        wasted_share=_wasted_share(parts, [name for name in tiers if name not in with_slos]),
         recomputed_tokens=_grown(parts, "tidegate_recomputed_tokens_total"),
         step_time_error=_mean(parts, "tidegate_step_time_error_ratio"),
         preemptions={m: _grown(parts, "tidegate_num_preemptions_total", mode=m) or 0.0 for m in PREEMPTION_MODES},
@@ -143,7 +143,7 @@ def _grown(parts: Sequence[Part], name: str, **labels: str) -> float | None:
 
 
 def _quantile(parts: Sequence[Part], name: str, q: float, tiers: Sequence[str] | None = None) -> float | None:
-    """Of a histogram over all windows; over these tiers, if there is a label for them."""
+    """Return a quantile of a histogram over all windows, for these tiers if it has a label for them."""
     counts: dict[float, float] = {}
     labels: list[dict[str, str]] = [{}] if tiers is None else [{"tier": tier} for tier in tiers]
     for part in parts:
@@ -154,7 +154,7 @@ def _quantile(parts: Sequence[Part], name: str, q: float, tiers: Sequence[str] |
 
 
 def _mean(parts: Sequence[Part], name: str) -> float | None:
-    """Of a histogram over the windows; of a gauge over its readings."""
+    """Return the mean of a histogram over the windows, or of a gauge over its readings."""
     count, total = _grown(parts, f"{name}_count"), _grown(parts, f"{name}_sum")
     if count and total is not None:
         return total / count
@@ -172,7 +172,7 @@ def compare(mixed: ArmSummary, alone: ArmSummary, bulk_alone: ArmSummary | None)
 
 
 def compare_all(arms: Mapping[str, ArmSummary]) -> dict[str, Comparison]:
-    """Every mixed arm against the arms alone of its own system, as far as they were run."""
+    """Return the comparison of every mixed arm with the arms of its own system alone, as far as they were run."""
     found = {}
     for name, summary in arms.items():
         alone = arms.get(summary.arm.alone)
@@ -181,12 +181,10 @@ def compare_all(arms: Mapping[str, ArmSummary]) -> dict[str, Comparison]:
     return found
 
 
-def met_by_arrival(
-    parts: Sequence[Part], scenario: Scenario, promises: Mapping[str, Targets]
-) -> list[tuple[float, bool]]:
-    """(seconds from its part's start, met) of every interactive request, by arrival."""
+def met_by_arrival(parts: Sequence[Part], scenario: Scenario, slos: Mapping[str, Targets]) -> list[tuple[float, bool]]:
+    """Return (seconds from its part's start, met) of every interactive request, by arrival."""
     found = [
-        (outcome.due_s - part.run.start_s, has_met(outcome, promises[c.name]))
+        (outcome.due_s - part.run.start_s, has_met(outcome, slos[c.name]))
         for part in parts
         for c in scenario.with_role("interactive")
         for outcome in part.run.outcomes.get(c.name, [])

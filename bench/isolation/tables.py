@@ -1,34 +1,31 @@
-"""The tables of an experiment, as rows of words: for the terminal and for the page.
-
-Knows units and rounding; computes nothing else.
-"""
+"""The tables of an experiment. Knows units and rounding; computes nothing else."""
 
 from collections.abc import Mapping
 
 from bench.isolation.arms import OURS
 from bench.isolation.controls import Control
+from bench.isolation.experiments import has_deadline
 from bench.isolation.goals import Goal
 from bench.isolation.goodput import Goodput
-from bench.isolation.page import Row, Table
-from bench.isolation.record import Result
-from bench.isolation.shapes import has_deadline
+from bench.isolation.result import Result
 from bench.isolation.summary import ArmSummary, compare_all
 from bench.isolation.tuning import Sweep
 from loadtest.estimates import Distribution, Estimate
-from loadtest.report import ABSENT, interval, number
+from loadtest.reporting.formats import ABSENT, interval, number, percent
+from loadtest.reporting.record import Row, Table
 from loadtest.traffic.scenario_arrivals import OpenLoop
 
 DIRECTION = {False: "≤", True: "≥"}
 
 
 def load_line(result: Result) -> str:
-    """What interactive traffic was sent, in one line."""
+    """Return the load of the interactive classes in one line."""
     rates = [
         f"{c.name} {c.arrivals.mean_rate_per_s:.3g}/s"
         for c in result.scenario.with_role("interactive")
         if isinstance(c.arrivals, OpenLoop)
     ]
-    factor, unit = result.experiment.shape.factor, f"× {result.clients:.3g} clients, as given (--clients)"
+    factor, unit = result.experiment.profile.factor, f"× {result.clients:.3g} clients, as given (--clients)"
     if result.goodput is not None:
         unit = "of the solo goodput" if result.goodput.clients else "of the least load that was tried alone"
     moved = f", then {factor:g} times that" if factor != 1.0 else ""
@@ -36,7 +33,7 @@ def load_line(result: Result) -> str:
 
 
 def goodput_line(goodput: Goodput) -> str:
-    """What interactive traffic sustains alone, in one line."""
+    """Return in one line what interactive traffic sustains alone."""
     if not goodput.clients:
         return "none of the loads that were tried held"
     above = "nothing above it was tried" if goodput.breaks_at is None else f"{goodput.breaks_at:.3g} × did not hold"
@@ -48,7 +45,7 @@ def arms_table(arms: Mapping[str, ArmSummary]) -> Table:
     """Times in ms."""
     times = ("TTFT p50", "p95", "p99", "ITL p50", "p99", "max", "E2E p50")
     header = ("arm", "", "offered", "in time", *times, "bulk tok/s", "engine busy")
-    return Table(header, tuple(Row(_arm_cells(arm), _mark(arm)) for arm in arms.values()), text_columns=(0, 1))
+    return Table(header, tuple(Row(_arm_cells(arm), _mark(arm)) for arm in arms.values()))
 
 
 def _arm_cells(arm: ArmSummary) -> tuple[str, ...]:
@@ -57,18 +54,18 @@ def _arm_cells(arm: ArmSummary) -> tuple[str, ...]:
         arm.arm.name,
         arm.arm.title,
         str(arm.total.offered) if arm.attainment else ABSENT,
-        share(arm.total.share),
+        percent(arm.total.share),
         *(_ms(arm.ttft, q) for q in (0.5, 0.95, 0.99)),
         *(_ms(arm.itl, q) for q in (0.5, 0.99)),
         milliseconds(longest),
         _ms(arm.e2e, 0.5),
         f"{arm.bulk_tokens_per_s:.0f}" if "bulk" in arm.arm.roles else ABSENT,
-        share(arm.engine.busy_share),
+        percent(arm.engine.busy_share),
     )
 
 
 def versus_table(result: Result) -> Table:
-    """Every mixed arm ÷ the arms alone of its system."""
+    """Every mixed arm ÷ the arms of its system alone."""
     header = ("arm", "", "TTFT p50", "TTFT p99", "ITL p99", "E2E p50", "E2E p99", "bulk kept", "harvest")
     rows = []
     for name, c in compare_all(result.arms).items():
@@ -77,49 +74,49 @@ def versus_table(result: Result) -> Table:
         ratios = (r.ttft_p50, r.ttft_p99, r.itl_p99, r.e2e_p50, r.e2e_p99)
         cells = (name, arm.arm.title, *(interval(e) for e in ratios), number(c.bulk_kept), number(c.bulk_harvest))
         rows.append(Row(cells, _mark(arm)))
-    return Table(header, tuple(rows), text_columns=(0, 1))
+    return Table(header, tuple(rows))
 
 
 def classes_table(result: Result) -> Table:
-    """Each class in each arm: what the pooled figures hide."""
-    header = ("arm", "class", "answered as", "promise", "offered", "in time", "errors", "TTFT p50", "p99", "tok/s")
+    """Each class in each arm, which the pooled figures do not show."""
+    header = ("arm", "class", "answered as", "SLO", "offered", "in time", "errors", "TTFT p50", "p99", "tok/s")
     rows = []
     for name, arm in result.arms.items():
         for class_name, s in arm.classes.items():
             met = arm.attainment.get(class_name)
-            promise = result.promises.get(class_name)
-            promised = f"{promise.ttft_ms:g} / {promise.itl_ms or 0:g} ms" if promise and promise.ttft_ms else ABSENT
+            slo = result.slos.get(class_name)
+            shown_slo = f"{slo.ttft_ms:g} / {slo.itl_ms or 0:g} ms" if slo and slo.ttft_ms else ABSENT
             cells = (
                 name,
                 class_name,
                 ", ".join(s.answered_as) or ABSENT,
-                promised,
+                shown_slo,
                 str(s.offered),
-                share(met.share if met else None),
+                percent(met.share if met else None),
                 str(s.errors),
                 _ms(s.ttft, 0.5),
                 _ms(s.ttft, 0.99),
                 f"{s.tokens_per_s:.0f}",
             )
             rows.append(Row(cells, _mark(arm)))
-    return Table(header, tuple(rows), text_columns=(0, 1, 2))
+    return Table(header, tuple(rows))
 
 
 def jobs_table(result: Result) -> Table:
-    """Bulk with deadlines: what was admitted, and what of it was done in time."""
+    """Bulk with deadlines: how many were admitted, and how many of those were done in time."""
     rows = []
     for name, arm in result.arms.items():
         offered = sum(s.offered for n, s in arm.classes.items() if has_deadline(result.scenario.classes[n]))
         refused = offered - arm.jobs.offered
-        cells = (name, arm.arm.title, str(offered), str(refused), str(arm.jobs.met), share(arm.jobs.share))
+        cells = (name, arm.arm.title, str(offered), str(refused), str(arm.jobs.met), percent(arm.jobs.share))
         rows.append(Row(cells, _mark(arm)))
-    return Table(("arm", "", "offered", "refused", "in time", "of those admitted"), tuple(rows), text_columns=(0, 1))
+    return Table(("arm", "", "offered", "refused", "in time", "of those admitted"), tuple(rows))
 
 
 def engine_table(arms: Mapping[str, ArmSummary]) -> Table:
-    """What the server says of itself. Reaction is in lengths of the step that ran, step times are in ms."""
+    """The server's own metrics. Reaction is in durations of the step that ran; step times are in ms."""
     header = (
-        "arm", "", "paused", "swapped", "recomputed", "steps shed", "time wasted", "reaction p50", "p99",
+        "arm", "", "paused", "swapped", "recomputed", "steps evicted", "time wasted", "reaction p50", "p99",
         "step p50", "p99",
         "step-time error", "knob moves",
     )  # fmt: skip
@@ -133,26 +130,26 @@ def engine_table(arms: Mapping[str, ArmSummary]) -> Table:
             arm.arm.title,
             *(f"{count:.0f}" for count in e.preemptions.values()),
             number(e.steps_shed, 0),
-            share(e.wasted_share),
+            percent(e.wasted_share),
             *(number(steps) for steps in (e.reaction_p50, e.reaction_p99)),
             *(milliseconds(s) for s in (e.step_p50_s, e.step_p99_s)),
-            share(e.step_time_error),
+            percent(e.step_time_error),
             number(e.moves, 0),
         )
         rows.append(Row(cells, _mark(arm)))
-    return Table(header, tuple(rows), text_columns=(0, 1))
+    return Table(header, tuple(rows))
 
 
 def goals_table(goals: list[Goal]) -> Table:
-    header = ("what", "floor", "goal", "measured", "verdict", "")
-    rows = tuple(Row((g.name, _bound(g, g.floor), _bound(g, g.goal), _measured(g), g.verdict, g.note)) for g in goals)
-    return Table(header, rows, text_columns=(0, 5), note_columns=(5,), verdict_column=4)
+    header = ("what", "target", "goal", "measured", "verdict", "")
+    rows = tuple(Row((g.name, _bound(g, g.target), _bound(g, g.goal), _measured(g), g.verdict, g.note)) for g in goals)
+    return Table(header, rows, note_columns=(5,), verdict_column=4)
 
 
 def controls_table(controls: list[Control]) -> Table:
     words = {True: "fails, as it must", False: "DID NOT FAIL", None: "not run"}
     rows = tuple(Row((c.name, words[c.failed], c.detail)) for c in controls)
-    return Table(("negative control", "outcome", ""), rows, text_columns=(0, 1, 2))
+    return Table(("negative control", "outcome", ""), rows)
 
 
 def sweep_table(sweep: Sweep) -> Table:
@@ -162,7 +159,7 @@ def sweep_table(sweep: Sweep) -> Table:
             (
                 str(p.budget.batch_size),
                 str(p.budget.batch_tokens),
-                share(p.attainment),
+                percent(p.attainment),
                 f"{p.bulk_tokens_per_s:.0f}",
                 "A4" if p == best else "",
             ),
@@ -187,7 +184,7 @@ def _measured(goal: Goal) -> str:
         return interval(goal.measured)
     if goal.value is None:
         return ABSENT
-    return share(goal.value) if goal.is_share else f"{goal.value:.2f}{goal.unit and ' ' + goal.unit}"
+    return percent(goal.value) if goal.is_share else f"{goal.value:.2f}{goal.unit and ' ' + goal.unit}"
 
 
 def _ms(distribution: Distribution, q: float) -> str:
@@ -200,7 +197,3 @@ def milliseconds(seconds: float | None) -> str:
         return ABSENT
     ms = 1e3 * seconds
     return f"{ms:,.0f}" if ms >= 10 else f"{ms:.1f}"
-
-
-def share(value: float | None) -> str:
-    return ABSENT if value is None else f"{100 * value:.1f} %"

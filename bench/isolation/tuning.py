@@ -1,26 +1,26 @@
-"""What is found out before the arms are measured: what interactive traffic sustains alone, and A4's best budget.
+"""Short runs before the arms are measured: they find what interactive traffic sustains alone, and the best budget of
+A4.
 
-Both are short runs on the same server, of another seed than the arms. Knows which runs are needed; not how they are
-sent.
+Both run on the same server, with requests that no arm sends. Knows which runs are needed; not how they are sent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+from bench.isolation.admin import Systems
 from bench.isolation.arms import Arm, StaticBudget, with_static_budget
 from bench.isolation.attainment import GOAL, Attainment, MissCount, attainment_of
-from bench.isolation.experiment import Part, Progress, run_part
 from bench.isolation.goodput import Goodput, Probe, allowed_misses, find_goodput
-from bench.isolation.systems import Systems
+from bench.isolation.rounds import Part, Progress, run_part
 from loadtest.client.runner import ArmRun, Timing
 from loadtest.traffic.scenario import Scenario, Targets
 from loadtest.traffic.scenario_arrivals import OpenLoop
 
-TUNING_ROUND = 1000  # of no arm
-PROBE_REQUESTS = 40  # a probe of the search lasts until so many were due,
-LONGEST_PROBE = 3.0  # but no longer than so many times its usual length;
-LEAST_REQUESTS = 8  # and a load of which it would see fewer is not tried
+TUNING_ROUND = 1000  # a round number that no arm uses, so that its requests differ
+PROBE_REQUESTS = 40  # a probe of the search lasts until so many requests were due,
+LONGEST_PROBE = 3.0  # but at most so many times its usual length;
+LEAST_REQUESTS = 8  # a load of which a probe would see fewer requests is not tried
 BUDGETS = (
     StaticBudget(2, 32),
     StaticBudget(4, 64),
@@ -44,7 +44,7 @@ class Sweep:
 
     @property
     def best(self) -> SweepPoint:
-        """The most bulk among those that keep the promise; where none does, the one that comes closest."""
+        """The most bulk among the budgets that keep the SLO; where none does, the budget that comes closest."""
         keeping = [p for p in self.points if p.attainment >= GOAL]
         if keeping:
             return max(keeping, key=lambda p: p.bulk_tokens_per_s)
@@ -53,18 +53,21 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Short runs of one scenario; `timing` is that of each."""
+    """Short runs of one scenario, each with this `timing`."""
 
     systems: Systems
     scenario: Scenario
-    promises: Mapping[str, Targets]  # by interactive class
+    slos: Mapping[str, Targets]  # by interactive class
     timing: Timing
     seed: int
     progress: Progress
 
     async def search_goodput(self, arm: Arm, budget_s: float) -> Goodput:
-        """In multiples of the scenario's own load, at a steady rate: what a wave or a burst is a multiple of. No probe
-        is begun after `budget_s`; one that has more misses than it may have is ended at once."""
+        """Search for the solo goodput in multiples of the scenario's load, at a steady rate, of which waves and bursts
+        are multiples.
+
+        No probe begins after `budget_s`; a probe with more misses than allowed ends at once.
+        """
         steady = _steady(self.scenario)
         rate_per_s = sum(
             c.arrivals.mean_rate_per_s for c in steady.with_role("interactive") if isinstance(c.arrivals, OpenLoop)
@@ -84,7 +87,7 @@ class Trials:
         return await find_goodput(measure, least=least, has_time=lambda: perf_counter() < until_s)
 
     async def _probe(self, arm: Arm, loaded: Scenario, clients: float, probe_s: float) -> Probe:
-        missed = MissCount(self.promises)
+        missed = MissCount(self.slos)
 
         def is_lost(run: ArmRun) -> bool:
             return missed.update(run, perf_counter()) > allowed_misses(run.planned)
@@ -97,7 +100,7 @@ class Trials:
         return Probe(clients, seen.offered, seen.offered - seen.met)
 
     async def sweep_static_budget(self, arm: Arm, budgets: Sequence[StaticBudget]) -> Sweep:
-        """Mixed traffic under each fixed budget of bulk."""
+        """Measure mixed traffic under each fixed budget of bulk."""
         return Sweep(tuple([await self._try_budget(arm, budget) for budget in budgets]))
 
     async def _try_budget(self, arm: Arm, budget: StaticBudget) -> SweepPoint:
@@ -110,7 +113,7 @@ class Trials:
         seen = self._interactive(part).share
         point = SweepPoint(budget, 1.0 if seen is None else seen, tokens / run.duration_s)
         size = f"{budget.batch_size} sequences, {budget.batch_tokens} tokens a step"
-        got = f"{point.attainment:.1%} within the promise, {point.bulk_tokens_per_s:.0f} bulk tok/s"
+        got = f"{point.attainment:.1%} within the SLO, {point.bulk_tokens_per_s:.0f} bulk tok/s"
         self.progress(f"static budget of {size}: {got}")
         return point
 
@@ -120,14 +123,14 @@ class Trials:
         loaded: Scenario,
         salt: str,
         duration_s: float,
-        has_shown_enough: Callable[[ArmRun], bool] | None = None,
+        should_stop: Callable[[ArmRun], bool] | None = None,
     ) -> Part:
         timing = replace(self.timing, duration_s=duration_s, rounds=1)
-        return await run_part(self.systems, arm, loaded, timing, self.seed, TUNING_ROUND, salt, has_shown_enough)
+        return await run_part(self.systems, arm, loaded, timing, self.seed, TUNING_ROUND, salt, should_stop)
 
     def _interactive(self, part: Part) -> Attainment:
         total = Attainment(0, 0)
-        for name, targets in self.promises.items():
+        for name, targets in self.slos.items():
             total += attainment_of(part.run.outcomes[name], targets)
         return total
 

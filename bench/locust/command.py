@@ -1,22 +1,21 @@
-"""`python -m loadtest locust`: its flags and its server; the two runs are `locust_runs`."""
+"""`python -m bench locust`: its flags and its server; the two runs are in `bench.locust.runs`."""
 
 import shlex
-import sys
 import tempfile
 from contextlib import AsyncExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from bench.isolation.page import write_page
-from bench.isolation.served import serving_tidegate
-from bench.isolation.systems import tiers_in_force, tiers_kept
-from bench.locust.runs import LocustRun, Users, answered_per_s, locust_page, locust_table, run_both
-from loadtest import report
+from bench.isolation.admin import tiers_in_force, tiers_restored
+from bench.isolation.servers import serving_tidegate
+from bench.locust.runs import LocustRun, Users, answered_per_s, locust_record, run_both
+from bench.reporting.page import write_page
 from loadtest.client.http import Target
 from loadtest.extras import LOCUST, require
-from loadtest.running import ends_on_sigterm, run_to_end, running_server, say_progress
+from loadtest.reporting.output import publish
+from loadtest.reporting.record import Drawing, Provenance
+from loadtest.running import ends_on_sigterm, print_progress, run_to_end, running_server
 from loadtest.shipped_tiers import read_shipped_tiers
 
 
@@ -42,16 +41,16 @@ class Locust(BaseModel):
             run_to_end(self.compare())
 
     async def compare(self) -> None:
-        """Both runs. Raises `TargetError` and `MissingExtra`; exits with 1 where nothing was answered."""
+        """Run both. Raises `TargetError` and `MissingExtra`; exits with 1 where nothing was answered."""
         require(LOCUST, "locust")
         users = Users(self.users, self.spawn_rate, self.seconds)
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-locust-")))
             target = await self._server(stack, folder)
             ours = await tiers_in_force(target) if self.url else read_shipped_tiers()
-            say_progress(f"two runs of {self.seconds:g} s with {self.users} users")
+            print_progress(f"two runs of {self.seconds:g} s with {self.users} users")
             if self.url:
-                await stack.enter_async_context(tiers_kept(target))
+                await stack.enter_async_context(tiers_restored(target))
             runs = await run_both(target, ours, users, folder)
         self._conclude(runs, users, target)
 
@@ -64,16 +63,9 @@ class Locust(BaseModel):
     def _conclude(self, runs: list[LocustRun], users: Users, target: Target) -> None:
         from bench.locust.plot import draw_runs  # matplotlib
 
-        shown = locust_table(runs)
-        print("times in ms")
-        print(report.table(shown.header, [row.cells for row in shown.rows]))
-        together, one = (answered_per_s(run) for run in runs)
-        if one:
-            print(f"answers per second, continuous ÷ one at a time: {together / one:.2f}")
-        command = shlex.join(["python", "-m", "loadtest", *sys.argv[1:]])
-        print(write_page(self.report_dir, locust_page(runs, draw_runs(runs), users, command, target.model)))
-        if self.json_file is not None:
-            ways = {run.name: {name: asdict(e) for name, e in run.entries.items()} for run in runs}
-            report.write_json(self.json_file, {"users": asdict(users), "runs": ways}, seed=0, model=target.model)
-        if not together:
+        provenance = Provenance.of_this_run(target.model, seed=0)
+        record = locust_record(runs, Drawing(draw_runs(runs)), users, provenance)
+        publish(record, self.json_file)
+        print(f"\nwritten: {write_page(self.report_dir, record)}")
+        if not answered_per_s(runs[0]):
             raise SystemExit(1)

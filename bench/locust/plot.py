@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from bench.isolation.canvas import ACCENT, MUTED, drawn
 from bench.locust.runs import LocustRun, answered_per_s
+from bench.reporting.svg import ACCENT, MUTED, draw_svg
 
 QUANTILES = ("p50", "p95", "p99")
 
 
 def draw_runs(runs: Sequence[LocustRun]) -> str:
-    """An `<svg>` element."""
+    """Return an `<svg>` element with both runs."""
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
@@ -32,4 +32,4 @@ def draw_runs(runs: Sequence[LocustRun]) -> str:
             axes.grid(False, axis="x")
             axes.margins(y=0.15)
 
-    return drawn("locust", 3.2, draw)
+    return draw_svg("locust", 3.2, draw)

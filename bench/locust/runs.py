@@ -1,34 +1,37 @@
-"""Locust twice against one server: with continuous batching, and with one sequence at a time. One page of both.
+"""Locust twice against one server: with continuous batching, and with one sequence at a time.
 
 Both runs have the same users; between them the server is told other tiers. Locust runs in a process of its own, since
-it replaces sockets and sleep by gevent's. Knows Locust's flags and files; not what its users do (`locustfile`).
+it replaces sockets and sleep by those of gevent. Knows Locust's flags and files; not what its users do
+(`loadtest.locustfile`).
 """
 
 import asyncio
 import json
 import sys
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.engines.contestant import python_environment
+from bench.isolation.admin import put_tiers, wait_until_quiet
 from bench.isolation.arms import Document, read_arm_file
-from bench.isolation.page import Card, Drawing, Frame, Page, Row, Section, Table
-from bench.isolation.systems import put_tiers, wait_until_quiet
+from loadtest.child_environment import python_environment
 from loadtest.client.http import Target, TargetError
-from loadtest.machine import hardware
-from loadtest.report import ABSENT
+from loadtest.reporting.formats import ABSENT
+from loadtest.reporting.record import Card, Drawing, Frame, Provenance, Record, Row, Section, Table
 
 CONTINUOUS, ONE_AT_A_TIME = "continuous batching", "one at a time"
 LOCUSTFILE = Path(__file__).parents[2] / "loadtest" / "locustfile.py"
 ENTRIES = ("realtime first token", "realtime token gap", "realtime chat", "bulk flex")
-GRACE_S = 60.0  # beyond the run: start, report, last answers
+HOW = (
+    "The same server and the same users; for the second run its tiers hold one sequence in a batch. Locust is a "
+    "closed loop: its users wait for their answers, so a slow server is asked less."
+)
+GRACE_S = 60.0  # seconds beyond the run, for start, report and last answers
 
 
 @dataclass(frozen=True, slots=True)
 class Users:
-    """`users` of Locust, of which `spawn_per_s` start each second, for `seconds`."""
+    """How many users Locust has, how many start each second, and for how long they run."""
 
     users: int
     spawn_per_s: float
@@ -52,11 +55,11 @@ class Entry:
 class LocustRun:
     name: str
     entries: dict[str, Entry]
-    report_html: str  # Locust's own
+    report_html: str  # the page that Locust writes
 
 
 async def run_both(target: Target, ours: Document, users: Users, folder: Path) -> list[LocustRun]:
-    """Continuous batching first. Raises `TargetError` where Locust or the server does not do its part."""
+    """Run both ways, continuous batching first. Raises `TargetError` where Locust or the server fails."""
     runs = []
     for name, tiers in ((CONTINUOUS, ours), (ONE_AT_A_TIME, read_arm_file("one-at-a-time"))):
         await wait_until_quiet(target, 1.0)
@@ -85,16 +88,15 @@ async def _run(target: Target, name: str, users: Users, folder: Path) -> LocustR
             process.kill()
             await process.wait()
     page, stats = Path(f"{stem}.html"), Path(f"{stem}.json")
-    if (
-        not page.exists() or not stats.exists()
-    ):  # exit code 1 says only that there were failures, and the table says which
+    # Locust's exit code is 1 for any failed request, so only missing files show that it did not run.
+    if not page.exists() or not stats.exists():
         raise TargetError(f"Locust made no report: {output.decode(errors='replace')[-400:].strip()}")
     entries = read_entries(json.loads(stats.read_text(encoding="utf-8")))
     return LocustRun(name, entries, page.read_text(encoding="utf-8"))
 
 
 def read_entries(stats: list[dict[str, Any]]) -> dict[str, Entry]:
-    """Locust's statistics by name. It keeps response times as counts by rounded milliseconds."""
+    """Return Locust's statistics by name. Locust counts response times by rounded milliseconds."""
     entries = {}
     for stat in stats:
         times = sorted((float(ms), count) for ms, count in stat["response_times"].items())
@@ -106,7 +108,7 @@ def read_entries(stats: list[dict[str, Any]]) -> dict[str, Entry]:
 
 
 def _quantile(times: list[tuple[float, int]], q: float) -> float | None:
-    """The least time that `q` of all do not exceed."""
+    """Return the least time that a share `q` of all times does not exceed."""
     total, seen = sum(count for _, count in times), 0
     for ms, count in times:
         seen += count
@@ -124,7 +126,7 @@ def locust_table(runs: list[LocustRun]) -> Table:
             entry = run.entries.get(name)
             rows.append(Row((name, run.name, *_cells(entry)), "ours" if run.name == CONTINUOUS else ""))
     header = ("what", "way", "count", "failures", "per s", "p50", "p95", "p99")
-    return Table(header, tuple(rows), text_columns=(0, 1))
+    return Table(header, tuple(rows))
 
 
 def _cells(entry: Entry | None) -> tuple[str, ...]:
@@ -135,41 +137,44 @@ def _cells(entry: Entry | None) -> tuple[str, ...]:
 
 
 def answered_per_s(run: LocustRun) -> float:
-    """Whole answers of either tier, without failures."""
+    """Return whole answers per second of both tiers, without failures."""
     whole = [run.entries[name] for name in ("realtime chat", "bulk flex") if name in run.entries]
     return sum(e.per_s * (1 - e.failures / e.requests) for e in whole if e.requests)
 
 
-def locust_page(runs: list[LocustRun], drawing: str, users: Users, command: str, model: str) -> Page:
-    together, one = (answered_per_s(run) for run in runs)
-    first = [run.entries.get("realtime first token") for run in runs]
-    cards = [Card(f"{together / one:.1f} ×" if one else ABSENT, "answers per second, continuous ÷ one at a time")]
-    cards += [
-        Card(
-            f"{entry.p50_ms:,.0f} ms" if entry and entry.p50_ms is not None else ABSENT,
-            f"median first token, {run.name}",
-        )
-        for entry, run in zip(first, runs, strict=True)
-    ]
+def locust_record(runs: list[LocustRun], drawing: Drawing, users: Users, provenance: Provenance) -> Record:
+    both = Section("Both runs, times in ms", locust_table(runs), explanation=HOW, drawings=(drawing,))
     facts = (
-        ("command", command),
-        ("model", model),
+        ("answers per second, continuous ÷ one at a time", _gain(runs)),
         ("users", f"{users.users} ({', '.join(users.classes)}), {users.spawn_per_s:g} more each second"),
         ("each run", f"{users.seconds:g} s"),
     )
-    text = (
-        "The same server and the same users; between the runs it is told tiers whose batch holds one sequence. Locust "
-        "is a closed loop: its users wait for their answers, so a slow server is asked less."
-    )
-    return Page(
-        kicker="Locust",
-        title=f"Continuous batching against one at a time, {users.users} users",
-        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        hardware=hardware(),
-        cards=cards,
+    return Record(
+        f"Continuous batching against one at a time, {users.users} users",
         sections=(
-            Section("Both runs", text, locust_table(runs), (Drawing(drawing),)),
+            both,
             Section("Locust's own reports", frames=tuple(Frame(run.name, run.report_html) for run in runs)),
             Section("How it was run", facts=facts),
         ),
+        data={
+            "users": asdict(users),
+            "runs": {run.name: {name: asdict(e) for name, e in run.entries.items()} for run in runs},
+        },
+        provenance=provenance,
+        cards=_cards(runs),
+        kicker="Locust",
     )
+
+
+def _gain(runs: list[LocustRun]) -> str:
+    together, one = (answered_per_s(run) for run in runs)
+    return f"{together / one:.2f}" if one else ABSENT
+
+
+def _cards(runs: list[LocustRun]) -> list[Card]:
+    cards = [Card(_gain(runs), "answers per second, continuous ÷ one at a time")]
+    for run in runs:
+        entry = run.entries.get("realtime first token")
+        value = f"{entry.p50_ms:,.0f} ms" if entry and entry.p50_ms is not None else ABSENT
+        cards.append(Card(value, f"median first token, {run.name}"))
+    return cards

@@ -10,31 +10,32 @@ from pathlib import Path
 
 from pydantic import Field
 
-from bench.engines.commands import OfModel
-from bench.engines.shapes import ShapeError
 from engine.config import EngineConfig
 from engine.interface import EngineInfo
 from loadtest.calibration.fit import Calibration, calibrate
-from loadtest.calibration.report import calibration_as_dict, cost_card, render_calibration
+from loadtest.calibration.report import calibration_record, cost_card
 from loadtest.calibration.sweep import Sweep, SweepLimits, repeated_mape
 from loadtest.extras import PLOTS, require
 from loadtest.machine import hardware
+from loadtest.model_command import ModelCommand
+from loadtest.model_shapes import ShapeError
 from loadtest.running import one_sentence
 from scheduler.worker.step_log import StepEntry, read_step_log
 
-QUICK_S = 3.0
+QUICK_S = 3.0  # length of the sweep with --quick
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Steps of one engine. `repeated_mape`: by how much identical ones differ; None: there were none."""
+    """Steps of one engine. `repeated_mape` is the deviation of identical steps from their median; None without such
+    steps."""
 
     engine: EngineInfo
     entries: Sequence[StepEntry]
     repeated_mape: float | None = None
 
 
-class Calibrate(OfModel):
+class Calibrate(ModelCommand):
     """Fit a cost card for the simulator: from a worker's --step-log, or from an engine driven through a sweep."""
 
     step_log: Path | None = Field(None, description="What `tidegate worker --step-log` wrote; without it: a sweep.")
@@ -53,7 +54,7 @@ class Calibrate(OfModel):
                 require(PLOTS, "--plot")
             measured = self._measured()
             calibration = calibrate(measured.entries)
-        if self.step_log is None:  # the sweep's own Python ran between its steps, not a scheduler
+        if self.step_log is None:  # between the steps of a sweep no scheduler runs
             calibration = replace(calibration, host_overhead_s=0.0)
         self._write(measured, calibration)
 
@@ -68,9 +69,8 @@ class Calibrate(OfModel):
             from loadtest.calibration.plot import plot_calibration  # matplotlib
 
             plot_calibration(calibration, self.plot)
-        result = calibration_as_dict(calibration, measured.repeated_mape)
-        self.conclude(render_calibration(calibration, measured.repeated_mape), result, measured.engine.model_path)
-        print(f"\nwritten: {self.out}")
+        record = calibration_record(calibration, measured.repeated_mape, self.out)
+        self.conclude(record, measured.engine.model_path)
 
     def _measured(self) -> _Measured:
         if self.step_log is None:
@@ -89,7 +89,7 @@ class Calibrate(OfModel):
             device=self.device,
             kv_cache_bytes=self.kv_mib * 2**20 or None,
             num_threads=self.num_threads,
-            steps_ahead=0,  # each step by itself: what it takes is what it holds
+            steps_ahead=0,  # no async scheduling, so that a step's time is that of its own work
         )
         engine = build_torch_engine(config)
         seconds = min(self.seconds, QUICK_S) if self.quick else self.seconds

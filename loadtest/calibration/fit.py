@@ -1,8 +1,8 @@
-"""Fits the step-time model's coefficients to logged steps, and says how wrong they are on steps held out.
+"""Fits the coefficients of the step-time model to logged steps, and measures their error on held-out steps.
 
-The same line as the online model's (engine/step_time/model.py), fitted to all steps at once: least squares of the
-relative error with coefficients ≥ 0, decode-only and mixed steps each for themselves, without outliers. Knows numbers;
-not where the steps come from and not how results look.
+The model is that of engine/step_time/model.py, fitted to all steps at once: least squares of the relative error with
+coefficients ≥ 0, separately for decode-only and mixed steps, without outliers. Knows numbers; not where steps come from
+or how results look.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from engine.step_time.model import StepTimeModel
 from engine.step_time.regression import Matrix, Vector, solve_nonnegative
 from scheduler.worker.step_log import StepEntry
 
-HELD_OUT_BLOCK = 20  # steps; of each five blocks one is held out: neighbours are too much alike to test each other
-HELD_OUT_EVERY = 5
-LEAST_STEPS = 50  # of a kind
-OUTLIER_SPREADS = 5.0
-LEAST_SPREAD = 0.02
-RIDGE = 1e-9
-IDLE_S = 0.25  # a longer gap between two steps is for want of work
-FLOOR_QUANTILE = 0.01
-WARM_STEPS = 50  # of the online model, not counted
+HELD_OUT_BLOCK = 20  # steps; whole blocks are held out, since neighbouring steps are too similar to test each other
+HELD_OUT_EVERY = 5  # one block in five is held out
+LEAST_STEPS = 50  # fewest steps of a kind for a fit
+OUTLIER_SPREADS = 5.0  # a step is an outlier beyond so many standard deviations
+LEAST_SPREAD = 0.02  # least standard deviation of measured ÷ predicted that is assumed
+RIDGE = 1e-9  # keeps the normal equations solvable where a feature is constant
+IDLE_S = 0.25  # a longer gap between two steps means that there was no work
+MIN_STEP_QUANTILE = 0.01  # this quantile of the measured steps is the shortest step
+WARM_STEPS = 50  # first steps of the online model, not counted
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of predicted ÷ measured − 1 over `steps` steps; `ratio_p95` of measured ÷ predicted."""
+    """Errors of predicted ÷ measured − 1 over `steps` steps; `ratio_p95` is the p95 of measured ÷ predicted."""
 
     steps: int
     mape: float
@@ -46,8 +46,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class KindFit:
-    """Steps of one kind: coefficients, errors on those held out, and of the online model replayed over all of them,
-    each step predicted before it is learned."""
+    """The fit of one kind of steps: coefficients, errors on held-out steps, and errors of the online model.
+
+    The online model is replayed over all steps, and predicts each before it learns from it.
+    """
 
     kind: str  # "decode" | "mixed"
     cost: StepCost
@@ -55,14 +57,14 @@ class KindFit:
     outliers: int
     held_out: Errors
     online: Errors | None
-    predictions: tuple[Prediction, ...]  # of the steps held out
+    predictions: tuple[Prediction, ...]  # for the held-out steps
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
     decode: KindFit
     mixed: KindFit
-    floor_s: float
+    min_step_s: float
     noise: float  # standard deviation of measured ÷ predicted, without outliers
     host_overhead_s: float
 
@@ -72,17 +74,17 @@ class Calibration:
 
 
 def calibrate(entries: Sequence[StepEntry]) -> Calibration:
-    """Raises ValueError where there are too few steps of a kind."""
+    """Fit both kinds. Raises ValueError where there are too few steps of a kind."""
     usable = [e for e in entries if not e.shed and e.elapsed_s > 0 and e.decodes + e.prefills]
     online = _replay(usable)
-    floor_s = float(np.quantile([e.elapsed_s for e in usable], FLOOR_QUANTILE)) if usable else 0.0
-    decode, mixed = (_fit_kind(name, usable, online, floor_s) for name in ("decode", "mixed"))
+    min_step_s = float(np.quantile([e.elapsed_s for e in usable], MIN_STEP_QUANTILE)) if usable else 0.0
+    decode, mixed = (_fit_kind(name, usable, online, min_step_s) for name in ("decode", "mixed"))
     ratios = [p.entry.elapsed_s / p.predicted_s for fit in (decode, mixed) for p in fit.predictions]
-    return Calibration(decode, mixed, floor_s, _spread(ratios), _host_overhead(entries))
+    return Calibration(decode, mixed, min_step_s, _spread(ratios), _host_overhead(entries))
 
 
 def errors(predictions: Sequence[Prediction]) -> Errors:
-    """Raises ValueError for none."""
+    """Return the errors of predictions. Raises ValueError without any."""
     ratios = np.array([p.predicted_s / p.entry.elapsed_s for p in predictions])
     if not len(ratios):
         raise ValueError("there is no step to compare with")
@@ -96,14 +98,14 @@ def errors(predictions: Sequence[Prediction]) -> Errors:
     )
 
 
-def _fit_kind(name: str, usable: Sequence[StepEntry], online: Sequence[Prediction], floor_s: float) -> KindFit:
+def _fit_kind(name: str, usable: Sequence[StepEntry], online: Sequence[Prediction], min_step_s: float) -> KindFit:
     is_mixed = name == "mixed"
     of_kind = [e for e in usable if e.work.is_mixed == is_mixed]
     if len(of_kind) < LEAST_STEPS:
         raise ValueError(f"{len(of_kind)} {name} steps are too few: {LEAST_STEPS} are needed")
     held_out = [e for i, e in enumerate(of_kind) if i // HELD_OUT_BLOCK % HELD_OUT_EVERY == 1]
     fitted = [e for i, e in enumerate(of_kind) if i // HELD_OUT_BLOCK % HELD_OUT_EVERY != 1]
-    cost, outliers = _robust_fit(fitted, floor_s)
+    cost, outliers = _robust_fit(fitted, min_step_s)
     predictions = tuple(Prediction(e, cost.of(e.work)) for e in held_out)
     replayed = [p for p in online if p.entry.work.is_mixed == is_mixed]
     return KindFit(
@@ -117,33 +119,33 @@ def _fit_kind(name: str, usable: Sequence[StepEntry], online: Sequence[Predictio
     )
 
 
-def _robust_fit(entries: Sequence[StepEntry], floor_s: float) -> tuple[StepCost, int]:
-    """The fit without steps that are far off a first fit, and the number of those."""
-    first = _fit(entries, floor_s)
+def _robust_fit(entries: Sequence[StepEntry], min_step_s: float) -> tuple[StepCost, int]:
+    """Return the fit without steps that are far from a first fit, and their number."""
+    first = _fit(entries, min_step_s)
     ratios = np.array([e.elapsed_s / first.of(e.work) for e in entries])
     off = np.abs(ratios - np.median(ratios))
     limit = OUTLIER_SPREADS * max(1.48 * float(np.median(off)), LEAST_SPREAD)
     kept = [e for e, distance in zip(entries, off, strict=True) if distance <= limit]
-    return _fit(kept, floor_s), len(entries) - len(kept)
+    return _fit(kept, min_step_s), len(entries) - len(kept)
 
 
-def _fit(entries: Sequence[StepEntry], floor_s: float) -> StepCost:
+def _fit(entries: Sequence[StepEntry], min_step_s: float) -> StepCost:
     x, scale = _features(entries)
     moments = x.T @ x
     moments += RIDGE * len(entries) * np.eye(len(moments))
     step_s, prefill_token_s, attend_s, context_token_s, decode_s = (
         float(k) for k in solve_nonnegative(moments, x.sum(axis=0)) * scale
     )
-    return StepCost(step_s, prefill_token_s, attend_s, context_token_s, decode_s, floor_s)
+    return StepCost(step_s, prefill_token_s, attend_s, context_token_s, decode_s, min_step_s)
 
 
 def _features(entries: Sequence[StepEntry]) -> tuple[Matrix, Vector]:
-    """Features ÷ measured seconds, scaled to a mean square of 1; and the scale."""
+    """Return features ÷ measured seconds, scaled to a mean square of 1, and the scale."""
     x = np.array(
         [(1.0, e.prefill_tokens, e.attended, e.context_tokens, e.decodes) for e in entries], dtype=np.float64
     ) / np.array([[e.elapsed_s] for e in entries])
     size = np.sqrt((x**2).mean(axis=0))
-    scale = np.where(size > 0, 1.0 / np.where(size > 0, size, 1.0), 0.0)  # what no step has costs nothing
+    scale = np.where(size > 0, 1.0 / np.where(size > 0, size, 1.0), 0.0)  # a feature that no step has costs nothing
     return x * scale, scale
 
 
@@ -157,12 +159,12 @@ def _replay(entries: Sequence[StepEntry]) -> list[Prediction]:
 
 
 def _spread(ratios: Sequence[float]) -> float:
-    """Standard deviation of those that are not far off: half the width that the middle 68 % take."""
+    """Return the standard deviation without outliers: half the width of the middle 68 %."""
     low, high = np.quantile(ratios, (0.16, 0.84))
     return float(high - low) / 2
 
 
 def _host_overhead(entries: Sequence[StepEntry]) -> float:
-    """Median time between two steps in which the engine had nothing to do, though there was work."""
+    """Return the median time between two steps in which the engine was idle although there was work."""
     gaps = (after.t - before.t - after.elapsed_s for before, after in zip(entries, entries[1:], strict=False))
     return max(0.0, median([gap for gap in gaps if gap < IDLE_S] or [0.0]))

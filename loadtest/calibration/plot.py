@@ -1,4 +1,4 @@
-"""A calibration drawn: measured against predicted. Knows matplotlib; fits nothing."""
+"""A plot of a calibration: measured against predicted. Knows matplotlib; fits nothing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from loadtest.calibration.fit import Calibration, KindFit
 
 
 def plot_calibration(calibration: Calibration, path: Path) -> None:
-    """One image: measured against predicted, and what is left over by the size of the step; held-out steps only."""
+    """Draw held-out steps in one image: measured against predicted, and the residual by the size of the step."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     against, left_over = figure.subplots(1, 2)
     for fit in calibration.kinds:

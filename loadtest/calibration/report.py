@@ -1,15 +1,17 @@
-"""A calibration as a cost card, a table and plain data. Fits nothing, draws nothing."""
+"""A calibration as a cost card and as a record. Fits nothing, draws nothing."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from engine.interface import EngineInfo
 from engine.step_time.cost import StepCost
 from loadtest.calibration.fit import Calibration, Errors, KindFit
-from loadtest.report import ABSENT, table
+from loadtest.reporting.formats import ABSENT
+from loadtest.reporting.record import Record, Section, Table
 from loadtest.simulation.cost_card import Coefficients, CostCard
 
-MAX_NOISE = 0.5  # what a card takes
+MAX_NOISE = 0.5  # the largest noise that a cost card accepts
 
 
 def cost_card(
@@ -20,7 +22,7 @@ def cost_card(
         measured_on=measured_on,
         decode=_coefficients(calibration.decode.cost),
         mixed=_coefficients(calibration.mixed.cost),
-        floor_s=calibration.floor_s,
+        floor_s=calibration.min_step_s,
         noise=min(calibration.noise, MAX_NOISE),
         num_blocks=info.num_blocks,
         block_size=info.block_size,
@@ -44,20 +46,37 @@ def _coefficients(cost: StepCost) -> Coefficients:
     )
 
 
-def render_calibration(calibration: Calibration, repeated_mape: float | None) -> str:
-    coefficients = table(
+def calibration_record(calibration: Calibration, repeated_mape: float | None, card_file: Path) -> Record:
+    return Record(
+        sections=[
+            Section(table=_coefficients_table(calibration)),
+            Section(table=_errors_table(calibration), notes=(_noise(calibration, repeated_mape),)),
+            Section(notes=(f"written: {card_file}",)),
+        ],
+        data=_calibration_as_dict(calibration, repeated_mape),
+    )
+
+
+def _coefficients_table(calibration: Calibration) -> Table:
+    return Table.of(
         ("steps", "fitted", "outliers", "step ms", "prefill µs/token", "attend ns", "context µs/token", "decode µs"),
         [_coefficient_cells(fit) for fit in calibration.kinds],
     )
+
+
+def _errors_table(calibration: Calibration) -> Table:
     header = ("steps", "predicted by", "number", "MAPE", "signed", "p95 of |error|", "p95 of T ÷ predicted")
     rows = [_error_cells(fit.kind, "the card, held out", fit.held_out) for fit in calibration.kinds]
     rows += [_error_cells(fit.kind, "the online model", fit.online) for fit in calibration.kinds if fit.online]
+    return Table.of(header, rows)
+
+
+def _noise(calibration: Calibration, repeated_mape: float | None) -> str:
     repeated = ABSENT if repeated_mape is None else f"{repeated_mape:.1%}"
-    more = (
-        f"floor {1e3 * calibration.floor_s:.2f} ms; noise {calibration.noise:.1%}; host between two steps "
+    return (
+        f"shortest step {1e3 * calibration.min_step_s:.2f} ms; noise {calibration.noise:.1%}; host between two steps "
         f"{1e3 * calibration.host_overhead_s:.2f} ms; identical steps differ from their median by {repeated}"
     )
-    return "\n".join([coefficients, "", table(header, rows), "", more])
 
 
 def _coefficient_cells(fit: KindFit) -> tuple[str, ...]:
@@ -80,7 +99,7 @@ def _error_cells(kind: str, by: str, errors: Errors) -> tuple[str, ...]:
     return (kind, by, str(errors.steps), *cells, f"{errors.ratio_p95:.3f}")
 
 
-def calibration_as_dict(calibration: Calibration, repeated_mape: float | None) -> dict[str, Any]:
+def _calibration_as_dict(calibration: Calibration, repeated_mape: float | None) -> dict[str, Any]:
     kinds = {
         fit.kind: {
             "coefficients": asdict(fit.cost),
@@ -93,7 +112,7 @@ def calibration_as_dict(calibration: Calibration, repeated_mape: float | None) -
     }
     return {
         **kinds,
-        "floor_s": calibration.floor_s,
+        "floor_s": calibration.min_step_s,
         "noise": calibration.noise,
         "host_overhead_s": calibration.host_overhead_s,
         "repeated_steps_mape": repeated_mape,

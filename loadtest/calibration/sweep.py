@@ -1,8 +1,8 @@
 """Drives an engine through random steps of every kind, to see what they cost: the data of a cost card.
 
-Decode-only, prefill-only and mixed steps in turn, each with a number of sequences and tokens drawn evenly on a
-logarithmic scale, from a pool of sequences of many lengths: so no two features of the steps go together, as they do
-under any real load. Knows the engine's plain seam; not what is fitted from the steps.
+Decode-only, prefill-only and mixed steps alternate. Their numbers of sequences and tokens are drawn log-uniformly from
+a pool of sequences of many lengths, so that the features of steps are not correlated as under real load. Knows the
+engine's interface; not what is fitted.
 """
 
 import random
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from time import perf_counter
 
-from bench.engines.offline import Stepper, greedy
 from engine.interface import NewSequence, Run, StepPlan, StepResult
-from engine.step_time.cost import StepWork
+from engine.step_time.model import StepWork
+from loadtest.calibration.stepper import Stepper, greedy
 from scheduler.worker.step_log import StepEntry
 
 KINDS = ("decode", "prefill", "mixed", "decode", "mixed")
-WARM_UP_STEPS = 8  # kernels are compiled and caches filled in these
-MIN_CHUNK = 16
-SHARE_OF_BLOCKS = 0.9
-LONGEST_CHUNK = 1024  # a longer one says nothing that its halves do not
-SHORTEST_LIMIT = 64  # of chunks, on an engine that is slow
-LONGEST_STEP = 1 / 60  # of the sweep's time: where one takes longer, chunks become shorter
+WARM_UP_STEPS = 8  # steps in which kernels are compiled and caches filled
+MIN_CHUNK = 16  # tokens of the shortest chunk
+SHARE_OF_BLOCKS = 0.9  # share of the KV blocks that the pool may fill
+LONGEST_CHUNK = 1024  # tokens; a longer chunk tells nothing that two halves do not
+SHORTEST_LIMIT = 64  # tokens of a chunk on a slow engine
+LONGEST_STEP = 1 / 60  # share of the sweep's time; after a longer step, chunks become shorter
 REPEATED_DECODES = (1, 4, 16, 32, 64)
-REPEATED_CONTEXT = 64
-REPEATS = 15
+REPEATED_CONTEXT = 64  # tokens of each sequence of the identical steps
+REPEATS = 15  # identical steps for each number of decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SweepLimits:
 
 
 @dataclass(slots=True)
-class _Resident:
+class _Sequence:
     prompt_tokens: int
     num_computed: int = 0
 
@@ -60,13 +60,13 @@ class Sweep:
         self._room = int(SHARE_OF_BLOCKS * info.num_blocks)
         self._most_decodes = min(limits.max_decodes, info.max_step_tokens // 2)
         self._longest_chunk = min(LONGEST_CHUNK, info.max_step_tokens, self._longest)
-        self._pool: dict[str, _Resident] = {}
+        self._pool: dict[str, _Sequence] = {}
         self._abort: list[str] = []
         self._step_id = 0
         self._num_started = 0
 
     def run(self) -> Iterator[StepEntry]:
-        """The steps, until the time is over; nothing is left in the engine."""
+        """Yield the steps until the time is over. Leaves nothing in the engine."""
         for _ in range(WARM_UP_STEPS):
             self._step("mixed")
         until_s = self._clock() + self._limits.seconds
@@ -75,8 +75,10 @@ class Sweep:
         self._clear()
 
     def repeat(self) -> list[list[float]]:
-        """Seconds of steps that are all alike, a list for each number of decodes; nothing is left in the engine. How
-        much these differ is the machine's own noise: no model can be better."""
+        """Return seconds of identical steps, a list for each number of decodes. Leaves nothing in the engine.
+
+        Their spread is the noise of the machine, and a bound for any model.
+        """
         counts = [n for n in REPEATED_DECODES if n <= self._most_decodes]
         length = min(REPEATED_CONTEXT, self._longest - REPEATS * len(counts) - 1, self._longest_chunk)
         seconds: list[list[float]] = []
@@ -107,20 +109,20 @@ class Sweep:
             runs.append(chunk)
         plan = StepPlan(self._step_id, abort=tuple(self._abort), start=start, run=tuple(runs))
         self._abort.clear()
-        return self._take_in(self._submit(plan))
+        return self._apply_result(self._submit(plan))
 
     def _submit(self, plan: StepPlan) -> StepResult:
         self._step_id += 1
         return self._engine.step(plan)
 
     def _draw_decodes(self, decoding: list[str]) -> list[str]:
-        """Neighbours by length: short ones together in one step, long ones in another."""
+        """Return sequences of similar length: short ones in one step, long ones in another."""
         count = min(len(decoding), self._log_uniform(1, self._most_decodes))
         first = self._random.randint(0, len(decoding) - count)
         return decoding[first : first + count]
 
     def _draw_chunk(self, most: int) -> tuple[Run, tuple[NewSequence, ...]]:
-        """Of the sequence that has not got all of its prompt, or of a new one."""
+        """Return a chunk of the sequence whose prompt is not complete, or of a new one."""
         wanted = min(most, self._log_uniform(MIN_CHUNK, self._longest_chunk))
         for seq_id, resident in self._pool.items():
             left = resident.prompt_tokens - resident.num_computed
@@ -134,10 +136,11 @@ class Sweep:
         seq_id = f"sweep-{self._num_started}"
         self._num_started += 1
         token_ids = tuple(self._random.randrange(self._engine.info.vocab_size) for _ in range(length))
-        self._pool[seq_id] = _Resident(length)
-        return NewSequence(seq_id, token_ids, greedy(1 << 30), cache_salt=seq_id)  # nothing is spared its prefill
+        self._pool[seq_id] = _Sequence(length)
+        # A salt of its own keeps the prefill from being found in the prefix cache.
+        return NewSequence(seq_id, token_ids, greedy(1 << 30), cache_salt=seq_id)
 
-    def _take_in(self, result: StepResult) -> StepEntry:
+    def _apply_result(self, result: StepResult) -> StepEntry:
         work = StepWork()
         for output in result.outputs:
             resident = self._pool[output.seq_id]
@@ -152,7 +155,7 @@ class Sweep:
         return StepEntry.of(work, result.elapsed_s, self._clock())
 
     def _retire(self) -> None:
-        """Make room for the longest chunk: sequences go at random."""
+        """Make room for the longest chunk by ending random sequences."""
         block_size = self._engine.info.block_size
         while self._pool:
             held = sum(-(-r.num_computed // block_size) + 1 for r in self._pool.values())
@@ -165,11 +168,11 @@ class Sweep:
             del self._pool[gone]
 
     def _log_uniform(self, low: int, high: int) -> int:
-        """An integer from `low` to `high`, each octave as likely as the next."""
+        """Return an integer from `low` to `high`, each octave equally likely."""
         return round(low * (high / low) ** self._random.random()) if high > low else high
 
 
 def repeated_mape(alike: Sequence[Sequence[float]]) -> float | None:
-    """Mean of |seconds ÷ their median − 1| over steps that are alike; None without any."""
+    """Return the mean of |seconds ÷ their median − 1| over identical steps; None without any."""
     off = [abs(s / median(group) - 1.0) for group in alike for s in group]
     return fmean(off) if off else None

@@ -1,7 +1,7 @@
-"""The experiment behind the product's promise: interactive alone, bulk alone, and both, in one run.
+"""Isolation on any server: interactive alone, bulk alone, and both, in one run.
 
-Rounds of all arms follow each other, so that a drifting machine touches every arm alike, and an arm's round
-sends the same requests as that round of the other arms. Knows arms; the numbers are made in `estimates`.
+Rounds of all arms alternate, so that a machine that slows down affects every arm alike. An arm's round sends the same
+requests as that round of the other arms. Knows arms; `estimates` computes the numbers.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from functools import partial
 from loadtest.checks.validity import client_warnings, failure_warnings
 from loadtest.client.http import Target
 from loadtest.client.runner import ArmRun, Timing, run_arm
-from loadtest.client.timeline import engine_busy_s
+from loadtest.client.server_metrics import engine_busy_s
 from loadtest.estimates import (
     ClassSummary,
     LatencyRatios,
@@ -31,7 +31,7 @@ INTERACTIVE, BULK, MIXED = "interactive alone", "bulk alone", "mixed"
 @dataclass(slots=True)
 class MixedResult:
     summaries: dict[str, dict[str, ClassSummary]]  # arm → class
-    isolation: dict[str, LatencyRatios]  # of the interactive classes, mixed ÷ alone
+    isolation: dict[str, LatencyRatios]  # interactive classes, mixed ÷ alone
     bulk_kept: float | None  # bulk tokens/s mixed ÷ alone
     bulk_harvest: float | None
     busy_share: dict[str, float | None]  # engine time ÷ wall time of an arm, where the server exports it
@@ -41,7 +41,7 @@ class MixedResult:
 
     @property
     def has_answers(self) -> bool:
-        """Each class got tokens in each of its arms: otherwise there is nothing to compare."""
+        """Whether each class got tokens in each of its arms; otherwise there is nothing to compare."""
         return all(s.answered > 0 for arm in self.summaries.values() for s in arm.values())
 
 
@@ -91,7 +91,7 @@ def _conclude(scenario: Scenario, runs: dict[str, list[ArmRun]]) -> MixedResult:
 
 
 def _warnings(result: MixedResult) -> list[str]:
-    """Why the numbers should not be believed, if there is a reason."""
+    """Return reasons not to trust the numbers."""
     found = client_warnings(result.lag_p99_s, result.client_cpu_share)
     for arm, classes in result.summaries.items():
         found += failure_warnings(arm, classes)

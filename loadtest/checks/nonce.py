@@ -1,7 +1,7 @@
-"""Concurrent nonces over all tiers: proof that no sequence sees another's.
+"""Concurrent nonces over all tiers, which show that no sequence sees tokens of another.
 
-Each request asks for a nonce of its own to be repeated; half are streamed. An answer that is not exactly its
-nonce is wrong, and one that holds another request's nonce is a leak.
+Each request asks for its own nonce to be repeated; half are streamed. An answer that is not exactly its nonce is wrong,
+and one that holds another request's nonce is a leak.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from loadtest.client.answer import Outcome
 from loadtest.client.http import Target, completion_body, send
 from loadtest.traffic.prompts import draw_nonces
 
-MAX_NONCE_TOKENS = 48
+MAX_NONCE_TOKENS = 48  # enough for any tokenizer to repeat a nonce
 LEAK = "holds the nonce of another request"
 
 
@@ -64,7 +64,7 @@ async def run_nonces(
         for outcome in outcomes:
             if outcome.finished_s is None and outcome.error is None:
                 outcome.error = f"no answer within {timeout_s:g} s"
-    return _judge(nonces, outcomes, streamed)
+    return _result(nonces, outcomes, streamed)
 
 
 async def _ask(target: Target, nonce: str, service_tier: str, stream: bool, outcome: Outcome) -> None:
@@ -79,7 +79,7 @@ async def _ask(target: Target, nonce: str, service_tier: str, stream: bool, outc
     await send(target, path, body, outcome, streamed=stream)
 
 
-def _judge(nonces: Sequence[str], outcomes: Sequence[Outcome], streamed: Sequence[bool]) -> NonceResult:
+def _result(nonces: Sequence[str], outcomes: Sequence[Outcome], streamed: Sequence[bool]) -> NonceResult:
     right: dict[str, int] = {}
     answered_as: dict[str, list[str]] = {}
     wrong: list[WrongAnswer] = []
@@ -97,7 +97,7 @@ def _judge(nonces: Sequence[str], outcomes: Sequence[Outcome], streamed: Sequenc
 
 
 def find_problem(nonce: str, outcome: Outcome, nonces: Sequence[str]) -> str | None:
-    """What is wrong with an answer; None: it is exactly its nonce."""
+    """Return what is wrong with an answer; None where it is exactly its nonce."""
     if outcome.error is not None:
         return outcome.error
     if outcome.text.strip() == nonce:

@@ -1,7 +1,7 @@
-"""Continuous batching against one at a time: the same requests, both ways, interleaved in one run.
+"""Continuous batching against one at a time: the same requests both ways, interleaved in one run.
 
-Each round sends all requests at once, and then its share of them one after the other, so that over the rounds
-every request has been served alone too.
+Each round sends all requests at once, and then a part of them one after the other, so that over all rounds every
+request is also served alone.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ async def run_streams(
     timeout_s: float,
     report_progress: Callable[[str], None],
 ) -> StreamsResult:
-    """Raises TimeoutError when all of it takes longer than `timeout_s`."""
+    """Measure both ways. Raises TimeoutError when everything takes longer than `timeout_s`."""
     seeds = generator(seed, "streams").integers(0, 2**31, size=streams).tolist()
     bodies = [
         completion_body(

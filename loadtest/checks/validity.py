@@ -1,11 +1,11 @@
-"""Why the numbers of an arm should not be believed: a client that shaped the load, requests that failed. Pure."""
+"""Reasons not to trust the numbers of an arm: a client that was too slow, requests that failed. Pure."""
 
 from collections.abc import Mapping
 
 from loadtest.estimates import ClassSummary
 
-MAX_LAG_S = 0.02  # beyond this the client, not the server, shapes the arrivals
-MAX_CLIENT_CPU_SHARE = 0.5
+MAX_LAG_S = 0.02  # seconds; beyond it, the client changes the arrival times
+MAX_CLIENT_CPU_SHARE = 0.5  # of a core; above it the client takes CPU from a server on the same machine
 
 
 def client_warnings(lag_p99_s: float, cpu_share: float) -> list[str]:

@@ -1,7 +1,7 @@
-"""One request's record, and the reader that fills it from the bytes of the response as they arrive.
+"""The record of one request, and the reader that fills it from the bytes of the response as they arrive.
 
-Sans-I/O: it is fed bytes with the time at which the socket gave them. Knows OpenAI's chunks and errors; it
-does not know connections. Times are seconds on the caller's clock.
+Sans-I/O: gets bytes with the time at which the socket delivered them. Knows OpenAI's chunks and errors; not
+connections. Times are seconds on the caller's clock.
 """
 
 from dataclasses import dataclass, field
@@ -19,10 +19,10 @@ class Outcome:
 
     traffic_class: str
     index: int
-    due_s: float  # when it should have been sent
+    due_s: float  # when the request should have been sent
     sent_s: float = 0.0
     finished_s: float | None = None
-    given_up_s: float | None = None  # when waiting ended for a request of an open loop that had no end by then
+    given_up_s: float | None = None  # when the client stopped waiting for an open-loop request
     status: int = 0
     error: str | None = None
     progress: list[tuple[float, int]] = field(default_factory=list)
@@ -39,20 +39,23 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float | None:
-        """To the first event with output; where it was given up without one, how long it had waited: at least
-        that. None: neither."""
+        """Seconds to the first event with output; where the request was given up before, the time it had waited, a
+        lower bound. None without either."""
         first_s = self.progress[0][0] if self.progress else self.given_up_s
         return None if first_s is None else first_s - self.due_s
 
     @property
     def e2e_s(self) -> float | None:
-        """To the end; where it was given up, how long it had waited. None: neither."""
+        """Seconds to the end; where the request was given up, the time it had waited. None without either."""
         end_s = self.finished_s if self.finished_s is not None else self.given_up_s
         return None if end_s is None else end_s - self.due_s
 
     def inter_token_s(self) -> list[float]:
-        """The gap before each token after the first event. Tokens of one event came together: the first of
-        them waited the whole gap, the others nothing, so that a stall is never averaged away."""
+        """Return the gap before each token after the first event.
+
+        The first token of an event waited the whole gap, the others of that event nothing, so that a stall is never
+        averaged away.
+        """
         gaps: list[float] = []
         for (before_s, had), (now_s, has) in zip(self.progress, self.progress[1:], strict=False):
             gaps.append(now_s - before_s)
@@ -60,7 +63,7 @@ class Outcome:
         return gaps
 
     def tokens_between(self, start_s: float, end_s: float) -> int:
-        """Output tokens that arrived in [start_s, end_s)."""
+        """Return the output tokens that arrived in [start_s, end_s)."""
         count, had = 0, 0
         for at_s, has in self.progress:
             if start_s <= at_s < end_s:
@@ -98,7 +101,7 @@ class _Error(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """A chunk, a whole answer or an error: the fields that are read, of all three."""
+    """The fields that are read of a chunk, of a whole answer, and of an error."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -110,7 +113,7 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 class AnswerReader:
-    """Feeds on a response body and writes into an `Outcome`."""
+    """Reads a response body into an `Outcome`."""
 
     def __init__(self, outcome: Outcome, streamed: bool) -> None:
         self.outcome = outcome
@@ -125,27 +128,27 @@ class AnswerReader:
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:  # OpenAI's events are one `data:` line each; ends are LF or CRLF
             if line.startswith(b"data:"):
-                self._take_event(line[5:].strip(), now_s)
+                self._read_event(line[5:].strip(), now_s)
 
     def expect_whole(self) -> None:
-        """The response is one JSON body after all: an error before the stream began."""
+        """The response is one JSON body after all, such as an error before the stream began."""
         self._streamed = False
 
     def finish(self, now_s: float) -> None:
-        """The response ended as HTTP says it should."""
+        """The response ended as HTTP requires."""
         outcome = self.outcome
         if not self._streamed:
-            self._take_whole(now_s)
+            self._read_whole_answer(now_s)
         elif outcome.finish_reason is None and outcome.error is None:
             outcome.error = "stream ended without a finish_reason"
         outcome.text = "".join(self._text)
         outcome.finished_s = now_s
 
-    def _take_event(self, payload: bytes, now_s: float) -> None:
+    def _read_event(self, payload: bytes, now_s: float) -> None:
         if payload == b"[DONE]":
             return
         body = self._decode(payload)
-        text = self._absorb(body)
+        text = self._read_body(body)
         outcome = self.outcome
         had = outcome.progress[-1][1] if outcome.progress else 0
         # Without running usage an event with text counts as one token.
@@ -154,16 +157,16 @@ class AnswerReader:
             outcome.progress.append((now_s, max(has, had)))
         outcome.completion_tokens = max(outcome.completion_tokens, has)
 
-    def _take_whole(self, now_s: float) -> None:
-        self._absorb(self._decode(self._buffer))
+    def _read_whole_answer(self, now_s: float) -> None:
+        self._read_body(self._decode(self._buffer))
         outcome = self.outcome
         if outcome.status != 200 and outcome.error is None:
             outcome.error = f"HTTP {outcome.status}"
         if outcome.error is None and outcome.completion_tokens:
             outcome.progress.append((now_s, outcome.completion_tokens))
 
-    def _absorb(self, body: _Body) -> str:
-        """Take in what a body says besides its tokens' times; its text."""
+    def _read_body(self, body: _Body) -> str:
+        """Take over the fields of a body except the times of its tokens. Return its text."""
         outcome = self.outcome
         if body.error is not None:
             outcome.error = f"{body.error.code or outcome.status}: {body.error.message}"

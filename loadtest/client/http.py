@@ -1,8 +1,8 @@
 """The client side of a load test: one request on one connection, timed where the socket hands over bytes.
 
-Built on an asyncio protocol and httptools instead of a client library: on the machine that also runs the
-model, what the client spends the server lacks. A token event costs 4 µs of CPU plus its wake-up. Knows
-HTTP/1.1 and OpenAI's two generation routes; it does not know when to send (`runner`).
+Uses an asyncio protocol and httptools instead of a client library: on a machine that also runs the model, the client's
+CPU time is lost to the server. A token event costs 4 µs of CPU plus its wake-up. Knows HTTP/1.1 and OpenAI's two
+generation routes; not when to send (`runner`).
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import msgspec
 from loadtest.client.answer import AnswerReader, Outcome
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
-MAX_QUOTED = 500  # bytes of an answer that is not 200
+MAX_QUOTED = 500  # bytes that are quoted of an answer that is not 200
 
 
 class TargetError(Exception):
@@ -50,8 +50,10 @@ class Target:
 
 
 def parse_target(url: str, allow_remote: bool = False, api_key: str = "") -> Target:
-    """`http://host:port[/prefix][/v1]` as a target. Raises `TargetError`, also for hosts that are not this
-    machine unless `allow_remote`: a load test aimed at the wrong place is an attack."""
+    """Return `http://host:port[/prefix][/v1]` as a target. Raises `TargetError`.
+
+    A host that is not this machine needs `allow_remote`: a load test of the wrong host is an attack.
+    """
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
         raise TargetError(f"{url}: expected http://HOST:PORT (TLS is not measured here)")
@@ -121,8 +123,8 @@ class _Exchange(asyncio.Protocol):
 
 
 async def send(target: Target, path: str, body: bytes, outcome: Outcome, streamed: bool) -> None:
-    """POST `body` and fill `outcome` until the answer ends; every failure becomes `outcome.error`.
-    Cancelling hangs up."""
+    """POST `body` and fill `outcome` until the answer ends; every failure becomes `outcome.error`. Cancelling closes
+    the connection."""
     reader = AnswerReader(outcome, streamed)
     request = target.head("POST", path, body) + body
     outcome.sent_s = perf_counter()
@@ -138,7 +140,7 @@ async def _exchange(target: Target, factory: Callable[[], _Exchange], outcome: O
         outcome.error = f"cannot connect: {error.strerror or error}"
         return
     except asyncio.CancelledError:
-        protocol.done.cancel()  # the connection that is dropped now is nobody's failure
+        protocol.done.cancel()  # closing the connection now is not a failure
         raise
     try:
         await protocol.done
@@ -149,8 +151,11 @@ async def _exchange(target: Target, factory: Callable[[], _Exchange], outcome: O
 def completion_body(
     target: Target, prompt: list[int] | str, max_tokens: int, *, stream: bool = True, **extra: Any
 ) -> tuple[str, bytes]:
-    """(path, JSON) of a request for exactly `max_tokens` greedy tokens: token ids go to /v1/completions, text
-    becomes a chat message. `extra` overrides; fields that are None are left out."""
+    """Return (path, JSON) of a request for exactly `max_tokens` greedy tokens.
+
+    Token ids go to /v1/completions, text becomes a chat message. `extra` overrides fields; fields that are None are
+    left out.
+    """
     chat = isinstance(prompt, str)
     body: dict[str, Any] = {
         "model": target.model,
@@ -171,12 +176,12 @@ def completion_body(
 
 
 async def get(target: Target, path: str, timeout_s: float = 10.0) -> bytes:
-    """The body of a GET. Raises `TargetError` unless it is answered with 200."""
+    """Return the body of a GET. Raises `TargetError` unless the status is 200."""
     return await _call(target, "GET", path, b"", timeout_s)
 
 
 async def post(target: Target, path: str, body: dict[str, Any], timeout_s: float = 30.0) -> bytes:
-    """The body of a POST of JSON. Raises `TargetError` unless it is answered with 200."""
+    """POST JSON and return the body. Raises `TargetError` unless the status is 200."""
     return await _call(target, "POST", path, msgspec.json.encode(body), timeout_s)
 
 
@@ -219,7 +224,7 @@ def _body_of(response: bytes, path: str) -> bytes:
 
 
 async def discover_model(target: Target) -> str:
-    """The id of the first model that the server lists."""
+    """Return the id of the first model that the server lists."""
 
     class _Model(msgspec.Struct):
         id: str

@@ -1,7 +1,7 @@
-"""Drives one arm: sends what the workload planned, when it was planned, and collects what came back.
+"""Runs one arm: sends planned requests at their times, and collects the outcomes.
 
-Open-loop arrivals are never delayed by slow answers; how late the client itself was is recorded. Knows time
-and tasks; it does not know statistics (`estimates`) nor which arms make an experiment (`mixed`).
+Open-loop arrivals are never delayed by slow answers; how late the client itself was is recorded. Knows time and tasks;
+not statistics (`estimates`), nor which arms make an experiment (`mixed`).
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from loadtest.traffic.scenario_arrivals import ClosedLoop, OpenLoop
 from loadtest.traffic.workload import PlannedRequest, plan_closed_loop, plan_open_loop
 
 MAX_IN_FLIGHT = 900  # below the usual limit of 1024 open files
-ERROR_PAUSE_S = 0.5  # a closed loop's pause after an error without Retry-After: it must not spin
+ERROR_PAUSE_S = 0.5  # pause of a closed loop after an error without Retry-After, so that it does not spin
 OVERFLOW = "not sent: too many requests in flight"
 UNFINISHED = "unfinished when the arm ended"
-POLL_S = 0.05  # how often it is asked whether an arm has shown enough
+POLL_S = 0.05  # how often an arm is asked whether it has shown enough
 
 BusyProbe = Callable[[], Awaitable[float | None]]
 
@@ -46,9 +46,9 @@ class Timing:
 
     duration_s: float
     rounds: int = 2
-    lead_s: float = 5.0  # a backlog's time to fill the server before a part is measured
-    settle_s: float = 1.0  # of rest before each part, once the server is quiet
-    drain_s: float = 20.0  # after each part: open-loop requests may still finish
+    lead_s: float = 5.0  # time for a backlog to fill the server before a part is measured
+    settle_s: float = 1.0  # rest before each part, once the server is quiet
+    drain_s: float = 20.0  # time for open-loop requests to finish after each part
 
     @property
     def part_s(self) -> float:
@@ -61,16 +61,16 @@ class Timing:
 
 @dataclass(slots=True)
 class ArmRun:
-    """What one arm saw. `outcomes[name]` are the requests of a class, open loop by arrival."""
+    """The outcomes of one arm. `outcomes[name]` are the requests of a class, open-loop ones by arrival."""
 
     start_s: float
     duration_s: float
     outcomes: dict[str, list[Outcome]]
-    client_cpu_share: float = 0.0  # of one core, over the measured window
+    client_cpu_share: float = 0.0  # share of one core over the measured window
     lag_s: list[float] = field(default_factory=list)  # how late each open-loop request was sent
-    busy_s: float | None = None  # engine time spent in the window, where a probe could tell
-    planned: int = 0  # open-loop requests of the whole window
-    was_cut: bool = False  # it had shown enough before its end
+    busy_s: float | None = None  # engine time in the window; None without a probe
+    planned: int = 0  # open-loop requests in the whole window
+    was_cut: bool = False  # the arm had shown enough before its end
 
     @property
     def end_s(self) -> float:
@@ -84,33 +84,35 @@ async def run_arm(
     seed: int,
     round_: int,
     busy_probe: BusyProbe = unknown_busy_time,
-    has_shown_enough: Callable[[ArmRun], bool] | None = None,
+    should_stop: Callable[[ArmRun], bool] | None = None,
 ) -> ArmRun:
     """Run the classes together. The same (class, seed, round_) sends the same requests in every arm.
-    `busy_probe` reads the server's counter of engine seconds, at both ends of the window. Once `has_shown_enough`,
-    nothing more is sent, and nobody waits for what is under way."""
+
+    `busy_probe` reads the server's counter of engine seconds at both ends of the window. Once `should_stop`
+    returns True, nothing more is sent, and requests under way are not awaited.
+    """
     closed = [(c, c.arrivals.streams) for c in classes if isinstance(c.arrivals, ClosedLoop)]
     opened = [c for c in classes if isinstance(c.arrivals, OpenLoop)]
     start_s = perf_counter() + (window.lead_s if closed else 0.0)
     run = ArmRun(start_s, window.duration_s, {c.name: [] for c in classes})
-    # 1. everything random is drawn before the clock runs
+    # 1. draw everything random before the clock runs
     plans = [(c, plan_open_loop(c, window.duration_s, seed, round_)) for c in opened]
     run.planned = sum(len(plan) for _, plan in plans)
-    # 2. backlogs fill the server during the lead
+    # 2. let backlogs fill the server during the lead
     backlogs = [
         asyncio.create_task(_run_closed_loop(target, c, streams, plan_closed_loop(c, seed, round_), run))
         for c, streams in closed
     ]
     try:
-        # 3. the measured window
+        # 3. measure
         await _sleep_until(start_s)
         cpu_before_s, busy_before = _cpu_s(), asyncio.ensure_future(busy_probe())
         sent: list[asyncio.Task[None]] = []
         arrivals = [asyncio.create_task(_run_open_loop(target, c, plan, run, sent)) for c, plan in plans]
-        await _sleep_to_the_end(run, has_shown_enough)
+        await _sleep_to_the_end(run, should_stop)
         run.client_cpu_share = (_cpu_s() - cpu_before_s) / run.duration_s
         run.busy_s = _difference(await busy_probe(), await busy_before)
-        # 4. open-loop requests finish beside the backlog that they met
+        # 4. let open-loop requests finish beside the same backlog
         await _finish(arrivals, 0.0 if run.was_cut else None)
         await _finish(sent, 0.0 if run.was_cut else window.drain_s)
         _give_up(o for c in opened for o in run.outcomes[c.name])
@@ -123,7 +125,7 @@ async def run_arm(
 async def _run_open_loop(
     target: Target, traffic: TrafficClass, plan: Sequence[PlannedRequest], run: ArmRun, sent: list[asyncio.Task[None]]
 ) -> None:
-    """Send each request at its time; what was started is added to `sent`."""
+    """Send each request at its time, and add it to `sent`."""
     in_flight: set[asyncio.Task[None]] = set()
     for planned in plan:
         path, body = request_for(target, traffic, planned)
@@ -160,18 +162,18 @@ async def _run_closed_loop(
 
 
 def request_for(target: Target, traffic: TrafficClass, planned: PlannedRequest) -> tuple[str, bytes]:
-    """(path, JSON body) of a planned request."""
+    """Return (path, JSON body) of a planned request."""
     prompt = word_prompt(planned) if traffic.endpoint == "chat" else token_prompt(planned)
     return completion_body(
         target, prompt, planned.output_tokens, service_tier=traffic.service_tier, **traffic.extra_body
     )
 
 
-async def _sleep_to_the_end(run: ArmRun, has_shown_enough: Callable[[ArmRun], bool] | None) -> None:
-    """Of the window; where it has shown enough before, the window ends then."""
-    while has_shown_enough is not None and perf_counter() + POLL_S < run.end_s:
+async def _sleep_to_the_end(run: ArmRun, should_stop: Callable[[ArmRun], bool] | None) -> None:
+    """Sleep until the window ends, or until the arm has shown enough."""
+    while should_stop is not None and perf_counter() + POLL_S < run.end_s:
         await asyncio.sleep(POLL_S)
-        if has_shown_enough(run):
+        if should_stop(run):
             run.was_cut, run.duration_s = True, perf_counter() - run.start_s
             return
     await _sleep_until(run.end_s)
@@ -184,7 +186,7 @@ async def _sleep_until(when_s: float) -> None:
 
 
 async def _finish(tasks: Sequence[asyncio.Task[None]], timeout_s: float | None) -> None:
-    """Wait for tasks up to `timeout_s` (None: for all), then cancel the rest; errors of theirs are raised."""
+    """Wait for tasks up to `timeout_s` (None: for all), then cancel the rest. Raises their errors."""
     if not tasks:
         return
     _, late = await asyncio.wait(tasks, timeout=timeout_s)
@@ -197,8 +199,10 @@ async def _finish(tasks: Sequence[asyncio.Task[None]], timeout_s: float | None) 
 
 
 def _give_up(outcomes: Iterable[Outcome]) -> None:
-    """Nobody waits any longer for what is unanswered. Left out, the slowest requests would make the quantiles
-    better. (A closed loop's last requests are cut off by the end of the arm, not by their slowness.)"""
+    """Mark unanswered open-loop requests as given up; leaving out the slowest requests would improve the quantiles.
+
+    The last requests of a closed loop are ended by the end of the arm, not by their slowness.
+    """
     now_s = perf_counter()
     for outcome in outcomes:
         if outcome.finished_s is None and outcome.error in (None, OVERFLOW):
@@ -217,6 +221,6 @@ def _difference(after: float | None, before: float | None) -> float | None:
 
 
 def _cpu_s() -> float:
-    """CPU seconds that this process has used."""
+    """Return the CPU seconds that this process has used."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime

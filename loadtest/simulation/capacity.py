@@ -1,7 +1,7 @@
-"""How much is enough: the fewest workers, or the highest rate, with which every promise is kept. By bisection.
+"""The fewest workers, or the highest rate, with which every SLO is kept. By bisection.
 
-Each probe is a whole simulated run. Knows summaries; not how a run is made. Promises are assumed to break once and for
-all as load grows; every probe is reported, so that a reader sees where that is not so.
+Each probe is a whole simulated run. Knows summaries; not how a run is made. Assumes that SLOs fail at one point as load
+grows; every probe is reported, so that a reader sees where that does not hold.
 """
 
 from collections.abc import Callable
@@ -10,30 +10,30 @@ from typing import Generic, TypeVar
 
 from loadtest.simulation.summary import Summary
 
-MOST_WORKERS = 1024
-IDLE_SHARE = 0.02  # of the engines' time: where they are as idle as that, more of them keep no promise
+MOST_WORKERS = 1024  # where the search gives up
+IDLE_SHARE = 0.02  # engine utilisation below which more workers do not help to keep an SLO
 RATE_BOUNDS = (1 / 64, 64.0)
-RATE_WIDTH = 0.05  # of the rate: how exactly it is found
+RATE_WIDTH = 0.05  # relative width at which the search for the rate ends
 
 T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True, slots=True)
 class Probe(Generic[T]):
-    amount: T  # workers, or times the load
+    amount: T  # workers, or multiple of the load
     summary: Summary
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity(Generic[T]):
-    """`best`: the last amount that keeps every promise; None where none within bounds does."""
+    """`best` is the last amount that keeps every SLO; None where none within bounds does."""
 
     probes: list[Probe[T]]
     best: Probe[T] | None
 
 
 def fewest_workers(run: Callable[[int], Summary], most: int = MOST_WORKERS) -> Capacity[int]:
-    """Doubled from one until the promises are kept, then halved in between."""
+    """Return the fewest workers: doubled from one until all SLOs are kept, then bisected."""
     probes: list[Probe[int]] = []
     broken, workers = 0, 1
     best = _probe(run, workers, probes)
@@ -48,7 +48,7 @@ def fewest_workers(run: Callable[[int], Summary], most: int = MOST_WORKERS) -> C
 
 
 def highest_rate(run: Callable[[float], Summary]) -> Capacity[float]:
-    """Doubled from one until a promise breaks, or halved until all are kept; then in between."""
+    """Return the highest rate: doubled from one until an SLO fails, or halved until all are kept, then bisected."""
     lowest, highest = RATE_BOUNDS
     probes: list[Probe[float]] = []
     rate, broken = 1.0, None
@@ -68,7 +68,7 @@ def highest_rate(run: Callable[[float], Summary]) -> Capacity[float]:
 
 
 def _probe(run: Callable[[T], Summary], amount: T, probes: list[Probe[T]]) -> Probe[T] | None:
-    """The probe where every promise is kept, else None; noted in either case."""
+    """Run one probe and record it. Return it where every SLO is kept, else None."""
     probe = Probe(amount, run(amount))
     probes.append(probe)
-    return probe if probe.summary.keeps_promises else None
+    return probe if probe.summary.keeps_slos else None

@@ -1,7 +1,7 @@
-"""Simulated clients: offer the traffic through the gateway's own `SchedulerClient`, and write down what they receive.
+"""Simulated clients: offer traffic through the gateway's own `SchedulerClient`, and record what they receive.
 
-Arrivals wait for nobody's answers. A client has the patience that tiers.yaml gives it, and does not ask again when it
-was refused; a backlog waits as long as it was told, then sends its next request. Knows requests and time; not workers.
+Arrivals do not wait for answers. A client waits as long as tiers.yaml says, and does not ask again when it is refused;
+a backlog waits as long as it was told, then sends its next request. Knows requests and time; not workers.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ TIMED_OUT = "no token within the tier's timeout"
 
 
 class SimulatedClients:
-    """`gather_s` > 0: arrivals of one tier within as much time enter the queue together, as a gateway under thousands
-    of requests a second would put them; they count as arrived when they came."""
+    """With `gather_s` > 0, arrivals of one tier within that time enter the queue together, as a gateway does under
+    thousands of requests a second. Each counts as arrived at its own time."""
 
     def __init__(self, deployment: Deployment, observation: Observation, gather_s: float = 0.0) -> None:
         self._deployment = deployment
@@ -38,7 +38,7 @@ class SimulatedClients:
         self._broken: list[BaseException] = []
 
     def fill(self, traffic: Traffic) -> None:
-        """Begin with the backlogs."""
+        """Start the backlogs."""
         for name in traffic.classes:
             self._observation.gaps_s[name] = array("d")
         self._streams = [
@@ -46,13 +46,13 @@ class SimulatedClients:
         ]
 
     async def offer(self, arrivals: Sequence[OfferedRequest], duration_s: float) -> None:
-        """Everything that comes within `duration_s`."""
+        """Send everything that arrives within `duration_s`."""
         await self._send(arrivals)
         await self._sleep_until(duration_s)
 
     async def finish(self, drain_s: float) -> None:
-        """Wait up to `drain_s` for the answers to what has arrived, beside the backlogs that it met. Raises what a
-        client raised."""
+        """Wait up to `drain_s` for the answers to requests that have arrived, beside the same backlogs. Raises the
+        clients' errors."""
         if self._asking:
             await asyncio.wait(self._asking, timeout=drain_s)
         left = [*self._asking, *self._streams]
@@ -95,7 +95,8 @@ class SimulatedClients:
                 await self._clock.sleep(rejected.retry_after_s)
 
     async def _ask(self, group: Sequence[OfferedRequest], at_s: float | None = None) -> Rejected | None:
-        """Send requests of one tier and receive them to their end. `at_s`: they arrive now, not when planned."""
+        """Send requests of one tier and receive their answers. With `at_s` they arrive now instead of at their planned
+        time."""
         arrived_s = [offered.at_s if at_s is None else at_s for offered in group]
         records = [_record(offered, when) for offered, when in zip(group, arrived_s, strict=True)]
         self._observation.requests += records
@@ -110,7 +111,7 @@ class SimulatedClients:
         return None
 
     async def _submit(self, requests: list[Request], records: Sequence[RequestRecord]) -> TokenStream | Rejected:
-        """To the tier below, where the tier gives away what it cannot serve in time."""
+        """Submit the requests; a tier that gives away what it cannot serve in time passes them to the tier below."""
         outcome = await self._client.submit(requests)
         below = self._tiers[requests[0].tier].admission.demote_to
         if below is None or not isinstance(outcome, Rejected) or outcome.reason is not RejectReason.OVERLOADED:
@@ -132,7 +133,7 @@ class SimulatedClients:
         try:
             async with asyncio.timeout(patience_s) as patience, generation as events:
                 async for event in events:
-                    self._take(records[event.request_id], event, target_s)
+                    self._record_event(records[event.request_id], event, target_s)
                     if patience_s is not None:
                         patience.reschedule(loop.time() + patience_s)
         except TimeoutError:
@@ -142,7 +143,7 @@ class SimulatedClients:
                 if record.ended_s is None:
                     record.failed = failure
 
-    def _take(self, record: RequestRecord, event: TokenEvent, target_s: float) -> None:
+    def _record_event(self, record: RequestRecord, event: TokenEvent, target_s: float) -> None:
         now_s = self._now_s()
         if event.token_ids:
             record.output_tokens += len(event.token_ids)

@@ -1,7 +1,8 @@
-"""The cost card: what the simulator believes of one engine on one machine, validated from JSON.
+"""The cost card: the model of one engine on one machine, validated from JSON.
 
-Coefficients of a step, what the engine can hold, and what an hour of it costs. `loadtest calibrate` writes such cards
-from a real run's step log; the shipped ones lie in `cards/`. Knows numbers; not how they are used (`deployment`).
+Holds the coefficients of a step, the capacity of the engine, and the price of an hour. `loadtest calibrate` writes
+cards from the step log of a real run; the shipped cards are in `cards/`. Knows numbers; not how they are used
+(`deployment`).
 """
 
 import json
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from engine.interface import EngineInfo, StepEviction
 from engine.step_time.cost import StepCost
 
-VOCAB_SIZE = 1 << 32  # ids stand for themselves: no tokenizer is at work
+VOCAB_SIZE = 1 << 32  # ids are not decoded, since there is no tokenizer
 
 
 class CostCardError(Exception):
@@ -25,8 +26,11 @@ class _Strict(BaseModel):
 
 
 class Coefficients(_Strict):
-    """Seconds: of a step, and of each thing in it. `attend_s` is for each pair of a prefill token and one it attends
-    to, `context_token_s` for each cached token of a decode."""
+    """Seconds of a step and of each thing in it.
+
+    `attend_s` is for each pair of a prefill token and a token that it attends to, `context_token_s` for each cached
+    token of a decode.
+    """
 
     step_s: float = Field(ge=0)
     prefill_token_s: float = Field(ge=0)
@@ -53,7 +57,7 @@ class CostCard(_Strict):
     price_per_hour: float = Field(default=0.0, ge=0, description="of one worker, in whatever currency")
 
     def step_cost(self, mixed: bool) -> StepCost:
-        """Of a step with a prefill in it, or without."""
+        """Return the cost of a step with a prefill in it, or without."""
         coefficients = self.mixed if mixed else self.decode
         return StepCost(**coefficients.model_dump(), min_step_s=self.floor_s)
 
@@ -80,7 +84,7 @@ def shipped_cards() -> list[str]:
 
 
 def load_cost_card(name_or_path: str) -> CostCard:
-    """A shipped card by its name, or a file. Raises `CostCardError`."""
+    """Return a shipped card by its name, or the card of a file. Raises `CostCardError`."""
     try:
         if name_or_path in shipped_cards():
             text = (files("loadtest") / "simulation" / "cards" / f"{name_or_path}.json").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """A deployment in one process and virtual time: N workers and a gateway's client on one queue.
 
-Wires the shipped loop, core, controller, memory queue and client around modeled engines, as `tidegate.worker` wires
-them around a real one. There is no second scheduler. Knows the parts; not what is offered to them (`clients`).
+Wires the shipped loop, core, controller, memory queue and client around modeled engines, as `tidegate.worker` does
+around a real one; there is no second scheduler. Knows the parts; not the traffic (`clients`).
 """
 
 import asyncio
@@ -29,21 +29,24 @@ from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.warmup import warm_up
 
-WARM_UP_S = 1.0  # what a worker gives its engine's first steps
+WARM_UP_S = 1.0  # seconds that a worker gives the first steps of its engine
 MODEL_NAMES = ("model",)
 
 BuildCore = Callable[[TierSet, EngineInfo], SchedulerCore]
 
 
 def build_core(tiers: TierSet, info: EngineInfo) -> SchedulerCore:
-    """The shipped one, which has to learn its engine."""
+    """Return the shipped core, which has to learn its engine."""
     return SchedulerCore(tiers, info, SLAController(tiers, info.step_eviction))
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a run is made of, besides its traffic. Backlogs fill the engines for `lead_s` before the load begins;
-    `drift` maps seconds since then to a factor on step times."""
+    """The settings of a run, besides its traffic.
+
+    Backlogs fill the engines for `lead_s` before the load begins; `drift` maps seconds since then to a factor on step
+    times.
+    """
 
     tiers: TierSet
     card: CostCard
@@ -70,10 +73,10 @@ class Deployment:
     queue: MemoryQueue
     client: SchedulerClient
     workers: Sequence[Worker]
-    begins_s: float  # when the load begins, on the clock
+    begins_s: float  # the time on the clock at which the load begins
 
     async def end(self) -> None:
-        """Stop the workers; what is left goes back to the queue, and is forgotten with it."""
+        """Stop the workers; unfinished requests go back to the queue, which ends with the run."""
         await self.client.close()
         for worker in self.workers:
             worker.loop.stop()
@@ -81,11 +84,11 @@ class Deployment:
 
 
 async def start_deployment(setting: Setting, observation: Observation) -> Deployment:
-    """Bring the workers up, each with the synthetic first steps that a real one has, too."""
+    """Start the workers, each with the same synthetic first steps as a real one."""
     clock = VirtualClock()
     queue = MemoryQueue(clock)
     events, registry = MemoryEventChannel(), MemoryWorkerRegistry(clock)
-    up_s = clock.now() + WARM_UP_S + 1.0  # the same for any engine
+    up_s = clock.now() + WARM_UP_S + 1.0  # the same for all engines
     begins_s = up_s + setting.lead_s
     workers = []
     for number in range(setting.workers):

@@ -1,6 +1,6 @@
-"""One experiment: options turned into a setting and traffic, run, and summed up; as often as a search wants it.
+"""One experiment: options become a setting and traffic, are run, and summarised, as often as a search wants.
 
-The composition of the simulator: knows where scenarios, traces, cards and tiers come from. Not flags, not text.
+The composition of the simulator: knows where scenarios, traces, cards and tiers come from; not flags or text.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ SHIPPED = ""  # the name of the shipped tiers.yaml
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """`rate` multiplies the clients: of the scenario's interactive classes, or of a trace. `drift`: step times are
-    multiplied by it in the second half."""
+    """`rate` multiplies the clients of the scenario's interactive classes, or of a trace. `drift` multiplies step times
+    in the second half."""
 
     tiers: TierSet
     card: CostCard
@@ -54,7 +54,7 @@ class Experiment:
         return summarize(observation, self.tiers), observation
 
     def traffic(self) -> Traffic:
-        """Raises `ScenarioError` or `TrafficError`."""
+        """Return the traffic of the load. Raises `ScenarioError` or `TrafficError`."""
         if self.trace:
             return trace_traffic(self.trace, self.tiers, self.duration_s, self.seed, self.rate)
         scenario = load_scenario(self.scenario, self.bulk_pool).with_load_scaled(self.rate)
@@ -72,12 +72,12 @@ class Experiment:
 
 
 def read_whole_trace(path: Path) -> "tuple[TraceRow, ...]":
-    """Raises `TraceError`."""
+    """Return all rows of a trace. Raises `TraceError`."""
     return tuple(read_trace(path))
 
 
 def find_tiers(name_or_path: str) -> TierSet:
-    """The shipped tiers.yaml, one of the simulator's own by its name, or a file. Raises `TierConfigError`."""
+    """Return the shipped tiers, the simulator's own of this name, or those of a file. Raises `TierConfigError`."""
     if name_or_path == SHIPPED:
         return load_tiers(shipped_tiers_path())
     own = Path(str(files("loadtest") / "simulation" / "tiers" / f"{name_or_path}.yaml"))

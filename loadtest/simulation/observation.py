@@ -1,7 +1,7 @@
-"""What one simulated run saw, as plain records: requests at the client, steps at the engines, knobs second by second.
+"""The records of one simulated run: requests at the client, steps at the engines, knobs second by second.
 
-Filled by the clients, the engines and the workers' metrics while the run goes on; read by `summary` and `report`.
-Knows no clock: times are seconds since the load began.
+Filled by clients, engines and metrics during the run; read by `summary` and `report`. Times are seconds since the load
+began.
 """
 
 from array import array
@@ -13,23 +13,23 @@ from scheduler.control.knobs import Decision
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request as its client saw it. Owner: the client."""
+    """One request as its client saw it. Written by the client."""
 
     id: str
     traffic_class: str
-    tier: str  # that was asked for
+    tier: str  # the requested tier
     arrived_s: float
     prompt_tokens: int
     deadline_s: float | None
-    served_tier: str = ""  # another one than `tier`: demoted; empty: not admitted
+    served_tier: str = ""  # differs from `tier` where the request was demoted; empty: not admitted
     rejected: str = ""  # why admission refused it
     first_token_s: float | None = None
     last_token_s: float | None = None
     ended_s: float | None = None
     output_tokens: int = 0
-    first_tokens: int = 0  # that came at first
+    first_tokens: int = 0  # tokens of the first message
     gaps: int = 0  # between two messages with tokens
-    gaps_missed: int = 0  # longer than the tier's promise
+    gaps_missed: int = 0  # gaps longer than the tier's SLO
     failed: str = ""  # why it ended without an answer
 
     @property
@@ -38,7 +38,7 @@ class RequestRecord:
 
     @property
     def gap_s(self) -> float | None:
-        """Mean time to a token behind those that came first; None without two messages."""
+        """Mean time per token after the first message; None with fewer than two messages."""
         if self.gaps == 0 or self.first_token_s is None or self.last_token_s is None:
             return None
         return (self.last_token_s - self.first_token_s) / (self.output_tokens - self.first_tokens)
@@ -50,19 +50,19 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class EngineRecord:
-    """What one engine did."""
+    """The totals of one engine."""
 
     steps: int = 0
     busy_s: float = 0.0
     rows: int = 0
     planned_tokens: int = 0
-    lost_tokens: int = 0  # computed, and lost with their KV blocks: to be computed again
+    lost_tokens: int = 0  # tokens to compute again because their KV was dropped
     shed_rows: int = 0
-    shed_steps: int = 0  # that somebody left
-    wasted_s: float = 0.0  # of engine time, spent on rows that left their step
+    shed_steps: int = 0  # steps from which a row was evicted
+    wasted_s: float = 0.0  # engine seconds for rows that were evicted from their step
 
     def clear(self) -> None:
-        """Forget what came before the load."""
+        """Forget everything before the load."""
         for entry in fields(self):
             setattr(self, entry.name, entry.default)
 
@@ -90,23 +90,23 @@ class Moment:
     """The deployment at the end of one second of the run."""
 
     at_s: float
-    busy_share: float  # of the engines, in the second before
-    kv_usage: float  # of the fullest
+    busy_share: float  # share of engine time in the second before
+    kv_usage: float  # of the engine with the fullest KV memory
     predictor_error: float  # mean |measured ÷ predicted − 1| over the last steps
     tiers: dict[str, TierMoment]
 
 
 @dataclass(slots=True)
 class Observation:
-    """Everything of one run. Owner: `Simulation`; each part is written by one collaborator."""
+    """Everything of one run. Owned by `Simulation`; each part has one writer."""
 
     duration_s: float
     classes: dict[str, str]
     requests: list[RequestRecord] = field(default_factory=list)
-    gaps_s: dict[str, "array[float]"] = field(default_factory=dict)  # by class: a run has millions
+    gaps_s: dict[str, "array[float]"] = field(default_factory=dict)  # by class; arrays, since a run has millions
     queue_s: dict[str, "array[float]"] = field(default_factory=dict)  # by tier: arrival to first step
     engines: list[EngineRecord] = field(default_factory=list)
     moves: list[MovedKnob] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     preemptions: Counter[tuple[str, str]] = field(default_factory=Counter)  # (tier, mode)
-    tokens: Counter[str] = field(default_factory=Counter)  # by class: received while the load went on
+    tokens: Counter[str] = field(default_factory=Counter)  # by class, received during the load

@@ -1,7 +1,6 @@
-"""One simulated run: a deployment, the traffic offered to it, and a look at everything once a second.
+"""One simulated run: a deployment, the traffic offered to it, and a snapshot once a second.
 
-`simulate` is the simulator's whole surface: pure in that the same setting, traffic and seed give the same observation
-to the byte. Knows virtual time; reads no real clock.
+The same setting, traffic and seed give the same observation to the byte. Knows virtual time; reads no real clock.
 """
 
 import asyncio
@@ -13,18 +12,18 @@ from loadtest.simulation.observation import Moment, Observation, TierMoment
 from loadtest.simulation.traffic import Traffic
 from scheduler.virtual_time import run_virtual
 
-DRAIN_S = 120.0
-MOMENT_S = 1.0
+DRAIN_S = 120.0  # default time for requests to finish after the load
+MOMENT_S = 1.0  # between two snapshots
 
 
 def simulate(
     setting: Setting, traffic: Traffic, duration_s: float, *, drain_s: float = DRAIN_S, gather_s: float = 0.0
 ) -> Observation:
-    """Offer `traffic` for `duration_s`, then let what has arrived end for up to `drain_s`."""
-    return run_virtual(_play(setting, traffic, duration_s, drain_s, gather_s))
+    """Offer `traffic` for `duration_s`, then let requests finish for up to `drain_s`."""
+    return run_virtual(_run(setting, traffic, duration_s, drain_s, gather_s))
 
 
-async def _play(setting: Setting, traffic: Traffic, duration_s: float, drain_s: float, gather_s: float) -> Observation:
+async def _run(setting: Setting, traffic: Traffic, duration_s: float, drain_s: float, gather_s: float) -> Observation:
     observation = Observation(duration_s, traffic.classes)
     deployment = await start_deployment(setting, observation)
     clients = SimulatedClients(deployment, observation, gather_s)
@@ -51,7 +50,7 @@ async def _load(
 
 
 async def _until_done(load: "asyncio.Task[None]", others: "list[asyncio.Task[None]]") -> None:
-    """Nothing but the load may end; what does ends the run, with its error."""
+    """Run until the load ends; any other task that ends also ends the run, with its error."""
     await asyncio.wait({load, *others}, return_when=asyncio.FIRST_COMPLETED)
     for task in others:
         if task.done():
@@ -69,10 +68,10 @@ async def _watch(deployment: Deployment, observation: Observation) -> None:
         now_busy_s = [worker.record.busy_s for worker in deployment.workers]
         share = (sum(now_busy_s) - sum(busy_s)) / (MOMENT_S * len(busy_s))
         busy_s = now_busy_s
-        observation.moments.append(await _look(deployment, share))
+        observation.moments.append(await _snapshot(deployment, share))
 
 
-async def _look(deployment: Deployment, busy_share: float) -> Moment:
+async def _snapshot(deployment: Deployment, busy_share: float) -> Moment:
     now = deployment.clock.now()
     cores = [worker.core for worker in deployment.workers]
     statuses = [core.status(now) for core in cores]

@@ -1,7 +1,8 @@
-"""What a simulated run comes to: latencies, attainment and shares, from its observation. Pure.
+"""The summary of a simulated run: latencies, attainment and shares, from its observation. Pure.
 
-A quantile is the smallest sample that as large a share of the samples does not exceed: no interpolation, so that the
-same run gives the same digits anywhere. Whoever was refused or got no answer waited for ever. Knows records; not text.
+A quantile is the smallest sample that so large a share of the samples does not exceed; it is not interpolated, so that
+the same run gives the same digits on any machine. A refused or unanswered request counts as waiting for ever. Knows
+records; not text.
 """
 
 import math
@@ -20,7 +21,7 @@ ON_TIME = 0.99  # share of the requests with a deadline that must meet it
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds; None without samples. Infinite where that many were never answered."""
+    """Quantiles in seconds; None without samples, infinite where so many requests were never answered."""
 
     count: int
     p50: float | None
@@ -40,27 +41,27 @@ class ClassSummary:
     failed: dict[str, int]
     done: int
     unfinished: int
-    ttft: Spread  # of the answered
-    itl: Spread  # between two messages
-    e2e: Spread  # of the finished
-    attainment: float | None  # of the offered; None: nothing was promised
+    ttft: Spread  # answered requests
+    itl: Spread  # gaps between two messages
+    e2e: Spread  # finished requests
+    attainment: float | None  # share of the offered requests; None without an SLO
     tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
-    """One promise of one tier, over everything offered to it."""
+class SloVerdict:
+    """One SLO of one tier, judged over all requests offered to it."""
 
     tier: str
     what: str
     target: float
-    observed: float | None  # None: nothing to judge by
+    observed: float | None  # None without samples
     is_kept: bool
 
 
 @dataclass(frozen=True, slots=True)
 class EnginesSummary:
-    """All engines together, while the load went on."""
+    """All engines together, during the load."""
 
     workers: int
     busy_share: float
@@ -70,7 +71,7 @@ class EnginesSummary:
     lost_tokens: int
     shed_steps: int
     shed_rows: int
-    wasted_share: float  # of the busy time
+    wasted_share: float  # share of the busy time
     predictor_error: float  # mean |measured ÷ predicted − 1|
 
 
@@ -79,15 +80,15 @@ class Summary:
     duration_s: float
     classes: Sequence[ClassSummary]
     queue: dict[str, Spread]  # by tier: arrival to first step
-    promises: Sequence[Promise]
+    slos: Sequence[SloVerdict]
     engines: EnginesSummary
     preemptions: dict[tuple[str, str], int]  # (tier, mode)
     moves: dict[tuple[str, str, str], tuple[int, int]]  # (tier, knob, signal) → (up, down)
-    knobs: dict[str, TierMoment]  # by tier: of the first worker, when the load ended
+    knobs: dict[str, TierMoment]  # by tier, of the first worker at the end of the load
 
     @property
-    def keeps_promises(self) -> bool:
-        return all(promise.is_kept for promise in self.promises)
+    def keeps_slos(self) -> bool:
+        return all(slo.is_kept for slo in self.slos)
 
     @property
     def done(self) -> int:
@@ -109,7 +110,7 @@ def summarize(observation: Observation, tiers: TierSet) -> Summary:
         duration_s=observation.duration_s,
         classes=classes,
         queue={tier: spread(observation.queue_s.get(tier, ())) for tier in tiers.tiers},
-        promises=_promises(observation, tiers),
+        slos=_slos(observation, tiers),
         engines=_engines_summary(observation),
         preemptions=dict(sorted(observation.preemptions.items())),
         moves=dict(sorted(moves.items())),
@@ -129,13 +130,15 @@ def spread(samples: Iterable[float]) -> Spread:
 
 
 def quantile(ordered: np.ndarray, q: float) -> float | None:
-    """Of samples in ascending order."""
+    """Return a quantile of samples in ascending order."""
     return float(ordered[max(0, math.ceil(q * len(ordered) - 1e-9) - 1)]) if len(ordered) else None
 
 
-def meets_promise(record: RequestRecord, tier: Tier) -> bool | None:
-    """None: there is no promise to judge it by. As the scheduler judges: TTFT in time, and at most one gap in a hundred
-    too long; a deadline of its own besides."""
+def meets_slo(record: RequestRecord, tier: Tier) -> bool | None:
+    """Return whether the request met its tier's SLO; None without an SLO.
+
+    Judges as the scheduler does: TTFT in time, at most one gap in a hundred too long, and the request's own deadline.
+    """
     if not tier.is_interactive and record.deadline_s is None:
         return None
     if not record.is_done or record.ttft_s is None or record.ended_s is None:
@@ -150,7 +153,7 @@ def _class_summary(
     name: str, records: Sequence[RequestRecord], observation: Observation, tiers: TierSet
 ) -> ClassSummary:
     tier = tiers[observation.classes[name]]
-    judged = [met for met in (meets_promise(r, tier) for r in records) if met is not None]
+    judged = [met for met in (meets_slo(r, tier) for r in records) if met is not None]
     rejected = Counter(r.rejected for r in records if r.rejected)
     failed = Counter(r.failed for r in records if r.failed and r.failed != UNFINISHED)
     return ClassSummary(
@@ -171,26 +174,26 @@ def _class_summary(
     )
 
 
-def _promises(observation: Observation, tiers: TierSet) -> list[Promise]:
-    promises: list[Promise] = []
+def _slos(observation: Observation, tiers: TierSet) -> list[SloVerdict]:
+    slos: list[SloVerdict] = []
     for tier in tiers.by_priority:
         records = [r for r in observation.requests if r.tier == tier.name]
         if tier.slo.ttft_p99_ms is not None:
             waits = (math.inf if r.ttft_s is None else r.ttft_s for r in records)
-            promises.append(_promise(tier.name, "TTFT p99", tier.slo.ttft_p99_ms / 1000, spread(waits).p99))
+            slos.append(_slo(tier.name, "TTFT p99", tier.slo.ttft_p99_ms / 1000, spread(waits).p99))
         if tier.slo.itl_p99_ms is not None:
             names = [n for n, t in observation.classes.items() if t == tier.name]
             gaps = [gap for n in names for gap in observation.gaps_s.get(n, ())]
-            promises.append(_promise(tier.name, "ITL p99", tier.slo.itl_p99_ms / 1000, spread(gaps).p99))
-        due = [meets_promise(r, tier) is True for r in records if r.deadline_s is not None]
+            slos.append(_slo(tier.name, "ITL p99", tier.slo.itl_p99_ms / 1000, spread(gaps).p99))
+        due = [meets_slo(r, tier) is True for r in records if r.deadline_s is not None]
         if due:
             share = sum(due) / len(due)
-            promises.append(Promise(tier.name, "deadlines met", ON_TIME, share, share >= ON_TIME))
-    return promises
+            slos.append(SloVerdict(tier.name, "deadlines met", ON_TIME, share, share >= ON_TIME))
+    return slos
 
 
-def _promise(tier: str, what: str, target_s: float, observed_s: float | None) -> Promise:
-    return Promise(tier, what, target_s, observed_s, observed_s is None or observed_s <= target_s)
+def _slo(tier: str, what: str, target_s: float, observed_s: float | None) -> SloVerdict:
+    return SloVerdict(tier, what, target_s, observed_s, observed_s is None or observed_s <= target_s)
 
 
 def _engines_summary(observation: Observation) -> EnginesSummary:

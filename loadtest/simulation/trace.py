@@ -1,7 +1,7 @@
-"""A trace of requests from a file, JSONL or CSV: when each came, of which tier, how long it was.
+"""A trace of requests from a file, JSONL or CSV: arrival, tier and lengths of each.
 
 Columns (CSV) or keys (JSONL): `arrival_s`, `tier` (a tier's name or a `service_tier`), `prompt_tokens`,
-`output_tokens`; and where wanted `class` (a name for the report; else the tier's), `prefix_id` and `prefix_tokens` (a
+`output_tokens`; optional: `class` (a name for the report; default: the tier's), `prefix_id` and `prefix_tokens` (a
 beginning that prompts share), `deadline_s` (after arrival). Knows files; not tiers.
 """
 
@@ -19,7 +19,7 @@ class TraceError(Exception):
 
 
 def _none_where_empty(value: Any) -> Any:
-    """An empty cell of a CSV file."""
+    """Return None for an empty cell of a CSV file."""
     return None if value == "" else value
 
 
@@ -45,7 +45,7 @@ class TraceRow(BaseModel):
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """All rows, by arrival. Raises `TraceError`."""
+    """Return all rows, by arrival. Raises `TraceError`."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             lines = _csv_lines(file) if path.suffix.lower() == ".csv" else _jsonl_lines(file)

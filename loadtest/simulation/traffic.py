@@ -1,8 +1,8 @@
-"""What is offered to a simulated deployment: requests with arrival times, and backlogs that refill themselves.
+"""The traffic offered to a simulated deployment: requests with arrival times, and backlogs that refill themselves.
 
-Made from a scenario by the same functions that plan real load (`workload`), or from a trace. More or less load is
-made by adding clients and by thinning the last one; time is never squeezed. Knows tiers by name; not clocks, queues
-or engines.
+Made from a scenario by the functions that plan real load (`workload`), or from a trace. The load is raised with more
+clients and lowered by thinning the last one; time is never compressed. Knows tiers by name; not clocks, queues or
+engines.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,8 @@ from loadtest.traffic.scenario_arrivals import ClosedLoop
 from loadtest.traffic.workload import PlannedRequest, generator, plan_closed_loop, plan_open_loop
 from scheduler.config import Tier, TierSet
 
-FIRST_PREFIX_TOKEN = 16
-FIRST_OWN_TOKEN = 1 << 24  # tokens below are the shared prefixes of traces
+FIRST_PREFIX_TOKEN = 16  # above the ids of special tokens
+FIRST_OWN_TOKEN = 1 << 24  # tokens below it are the shared prefixes of traces
 
 
 class TrafficError(Exception):
@@ -24,7 +24,7 @@ class TrafficError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OfferedRequest:
-    """`at_s` counts from the start of the load (0 in a backlog); `deadline_s` from arrival, None: the tier's."""
+    """`at_s` counts from the start of the load (0 in a backlog), `deadline_s` from arrival; None: that of the tier."""
 
     id: str
     traffic_class: str
@@ -38,7 +38,7 @@ class OfferedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """`streams` requests are always under way; each answer sends the next."""
+    """`streams` requests are always in flight; each answer sends the next."""
 
     traffic_class: str
     streams: int
@@ -56,7 +56,7 @@ class Traffic:
 
 
 def scenario_traffic(scenario: Scenario, tiers: TierSet, duration_s: float, seed: int, round_: int = 0) -> Traffic:
-    """`round_` of an experiment's seed sends what that round sent."""
+    """Return the traffic that round `round_` of an experiment with this seed sends."""
     classes = {name: tier_of(c.service_tier, tiers).name for name, c in scenario.classes.items()}
     shares = any(c.prefixes is not None or c.sessions is not None for c in scenario.classes.values())
     prompts = _Prompts(shares)
@@ -73,9 +73,12 @@ def scenario_traffic(scenario: Scenario, tiers: TierSet, duration_s: float, seed
 
 
 def trace_traffic(rows: Sequence[TraceRow], tiers: TierSet, duration_s: float, seed: int, rate: float = 1.0) -> Traffic:
-    """What a trace holds within `duration_s`, by `rate` times as many clients: whole copies, and a thinned one.
-    Copies are turned against each other, around the end: the same bursts at the same moments would be another load.
-    What a smaller rate keeps, a larger one keeps, too."""
+    """Return the requests of a trace within `duration_s`, from `rate` times as many clients: whole copies, and a
+    thinned one.
+
+    Copies are rotated in time against each other, since the same bursts at the same moments would be another load. A
+    larger rate keeps every request of a smaller one.
+    """
     rows = [row for row in rows if row.arrival_s < duration_s]
     classes: dict[str, str] = {}
     arrivals: list[OfferedRequest] = []
@@ -104,7 +107,7 @@ def tier_of(service_tier: str | None, tiers: TierSet) -> Tier:
 
 
 def _tier_named(name: str, tiers: TierSet) -> Tier:
-    """By its own name, or by a `service_tier` that means it."""
+    """Return the tier of this name, or of this `service_tier`."""
     tier = tiers.tiers.get(name) or tiers.for_service_tier(name)
     if tier is None:
         raise TrafficError(f"no tier and no service_tier is called {name!r} (tiers: {', '.join(tiers.tiers)})")
@@ -112,21 +115,24 @@ def _tier_named(name: str, tiers: TierSet) -> Tier:
 
 
 class _Prompts:
-    """Prompts as long as planned. Their tokens matter to a prefix cache only: without one, all of a length are the
-    same object, so that a million requests fit into memory."""
+    """Makes prompts of the planned lengths.
+
+    Their tokens matter to a prefix cache only. Without one, all prompts of a length are the same object, so that a
+    million requests fit into memory.
+    """
 
     def __init__(self, have_meaning: bool) -> None:
         self._have_meaning = have_meaning
         self._of_length: dict[int, tuple[int, ...]] = {}
 
     def planned(self, planned: PlannedRequest) -> tuple[int, ...]:
-        """Each segment is its seed again and again: the same where the segment is the same, and nowhere else."""
+        """Return a prompt that repeats each segment's seed: equal where segments are equal, and different elsewhere."""
         if not self._have_meaning:
             return self._any_of(planned.prompt_tokens)
         return tuple(FIRST_OWN_TOKEN + s.seed for s in planned.segments for _ in range(s.tokens))
 
     def traced(self, row: TraceRow, prefix: int, number: int) -> tuple[int, ...]:
-        """A beginning of the one token that stands for the prefix, then of one that nobody else has."""
+        """Return a prompt that repeats a token of its prefix, then a token of its own."""
         if not self._have_meaning:
             return self._any_of(row.prompt_tokens)
         shared = row.prefix_tokens or 0

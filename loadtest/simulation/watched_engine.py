@@ -1,6 +1,6 @@
-"""An engine with a notebook: passes everything on to the modeled one, and writes down what came of it.
+"""A modeled engine whose steps are recorded.
 
-Adds what the modeled one leaves out: the host's time between two steps, in which the device has nothing to do.
+Adds what the modeled engine leaves out: the host's time between two steps, in which the device is idle.
 """
 
 from collections.abc import Awaitable, Callable, Collection
@@ -42,7 +42,7 @@ class WatchedEngine:
     async def collect(self) -> StepResult:
         result = await self._engine.collect()
         if self._submitted is not None and self._submitted.run:
-            self._note(self._submitted, result)
+            self._record_step(self._submitted, result)
             if self._host_overhead_s:
                 await self._sleep(self._host_overhead_s)
         return result
@@ -53,7 +53,7 @@ class WatchedEngine:
     def close(self) -> None:
         self._engine.close()
 
-    def _note(self, plan: StepPlan, result: StepResult) -> None:
+    def _record_step(self, plan: StepPlan, result: StepResult) -> None:
         record, computed = self._record, self._computed
         record.steps += 1
         record.busy_s += result.elapsed_s
@@ -65,12 +65,15 @@ class WatchedEngine:
                 computed.pop(output.seq_id, None)
         record.planned_tokens += plan.num_tokens
         if result.evicted:
-            self._note_shed(plan, result)
+            self._note_evicted(plan, result)
 
-    def _note_shed(self, plan: StepPlan, result: StepResult) -> None:
-        """Their part of the step's time counts as wasted, by tokens: at most that, as they left before its end."""
-        left = set(result.evicted)
-        shed_tokens = sum(run.num_tokens for run in plan.run if run.seq_id in left)
+    def _note_evicted(self, plan: StepPlan, result: StepResult) -> None:
+        """Count the evicted rows' share of the step's time, by tokens, as wasted.
+
+        This is an upper bound, since the rows left before the end of the step.
+        """
+        evicted = set(result.evicted)
+        evicted_tokens = sum(run.num_tokens for run in plan.run if run.seq_id in evicted)
         self._record.shed_steps += 1
-        self._record.shed_rows += len(left)
-        self._record.wasted_s += result.elapsed_s * shed_tokens / plan.num_tokens
+        self._record.shed_rows += len(evicted)
+        self._record.wasted_s += result.elapsed_s * evicted_tokens / plan.num_tokens

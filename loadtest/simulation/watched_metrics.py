@@ -1,6 +1,6 @@
-"""The worker's metrics in the simulator: what the loop reports goes into the run's observation, not to Prometheus.
+"""The worker's metrics in the simulator: reports of the loop go into the run's observation, not to Prometheus.
 
-Nobody scrapes a simulated worker, and rendering its families once a second would cost more than scheduling does.
+Simulated workers are not scraped, and rendering their metrics once a second would cost more than scheduling.
 """
 
 from array import array
@@ -18,7 +18,7 @@ from scheduler.worker.metrics import SchedulerMetrics
 
 
 class WatchedMetrics(SchedulerMetrics):
-    """`begins_s` is when the load begins, on the clock."""
+    """`begins_s` is the time on the clock at which the load begins."""
 
     def __init__(self, tiers: TierSet, observation: Observation, worker: int, clock: Clock, begins_s: float) -> None:
         super().__init__(CollectorRegistry(), tiers)

@@ -1,16 +1,16 @@
-"""What planned requests say: token ids or words from their segments' seeds, and nonces. Pure.
+"""The content of planned requests: token ids or words from the seeds of their segments, and nonces. Pure.
 
-Knows vocabularies; not when anything is sent. The same segment is the same text, wherever it stands.
+Knows vocabularies; not when anything is sent. The same segment is the same text in every prompt.
 """
 
 import numpy as np
 
 from loadtest.traffic.workload import PlannedRequest, Segment, generator
 
-# Prompt ids stay clear of special tokens below and of small vocabularies above.
+# Prompt ids are above special tokens, and below the size of small vocabularies.
 FIRST_PROMPT_TOKEN_ID, END_PROMPT_TOKEN_ID = 16, 500
 
-# Words that any English tokenizer holds whole; one is about one token with the space before it.
+# Words that English tokenizers hold as one token, with the space before it.
 WORDS = (
     "the of and to in is that it for as with on be at by this have from or one had not but what all were "
     "when we there can an your which their said if do will each about how up out them then she many some so "
@@ -21,22 +21,22 @@ WORDS = (
 
 
 def token_prompt(planned: PlannedRequest) -> list[int]:
-    """Exactly `prompt_tokens` ids, all below 500: any model's vocabulary has them."""
-    return [i for segment in planned.segments for i in _drawn(segment, FIRST_PROMPT_TOKEN_ID, END_PROMPT_TOKEN_ID)]
+    """Return exactly `prompt_tokens` ids, all below 500, which any model has."""
+    return [i for segment in planned.segments for i in _draw(segment, FIRST_PROMPT_TOKEN_ID, END_PROMPT_TOKEN_ID)]
 
 
 def word_prompt(planned: PlannedRequest) -> str:
-    """About `prompt_tokens` tokens of words; the answer's `usage` says how many they were."""
+    """Return words for about `prompt_tokens` tokens; the answer's `usage` gives the exact number."""
     words = WORDS.split()
-    return " ".join(words[i] for segment in planned.segments for i in _drawn(segment, 0, len(words)))
+    return " ".join(words[i] for segment in planned.segments for i in _draw(segment, 0, len(words)))
 
 
-def _drawn(segment: Segment, low: int, high: int) -> list[int]:
+def _draw(segment: Segment, low: int, high: int) -> list[int]:
     return [int(i) for i in generator(segment.seed).integers(low, high, size=segment.tokens)]
 
 
 def draw_nonces(count: int, seed: int) -> list[str]:
-    """`count` different nonces such as `k7Qz-09ab`."""
+    """Return `count` different nonces such as `k7Qz-09ab`."""
     rng = generator(seed, "nonce")
     letters = np.array(list("abcdefghijkmnpqrstuvwxyzABCDEFGHJKLMNPQRSTUVWXYZ0123456789"))
     nonces: dict[str, None] = {}

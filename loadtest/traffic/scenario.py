@@ -1,7 +1,7 @@
-"""A scenario: which classes of traffic meet on the server, validated from YAML.
+"""A scenario: the classes of traffic that a server gets at the same time, validated from YAML.
 
-Knows names, rates and lengths; not how a class is turned into requests (`workload`) nor who sends them
-(`runner`). Errors name the key: `classes.bulk.output_tokens: …`.
+Knows names, rates and lengths; not how a class becomes requests (`workload`) nor how they are sent (`runner`). Errors
+name the key: `classes.bulk.output_tokens: …`.
 """
 
 from importlib.resources import files
@@ -21,7 +21,7 @@ class ScenarioError(Exception):
 
 
 class Lengths(Strict):
-    """Tokens: lognormal around `median`, or uniform without it; in [min, max]. A bare number is fixed."""
+    """Tokens in [min, max]: lognormal around `median`, or uniform without it. A bare number is a fixed length."""
 
     min: int = Field(ge=1)
     max: int = Field(ge=1, le=1_000_000)
@@ -40,27 +40,31 @@ class Lengths(Strict):
         return self
 
     def scaled(self, factor: float) -> Self:
-        """Everything but the spread times `factor`; at least one token. Rounded down: what fitted a context fits it."""
+        """Return the lengths times `factor`, rounded down so that what fitted a context still fits; the spread stays.
+        At least one token."""
         low, high = (max(1, int(factor * bound)) for bound in (self.min, self.max))
         median = None if self.median is None else factor * self.median
         return self.model_copy(update={"min": low, "max": high, "median": median})
 
 
 class SharedPrefixes(Strict):
-    """`count` different beginnings, one of which each prompt (or session) has before what is its own."""
+    """`count` different beginnings; each prompt (or session) starts with one of them."""
 
     count: int = Field(ge=1, le=10_000)
     tokens: Lengths
 
 
 class Sessions(Strict):
-    """Arrivals are those of sessions: `turns_mean` turns (geometric), each an exponential `think_s` after the one
-    before, each prompt holding all that was said. A session ends where its next turn would not fit `max_tokens`.
-    `documents` of the sessions open with a prompt of `document_tokens`."""
+    """Arrivals are those of sessions, each with `turns_mean` turns (geometric).
+
+    Each turn follows the one before after an exponential time of mean `think_s`, and its prompt holds the whole
+    history. A session ends where its next turn would exceed `max_tokens`. `documents` of the sessions start with a
+    prompt of `document_tokens`.
+    """
 
     turns_mean: float = Field(ge=1, le=1000)
     think_s: float = Field(gt=0)
-    max_tokens: int = Field(ge=2)  # prompt and output of one turn
+    max_tokens: int = Field(ge=2)  # prompt and output of one turn together
     documents: float = Field(default=0.0, ge=0, le=1)
     document_tokens: Lengths | None = None
 
@@ -72,25 +76,25 @@ class Sessions(Strict):
 
 
 class Targets(Strict):
-    """What a class's requests must meet to count as served in time, at the client's socket."""
+    """Limits that a request must meet at the client's socket to count as served in time."""
 
     ttft_ms: float | None = Field(default=None, gt=0)
-    itl_ms: float | None = Field(default=None, gt=0)  # the p99 of one request's gaps
+    itl_ms: float | None = Field(default=None, gt=0)  # limit of the p99 of one request's gaps
     e2e_ms: float | None = Field(default=None, gt=0)
 
 
 class TrafficClass(Strict):
     name: str
-    role: Literal["interactive", "bulk"]  # bulk is what the isolation of interactive is measured against
+    role: Literal["interactive", "bulk"]  # isolation compares interactive beside bulk with interactive alone
     service_tier: str | None = None  # the request field; None leaves it out
     arrivals: OpenLoop | ClosedLoop
-    prompt_tokens: Lengths  # a request's own, behind a shared prefix where there is one
+    prompt_tokens: Lengths  # without the shared prefix, where there is one
     output_tokens: Lengths
     prefixes: SharedPrefixes | None = None
     sessions: Sessions | None = None
     targets: Targets = Targets()
     endpoint: Literal["chat", "completions"] = "completions"
-    extra_body: dict[str, Any] = {}  # e.g. {priority: 10} for servers that know no service_tier
+    extra_body: dict[str, Any] = {}  # more request fields, such as {priority: 10} for servers without service_tier
 
     @model_validator(mode="after")
     def _sessions_are_open(self) -> Self:
@@ -99,6 +103,7 @@ class TrafficClass(Strict):
         return self
 
     def with_lengths_scaled(self, factor: float) -> Self:
+        """Return the scenario with all lengths times `factor`: prompts, outputs, prefixes, documents and sessions."""
         changes: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens.scaled(factor),
             "output_tokens": self.output_tokens.scaled(factor),
@@ -123,7 +128,7 @@ class TrafficClass(Strict):
 
 class Scenario(Strict):
     description: str = ""
-    context: int | None = Field(default=None, ge=16)  # tokens that the longest request needs; None: not said
+    context: int | None = Field(default=None, ge=16)  # tokens that the longest request needs; None: unknown
     bulk_pool: str | None = None  # the shipped pool whose classes were added
     classes: dict[str, TrafficClass] = Field(min_length=1)
 
@@ -146,7 +151,8 @@ class Scenario(Strict):
         return tuple(c for c in self.classes.values() if c.role == role)
 
     def scale_for(self, max_model_len: int | None) -> float:
-        """What lengths must be multiplied by for every request to fit a model; 1 where they do, or nobody knows."""
+        """Return the factor by which lengths must be multiplied to fit a model's context; 1 where they fit or the
+        context is unknown."""
         if self.context is None or max_model_len is None:
             return 1.0
         return min(1.0, max_model_len / self.context)
@@ -172,7 +178,7 @@ def shipped_pools() -> list[str]:
 
 
 def load_scenario(name_or_path: str, bulk_pool: str = "") -> Scenario:
-    """A shipped scenario by its name, or a file; with `bulk_pool` in place of its own bulk. Raises
+    """Return a shipped scenario by its name, or that of a file; `bulk_pool` replaces its own bulk. Raises
     `ScenarioError`."""
     if name_or_path in shipped_scenarios():
         text = (files("loadtest") / "traffic" / "scenarios" / f"{name_or_path}.yaml").read_text(encoding="utf-8")
@@ -188,7 +194,7 @@ def load_scenario(name_or_path: str, bulk_pool: str = "") -> Scenario:
 
 
 def _with_pool(data: Any, wanted: str) -> Any:
-    """The scenario's mapping with the classes of its bulk pool, or of the wanted one instead of all its bulk."""
+    """Return the scenario's mapping with its bulk pool's classes, or with the wanted pool instead of all its bulk."""
     if not isinstance(data, dict) or not isinstance(data.get("classes"), dict):
         return data
     name, classes = wanted or data.get("bulk_pool"), data["classes"]

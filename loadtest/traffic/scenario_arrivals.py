@@ -1,7 +1,7 @@
-"""What a scenario can say about when requests come: a rate, how it moves, or a backlog that never ends.
+"""The arrival processes of a scenario: a rate and how it changes, or a backlog that never ends.
 
-Pure declarations, validated. Knows the parameters of each process; how times are drawn is `workload_arrivals`.
-A rate is that of one population of clients; `clients` multiplies or thins it, and never squeezes time.
+Validated declarations, pure. Knows the parameters of each process; `workload_arrivals` draws the times. A rate is that
+of one population of clients; `clients` multiplies or thins it, and never compresses time.
 """
 
 from typing import Self
@@ -14,8 +14,11 @@ class Strict(BaseModel):
 
 
 class Drift(Strict):
-    """The rate wanders: every `every_s` it is multiplied by exp(x − σ²/2), x a stationary AR(1) with standard
-    deviation `sigma` and correlation `rho` from one interval to the next. The mean factor is 1."""
+    """A rate that wanders: every `every_s` it is multiplied by exp(x − σ²/2).
+
+    x is a stationary AR(1) process with standard deviation `sigma`, and correlation `rho` between intervals. The mean
+    factor is 1.
+    """
 
     sigma: float = Field(gt=0, le=2)
     rho: float = Field(ge=0, lt=1)
@@ -23,8 +26,8 @@ class Drift(Strict):
 
 
 class Bursts(Strict):
-    """On and off for exponential times. Each burst has a rate of its own: exp(sigma·N − sigma²/2) times what makes the
-    long-run mean `rate_per_s` (with `sigma` 0.9 that is exp(0.9·N − 0.405))."""
+    """On and off for exponential times. Each burst has its own rate: exp(sigma·N − sigma²/2) times the rate for which
+    the long-run mean is `rate_per_s` (with `sigma` 0.9 the factor is exp(0.9·N − 0.405))."""
 
     on_s: float = Field(gt=0)
     off_s: float = Field(gt=0)
@@ -32,14 +35,14 @@ class Bursts(Strict):
 
 
 class Phase(Strict):
-    """A part of a cycle that repeats: `factor` times the rate for `for_s`."""
+    """A part of a repeating cycle: `factor` times the rate for `for_s`."""
 
     for_s: float = Field(gt=0)
     factor: float = Field(ge=0, le=100)
 
 
 class Spike(Strict):
-    """Once: `factor` times the rate (whatever phase it meets) from `at_s` for `for_s`."""
+    """One spike: `factor` times the rate of the moment, from `at_s` for `for_s`."""
 
     at_s: float = Field(ge=0)
     for_s: float = Field(gt=0)
@@ -47,9 +50,12 @@ class Spike(Strict):
 
 
 class OpenLoop(Strict):
-    """Arrivals that do not wait for answers: gamma-distributed gaps. `cv` 1 is a Poisson process, more is burstier.
-    The moving rate is shared by all `clients`; each client's gaps are its own, and a part of a client is that
-    client thinned."""
+    """Arrivals that do not wait for answers, with gamma-distributed gaps; `cv` 1 is a Poisson process, more is
+    burstier.
+
+    All `clients` share the changing rate; each client has gaps of its own, and a fraction of a client is that client
+    thinned.
+    """
 
     rate_per_s: float = Field(gt=0, le=10_000)
     cv: float = Field(default=1.0, gt=0, le=20)
@@ -61,7 +67,7 @@ class OpenLoop(Strict):
 
     @property
     def mean_rate_per_s(self) -> float:
-        """Of all clients, over whole cycles and without spikes."""
+        """The rate of all clients, over whole cycles and without spikes."""
         return self.rate_per_s * self.clients * self._mean_cycle
 
     @property
@@ -70,11 +76,11 @@ class OpenLoop(Strict):
         return sum(p.for_s * p.factor for p in self.cycle) / length_s if length_s else 1.0
 
     def scaled(self, factor: float) -> Self:
-        """`factor` times the load, by adding clients or thinning them."""
+        """Return `factor` times the load, with more clients or by thinning them."""
         return self.model_copy(update={"clients": self.clients * factor})
 
     def steady(self) -> Self:
-        """The same gaps at a rate that does not move."""
+        """Return the same gaps at a constant rate."""
         return self.model_copy(update={"drift": None, "bursts": None, "cycle": (), "spikes": ()})
 
 

@@ -1,8 +1,8 @@
-"""Requests from a seed: pure, and the same to the byte for the same seed.
+"""Planned requests from a seed: pure, and the same to the byte for the same seed.
 
-Knows how a class's arrivals, lengths and shared beginnings become planned requests; it does not know HTTP, clocks or
-servers. Each class draws from generators of its own, so that adding a class, or leaving one out in another arm,
-changes nothing for the others; each client of a class too, so that half the load is half of the same requests.
+Knows how arrivals, lengths and shared beginnings become planned requests; not HTTP, clocks or servers. Each class draws
+from generators of its own, so that a class can be added or left out in another arm without changing the others. Each
+client of a class has its own generators too, so that half the load is half of the same requests.
 """
 
 import zlib
@@ -15,13 +15,13 @@ from loadtest.traffic.scenario import Lengths, TrafficClass
 from loadtest.traffic.scenario_arrivals import OpenLoop
 from loadtest.traffic.workload_arrivals import sample_arrivals, sample_rate, whole_and_part
 
-CLOSED_LOOP_BLOCK = 256  # requests drawn at once
-MAX_SEED = 2**31
+CLOSED_LOOP_BLOCK = 256  # requests that are drawn together
+MAX_SEED = 2**31  # bound of the seeds that segments and samples draw
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of prompts that several of them share. The same seed and length are the same tokens."""
+    """A part that several prompts share. The same seed and length are the same tokens."""
 
     seed: int
     tokens: int
@@ -38,7 +38,7 @@ class PlannedRequest:
     traffic_class: str
     index: int
     at_s: float
-    prompt_tokens: int  # all of them, the prefix included
+    prompt_tokens: int  # with the prefix
     output_tokens: int
     prompt_seed: int
     prefix: tuple[Segment, ...] = ()
@@ -49,26 +49,26 @@ class PlannedRequest:
 
     @property
     def prefix_id(self) -> int | None:
-        """The same for the same whole prefix; None where there is none."""
+        """An id of the whole prefix, the same for the same prefix; None without a prefix."""
         if not self.prefix:
             return None
         return zlib.crc32(repr([(s.seed, s.tokens) for s in self.prefix]).encode())
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The whole prompt."""
+        """All segments of the prompt."""
         own = self.prompt_tokens - self.prefix_tokens
         return (*self.prefix, Segment(self.prompt_seed, own)) if own else self.prefix
 
 
 def generator(seed: int, *stream: str | int) -> np.random.Generator:
-    """An independent generator for each named stream of a seed."""
+    """Return an independent generator for each named stream of a seed."""
     entropy = [seed, *(zlib.crc32(s.encode()) if isinstance(s, str) else s for s in stream)]
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
 
 
 def sample_lengths(lengths: Lengths, count: int, rng: np.random.Generator) -> np.ndarray:
-    """`count` integers in [min, max]."""
+    """Return `count` integers in [min, max]."""
     if lengths.median is None:
         return rng.integers(lengths.min, lengths.max, size=count, endpoint=True)
     drawn = rng.lognormal(np.log(lengths.median), lengths.sigma, size=count)
@@ -76,7 +76,7 @@ def sample_lengths(lengths: Lengths, count: int, rng: np.random.Generator) -> np
 
 
 def plan_open_loop(traffic: TrafficClass, duration_s: float, seed: int, round_: int) -> list[PlannedRequest]:
-    """All requests of an open-loop class in one arm, by arrival."""
+    """Return all requests of an open-loop class in one arm, by arrival."""
     if not isinstance(traffic.arrivals, OpenLoop):
         raise TypeError(f"class {traffic.name!r} is a closed loop: it has no arrival times")
     shared = shared_prefixes(traffic, seed)
@@ -98,7 +98,7 @@ def plan_open_loop(traffic: TrafficClass, duration_s: float, seed: int, round_: 
 
 
 def plan_closed_loop(traffic: TrafficClass, seed: int, round_: int) -> Iterator[PlannedRequest]:
-    """Endless; drawn in blocks, so that sending one costs little."""
+    """Yield requests without end. They are drawn in blocks, which costs little for each request."""
     rng = generator(seed, traffic.name, round_)
     shared = shared_prefixes(traffic, seed)
     index = 0
@@ -109,7 +109,7 @@ def plan_closed_loop(traffic: TrafficClass, seed: int, round_: int) -> Iterator[
 
 
 def shared_prefixes(traffic: TrafficClass, seed: int) -> list[Segment]:
-    """The class's common beginnings: the same in every round and every arm of a seed."""
+    """Return the class's common beginnings, which are the same in every round and arm of a seed."""
     prefixes = traffic.prefixes
     if prefixes is None:
         return []
@@ -121,7 +121,7 @@ def shared_prefixes(traffic: TrafficClass, seed: int) -> list[Segment]:
 def _draw(
     traffic: TrafficClass, at_s: np.ndarray, shared: list[Segment], rng: np.random.Generator
 ) -> list[PlannedRequest]:
-    """One request of its own at each time; their indices are for the caller to give."""
+    """Return one request for each time; the caller sets their indices."""
     count = len(at_s)
     own = sample_lengths(traffic.prompt_tokens, count, rng).tolist()
     outputs = sample_lengths(traffic.output_tokens, count, rng).tolist()
@@ -138,8 +138,10 @@ def _draw(
 def _draw_session(
     traffic: TrafficClass, start_s: float, end_s: float, shared: list[Segment], rng: np.random.Generator
 ) -> list[PlannedRequest]:
-    """The turns of one session that begin before `end_s`. What the model answered is unknown while planning: other
-    tokens stand for it in the history, as many as were asked for."""
+    """Return the turns of one session that begin before `end_s`.
+
+    The model's answers are unknown while planning, so as many other tokens stand for them in the history.
+    """
     sessions = traffic.sessions
     assert sessions is not None, "asked for a class with sessions"
     turns = int(rng.geometric(1 / sessions.turns_mean))

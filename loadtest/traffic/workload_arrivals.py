@@ -1,7 +1,7 @@
 """Arrival times from a seed: a renewal process whose clock runs at the rate of the moment. Pure.
 
-Knows step functions of time and gamma gaps. A gap of mean 1 in *operational* time becomes one in seconds where the
-cumulated rate has grown by it, so that any rate profile keeps the burstiness that was asked for.
+Knows step functions of time and gamma gaps. A gap of mean 1 in *operational* time ends at the second at which the
+integral of the rate has grown by it, so that every rate profile keeps the requested burstiness.
 """
 
 from collections.abc import Sequence
@@ -14,34 +14,34 @@ from loadtest.traffic.scenario_arrivals import Bursts, Drift, OpenLoop, Phase, S
 
 @dataclass(frozen=True, slots=True)
 class StepFunction:
-    """`values[i]` holds on [edges[i], edges[i + 1]); one edge more than values."""
+    """`values[i]` holds on [edges[i], edges[i + 1]); there is one edge more than values."""
 
     edges: np.ndarray
     values: np.ndarray
 
     def at(self, times: np.ndarray) -> np.ndarray:
-        """The values at `times`, which lie inside the edges."""
+        """Return the values at `times`, which lie within the edges."""
         index = np.searchsorted(self.edges, times, side="right") - 1
         found: np.ndarray = self.values[np.minimum(index, len(self.values) - 1)]
         return found
 
     @property
     def cumulated(self) -> np.ndarray:
-        """The integral from the first edge up to each edge."""
+        """Return the integral from the first edge to each edge."""
         return np.concatenate([[0.0], np.cumsum(np.diff(self.edges) * self.values)])
 
     def inverse(self, integrals: np.ndarray) -> np.ndarray:
-        """The times at which the integral from the first edge has grown to each of `integrals` (below its total)."""
+        """Return the times at which the integral from the first edge reaches each of `integrals` (below its total)."""
         total = self.cumulated
-        # Where the rate is 0 the integral stands still; "right" finds the end of such a pause, not its beginning.
+        # Where the rate is 0 the integral is constant; "right" finds the end of such a pause, not its beginning.
         index = np.searchsorted(total, integrals, side="right") - 1
         times: np.ndarray = self.edges[index] + (integrals - total[index]) / self.values[index]
         return times
 
 
 def sample_rate(arrivals: OpenLoop, duration_s: float, rng: np.random.Generator) -> StepFunction:
-    """The rate of one client over [0, duration_s), in 1/s: every motion of it multiplied."""
-    # Every motion draws from a stream of its own: taking one away leaves the others as they are.
+    """Return the rate of one client over [0, duration_s) in 1/s: the product of all its changes."""
+    # Every change draws from a stream of its own, so that removing one does not change the others.
     drift_rng, burst_rng = rng.spawn(2)
     motions = [StepFunction(np.array([0.0, duration_s]), np.array([arrivals.rate_per_s]))]
     if arrivals.drift is not None:
@@ -56,9 +56,11 @@ def sample_rate(arrivals: OpenLoop, duration_s: float, rng: np.random.Generator)
 
 
 def sample_arrivals(rate: StepFunction, cv: float, rng: np.random.Generator) -> np.ndarray:
-    """One client's times, ascending, within the rate's edges. Gaps are gamma with coefficient of variation `cv` in
-    operational time; the process starts at a random point of its first gap, so that short runs have the right
-    rate too."""
+    """Return one client's times, ascending, within the edges of the rate.
+
+    Gaps are gamma-distributed with coefficient of variation `cv` in operational time. The process starts at a random
+    point of its first gap, so that short runs have the right rate too.
+    """
     total = float(rate.cumulated[-1])
     if total <= 0:
         return np.empty(0)
@@ -85,7 +87,7 @@ def _drifting(drift: Drift, duration_s: float, rng: np.random.Generator) -> Step
 
 def _bursting(bursts: Bursts, duration_s: float, rng: np.random.Generator) -> StepFunction:
     share_on = bursts.on_s / (bursts.on_s + bursts.off_s)
-    is_on = bool(rng.random() < share_on)  # exponential times have no memory: the start is one as good as any
+    is_on = bool(rng.random() < share_on)  # exponential times have no memory, so the run may start within one
     edges, values = [0.0], []
     while edges[-1] < duration_s:
         edges.append(edges[-1] + float(rng.exponential(bursts.on_s if is_on else bursts.off_s)))
@@ -102,14 +104,14 @@ def _cycling(cycle: Sequence[Phase], duration_s: float) -> StepFunction:
 
 
 def _spiking(spike: Spike, duration_s: float) -> StepFunction:
-    """1 but for the spike; a run that ends before it has none."""
+    """Return 1, and the factor of the spike during it; a run that ends before the spike has none."""
     edges = np.unique(np.clip([0.0, spike.at_s, spike.at_s + spike.for_s, duration_s], 0.0, duration_s))
     inside = (edges[:-1] >= spike.at_s) & (edges[:-1] < spike.at_s + spike.for_s)
     return StepFunction(edges, np.where(inside, spike.factor, 1.0))
 
 
 def whole_and_part(clients: float) -> list[float]:
-    """The share of its requests that each client sends: 2.3 clients are two whole ones and 0.3 of a third."""
+    """Return the share of its requests that each client sends: 2.3 clients are two whole ones and 0.3 of a third."""
     whole = int(clients)
     part = clients - whole
     return [1.0] * whole + ([part] if part > 1e-9 else [])

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from bench.isolation.arms import Arm
-from bench.isolation.experiment import Part, Rounds
-from bench.isolation.record import requests_of
-from bench.simulator_accuracy import ComparisonError, compare_arm, read_result, render_comparison
+from bench.isolation.result import requests_of
+from bench.isolation.rounds import Part, Rounds
+from bench.simulator_accuracy import ComparisonError, accuracy_record, compare_arm, read_result
 from loadtest.client.answer import Outcome
 from loadtest.client.runner import ArmRun
-from loadtest.client.timeline import Timeline
+from loadtest.client.server_metrics import Timeline
+from loadtest.reporting.text import render_text
 from loadtest.simulation.cost_card import CostCard
 from loadtest.simulation.deployment import Setting
 from loadtest.simulation.observation import RequestRecord
@@ -34,7 +35,7 @@ def as_outcome(record: RequestRecord) -> Outcome:
 
 
 def measured(path: Path, card: CostCard) -> Path:
-    """A `coserve` result whose real engine was a simulated one."""
+    """An isolation result whose real engine was a simulated one."""
     tiers = make_tiers()
     rounds = Rounds()
     for round_ in range(2):
@@ -64,7 +65,7 @@ def test_against_itself_the_simulator_is_exact(tmp_path: Path) -> None:
     for one in compared:
         assert one.measured.count == one.simulated.count > 20
         assert one.ratios() == pytest.approx((1.0, 1.0), abs=1e-3)
-    assert "largest deviation: 0." in render_comparison("OURS", card, compared)
+    assert "largest deviation: 0." in render_text(accuracy_record("OURS", card, compared))
 
 
 def test_a_card_that_is_wrong_is_seen(tmp_path: Path) -> None:

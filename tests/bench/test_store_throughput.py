@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from bench.store_throughput import StorePhase, StoreRate, measure_store, render_store
+from bench.store_throughput import StorePhase, StoreRate, measure_store, store_record
+from loadtest.reporting.text import render_text
 from tidegate.valkey import running_valkey
 
 ROOT = Path(__file__).parents[2]
@@ -23,10 +24,9 @@ async def test_all_requests_move_and_nothing_is_left(tmp_path: Path) -> None:
     assert left == {"tidegate:sequence"}
 
 
-def test_tidegate_brings_a_store_of_its_own() -> None:
-    program = "from tidegate.cli import main; main()"
+def test_the_command_starts_a_store_where_none_is_given() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", program, "loadtest", "queue", "--requests", "128", "--batches", "64"],
+        [sys.executable, "-m", "bench", "store", "--requests", "128", "--batches", "64"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -41,4 +41,4 @@ def test_where_the_store_is_full_follows_from_its_own_seconds() -> None:
     rate = StoreRate(64, 128, phases)
     assert rate.server_us == pytest.approx(50.0)
     assert rate.full_at_per_s == pytest.approx(20_000)
-    assert "10000 keep it busy 50 % of the time" in render_store([rate], 10_000)
+    assert "10000 keep it busy 50 % of the time" in render_text(store_record([rate], 10_000))

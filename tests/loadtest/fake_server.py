@@ -1,6 +1,6 @@
-"""An OpenAI-compatible server for the client's tests: it answers at once, and exactly as it is told.
+"""An OpenAI-compatible server for tests of the client: it answers at once, and as it is told.
 
-A real socket and real HTTP framing, but no model: text comes from `reply`, timing from nothing.
+Uses a real socket and real HTTP framing, but no model: text comes from `reply`, and there is no delay.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The engine that computes nothing, stepped in the caller's thread: for what drives an engine's plain seam."""
+"""A modeled engine stepped in the caller's thread, for tests of code that drives an engine's interface."""
 
 import asyncio
 from typing import Any
@@ -34,4 +34,4 @@ class ModeledStepper:
         return asyncio.run(self.engine.collect())
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """There is nothing to release."""

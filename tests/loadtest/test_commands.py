@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from loadtest.checks.mixed import BULK, INTERACTIVE, MIXED, run_mixed
+from loadtest.checks.report import mixed_record
 from loadtest.client.http import parse_target
 from loadtest.client.runner import Timing
-from loadtest.dummy_model import write_dummy_model
-from loadtest.report import render_mixed, table, write_json
+from loadtest.model_shapes import write_dummy_model
+from loadtest.reporting.json_file import write_json
+from loadtest.reporting.record import Provenance, Record, Table
+from loadtest.reporting.text import render_table, render_text
 from loadtest.traffic.scenario import Scenario
 from tests.loadtest.fake_server import Body, FakeServer, repeat_or_count
 
@@ -110,7 +113,7 @@ async def test_interactive_requests_without_an_end_are_counted_and_warned_of() -
     assert chat.answered == 0 and not result.has_answers
     shortest = chat.ttft.samples.min()
     assert shortest >= timing.drain_s and chat.e2e.samples.min() == shortest
-    text = render_mixed(result)
+    text = render_text(mixed_record(result, {}, Provenance.of_this_run("m", 1)))
     assert f"WARNING: mixed, chat: {chat.offered} of {chat.offered} had no end" in text
     assert "unfinished" in text.splitlines()[1] and "bulk alone, backlog" not in text
 
@@ -137,7 +140,7 @@ async def test_mixed_as_a_command_writes_its_table_and_says_what_failed(tmp_path
     assert "rate_limit_exceeded" in out
 
 
-async def test_what_the_user_can_mend_is_one_sentence_and_exit_2() -> None:
+async def test_a_users_mistake_is_one_sentence_and_exit_2() -> None:
     async with FakeServer() as server:
         pass
     mistakes = [
@@ -162,12 +165,13 @@ def test_the_dummy_model_is_the_reference_shape(tmp_path: Path) -> None:
 
 
 def test_the_command_line_in_a_result_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = ["/usr/bin/python3", "-m", "loadtest", "coserve", "--server-flags", "--device cuda", "--model", "it's"]
+    line = ["/usr/bin/python3", "-m", "loadtest", "mixed", "--scenario", "my load.yaml", "--model", "it's"]
     monkeypatch.setattr(sys, "orig_argv", line)
-    write_json(tmp_path / "r.json", {}, seed=1, model="m")
+    write_json(tmp_path / "r.json", Record(provenance=Provenance.of_this_run("m", 1)))
     command = json.loads((tmp_path / "r.json").read_text())["command"]
     assert shlex.split(command) == ["python3", *line[1:]]
 
 
 def test_tables_align_words_left_and_numbers_right() -> None:
-    assert table(("way", "n"), [("one", "5"), ("three", "12")]) == "way     n\n─────  ──\none     5\nthree  12"
+    table = Table.of(("way", "n"), [("one", "5"), ("three", "12")])
+    assert render_table(table) == "way     n\n─────  ──\none     5\nthree  12"

@@ -13,14 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from bench.__main__ import main
 from bench.engines import commands
-from bench.engines.device_probe import write_weights
-from bench.engines.floors import Peaks
 from bench.engines.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
-from bench.engines.shapes import write_shape
+from bench.engines.roofline import Peaks
 from bench.engines.system_process import serve
 from bench.engines.work import WorkShape, make_job
-from loadtest.__main__ import main
+from loadtest.model_shapes import write_shape
+from loadtest.random_weights import write_weights
 
 NUMBER_OR_NULL = {"type": ["number", "null"]}
 ESTIMATE = {
@@ -78,7 +78,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def test_engine_as_a_command_writes_its_table_and_json(tiny: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "loadtest", "engine", "--quick", "--model", str(tiny), "--threads", "1"]
+    command = [sys.executable, "-m", "bench", "engines", "--quick", "--model", str(tiny), "--threads", "1"]
     command += ["--systems", "tidegate,vllm", "--streams", "2", "--rounds", "2", "--json", str(tmp_path / "r.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
@@ -91,12 +91,12 @@ def test_engine_as_a_command_writes_its_table_and_json(tiny: Path, tmp_path: Pat
     }
     assert result["unavailable"] == {"vllm": "no --vllm-python was given"}
     assert "NOT MEASURED: vllm" in done.stdout and "ours ÷ it" in done.stdout
-    assert result["floors"]["peaks"]["bytes_per_s"] > 0 and "loadtest engine" in result["command"]
+    assert result["floors"]["peaks"]["bytes_per_s"] > 0 and "bench engines" in result["command"]
 
 
 @pytest.mark.parametrize("name", ["tidegate", "tidegate-loop", "generate_batch", "generate"])
-@pytest.mark.filterwarnings("default")  # what transformers warns of is not ours to mend
-def test_every_system_gives_exactly_what_is_asked_for_and_the_same_tokens_in_fp32(name: str, tiny: Path) -> None:
+@pytest.mark.filterwarnings("default")  # the warnings of transformers are not ours
+def test_every_system_generates_the_requested_number_of_tokens_and_the_same_in_fp32(name: str, tiny: Path) -> None:
     spec = SystemSpec(str(tiny), "float32", "cpu", 1, 128, 4, 5 * 256, 2 * 2 * 2 * 32 * 4)
     job = make_job(WorkShape((3, 40), (2, 9)), 4, 512, 3, "systems")
     orders = io.StringIO(
@@ -141,7 +141,7 @@ def test_growth_writes_its_table_and_plots(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_soak_runs_preempts_and_exits_by_its_verdict(tmp_path: Path) -> None:
-    """Not whether it passes: a second says nothing about memory."""
+    """Whether it passes is not checked: one second says nothing about memory."""
     options = ["--quick", "--minutes", "0.02", "--threads", "1", "--kv-mib", "4", "--dtype", "float32"]
     code = 0
     try:
@@ -162,12 +162,12 @@ def test_soak_runs_preempts_and_exits_by_its_verdict(tmp_path: Path) -> None:
         (["--quick", "--work", "sleep"], "'sleep' is not a valid WorkKind"),
     ],
 )
-def test_what_the_user_can_mend_is_one_sentence_and_exit_2(
+def test_a_users_mistake_is_one_sentence_and_exit_2(
     arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(commands, "measure_peaks", lambda *_: None)
     with pytest.raises(SystemExit) as end:
-        main(["engine", *arguments])
+        main(["engines", *arguments])
     captured = capsys.readouterr()
     assert (end.value.code, captured.out) == (2, "")
     assert sentence in captured.err and captured.err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The interleaved run and its report, with contestants that only pretend to compute."""
+"""The interleaved run and its report, with clients that only pretend to compute."""
 
 import sys
 from pathlib import Path
@@ -7,10 +7,12 @@ import pytest
 
 from bench.engines.comparison import Comparison, Plan, compare
 from bench.engines.comparison_report import ComparisonReport
-from bench.engines.contestant import ROOT, SystemClient, SystemUnavailable, environment_of, vllm_environment
-from bench.engines.floors import ModelShape, Peaks
 from bench.engines.protocol import Done, Failed, Order, Ready, SystemSpec, decode, encode
+from bench.engines.roofline import ModelShape, Peaks
+from bench.engines.system_client import SystemClient, SystemUnavailable, environment_of, vllm_environment
 from bench.engines.work import STEP_TOKENS, Job, WorkKind
+from loadtest.child_environment import ROOT
+from loadtest.reporting.text import render_text
 
 SPEC = SystemSpec("model", "bfloat16", "cpu", 1, 128, 4, 512, 16)
 PLAN = Plan((WorkKind.DECODE, WorkKind.PREFILL), (1, 4), rounds=3, seed=1, vocab_size=100, is_quick=True)
@@ -19,7 +21,7 @@ PEAKS = Peaks(1e6, 1e6)
 
 
 class Pretender(SystemClient):
-    """Takes `token_s` a token and answers with the tokens' numbers, `differs_at` excepted."""
+    """Takes `token_s` for each token, and answers with the tokens' numbers, except at `differs_at`."""
 
     def __init__(self, name: str, token_s: float, breaks_after: int = 10**9, differs_at: int = 10**9) -> None:
         super().__init__(name, SPEC, Path("unused.log"))
@@ -39,8 +41,8 @@ class Pretender(SystemClient):
         return Done(tokens, self._token_s * job.num_new_tokens, 0.1, 0.0)
 
 
-def run(*contestants: Pretender) -> Comparison:
-    return compare(PLAN, contestants, lambda line: None)
+def run(*clients: Pretender) -> Comparison:
+    return compare(PLAN, clients, lambda line: None)
 
 
 def test_the_table_has_every_system_kind_of_work_and_number_of_streams() -> None:
@@ -70,12 +72,12 @@ def test_all_systems_get_the_same_jobs_and_a_serial_one_a_part_of_them() -> None
     assert {s.streams for s in noted.steps if s.system == "generate"} == {1}
 
 
-def test_who_fails_leaves_with_the_reason_and_the_others_go_on() -> None:
+def test_a_system_that_fails_leaves_with_its_reason_and_the_others_go_on() -> None:
     noted = run(Pretender("tidegate", 0.01), Pretender("vllm", 0.01, breaks_after=6))
     assert noted.unavailable == {"vllm": "out of memory"}
     assert sum(s.system == "tidegate" for s in noted.samples) == 3 * 4
     report = ComparisonReport(noted, SHAPE, PEAKS)
-    assert "NOT MEASURED: vllm: out of memory" in report.render()
+    assert "NOT MEASURED: vllm: out of memory" in render_text(report.record())
 
 
 def test_without_ours_there_is_no_ratio_and_still_a_table() -> None:
@@ -105,11 +107,11 @@ def test_what_is_no_message_is_refused(line: str) -> None:
 
 
 def test_a_system_that_is_not_there_is_unavailable_with_the_reason(tmp_path: Path) -> None:
-    with SystemClient("vllm", SPEC, tmp_path / "vllm.log") as contestant:
+    with SystemClient("vllm", SPEC, tmp_path / "vllm.log") as client:
         with pytest.raises(SystemUnavailable, match="No module named 'vllm'"):
-            contestant.start()
+            client.start()
         with pytest.raises(SystemUnavailable):
-            contestant.run(Job(((1,),), (1,)))
+            client.run(Job(((1,),), (1,)))
 
 
 def test_an_interpreter_that_is_not_there_and_one_that_dies(tmp_path: Path) -> None:

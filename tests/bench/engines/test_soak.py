@@ -6,6 +6,7 @@ import pytest
 
 from bench.engines.soak import Soak
 from bench.engines.soak_result import SoakResult
+from loadtest.reporting.text import render_text
 from tests.loadtest.modeled_stepper import ModeledStepper
 
 MIB = 1 << 20
@@ -13,7 +14,7 @@ STEPS_PER_S = 1000  # of the tests' clock
 
 
 def make_soak(stepper: ModeledStepper, seed: int) -> Soak:
-    """A step is as long as it is on any machine."""
+    """A soak on a clock of its own, so that a step takes the same time on any machine."""
     readings = count()
     return Soak(stepper, seed, lambda: next(readings) / STEPS_PER_S)
 
@@ -41,11 +42,11 @@ def test_the_same_seed_makes_the_same_load() -> None:
 
 def test_memory_that_grows_fails() -> None:
     flat, grown = make_result((100 * MIB,) * 10), make_result((100 * MIB,) * 5 + (103 * MIB,) * 5)
-    assert flat.passed and "flat" in flat.render()
-    assert not grown.passed and grown.growth == pytest.approx(0.03) and "GREW" in grown.render()
+    assert flat.passed and "flat" in render_text(flat.record())
+    assert not grown.passed and grown.growth == pytest.approx(0.03) and "GREW" in render_text(grown.record())
 
 
 def test_lost_blocks_and_a_soak_that_finished_nothing_fail() -> None:
     assert not make_result((MIB,) * 4, blocks_lost=2).passed
-    assert "LOST: 2" in make_result((MIB,) * 4, blocks_lost=2).render()
+    assert "LOST: 2" in render_text(make_result((MIB,) * 4, blocks_lost=2).record())
     assert not make_result((MIB,) * 4, finished=0).passed

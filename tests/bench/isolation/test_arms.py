@@ -1,4 +1,4 @@
-"""The arms' files are valid tiers, differ from the product in what they are to lack, and follow the command's flags."""
+"""The arms' files are valid tiers, lack the mechanism that they should lack, and follow the command's flags."""
 
 from importlib.resources import files
 
@@ -21,7 +21,7 @@ from bench.isolation.arms import (
     StaticBudget,
     read_arm_file,
 )
-from bench.isolation.promises import premium_ttft_ms, promises_by_class, targets_of
+from bench.isolation.slos import premium_ttft_ms, slos_by_class, targets_of
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Targets, load_scenario
 from scheduler.config import TierSet, parse_tiers
@@ -36,20 +36,20 @@ def tiers_of(name: str, builder: ArmBuilder = BUILDER) -> TierSet:
 
 @pytest.mark.parametrize("name", ARM_FILES)
 def test_every_arms_file_has_the_tiers_of_the_product(name: str) -> None:
-    """So that switching from one to another strands nothing that waits."""
+    """Otherwise a switch of arms would strand waiting requests."""
     tiers, ours = parse_tiers(read_arm_file(name), name), parse_tiers(read_shipped_tiers())
     assert set(tiers.tiers) == set(ours.tiers)
     asked = {s for tier in ours.tiers.values() for s in tier.service_tiers}
     assert {s for tier in tiers.tiers.values() for s in tier.service_tiers} == asked
 
 
-def test_first_come_puts_everybody_into_one_tier() -> None:
+def test_first_come_puts_every_request_into_one_tier() -> None:
     tiers = tiers_of(FIRST_COME)
     assert tiers.for_service_tier("flex") is tiers.for_service_tier("default") is not None
 
 
 @pytest.mark.parametrize("name", [BULK_ALONE, FIRST_COME, STRICT, STATIC])
-def test_arms_without_a_controller_have_it_switched_off_and_promise_nothing_that_binds(name: str) -> None:
+def test_arms_without_a_controller_have_it_switched_off_and_slos_that_never_bind(name: str) -> None:
     tiers = tiers_of(name)
     switches = tiers.controller
     assert not (switches.feed_forward or switches.feedback or switches.shed)
@@ -65,21 +65,21 @@ def test_the_static_arm_pins_bulk_to_the_budget_and_leaves_interactive_alone() -
     assert tiers["realtime"].pinned == tiers_of(STRICT)["realtime"].pinned
 
 
-def test_feedback_only_keeps_the_promise_without_looking_ahead() -> None:
+def test_feedback_only_keeps_the_slo_without_looking_ahead() -> None:
     tiers = tiers_of(AIMD)
     assert tiers.controller.feedback and not tiers.controller.feed_forward and not tiers.controller.shed
     assert (tiers["realtime"].slo.ttft_p99_ms, tiers["realtime"].slo.itl_p99_ms) == (123, 45)
 
 
 @pytest.mark.parametrize("name", [OURS, OURS_ALONE])
-def test_ours_is_the_shipped_file_with_the_commands_promise(name: str) -> None:
+def test_ours_is_the_shipped_file_with_the_commands_slo(name: str) -> None:
     tiers, shipped = tiers_of(name), parse_tiers(read_shipped_tiers())
     assert tiers["realtime"].slo.ttft_p99_ms == 123
     assert tiers["realtime"].model_copy(update={"slo": shipped["realtime"].slo}) == shipped["realtime"]
     assert tiers["bulk"] == shipped["bulk"] and tiers.controller == shipped.controller
 
 
-def test_without_a_promise_of_the_command_the_shipped_file_is_taken_as_it_is() -> None:
+def test_without_an_slo_of_the_command_the_shipped_file_is_taken_as_it_is() -> None:
     assert ArmBuilder(read_shipped_tiers(), Targets()).build(OURS).tiers == read_shipped_tiers()
 
 
@@ -101,43 +101,43 @@ def test_a_premium_tier_stands_above_the_default_one() -> None:
     assert (premium.slo.ttft_p99_ms, tiers["realtime"].slo.ttft_p99_ms) == (300, 500)
     assert tiers.for_service_tier("default") is tiers["realtime"]
     assert set(tiers_of(FIRST_COME, builder).tiers) == {"realtime", "bulk", "batch"}
-    assert tiers_of(STRICT, builder)["premium"].slo == tiers_of(STRICT, builder)["realtime"].slo  # which binds nobody
+    assert tiers_of(STRICT, builder)["premium"].slo == tiers_of(STRICT, builder)["realtime"].slo  # which never binds
 
 
-def test_the_flags_promise_goes_before_the_scenarios_and_that_before_the_tiers() -> None:
+def test_the_flags_slo_goes_before_the_scenarios_and_that_before_the_tiers() -> None:
     tiers, chat = tiers_of(OURS, ArmBuilder(read_shipped_tiers(), Targets())), load_scenario("w1-chat").classes["chat"]
-    promised = tiers["realtime"].slo
-    assert targets_of(chat, tiers, Targets()).ttft_ms == promised.ttft_p99_ms
+    slo = tiers["realtime"].slo
+    assert targets_of(chat, tiers, Targets()).ttft_ms == slo.ttft_p99_ms
     own = chat.model_copy(update={"targets": Targets(ttft_ms=77, e2e_ms=999)})
-    assert targets_of(own, tiers, Targets()) == Targets(ttft_ms=77, itl_ms=promised.itl_p99_ms, e2e_ms=999)
+    assert targets_of(own, tiers, Targets()) == Targets(ttft_ms=77, itl_ms=slo.itl_p99_ms, e2e_ms=999)
     assert targets_of(own, tiers, Targets(ttft_ms=5)).ttft_ms == 5
 
 
 def test_a_premium_tier_is_told_what_its_classes_are_judged_by() -> None:
-    """Whoever names the promise: the command, the scenario, or the tiers."""
+    """The SLO may come from the command, the scenario, or the tiers."""
     ours, named = read_shipped_tiers(), load_scenario("w3-square")
     classes = {n: c.model_copy(update={"targets": Targets()}) for n, c in named.classes.items()}
     unnamed = named.model_copy(update={"classes": classes})
     base_ms = parse_tiers(ours)["realtime"].slo.ttft_p99_ms
     assert base_ms is not None
-    for scenario, promise, expected_ms in (
+    for scenario, slo, expected_ms in (
         (named, Targets(ttft_ms=1000), 600),
         (named, Targets(), 300),
         (unnamed, Targets(), 0.6 * base_ms),
     ):
-        ttft_ms = premium_ttft_ms(scenario, ours, promise)
+        ttft_ms = premium_ttft_ms(scenario, ours, slo)
         assert ttft_ms == pytest.approx(expected_ms)
-        tiers = tiers_of(OURS, ArmBuilder(ours, promise, premium={"ttft_p99_ms": ttft_ms or 0.0}))
+        tiers = tiers_of(OURS, ArmBuilder(ours, slo, premium={"ttft_p99_ms": ttft_ms or 0.0}))
         assert tiers["premium"].slo.ttft_p99_ms == ttft_ms
-        judged = promises_by_class(scenario, tiers, promise, ttft_ms)
+        judged = slos_by_class(scenario, tiers, slo, ttft_ms)
         assert judged["typing"].ttft_ms == ttft_ms and judged["chat"].ttft_ms != ttft_ms
 
 
-def test_without_any_promise_a_premium_tier_is_a_priority_alone() -> None:
+def test_without_any_slo_a_premium_tier_is_a_priority_alone() -> None:
     ours, scenario = read_shipped_tiers(), load_scenario("w1-chat")
     for tier in ours["tiers"].values():
         tier.pop("slo", None)
     assert premium_ttft_ms(scenario, ours, Targets()) is None
     tiers = tiers_of(OURS, ArmBuilder(ours, Targets(), premium={}))
     assert tiers["premium"].slo == tiers["realtime"].slo and tiers.by_priority[0] is tiers["premium"]
-    assert promises_by_class(scenario, tiers, Targets(), None) == {"chat": Targets()}
+    assert slos_by_class(scenario, tiers, Targets(), None) == {"chat": Targets()}

@@ -6,9 +6,9 @@ from bench.isolation.attainment import MissCount, attainment_of, has_met, settli
 from loadtest.client.answer import Outcome
 from loadtest.client.runner import ArmRun
 from loadtest.traffic.scenario import Targets
-from tests.bench.isolation.making import START_S, answered
+from tests.bench.isolation.builders import START_S, answered
 
-PROMISE = Targets(ttft_ms=100, itl_ms=50)
+SLO = Targets(ttft_ms=100, itl_ms=50)
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,10 @@ PROMISE = Targets(ttft_ms=100, itl_ms=50)
     ],
 )
 def test_a_request_is_in_time_if_all_its_targets_are_met(ttft_s: float, gaps_s: tuple[float, ...], met: bool) -> None:
-    assert has_met(answered("chat", 0.0, ttft_s, gaps_s), PROMISE) is met
+    assert has_met(answered("chat", 0.0, ttft_s, gaps_s), SLO) is met
 
 
-def test_the_end_counts_where_it_is_promised() -> None:
+def test_the_end_counts_where_it_has_a_target() -> None:
     outcome = answered("chat", 0.0, 0.05, (0.04, 0.04))
     assert has_met(outcome, Targets(e2e_ms=131)) and not has_met(outcome, Targets(e2e_ms=129))
 
@@ -33,13 +33,13 @@ def test_the_end_counts_where_it_is_promised() -> None:
 def test_what_was_refused_or_never_ended_is_a_miss() -> None:
     refused = Outcome("chat", 0, 1.0, error="429: no", finished_s=1.01)
     waiting = Outcome("chat", 1, 1.0, error="unfinished", given_up_s=9.0)
-    seen = attainment_of([refused, waiting, answered("chat", 0.0, 0.05)], PROMISE)
+    seen = attainment_of([refused, waiting, answered("chat", 0.0, 0.05)], SLO)
     assert (seen.offered, seen.met) == (3, 1) and seen.share == pytest.approx(1 / 3)
-    assert attainment_of([], PROMISE).share is None
+    assert attainment_of([], SLO).share is None
 
 
 def test_misses_are_counted_while_an_arm_runs_each_of_them_once() -> None:
-    run, missed = ArmRun(START_S, 10.0, {"chat": []}, planned=9), MissCount({"chat": PROMISE})
+    run, missed = ArmRun(START_S, 10.0, {"chat": []}, planned=9), MissCount({"chat": SLO})
     late_first, no_first = answered("chat", 0.0, 0.5), Outcome("chat", 1, due_s=START_S + 1.0)
     run.outcomes["chat"] += [answered("chat", 0.0, 0.05), late_first]
     assert missed.update(run, START_S + 1.0) == 1

@@ -10,9 +10,8 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from bench.engines.shapes import write_shape
-from bench.isolation.command import Coserve
-from bench.isolation.served import (
+from bench.isolation.command import Isolation
+from bench.isolation.servers import (
     context_of,
     serving,
     tidegate_command,
@@ -23,20 +22,21 @@ from bench.isolation.served import (
 from bench.locust.command import Locust
 from bench.locust.runs import CONTINUOUS, ONE_AT_A_TIME, Entry, read_entries
 from loadtest.client.http import TargetError
+from loadtest.model_shapes import write_shape
 from loadtest.shipped_tiers import shipped_tiers_path
 from loadtest.traffic.scenario import ScenarioError
 from scheduler.config import parse_tiers
-from tests.bench.isolation.making import SCENARIO
+from tests.bench.isolation.builders import SCENARIO
 from tests.loadtest.fake_server import Body, FakeServer
 
 SHIPPED = shipped_tiers_path()
 
 
-def quick(url: str, **flags: object) -> Coserve:
+def quick(url: str, **flags: object) -> Isolation:
     """The command with times that measure nothing."""
     times = {"duration": 0.3, "rounds": 1, "lead": 0.05, "settle": 0, "drain": 2}
     tuning = {"search_seconds": 0.15, "sweep_seconds": 0.05}
-    return Coserve.model_validate({"url": url, "tiers": SHIPPED, **times, **tuning, **flags})
+    return Isolation.model_validate({"url": url, "tiers": SHIPPED, **times, **tuning, **flags})
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def scenario_file(tmp_path: Path) -> Path:
 async def test_all_arms_run_on_one_server_that_is_told_its_tiers(
     tmp_path: Path, scenario_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result_file = tmp_path / "coserve.json"
+    result_file = tmp_path / "isolation.json"
     before = yaml.safe_load(SHIPPED.read_text()) | {"default_tier": "bulk"}
     async with FakeServer(tiers=[before]) as server, FakeServer() as peer:
         flags = {"peer_url": peer.url, "scenario": str(scenario_file), "json": result_file, "duration": 0.5}
@@ -141,7 +141,7 @@ async def test_a_server_that_refuses_everything_is_not_measured_for_hours(scenar
         ({"bulk_pool": "b9"}, "b1-summaries"),
     ],
 )
-async def test_what_the_user_can_mend_is_one_sentence(flags: dict[str, str], sentence: str) -> None:
+async def test_a_users_mistake_is_one_sentence(flags: dict[str, str], sentence: str) -> None:
     async with FakeServer() as server:
         with pytest.raises((TargetError, ScenarioError), match=sentence):
             await quick(**{"url": server.url, **flags}).measure()

@@ -1,4 +1,4 @@
-"""The page is whole in itself, escapes what it is given, and follows the reader's colours."""
+"""The page needs no other file, escapes its texts, and follows the reader's colour scheme."""
 
 import re
 from dataclasses import replace
@@ -7,25 +7,28 @@ from html.parser import HTMLParser
 import pytest
 
 from bench.isolation.arms import AIMD, BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, ArmBuilder, StaticBudget
-from bench.isolation.caveats import warnings_of
 from bench.isolation.controls import Evidence
-from bench.isolation.experiment import Rounds
+from bench.isolation.drawings import draw_experiment
+from bench.isolation.experiments import EXPERIMENTS, ExperimentName
 from bench.isolation.goals import judge
 from bench.isolation.goodput import Goodput, Probe
-from bench.isolation.page import Card, Drawing, Fold, Frame, Page, Row, Section, Table, render_page
-from bench.isolation.presentation import experiment_page
-from bench.isolation.record import Result, as_dict
-from bench.isolation.shapes import EXPERIMENTS, ExperimentName
+from bench.isolation.report import isolation_record
+from bench.isolation.result import Result, as_dict
+from bench.isolation.rounds import Rounds
 from bench.isolation.summary import summarize_arms
-from bench.isolation.text import render_text
 from bench.isolation.tuning import Sweep, SweepPoint
+from bench.isolation.warnings import warnings_of
+from bench.reporting.page import render_page
 from loadtest.client.runner import Timing
+from loadtest.reporting.record import Card, Drawing, Fold, Frame, Provenance, Record, Row, Section, Table
+from loadtest.reporting.text import render_text
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Targets
-from tests.bench.isolation.making import DURATION_S, SCENARIO, answered, make_part
+from tests.bench.isolation.builders import DURATION_S, SCENARIO, answered, make_part
 
 VOID = {"meta", "br", "img", "link", "use", "path", "image", "line"}
-PROMISES = {"chat": Targets(ttft_ms=100, itl_ms=50)}
+PROVENANCE = Provenance("python -m bench isolation <x>", "2026-01-02", "h", "m", 1)
+SLOS = {"chat": Targets(ttft_ms=100, itl_ms=50)}
 
 
 class Elements(HTMLParser):
@@ -59,7 +62,7 @@ def make_result(experiment: ExperimentName = "isolation", *, clients_given: bool
     for name, ttft_s in ((OURS_ALONE, 0.04), (BULK_ALONE, 0.0), (FIRST_COME, 0.3), (OURS, 0.05)):
         chat = [answered("chat", 0.4 * i, ttft_s, (0.01,)) for i in range(20)]
         rounds.add(make_part(builder.build(name), chat, [answered("backlog", 0.0, 3.0, tokens=80)], [knobs, knobs]))
-    arms = summarize_arms(rounds, SCENARIO, PROMISES)
+    arms = summarize_arms(rounds, SCENARIO, SLOS)
     settling_s = {AIMD: 9.0, OURS: 4.0} if experiment == "step" else {}
     goals, controls = judge(Evidence(experiment, arms, solo_load=None if clients_given else 0.5, settling_s=settling_s))
     return Result(
@@ -69,7 +72,7 @@ def make_result(experiment: ExperimentName = "isolation", *, clients_given: bool
         0.5,
         3.0,
         Timing(DURATION_S, 1),
-        PROMISES,
+        SLOS,
         rounds,
         arms,
         goals,
@@ -84,9 +87,9 @@ def make_result(experiment: ExperimentName = "isolation", *, clients_given: bool
 
 @pytest.fixture(scope="module")
 def html() -> str:
-    """Drawn once: with a change of load, which adds a drawing to those of isolation."""
+    """A page with a change of load, which adds a drawing to those of isolation. Drawn once."""
     result = make_result("step")
-    return render_page(experiment_page(result, "python -m loadtest coserve", "m", 1))
+    return render_page(isolation_record(result, PROVENANCE, draw_experiment(result)))
 
 
 def test_an_experiments_page_needs_nothing_beside_it(html: str) -> None:
@@ -107,7 +110,7 @@ def test_ids_of_several_drawings_do_not_meet(html: str) -> None:
 
 
 def test_the_terminal_gets_the_same_verdicts() -> None:
-    text = render_text(make_result())
+    text = render_text(isolation_record(make_result(), PROVENANCE, {}))
     assert "WARNING: something <odd>" in text and "fails, as it must" in text
     assert re.search(r"interactive SLO attainment, mixed .* 100.0 %  goal", text)
     assert "solo goodput: 3 × the scenario's load (4 × did not hold; at least 94% in time there" in text
@@ -115,7 +118,7 @@ def test_the_terminal_gets_the_same_verdicts() -> None:
 
 def test_a_load_that_was_given_is_no_share_of_anything() -> None:
     result = make_result(clients_given=True)
-    text = render_text(result)
+    text = render_text(isolation_record(result, PROVENANCE, {}))
     assert "load: 0.5 × 3 clients, as given (--clients)" in text and "0.5 of the solo goodput" not in text
     assert "the load's share of the solo goodput was not measured" in text
     assert as_dict(result)["clients_given"] is True and result.solo_load is None
@@ -123,7 +126,7 @@ def test_a_load_that_was_given_is_no_share_of_anything() -> None:
     assert not any("no share of it is known" in warning for warning in warnings_of(make_result()))
 
 
-def test_the_best_budget_is_the_most_bulk_that_keeps_the_promise() -> None:
+def test_the_best_budget_is_the_most_bulk_that_keeps_the_slo() -> None:
     sweep = make_result().sweep
     assert sweep is not None and sweep.best.budget == StaticBudget(2, 32)
     assert replace(sweep, points=sweep.points[1:]).best.budget == StaticBudget(8, 99)
@@ -132,15 +135,16 @@ def test_the_best_budget_is_the_most_bulk_that_keeps_the_promise() -> None:
 def test_everything_but_drawings_is_escaped() -> None:
     section = Section(
         "<b>",
-        "<i>",
         Table(("<u>",), (Row(("<td>",)),)),
-        (Drawing("<svg></svg>", "<h>", "<c>"),),
+        ("<note>",),
         (("<f>", "<v>"),),
+        "<i>",
+        (Drawing("<svg></svg>", "<h>", "<c>"),),
         (Fold("<t>", "<x>"),),
         (Frame("<n>", '<html class="x"></html>'),),
     )
-    html = render_page(Page("k", "t", "d", "h", [section], [Card("<1>", "<2>")], ["<w>"]))
+    html = render_page(Record("t", [section], {}, PROVENANCE, ["<w>"], [Card("<1>", "<2>")]))
     checked(html)
-    for text in ("<b>", "<i>", "<u>", "<f>", "<v>", "<x>", "<w>", "<1>"):
+    for text in ("<note>", "<i>", "<u>", "<f>", "<v>", "<x>", "<w>", "<1>"):
         assert text not in html.replace("<b>&lt;1&gt;", "")
     assert "<svg></svg>" in html and "&lt;html class=&#34;x&#34;&gt;" in html

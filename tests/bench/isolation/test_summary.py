@@ -4,17 +4,17 @@ import pytest
 
 from bench.isolation.arms import AIMD, BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, STRICT, Arm, ArmBuilder
 from bench.isolation.controls import Evidence, controls_of
-from bench.isolation.experiment import Part, Rounds
+from bench.isolation.experiments import EXPERIMENTS, ExperimentName
 from bench.isolation.goals import Goal, judge
-from bench.isolation.record import requests_of
-from bench.isolation.shapes import EXPERIMENTS, ExperimentName
+from bench.isolation.result import requests_of
+from bench.isolation.rounds import Part, Rounds
 from bench.isolation.summary import ArmSummary, compare_all, met_by_arrival, summarize_arms
 from loadtest.estimates import Estimate
 from loadtest.shipped_tiers import read_shipped_tiers
 from loadtest.traffic.scenario import Targets
-from tests.bench.isolation.making import SCENARIO, answered, make_part
+from tests.bench.isolation.builders import SCENARIO, answered, make_part
 
-PROMISES = {"chat": Targets(ttft_ms=100, itl_ms=50)}
+SLOS = {"chat": Targets(ttft_ms=100, itl_ms=50)}
 BUILDER = ArmBuilder(read_shipped_tiers(), Targets())
 SCRAPES = [
     'tidegate_step_seconds_sum {busy}\ntidegate_reaction_steps_bucket{{tier="realtime",le="1.0"}} 0\n'
@@ -48,7 +48,7 @@ def make_arms() -> dict[str, ArmSummary]:
         part_of(OURS, 0.042, 720, 9.5),
     ):
         rounds.add(part)
-    return summarize_arms(rounds, SCENARIO, PROMISES)
+    return summarize_arms(rounds, SCENARIO, SLOS)
 
 
 def test_an_arm_is_summed_up_over_its_classes_and_from_the_servers_metrics() -> None:
@@ -97,7 +97,7 @@ def test_every_experiment_shows_all_goals_and_says_where_the_others_are_measured
     assert not any(experiment in note for note in elsewhere.values())
     expected = {"isolation": 4, "overload": 2, "step": 1, "deadlines": 1}
     assert len(elsewhere) == sum(expected.values()) - expected[experiment]
-    assert "loadtest compare" in goals[-1].note
+    assert "bench simulator-accuracy" in goals[-1].note
 
 
 def test_what_the_load_was_is_said_beside_the_goals() -> None:
@@ -111,9 +111,9 @@ def test_what_the_load_was_is_said_beside_the_goals() -> None:
     ("measured", "higher", "verdict"),
     [
         (1.0, False, "goal"),
-        (1.2, False, "floor"),
+        (1.2, False, "target"),
         (1.4, False, "missed"),
-        (Estimate(1.2, 0.9, 2.0), False, "floor"),
+        (Estimate(1.2, 0.9, 2.0), False, "target"),
         (None, False, "not measured"),
     ],
 )
@@ -138,7 +138,7 @@ def test_the_negative_control_must_fail() -> None:
 
 def test_a_goal_does_not_count_where_its_control_did_not_fail() -> None:
     arms = make_arms()
-    harmless = summarize_arms(Rounds({FIRST_COME: [part_of(FIRST_COME, 0.041, 900, 9.0)]}), SCENARIO, PROMISES)
+    harmless = summarize_arms(Rounds({FIRST_COME: [part_of(FIRST_COME, 0.041, 900, 9.0)]}), SCENARIO, SLOS)
     goals, controls = judge(Evidence("isolation", {**arms, **harmless}, solo_load=0.5))
     assert [c.failed for c in controls] == [False]
     verdicts = {g.name: g.verdict for g in goals}
@@ -154,16 +154,16 @@ def test_overload_and_step_have_goals_of_their_own() -> None:
     top, everyone = (g for name, g in overload.items() if name.startswith("1.5× overload"))
     assert (top.value, top.verdict, everyone.value, everyone.verdict) == (0.0, "goal", 0.0, "goal")
     assert "at 1.5 × the solo goodput for 60 s" in top.note
-    nobody = [g for g in judge(Evidence("overload", make_arms(), top_class="nobody"))[0] if "top tier" in g.name]
-    assert [g.verdict for g in nobody] == ["not measured"]
+    absent = [g for g in judge(Evidence("overload", make_arms(), top_class="absent"))[0] if "top tier" in g.name]
+    assert [g.verdict for g in absent] == ["not measured"]
     step = judge(Evidence("step", make_arms(), settling_s={OURS: 12.0}))[0]
-    assert [g.verdict for g in step if g.name.startswith("settle")] == ["floor"]
+    assert [g.verdict for g in step if g.name.startswith("settle")] == ["target"]
 
 
 def test_the_list_of_requests_says_of_each_what_a_simulation_needs() -> None:
     rounds = Rounds()
     rounds.add(part_of(OURS, 0.042, 720, 9.5, missing=1))
-    requests = requests_of(rounds, PROMISES)
+    requests = requests_of(rounds, SLOS)
     assert len(requests) == 21
     chats = [r for r in requests if r["class"] == "chat"]
     assert [r["met"] for r in chats] == [False] + [True] * 19
@@ -171,4 +171,4 @@ def test_the_list_of_requests_says_of_each_what_a_simulation_needs() -> None:
     assert last["arrival_s"] == pytest.approx(7.6) and last["ttft_s"] == pytest.approx(0.0439)
     assert last["gaps_s"]["max"] == pytest.approx(0.03) and last["output_tokens"] == 3
     assert (last["arm"], last["round"], last["tier"]) == (OURS, 0, "default")
-    assert [met for _, met in met_by_arrival(rounds.parts[OURS], SCENARIO, PROMISES)] == [r["met"] for r in chats]
+    assert [met for _, met in met_by_arrival(rounds.parts[OURS], SCENARIO, SLOS)] == [r["met"] for r in chats]

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.engines.device_probe import write_weights
-from bench.engines.shapes import write_shape
 from engine.interface import EngineInfo, StepEviction
 from engine.step_time.cost import StepWork
 from loadtest.__main__ import main
 from loadtest.calibration import command
 from loadtest.calibration.sweep import Sweep
+from loadtest.model_shapes import write_shape
+from loadtest.random_weights import write_weights
 from loadtest.simulation.cost_card import load_cost_card
 from scheduler.worker.step_log import FileStepLog
 from tests.loadtest.calibration.test_fit import DECODE, MIXED, make_steps

@@ -102,16 +102,16 @@ async def test_the_probe_is_read_at_both_ends_of_the_window() -> None:
     assert run.busy_s == 0.25
 
 
-async def test_an_arm_that_has_shown_enough_sends_no_more_and_waits_for_nobody() -> None:
+async def test_an_arm_that_has_shown_enough_sends_no_more_and_awaits_nothing() -> None:
     asked: list[int] = []
 
-    def has_shown_enough(run: ArmRun) -> bool:
+    def should_stop(run: ArmRun) -> bool:
         asked.append(sum(map(len, run.outcomes.values())))
         return asked[-1] >= 5
 
     async with FakeServer(is_silent=lambda body: True) as server:
         window = ArmWindow(60.0, drain_s=600.0)
-        run = await run_arm(parse_target(server.url), [CHAT], window, 1, 0, has_shown_enough=has_shown_enough)
+        run = await run_arm(parse_target(server.url), [CHAT], window, 1, 0, should_stop=should_stop)
     chat = run.outcomes["chat"]
     assert run.was_cut and run.planned > 1000 and 5 <= len(chat) < 1000
     assert run.duration_s < 60.0 and all(o.due_s <= run.end_s + POLL_S for o in chat)

@@ -60,7 +60,7 @@ _TIERS: dict[str, dict[str, Any]] = {
 
 
 def make_tiers(controller: dict[str, bool] | None = None, **changes: dict[str, Any]) -> TierSet:
-    """Chat with a promise over bulk with a floor."""
+    """Chat with an SLO over bulk with a min share."""
     return parse_tiers(tiers_document(_TIERS, changes, batch_tier="bulk", controller=controller or {}))
 
 
@@ -104,7 +104,7 @@ def run_scenario(
 
 
 def check_laws(observation: Observation, tiers: TierSet) -> None:
-    """Nothing is lost, nothing happens before its cause, and every knob stays inside its bounds."""
+    """Check that nothing is lost, nothing happens before its cause, and every knob stays within its bounds."""
     for record in observation.requests:
         ends = (bool(record.rejected), record.is_done, bool(record.failed))
         assert sum(ends) == 1, f"conservation: {record}"
@@ -126,17 +126,17 @@ def check_laws(observation: Observation, tiers: TierSet) -> None:
 def chats(
     observation: Observation, from_s: float = 0.0, to_s: float = float("inf"), name: str = "chat"
 ) -> list[RequestRecord]:
-    """Those of a class that arrived in between."""
+    """Return the requests of a class that arrived in between."""
     return [r for r in observation.requests if r.traffic_class == name and from_s <= r.arrived_s < to_s]
 
 
 def share_in_time(records: Sequence[RequestRecord], target_s: float = TTFT_S) -> float:
-    """Of all offered, those whose first token came in time."""
+    """Return the share of all offered requests whose first token came in time."""
     assert records, "nothing was offered then"
     return sum(r.ttft_s is not None and r.ttft_s <= target_s for r in records) / len(records)
 
 
 def tokens_ended(observation: Observation, name: str, from_s: float, to_s: float) -> int:
-    """Output tokens of what ended in between."""
+    """Return the output tokens of requests that ended in between."""
     ended = [r for r in observation.requests if r.traffic_class == name and r.is_done and r.ended_s is not None]
     return sum(r.output_tokens for r in ended if r.ended_s is not None and from_s <= r.ended_s < to_s)

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from loadtest.simulation.capacity import MOST_WORKERS, RATE_BOUNDS, RATE_WIDTH, fewest_workers, highest_rate
 from loadtest.simulation.observation import EngineRecord, Observation
-from loadtest.simulation.summary import Promise, Summary, summarize
+from loadtest.simulation.summary import SloVerdict, Summary, summarize
 from tests.loadtest.simulation.builders import make_tiers
 
 
 def make_summary(is_kept: bool, busy_share: float = 0.5) -> Summary:
     nothing = summarize(Observation(1.0, {}, engines=[EngineRecord(busy_s=busy_share)]), make_tiers())
-    return replace(nothing, promises=[Promise("realtime", "TTFT p99", 1.0, 1.0, is_kept)])
+    return replace(nothing, slos=[SloVerdict("realtime", "TTFT p99", 1.0, 1.0, is_kept)])
 
 
 @given(st.integers(1, MOST_WORKERS))

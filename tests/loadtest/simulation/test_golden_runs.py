@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from engine.interface import EngineInfo
+from loadtest.reporting.record import Record
+from loadtest.reporting.text import render_text
 from loadtest.simulation.deployment import Setting
 from loadtest.simulation.observation import Observation
+from loadtest.simulation.report import simulation_sections
 from loadtest.simulation.run import simulate
 from loadtest.simulation.summary import summarize
-from loadtest.simulation.text_report import render
 from loadtest.simulation.traffic import scenario_traffic
 from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
@@ -43,7 +45,8 @@ def test_a_minute_goes_as_it_went(name: str) -> None:
     tiers = make_tiers()
     traffic = scenario_traffic(make_scenario(**RUNS[name]), tiers, DURATION_S, seed=1)
     observation = simulate(Setting(tiers, CARD, build_core=build_core), traffic, DURATION_S)
-    text = render(name, summarize(observation, tiers), CARD) + "".join(slices(observation))
+    record = Record(f"{name}; times in ms", simulation_sections(summarize(observation, tiers), CARD))
+    text = render_text(record) + "\n" + "".join(slices(observation))
     golden = HERE / f"{name}.txt"
     if os.environ.get("TIDEGATE_UPDATE_GOLDEN"):
         golden.write_text(text, encoding="utf-8")

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from engine.interface import PlanError, StepResult
+from loadtest.reporting.json_file import write_json
+from loadtest.reporting.text import render_text
 from loadtest.simulation.clients import TIMED_OUT
 from loadtest.simulation.experiment import Experiment, find_tiers
-from loadtest.simulation.json_report import write_report
 from loadtest.simulation.observation import Observation
-from loadtest.simulation.text_report import render
+from loadtest.simulation.report import simulation_record
 from loadtest.simulation.trace import TraceRow
 from loadtest.simulation.watched_engine import WatchedEngine
 from tests.loadtest.simulation.builders import COEFFICIENTS, chats, make_card, make_scenario, make_tiers, run_scenario
@@ -32,8 +33,9 @@ def make_experiment(trace: Sequence[TraceRow], duration_s: float = 20.0, **more:
 def report(tmp_path: Path, seed: int) -> tuple[str, bytes]:
     experiment = Experiment(make_tiers(), make_card(), 20.0, scenario="chat-and-bulk", seed=seed)
     summary, observation = experiment.run()
-    write_report(tmp_path / f"{seed}.json", {"seed": seed}, summary, observation)
-    return render("run", summary, experiment.card), (tmp_path / f"{seed}.json").read_bytes()
+    record = simulation_record("run", summary, experiment.card, observation, {"seed": seed})
+    write_json(tmp_path / f"{seed}.json", record)
+    return render_text(record), (tmp_path / f"{seed}.json").read_bytes()
 
 
 def test_the_same_seed_is_the_same_report_and_another_is_another(tmp_path: Path) -> None:
@@ -74,8 +76,8 @@ def test_two_workers_share_one_queue() -> None:
     assert one_s is not None and two_s is not None and two_s < one_s / 4
 
 
-def test_what_comes_goes_to_whoever_is_idle() -> None:
-    """Four workers and work for one and a half: hardly anybody waits for a step of another's to end."""
+def test_arrivals_go_to_an_idle_worker() -> None:
+    """Four workers and work for one and a half: hardly any request waits for the end of another's step."""
     summary, _ = make_experiment(make_trace(400, 0.05, prompt=64, output=4), workers=4).run()
     first_s = 0.02 + 64 * 0.0005
     assert summary.engines.busy_share < 0.6
@@ -83,7 +85,7 @@ def test_what_comes_goes_to_whoever_is_idle() -> None:
 
 
 def test_batches_of_an_engine_that_takes_fixed_ones_are_full_under_a_flood() -> None:
-    """A call lasts as long with one request as with sixteen: the next one's must be there when it ends."""
+    """A call takes the same time with one request as with sixteen, so the next batch must be there when it ends."""
     fixed = {**dict.fromkeys(COEFFICIENTS, 0.0), "step_s": 0.1}
     card = make_card(decode=fixed, mixed=fixed, max_step_tokens=16 * 32)
     size = {"min": 16, "start": 16, "max": 16}

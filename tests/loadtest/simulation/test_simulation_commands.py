@@ -56,11 +56,11 @@ def test_the_fewest_workers_for_a_trace_are_found(tmp_path: Path, capsys: pytest
     trace = write_trace(tmp_path / "trace.jsonl", 150, 0.04)
     code, printed, progress = simulate(capsys, "--trace", trace, "--duration", "6", "--workers", "auto")
     assert code == 0
-    assert "workers 1: not all promises kept" in progress
-    probed = [line.split() for line in printed.split("\n\n")[0].splitlines()[2:]]
+    assert "workers 1: not all SLOs kept" in progress
+    probed = [line.split() for line in printed.split("\n\n")[1].splitlines()[2:]]
     kept = [int(line[0]) for line in probed if "kept" in line]
-    broken = [int(line[0]) for line in probed if "broken" in line]
-    assert max(broken) + 1 == min(kept)
+    missed = [int(line[0]) for line in probed if "missed" in line]
+    assert max(missed) + 1 == min(kept)
     assert f"on {min(kept)} x 135m-cpu" in printed
 
 
@@ -80,7 +80,7 @@ def test_the_highest_rate_of_a_trace_is_found(tmp_path: Path, capsys: pytest.Cap
         (("--trace", "no-such.jsonl"), "no-such.jsonl"),
     ],
 )
-def test_what_the_user_can_mend_is_one_sentence(
+def test_a_users_mistake_is_one_sentence(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
 ) -> None:
     code, _, error = simulate(capsys, *arguments)

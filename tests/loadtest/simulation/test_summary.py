@@ -9,7 +9,7 @@ import pytest
 
 from loadtest.simulation.clients import UNFINISHED
 from loadtest.simulation.observation import EngineRecord, Moment, MovedKnob, Observation, RequestRecord
-from loadtest.simulation.summary import meets_promise, quantile, spread, summarize
+from loadtest.simulation.summary import meets_slo, quantile, spread, summarize
 from scheduler.control.knobs import Decision
 from tests.loadtest.simulation.builders import TTFT_S, make_tiers
 
@@ -61,24 +61,24 @@ def test_no_samples_have_no_quantile() -> None:
         (make_record(9.0, tier="bulk", deadline_s=1.0), False),
     ],
 )
-def test_what_was_promised_is_what_is_judged(record: RequestRecord, met: bool | None) -> None:
-    assert meets_promise(record, make_tiers()[record.tier]) is met
+def test_requests_are_judged_by_their_tiers_slo(record: RequestRecord, met: bool | None) -> None:
+    assert meets_slo(record, make_tiers()[record.tier]) is met
 
 
-def test_who_was_refused_counts_as_offered_and_waited_for_ever() -> None:
+def test_a_refused_request_counts_as_offered_and_as_waiting_for_ever() -> None:
     records = [make_record() for _ in range(98)] + [make_record(None, rejected="queue_full") for _ in range(2)]
     summary = summarize(make_observation(*records), make_tiers())
     (chat,) = summary.classes
     assert (chat.offered, chat.admitted, chat.rejected, chat.done) == (100, 98, {"queue_full": 2}, 98)
     assert chat.attainment == pytest.approx(0.98)
-    ttft = next(p for p in summary.promises if p.what == "TTFT p99")
-    assert ttft.observed == math.inf and not ttft.is_kept and not summary.keeps_promises
+    ttft = next(p for p in summary.slos if p.what == "TTFT p99")
+    assert ttft.observed == math.inf and not ttft.is_kept and not summary.keeps_slos
 
 
 def test_one_in_a_hundred_may_miss() -> None:
     records = [make_record() for _ in range(99)] + [make_record(9.0)]
     summary = summarize(make_observation(*records), make_tiers())
-    assert summary.keeps_promises
+    assert summary.keeps_slos
 
 
 def test_gaps_deadlines_and_demotions_are_judged() -> None:
@@ -88,7 +88,7 @@ def test_gaps_deadlines_and_demotions_are_judged() -> None:
     ]
     gaps = {"chat": array("d", [0.01] * 90 + [9.0] * 10)}
     summary = summarize(make_observation(*records, gaps_s=gaps), make_tiers())
-    assert [(p.what, p.is_kept) for p in summary.promises] == [
+    assert [(p.what, p.is_kept) for p in summary.slos] == [
         ("TTFT p99", True),
         ("ITL p99", False),
         ("deadlines met", False),

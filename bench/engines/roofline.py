@@ -1,0 +1,112 @@
+"""The least time that work can take: bytes to read and operations to do, at the machine's measured rates.
+
+Knows the shape of a Llama-like decoder (grouped heads, gated MLP) and arithmetic; no engine. The roofline time of a
+step is the longer of two times: reading all weights and the KV of its context once, and multiplying at the measured
+rate.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from bench.engines.work import STEP_PROMPT_TOKENS, STEP_TOKENS, Job
+
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Rates measured on this machine, with the threads that the systems get."""
+
+    bytes_per_s: float  # rate of a large read or copy, whichever was faster
+    flops_per_s: float  # rate of a large matrix product in the model's number format
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    number_bytes: int
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], dtype: str) -> Self | None:
+        """Return the shape in a `config.json`; None where the model is not such a decoder."""
+        if any(key not in config for key in _KEYS) or "num_local_experts" in config:
+            return None
+        hidden, intermediate, layers, heads, vocab = (int(config[key]) for key in _KEYS)
+        return cls(
+            hidden=hidden,
+            intermediate=intermediate,
+            layers=layers,
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            vocab=vocab,
+            number_bytes=NUMBER_BYTES[dtype],
+        )
+
+    @property
+    def layer_weights(self) -> int:
+        """Numbers in the matrices that every token is multiplied with, in all layers together."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def head_weights(self) -> int:
+        """Numbers in the matrix that makes logits, which only sampled rows need."""
+        return self.hidden * self.vocab
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.number_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepNeeds:
+    """What a step needs: `rows` tokens are computed, `sampled` of them yield a token, they attend to `attended` cached
+    tokens together, and the KV of `context` tokens is read."""
+
+    rows: int
+    sampled: int
+    attended: int
+    context: int
+
+    def num_bytes(self, shape: ModelShape) -> int:
+        weights = shape.layer_weights + shape.head_weights
+        return weights * shape.number_bytes + self.context * shape.kv_token_bytes
+
+    def num_flops(self, shape: ModelShape) -> int:
+        matrices = 2 * (self.rows * shape.layer_weights + self.sampled * shape.head_weights)
+        return matrices + 4 * self.attended * shape.layers * shape.heads * shape.head_dim
+
+    def roofline_s(self, shape: ModelShape, peaks: Peaks) -> float:
+        return max(self.num_bytes(shape) / peaks.bytes_per_s, self.num_flops(shape) / peaks.flops_per_s)
+
+
+def decode_step(streams: int, context: int) -> StepNeeds:
+    """One token for each of `streams` sequences, `context` tokens long."""
+    return StepNeeds(rows=streams, sampled=streams, attended=streams * context, context=streams * context)
+
+
+def measured_step(streams: int) -> StepNeeds:
+    """Return the mean step of the jobs of `make_step_jobs`."""
+    return decode_step(streams, STEP_PROMPT_TOKENS + STEP_TOKENS // 2)
+
+
+def job_roofline_s(job: Job, shape: ModelShape, peaks: Peaks) -> float:
+    """Return the least seconds of a job: all prompts in one step, then as many decode steps as the longest answer
+    needs."""
+    lengths = [len(prompt) for prompt in job.prompts]
+    attended = sum(n * (n + 1) // 2 for n in lengths)
+    first = StepNeeds(sum(lengths), len(lengths), attended, sum(lengths))
+    total_s = first.roofline_s(shape, peaks)
+    for step in range(1, max(job.new_tokens)):
+        live = [n + step for n, new in zip(lengths, job.new_tokens, strict=True) if new > step]
+        total_s += StepNeeds(len(live), len(live), sum(live), sum(live)).roofline_s(shape, peaks)
+    return total_s

@@ -1,0 +1,108 @@
+"""The experiments: the load of each, how it changes, and which arms it needs. Pure.
+
+Loads are multiples of the solo goodput, the load that interactive traffic sustains alone.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bench.isolation.arms import AIMD, BEST_EFFORT, BULK_ALONE, FIRST_COME, OURS, OURS_ALONE, STATIC, STRICT
+from loadtest.traffic.scenario import Scenario, TrafficClass
+from loadtest.traffic.scenario_arrivals import OpenLoop, Spike
+
+ExperimentName = Literal["isolation", "overload", "step", "deadlines"]
+OVERLOAD_S = 60.0  # the goal is stated for a minute of overload
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProfile:
+    """The load over a part: `factor` times the base load from `from_share` of the part, for `for_s` (None: until its
+    end)."""
+
+    base_load: float
+    factor: float = 1.0
+    from_share: float = 0.0
+    for_s: float | None = None
+
+    def spike(self, part_s: float) -> Spike | None:
+        if self.factor == 1.0:
+            return None
+        at_s = self.from_share * part_s
+        left_s = part_s - at_s
+        return Spike(at_s=at_s, for_s=left_s if self.for_s is None else min(left_s, self.for_s), factor=self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    name: ExperimentName
+    title: str
+    scenario: str  # the default scenario
+    arms: tuple[str, ...]
+    profile: LoadProfile
+    is_steady: bool  # without the scenario's own waves and bursts, so that only `profile` changes the load
+    has_premium: bool = False  # `priority` is a tier of its own, above the default one
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    e.name: e
+    for e in (
+        Experiment(
+            "isolation",
+            "Interactive traffic beside a bulk backlog without end",
+            "w1-chat",
+            (OURS_ALONE, BULK_ALONE, FIRST_COME, STRICT, STATIC, AIMD, OURS),
+            LoadProfile(0.5),
+            is_steady=False,
+        ),
+        Experiment(
+            "overload",
+            "Three classes: interactive traffic that triples for a minute, and bulk",
+            "w3-square",
+            (FIRST_COME, STRICT, OURS),
+            LoadProfile(0.5, 3.0, 1 / 6, OVERLOAD_S),
+            is_steady=True,
+            has_premium=True,
+        ),
+        Experiment(
+            "step",
+            "Interactive traffic that triples from one moment to the next, and stays so",
+            "w1-chat",
+            (AIMD, OURS),
+            LoadProfile(0.3, 3.0, 1 / 3),
+            is_steady=True,
+        ),
+        Experiment(
+            "deadlines",
+            "Jobs that must be done in time, in the tier of a bulk backlog, beside interactive traffic",
+            "deadlines",
+            (BEST_EFFORT, OURS),
+            LoadProfile(0.4),
+            is_steady=True,
+        ),
+    )
+}
+
+
+def with_load_profile(
+    scenario: Scenario, experiment: Experiment, goodput_clients: float, load: float, part_s: float
+) -> Scenario:
+    """Return the scenario with its interactive classes at `load` times the solo goodput, with the load profile on top.
+
+    Jobs with deadlines are scaled too, since a faster machine can finish more of them in time.
+    """
+    spike = experiment.profile.spike(part_s)
+    classes = dict(scenario.classes)
+    for traffic in scenario.classes.values():
+        arrivals = traffic.arrivals
+        if not isinstance(arrivals, OpenLoop) or not (traffic.role == "interactive" or has_deadline(traffic)):
+            continue
+        arrivals = (arrivals.steady() if experiment.is_steady else arrivals).scaled(goodput_clients * load)
+        if spike is not None:
+            arrivals = arrivals.model_copy(update={"spikes": (spike,)})
+        classes[traffic.name] = traffic.model_copy(update={"arrivals": arrivals})
+    return scenario.model_copy(update={"classes": classes})
+
+
+def has_deadline(traffic: TrafficClass) -> bool:
+    """Return whether the class is bulk with a deadline: jobs."""
+    return traffic.role == "bulk" and traffic.targets.e2e_ms is not None

@@ -1,0 +1,177 @@
+"""One experiment from beginning to result: tune, run the arms, judge.
+
+Knows the order of the steps; each step is in a module of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from bench.isolation.admin import Systems, explanations
+from bench.isolation.arms import OURS, OURS_ALONE, PEER, PEER_ALONE, PEER_BULK, STATIC, ArmBuilder, Document
+from bench.isolation.attainment import settling_s
+from bench.isolation.controls import Evidence
+from bench.isolation.experiments import Experiment, with_load_profile
+from bench.isolation.goals import judge
+from bench.isolation.goodput import Goodput
+from bench.isolation.result import Result
+from bench.isolation.rounds import Part, Progress, run_part, run_rounds
+from bench.isolation.slos import is_premium, premium_ttft_ms, slos_by_class
+from bench.isolation.summary import met_by_arrival, summarize_arms
+from bench.isolation.tuning import BUDGETS, Sweep, Trials
+from bench.isolation.warnings import warnings_of
+from loadtest.client.http import TargetError
+from loadtest.client.runner import UNFINISHED, Timing
+from loadtest.machine import hardware
+from loadtest.traffic.scenario import Scenario, Targets
+from scheduler.config import parse_tiers
+
+SETTLED_SHARE, SETTLED_BIN_S = 0.97, 2.0  # settled: in every later bin this share is in time
+WARM_UP_ROUND = 2000  # a round number that no arm uses, so that its requests differ
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentConfig:
+    """What is run, and on which load.
+
+    `clients` None: the solo goodput is searched for. `load` None: the experiment's own. `wanted` empty: all arms of the
+    experiment.
+    """
+
+    experiment: Experiment
+    scenario: Scenario  # with lengths already scaled
+    length_scale: float
+    ours: Document
+    slo: Targets
+    timing: Timing
+    seed: int
+    clients: float | None = None
+    load: float | None = None
+    wanted: Sequence[str] = ()
+    search_s: float = 12.0
+    search_budget_s: float = 180.0
+    sweep_s: float = 8.0
+
+
+async def run_experiment(config: ExperimentConfig, systems: Systems, progress: Progress) -> Result:
+    """Run the experiment. Raises `TargetError` where a server does not answer or does not accept its tiers."""
+    builder, slos = _arms_and_slos(config)
+    trials = Trials(systems, config.scenario, slos, config.timing, config.seed, progress)
+    # 1. a warm-up, since the first answers of a server are slow
+    await _warm_up(config, systems, builder, progress)
+    # 2. the unit of load
+    goodput, clients = await _unit_of_load(config, trials, builder)
+    load = config.experiment.profile.base_load if config.load is None else config.load
+    loaded = with_load_profile(config.scenario, config.experiment, clients, load, config.timing.part_s)
+    # 3. the best fixed budget
+    names, sweep = _arm_names(config, systems), None
+    if STATIC in names:
+        sweep = await _sweep(config, replace(trials, scenario=loaded), builder)
+        builder = replace(builder, budget=sweep.best.budget)
+    # 4. the arms
+    arms, timing = builder.build_all(names), config.timing
+    rounds = await run_rounds(systems, arms, loaded, timing, config.seed, progress)
+    result = Result(
+        config.experiment,
+        loaded,
+        config.length_scale,
+        load,
+        clients,
+        timing,
+        slos,
+        rounds,
+        summarize_arms(rounds, loaded, slos),
+        goals=[],
+        controls=[],
+        goodput=goodput,
+        sweep=sweep,
+        explained=await explanations(systems.ours),
+    )
+    result.settling_s = _settling(result)
+    result.goals, result.controls = judge(_evidence(result))
+    result.warnings = warnings_of(result)
+    return result
+
+
+def _arms_and_slos(config: ExperimentConfig) -> tuple[ArmBuilder, Mapping[str, Targets]]:
+    """Return the builder of the arms, and the SLO of each interactive class in the arms' tiers."""
+    ttft_ms, premium = None, None
+    if config.experiment.has_premium:
+        ttft_ms = premium_ttft_ms(config.scenario, config.ours, config.slo)
+        premium = {} if ttft_ms is None else {"ttft_p99_ms": ttft_ms}
+    builder = ArmBuilder(config.ours, config.slo, premium=premium)
+    tiers = parse_tiers(builder.build(OURS).tiers)
+    return builder, slos_by_class(config.scenario, tiers, config.slo, ttft_ms)
+
+
+async def _warm_up(config: ExperimentConfig, systems: Systems, builder: ArmBuilder, progress: Progress) -> None:
+    """Send a short load. Raises `TargetError` where every request of a class is refused, since an arm would measure
+    nothing."""
+    progress("warm-up")
+    short = replace(config.timing, duration_s=config.search_s / 2, rounds=1)
+    scenario, seed = config.scenario, config.seed
+    for name in (OURS, PEER) if systems.peer is not None else (OURS,):
+        part = await run_part(systems, builder.build(name), scenario, short, seed, WARM_UP_ROUND, "warm-up-")
+        _check_answers(part)
+
+
+def _check_answers(part: Part) -> None:
+    for name, outcomes in part.run.outcomes.items():
+        ended = [o for o in outcomes if o.error != UNFINISHED]
+        if ended and not any(o.is_complete for o in ended):
+            raise TargetError(f"{part.arm.title}: no request of {name!r} was served: {ended[0].error}")
+
+
+async def _unit_of_load(config: ExperimentConfig, trials: Trials, builder: ArmBuilder) -> tuple[Goodput | None, float]:
+    """Return how the solo goodput was found, and the unit of load in multiples of the scenario's load.
+
+    The unit is the given one, else the solo goodput; where no load held, the lowest that was tried.
+    """
+    if config.clients is not None:
+        return None, config.clients
+    usual = replace(config.timing, duration_s=config.search_s, rounds=1)
+    searching = replace(trials, timing=usual)
+    goodput = await searching.search_goodput(builder.build(OURS_ALONE), config.search_budget_s)
+    return goodput, goodput.clients or min(p.clients for p in goodput.probes)
+
+
+async def _sweep(config: ExperimentConfig, trials: Trials, builder: ArmBuilder) -> Sweep:
+    short = replace(config.timing, duration_s=config.sweep_s, rounds=1)
+    return await replace(trials, timing=short).sweep_static_budget(builder.build(STATIC), BUDGETS)
+
+
+def _arm_names(config: ExperimentConfig, systems: Systems) -> list[str]:
+    names = list(config.wanted or config.experiment.arms)
+    if systems.peer is not None:
+        names += [PEER_ALONE, PEER_BULK, PEER] if config.experiment.name == "isolation" else [PEER]
+    return names
+
+
+def _settling(result: Result) -> dict[str, float]:
+    spike = result.experiment.profile.spike(result.timing.part_s)
+    if result.experiment.name != "step" or spike is None:
+        return {}
+    return {
+        name: settling_s(
+            met_by_arrival(parts, result.scenario, result.slos),
+            spike.at_s,
+            result.timing.part_s,
+            SETTLED_SHARE,
+            SETTLED_BIN_S,
+        )
+        for name, parts in result.rounds.parts.items()
+    }
+
+
+def _evidence(result: Result) -> Evidence:
+    classes = result.scenario.with_role("interactive")
+    spike = result.experiment.profile.spike(result.timing.part_s)
+    return Evidence(
+        result.experiment.name,
+        result.arms,
+        solo_load=result.solo_load,
+        factor=result.experiment.profile.factor,
+        higher_for_s=spike.for_s if spike else 0.0,
+        on_gpu="NVIDIA" in hardware(),
+        top_class=next((c.name for c in classes if is_premium(c)), classes[0].name),
+        settling_s=result.settling_s,
+    )

@@ -1,0 +1,161 @@
+"""Servers to measure, started for a block and ended after it: `tidegate serve`, and vLLM in its own environment.
+
+Knows command lines, ports and processes; not what is measured. Each server has a process group of its own, so that none
+of its processes outlives the block.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from loadtest.child_environment import python_path
+from loadtest.client.http import Target, TargetError, discover_model, get
+from loadtest.model_shapes import read_config, write_shape
+
+START_TIMEOUT_S = 600.0  # vLLM compiles for more than a minute the first time
+END_TIMEOUT_S = 45.0  # after SIGTERM; then SIGKILL
+LOG_TAIL = 600  # characters
+
+
+def write_served_shape(directory: Path, name: str, max_position_embeddings: int) -> Path:
+    """Write a model directory that any server loads with random weights: the shape's config, and a tokenizer with a
+    word for each id. Return the directory. Raises `ShapeError`."""
+    write_shape(directory, name, max_position_embeddings)
+    write_word_tokenizer(directory, read_config(directory)["vocab_size"])
+    return directory
+
+
+def with_tokenizer(model_dir: Path, folder: Path) -> Path:
+    """Return the directory; where it has no tokenizer, a copy of its config with a tokenizer of words. Raises
+    `ShapeError`."""
+    if (model_dir / "tokenizer.json").exists():
+        return model_dir
+    config, copy = read_config(model_dir), folder / model_dir.resolve().name
+    copy.mkdir(parents=True)
+    (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_word_tokenizer(copy, config["vocab_size"])
+    return copy
+
+
+def write_word_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Write a tokenizer in which every id is its own word.
+
+    Random weights choose any id, and a token without text would not be an event at the client's socket, so its time
+    would be missing.
+    """
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "w0",
+        "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def context_of(model_dir: Path) -> int | None:
+    """Return the context length in the model's config, in tokens. Raises `ShapeError`."""
+    length = read_config(model_dir).get("max_position_embeddings")
+    return int(length) if length else None
+
+
+def tidegate_command(
+    model_dir: Path | None, load_format: str, data_dir: Path, num_threads: int | None, flags: Sequence[str]
+) -> list[str]:
+    """Return the command of `tidegate serve`. Without `model_dir` it serves the demo model; without `num_threads` it
+    chooses them."""
+    command = [sys.executable, "-m", "tidegate", "serve", "--data-dir", str(data_dir), "--log-level", "warning"]
+    if model_dir is not None:
+        command += ["--model", str(model_dir), "--load-format", load_format]
+    if num_threads:
+        command += ["--threads", str(num_threads)]
+    return [*command, *flags]
+
+
+def vllm_command(interpreter: Path, model_dir: Path, load_format: str, flags: Sequence[str]) -> list[str]:
+    command = [str(interpreter), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)]
+    command += ["--load-format", load_format, "--host", "127.0.0.1", "--scheduling-policy", "priority"]
+    return [*command, *flags]
+
+
+def tidegate_environment() -> dict[str, str]:
+    """Return this process's environment, so that the server runs as a user starts it, with the same source tree and no
+    network."""
+    return {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
+
+
+def serving_tidegate(
+    model_dir: Path | None, load_format: str, folder: Path, num_threads: int, flags: Sequence[str]
+) -> AbstractAsyncContextManager[Target]:
+    """Serve with `tidegate serve` until the block ends, with data and log in `folder`. 0 threads: as the server
+    chooses."""
+    command = tidegate_command(model_dir, load_format, folder / "data", num_threads or None, flags)
+    return serving(command, folder / "tidegate.log", "/ready", tidegate_environment())
+
+
+@asynccontextmanager
+async def serving(
+    command: Sequence[str], log_file: Path, ready_path: str, environment: Mapping[str, str]
+) -> AsyncIterator[Target]:
+    """Run `command` with a free `--port` until the block ends. Yield its address once `ready_path` answers 200. Raises
+    `TargetError`."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        target = Target("127.0.0.1", port)
+        await _wait_until_ready(process, target, ready_path, log_file)
+        yield replace(target, model=await discover_model(target))
+    finally:
+        await asyncio.to_thread(_end, process)
+
+
+async def _wait_until_ready(process: subprocess.Popen[bytes], target: Target, ready_path: str, log_file: Path) -> None:
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while True:
+                if process.poll() is not None:
+                    raise TargetError(
+                        f"the server ended with code {process.returncode}; its log ends: {_tail(log_file)}"
+                    )
+                with suppress(TargetError):
+                    await get(target, ready_path, timeout_s=5.0)
+                    return
+                await asyncio.sleep(0.1)
+    except TimeoutError as error:
+        raise TargetError(f"the server was not ready within {START_TIMEOUT_S:.0f} s: {_tail(log_file)}") from error
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Send SIGTERM to the command, which ends its parts, then SIGKILL to what is left of its process group."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_TIMEOUT_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _tail(log_file: Path) -> str:
+    return json.dumps(log_file.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:].strip(), ensure_ascii=False)

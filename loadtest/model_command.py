@@ -1,0 +1,48 @@
+"""The base of commands that measure an engine in this process: the flags that name a model, and how results are
+reported."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import AliasChoices, BaseModel, Field
+
+from loadtest.machine import usable_cores
+from loadtest.model_shapes import shape_with_weights
+from loadtest.reporting.output import publish
+from loadtest.reporting.record import Provenance, Record
+
+DEMO_MODEL = Path(__file__).parents[1] / "demo_model" / "weights"
+
+
+class ModelCommand(BaseModel):
+    """The flags of a command that measures an engine on a model, and how the command ends."""
+
+    model: Path | None = Field(None, description="A transformers directory; without it, a shape with random weights.")
+    shape: str = Field("135m", description="Shape of the random weights: tiny, 30m, 135m, 360m, 1b or 8b.")
+    weights_dir: Path | None = Field(None, description="Where random weights are kept; default: a temporary one.")
+    dtype: str = Field("bfloat16", description="Number format of weights and KV: bfloat16, float16 or float32.")
+    device: str = Field("cpu", description="cpu, cuda or cuda:1 …")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of each system; 0: as many as cores.")
+    seed: int = Field(1, ge=0, description="The same seed makes the same weights and prompts.")
+    quick: bool = Field(False, description="The demo model and a little work: to see that everything runs.")
+    json_file: Path | None = Field(
+        None, validation_alias=AliasChoices("json"), description="Also write the result to this file."
+    )
+
+    @property
+    def num_threads(self) -> int:
+        return self.threads or len(usable_cores())
+
+    def model_dir(self) -> Path:
+        """Return the directory of the model to measure, made where that is needed. Raises `ShapeError`."""
+        if self.model is not None:
+            return self.model
+        if self.quick:
+            return DEMO_MODEL
+        return shape_with_weights(self.shape, self.dtype, self.device, self.seed, self.weights_dir)
+
+    def conclude(self, record: Record, model: str) -> None:
+        """Print the record and write its JSON where that is asked for, with the flags that name the model."""
+        options = {"threads": self.num_threads, "dtype": self.dtype, "device": self.device}
+        provenance = Provenance.of_this_run(model, self.seed)
+        publish(replace(record, data={**options, **record.data}, provenance=provenance), self.json_file)

@@ -1,0 +1,22 @@
+"""Numbers as the cells of tables show them: units, roundings, and a dash for what is not known."""
+
+from loadtest.estimates import Estimate
+
+ABSENT = "–"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return ABSENT if value is None else f"{value:.{digits}f}"
+
+
+def interval(estimate: Estimate | None) -> str:
+    """Return the value with its 95 % interval."""
+    return ABSENT if estimate is None else f"{estimate.value:.2f} ({estimate.low:.2f}–{estimate.high:.2f})"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    return ABSENT if share is None else f"{100 * share:.{digits}f} %"
+
+
+def milliseconds(seconds: float | None, digits: int = 1) -> str:
+    return ABSENT if seconds is None else f"{1000 * seconds:.{digits}f}"

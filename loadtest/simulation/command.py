@@ -1,0 +1,130 @@
+"""The command `simulate`: flags to an experiment, and its result to text and JSON.
+
+Knows flags and exit codes; the work is in `experiment` and `capacity`.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import structlog
+from pydantic import AliasChoices, BaseModel, Field
+
+from loadtest.reporting.output import publish
+from loadtest.reporting.record import Record, Section, Table
+from loadtest.running import one_sentence, print_progress
+from loadtest.simulation.capacity import Capacity, Probe, fewest_workers, highest_rate
+from loadtest.simulation.cost_card import CostCardError, load_cost_card
+from loadtest.simulation.experiment import Experiment, find_tiers, read_whole_trace
+from loadtest.simulation.report import simulation_record
+from loadtest.simulation.run import DRAIN_S
+from loadtest.simulation.summary import Summary
+from loadtest.simulation.trace import TraceError
+from loadtest.simulation.traffic import TrafficError
+from loadtest.traffic.scenario import ScenarioError
+from scheduler.config import TierConfigError
+
+AUTO = "auto"
+
+
+class Simulate(BaseModel):
+    """The shipped scheduler on a virtual clock with modeled engines: the latencies of a load, and how many engines it
+    needs."""
+
+    scenario: str = Field("chat-and-bulk", description="A shipped scenario, or a YAML file.")
+    bulk_pool: str = Field("", description="A shipped bulk pool in place of the scenario's own bulk.")
+    trace: Path | None = Field(None, description="JSONL or CSV of requests, in place of a scenario.")
+    tiers: str = Field("", description="The tiers file; unset: the shipped tiers.yaml.")
+    model_shape: str = Field("135m-cpu", description="A shipped cost card, or one that `loadtest calibrate` wrote.")
+    duration: float = Field(120.0, gt=0, le=7 * 86400, description="Seconds of load; virtual ones.")
+    workers: str = Field("1", pattern=r"^([1-9][0-9]{0,3}|auto)$", description="How many engines; auto: the fewest.")
+    rate: float = Field(1.0, gt=0, le=1000, description="Times as many clients: more or fewer, never faster ones.")
+    find_capacity: Literal["", "workers", "rate"] = Field(
+        "", description="Search for the fewest workers, or the highest rate, that keep all SLOs."
+    )
+    drain: float = Field(DRAIN_S, ge=0, le=86400, description="Seconds that requests have to end after the load.")
+    gather_ms: float = Field(0.0, ge=0, le=1000, description="Arrivals within as much enter the queue together.")
+    drift: float = Field(1.0, gt=0, le=10, description="Step times are multiplied by this in the second half.")
+    seed: int = Field(1, ge=0, description="The same seed gives the same report, to the byte.")
+    json_file: Path | None = Field(
+        None, validation_alias=AliasChoices("json"), description="Also write everything to this file."
+    )
+
+    def cli_cmd(self) -> None:
+        log_errors_only()
+        with one_sentence(CostCardError, ScenarioError, TierConfigError, TraceError, TrafficError, said_by="simulate"):
+            kept = self._answer(self._experiment())
+        if not kept:
+            raise SystemExit(1)
+
+    def _experiment(self) -> Experiment:
+        return Experiment(
+            tiers=find_tiers(self.tiers),
+            card=load_cost_card(self.model_shape),
+            duration_s=self.duration,
+            scenario=self.scenario,
+            bulk_pool=self.bulk_pool,
+            trace=read_whole_trace(self.trace) if self.trace is not None else (),
+            workers=1 if self.workers == AUTO else int(self.workers),
+            rate=self.rate,
+            seed=self.seed,
+            drain_s=self.drain,
+            gather_s=self.gather_ms / 1000,
+            drift=self.drift,
+        )
+
+    def _answer(self, experiment: Experiment) -> bool:
+        """Print what was asked for. Return False if a search found no amount that keeps all SLOs."""
+        if self.find_capacity == "rate":
+            found = highest_rate(lambda rate: _progress("rate", rate, experiment.with_rate(rate)))
+            return self._conclude(experiment.with_rate, found, _probes("rate", found))
+        if self.find_capacity == "workers" or self.workers == AUTO:
+            fewest = fewest_workers(lambda n: _progress("workers", n, experiment.with_workers(n)))
+            return self._conclude(experiment.with_workers, fewest, _probes("workers", fewest))
+        self._report(experiment)
+        return True
+
+    def _conclude(self, at: Callable[[Any], Experiment], found: Capacity[Any], probes: Section) -> bool:
+        if found.best is None:
+            publish(Record("no amount within bounds keeps every SLO", [probes]))
+            return False
+        self._report(at(found.best.amount), probes)
+        return True
+
+    def _report(self, experiment: Experiment, *before: Section) -> None:
+        summary, observation = experiment.run()
+        options = self.model_dump(mode="json", exclude={"json_file"})
+        record = simulation_record(self._title(experiment), summary, experiment.card, observation, options)
+        publish(replace(record, sections=[*before, *record.sections]), self.json_file)
+
+    def _title(self, experiment: Experiment) -> str:
+        load = str(self.trace) if self.trace is not None else self.scenario
+        rate = f", {experiment.rate:.3g} times the clients" if experiment.rate != 1 else ""
+        engines = f"{experiment.workers} x {experiment.card.name}"
+        return f"{experiment.duration_s:g} s of {load}{rate} on {engines}, seed {experiment.seed}"
+
+
+def log_errors_only() -> None:
+    """Log errors only: the report has a line for every moved knob."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+
+
+def _progress(what: str, amount: float, experiment: Experiment) -> Summary:
+    summary, _ = experiment.run()
+    verdict = "all SLOs kept" if summary.keeps_slos else "not all SLOs kept"
+    print_progress(f"{what} {amount:.4g}: {verdict}")
+    return summary
+
+
+def _probes(what: str, found: Capacity[Any]) -> Section:
+    header = (what, "busy", "SLOs", "missed")
+    rows = [_probe_cells(probe) for probe in sorted(found.probes, key=lambda p: p.amount)]
+    return Section(table=Table.of(header, rows))
+
+
+def _probe_cells(probe: Probe[Any]) -> tuple[str, ...]:
+    broken = [f"{p.tier} {p.what}" for p in probe.summary.slos if not p.is_kept]
+    busy = f"{100 * probe.summary.engines.busy_share:.1f} %"
+    return (f"{probe.amount:.4g}", busy, "kept" if not broken else "missed", ", ".join(broken) or "–")

@@ -1,0 +1,129 @@
+"""The record of a simulated run: the same digits for the same run on any machine, so that two runs can be compared.
+
+Therefore it has no date and no hardware. Knows how results look; computes nothing but units and roundings.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from loadtest.reporting.formats import ABSENT, percent
+from loadtest.reporting.record import Record, Section, Table
+from loadtest.simulation.cost_card import CostCard
+from loadtest.simulation.observation import Observation, TierMoment
+from loadtest.simulation.report_data import simulation_data
+from loadtest.simulation.summary import ClassSummary, EnginesSummary, SloVerdict, Summary
+
+
+def simulation_record(
+    title: str, summary: Summary, card: CostCard, observation: Observation, options: dict[str, Any]
+) -> Record:
+    """`options` are the command's flags, which the JSON repeats."""
+    data = {**options, **simulation_data(summary, observation)}
+    return Record(f"{title}; times in ms", simulation_sections(summary, card), data)
+
+
+def simulation_sections(summary: Summary, card: CostCard) -> list[Section]:
+    return [
+        _requests(summary.classes),
+        Section(table=_latencies(summary.classes)),
+        Section(table=_queues(summary)),
+        Section(notes=(_engines(summary.engines), *_preemptions(summary), _cost(summary, card))),
+        _moves(summary),
+        Section(notes=tuple(_slo(slo) for slo in summary.slos)),
+    ]
+
+
+def _requests(classes: Sequence[ClassSummary]) -> Section:
+    header = ("class", "tier", "offered", "admitted", "demoted", "done", "failed", "unfinished", "kept", "tok/s")
+    rows = [
+        (
+            c.name,
+            c.tier,
+            *(str(n) for n in (c.offered, c.admitted, c.demoted, c.done, sum(c.failed.values()), c.unfinished)),
+            percent(c.attainment, 2),
+            f"{c.tokens_per_s:.1f}",
+        )
+        for c in classes
+    ]
+    reasons = [
+        f"{c.name}: {count} {kind} ({reason})"
+        for c in classes
+        for kind, counted in (("rejected", c.rejected), ("failed", c.failed))
+        for reason, count in counted.items()
+    ]
+    return Section(table=Table.of(header, rows), notes=tuple(reasons))
+
+
+def _latencies(classes: Sequence[ClassSummary]) -> Table:
+    header = ("class", "TTFT p50", "p95", "p99", "ITL p50", "p99", "max", "E2E p50", "p95", "p99")
+    rows = [
+        (
+            c.name,
+            *_cells(c.ttft.p50, c.ttft.p95, c.ttft.p99),
+            *_cells(c.itl.p50, c.itl.p99, c.itl.max),
+            *_cells(c.e2e.p50, c.e2e.p95, c.e2e.p99),
+        )
+        for c in classes
+    ]
+    return Table.of(header, rows)
+
+
+def _queues(summary: Summary) -> Table:
+    header = ("tier", "started", "queued p50", "p95", "p99", "max")
+    rows = [
+        (tier, str(waited.count), *_cells(waited.p50, waited.p95, waited.p99, waited.max))
+        for tier, waited in summary.queue.items()
+    ]
+    return Table.of(header, rows)
+
+
+def _engines(engines: EnginesSummary) -> str:
+    return (
+        f"engines: {engines.workers}, busy {percent(engines.busy_share, 2)}; {engines.steps} steps of "
+        f"{engines.sequences_per_step:.1f} sequences and {engines.tokens_per_step:.1f} tokens; "
+        f"predictor error {percent(engines.predictor_error, 2)}"
+    )
+
+
+def _preemptions(summary: Summary) -> list[str]:
+    engines = summary.engines
+    counted = ", ".join(f"{tier} {mode} {n}" for (tier, mode), n in summary.preemptions.items())
+    return [
+        f"preemptions: {counted or 'none'}; {engines.lost_tokens} tokens lost with their KV",
+        f"evicted mid-step: {engines.shed_rows} sequences in {engines.shed_steps} steps; "
+        f"wasted {percent(engines.wasted_share, 2)}",
+    ]
+
+
+def _cost(summary: Summary, card: CostCard) -> str:
+    paid = card.price_per_hour * summary.engines.workers * summary.duration_s / 3600
+    tokens = sum(c.tokens_per_s for c in summary.classes) * summary.duration_s
+    if not paid or not summary.done:
+        return "cost: no price is on the card" if not paid else "cost: nothing was done"
+    per_request, per_token = 1e6 * paid / summary.done, 1e6 * paid / max(tokens, 1.0)
+    return f"cost: {per_request:.2f} a million requests, {per_token:.2f} a million output tokens"
+
+
+def _moves(summary: Summary) -> Section:
+    rows = [(*key, str(up), str(down)) for key, (up, down) in summary.moves.items()]
+    at_the_end = tuple(f"at the end: {tier} {_knobs(moment)}" for tier, moment in summary.knobs.items())
+    if not rows:
+        return Section(notes=("the controller moved no knob", *at_the_end))
+    return Section(table=Table.of(("tier", "knob", "moved by", "up", "down"), rows), notes=at_the_end)
+
+
+def _knobs(moment: TierMoment) -> str:
+    wait_ms = 1000 * moment.max_wait_s
+    return f"batch size {moment.batch_size:g}, max-wait {wait_ms:.1f} ms, margin {moment.margin:.3f}"
+
+
+def _slo(slo: SloVerdict) -> str:
+    is_share = slo.what == "deadlines met"
+    observed = percent(slo.observed, 2) if is_share else _cells(slo.observed)[0]
+    target = f"at least {percent(slo.target, 2)}" if is_share else f"at most {1000 * slo.target:.0f}"
+    return f"{slo.tier} {slo.what}: {observed}, SLO {target}: {'kept' if slo.is_kept else 'BROKEN'}"
+
+
+def _cells(*seconds: float | None) -> tuple[str, ...]:
+    return tuple(ABSENT if s is None else "never" if math.isinf(s) else f"{1000 * s:.1f}" for s in seconds)

@@ -1,0 +1,74 @@
+"""The command line of the laboratory: its commands, their former names, and mistakes in one sentence."""
+
+import importlib.util
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import main
+from loadtest import extras
+from loadtest.extras import LOCUST
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment without the packages of the extra."""
+
+    def find(name: str) -> ModuleSpec | None:
+        return None if name in (*LOCUST, "psutil") else importlib.util.find_spec(name)
+
+    monkeypatch.setattr(extras, "find_spec", find)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """The lines that the command writes to stderr before it exits with code 2, having written nothing else."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    said = capsys.readouterr()
+    assert (exit_info.value.code, said.out) == (2, "")
+    return said.err.splitlines()
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize(
+    ("arguments", "packages"),
+    [
+        (["growth"], "matplotlib"),
+        (["locust"], "locust and matplotlib"),
+        (["isolation", "--report", "page"], "matplotlib"),
+        (["coserve", "--report", "page"], "matplotlib"),
+        (["soak"], "psutil"),
+    ],
+)
+def test_a_missing_package_is_named_before_anything_runs(
+    arguments: list[str], packages: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = refused(capsys, *arguments)
+    assert f"needs {packages}: " in line and "pip install 'tidegate[loadtest]'" in line
+
+
+def test_each_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "isolation", "--seed", "-1", "--search-budget", "soon")
+    assert len(said) == 2 and any(line.startswith("bench: isolation --search-budget: ") for line in said)
+
+
+def test_a_store_that_is_not_there_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for url, sentence in ((f"unix://{tmp_path}/no.sock", "no.sock"), ("ftp://store", "redis://")):
+        (line,) = refused(capsys, "queue", "--redis-url", url, "--requests", "64")
+        assert line.startswith("store: ") and sentence in line
+
+
+def test_the_commands_load_no_plotting_library() -> None:
+    program = "import bench.__main__, bench.isolation.run, sys\nsys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    about, _, listed = capsys.readouterr().out.partition("subcommands:")
+    commands = [line.split()[0] for line in listed.splitlines()[2:] if line.strip()]
+    assert len(commands) == 7 and all(f" {command}: " in about.replace("\n", " ") for command in commands)
