@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.interface import StepPlan
-from engine.step_time.model import StepCost, StepTimeModel
+from engine.step_time.cost import StepCost
+from engine.step_time.model import StepTimeModel
 from loadtest.calibration.stepper import Stepper, greedy
 from scheduler.config import TierSet, parse_tiers
 from scheduler.control.controller import SLAController

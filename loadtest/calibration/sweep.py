@@ -12,7 +12,7 @@ from statistics import fmean, median
 from time import perf_counter
 
 from engine.interface import NewSequence, Run, StepPlan, StepResult
-from engine.step_time.model import StepWork
+from engine.step_time.cost import StepWork
 from loadtest.calibration.stepper import Stepper, greedy
 from scheduler.worker.step_log import StepEntry
 
