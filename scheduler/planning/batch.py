@@ -71,6 +71,7 @@ class _Draft:
         self._resume: list[str] = []
         self._start: list[NewSequence] = []
         self._run: dict[str, int] = {}  # sequence → tokens
+        self._tokens_left = view.max_step_tokens
         self._num_tokens: Counter[str] = Counter()  # these four by tier
         self._num_run: Counter[str] = Counter()
         self._num_started: Counter[str] = Counter()
@@ -114,7 +115,7 @@ class _Draft:
         run in the step."""
         slots = budget.max_num_seqs
         for state in self._table.decodes(tier):
-            if slots <= 0 or self._tokens_left(tier, budget) < 1:
+            if slots <= 0 or self._tokens_left_of(tier, budget) < 1:
                 break
             if state.id in self._preempt:
                 continue
@@ -186,13 +187,12 @@ class _Draft:
         held = self._table.num_resident(tier) + self._num_started[tier] - self._num_preempted[tier]
         return budget.max_num_seqs - held
 
-    def _tokens_left(self, tier: str, budget: TierBudget) -> int:
-        left = self._view.max_step_tokens - self._num_tokens.total()
-        return min(left, budget.max_tokens - self._num_tokens[tier])
+    def _tokens_left_of(self, tier: str, budget: TierBudget) -> int:
+        return min(self._tokens_left, budget.max_tokens - self._num_tokens[tier])
 
     def _add_chunk(self, state: RequestState, budget: TierBudget, limit_s: float) -> bool:
         """Run as much of the prefill as fits; return False if nothing does."""
-        wanted = min(state.num_uncomputed, self._tokens_left(state.tier.name, budget))
+        wanted = min(state.num_uncomputed, self._tokens_left_of(state.tier.name, budget))
         num_tokens = self._chunk(wanted, state.num_computed_tokens, limit_s)
         if num_tokens < 1:
             return False
@@ -218,6 +218,7 @@ class _Draft:
             self._resume.append(state.id)
         self._run[state.id] = num_tokens
         self._work_s += seconds
+        self._tokens_left -= num_tokens
         self._num_tokens[tier] += num_tokens
         self._num_run[tier] += 1
         self._num_started[tier] += not state.is_resident

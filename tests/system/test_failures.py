@@ -22,6 +22,8 @@ from tidegate.valkey import running_valkey
 
 pytestmark = pytest.mark.timeout(180)
 
+SLA_STREAM = "/admin/sla/stream"
+
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Server]:
@@ -188,8 +190,12 @@ async def test_sigterm_drains_and_exits_zero(tmp_path: Path) -> None:
             short_started = asyncio.Semaphore(0)
             short = asyncio.create_task(stream_to_its_end(client, 20, short_started))
             await short_started.acquire()
-            server.process.send_signal(signal.SIGTERM)
-            assert await short == "length", "a running request is finished"
+            async with httpx.AsyncClient(base_url=server.root) as watcher, watcher.stream("GET", SLA_STREAM) as feed:
+                events = feed.aiter_lines()
+                assert await anext(events) == "event: sla"
+                server.process.send_signal(signal.SIGTERM)
+                assert await short == "length", "a running request is finished"
+                assert "data" in {line.partition(":")[0] async for line in events}, "the live feed ends by itself"
             go_on.set()
             answers = await asyncio.gather(*streams)
         assert all(ended_by_the_server(answer) for answer in answers)
