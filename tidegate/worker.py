@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry, disable_created_metrics
+from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 
 from engine.config import EngineConfig, EngineStartError
@@ -183,8 +184,9 @@ class Ending:
 async def keep_serving(build: Callable[[], SchedulerLoop], ending: Ending, clock: Clock) -> None:
     """Run a loop until it has drained. When the store goes away, the loop ends; when the store is back, a new loop on
     the same engine and core takes over. Raise `RedisError` if that takes more than `GIVE_UP_S`."""
+    backoff = ExponentialBackoff(cap=LONGEST_PAUSE_S, base=FIRST_PAUSE_S)
     away_since_s: float | None = None
-    pause_s = FIRST_PAUSE_S
+    num_failures = 0
     while not ending.asked.is_set():
         started_s = clock.now()
         try:
@@ -192,12 +194,12 @@ async def keep_serving(build: Callable[[], SchedulerLoop], ending: Ending, clock
         except RedisError as error:
             now = clock.now()
             if away_since_s is None or now - started_s >= SETTLED_S:
-                away_since_s, pause_s = now, FIRST_PAUSE_S
+                away_since_s, num_failures = now, 0
             if now - away_since_s >= GIVE_UP_S:
                 raise
             log.warning("the store does not answer; the worker keeps its engine and tries again", error=str(error))
-        await _either(ending.asked.wait(), clock.sleep(pause_s))
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        await _either(ending.asked.wait(), clock.sleep(backoff.compute(num_failures)))
+        num_failures += 1
     log.warning("the worker ends without a store: other workers take over its requests when their leases end")
 
 

@@ -14,9 +14,9 @@ from redis.asyncio import Redis
 from redis.asyncio.lock import Lock
 
 from gateway.batches.model import Batch, BatchStatus, LineResult
-from gateway.files.lua import load_script
 from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text
 from scheduler.store.connection import durable
+from scheduler.store.scripts import load_script
 
 INDEX = "tidegate:batches"  # sorted set: id by position; one per owner
 POSITION = "tidegate:batches:position"  # counter of positions

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import msgspec
 from redis.asyncio import Redis
 
-from gateway.files.lua import load_script
 from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text, tombstone_key
 from scheduler.clock import Clock
 from scheduler.store.connection import durable
+from scheduler.store.scripts import load_script
 
 T = TypeVar("T")
 

@@ -5,15 +5,14 @@ in front of every script.
 """
 
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.commands.core import AsyncScript
 
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.request import Lease
 from scheduler.store import keys
+from scheduler.store.scripts import load_script
 
 _KEY_NAMES = f"""\
 local QUEUE, WAITING, REQUEST = '{keys.QUEUE_PREFIX}', '{keys.WAITING_PREFIX}', '{keys.REQUEST_PREFIX}'
@@ -27,14 +26,14 @@ class Scripts:
     """The scripts for one client. Sends a script's hash, and its text when the server does not know the hash yet."""
 
     def __init__(self, client: Redis) -> None:
-        self._put = _script(client, "put")
-        self._claim = _script(client, "claim")
-        self._ack = _script(client, "ack")
-        self._renew = _script(client, "renew")
-        self._release = _script(client, "release")
-        self._requeue_expired = _script(client, "requeue_expired")
-        self._requeue_worker = _script(client, "requeue_worker")
-        self._cancel = _script(client, "cancel")
+        self._put = load_script(client, "scheduler.queue", "shared", "put", prelude=_KEY_NAMES)
+        self._claim = load_script(client, "scheduler.queue", "shared", "claim", prelude=_KEY_NAMES)
+        self._ack = load_script(client, "scheduler.queue", "shared", "ack", prelude=_KEY_NAMES)
+        self._renew = load_script(client, "scheduler.queue", "shared", "renew", prelude=_KEY_NAMES)
+        self._release = load_script(client, "scheduler.queue", "shared", "release", prelude=_KEY_NAMES)
+        self._requeue_expired = load_script(client, "scheduler.queue", "shared", "requeue_expired", prelude=_KEY_NAMES)
+        self._requeue_worker = load_script(client, "scheduler.queue", "shared", "requeue_worker", prelude=_KEY_NAMES)
+        self._cancel = load_script(client, "scheduler.queue", "shared", "cancel", prelude=_KEY_NAMES)
 
     async def put(
         self,
@@ -85,12 +84,6 @@ class Scripts:
 
     async def cancel(self, request_ids: Sequence[str]) -> list[bool]:
         return _flags(await self._cancel(args=request_ids))
-
-
-def _script(client: Redis, name: str) -> AsyncScript:
-    folder = resources.files("scheduler.queue")
-    shared, own = ((folder / f"{n}.lua").read_text(encoding="utf-8") for n in ("shared", name))
-    return client.register_script("\n".join((_KEY_NAMES, shared, own)))
 
 
 def _flat(leases: Sequence[Lease]) -> list[str | int]:

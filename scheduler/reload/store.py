@@ -12,16 +12,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from scheduler.store import connection, keys
-
-# End the proposal ARGV[1] if it is still the current one; with ARGV[2] 1, put it in force. Returns 1 if it is in force.
-_SETTLE = f"""\
-if redis.call('GET', KEYS[2]) == ARGV[1] then
-  if ARGV[2] == '1' then redis.call('HSET', KEYS[1], 'in_force', ARGV[1]) end
-  redis.call('DEL', KEYS[2])
-  redis.call('PUBLISH', '{keys.TIERS_NEWS}', '')
-end
-return redis.call('HGET', KEYS[1], 'in_force') == ARGV[1] and 1 or 0
-"""
+from scheduler.store.scripts import load_script
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +44,7 @@ class Reading:
 class TierStore:
     def __init__(self, client: Redis) -> None:
         self._client = client
-        self._settle = client.register_script(_SETTLE)
+        self._settle = load_script(client, "scheduler.reload", "settle")
         self._encoder = msgspec.msgpack.Encoder()
         self._documents = msgspec.msgpack.Decoder(TierDocument)
         self._followers = msgspec.msgpack.Decoder(Follower)
@@ -86,7 +77,9 @@ class TierStore:
 
     async def _end_proposal(self, document: TierDocument, *, commit: bool) -> bool:
         data = self._encoder.encode(document)
-        return bool(await self._settle(keys=[keys.TIERS, keys.TIERS_PROPOSED], args=[data, int(commit)]))
+        return bool(
+            await self._settle(keys=[keys.TIERS, keys.TIERS_PROPOSED], args=[data, int(commit), keys.TIERS_NEWS])
+        )
 
     async def report(self, follower: Follower) -> None:
         """Say that this part is alive. The report expires after `FOLLOWER_TTL_S`."""
