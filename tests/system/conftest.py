@@ -1,4 +1,5 @@
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -13,6 +14,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running(tmp_path_factory.mktemp("serve")) as running_server:
         running_server.wait_until_ready()
         yield running_server
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Server]:
+    """A server that the test may end or break."""
+    with running(tmp_path) as own:
+        own.wait_until_ready()
+        yield own
 
 
 @pytest_asyncio.fixture

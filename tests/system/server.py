@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from openai import AsyncOpenAI
 
 START_TIMEOUT_S = 90.0  # an idle machine needs a few seconds, a busy one much longer
 
@@ -120,3 +121,8 @@ def run_to_end(*arguments: str, timeout_s: float = 60.0) -> subprocess.Completed
     """Run `tidegate <arguments>` until it ends by itself."""
     argv = [sys.executable, "-m", "tidegate", *arguments]
     return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s)
+
+
+def make_client(server: Server, max_retries: int = 0) -> AsyncOpenAI:
+    """Return a client that fails at once by default: a retry would hide what a test looks for."""
+    return AsyncOpenAI(base_url=server.base_url, api_key="test", max_retries=max_retries, timeout=120)
