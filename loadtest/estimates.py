@@ -92,7 +92,7 @@ class HasLatencies(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LatencyRatios:
-    """The measures of isolation: latencies of interactive traffic with bulk traffic ÷ latencies without bulk traffic."""
+    """The measures of isolation: latencies of interactive traffic with bulk traffic ÷ the same without bulk traffic."""
 
     ttft_p50: Estimate | None
     ttft_p99: Estimate | None

@@ -24,7 +24,7 @@ from locust import HttpUser, between, constant, task
 from loadtest.client.answer import AnswerReader, Outcome
 from loadtest.client.http import CHAT_PATH
 
-MAX_NONCE_TOKENS = 48  # enough for any tokenizer to repeat a nonce
+MAX_NONCE_TOKENS = 48  # enough to repeat a nonce with any tokenizer
 BATCH_LINES = 10  # requests in one batch
 BATCH_TIMEOUT_S, BATCH_POLL_S = 300.0, 1.0  # a batch that takes longer is a failure
 TERMINAL = ("completed", "failed", "expired", "cancelled")

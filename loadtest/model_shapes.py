@@ -16,7 +16,7 @@ from typing import Any
 
 from loadtest.child_environment import python_environment
 
-# 30 layers, hidden size 576, 9 query heads and 3 KV heads of 64, a vocabulary of 49152 and tied embeddings.
+# The reference shape: 30 layers, hidden size 576, 9 query heads and 3 KV heads of size 64, tied embeddings.
 _LLAMA_135M: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -41,7 +41,7 @@ _LLAMA_135M: Mapping[str, Any] = {
     "dtype": "bfloat16",
     "vocab_size": 49152,
 }
-# hidden, intermediate, layers, heads, KV heads, head size, vocabulary, tied embeddings
+# By name: hidden size, intermediate size, layers, heads, KV heads, head size, vocabulary, tied embeddings.
 _SIZES: Mapping[str, tuple[int, int, int, int, int, int, int, bool]] = {
     "tiny": (128, 256, 2, 4, 2, 32, 512, True),
     "30m": (384, 1024, 10, 6, 2, 64, 32000, True),

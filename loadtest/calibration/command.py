@@ -71,7 +71,7 @@ class Calibrate(ModelCommand):
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(card.model_dump_json(indent=2) + "\n", encoding="utf-8")
         if self.plot is not None:
-            from loadtest.calibration.plot import plot_calibration  # matplotlib
+            from loadtest.calibration.plot import plot_calibration  # imports matplotlib
 
             plot_calibration(calibration, self.plot)
         record = calibration_record(calibration, measured.repeated_mape, self.out)
@@ -86,7 +86,7 @@ class Calibrate(ModelCommand):
         return _Measured(records.engine, records.entries)
 
     def _sweep(self) -> _Measured:
-        from engine.factory import build_torch_engine  # torch
+        from engine.factory import build_torch_engine  # imports torch
 
         config = EngineConfig(
             model=str(self.model_dir()),

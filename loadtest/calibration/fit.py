@@ -19,7 +19,7 @@ from scheduler.worker.step_log import StepEntry
 # Whole blocks of this number of steps are held out, since a step is too similar to its neighbours to test their fit.
 HELD_OUT_BLOCK = 20
 HELD_OUT_EVERY = 5  # one block in five is held out
-LEAST_STEPS = 50  # fewest steps of a kind for a fit
+LEAST_STEPS = 50  # a fit needs at least this number of steps of a kind
 OUTLIER_SPREADS = 5.0  # a step that is further off than this number of standard deviations is an outlier
 LEAST_SPREAD = 0.02  # lower bound of the standard deviation of measured ÷ predicted, for finding outliers
 RIDGE = 1e-9  # keeps the normal equations solvable if a feature is constant
@@ -56,13 +56,13 @@ class KindFit:
     The online model is replayed over all steps: it predicts each step before it observes the step.
     """
 
-    kind: str  # "decode" | "mixed"
+    kind: str  # "decode" or "mixed"
     cost: StepCost
     fitted: int
     outliers: int
     held_out: Errors
     online: Errors | None
-    predictions: tuple[Prediction, ...]  # for the held-out steps
+    predictions: tuple[Prediction, ...]  # of the held-out steps
 
 
 @dataclass(frozen=True, slots=True)

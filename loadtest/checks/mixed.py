@@ -30,7 +30,7 @@ INTERACTIVE, BULK, MIXED = "interactive alone", "bulk alone", "mixed"
 
 @dataclass(slots=True)
 class MixedResult:
-    summaries: dict[str, dict[str, ClassSummary]]  # arm → class
+    summaries: dict[str, dict[str, ClassSummary]]  # arm → class → summary
     isolation: dict[str, LatencyRatios]  # by interactive class: latencies in the mixed arm ÷ alone
     bulk_kept: float | None  # bulk tokens/s in the mixed arm ÷ bulk tokens/s alone
     bulk_harvest: float | None  # as `estimates.harvest` defines it
@@ -91,7 +91,7 @@ def _conclude(scenario: Scenario, runs: dict[str, list[ArmRun]]) -> MixedResult:
 
 
 def _warnings(result: MixedResult) -> list[str]:
-    """Return reasons not to trust the numbers."""
+    """Return the reasons not to trust the numbers of the result, as sentences."""
     found = client_warnings(result.lag_p99_s, result.client_cpu_share)
     for arm, classes in result.summaries.items():
         found += failure_warnings(arm, classes)

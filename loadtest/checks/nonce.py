@@ -12,7 +12,7 @@ from loadtest.client.answer import Outcome
 from loadtest.client.http import Target, completion_body, send
 from loadtest.traffic.prompts import draw_nonces
 
-MAX_NONCE_TOKENS = 48  # enough for any tokenizer to repeat a nonce
+MAX_NONCE_TOKENS = 48  # enough to repeat a nonce with any tokenizer
 LEAK = "holds the nonce of another request"
 
 

@@ -94,9 +94,8 @@ def _drifting(drift: Drift, duration_s: float, rng: np.random.Generator) -> Step
 
 def _bursting(bursts: Bursts, duration_s: float, rng: np.random.Generator) -> StepFunction:
     share_on = bursts.on_s / (bursts.on_s + bursts.off_s)
-    is_on = bool(
-        rng.random() < share_on
-    )  # the exponential distribution has no memory, so a run may start inside a burst or a pause
+    # The exponential distribution has no memory, so the run may start inside a burst or a pause.
+    is_on = bool(rng.random() < share_on)
     edges, values = [0.0], []
     while edges[-1] < duration_s:
         edges.append(edges[-1] + float(rng.exponential(bursts.on_s if is_on else bursts.off_s)))
