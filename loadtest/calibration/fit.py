@@ -20,7 +20,7 @@ from scheduler.worker.step_log import StepEntry
 HELD_OUT_BLOCK = 20
 HELD_OUT_EVERY = 5  # one block in five is held out
 LEAST_STEPS = 50  # a fit needs at least this number of steps of a kind
-OUTLIER_SPREADS = 5.0  # a step that is further off than this number of standard deviations is an outlier
+OUTLIER_SPREADS = 5.0  # a step more than this number of standard deviations from the median is an outlier
 LEAST_SPREAD = 0.02  # lower bound of the standard deviation of measured ÷ predicted, for finding outliers
 RIDGE = 1e-9  # keeps the normal equations solvable if a feature is constant
 IDLE_S = 0.25  # if the gap between two steps is longer, there was no work

@@ -41,8 +41,8 @@ class Outcome:
     def ttft_s(self) -> float | None:
         """Seconds from the due time to the first event with output.
 
-        If the request was given up before that, the time that it had waited, which is a lower bound. None if neither is
-        known.
+        If the request was given up before its first event, this is the time that it had waited, which is a lower bound.
+        None if neither is known.
         """
         first_s = self.progress[0][0] if self.progress else self.given_up_s
         return None if first_s is None else first_s - self.due_s
@@ -51,7 +51,7 @@ class Outcome:
     def e2e_s(self) -> float | None:
         """Seconds from the due time to the end of the answer.
 
-        If the request was given up, the time that it had waited. None if neither is known.
+        If the request was given up, this is the time that it had waited. None if neither is known.
         """
         end_s = self.finished_s if self.finished_s is not None else self.given_up_s
         return None if end_s is None else end_s - self.due_s

@@ -192,8 +192,9 @@ async def _sleep_until(when_s: float) -> None:
 
 
 async def _finish(tasks: Sequence[asyncio.Task[None]], timeout_s: float | None) -> None:
-    """Wait up to `timeout_s` for the tasks (None: without limit), then cancel the unfinished ones. Raises the tasks'
-    errors.
+    """Wait up to `timeout_s` for the tasks (None: without limit), then cancel the unfinished ones.
+
+    Raises the errors of the tasks.
     """
     if not tasks:
         return

@@ -1,4 +1,4 @@
-"""Search for the fewest workers, or for the highest rate, with which every SLO is kept. The search bisects.
+"""Search for the fewest workers, or for the highest rate, with which every SLO is kept. It works by bisection.
 
 Each probe is a whole simulated run. The search assumes that there is one limit: SLOs are kept below this load and fail
 above it. Every probe is reported, so that a reader sees if this is not the case. Knows summaries; does not know how a

@@ -1,8 +1,8 @@
 """The summary of a simulated run: latencies, attainment and shares, computed from its observation.
 
-All functions are pure. The quantile q is the smallest sample such that at least the share q of all samples is not
-larger. It is not interpolated, so that the same run gives the same digits on any machine. In a TTFT that is compared
-with an SLO, a rejected or unanswered request counts as infinite. Knows records; does not know text.
+All functions are pure. Quantile q is the smallest sample x for which at least a share q of all samples is ≤ x. It is
+not interpolated, so that the same run gives the same digits on any machine. If a TTFT is compared with an SLO, a
+rejected or unanswered request counts as infinite. Knows records; does not know text.
 """
 
 import math

@@ -1,9 +1,9 @@
 """A trace of requests from a JSONL or CSV file: the arrival, the tier and the lengths of each request.
 
 The required columns (CSV) or keys (JSONL) are `arrival_s`, `tier` (the name of a tier or a `service_tier`),
-`prompt_tokens` and `output_tokens`. The optional ones are `class` (a name for the report; default: that of the tier),
-`prefix_id` and `prefix_tokens` (a prefix that prompts share), and `deadline_s` (seconds after arrival). Knows files;
-does not know tiers.
+`prompt_tokens` and `output_tokens`. The optional ones are `class` (a name for the report; default: the name of the
+tier), `prefix_id` and `prefix_tokens` (a prefix that prompts share), and `deadline_s` (seconds after arrival). Knows
+files; does not know tiers.
 """
 
 import csv

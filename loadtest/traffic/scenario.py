@@ -44,10 +44,10 @@ class Lengths(Strict):
         return self
 
     def scaled(self, factor: float) -> Self:
-        """Return a copy with all lengths multiplied by `factor`, except that no length is below one token.
+        """Return a copy with all lengths multiplied by `factor`, but at least one token each. `sigma` stays the same.
 
-        The bounds are rounded down, so that lengths which fitted a context fit a context multiplied by `factor`.
-        `sigma` stays the same.
+        The bounds are rounded down: if a length fitted a context, the new length fits that context multiplied by
+        `factor`.
         """
         low, high = (max(1, int(factor * bound)) for bound in (self.min, self.max))
         median = None if self.median is None else factor * self.median
@@ -96,9 +96,8 @@ class Targets(Strict):
 
 class TrafficClass(Strict):
     name: str
-    role: Literal[
-        "interactive", "bulk"
-    ]  # isolation compares interactive classes beside bulk with interactive classes alone
+    # Isolation compares interactive classes while bulk classes run with interactive classes alone.
+    role: Literal["interactive", "bulk"]
     service_tier: str | None = None  # the request field of this name; None: the field is left out
     arrivals: OpenLoop | ClosedLoop
     prompt_tokens: Lengths  # without the shared prefix, if there is one

@@ -58,8 +58,8 @@ class OpenLoop(Strict):
     """Arrivals that do not wait for answers, with gamma-distributed gaps.
 
     `cv` is the coefficient of variation of the gaps: 1 is a Poisson process, and larger values are burstier. All
-    `clients` follow the same changing rate, but each client draws its own gaps. The fractional part of `clients` is one
-    more client that sends only this share of its requests.
+    `clients` follow the same changing rate, but each client draws its own gaps. A fractional part of `clients` adds one
+    client that sends only this share of its requests.
     """
 
     rate_per_s: float = Field(gt=0, le=10_000)

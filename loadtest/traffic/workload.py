@@ -144,8 +144,8 @@ def _draw_session(
 ) -> list[PlannedRequest]:
     """Return the turns of one session that begin before `end_s`.
 
-    The model's answers are unknown at this time. In the history, random tokens of the planned output length replace
-    them.
+    The model's answers are unknown when the requests are planned. In the history, each answer is replaced by random
+    tokens of the planned output length.
     """
     sessions = traffic.sessions
     assert sessions is not None, "asked for a class with sessions"

@@ -119,9 +119,9 @@ def _spiking(spike: Spike, duration_s: float) -> StepFunction:
 
 
 def whole_and_part(clients: float) -> list[float]:
-    """Return the share of its requests that each client sends, for a fractional number of clients.
+    """Split a fractional number of clients into one number for each client: its share of the planned requests.
 
-    For example, 2.3 clients give [1, 1, 0.3]: the third client sends 30 % of its requests.
+    For example, 2.3 clients give [1.0, 1.0, 0.3]: the third client sends only 30 % of its requests.
     """
     whole = int(clients)
     part = clients - whole
