@@ -24,7 +24,7 @@ from loadtest.running import print_progress, run_cli, run_to_end, running_server
 from loadtest.simulation.command import Simulate
 from loadtest.traffic.scenario import load_scenario
 
-# Former commands that are now in bench/, which measures this project; with their new names.
+# Former commands of `python -m loadtest`, and their present names in `python -m bench`.
 MOVED_TO_BENCH = {
     "coserve": "isolation",
     "locust": "locust",
@@ -37,7 +37,7 @@ MOVED_TO_BENCH = {
 
 
 class _AgainstServer(BaseModel):
-    """The flags that every command against a server has."""
+    """The base of the commands that measure a running server: their common flags, and how a command ends."""
 
     url: str = Field("http://127.0.0.1:8000", description="Base URL of an OpenAI-compatible server.")
     model: str = Field("", description="Model to ask for; empty: the first that the server lists.")
@@ -60,7 +60,10 @@ class _AgainstServer(BaseModel):
 
 
 class Mixed(_AgainstServer):
-    """Interactive alone, bulk alone and both, interleaved: a table per class and the isolation ratios."""
+    """Measure isolation: interactive traffic alone, bulk traffic alone and both together, in alternating rounds.
+
+    Prints the latencies of each traffic class in each arm, and the isolation ratios.
+    """
 
     scenario: str = Field("chat-and-bulk", description="A shipped scenario, or a YAML file.")
     bulk_pool: str = Field("", description="A shipped bulk pool in place of the scenario's own bulk.")
@@ -88,7 +91,10 @@ class Mixed(_AgainstServer):
 
 
 class Nonce(_AgainstServer):
-    """Concurrent nonces over the tiers, half streamed; exit 1 unless every answer is its own nonce."""
+    """Send concurrent requests over the service tiers, half of them streamed; each asks for its own nonce.
+
+    The exit code is 1 unless every answer is exactly the nonce of its request.
+    """
 
     requests: int = Field(64, ge=1, le=512, description="Requests, all at once.")
     service_tiers: str = Field("default,flex", description="Values of `service_tier` to alternate between.")
@@ -111,7 +117,10 @@ class Nonce(_AgainstServer):
 
 
 class Streams(_AgainstServer):
-    """The same requests all at once and one at a time, interleaved: tokens per second, and their ratio."""
+    """Send the same requests all at once and one at a time, in alternating rounds.
+
+    Prints the tokens per second of both ways, and their ratio.
+    """
 
     streams: int = Field(32, ge=1, le=512, description="Requests, and how many run at once.")
     prompt_tokens: int = Field(32, ge=1, le=100_000, description="Tokens of each prompt.")
@@ -143,7 +152,7 @@ class Streams(_AgainstServer):
 
 
 class DummyModel(BaseModel):
-    """Write the config of the 135 M reference shape, to be served with `--load-format dummy`."""
+    """Write the config of the reference shape of 135 M parameters. Serve it with `--load-format dummy`."""
 
     directory: CliPositionalArg[Path] = Field(description="Directory for config.json.")
 
@@ -152,16 +161,20 @@ class DummyModel(BaseModel):
 
 
 class LoadTest(BaseSettings):
-    """Load tests for Tidegate and any other OpenAI-compatible server: open-loop, seeded, interleaved.
+    """Load tests for Tidegate and any other OpenAI-compatible server. Open-loop requests do not wait for answers. The
+    same seed sends the same requests. Arms that are compared take turns in one run.
 
-    Against a server: mixed: what interactive traffic notices of bulk. nonce: no answer is another's. streams: what
-    batching gains. dummy-model: a reference shape to serve. A server's API key is read from TIDEGATE_API_KEY.
+    Commands for a server: mixed: measures how much bulk traffic slows interactive traffic down. nonce: checks that no
+    answer holds tokens of another request. streams: measures the throughput that batching gains. dummy-model: writes
+    the config of a reference model to serve. The API key of a server is read from TIDEGATE_API_KEY.
 
-    Against an engine: calibrate: what its steps cost, as a card for the simulator.
+    Command for an engine: calibrate: measures the cost of its steps, and writes it as a card for the simulator.
 
-    In virtual time: simulate: the shipped scheduler on modeled engines (also `tidegate simulate`). Plots need `pip
-    install 'tidegate[loadtest]'`. Experiments with other systems and policies are in `python -m bench`, in a checkout
-    of the repository."""
+    Command in virtual time: simulate: runs the shipped scheduler on modeled engines (also `tidegate simulate`).
+
+    Plots need `pip install 'tidegate[loadtest]'`. Experiments with other systems and policies are in `python -m bench`,
+    in a checkout of the repository.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix="TIDEGATE_LOADTEST_",

@@ -1,7 +1,7 @@
-"""Quantiles with confidence intervals, and the statistics of an arm's outcomes. Pure.
+"""Quantiles with confidence intervals, and the statistics of an arm's outcomes. All functions are pure.
 
-Knows samples; not how they are shown. Intervals are 95 % bootstrap percentiles that treat samples as independent; a
-quantile of few samples therefore has a wide interval.
+Knows samples; does not know how results are shown. Intervals are 95 % bootstrap percentiles. The bootstrap treats
+samples as independent. A quantile of few samples has a wide interval.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,9 +14,10 @@ import numpy as np
 from loadtest.client.runner import UNFINISHED, ArmRun
 
 QUANTILES = (0.5, 0.95, 0.99)
-RESAMPLES = 400  # bootstrap resamples of an interval
+RESAMPLES = 400  # number of bootstrap resamples for an interval
 BOOTSTRAP_SEED = 20_240_601  # fixed, so that the same samples have the same interval
-MAX_BOOTSTRAP_SAMPLES = 20_000  # more would only slow the bootstrap down
+# A larger set of samples is reduced to this number at random, which keeps the bootstrap fast.
+MAX_BOOTSTRAP_SAMPLES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Samples in seconds, and their reported quantiles."""
+    """A set of samples in seconds, with quantiles and their confidence intervals."""
 
     samples: np.ndarray
 
@@ -41,14 +42,16 @@ class Distribution:
         return Estimate(float(np.quantile(self.samples, q)), float(low), float(high))
 
     def resampled(self, q: float) -> np.ndarray:
-        """Return quantile `q`, one of `QUANTILES`, of each of `RESAMPLES` bootstrap resamples."""
+        """Return quantile `q` of each of `RESAMPLES` bootstrap resamples. `q` is one of `QUANTILES`."""
         column: np.ndarray = self._resampled[:, QUANTILES.index(q)]
         return column
 
     @cached_property
     def _resampled(self) -> np.ndarray:
-        """Return an array (RESAMPLES, quantiles), drawn from a fixed seed, so that the same samples have the same
-        interval."""
+        """The quantiles of all bootstrap resamples, as an array of shape (RESAMPLES, len(QUANTILES)).
+
+        The resamples are drawn from a fixed seed, so that the same samples have the same interval.
+        """
         rng = np.random.default_rng(BOOTSTRAP_SEED)
         drawn = self.samples
         if len(drawn) > MAX_BOOTSTRAP_SAMPLES:
@@ -62,11 +65,14 @@ class Distribution:
 
 
 def ratio(above: Distribution, below: Distribution, q: float) -> Estimate | None:
-    """Return a quantile of `above` ÷ that of `below`; both sides are resampled independently."""
+    """Return quantile `q` of `above` divided by quantile `q` of `below`, with its interval.
+
+    Both distributions are resampled independently. Return None if a distribution is empty or the divisor is 0.
+    """
     over, under = above.quantile(q), below.quantile(q)
     if over is None or under is None or under.value == 0:
         return None
-    # A shuffled order pairs the resamples of both sides independently.
+    # Both distributions are resampled with the same seed; a shuffled order makes their pairs independent.
     order = np.random.default_rng(7).permutation(RESAMPLES)
     resampled = above.resampled(q) / np.maximum(below.resampled(q)[order], 1e-9)
     low, high = np.quantile(resampled, [0.025, 0.975])
@@ -74,7 +80,7 @@ def ratio(above: Distribution, below: Distribution, q: float) -> Estimate | None
 
 
 class HasLatencies(Protocol):
-    """Anything with TTFT, ITL and E2E distributions: a class or an arm."""
+    """An object with TTFT, ITL and E2E distributions, such as a traffic class or an arm."""
 
     @property
     def ttft(self) -> Distribution: ...
@@ -86,7 +92,7 @@ class HasLatencies(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LatencyRatios:
-    """Isolation: latencies of interactive traffic beside bulk ÷ alone."""
+    """The measures of isolation: latencies of interactive traffic with bulk traffic ÷ the same without bulk traffic."""
 
     ttft_p50: Estimate | None
     ttft_p99: Estimate | None
@@ -96,6 +102,7 @@ class LatencyRatios:
 
 
 def latency_ratios(beside: HasLatencies, alone: HasLatencies) -> LatencyRatios:
+    """Return each latency of `beside` (with bulk traffic) divided by that of `alone` (without bulk traffic)."""
     return LatencyRatios(
         ttft_p50=ratio(beside.ttft, alone.ttft, 0.5),
         ttft_p99=ratio(beside.ttft, alone.ttft, 0.99),
@@ -107,29 +114,30 @@ def latency_ratios(beside: HasLatencies, alone: HasLatencies) -> LatencyRatios:
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """One traffic class in one arm, over all rounds.
+    """The results of one traffic class in one arm, over all rounds.
 
-    TTFT and E2E count a request that was given up with the time it had waited. Where there are such requests, the upper
-    quantiles are lower bounds.
+    A request that was given up counts in TTFT and E2E with the time that it had waited. With such requests, the upper
+    quantiles are lower bounds of the true ones.
     """
 
     offered: int
-    answered: int  # requests that brought tokens, at any time
+    answered: int  # requests that received tokens, also outside the measured window
     completed: int
     errors: int
     unfinished: int
     ttft: Distribution
     itl: Distribution
     e2e: Distribution
-    tokens_per_s: float  # within the measured window
-    answered_as: tuple[str, ...]  # the service tiers that the server says it used
+    tokens_per_s: float  # counts only tokens that arrived in the measured window
+    answered_as: tuple[str, ...]  # service tiers that the server reported
     error_examples: tuple[str, ...]
 
 
 def summarize(runs: Sequence[ArmRun], name: str) -> ClassSummary:
-    """Return the summary of a class. Requests that a closed loop completed in its lead are left out.
+    """Return the summary of the class `name` over the runs of one arm.
 
-    First tokens and gaps are of requests that began in the window.
+    Requests that were completed before the measured window are left out. TTFT and ITL use only the requests that began
+    in the window.
     """
     sent = [(run, o) for run in runs for o in run.outcomes[name]]
     outcomes = [o for run, o in sent if o.finished_s is None or o.error or o.finished_s >= run.start_s]
@@ -152,10 +160,11 @@ def summarize(runs: Sequence[ArmRun], name: str) -> ClassSummary:
 
 
 def harvest(bulk_mixed: float, bulk_alone: float, busy_share_alone: float | None) -> float | None:
-    """Return bulk tokens/s beside interactive ÷ the part of bulk's own rate that interactive leaves.
+    """Return the bulk throughput of the mixed arm, divided by the throughput that interactive traffic leaves for bulk.
 
-    `busy_share_alone` is the share of engine time that interactive takes alone; None where the server does not export
-    it.
+    The divisor is `bulk_alone` times the share of engine time that interactive traffic does not use. `busy_share_alone`
+    is the share that interactive traffic uses when it runs alone; None if the server does not export it. Return None if
+    this share is unknown or at least 1, or if `bulk_alone` is 0.
     """
     if busy_share_alone is None or bulk_alone == 0 or busy_share_alone >= 1:
         return None
@@ -163,19 +172,19 @@ def harvest(bulk_mixed: float, bulk_alone: float, busy_share_alone: float | None
 
 
 def busy_share(runs: Sequence[ArmRun]) -> float | None:
-    """Return engine time ÷ wall time over the measured windows; None where it is missing for one of them."""
+    """Return engine time ÷ wall time over the measured windows; None if the engine time of any window is unknown."""
     busy = [run.busy_s for run in runs if run.busy_s is not None]
     return sum(busy) / sum(run.duration_s for run in runs) if len(busy) == len(runs) else None
 
 
 def lag_p99_s(runs: Iterable[ArmRun]) -> float:
-    """Return the p99 of how late the client sent its open-loop requests."""
+    """Return the p99 of the delays with which the client sent its open-loop requests, in seconds."""
     lags = [lag for run in runs for lag in run.lag_s]
     return float(np.quantile(lags, 0.99)) if lags else 0.0
 
 
 def pooled(summaries: Mapping[str, ClassSummary], names: Sequence[str]) -> float:
-    """Return the tokens per second of several classes together."""
+    """Return the tokens per second of the named classes together."""
     return sum(summaries[name].tokens_per_s for name in names)
 
 

@@ -1,6 +1,6 @@
-"""The packages of `pip install 'tidegate[loadtest]'`: looked for before a run begins.
+"""The optional packages of `pip install 'tidegate[loadtest]'`, and a check for them before a run begins.
 
-Knows which command needs which packages; the modules that use them import them when they are used.
+Knows which packages a command needs. Other modules import these packages only when they use them.
 """
 
 from importlib.util import find_spec
@@ -11,11 +11,11 @@ PROCESSES = ("psutil",)  # installed with Locust
 
 
 class MissingExtra(Exception):
-    """A package that the command needs is not installed; the message says how to install it."""
+    """A package that the command needs is not installed. The message says how to install it."""
 
 
 def require(packages: tuple[str, ...], purpose: str) -> None:
-    """Check that all packages are installed. Raises `MissingExtra`."""
+    """Check that all `packages` are installed. Raises `MissingExtra` if any is missing."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise MissingExtra(f"{purpose} needs {' and '.join(missing)}: pip install 'tidegate[loadtest]'")

@@ -2,11 +2,14 @@
 
     locust -f loadtest/locustfile.py --headless -u 50 -r 10 -t 60s --host http://127.0.0.1:8000 --html report.html
 
-In a checkout, `python -m bench locust` runs it with continuous batching and one at a time, and makes one page of both.
-RealtimeUser streams short chats, BulkUser sends flex requests back to back, BatchUser submits JSONL files and polls.
-Every prompt holds a nonce, and an answer that is not that nonce is a failure. Locust is a closed loop, which slows down
-with the server; `python -m loadtest mixed` is an open loop. When this file is loaded, Locust has already replaced
-`time.sleep` and sockets by those of gevent.
+In a checkout, `python -m bench locust` runs these users twice on one server: with continuous batching, and with one
+request at a time. It writes both results on one page.
+
+RealtimeUser streams short chats. BulkUser sends flex requests one after another without pauses. BatchUser submits JSONL
+files and polls for their results. Every prompt holds a nonce, and an answer that is not this nonce counts as a failure.
+
+Locust is a closed loop: it sends less when the server slows down. `python -m loadtest mixed` is an open loop. Before
+this file is loaded, Locust replaces `time.sleep` and sockets by those of gevent.
 """
 
 import json
@@ -21,8 +24,8 @@ from locust import HttpUser, between, constant, task
 from loadtest.client.answer import AnswerReader, Outcome
 from loadtest.client.http import CHAT_PATH
 
-MAX_NONCE_TOKENS = 48  # enough for any tokenizer to repeat a nonce
-BATCH_LINES = 10  # requests of one batch
+MAX_NONCE_TOKENS = 48  # enough to repeat a nonce with any tokenizer
+BATCH_LINES = 10  # requests in one batch
 BATCH_TIMEOUT_S, BATCH_POLL_S = 300.0, 1.0  # a batch that takes longer is a failure
 TERMINAL = ("completed", "failed", "expired", "cancelled")
 
@@ -33,7 +36,10 @@ def new_nonce() -> str:
 
 
 class TierUser(HttpUser):  # type: ignore[misc]
-    """What all tiers share: the model's name, the key, and an entry in the statistics."""
+    """The base class of the users of all tiers.
+
+    Finds the model's name, sets the API key, and adds entries to the statistics.
+    """
 
     abstract = True
 
@@ -68,7 +74,10 @@ class TierUser(HttpUser):  # type: ignore[misc]
 
 
 class RealtimeUser(TierUser):
-    """A person in a chat: streams, reads, asks again. The time to the first token has its own entry."""
+    """A person in a chat, who reads the streamed answer and asks again after a pause.
+
+    TTFT and the gaps between tokens have their own entries in the statistics.
+    """
 
     weight = 5
     wait_time = between(0.5, 1.5)
@@ -95,7 +104,7 @@ class RealtimeUser(TierUser):
 
 
 class BulkUser(TierUser):
-    """A job with more work than time: each answer sends the next request."""
+    """A bulk job without pauses: the next request is sent as soon as an answer arrives."""
 
     weight = 4
     wait_time = constant(0)
@@ -145,7 +154,7 @@ class BatchUser(TierUser):
             yield {"custom_id": custom_id, "method": "POST", "url": CHAT_PATH, "body": self.chat_body(nonce)}
 
     def _poll(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the batch when it has ended, or when it has taken too long."""
+        """Poll the batch until it has ended or until `BATCH_TIMEOUT_S` have passed. Return its last state."""
         until_s = perf_counter() + BATCH_TIMEOUT_S
         while batch.get("status") not in TERMINAL and perf_counter() < until_s:
             if "id" not in batch:
@@ -155,7 +164,10 @@ class BatchUser(TierUser):
         return batch
 
     def _check(self, output_file_id: str | None, nonces: dict[str, str]) -> str | None:
-        """Return what is wrong with the output file; None where each line is there once, with its own nonce."""
+        """Return what is wrong with the output file.
+
+        Return None if each line is in the file exactly once and holds its own nonce.
+        """
         if output_file_id is None:
             return "the batch is completed without an output file"
         response = self.client.get(f"/v1/files/{output_file_id}/content", name="/v1/files/{id}/content")

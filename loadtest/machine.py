@@ -1,4 +1,4 @@
-"""The machine that this process runs on: its name in one line, and the cores it may use."""
+"""The machine that this process runs on: a description in one line, and the CPU cores that may be used."""
 
 import os
 import platform
@@ -9,7 +9,10 @@ from pathlib import Path
 
 
 def hardware() -> str:
-    """Return the client's machine in one line; a server on loopback runs on the same machine."""
+    """Return a description of the client's machine in one line.
+
+    It also describes the server's machine if the server is on loopback.
+    """
     parts = [f"{_cpu_name()}, {len(usable_cores())} cores", f"{platform.system()} {platform.machine()}"]
     parts.append(f"Python {sys.version_info.major}.{sys.version_info.minor}")
     return "; ".join([*parts, *_gpu_names()])

@@ -1,5 +1,4 @@
-"""The base of commands that measure an engine in this process: the flags that name a model, and how results are
-reported."""
+"""The base of commands that measure an engine in this process: flags that name a model, and the report of results."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,7 @@ class ModelCommand(BaseModel):
         return self.threads or len(usable_cores())
 
     def model_dir(self) -> Path:
-        """Return the directory of the model to measure, made where that is needed. Raises `ShapeError`."""
+        """Return the directory of the model to measure; create it if necessary. Raises `ShapeError`."""
         if self.model is not None:
             return self.model
         if self.quick:
@@ -42,7 +41,10 @@ class ModelCommand(BaseModel):
         return shape_with_weights(self.shape, self.dtype, self.device, self.seed, self.weights_dir)
 
     def conclude(self, record: Record, model: str) -> None:
-        """Print the record and write its JSON where that is asked for, with the flags that name the model."""
+        """Print the record and, if the user asked for JSON, write it to a file.
+
+        The flags that describe the model become part of the record.
+        """
         options = {"threads": self.num_threads, "dtype": self.dtype, "device": self.device}
         provenance = Provenance.of_this_run(model, self.seed)
         publish(replace(record, data={**options, **record.data}, provenance=provenance), self.json_file)

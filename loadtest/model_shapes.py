@@ -1,8 +1,8 @@
-"""Model directories to measure on: one that is given, or a Llama of a named shape with random weights.
+"""Model directories for measurements: Llama models of a named shape with random weights.
 
 The published CPU figures were measured on the shape of 135 M parameters, so that runs on different machines can be
-compared. Knows config.json files and where they are kept; `loadtest.random_weights` makes the weights in a process of
-its own, since that needs torch.
+compared. Knows config.json files and where they are kept. `loadtest.random_weights` makes the weights in a separate
+process, because that needs torch.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 from loadtest.child_environment import python_environment
 
-# 30 layers, hidden size 576, 9 query heads and 3 KV heads of 64, a vocabulary of 49152 and tied embeddings.
+# The reference shape: 30 layers, hidden size 576, 9 query heads and 3 KV heads of size 64, tied embeddings.
 _LLAMA_135M: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -41,7 +41,7 @@ _LLAMA_135M: Mapping[str, Any] = {
     "dtype": "bfloat16",
     "vocab_size": 49152,
 }
-# hidden, intermediate, layers, heads, KV heads, head size, vocabulary, tied embeddings
+# By name: hidden size, intermediate size, layers, heads, KV heads, head size, vocabulary, tied embeddings.
 _SIZES: Mapping[str, tuple[int, int, int, int, int, int, int, bool]] = {
     "tiny": (128, 256, 2, 4, 2, 32, 512, True),
     "30m": (384, 1024, 10, 6, 2, 64, 32000, True),
@@ -55,11 +55,11 @@ WEIGHTS_TIMEOUT_S = 900.0  # the 8b shape takes minutes on a CPU
 
 
 class ShapeError(Exception):
-    """The model to measure on does not exist and cannot be made; the message is one sentence."""
+    """The model to measure does not exist and cannot be made. The message is one sentence."""
 
 
 def shape_config(name: str, max_position_embeddings: int = 8192) -> dict[str, Any]:
-    """Return the configuration as transformers reads it. Raises `ShapeError` for a name that is not known."""
+    """Return the content of config.json for the shape `name`. Raises `ShapeError` for an unknown name."""
     if name not in _SIZES:
         raise ShapeError(f"there is no shape {name!r}: {', '.join(SHAPE_NAMES)} are known")
     hidden, intermediate, layers, heads, kv_heads, head_dim, vocab, is_tied = _SIZES[name]
@@ -79,9 +79,9 @@ def shape_config(name: str, max_position_embeddings: int = 8192) -> dict[str, An
 
 
 def write_dummy_model(directory: Path) -> Path:
-    """Write the `config.json` of the reference shape of 135 M parameters. Return the file's path.
+    """Write the `config.json` of the reference shape of 135 M parameters. Return the path of the file.
 
-    `tidegate serve --model DIR --load-format dummy` fills it with random weights.
+    `tidegate serve --model DIR --load-format dummy` serves this shape with random weights.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "config.json"
@@ -90,7 +90,7 @@ def write_dummy_model(directory: Path) -> Path:
 
 
 def write_shape(directory: Path, name: str, max_position_embeddings: int = 8192) -> Path:
-    """Write the shape's `config.json`, for an engine that makes up dummy weights. Return the directory."""
+    """Write the `config.json` of a shape, for an engine that creates random weights itself. Return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(shape_config(name, max_position_embeddings), indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
@@ -98,7 +98,10 @@ def write_shape(directory: Path, name: str, max_position_embeddings: int = 8192)
 
 
 def shape_with_weights(name: str, dtype: str, device: str, seed: int, cache: Path | None = None) -> Path:
-    """Return the directory of the shape with weights on disk, which the first call makes. Raises `ShapeError`."""
+    """Return the directory of a shape with random weights on disk.
+
+    The first call makes the directory; later calls reuse it. Raises `ShapeError`.
+    """
     directory = (cache or Path(tempfile.gettempdir()) / "tidegate-shapes") / f"{name}-{dtype}-{seed}"
     complete = directory / "complete"
     if complete.exists():
@@ -120,7 +123,7 @@ def shape_with_weights(name: str, dtype: str, device: str, seed: int, cache: Pat
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """Return the content of `config.json`. Raises `ShapeError`."""
+    """Return the content of `config.json`. Raises `ShapeError` if it cannot be read."""
     try:
         config: dict[str, Any] = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

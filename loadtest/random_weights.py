@@ -1,6 +1,6 @@
-"""Random weights in the shape of a config.json: `python -m loadtest.random_weights --model DIR`.
+"""Make random weights in the shape of a config.json: `python -m loadtest.random_weights --model DIR`.
 
-Imports torch, and therefore always runs in a process of its own.
+This module imports torch, so it always runs in a separate process.
 """
 
 import argparse
@@ -11,11 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from engine.native.device import choose_device
 
-SHARD_SIZE = "4GB"  # of one file of weights
+SHARD_SIZE = "4GB"  # largest size of one file of weights
 
 
 def write_weights(directory: Path, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-    """Write weights for `directory/config.json` beside it; made on `device`, which is quick for a large model."""
+    """Write random weights for `directory/config.json` into the same directory.
+
+    The weights are made on `device`, since a GPU is faster for a large model.
+    """
     set_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype)

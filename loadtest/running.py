@@ -1,6 +1,6 @@
-"""How a command runs: to its end or to one sentence about what the user can correct; and how it finds a running server.
+"""Helpers that run a command: they print errors in one sentence, handle SIGTERM, and find a running server.
 
-Knows exit codes, signals and the variable of the API key; not commands.
+Knows exit codes, signals and the environment variable of the API key; does not know commands.
 """
 
 import asyncio
@@ -21,11 +21,14 @@ from loadtest.traffic.scenario import ScenarioError
 
 
 def run_cli(commands: type[BaseSettings], said_by: str, arguments: Sequence[str]) -> None:
-    """Run the subcommand that `arguments` name. Each flag with a wrong value is one line, and the exit code is 2."""
+    """Run the subcommand that `arguments` name.
+
+    If flags have wrong values, print one line for each of them and exit with code 2.
+    """
     try:
         CliApp.run(commands, cli_args=list(arguments))
     except ValidationError as error:
-        if error.title != commands.__name__:  # a defect of the command, not a wrong flag
+        if error.title != commands.__name__:  # the error is a defect of the command, not a wrong flag
             raise
         for found in error.errors(include_url=False):
             *command, flag = map(str, found["loc"])
@@ -34,14 +37,14 @@ def run_cli(commands: type[BaseSettings], said_by: str, arguments: Sequence[str]
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run the work. An error that the user can correct becomes one sentence and exit code 2."""
+    """Run the coroutine `work`. For an error that the user can correct, print one sentence and exit with code 2."""
     with one_sentence(TargetError, ScenarioError, TimeoutError):
         asyncio.run(work)
 
 
 @contextmanager
 def one_sentence(*errors: type[Exception], said_by: str = "loadtest") -> Iterator[None]:
-    """Turn these errors, and missing packages, into one sentence and exit code 2."""
+    """If the block raises one of `errors` or `MissingExtra`, print one sentence and exit with code 2."""
     expected: tuple[type[Exception], ...] = (MissingExtra, *errors)
     try:
         yield
@@ -53,7 +56,10 @@ def one_sentence(*errors: type[Exception], said_by: str = "loadtest") -> Iterato
 
 @contextmanager
 def ends_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM end the block as Ctrl-C does, so that everything started in it is ended too. For the main thread."""
+    """Make SIGTERM end the block as Ctrl-C does, so that everything started in the block is stopped too.
+
+    Works only in the main thread.
+    """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -62,9 +68,9 @@ def ends_on_sigterm() -> Iterator[None]:
 
 
 async def running_server(url: str, allow_remote: bool, model: str = "") -> Target:
-    """Return the address of a server that already runs. Raises `TargetError`.
+    """Return the address of a server that is already running. Raises `TargetError`.
 
-    Without `model`, the first model that it lists is used. The API key is read from TIDEGATE_API_KEY.
+    If `model` is empty, the first model in the server's list is used. The API key is read from TIDEGATE_API_KEY.
     """
     target = parse_target(url, allow_remote, os.environ.get("TIDEGATE_API_KEY", ""))
     return replace(target, model=model or await discover_model(target))

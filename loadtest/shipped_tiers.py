@@ -1,4 +1,4 @@
-"""Where the product's own tiers.yaml lies, and its content: the default tiers of a load test."""
+"""The path and the content of the shipped tiers.yaml, which holds the default tiers of a load test."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -8,7 +8,10 @@ import yaml
 
 
 def shipped_tiers_path() -> Path:
-    """Return the path: in the package `tidegate` of an installed wheel, at the top of a source tree."""
+    """Return the path of the shipped tiers.yaml.
+
+    In an installed wheel the file is in the package `tidegate`; in a source tree it is in the top directory.
+    """
     installed = Path(str(files("tidegate") / "tiers.yaml"))
     return installed if installed.exists() else installed.parents[1] / "tiers.yaml"
 

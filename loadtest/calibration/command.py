@@ -1,4 +1,4 @@
-"""`loadtest calibrate`: a cost card for the simulator, from a step log or from an engine that it drives itself.
+"""The command `loadtest calibrate`: fits a cost card for the simulator to a step log, or to a sweep of an engine.
 
 Knows flags, files and exit codes.
 """
@@ -22,13 +22,15 @@ from loadtest.model_shapes import ShapeError
 from loadtest.running import one_sentence
 from scheduler.worker.step_log import StepEntry, read_step_log
 
-QUICK_S = 3.0  # length of the sweep with --quick
+QUICK_S = 3.0  # longest sweep with --quick
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Steps of one engine. `repeated_mape` is the deviation of identical steps from their median; None without such
-    steps."""
+    """The measured steps of one engine.
+
+    `repeated_mape` is the mean relative deviation of identical steps from their median; None if no step was repeated.
+    """
 
     engine: EngineInfo
     entries: Sequence[StepEntry]
@@ -36,7 +38,10 @@ class _Measured:
 
 
 class Calibrate(ModelCommand):
-    """Fit a cost card for the simulator: from a worker's --step-log, or from an engine driven through a sweep."""
+    """Fit a cost card for the simulator to the log of a worker (--step-log) or, without a log, to a sweep.
+
+    A sweep runs an engine in this process through random steps of many sizes.
+    """
 
     step_log: Path | None = Field(None, description="What `tidegate worker --step-log` wrote; without it: a sweep.")
     out: Path = Field(Path("cost-card.json"), description="Where the card is written.")
@@ -54,7 +59,7 @@ class Calibrate(ModelCommand):
                 require(PLOTS, "--plot")
             measured = self._measured()
             calibration = calibrate(measured.entries)
-        if self.step_log is None:  # between the steps of a sweep no scheduler runs
+        if self.step_log is None:  # no scheduler runs between the steps of a sweep
             calibration = replace(calibration, host_overhead_s=0.0)
         self._write(measured, calibration)
 
@@ -66,7 +71,7 @@ class Calibrate(ModelCommand):
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(card.model_dump_json(indent=2) + "\n", encoding="utf-8")
         if self.plot is not None:
-            from loadtest.calibration.plot import plot_calibration  # matplotlib
+            from loadtest.calibration.plot import plot_calibration  # imports matplotlib
 
             plot_calibration(calibration, self.plot)
         record = calibration_record(calibration, measured.repeated_mape, self.out)
@@ -81,7 +86,7 @@ class Calibrate(ModelCommand):
         return _Measured(records.engine, records.entries)
 
     def _sweep(self) -> _Measured:
-        from engine.factory import build_torch_engine  # torch
+        from engine.factory import build_torch_engine  # imports torch
 
         config = EngineConfig(
             model=str(self.model_dir()),
@@ -89,7 +94,7 @@ class Calibrate(ModelCommand):
             device=self.device,
             kv_cache_bytes=self.kv_mib * 2**20 or None,
             num_threads=self.num_threads,
-            steps_ahead=0,  # no async scheduling, so that a step's time is that of its own work
+            steps_ahead=0,  # no async scheduling, so that a measured time belongs to one step only
         )
         engine = build_torch_engine(config)
         seconds = min(self.seconds, QUICK_S) if self.quick else self.seconds

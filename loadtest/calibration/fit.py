@@ -1,8 +1,8 @@
-"""Fits the coefficients of the step-time model to logged steps, and measures their error on held-out steps.
+"""Fit the coefficients of the step-time model to logged steps, and measure the error on held-out steps.
 
-The model is that of engine/step_time/model.py, fitted to all steps at once: least squares of the relative error with
-coefficients ≥ 0, separately for decode-only and mixed steps, without outliers. Knows numbers; not where steps come from
-or how results look.
+The model is that of engine/step_time/model.py. Here it is fitted to all steps at once, by least squares of the relative
+error with coefficients ≥ 0. Decode-only steps and mixed steps are fitted separately, and outliers are left out. Knows
+numbers; does not know where steps come from or how results are shown.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,25 @@ from engine.step_time.model import StepTimeModel
 from engine.step_time.regression import Matrix, Vector, solve_nonnegative
 from scheduler.worker.step_log import StepEntry
 
-HELD_OUT_BLOCK = 20  # steps; whole blocks are held out, since neighbouring steps are too similar to test each other
+# Whole blocks of this number of steps are held out, since a step is too similar to its neighbours to test their fit.
+HELD_OUT_BLOCK = 20
 HELD_OUT_EVERY = 5  # one block in five is held out
-LEAST_STEPS = 50  # fewest steps of a kind for a fit
-OUTLIER_SPREADS = 5.0  # a step is an outlier beyond so many standard deviations
-LEAST_SPREAD = 0.02  # least standard deviation of measured ÷ predicted that is assumed
-RIDGE = 1e-9  # keeps the normal equations solvable where a feature is constant
-IDLE_S = 0.25  # a longer gap between two steps means that there was no work
-MIN_STEP_QUANTILE = 0.01  # this quantile of the measured steps is the shortest step
-WARM_STEPS = 50  # first steps of the online model, not counted
+LEAST_STEPS = 50  # a fit needs at least this number of steps of a kind
+OUTLIER_SPREADS = 5.0  # a step more than this number of standard deviations from the median is an outlier
+LEAST_SPREAD = 0.02  # lower bound of the standard deviation of measured ÷ predicted, for finding outliers
+RIDGE = 1e-9  # keeps the normal equations solvable if a feature is constant
+IDLE_S = 0.25  # if the gap between two steps is longer, there was no work
+MIN_STEP_QUANTILE = 0.01  # quantile of the measured step times that counts as the shortest step
+WARM_STEPS = 50  # first steps, whose predictions by the online model are not counted
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Errors of predicted ÷ measured − 1 over `steps` steps; `ratio_p95` is the p95 of measured ÷ predicted."""
+    """The errors of predictions over `steps` steps.
+
+    The error of a step is predicted ÷ measured − 1. `mape` is the mean of its absolute value, `signed` is its mean, and
+    `worst_p95` is the p95 of its absolute value. `ratio_p95` is the p95 of measured ÷ predicted.
+    """
 
     steps: int
     mape: float
@@ -48,16 +53,16 @@ class Prediction:
 class KindFit:
     """The fit of one kind of steps: coefficients, errors on held-out steps, and errors of the online model.
 
-    The online model is replayed over all steps, and predicts each before it learns from it.
+    The online model is replayed over all steps: it predicts each step before it observes the step.
     """
 
-    kind: str  # "decode" | "mixed"
+    kind: str  # "decode" or "mixed"
     cost: StepCost
     fitted: int
     outliers: int
     held_out: Errors
     online: Errors | None
-    predictions: tuple[Prediction, ...]  # for the held-out steps
+    predictions: tuple[Prediction, ...]  # of the held-out steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class Calibration:
 
 
 def calibrate(entries: Sequence[StepEntry]) -> Calibration:
-    """Fit both kinds. Raises ValueError where there are too few steps of a kind."""
+    """Fit decode-only steps and mixed steps. Raises `ValueError` if there are too few steps of a kind."""
     usable = [e for e in entries if not e.shed and e.elapsed_s > 0 and e.decodes + e.prefills]
     online = _replay(usable)
     min_step_s = float(np.quantile([e.elapsed_s for e in usable], MIN_STEP_QUANTILE)) if usable else 0.0
@@ -84,7 +89,7 @@ def calibrate(entries: Sequence[StepEntry]) -> Calibration:
 
 
 def errors(predictions: Sequence[Prediction]) -> Errors:
-    """Return the errors of predictions. Raises ValueError without any."""
+    """Return the errors of `predictions`. Raises `ValueError` if there are no predictions."""
     ratios = np.array([p.predicted_s / p.entry.elapsed_s for p in predictions])
     if not len(ratios):
         raise ValueError("there is no step to compare with")
@@ -120,7 +125,7 @@ def _fit_kind(name: str, usable: Sequence[StepEntry], online: Sequence[Predictio
 
 
 def _robust_fit(entries: Sequence[StepEntry], min_step_s: float) -> tuple[StepCost, int]:
-    """Return the fit without steps that are far from a first fit, and their number."""
+    """Return the fit without outliers, and the number of outliers. Outliers are steps that are far from a first fit."""
     first = _fit(entries, min_step_s)
     ratios = np.array([e.elapsed_s / first.of(e.work) for e in entries])
     off = np.abs(ratios - np.median(ratios))
@@ -140,16 +145,20 @@ def _fit(entries: Sequence[StepEntry], min_step_s: float) -> StepCost:
 
 
 def _features(entries: Sequence[StepEntry]) -> tuple[Matrix, Vector]:
-    """Return features ÷ measured seconds, scaled to a mean square of 1, and the scale."""
+    """Return the features of each step divided by its measured seconds, and the scale of each feature.
+
+    The features are multiplied by the scale, which gives them a mean square of 1.
+    """
     x = np.array(
         [(1.0, e.prefill_tokens, e.attended, e.context_tokens, e.decodes) for e in entries], dtype=np.float64
     ) / np.array([[e.elapsed_s] for e in entries])
     size = np.sqrt((x**2).mean(axis=0))
-    scale = np.where(size > 0, 1.0 / np.where(size > 0, size, 1.0), 0.0)  # a feature that no step has costs nothing
+    scale = np.where(size > 0, 1.0 / np.where(size > 0, size, 1.0), 0.0)  # the coefficient of an absent feature is 0
     return x * scale, scale
 
 
 def _replay(entries: Sequence[StepEntry]) -> list[Prediction]:
+    """Return the predictions of the online model, which predicts each step before it observes the step."""
     model, predictions = StepTimeModel(), []
     for number, entry in enumerate(entries):
         if number >= WARM_STEPS:
@@ -159,12 +168,15 @@ def _replay(entries: Sequence[StepEntry]) -> list[Prediction]:
 
 
 def _spread(ratios: Sequence[float]) -> float:
-    """Return the standard deviation without outliers: half the width of the middle 68 %."""
+    """Return the standard deviation without the influence of outliers.
+
+    It is half the distance between the quantiles 0.16 and 0.84.
+    """
     low, high = np.quantile(ratios, (0.16, 0.84))
     return float(high - low) / 2
 
 
 def _host_overhead(entries: Sequence[StepEntry]) -> float:
-    """Return the median time between two steps in which the engine was idle although there was work."""
+    """Return the median time between two steps in which the engine was idle although there was work, in seconds."""
     gaps = (after.t - before.t - after.elapsed_s for before, after in zip(entries, entries[1:], strict=False))
     return max(0.0, median([gap for gap in gaps if gap < IDLE_S] or [0.0]))

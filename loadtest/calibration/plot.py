@@ -1,4 +1,4 @@
-"""A plot of a calibration: measured against predicted. Knows matplotlib; fits nothing."""
+"""Plot a calibration: measured against predicted step times. Knows matplotlib; fits nothing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,11 @@ from loadtest.calibration.fit import Calibration, KindFit
 
 
 def plot_calibration(calibration: Calibration, path: Path) -> None:
-    """Draw held-out steps in one image: measured against predicted, and the residual by the size of the step."""
+    """Draw the held-out steps into one image with two plots, and write it to `path`.
+
+    The left plot shows measured against predicted times. The right plot shows the relative error of the prediction
+    against the number of rows in the step.
+    """
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     against, left_over = figure.subplots(1, 2)
     for fit in calibration.kinds:

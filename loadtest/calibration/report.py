@@ -1,4 +1,4 @@
-"""A calibration as a cost card and as a record. Fits nothing, draws nothing."""
+"""Convert a calibration into a cost card and into a record. Fits nothing and draws nothing."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""An engine as a measurement drives it: one blocking step after another, with greedy sequences of a given length."""
+"""The interface through which a measurement drives an engine: one blocking step at a time.
+
+Also holds sampling parameters for greedy sequences of a given length.
+"""
 
 from typing import Protocol
 
@@ -6,7 +9,7 @@ from engine.interface import EngineInfo, SamplingParams, StepPlan, StepResult
 
 
 class Stepper(Protocol):
-    """An engine that blocks while it steps."""
+    """An engine whose `step` blocks until the step is done."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -15,5 +18,5 @@ class Stepper(Protocol):
 
 
 def greedy(max_tokens: int) -> SamplingParams:
-    """Return sampling that takes the likeliest token each time, and never ends before `max_tokens`."""
+    """Return parameters for greedy sampling of exactly `max_tokens` tokens; an end-of-sequence token is ignored."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)

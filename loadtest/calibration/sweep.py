@@ -1,8 +1,8 @@
-"""Drives an engine through random steps of every kind, to see what they cost: the data of a cost card.
+"""Drive an engine through random steps of every kind, to measure their times. A cost card is fitted to these data.
 
-Decode-only, prefill-only and mixed steps alternate. Their numbers of sequences and tokens are drawn log-uniformly from
-a pool of sequences of many lengths, so that the features of steps are not correlated as under real load. Knows the
-engine's interface; not what is fitted.
+Decode-only, prefill-only and mixed steps alternate. Their numbers of sequences and tokens are drawn log-uniformly, from
+a pool of sequences of many lengths. This prevents the correlations between the features of steps that real load has.
+Knows the engine's interface; does not know which model is fitted.
 """
 
 import random
@@ -20,12 +20,12 @@ KINDS = ("decode", "prefill", "mixed", "decode", "mixed")
 WARM_UP_STEPS = 8  # steps in which kernels are compiled and caches filled
 MIN_CHUNK = 16  # tokens of the shortest chunk
 SHARE_OF_BLOCKS = 0.9  # share of the KV blocks that the pool may fill
-LONGEST_CHUNK = 1024  # tokens; a longer chunk tells nothing that two halves do not
-SHORTEST_LIMIT = 64  # tokens of a chunk on a slow engine
-LONGEST_STEP = 1 / 60  # share of the sweep's time; after a longer step, chunks become shorter
+LONGEST_CHUNK = 1024  # tokens; two shorter chunks give the same information as a longer one
+SHORTEST_LIMIT = 64  # tokens; on a slow engine, the limit on chunks is not reduced below this
+LONGEST_STEP = 1 / 60  # share of the sweep's time; a step that takes longer makes the next chunks shorter
 REPEATED_DECODES = (1, 4, 16, 32, 64)
-REPEATED_CONTEXT = 64  # tokens of each sequence of the identical steps
-REPEATS = 15  # identical steps for each number of decodes
+REPEATED_CONTEXT = 64  # tokens of each prompt before the identical steps
+REPEATS = 15  # number of identical steps for each number of decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class _Sequence:
 
 
 class Sweep:
-    """One engine and its pool of sequences. `clock` gives seconds."""
+    """A sweep of one engine: the engine and its pool of sequences. `clock` returns seconds."""
 
     def __init__(
         self, engine: Stepper, limits: SweepLimits, seed: int, clock: Callable[[], float] = perf_counter
@@ -66,7 +66,7 @@ class Sweep:
         self._num_started = 0
 
     def run(self) -> Iterator[StepEntry]:
-        """Yield the steps until the time is over. Leaves nothing in the engine."""
+        """Yield the measured steps until the sweep's time is over. Afterwards the engine holds no sequence."""
         for _ in range(WARM_UP_STEPS):
             self._step("mixed")
         until_s = self._clock() + self._limits.seconds
@@ -75,9 +75,10 @@ class Sweep:
         self._clear()
 
     def repeat(self) -> list[list[float]]:
-        """Return seconds of identical steps, a list for each number of decodes. Leaves nothing in the engine.
+        """Run identical steps. Return one list of measured seconds for each number of decodes.
 
-        Their spread is the noise of the machine, and a bound for any model.
+        The spread of such a list is the noise of the machine, and therefore a lower bound for the error of any model.
+        Afterwards the engine holds no sequence.
         """
         counts = [n for n in REPEATED_DECODES if n <= self._most_decodes]
         length = min(REPEATED_CONTEXT, self._longest - REPEATS * len(counts) - 1, self._longest_chunk)
@@ -116,13 +117,16 @@ class Sweep:
         return self._engine.step(plan)
 
     def _draw_decodes(self, decoding: list[str]) -> list[str]:
-        """Return sequences of similar length: short ones in one step, long ones in another."""
+        """Return decoding sequences of similar length: all short, or all long."""
         count = min(len(decoding), self._log_uniform(1, self._most_decodes))
         first = self._random.randint(0, len(decoding) - count)
         return decoding[first : first + count]
 
     def _draw_chunk(self, most: int) -> tuple[Run, tuple[NewSequence, ...]]:
-        """Return a chunk of the sequence whose prompt is not complete, or of a new one."""
+        """Return a chunk of a prompt, and the sequence that starts with this chunk, if any.
+
+        If a prompt in the pool is not complete, the chunk continues it. Otherwise the chunk starts a new sequence.
+        """
         wanted = min(most, self._log_uniform(MIN_CHUNK, self._longest_chunk))
         for seq_id, resident in self._pool.items():
             left = resident.prompt_tokens - resident.num_computed
@@ -137,7 +141,7 @@ class Sweep:
         self._num_started += 1
         token_ids = tuple(self._random.randrange(self._engine.info.vocab_size) for _ in range(length))
         self._pool[seq_id] = _Sequence(length)
-        # A salt of its own keeps the prefill from being found in the prefix cache.
+        # A different salt for each sequence prevents hits in the prefix cache, which would skip the prefill.
         return NewSequence(seq_id, token_ids, greedy(1 << 30), cache_salt=seq_id)
 
     def _apply_result(self, result: StepResult) -> StepEntry:
@@ -155,7 +159,10 @@ class Sweep:
         return StepEntry.of(work, result.elapsed_s, self._clock())
 
     def _retire(self) -> None:
-        """Make room for the longest chunk by ending random sequences."""
+        """End random sequences until there is room for another chunk.
+
+        There is room if the longest chunk fits into the KV memory and not too many sequences are decoding.
+        """
         block_size = self._engine.info.block_size
         while self._pool:
             held = sum(-(-r.num_computed // block_size) + 1 for r in self._pool.values())
@@ -168,11 +175,14 @@ class Sweep:
             del self._pool[gone]
 
     def _log_uniform(self, low: int, high: int) -> int:
-        """Return an integer from `low` to `high`, each octave equally likely."""
+        """Return a random integer from `low` to `high`. Each octave is equally likely."""
         return round(low * (high / low) ** self._random.random()) if high > low else high
 
 
 def repeated_mape(alike: Sequence[Sequence[float]]) -> float | None:
-    """Return the mean of |seconds ÷ their median − 1| over identical steps; None without any."""
+    """Return the mean of |seconds ÷ their median − 1| over all groups of identical steps.
+
+    Return None if there are no groups.
+    """
     off = [abs(s / median(group) - 1.0) for group in alike for s in group]
     return fmean(off) if off else None

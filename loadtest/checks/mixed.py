@@ -1,7 +1,7 @@
-"""Isolation on any server: interactive alone, bulk alone, and both, in one run.
+"""Measure isolation on any server: interactive traffic alone, bulk traffic alone, and both together, in one run.
 
-Rounds of all arms alternate, so that a machine that slows down affects every arm alike. An arm's round sends the same
-requests as that round of the other arms. Knows arms; `estimates` computes the numbers.
+The rounds of the three arms alternate, so that a machine that slows down affects every arm alike. In the same round,
+all arms send the same requests. Knows arms; `estimates` computes the numbers.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ INTERACTIVE, BULK, MIXED = "interactive alone", "bulk alone", "mixed"
 
 @dataclass(slots=True)
 class MixedResult:
-    summaries: dict[str, dict[str, ClassSummary]]  # arm → class
-    isolation: dict[str, LatencyRatios]  # interactive classes, mixed ÷ alone
-    bulk_kept: float | None  # bulk tokens/s mixed ÷ alone
-    bulk_harvest: float | None
-    busy_share: dict[str, float | None]  # engine time ÷ wall time of an arm, where the server exports it
+    summaries: dict[str, dict[str, ClassSummary]]  # arm → class → summary
+    isolation: dict[str, LatencyRatios]  # by interactive class: latencies in the mixed arm ÷ alone
+    bulk_kept: float | None  # bulk tokens/s in the mixed arm ÷ bulk tokens/s alone
+    bulk_harvest: float | None  # as `estimates.harvest` defines it
+    busy_share: dict[str, float | None]  # by arm: engine time ÷ wall time; None if the server does not export it
     lag_p99_s: float
     client_cpu_share: float
     warnings: list[str] = field(default_factory=list)
 
     @property
     def has_answers(self) -> bool:
-        """Whether each class got tokens in each of its arms; otherwise there is nothing to compare."""
+        """True if each class received tokens in each of its arms. Without them there is nothing to compare."""
         return all(s.answered > 0 for arm in self.summaries.values() for s in arm.values())
 
 
@@ -91,7 +91,7 @@ def _conclude(scenario: Scenario, runs: dict[str, list[ArmRun]]) -> MixedResult:
 
 
 def _warnings(result: MixedResult) -> list[str]:
-    """Return reasons not to trust the numbers."""
+    """Return the reasons not to trust the numbers of the result, as sentences."""
     found = client_warnings(result.lag_p99_s, result.client_cpu_share)
     for arm, classes in result.summaries.items():
         found += failure_warnings(arm, classes)

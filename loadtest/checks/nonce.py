@@ -1,7 +1,7 @@
-"""Concurrent nonces over all tiers, which show that no sequence sees tokens of another.
+"""A check with concurrent nonces over all tiers, which shows that no sequence sees tokens of another sequence.
 
-Each request asks for its own nonce to be repeated; half are streamed. An answer that is not exactly its nonce is wrong,
-and one that holds another request's nonce is a leak.
+Each request asks the model to repeat the request's own nonce. Half of the requests are streamed. An answer that is not
+exactly its nonce is wrong, and an answer that holds another request's nonce is a leak.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from loadtest.client.answer import Outcome
 from loadtest.client.http import Target, completion_body, send
 from loadtest.traffic.prompts import draw_nonces
 
-MAX_NONCE_TOKENS = 48  # enough for any tokenizer to repeat a nonce
+MAX_NONCE_TOKENS = 48  # enough to repeat a nonce with any tokenizer
 LEAK = "holds the nonce of another request"
 
 
@@ -32,8 +32,8 @@ class WrongAnswer:
 @dataclass(frozen=True, slots=True)
 class NonceResult:
     requests: int
-    right: dict[str, int]  # by service tier asked for
-    answered_as: dict[str, list[str]]  # service tier asked for → tiers that the answers name
+    right: dict[str, int]  # number of right answers by requested service tier
+    answered_as: dict[str, list[str]]  # requested service tier → service tiers in the answers
     wrong: tuple[WrongAnswer, ...]
 
     @property
@@ -48,7 +48,10 @@ class NonceResult:
 async def run_nonces(
     target: Target, *, requests: int, service_tiers: Sequence[str], seed: int, timeout_s: float
 ) -> NonceResult:
-    """Send all at once; tiers alternate, and each tier has as many streamed as plain requests."""
+    """Send all requests at once, and compare each answer with its nonce.
+
+    The requests alternate between the tiers. In each tier, half of the requests are streamed.
+    """
     nonces = draw_nonces(requests, seed)
     tiers = [service_tiers[i % len(service_tiers)] for i in range(requests)]
     streamed = [(i // len(service_tiers)) % 2 == 0 for i in range(requests)]
@@ -97,7 +100,7 @@ def _result(nonces: Sequence[str], outcomes: Sequence[Outcome], streamed: Sequen
 
 
 def find_problem(nonce: str, outcome: Outcome, nonces: Sequence[str]) -> str | None:
-    """Return what is wrong with an answer; None where it is exactly its nonce."""
+    """Return what is wrong with an answer; None if the answer is exactly its nonce."""
     if outcome.error is not None:
         return outcome.error
     if outcome.text.strip() == nonce:

@@ -1,4 +1,4 @@
-"""The records of the checks: what their tables show and what their JSON holds.
+"""The records of the checks: the content of their tables and of their JSON.
 
 Knows units and names; computes nothing else.
 """
@@ -13,7 +13,7 @@ from loadtest.estimates import QUANTILES, ClassSummary, Distribution, Estimate
 from loadtest.reporting.formats import ABSENT, interval, milliseconds, number
 from loadtest.reporting.record import Provenance, Record, Section, Table
 
-MAX_WRONG_SHOWN = 10  # wrong answers in the text; the JSON has all
+MAX_WRONG_SHOWN = 10  # wrong answers printed as text; the JSON has all of them
 
 
 def mixed_record(result: MixedResult, scenario: dict[str, Any], provenance: Provenance) -> Record:

@@ -1,7 +1,7 @@
-"""Continuous batching against one at a time: the same requests both ways, interleaved in one run.
+"""Compare continuous batching with one request at a time. The same requests are sent both ways, in one run.
 
-Each round sends all requests at once, and then a part of them one after the other, so that over all rounds every
-request is also served alone.
+Each round sends all requests at once, and then a part of them one after the other. So after all rounds, every request
+has also been served alone.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from loadtest.traffic.workload import PlannedRequest, generator
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What one way of sending achieved over all rounds."""
+    """The totals of one way of sending, over all rounds."""
 
     requests: int
     errors: int
@@ -54,7 +54,7 @@ async def run_streams(
     timeout_s: float,
     report_progress: Callable[[str], None],
 ) -> StreamsResult:
-    """Measure both ways. Raises TimeoutError when everything takes longer than `timeout_s`."""
+    """Measure both ways of sending. Raises `TimeoutError` if the whole measurement takes longer than `timeout_s`."""
     seeds = generator(seed, "streams").integers(0, 2**31, size=streams).tolist()
     bodies = [
         completion_body(

@@ -1,11 +1,14 @@
-"""Reasons not to trust the numbers of an arm: a client that was too slow, requests that failed. Pure."""
+"""Find reasons not to trust the numbers of an arm: the client was too slow, or requests failed.
+
+All functions are pure.
+"""
 
 from collections.abc import Mapping
 
 from loadtest.estimates import ClassSummary
 
-MAX_LAG_S = 0.02  # seconds; beyond it, the client changes the arrival times
-MAX_CLIENT_CPU_SHARE = 0.5  # of a core; above it the client takes CPU from a server on the same machine
+MAX_LAG_S = 0.02  # seconds; a client that sends later than this changes the arrival times
+MAX_CLIENT_CPU_SHARE = 0.5  # share of a core; a client above it takes CPU time from a server on the same machine
 
 
 def client_warnings(lag_p99_s: float, cpu_share: float) -> list[str]:

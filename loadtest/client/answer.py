@@ -1,7 +1,7 @@
-"""The record of one request, and the reader that fills it from the bytes of the response as they arrive.
+"""The record of one request, and a reader that fills it from the bytes of the response as they arrive.
 
-Sans-I/O: gets bytes with the time at which the socket delivered them. Knows OpenAI's chunks and errors; not
-connections. Times are seconds on the caller's clock.
+Does no I/O: the caller passes bytes, with the time at which the socket delivered them. Knows the chunks and errors of
+OpenAI's API; does not know connections. Times are seconds on the caller's clock.
 """
 
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ import msgspec
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Owned by the exchange that sends it, until `finished_s` or `error` is set.
+    """The result of one request. Owned by the exchange that sends it, until `finished_s` or `error` is set.
 
-    `progress` holds (time, completion tokens so far) of each event that brought some. Times to a token or the end
-    count from when the request was due: a client that falls behind must not make the server look faster.
+    `progress` holds (time, completion tokens so far) for each event that brought tokens. TTFT and E2E count from the
+    time at which the request was due: a client that falls behind must not make the server look faster.
     """
 
     traffic_class: str
@@ -39,22 +39,28 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds to the first event with output; where the request was given up before, the time it had waited, a
-        lower bound. None without either."""
+        """Seconds from the due time to the first event with output.
+
+        If the request was given up before its first event, this is the time that it had waited, which is a lower bound.
+        None if neither is known.
+        """
         first_s = self.progress[0][0] if self.progress else self.given_up_s
         return None if first_s is None else first_s - self.due_s
 
     @property
     def e2e_s(self) -> float | None:
-        """Seconds to the end; where the request was given up, the time it had waited. None without either."""
+        """Seconds from the due time to the end of the answer.
+
+        If the request was given up, this is the time that it had waited. None if neither is known.
+        """
         end_s = self.finished_s if self.finished_s is not None else self.given_up_s
         return None if end_s is None else end_s - self.due_s
 
     def inter_token_s(self) -> list[float]:
-        """Return the gap before each token after the first event.
+        """Return the gap before each token that came after the first event, in seconds.
 
-        The first token of an event waited the whole gap, the others of that event nothing, so that a stall is never
-        averaged away.
+        If an event brings several tokens, the first of them has the whole gap since the previous event, and the others
+        have gaps of 0. So a stall is never averaged away.
         """
         gaps: list[float] = []
         for (before_s, had), (now_s, has) in zip(self.progress, self.progress[1:], strict=False):
@@ -63,7 +69,7 @@ class Outcome:
         return gaps
 
     def tokens_between(self, start_s: float, end_s: float) -> int:
-        """Return the output tokens that arrived in [start_s, end_s)."""
+        """Return the number of output tokens that arrived in [start_s, end_s)."""
         count, had = 0, 0
         for at_s, has in self.progress:
             if start_s <= at_s < end_s:
@@ -101,7 +107,7 @@ class _Error(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The fields that are read of a chunk, of a whole answer, and of an error."""
+    """The fields of a chunk, of a whole answer or of an error that the reader uses."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -113,7 +119,7 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 class AnswerReader:
-    """Reads a response body into an `Outcome`."""
+    """A reader that fills an `Outcome` from the body of a response, streamed or whole."""
 
     def __init__(self, outcome: Outcome, streamed: bool) -> None:
         self.outcome = outcome
@@ -126,16 +132,19 @@ class AnswerReader:
         if not self._streamed:
             return
         *lines, self._buffer = self._buffer.split(b"\n")
-        for line in lines:  # OpenAI's events are one `data:` line each; ends are LF or CRLF
+        for line in lines:  # each OpenAI event is one `data:` line; lines end with LF or CRLF
             if line.startswith(b"data:"):
                 self._read_event(line[5:].strip(), now_s)
 
     def expect_whole(self) -> None:
-        """The response is one JSON body after all, such as an error before the stream began."""
+        """Read the response as one JSON body, although a stream was requested.
+
+        A server answers in this way if an error occurs before the stream begins.
+        """
         self._streamed = False
 
     def finish(self, now_s: float) -> None:
-        """The response ended as HTTP requires."""
+        """Complete the outcome when the response has ended as HTTP requires."""
         outcome = self.outcome
         if not self._streamed:
             self._read_whole_answer(now_s)
@@ -151,7 +160,7 @@ class AnswerReader:
         text = self._read_body(body)
         outcome = self.outcome
         had = outcome.progress[-1][1] if outcome.progress else 0
-        # Without running usage an event with text counts as one token.
+        # If an event with text has no usage field, it counts as one token.
         has = outcome.completion_tokens if body.usage else had + bool(text)
         if text or has > had:
             outcome.progress.append((now_s, max(has, had)))
@@ -166,7 +175,7 @@ class AnswerReader:
             outcome.progress.append((now_s, outcome.completion_tokens))
 
     def _read_body(self, body: _Body) -> str:
-        """Take over the fields of a body except the times of its tokens. Return its text."""
+        """Copy the fields of a body into the outcome, except the times of tokens. Return the text."""
         outcome = self.outcome
         if body.error is not None:
             outcome.error = f"{body.error.code or outcome.status}: {body.error.message}"

@@ -1,8 +1,8 @@
-"""The client side of a load test: one request on one connection, timed where the socket hands over bytes.
+"""The HTTP client of a load test: sends one request on one connection, and times the bytes as the socket delivers them.
 
-Uses an asyncio protocol and httptools instead of a client library: on a machine that also runs the model, the client's
-CPU time is lost to the server. A token event costs 4 µs of CPU plus its wake-up. Knows HTTP/1.1 and OpenAI's two
-generation routes; not when to send (`runner`).
+It uses an asyncio protocol and httptools instead of a client library. On a machine that also runs the model, the server
+loses the CPU time that the client uses. A token event costs 4 µs of CPU time and one wake-up of the process. Knows
+HTTP/1.1 and OpenAI's two generation routes; does not know when to send (see `runner`).
 """
 
 import asyncio
@@ -19,16 +19,16 @@ import msgspec
 from loadtest.client.answer import AnswerReader, Outcome
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
-MAX_QUOTED = 500  # bytes that are quoted of an answer that is not 200
+MAX_QUOTED = 500  # number of bytes quoted in an error message if the status is not 200
 
 
 class TargetError(Exception):
-    """The server cannot be used: a wrong URL, no answer, or no model."""
+    """The server cannot be used: the URL is wrong, the server does not answer, or it has no model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go. `model` is empty until `discover_model` has asked."""
+    """The address of a server, with the model and the API key for its requests. `model` may be empty at first."""
 
     host: str
     port: int
@@ -50,9 +50,9 @@ class Target:
 
 
 def parse_target(url: str, allow_remote: bool = False, api_key: str = "") -> Target:
-    """Return `http://host:port[/prefix][/v1]` as a target. Raises `TargetError`.
+    """Return the target for a URL of the form `http://host:port[/prefix][/v1]`. Raises `TargetError`.
 
-    A host that is not this machine needs `allow_remote`: a load test of the wrong host is an attack.
+    A host other than this machine needs `allow_remote`, because a load test of the wrong host is an attack.
     """
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
@@ -71,7 +71,10 @@ def _is_loopback(host: str) -> bool:
 
 
 class _Exchange(asyncio.Protocol):
-    """Sends one request and feeds the response's body to `on_body_part`; `done` resolves at its end."""
+    """An asyncio protocol that sends one request and feeds the body of the response to `reader`.
+
+    `done` resolves at the end of the response, or when the connection fails.
+    """
 
     def __init__(self, request: bytes, outcome: Outcome, reader: AnswerReader) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -123,8 +126,10 @@ class _Exchange(asyncio.Protocol):
 
 
 async def send(target: Target, path: str, body: bytes, outcome: Outcome, streamed: bool) -> None:
-    """POST `body` and fill `outcome` until the answer ends; every failure becomes `outcome.error`. Cancelling closes
-    the connection."""
+    """POST `body` and fill `outcome` until the answer ends. Every failure is stored in `outcome.error`.
+
+    Cancelling the call closes the connection.
+    """
     reader = AnswerReader(outcome, streamed)
     request = target.head("POST", path, body) + body
     outcome.sent_s = perf_counter()
@@ -140,7 +145,7 @@ async def _exchange(target: Target, factory: Callable[[], _Exchange], outcome: O
         outcome.error = f"cannot connect: {error.strerror or error}"
         return
     except asyncio.CancelledError:
-        protocol.done.cancel()  # closing the connection now is not a failure
+        protocol.done.cancel()  # so that closing the connection does not count as a failure
         raise
     try:
         await protocol.done
@@ -151,10 +156,10 @@ async def _exchange(target: Target, factory: Callable[[], _Exchange], outcome: O
 def completion_body(
     target: Target, prompt: list[int] | str, max_tokens: int, *, stream: bool = True, **extra: Any
 ) -> tuple[str, bytes]:
-    """Return (path, JSON) of a request for exactly `max_tokens` greedy tokens.
+    """Return the path and the JSON body of a request for exactly `max_tokens` greedy tokens.
 
-    Token ids go to /v1/completions, text becomes a chat message. `extra` overrides fields; fields that are None are
-    left out.
+    A prompt of token ids is sent to /v1/completions; a text is sent as a chat message. The fields in `extra` replace
+    the default fields. Fields whose value is None are left out.
     """
     chat = isinstance(prompt, str)
     body: dict[str, Any] = {
@@ -176,12 +181,12 @@ def completion_body(
 
 
 async def get(target: Target, path: str, timeout_s: float = 10.0) -> bytes:
-    """Return the body of a GET. Raises `TargetError` unless the status is 200."""
+    """Return the body of the response to a GET request. Raises `TargetError` unless the status is 200."""
     return await _call(target, "GET", path, b"", timeout_s)
 
 
 async def post(target: Target, path: str, body: dict[str, Any], timeout_s: float = 30.0) -> bytes:
-    """POST JSON and return the body. Raises `TargetError` unless the status is 200."""
+    """POST `body` as JSON and return the body of the response. Raises `TargetError` unless the status is 200."""
     return await _call(target, "POST", path, msgspec.json.encode(body), timeout_s)
 
 
@@ -201,7 +206,7 @@ async def _call(target: Target, method: str, path: str, body: bytes, timeout_s: 
 
 
 class _Collected:
-    """httptools callbacks that keep the body."""
+    """Callbacks for httptools that collect the body of a response."""
 
     def __init__(self) -> None:
         self.body = b""
@@ -224,7 +229,7 @@ def _body_of(response: bytes, path: str) -> bytes:
 
 
 async def discover_model(target: Target) -> str:
-    """Return the id of the first model that the server lists."""
+    """Return the id of the first model that the server lists. Raises `TargetError`."""
 
     class _Model(msgspec.Struct):
         id: str

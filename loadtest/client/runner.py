@@ -1,7 +1,7 @@
-"""Runs one arm: sends planned requests at their times, and collects the outcomes.
+"""Run one arm: send planned requests at their times, and collect the outcomes.
 
-Open-loop arrivals are never delayed by slow answers; how late the client itself was is recorded. Knows time and tasks;
-not statistics (`estimates`), nor which arms make an experiment (`mixed`).
+Slow answers never delay open-loop requests. The delay that the client itself causes is recorded. Knows time and tasks;
+does not know statistics (see `estimates`) or which arms make an experiment (see `mixed`).
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from loadtest.traffic.scenario_arrivals import ClosedLoop, OpenLoop
 from loadtest.traffic.workload import PlannedRequest, plan_closed_loop, plan_open_loop
 
 MAX_IN_FLIGHT = 900  # below the usual limit of 1024 open files
-ERROR_PAUSE_S = 0.5  # pause of a closed loop after an error without Retry-After, so that it does not spin
+ERROR_PAUSE_S = 0.5  # pause of a closed loop after an error without Retry-After, which prevents a busy loop
 OVERFLOW = "not sent: too many requests in flight"
 UNFINISHED = "unfinished when the arm ended"
-POLL_S = 0.05  # how often an arm is asked whether it has shown enough
+POLL_S = 0.05  # seconds between two calls of `should_stop`
 
 BusyProbe = Callable[[], Awaitable[float | None]]
 
@@ -32,8 +32,11 @@ async def unknown_busy_time() -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ArmWindow:
-    """How long an arm runs: closed loops fill up for `lead_s`, then `duration_s` is measured, then open-loop
-    requests have `drain_s` to finish."""
+    """The phases of an arm.
+
+    Closed loops fill the server for `lead_s`. Then results are measured for `duration_s`. Then open-loop requests have
+    `drain_s` to finish.
+    """
 
     duration_s: float
     lead_s: float = 3.0
@@ -42,12 +45,12 @@ class ArmWindow:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Every arm is measured for `duration_s` in all, cut into `rounds` parts."""
+    """The timing of an experiment: each arm is measured for `duration_s` in total, divided into `rounds` parts."""
 
     duration_s: float
     rounds: int = 2
     lead_s: float = 5.0  # time for a backlog to fill the server before a part is measured
-    settle_s: float = 1.0  # rest before each part, once the server is quiet
+    settle_s: float = 1.0  # pause before each part, after the server has become idle
     drain_s: float = 20.0  # time for open-loop requests to finish after each part
 
     @property
@@ -61,16 +64,19 @@ class Timing:
 
 @dataclass(slots=True)
 class ArmRun:
-    """The outcomes of one arm. `outcomes[name]` are the requests of a class, open-loop ones by arrival."""
+    """The outcomes of one arm in one round.
+
+    `outcomes` maps the name of each class to its requests. Open-loop requests are in order of arrival.
+    """
 
     start_s: float
     duration_s: float
     outcomes: dict[str, list[Outcome]]
     client_cpu_share: float = 0.0  # share of one core over the measured window
-    lag_s: list[float] = field(default_factory=list)  # how late each open-loop request was sent
-    busy_s: float | None = None  # engine time in the window; None without a probe
-    planned: int = 0  # open-loop requests in the whole window
-    was_cut: bool = False  # the arm had shown enough before its end
+    lag_s: list[float] = field(default_factory=list)  # delay with which each open-loop request was sent
+    busy_s: float | None = None  # engine time in the window; None if unknown
+    planned: int = 0  # number of open-loop requests planned for the whole window
+    was_cut: bool = False  # `should_stop` ended the arm early
 
     @property
     def end_s(self) -> float:
@@ -86,16 +92,16 @@ async def run_arm(
     busy_probe: BusyProbe = unknown_busy_time,
     should_stop: Callable[[ArmRun], bool] | None = None,
 ) -> ArmRun:
-    """Run the classes together. The same (class, seed, round_) sends the same requests in every arm.
+    """Run all `classes` at the same time. A class sends the same requests in every arm with the same seed and `round_`.
 
-    `busy_probe` reads the server's counter of engine seconds at both ends of the window. Once `should_stop`
-    returns True, nothing more is sent, and requests under way are not awaited.
+    `busy_probe` reads the server's counter of engine seconds at both ends of the window. Once `should_stop` returns
+    True, nothing more is sent, and the answers to open requests are not awaited.
     """
     closed = [(c, c.arrivals.streams) for c in classes if isinstance(c.arrivals, ClosedLoop)]
     opened = [c for c in classes if isinstance(c.arrivals, OpenLoop)]
     start_s = perf_counter() + (window.lead_s if closed else 0.0)
     run = ArmRun(start_s, window.duration_s, {c.name: [] for c in classes})
-    # 1. draw everything random before the clock runs
+    # 1. make all random draws before the clock runs
     plans = [(c, plan_open_loop(c, window.duration_s, seed, round_)) for c in opened]
     run.planned = sum(len(plan) for _, plan in plans)
     # 2. let backlogs fill the server during the lead
@@ -112,7 +118,7 @@ async def run_arm(
         await _sleep_to_the_end(run, should_stop)
         run.client_cpu_share = (_cpu_s() - cpu_before_s) / run.duration_s
         run.busy_s = _difference(await busy_probe(), await busy_before)
-        # 4. let open-loop requests finish beside the same backlog
+        # 4. let open-loop requests finish while the backlogs go on
         await _finish(arrivals, 0.0 if run.was_cut else None)
         await _finish(sent, 0.0 if run.was_cut else window.drain_s)
         _give_up(o for c in opened for o in run.outcomes[c.name])
@@ -125,7 +131,7 @@ async def run_arm(
 async def _run_open_loop(
     target: Target, traffic: TrafficClass, plan: Sequence[PlannedRequest], run: ArmRun, sent: list[asyncio.Task[None]]
 ) -> None:
-    """Send each request at its time, and add it to `sent`."""
+    """Send each request at its time, and append its task to `sent`."""
     in_flight: set[asyncio.Task[None]] = set()
     for planned in plan:
         path, body = request_for(target, traffic, planned)
@@ -145,7 +151,7 @@ async def _run_open_loop(
 async def _run_closed_loop(
     target: Target, traffic: TrafficClass, streams: int, plan: Iterator[PlannedRequest], run: ArmRun
 ) -> None:
-    """Keep `streams` requests in flight until cancelled."""
+    """Keep `streams` requests in flight until the task is cancelled."""
 
     async def one_stream() -> None:
         for planned in plan:
@@ -162,7 +168,7 @@ async def _run_closed_loop(
 
 
 def request_for(target: Target, traffic: TrafficClass, planned: PlannedRequest) -> tuple[str, bytes]:
-    """Return (path, JSON body) of a planned request."""
+    """Return the path and the JSON body of a planned request."""
     prompt = word_prompt(planned) if traffic.endpoint == "chat" else token_prompt(planned)
     return completion_body(
         target, prompt, planned.output_tokens, service_tier=traffic.service_tier, **traffic.extra_body
@@ -170,7 +176,7 @@ def request_for(target: Target, traffic: TrafficClass, planned: PlannedRequest) 
 
 
 async def _sleep_to_the_end(run: ArmRun, should_stop: Callable[[ArmRun], bool] | None) -> None:
-    """Sleep until the window ends, or until the arm has shown enough."""
+    """Sleep until the window ends or `should_stop` returns True. In the second case, shorten the window of `run`."""
     while should_stop is not None and perf_counter() + POLL_S < run.end_s:
         await asyncio.sleep(POLL_S)
         if should_stop(run):
@@ -186,7 +192,10 @@ async def _sleep_until(when_s: float) -> None:
 
 
 async def _finish(tasks: Sequence[asyncio.Task[None]], timeout_s: float | None) -> None:
-    """Wait for tasks up to `timeout_s` (None: for all), then cancel the rest. Raises their errors."""
+    """Wait up to `timeout_s` for the tasks (None: without limit), then cancel the unfinished ones.
+
+    Raises the errors of the tasks.
+    """
     if not tasks:
         return
     _, late = await asyncio.wait(tasks, timeout=timeout_s)
@@ -199,9 +208,10 @@ async def _finish(tasks: Sequence[asyncio.Task[None]], timeout_s: float | None) 
 
 
 def _give_up(outcomes: Iterable[Outcome]) -> None:
-    """Mark unanswered open-loop requests as given up; leaving out the slowest requests would improve the quantiles.
+    """Mark unanswered open-loop requests as given up, so that they count with the time that they had waited.
 
-    The last requests of a closed loop are ended by the end of the arm, not by their slowness.
+    If the slowest requests were left out, the quantiles would look better than they are. Requests of closed loops are
+    not marked: they are unanswered because the arm ended, not because they were slow.
     """
     now_s = perf_counter()
     for outcome in outcomes:

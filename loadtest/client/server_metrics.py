@@ -1,7 +1,7 @@
-"""A server's metrics, read once a second while an arm runs, and what is computed from the readings.
+"""Read the metrics of a server once a second while an arm runs, and compute values from the readings.
 
-Only the wanted lines are kept during the run and parsed afterwards, since client and server share the CPU. Knows
-Prometheus' text format; not what a metric means.
+During the run, only the wanted lines are kept. They are parsed afterwards, because client and server share the CPU.
+Knows Prometheus' text format; does not know what a metric means.
 """
 
 import asyncio
@@ -32,43 +32,50 @@ WANTED = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
 )
-STEP_SECONDS = "tidegate_step_seconds_sum"  # engine time
+STEP_SECONDS = "tidegate_step_seconds_sum"  # counter of engine seconds
 
 Series = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The wanted lines of one scrape, and the time of its answer."""
+    """The wanted lines of one scrape, and the time at which the server's answer arrived."""
 
     at_s: float
     lines: tuple[str, ...]
 
     def samples(self, name: str, **labels: str) -> list[Sample]:
+        """Return the samples of the series `name` that have all of these labels."""
         text = "\n".join(line for line in self.lines if line.startswith(name))
         found = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
         return [s for s in found if s.name == name and labels.items() <= s.labels.items()]
 
     def total(self, name: str, **labels: str) -> float | None:
-        """Return the sum over all series with these labels; None where there is none."""
+        """Return the sum over all series with these labels; None if there is no such series."""
         values = [s.value for s in self.samples(name, **labels)]
         return sum(values) if values else None
 
 
 @dataclass(slots=True)
 class Timeline:
-    """The readings of one arm's round, in order."""
+    """The readings of one round of an arm, in order of time."""
 
     readings: list[Reading] = field(default_factory=list)
 
     def within(self, start_s: float, end_s: float) -> "Timeline":
-        """Return the readings from the last one before `start_s` to the first one after `end_s`."""
+        """Return the readings from `start_s` to `end_s`.
+
+        They begin with the last reading before `start_s` and end with the first reading after `end_s`.
+        """
         before = [r for r in self.readings if r.at_s <= start_s][-1:]
         after = [r for r in self.readings if r.at_s >= end_s][:1]
         return Timeline([*before, *(r for r in self.readings if start_s < r.at_s < end_s), *after])
 
     def delta(self, name: str, **labels: str) -> float | None:
-        """Return the growth of a counter over the readings."""
+        """Return the growth of a counter from the first to the last reading.
+
+        Return None if there are fewer than two readings, or if the last one does not contain the counter.
+        """
         if len(self.readings) < 2:
             return None
         last = self.readings[-1].total(name, **labels)
@@ -79,11 +86,15 @@ class Timeline:
         return self.readings[-1].at_s - self.readings[0].at_s if self.readings else 0.0
 
     def gauge(self, name: str, **labels: str) -> Series:
+        """Return (time, value) for each reading that contains the metric."""
         values = [(r.at_s, r.total(name, **labels)) for r in self.readings]
         return [(at_s, value) for at_s, value in values if value is not None]
 
     def rate(self, name: str, **labels: str) -> Series:
-        """Return the growth of a counter per second between readings, at the later of the two."""
+        """Return (time, growth per second) of a counter for each pair of consecutive readings.
+
+        The time is that of the later reading.
+        """
         counted = self.gauge(name, **labels)
         return [
             (now_s, (now - before) / (now_s - before_s))
@@ -92,11 +103,14 @@ class Timeline:
         ]
 
     def labels(self, name: str, label: str) -> list[str]:
-        """Return all values of a label, in order of appearance."""
+        """Return all values of the label `label`, in order of their first appearance."""
         return list(dict.fromkeys(s.labels.get(label, "") for r in self.readings for s in r.samples(name)))
 
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
-        """Return a histogram's counts over the readings by upper bound, cumulated as Prometheus has them."""
+        """Return the growth of a histogram's buckets from the first to the last reading.
+
+        The result maps the upper bound of a bucket to its cumulative count, as in Prometheus.
+        """
         if len(self.readings) < 2:
             return {}
         counts: dict[float, float] = {}
@@ -108,7 +122,11 @@ class Timeline:
 
 
 def bucket_quantile(buckets: Mapping[float, float], q: float) -> float | None:
-    """Return a quantile as Prometheus' histogram_quantile: linear within a bucket, the last finite bound beyond it."""
+    """Return a quantile in the same way as Prometheus' histogram_quantile.
+
+    The value is interpolated linearly within a bucket. If the quantile is in the bucket without a finite upper bound,
+    the value is the last finite bound. Return None if the histogram is empty.
+    """
     total = max(buckets.values(), default=0.0)
     if not total:
         return None
@@ -123,13 +141,16 @@ def bucket_quantile(buckets: Mapping[float, float], q: float) -> float | None:
 
 
 async def read_metrics(target: Target) -> Reading:
-    """Read the wanted lines. Raises `TargetError`."""
+    """Read the wanted lines from the server. Raises `TargetError`."""
     text = (await get(target, "/metrics")).decode(errors="replace")
     return Reading(perf_counter(), tuple(line for line in text.splitlines() if line.startswith(WANTED)))
 
 
 async def engine_busy_s(target: Target) -> float | None:
-    """Return engine seconds since the server's start, over all workers; None where the server does not export them."""
+    """Return the engine seconds since the server's start, summed over all workers.
+
+    Return None if the server does not export them.
+    """
     try:
         return (await read_metrics(target)).total(STEP_SECONDS)
     except TargetError:
@@ -137,7 +158,10 @@ async def engine_busy_s(target: Target) -> float | None:
 
 
 async def watch(target: Target, timeline: Timeline, every_s: float = 1.0) -> None:
-    """Append a reading every `every_s` until cancelled. A server without metrics leaves the timeline empty."""
+    """Append a reading to `timeline` every `every_s` seconds until the task is cancelled.
+
+    If the server has no metrics, return with an empty timeline.
+    """
     next_s = perf_counter()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Numbers as the cells of tables show them: units, roundings, and a dash for what is not known."""
+"""Functions that format numbers for table cells: units, rounding, and a dash for an unknown value."""
 
 from loadtest.estimates import Estimate
 
@@ -10,7 +10,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def interval(estimate: Estimate | None) -> str:
-    """Return the value with its 95 % interval."""
+    """Return the value with its 95 % confidence interval."""
     return ABSENT if estimate is None else f"{estimate.value:.2f} ({estimate.low:.2f}–{estimate.high:.2f})"
 
 

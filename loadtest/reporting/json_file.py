@@ -1,4 +1,4 @@
-"""A record as a JSON file: its provenance, and its data. The standard library only."""
+"""Write a record as a JSON file: its provenance and its data. Uses only the standard library."""
 
 import json
 from dataclasses import asdict
@@ -8,7 +8,7 @@ from loadtest.reporting.record import Record
 
 
 def write_json(path: Path, record: Record) -> None:
-    """Write the file, and the directories that it needs."""
+    """Write the record to `path`. Missing parent directories are created."""
     provenance = {} if record.provenance is None else asdict(record.provenance)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**provenance, **record.data}, indent=2, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Where a record goes: to the terminal, and to a JSON file where one is asked for."""
+"""Publish a record: print it to the terminal and, if the user asked for it, write a JSON file."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""The record of a run: what every command hands to the writers of text, JSON and HTML.
+"""The record of a run: the data that every command passes to the writers of text, JSON and HTML.
 
-Plain data, and the standard library only. A command builds one record; the writers decide how it looks.
+Holds plain data and uses only the standard library. A command builds one record; the writers decide how it looks.
 """
 
 import shlex
@@ -16,7 +16,7 @@ from loadtest.machine import hardware
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a table. `mark` is the name of the emphasis that the page gives it, if any."""
+    """One row of a table. `mark` is the name of the emphasis that the HTML page gives the row; empty: no emphasis."""
 
     cells: tuple[str, ...]
     mark: str = ""
@@ -24,7 +24,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells. The page breaks lines in `note_columns` and colours the words in `verdict_column`."""
+    """A table with a header and rows.
+
+    The HTML page breaks lines in `note_columns` and colours the words in `verdict_column`.
+    """
 
     header: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -37,21 +40,21 @@ class Table:
 
     @property
     def word_columns(self) -> tuple[int, ...]:
-        """Columns that hold words, which are read from the left; all others hold numbers."""
+        """The indices of the columns that hold words, which are aligned left. All other columns hold numbers."""
         columns = range(len(self.header))
         return tuple(i for i in columns if any(row.cells[i][:1].isalpha() for row in self.rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    svg: str  # inserted as it is: only drawings made by this program
+    svg: str  # inserted without escaping, so it must be made by this program
     title: str = ""
     caption: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A long text that the page shows when the reader opens it."""
+    """A long text that the HTML page shows only when the reader opens it."""
 
     title: str
     text: str
@@ -59,7 +62,7 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A whole page of another program, kept apart from this one."""
+    """A whole HTML page made by another program. The report shows it in a separate frame."""
 
     title: str
     html: str
@@ -67,7 +70,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One figure that the page shows in large type at its head."""
+    """A single figure that the HTML page shows in large type at the top."""
 
     value: str
     label: str
@@ -75,7 +78,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part of a report. Only the page shows explanation, drawings, folds and frames."""
+    """One part of a report. Explanation, drawings, folds and frames are shown only on the HTML page."""
 
     title: str = ""
     table: Table | None = None
@@ -89,7 +92,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What is needed to run the command again."""
+    """The information that is needed to run the command again."""
 
     command: str
     date: str  # ISO 8601, UTC
@@ -105,7 +108,10 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`data` is the result as JSON holds it. A record without provenance is the same on every machine and day."""
+    """The result of a command. `data` is the content of its JSON file.
+
+    A record without provenance is the same on every machine and on every day.
+    """
 
     title: str = ""
     sections: Sequence[Section] = ()
@@ -113,4 +119,4 @@ class Record:
     provenance: Provenance | None = None
     warnings: Sequence[str] = ()
     cards: Sequence[Card] = ()
-    kicker: str = ""  # a word above the page's title
+    kicker: str = ""  # a short line above the title of the HTML page

@@ -1,4 +1,4 @@
-"""A record as text for the terminal: paragraphs of tables and lines. The standard library only."""
+"""Render a record as text for the terminal: paragraphs of tables and lines. Uses only the standard library."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ from loadtest.reporting.record import Record, Section, Table
 
 
 def render_text(record: Record) -> str:
-    """Return title, sections and warnings, with an empty line between them."""
+    """Return the title, the sections and the warnings as text, with an empty line between them."""
     paragraphs = [record.title, *map(_section, record.sections), _lines(f"WARNING: {w}" for w in record.warnings)]
     return "\n\n".join(filter(None, paragraphs))
 
@@ -24,7 +24,10 @@ def _lines(parts: Iterable[str]) -> str:
 
 
 def render_table(table: Table) -> str:
-    """Return lines with columns as wide as their longest cell; numbers stand to the right, words to the left."""
+    """Return the table as lines of text. Each column is as wide as its longest cell.
+
+    Numbers are aligned right, words are aligned left.
+    """
     lines = [table.header, *(row.cells for row in table.rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(table.header))]
     rule = "  ".join("─" * width for width in widths)

@@ -1,7 +1,8 @@
-"""Simulated clients: offer traffic through the gateway's own `SchedulerClient`, and record what they receive.
+"""Simulated clients, which send traffic through the gateway's own `SchedulerClient` and record the answers.
 
-Arrivals do not wait for answers. A client waits as long as tiers.yaml says, and does not ask again when it is refused;
-a backlog waits as long as it was told, then sends its next request. Knows requests and time; not workers.
+Arrivals do not wait for earlier answers. A client gives up after the timeout of its tier in tiers.yaml, and does not
+repeat a rejected request. A backlog waits for the time that the rejection names, and then sends its next request. Knows
+requests and time; does not know workers.
 """
 
 import asyncio
@@ -23,8 +24,11 @@ TIMED_OUT = "no token within the tier's timeout"
 
 
 class SimulatedClients:
-    """With `gather_s` > 0, arrivals of one tier within that time enter the queue together, as a gateway does under
-    thousands of requests a second. Each counts as arrived at its own time."""
+    """The clients of one simulated run.
+
+    If `gather_s` is not 0, the requests of one tier that arrive within this time enter the queue together, as they do
+    in a gateway that receives thousands of requests a second. Each request still counts from its own arrival time.
+    """
 
     def __init__(self, deployment: Deployment, observation: Observation, gather_s: float = 0.0) -> None:
         self._deployment = deployment
@@ -33,12 +37,12 @@ class SimulatedClients:
         self._tiers = deployment.tiers
         self._observation = observation
         self._gather_s = gather_s
-        self._asking: dict[asyncio.Task[object], None] = {}  # in the order of their start
+        self._asking: dict[asyncio.Task[object], None] = {}  # used as an ordered set, in the order of their start
         self._streams: list[asyncio.Task[None]] = []
         self._broken: list[BaseException] = []
 
     def fill(self, traffic: Traffic) -> None:
-        """Start the backlogs."""
+        """Start the backlogs, which fill the engines before the load begins."""
         for name in traffic.classes:
             self._observation.gaps_s[name] = array("d")
         self._streams = [
@@ -46,13 +50,15 @@ class SimulatedClients:
         ]
 
     async def offer(self, arrivals: Sequence[OfferedRequest], duration_s: float) -> None:
-        """Send everything that arrives within `duration_s`."""
+        """Send all `arrivals` at their times. Return when `duration_s` has passed."""
         await self._send(arrivals)
         await self._sleep_until(duration_s)
 
     async def finish(self, drain_s: float) -> None:
-        """Wait up to `drain_s` for the answers to requests that have arrived, beside the same backlogs. Raises the
-        clients' errors."""
+        """Wait up to `drain_s` for the answers to requests that have arrived. The backlogs go on meanwhile.
+
+        Then cancel all unfinished requests. Raises the clients' errors.
+        """
         if self._asking:
             await asyncio.wait(self._asking, timeout=drain_s)
         left = [*self._asking, *self._streams]
@@ -95,8 +101,10 @@ class SimulatedClients:
                 await self._clock.sleep(rejected.retry_after_s)
 
     async def _ask(self, group: Sequence[OfferedRequest], at_s: float | None = None) -> Rejected | None:
-        """Send requests of one tier and receive their answers. With `at_s` they arrive now instead of at their planned
-        time."""
+        """Send requests of one tier and receive their answers. Return the rejection, or None if they were admitted.
+
+        With `at_s` the requests arrive at this time instead of at their planned times.
+        """
         arrived_s = [offered.at_s if at_s is None else at_s for offered in group]
         records = [_record(offered, when) for offered, when in zip(group, arrived_s, strict=True)]
         self._observation.requests += records
@@ -111,7 +119,7 @@ class SimulatedClients:
         return None
 
     async def _submit(self, requests: list[Request], records: Sequence[RequestRecord]) -> TokenStream | Rejected:
-        """Submit the requests; a tier that gives away what it cannot serve in time passes them to the tier below."""
+        """Submit the requests. If their tier is overloaded and has `demote_to`, submit them to that tier instead."""
         outcome = await self._client.submit(requests)
         below = self._tiers[requests[0].tier].admission.demote_to
         if below is None or not isinstance(outcome, Rejected) or outcome.reason is not RejectReason.OVERLOADED:

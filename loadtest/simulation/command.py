@@ -1,6 +1,6 @@
-"""The command `simulate`: flags to an experiment, and its result to text and JSON.
+"""The command `simulate`: turns flags into an experiment, and prints its result as text and JSON.
 
-Knows flags and exit codes; the work is in `experiment` and `capacity`.
+Knows flags and exit codes; `experiment` and `capacity` do the work.
 """
 
 import logging
@@ -30,8 +30,10 @@ AUTO = "auto"
 
 
 class Simulate(BaseModel):
-    """The shipped scheduler on a virtual clock with modeled engines: the latencies of a load, and how many engines it
-    needs."""
+    """Run the shipped scheduler in virtual time on modeled engines.
+
+    Prints the latencies of a load, or searches for the number of engines that the load needs.
+    """
 
     scenario: str = Field("chat-and-bulk", description="A shipped scenario, or a YAML file.")
     bulk_pool: str = Field("", description="A shipped bulk pool in place of the scenario's own bulk.")
@@ -76,7 +78,10 @@ class Simulate(BaseModel):
         )
 
     def _answer(self, experiment: Experiment) -> bool:
-        """Print what was asked for. Return False if a search found no amount that keeps all SLOs."""
+        """Run the experiment or the search, and print the result.
+
+        Return False if a search found no amount that keeps all SLOs.
+        """
         if self.find_capacity == "rate":
             found = highest_rate(lambda rate: _progress("rate", rate, experiment.with_rate(rate)))
             return self._conclude(experiment.with_rate, found, _probes("rate", found))
@@ -107,7 +112,7 @@ class Simulate(BaseModel):
 
 
 def log_errors_only() -> None:
-    """Log errors only: the report has a line for every moved knob."""
+    """Log errors only. The controller's decisions need no log, since the report counts every moved knob."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
 

@@ -1,8 +1,8 @@
 """The cost card: the model of one engine on one machine, validated from JSON.
 
-Holds the coefficients of a step, the capacity of the engine, and the price of an hour. `loadtest calibrate` writes
-cards from the step log of a real run; the shipped cards are in `cards/`. Knows numbers; not how they are used
-(`deployment`).
+A card holds the coefficients of a step, the capacity of the engine, and the price of an hour. `loadtest calibrate`
+writes cards from the step log of a real run; the shipped cards are in `cards/`. Knows numbers; does not know how they
+are used (see `deployment`).
 """
 
 import json
@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from engine.interface import EngineInfo, StepEviction
 from engine.step_time.cost import StepCost
 
-VOCAB_SIZE = 1 << 32  # ids are not decoded, since there is no tokenizer
+VOCAB_SIZE = 1 << 32  # larger than all ids in simulated prompts; no tokenizer decodes them
 
 
 class CostCardError(Exception):
-    """The card cannot be used; the message names file and key."""
+    """The card cannot be used. The message names the file and the key."""
 
 
 class _Strict(BaseModel):
@@ -26,10 +26,11 @@ class _Strict(BaseModel):
 
 
 class Coefficients(_Strict):
-    """Seconds of a step and of each thing in it.
+    """The coefficients of the time of a step, in seconds.
 
-    `attend_s` is for each pair of a prefill token and a token that it attends to, `context_token_s` for each cached
-    token of a decode.
+    `step_s` counts once for each step, `prefill_token_s` for each prefill token, and `decode_s` for each decode.
+    `attend_s` counts for each pair of a prefill token and a token that it attends to. `context_token_s` counts for each
+    cached token of a decode.
     """
 
     step_s: float = Field(ge=0)
@@ -57,7 +58,7 @@ class CostCard(_Strict):
     price_per_hour: float = Field(default=0.0, ge=0, description="of one worker, in whatever currency")
 
     def step_cost(self, mixed: bool) -> StepCost:
-        """Return the cost of a step with a prefill in it, or without."""
+        """Return the cost of a step with a prefill (`mixed`), or of a step with decodes only."""
         coefficients = self.mixed if mixed else self.decode
         return StepCost(**coefficients.model_dump(), min_step_s=self.floor_s)
 
@@ -84,7 +85,7 @@ def shipped_cards() -> list[str]:
 
 
 def load_cost_card(name_or_path: str) -> CostCard:
-    """Return a shipped card by its name, or the card of a file. Raises `CostCardError`."""
+    """Return the shipped card of this name, or the card in the file at this path. Raises `CostCardError`."""
     try:
         if name_or_path in shipped_cards():
             text = (files("loadtest") / "simulation" / "cards" / f"{name_or_path}.json").read_text(encoding="utf-8")

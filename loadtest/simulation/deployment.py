@@ -1,7 +1,8 @@
-"""A deployment in one process and virtual time: N workers and a gateway's client on one queue.
+"""A deployment in one process and in virtual time: N workers and the client of a gateway, on one queue.
 
-Wires the shipped loop, core, controller, memory queue and client around modeled engines, as `tidegate.worker` does
-around a real one; there is no second scheduler. Knows the parts; not the traffic (`clients`).
+It connects modeled engines to the shipped loop, core, controller, memory queue and client, as `tidegate.worker` does
+with a real engine. So the simulator has no scheduler of its own. Knows the parts; does not know the traffic (see
+`clients`).
 """
 
 import asyncio
@@ -29,23 +30,23 @@ from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.warmup import warm_up
 
-WARM_UP_S = 1.0  # seconds that a worker gives the first steps of its engine
+WARM_UP_S = 1.0  # seconds for the warm-up steps of a worker
 MODEL_NAMES = ("model",)
 
 BuildCore = Callable[[TierSet, EngineInfo], SchedulerCore]
 
 
 def build_core(tiers: TierSet, info: EngineInfo) -> SchedulerCore:
-    """Return the shipped core, which has to learn its engine."""
+    """Return the shipped scheduler core. Its step-time model has not observed any step of its engine yet."""
     return SchedulerCore(tiers, info, SLAController(tiers, info.step_eviction))
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The settings of a run, besides its traffic.
+    """The settings of a run, except its traffic.
 
-    Backlogs fill the engines for `lead_s` before the load begins; `drift` maps seconds since then to a factor on step
-    times.
+    Backlogs fill the engines for `lead_s` before the load begins. `drift` maps the seconds since the load began to a
+    factor on step times.
     """
 
     tiers: TierSet
@@ -76,7 +77,7 @@ class Deployment:
     begins_s: float  # the time on the clock at which the load begins
 
     async def end(self) -> None:
-        """Stop the workers; unfinished requests go back to the queue, which ends with the run."""
+        """Stop the workers. Unfinished requests go back to the queue, which is discarded with the run."""
         await self.client.close()
         for worker in self.workers:
             worker.loop.stop()
@@ -84,11 +85,14 @@ class Deployment:
 
 
 async def start_deployment(setting: Setting, observation: Observation) -> Deployment:
-    """Start the workers, each with the same synthetic first steps as a real one."""
+    """Start the workers and the gateway's client. Return when the workers have warmed up.
+
+    To warm up, each worker runs the same synthetic steps as a real worker.
+    """
     clock = VirtualClock()
     queue = MemoryQueue(clock)
     events, registry = MemoryEventChannel(), MemoryWorkerRegistry(clock)
-    up_s = clock.now() + WARM_UP_S + 1.0  # the same for all engines
+    up_s = clock.now() + WARM_UP_S + 1.0  # all workers have warmed up at this time
     begins_s = up_s + setting.lead_s
     workers = []
     for number in range(setting.workers):

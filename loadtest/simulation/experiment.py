@@ -1,6 +1,7 @@
-"""One experiment: options become a setting and traffic, are run, and summarised, as often as a search wants.
+"""One experiment: turns options into settings and traffic, runs them, and summarises the run.
 
-The composition of the simulator: knows where scenarios, traces, cards and tiers come from; not flags or text.
+A search runs many experiments. This module connects the parts of the simulator: it knows where scenarios, traces, cards
+and tiers come from; it does not know flags or text.
 """
 
 from collections.abc import Callable
@@ -19,13 +20,16 @@ from loadtest.simulation.traffic import Traffic, scenario_traffic, trace_traffic
 from loadtest.traffic.scenario import load_scenario
 from scheduler.config import TierSet, load_tiers
 
-SHIPPED = ""  # the name of the shipped tiers.yaml
+SHIPPED = ""  # this name means the shipped tiers.yaml
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """`rate` multiplies the clients of the scenario's interactive classes, or of a trace. `drift` multiplies step times
-    in the second half."""
+    """The options of one experiment.
+
+    `rate` multiplies the clients of the scenario's interactive classes, or those of a trace. `drift` multiplies step
+    times in the second half of the load.
+    """
 
     tiers: TierSet
     card: CostCard
@@ -77,7 +81,10 @@ def read_whole_trace(path: Path) -> "tuple[TraceRow, ...]":
 
 
 def find_tiers(name_or_path: str) -> TierSet:
-    """Return the shipped tiers, the simulator's own of this name, or those of a file. Raises `TierConfigError`."""
+    """Return the shipped tiers for an empty name, the simulator's tiers of this name, or the tiers in this file.
+
+    Raises `TierConfigError`.
+    """
     if name_or_path == SHIPPED:
         return load_tiers(shipped_tiers_path())
     own = Path(str(files("loadtest") / "simulation" / "tiers" / f"{name_or_path}.yaml"))

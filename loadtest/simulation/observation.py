@@ -1,7 +1,7 @@
-"""The records of one simulated run: requests at the client, steps at the engines, knobs second by second.
+"""The records of one simulated run: requests at the client, steps at the engines, and knobs for each second.
 
-Filled by clients, engines and metrics during the run; read by `summary` and `report`. Times are seconds since the load
-began.
+Clients, engines and metrics fill the records during the run; `summary` and `report` read them. Times are seconds since
+the load began.
 """
 
 from array import array
@@ -21,16 +21,16 @@ class RequestRecord:
     arrived_s: float
     prompt_tokens: int
     deadline_s: float | None
-    served_tier: str = ""  # differs from `tier` where the request was demoted; empty: not admitted
-    rejected: str = ""  # why admission refused it
+    served_tier: str = ""  # the tier that it was submitted to; differs from `tier` if it was demoted
+    rejected: str = ""  # why the request was rejected; empty: it was admitted
     first_token_s: float | None = None
     last_token_s: float | None = None
     ended_s: float | None = None
     output_tokens: int = 0
     first_tokens: int = 0  # tokens of the first message
-    gaps: int = 0  # between two messages with tokens
-    gaps_missed: int = 0  # gaps longer than the tier's SLO
-    failed: str = ""  # why it ended without an answer
+    gaps: int = 0  # number of gaps between two messages with tokens
+    gaps_missed: int = 0  # number of gaps longer than the tier's SLO
+    failed: str = ""  # why the request ended without an answer; empty: it did not fail
 
     @property
     def is_done(self) -> bool:
@@ -38,7 +38,7 @@ class RequestRecord:
 
     @property
     def gap_s(self) -> float | None:
-        """Mean time per token after the first message; None with fewer than two messages."""
+        """Mean time per token after the first message, in seconds; None if there were fewer than two messages."""
         if self.gaps == 0 or self.first_token_s is None or self.last_token_s is None:
             return None
         return (self.last_token_s - self.first_token_s) / (self.output_tokens - self.first_tokens)
@@ -56,13 +56,13 @@ class EngineRecord:
     busy_s: float = 0.0
     rows: int = 0
     planned_tokens: int = 0
-    lost_tokens: int = 0  # tokens to compute again because their KV was dropped
+    lost_tokens: int = 0  # tokens that must be computed again because their KV was dropped
     shed_rows: int = 0
     shed_steps: int = 0  # steps from which a row was evicted
     wasted_s: float = 0.0  # engine seconds for rows that were evicted from their step
 
     def clear(self) -> None:
-        """Forget everything before the load."""
+        """Set all totals to zero when the load begins."""
         for entry in fields(self):
             setattr(self, entry.name, entry.default)
 
@@ -76,7 +76,7 @@ class MovedKnob:
 
 @dataclass(frozen=True, slots=True)
 class TierMoment:
-    """One tier at one instant; the knobs are the first worker's."""
+    """The state of one tier at one moment. The knobs are those of the first worker."""
 
     queued: int
     held: int
@@ -87,26 +87,27 @@ class TierMoment:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The deployment at the end of one second of the run."""
+    """The state of the deployment at the end of one second of the run."""
 
     at_s: float
-    busy_share: float  # share of engine time in the second before
-    kv_usage: float  # of the engine with the fullest KV memory
+    busy_share: float  # busy share of the engines' time in this second
+    kv_usage: float  # largest share of KV blocks in use on any engine
     predictor_error: float  # mean |measured ÷ predicted − 1| over the last steps
     tiers: dict[str, TierMoment]
 
 
 @dataclass(slots=True)
 class Observation:
-    """Everything of one run. Owned by `Simulation`; each part has one writer."""
+    """All data that are recorded during one simulated run. Each field has one writer."""
 
     duration_s: float
     classes: dict[str, str]
     requests: list[RequestRecord] = field(default_factory=list)
-    gaps_s: dict[str, "array[float]"] = field(default_factory=dict)  # by class; arrays, since a run has millions
-    queue_s: dict[str, "array[float]"] = field(default_factory=dict)  # by tier: arrival to first step
+    # By class: the gaps between messages. They are kept in arrays, since a run has millions of them.
+    gaps_s: dict[str, "array[float]"] = field(default_factory=dict)
+    queue_s: dict[str, "array[float]"] = field(default_factory=dict)  # by tier: seconds from arrival to the first step
     engines: list[EngineRecord] = field(default_factory=list)
     moves: list[MovedKnob] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
-    preemptions: Counter[tuple[str, str]] = field(default_factory=Counter)  # (tier, mode)
-    tokens: Counter[str] = field(default_factory=Counter)  # by class, received during the load
+    preemptions: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (tier, mode)
+    tokens: Counter[str] = field(default_factory=Counter)  # by class: tokens received during the load

@@ -1,6 +1,6 @@
-"""The record of a simulated run: the same digits for the same run on any machine, so that two runs can be compared.
+"""The record of a simulated run. It has the same digits for the same run on any machine, so that runs can be compared.
 
-Therefore it has no date and no hardware. Knows how results look; computes nothing but units and roundings.
+Therefore it contains no date and no hardware. Knows how results look; computes only units and roundings.
 """
 
 import math
@@ -18,7 +18,7 @@ from loadtest.simulation.summary import ClassSummary, EnginesSummary, SloVerdict
 def simulation_record(
     title: str, summary: Summary, card: CostCard, observation: Observation, options: dict[str, Any]
 ) -> Record:
-    """`options` are the command's flags, which the JSON repeats."""
+    """Return the record of a run. `options` are the command's flags, which become part of the JSON."""
     data = {**options, **simulation_data(summary, observation)}
     return Record(f"{title}; times in ms", simulation_sections(summary, card), data)
 

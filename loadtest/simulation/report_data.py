@@ -1,4 +1,4 @@
-"""A simulated run as data for JSON: the summary, every move of a knob with its reason, and the run second by second."""
+"""A simulated run as data for JSON: the summary, every move of a knob with its reason, and the state at each second."""
 
 import math
 from dataclasses import asdict
@@ -40,7 +40,7 @@ def _moves(observation: Observation) -> list[dict[str, Any]]:
 
 
 def _seconds(observation: Observation) -> list[dict[str, Any]]:
-    """The deployment at the end of each second, and what arrived in it."""
+    """Return one entry for each second: the state at its end, and the requests that arrived during it."""
     arrived: dict[tuple[int, str], list[RequestRecord]] = {}
     for record in observation.requests:
         arrived.setdefault((int(record.arrived_s), record.traffic_class), []).append(record)
@@ -66,7 +66,10 @@ def _arrivals(records: list[RequestRecord]) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with None for infinities, which JSON does not have, and with 9 decimals."""
+    """Return the value as JSON can hold it.
+
+    Infinities, which JSON does not have, become None. Floats are rounded to 9 decimals.
+    """
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

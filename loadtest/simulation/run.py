@@ -1,6 +1,7 @@
-"""One simulated run: a deployment, the traffic offered to it, and a snapshot once a second.
+"""One simulated run: a deployment, the traffic that is sent to it, and a snapshot once a second.
 
-The same setting, traffic and seed give the same observation to the byte. Knows virtual time; reads no real clock.
+The same setting, traffic and seed always give exactly the same observation. Knows virtual time; does not read a real
+clock.
 """
 
 import asyncio
@@ -12,14 +13,14 @@ from loadtest.simulation.observation import Moment, Observation, TierMoment
 from loadtest.simulation.traffic import Traffic
 from scheduler.virtual_time import run_virtual
 
-DRAIN_S = 120.0  # default time for requests to finish after the load
-MOMENT_S = 1.0  # between two snapshots
+DRAIN_S = 120.0  # seconds that requests have to finish after the load, by default
+MOMENT_S = 1.0  # seconds between two snapshots
 
 
 def simulate(
     setting: Setting, traffic: Traffic, duration_s: float, *, drain_s: float = DRAIN_S, gather_s: float = 0.0
 ) -> Observation:
-    """Offer `traffic` for `duration_s`, then let requests finish for up to `drain_s`."""
+    """Send `traffic` for `duration_s`, then let requests finish for up to `drain_s`. Return the observation."""
     return run_virtual(_run(setting, traffic, duration_s, drain_s, gather_s))
 
 
@@ -50,7 +51,10 @@ async def _load(
 
 
 async def _until_done(load: "asyncio.Task[None]", others: "list[asyncio.Task[None]]") -> None:
-    """Run until the load ends; any other task that ends also ends the run, with its error."""
+    """Wait until the load ends. Raises the error of the load.
+
+    If another task ends first, cancel the load and raise the error of that task.
+    """
     await asyncio.wait({load, *others}, return_when=asyncio.FIRST_COMPLETED)
     for task in others:
         if task.done():

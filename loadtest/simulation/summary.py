@@ -1,8 +1,8 @@
-"""The summary of a simulated run: latencies, attainment and shares, from its observation. Pure.
+"""The summary of a simulated run: latencies, attainment and shares, computed from its observation.
 
-A quantile is the smallest sample that so large a share of the samples does not exceed; it is not interpolated, so that
-the same run gives the same digits on any machine. A refused or unanswered request counts as waiting for ever. Knows
-records; not text.
+All functions are pure. Quantile q is the smallest sample x for which at least a share q of all samples is ≤ x. It is
+not interpolated, so that the same run gives the same digits on any machine. If a TTFT is compared with an SLO, a
+rejected or unanswered request counts as infinite. Knows records; does not know text.
 """
 
 import math
@@ -16,12 +16,15 @@ from loadtest.simulation.clients import UNFINISHED
 from loadtest.simulation.observation import Observation, RequestRecord, TierMoment
 from scheduler.config import Tier, TierSet
 
-ON_TIME = 0.99  # share of the requests with a deadline that must meet it
+ON_TIME = 0.99  # the SLO of deadlines: at least this share of the requests must meet theirs
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Quantiles in seconds; None without samples, infinite where so many requests were never answered."""
+    """The quantiles of some samples, in seconds.
+
+    They are None without samples. A quantile is infinite if it falls on a request that was never answered.
+    """
 
     count: int
     p50: float | None
@@ -37,20 +40,20 @@ class ClassSummary:
     offered: int
     admitted: int
     demoted: int
-    rejected: dict[str, int]  # by reason
+    rejected: dict[str, int]  # number by reason
     failed: dict[str, int]
     done: int
     unfinished: int
-    ttft: Spread  # answered requests
-    itl: Spread  # gaps between two messages
-    e2e: Spread  # finished requests
-    attainment: float | None  # share of the offered requests; None without an SLO
+    ttft: Spread  # of requests with at least one token
+    itl: Spread  # of gaps between two messages
+    e2e: Spread  # of finished requests
+    attainment: float | None  # share of the offered requests that met their SLO; None without an SLO
     tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class SloVerdict:
-    """One SLO of one tier, judged over all requests offered to it."""
+    """One SLO of one tier, judged over all requests that were sent to the tier."""
 
     tier: str
     what: str
@@ -61,7 +64,7 @@ class SloVerdict:
 
 @dataclass(frozen=True, slots=True)
 class EnginesSummary:
-    """All engines together, during the load."""
+    """The totals of all engines during the load."""
 
     workers: int
     busy_share: float
@@ -71,7 +74,7 @@ class EnginesSummary:
     lost_tokens: int
     shed_steps: int
     shed_rows: int
-    wasted_share: float  # share of the busy time
+    wasted_share: float  # wasted share of the busy time
     predictor_error: float  # mean |measured ÷ predicted − 1|
 
 
@@ -79,12 +82,12 @@ class EnginesSummary:
 class Summary:
     duration_s: float
     classes: Sequence[ClassSummary]
-    queue: dict[str, Spread]  # by tier: arrival to first step
+    queue: dict[str, Spread]  # by tier: seconds from arrival to the first step
     slos: Sequence[SloVerdict]
     engines: EnginesSummary
-    preemptions: dict[tuple[str, str], int]  # (tier, mode)
-    moves: dict[tuple[str, str, str], tuple[int, int]]  # (tier, knob, signal) → (up, down)
-    knobs: dict[str, TierMoment]  # by tier, of the first worker at the end of the load
+    preemptions: dict[tuple[str, str], int]  # (tier, mode) → number
+    moves: dict[tuple[str, str, str], tuple[int, int]]  # (tier, knob, signal) → (moves up, moves down)
+    knobs: dict[str, TierMoment]  # by tier: state at the end of the load; the knobs are the first worker's
 
     @property
     def keeps_slos(self) -> bool:
@@ -130,14 +133,14 @@ def spread(samples: Iterable[float]) -> Spread:
 
 
 def quantile(ordered: np.ndarray, q: float) -> float | None:
-    """Return a quantile of samples in ascending order."""
+    """Return the quantile `q` of samples in ascending order; None without samples."""
     return float(ordered[max(0, math.ceil(q * len(ordered) - 1e-9) - 1)]) if len(ordered) else None
 
 
 def meets_slo(record: RequestRecord, tier: Tier) -> bool | None:
-    """Return whether the request met its tier's SLO; None without an SLO.
+    """Return whether the request met the SLO of its tier and its own deadline; None if it has neither.
 
-    Judges as the scheduler does: TTFT in time, at most one gap in a hundred too long, and the request's own deadline.
+    The rules are those of the scheduler: TTFT in time, at most one gap in a hundred too long, and the deadline met.
     """
     if not tier.is_interactive and record.deadline_s is None:
         return None

@@ -1,8 +1,9 @@
-"""A trace of requests from a file, JSONL or CSV: arrival, tier and lengths of each.
+"""A trace of requests from a JSONL or CSV file: the arrival, the tier and the lengths of each request.
 
-Columns (CSV) or keys (JSONL): `arrival_s`, `tier` (a tier's name or a `service_tier`), `prompt_tokens`,
-`output_tokens`; optional: `class` (a name for the report; default: the tier's), `prefix_id` and `prefix_tokens` (a
-beginning that prompts share), `deadline_s` (after arrival). Knows files; not tiers.
+The required columns (CSV) or keys (JSONL) are `arrival_s`, `tier` (the name of a tier or a `service_tier`),
+`prompt_tokens` and `output_tokens`. The optional ones are `class` (a name for the report; default: the name of the
+tier), `prefix_id` and `prefix_tokens` (a prefix that prompts share), and `deadline_s` (seconds after arrival). Knows
+files; does not know tiers.
 """
 
 import csv
@@ -15,11 +16,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 
 class TraceError(Exception):
-    """The trace cannot be used; the message names file, line and key."""
+    """The trace cannot be used. The message names the file, the line and the key."""
 
 
 def _none_where_empty(value: Any) -> Any:
-    """Return None for an empty cell of a CSV file."""
+    """Return None for an empty cell of a CSV file, and any other value unchanged."""
     return None if value == "" else value
 
 
@@ -45,7 +46,7 @@ class TraceRow(BaseModel):
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """Return all rows, by arrival. Raises `TraceError`."""
+    """Return all rows in order of arrival. Raises `TraceError`."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             lines = _csv_lines(file) if path.suffix.lower() == ".csv" else _jsonl_lines(file)

@@ -1,8 +1,8 @@
-"""The traffic offered to a simulated deployment: requests with arrival times, and backlogs that refill themselves.
+"""The traffic of a simulated run: requests with arrival times, and backlogs that refill themselves.
 
-Made from a scenario by the functions that plan real load (`workload`), or from a trace. The load is raised with more
-clients and lowered by thinning the last one; time is never compressed. Knows tiers by name; not clocks, queues or
-engines.
+The traffic is made from a scenario, by the functions that also plan real load (see `workload`), or from a trace. A
+higher load has more clients, and a lower load has fewer clients or sends only a part of their requests; time is never
+compressed. Knows tiers by name; does not know clocks, queues or engines.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,16 +15,20 @@ from loadtest.traffic.workload import PlannedRequest, generator, plan_closed_loo
 from scheduler.config import Tier, TierSet
 
 FIRST_PREFIX_TOKEN = 16  # above the ids of special tokens
-FIRST_OWN_TOKEN = 1 << 24  # tokens below it are the shared prefixes of traces
+FIRST_OWN_TOKEN = 1 << 24  # smaller ids are those of the shared prefixes of traces
 
 
 class TrafficError(Exception):
-    """The traffic cannot be offered; the message says what does not fit."""
+    """The traffic cannot be sent. The message says why it does not fit the tiers."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedRequest:
-    """`at_s` counts from the start of the load (0 in a backlog), `deadline_s` from arrival; None: that of the tier."""
+    """One request of the simulated traffic.
+
+    `at_s` counts from the start of the load and is 0 in a backlog. `deadline_s` counts from arrival; None means the
+    deadline of the tier.
+    """
 
     id: str
     traffic_class: str
@@ -38,7 +42,7 @@ class OfferedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """`streams` requests are always in flight; each answer sends the next."""
+    """A backlog: `streams` requests are always in flight, and each answer starts the next request."""
 
     traffic_class: str
     streams: int
@@ -47,7 +51,10 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """`arrivals` by time. `classes` maps each class to its tier, in the order of the report."""
+    """All traffic of a run.
+
+    `arrivals` are in order of time. `classes` maps each class to its tier, in the order of the report.
+    """
 
     classes: dict[str, str]
     arrivals: Sequence[OfferedRequest]
@@ -56,7 +63,7 @@ class Traffic:
 
 
 def scenario_traffic(scenario: Scenario, tiers: TierSet, duration_s: float, seed: int, round_: int = 0) -> Traffic:
-    """Return the traffic that round `round_` of an experiment with this seed sends."""
+    """Return the traffic that an experiment with this seed sends in round `round_`."""
     classes = {name: tier_of(c.service_tier, tiers).name for name, c in scenario.classes.items()}
     shares = any(c.prefixes is not None or c.sessions is not None for c in scenario.classes.values())
     prompts = _Prompts(shares)
@@ -73,11 +80,11 @@ def scenario_traffic(scenario: Scenario, tiers: TierSet, duration_s: float, seed
 
 
 def trace_traffic(rows: Sequence[TraceRow], tiers: TierSet, duration_s: float, seed: int, rate: float = 1.0) -> Traffic:
-    """Return the requests of a trace within `duration_s`, from `rate` times as many clients: whole copies, and a
-    thinned one.
+    """Return the requests that a trace sends within `duration_s`, with the load multiplied by `rate`.
 
-    Copies are rotated in time against each other, since the same bursts at the same moments would be another load. A
-    larger rate keeps every request of a smaller one.
+    The load is multiplied by copies of the trace. For example, `rate` 2.3 is two whole copies and a random 30 % of the
+    requests of a third copy. Each copy after the first is rotated in time by a random amount, since the same bursts at
+    the same moments would be a different kind of load. A larger rate keeps every request of a smaller rate.
     """
     rows = [row for row in rows if row.arrival_s < duration_s]
     classes: dict[str, str] = {}
@@ -103,11 +110,12 @@ def trace_traffic(rows: Sequence[TraceRow], tiers: TierSet, duration_s: float, s
 
 
 def tier_of(service_tier: str | None, tiers: TierSet) -> Tier:
+    """Return the tier for the request field `service_tier`; None means the default tier. Raises `TrafficError`."""
     return tiers[tiers.default_tier] if service_tier is None else _tier_named(service_tier, tiers)
 
 
 def _tier_named(name: str, tiers: TierSet) -> Tier:
-    """Return the tier of this name, or of this `service_tier`."""
+    """Return the tier with this name or with this `service_tier`. Raises `TrafficError`."""
     tier = tiers.tiers.get(name) or tiers.for_service_tier(name)
     if tier is None:
         raise TrafficError(f"no tier and no service_tier is called {name!r} (tiers: {', '.join(tiers.tiers)})")
@@ -117,8 +125,8 @@ def _tier_named(name: str, tiers: TierSet) -> Tier:
 class _Prompts:
     """Makes prompts of the planned lengths.
 
-    Their tokens matter to a prefix cache only. Without one, all prompts of a length are the same object, so that a
-    million requests fit into memory.
+    The tokens of a prompt matter only to a prefix cache. If `have_meaning` is False, all prompts of the same length are
+    one shared object, so that a million requests fit into memory.
     """
 
     def __init__(self, have_meaning: bool) -> None:
@@ -126,13 +134,20 @@ class _Prompts:
         self._of_length: dict[int, tuple[int, ...]] = {}
 
     def planned(self, planned: PlannedRequest) -> tuple[int, ...]:
-        """Return a prompt that repeats each segment's seed: equal where segments are equal, and different elsewhere."""
+        """Return the prompt of a planned request.
+
+        Each segment becomes one repeated token, which is made from the seed of the segment. So two prompts have equal
+        tokens only where they have equal segments.
+        """
         if not self._have_meaning:
             return self._any_of(planned.prompt_tokens)
         return tuple(FIRST_OWN_TOKEN + s.seed for s in planned.segments for _ in range(s.tokens))
 
     def traced(self, row: TraceRow, prefix: int, number: int) -> tuple[int, ...]:
-        """Return a prompt that repeats a token of its prefix, then a token of its own."""
+        """Return the prompt of a trace row: one repeated token for the prefix, then another one for the rest.
+
+        Rows with the same `prefix` share the first token. `number` is different for each request.
+        """
         if not self._have_meaning:
             return self._any_of(row.prompt_tokens)
         shared = row.prefix_tokens or 0

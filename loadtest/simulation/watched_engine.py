@@ -1,6 +1,6 @@
 """A modeled engine whose steps are recorded.
 
-Adds what the modeled engine leaves out: the host's time between two steps, in which the device is idle.
+It also adds a time that the modeled engine leaves out: that of the host between two steps, while the device is idle.
 """
 
 from collections.abc import Awaitable, Callable, Collection
@@ -10,7 +10,7 @@ from loadtest.simulation.observation import EngineRecord
 
 
 class WatchedEngine:
-    """Implements `Engine`. `sleep` is the virtual clock's."""
+    """An implementation of `Engine` that wraps another engine. `sleep` waits on the virtual clock."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class WatchedEngine:
         self._sleep = sleep
         self._host_overhead_s = host_overhead_s
         self._record = record
-        self._computed: dict[str, int] = {}  # tokens with KV, by sequence
+        self._computed: dict[str, int] = {}  # number of tokens with KV, by sequence
         self._submitted: StepPlan | None = None
 
     @property
@@ -68,9 +68,10 @@ class WatchedEngine:
             self._note_evicted(plan, result)
 
     def _note_evicted(self, plan: StepPlan, result: StepResult) -> None:
-        """Count the evicted rows' share of the step's time, by tokens, as wasted.
+        """Record the evicted rows, and count their share of the step's time as wasted.
 
-        This is an upper bound, since the rows left before the end of the step.
+        The share is that of their tokens. The result is an upper bound, because the rows left before the end of the
+        step.
         """
         evicted = set(result.evicted)
         evicted_tokens = sum(run.num_tokens for run in plan.run if run.seq_id in evicted)

@@ -1,6 +1,6 @@
-"""The worker's metrics in the simulator: reports of the loop go into the run's observation, not to Prometheus.
+"""The metrics of a worker in the simulator: they are written into the observation of the run, not to Prometheus.
 
-Simulated workers are not scraped, and rendering their metrics once a second would cost more than scheduling.
+Nothing scrapes a simulated worker, and rendering its metrics once a second would cost more than the scheduling.
 """
 
 from array import array
@@ -18,7 +18,10 @@ from scheduler.worker.metrics import SchedulerMetrics
 
 
 class WatchedMetrics(SchedulerMetrics):
-    """`begins_s` is the time on the clock at which the load begins."""
+    """The metrics of one simulated worker.
+
+    `begins_s` is the time on the clock at which the load begins.
+    """
 
     def __init__(self, tiers: TierSet, observation: Observation, worker: int, clock: Clock, begins_s: float) -> None:
         super().__init__(CollectorRegistry(), tiers)

@@ -1,16 +1,17 @@
-"""The content of planned requests: token ids or words from the seeds of their segments, and nonces. Pure.
+"""The content of planned requests: token ids or words, drawn from the seeds of their segments, and nonces.
 
-Knows vocabularies; not when anything is sent. The same segment is the same text in every prompt.
+All functions are pure. Knows vocabularies; does not know when requests are sent. A segment has the same text in every
+prompt.
 """
 
 import numpy as np
 
 from loadtest.traffic.workload import PlannedRequest, Segment, generator
 
-# Prompt ids are above special tokens, and below the size of small vocabularies.
+# Prompt ids are above the ids of special tokens, and below the size of small vocabularies.
 FIRST_PROMPT_TOKEN_ID, END_PROMPT_TOKEN_ID = 16, 500
 
-# Words that English tokenizers hold as one token, with the space before it.
+# Words that are a single token in tokenizers for English, together with the space before the word.
 WORDS = (
     "the of and to in is that it for as with on be at by this have from or one had not but what all were "
     "when we there can an your which their said if do will each about how up out them then she many some so "
@@ -21,12 +22,12 @@ WORDS = (
 
 
 def token_prompt(planned: PlannedRequest) -> list[int]:
-    """Return exactly `prompt_tokens` ids, all below 500, which any model has."""
+    """Return exactly `prompt_tokens` token ids. They are below 500, so that every model has them."""
     return [i for segment in planned.segments for i in _draw(segment, FIRST_PROMPT_TOKEN_ID, END_PROMPT_TOKEN_ID)]
 
 
 def word_prompt(planned: PlannedRequest) -> str:
-    """Return words for about `prompt_tokens` tokens; the answer's `usage` gives the exact number."""
+    """Return words that are about `prompt_tokens` tokens. The `usage` of the answer gives the exact number."""
     words = WORDS.split()
     return " ".join(words[i] for segment in planned.segments for i in _draw(segment, 0, len(words)))
 

@@ -1,7 +1,7 @@
-"""A scenario: the classes of traffic that a server gets at the same time, validated from YAML.
+"""A scenario: the classes of traffic that a server receives at the same time, validated from YAML.
 
-Knows names, rates and lengths; not how a class becomes requests (`workload`) nor how they are sent (`runner`). Errors
-name the key: `classes.bulk.output_tokens: …`.
+Knows names, rates and lengths. Does not know how a class becomes requests (see `workload`) or how requests are sent
+(see `runner`). Error messages name the wrong key: `classes.bulk.output_tokens: …`.
 """
 
 from importlib.resources import files
@@ -13,15 +13,19 @@ from pydantic import Field, ValidationError, model_validator
 
 from loadtest.traffic.scenario_arrivals import ClosedLoop, OpenLoop, Strict
 
-POOLS = "pools"  # the folder of the shipped bulk pools
+POOLS = "pools"  # folder of the shipped bulk pools
 
 
 class ScenarioError(Exception):
-    """The scenario cannot be used; the message names file and key."""
+    """The scenario cannot be used. The message names the file and the key."""
 
 
 class Lengths(Strict):
-    """Tokens in [min, max]: lognormal around `median`, or uniform without it. A bare number is a fixed length."""
+    """A distribution of lengths in tokens, limited to [min, max].
+
+    It is lognormal around `median`, or uniform if there is no median. In YAML, a single number stands for a fixed
+    length.
+    """
 
     min: int = Field(ge=1)
     max: int = Field(ge=1, le=1_000_000)
@@ -40,31 +44,35 @@ class Lengths(Strict):
         return self
 
     def scaled(self, factor: float) -> Self:
-        """Return the lengths times `factor`, rounded down so that what fitted a context still fits; the spread stays.
-        At least one token."""
+        """Return a copy with all lengths multiplied by `factor`, but at least one token each. `sigma` stays the same.
+
+        The bounds are rounded down: if a length fitted a context, the new length fits that context multiplied by
+        `factor`.
+        """
         low, high = (max(1, int(factor * bound)) for bound in (self.min, self.max))
         median = None if self.median is None else factor * self.median
         return self.model_copy(update={"min": low, "max": high, "median": median})
 
 
 class SharedPrefixes(Strict):
-    """`count` different beginnings; each prompt (or session) starts with one of them."""
+    """A set of `count` different prefixes. Each prompt, or each session, starts with one of them."""
 
     count: int = Field(ge=1, le=10_000)
     tokens: Lengths
 
 
 class Sessions(Strict):
-    """Arrivals are those of sessions, each with `turns_mean` turns (geometric).
+    """Conversations of several turns: each arrival of the class starts a session.
 
-    Each turn follows the one before after an exponential time of mean `think_s`, and its prompt holds the whole
-    history. A session ends where its next turn would exceed `max_tokens`. `documents` of the sessions start with a
-    prompt of `document_tokens`.
+    A session has `turns_mean` turns on average (geometric distribution). Each turn begins an exponentially distributed
+    time of mean `think_s` after the beginning of the previous turn, and its prompt holds the whole history. A session
+    ends early if the next turn would exceed `max_tokens`. The share `documents` of the sessions starts with a prompt of
+    `document_tokens`.
     """
 
     turns_mean: float = Field(ge=1, le=1000)
     think_s: float = Field(gt=0)
-    max_tokens: int = Field(ge=2)  # prompt and output of one turn together
+    max_tokens: int = Field(ge=2)  # largest sum of prompt and output of one turn
     documents: float = Field(default=0.0, ge=0, le=1)
     document_tokens: Lengths | None = None
 
@@ -76,25 +84,29 @@ class Sessions(Strict):
 
 
 class Targets(Strict):
-    """Limits that a request must meet at the client's socket to count as served in time."""
+    """The latency limits of a request, measured at the client's socket.
+
+    A request that meets all of them counts as served in time.
+    """
 
     ttft_ms: float | None = Field(default=None, gt=0)
-    itl_ms: float | None = Field(default=None, gt=0)  # limit of the p99 of one request's gaps
+    itl_ms: float | None = Field(default=None, gt=0)  # limit on the p99 of the gaps between tokens of one request
     e2e_ms: float | None = Field(default=None, gt=0)
 
 
 class TrafficClass(Strict):
     name: str
-    role: Literal["interactive", "bulk"]  # isolation compares interactive beside bulk with interactive alone
-    service_tier: str | None = None  # the request field; None leaves it out
+    # Isolation compares interactive classes while bulk classes run with interactive classes alone.
+    role: Literal["interactive", "bulk"]
+    service_tier: str | None = None  # the request field of this name; None: the field is left out
     arrivals: OpenLoop | ClosedLoop
-    prompt_tokens: Lengths  # without the shared prefix, where there is one
+    prompt_tokens: Lengths  # without the shared prefix, if there is one
     output_tokens: Lengths
     prefixes: SharedPrefixes | None = None
     sessions: Sessions | None = None
     targets: Targets = Targets()
     endpoint: Literal["chat", "completions"] = "completions"
-    extra_body: dict[str, Any] = {}  # more request fields, such as {priority: 10} for servers without service_tier
+    extra_body: dict[str, Any] = {}  # further request fields, such as {priority: 10} for servers without service_tier
 
     @model_validator(mode="after")
     def _sessions_are_open(self) -> Self:
@@ -103,7 +115,10 @@ class TrafficClass(Strict):
         return self
 
     def with_lengths_scaled(self, factor: float) -> Self:
-        """Return the scenario with all lengths times `factor`: prompts, outputs, prefixes, documents and sessions."""
+        """Return a copy of the class with all lengths multiplied by `factor`.
+
+        This includes the lengths of prompts, outputs, prefixes, documents and sessions.
+        """
         changes: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens.scaled(factor),
             "output_tokens": self.output_tokens.scaled(factor),
@@ -120,7 +135,10 @@ class TrafficClass(Strict):
         return self.model_copy(update=changes)
 
     def with_load_scaled(self, factor: float) -> Self:
-        """Open loops only: a backlog is full at any load."""
+        """Return a copy of the class with `factor` times the load.
+
+        A closed loop is returned unchanged, since its backlog is full at any load.
+        """
         if isinstance(self.arrivals, ClosedLoop):
             return self
         return self.model_copy(update={"arrivals": self.arrivals.scaled(factor)})
@@ -128,8 +146,8 @@ class TrafficClass(Strict):
 
 class Scenario(Strict):
     description: str = ""
-    context: int | None = Field(default=None, ge=16)  # tokens that the longest request needs; None: unknown
-    bulk_pool: str | None = None  # the shipped pool whose classes were added
+    context: int | None = Field(default=None, ge=16)  # tokens of the longest request; None: unknown
+    bulk_pool: str | None = None  # name of the shipped pool whose classes were added
     classes: dict[str, TrafficClass] = Field(min_length=1)
 
     @model_validator(mode="before")
@@ -151,20 +169,25 @@ class Scenario(Strict):
         return tuple(c for c in self.classes.values() if c.role == role)
 
     def scale_for(self, max_model_len: int | None) -> float:
-        """Return the factor by which lengths must be multiplied to fit a model's context; 1 where they fit or the
-        context is unknown."""
+        """Return the factor by which lengths must be multiplied to fit the context of a model.
+
+        Return 1 if the lengths fit, or if the needed context or the context of the model is unknown.
+        """
         if self.context is None or max_model_len is None:
             return 1.0
         return min(1.0, max_model_len / self.context)
 
     def with_lengths_scaled(self, factor: float) -> Self:
-        """All lengths times `factor`: prompts, outputs, prefixes, documents and what a session may grow to."""
+        """Return a copy of the scenario with the lengths of all classes multiplied by `factor`.
+
+        This includes the lengths of prompts, outputs, prefixes, documents and sessions, and the needed context.
+        """
         classes = {name: c.with_lengths_scaled(factor) for name, c in self.classes.items()}
         context = None if self.context is None else max(16, round(factor * self.context))
         return self.model_copy(update={"classes": classes, "context": context})
 
     def with_load_scaled(self, factor: float, role: str = "interactive") -> Self:
-        """The open loops of a role with `factor` times the clients."""
+        """Return a copy in which the open loops of the classes with this role have `factor` times the clients."""
         classes = {n: c.with_load_scaled(factor) if c.role == role else c for n, c in self.classes.items()}
         return self.model_copy(update={"classes": classes})
 
@@ -178,8 +201,10 @@ def shipped_pools() -> list[str]:
 
 
 def load_scenario(name_or_path: str, bulk_pool: str = "") -> Scenario:
-    """Return a shipped scenario by its name, or that of a file; `bulk_pool` replaces its own bulk. Raises
-    `ScenarioError`."""
+    """Return the shipped scenario of this name, or the scenario in the file at this path.
+
+    If `bulk_pool` is given, it replaces the bulk classes of the scenario. Raises `ScenarioError`.
+    """
     if name_or_path in shipped_scenarios():
         text = (files("loadtest") / "traffic" / "scenarios" / f"{name_or_path}.yaml").read_text(encoding="utf-8")
     else:
@@ -194,7 +219,10 @@ def load_scenario(name_or_path: str, bulk_pool: str = "") -> Scenario:
 
 
 def _with_pool(data: Any, wanted: str) -> Any:
-    """Return the scenario's mapping with its bulk pool's classes, or with the wanted pool instead of all its bulk."""
+    """Return the mapping of a scenario, with the classes of its bulk pool added.
+
+    If `wanted` names a pool, this pool replaces all bulk classes of the scenario.
+    """
     if not isinstance(data, dict) or not isinstance(data.get("classes"), dict):
         return data
     name, classes = wanted or data.get("bulk_pool"), data["classes"]

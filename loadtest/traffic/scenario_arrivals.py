@@ -1,7 +1,8 @@
-"""The arrival processes of a scenario: a rate and how it changes, or a backlog that never ends.
+"""The arrival processes of a scenario: open loops, with a rate and its changes over time, and endless backlogs.
 
-Validated declarations, pure. Knows the parameters of each process; `workload_arrivals` draws the times. A rate is that
-of one population of clients; `clients` multiplies or thins it, and never compresses time.
+Holds validated declarations only; all functions are pure. Knows the parameters of each process; `workload_arrivals`
+draws the times. `rate_per_s` is the rate of one client. The load is changed with the number of clients: time is never
+compressed.
 """
 
 from typing import Self
@@ -14,10 +15,10 @@ class Strict(BaseModel):
 
 
 class Drift(Strict):
-    """A rate that wanders: every `every_s` it is multiplied by exp(x − σ²/2).
+    """A random drift of the rate: in each interval of `every_s` seconds the rate is multiplied by exp(x − σ²/2).
 
-    x is a stationary AR(1) process with standard deviation `sigma`, and correlation `rho` between intervals. The mean
-    factor is 1.
+    x is a stationary AR(1) process. Its standard deviation σ is `sigma`, and the correlation between neighbouring
+    intervals is `rho`. The mean of the factor is 1.
     """
 
     sigma: float = Field(gt=0, le=2)
@@ -26,8 +27,12 @@ class Drift(Strict):
 
 
 class Bursts(Strict):
-    """On and off for exponential times. Each burst has its own rate: exp(sigma·N − sigma²/2) times the rate for which
-    the long-run mean is `rate_per_s` (with `sigma` 0.9 the factor is exp(0.9·N − 0.405))."""
+    """Alternating bursts and pauses, of exponentially distributed lengths with the means `on_s` and `off_s`.
+
+    No request arrives during a pause. The rate inside bursts is raised so that the long-run mean stays the same. In
+    addition, each burst multiplies the rate by a factor of its own: exp(sigma·N − sigma²/2) for a standard normal N,
+    which is exp(0.9·N − 0.405) for `sigma` 0.9.
+    """
 
     on_s: float = Field(gt=0)
     off_s: float = Field(gt=0)
@@ -35,14 +40,14 @@ class Bursts(Strict):
 
 
 class Phase(Strict):
-    """A part of a repeating cycle: `factor` times the rate for `for_s`."""
+    """One part of a repeating cycle: for `for_s` seconds, the rate is multiplied by `factor`."""
 
     for_s: float = Field(gt=0)
     factor: float = Field(ge=0, le=100)
 
 
 class Spike(Strict):
-    """One spike: `factor` times the rate of the moment, from `at_s` for `for_s`."""
+    """A single spike: from `at_s`, for `for_s` seconds, the current rate is multiplied by `factor`."""
 
     at_s: float = Field(ge=0)
     for_s: float = Field(gt=0)
@@ -50,11 +55,11 @@ class Spike(Strict):
 
 
 class OpenLoop(Strict):
-    """Arrivals that do not wait for answers, with gamma-distributed gaps; `cv` 1 is a Poisson process, more is
-    burstier.
+    """Arrivals that do not wait for answers, with gamma-distributed gaps.
 
-    All `clients` share the changing rate; each client has gaps of its own, and a fraction of a client is that client
-    thinned.
+    `cv` is the coefficient of variation of the gaps: 1 is a Poisson process, and larger values are burstier. All
+    `clients` follow the same changing rate, but each client draws its own gaps. A fractional part of `clients` adds one
+    client that sends only this share of its requests.
     """
 
     rate_per_s: float = Field(gt=0, le=10_000)
@@ -67,7 +72,7 @@ class OpenLoop(Strict):
 
     @property
     def mean_rate_per_s(self) -> float:
-        """The rate of all clients, over whole cycles and without spikes."""
+        """The mean rate of all clients together, over whole cycles and without spikes."""
         return self.rate_per_s * self.clients * self._mean_cycle
 
     @property
@@ -76,15 +81,15 @@ class OpenLoop(Strict):
         return sum(p.for_s * p.factor for p in self.cycle) / length_s if length_s else 1.0
 
     def scaled(self, factor: float) -> Self:
-        """Return `factor` times the load, with more clients or by thinning them."""
+        """Return a copy with `factor` times the load: the number of clients is multiplied by `factor`."""
         return self.model_copy(update={"clients": self.clients * factor})
 
     def steady(self) -> Self:
-        """Return the same gaps at a constant rate."""
+        """Return a copy with the same distribution of gaps at a constant rate."""
         return self.model_copy(update={"drift": None, "bursts": None, "cycle": (), "spikes": ()})
 
 
 class ClosedLoop(Strict):
-    """A backlog: `streams` requests are always in flight; each answer starts the next one."""
+    """A backlog: `streams` requests are always in flight, and each answer starts the next request."""
 
     streams: int = Field(ge=1, le=900)

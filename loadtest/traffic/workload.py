@@ -1,8 +1,9 @@
-"""Planned requests from a seed: pure, and the same to the byte for the same seed.
+"""Plan requests from a seed. All functions are pure, and the same seed always gives exactly the same requests.
 
-Knows how arrivals, lengths and shared beginnings become planned requests; not HTTP, clocks or servers. Each class draws
-from generators of its own, so that a class can be added or left out in another arm without changing the others. Each
-client of a class has its own generators too, so that half the load is half of the same requests.
+Knows how arrivals, lengths and shared prefixes become planned requests; does not know HTTP, clocks or servers.
+
+Each class draws from its own random generators, so that an arm can add or leave out a class without changing the
+others. Each client of a class also has its own generators, so that half the load sends half of the same requests.
 """
 
 import zlib
@@ -15,13 +16,16 @@ from loadtest.traffic.scenario import Lengths, TrafficClass
 from loadtest.traffic.scenario_arrivals import OpenLoop
 from loadtest.traffic.workload_arrivals import sample_arrivals, sample_rate, whole_and_part
 
-CLOSED_LOOP_BLOCK = 256  # requests that are drawn together
-MAX_SEED = 2**31  # bound of the seeds that segments and samples draw
+CLOSED_LOOP_BLOCK = 256  # number of requests that are drawn together
+MAX_SEED = 2**31  # the seeds that are drawn for segments and prompts are below this
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part that several prompts share. The same seed and length are the same tokens."""
+    """A sequence of tokens that can occur in several prompts, given by a seed.
+
+    Segments with the same seed and the same length have the same tokens.
+    """
 
     seed: int
     tokens: int
@@ -29,16 +33,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """What will be sent, and when. `at_s` counts from the arm's start (0 in a closed loop).
+    """A request to send, and the time at which to send it.
 
-    A prompt begins with its `prefix` segments, in order, and goes on with tokens of its own: two prompts have the
-    same beginning as far as their segments are the same.
+    `at_s` counts from the start of the arm; it is 0 in a closed loop. A prompt begins with its `prefix` segments, in
+    order, and goes on with its own tokens. Two prompts with the same first segments share a prefix.
     """
 
     traffic_class: str
     index: int
     at_s: float
-    prompt_tokens: int  # with the prefix
+    prompt_tokens: int  # including the prefix
     output_tokens: int
     prompt_seed: int
     prefix: tuple[Segment, ...] = ()
@@ -49,26 +53,26 @@ class PlannedRequest:
 
     @property
     def prefix_id(self) -> int | None:
-        """An id of the whole prefix, the same for the same prefix; None without a prefix."""
+        """An id of the whole prefix: equal prefixes have equal ids. None without a prefix."""
         if not self.prefix:
             return None
         return zlib.crc32(repr([(s.seed, s.tokens) for s in self.prefix]).encode())
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """All segments of the prompt."""
+        """All segments of the prompt: those of the prefix, and the prompt's own tokens."""
         own = self.prompt_tokens - self.prefix_tokens
         return (*self.prefix, Segment(self.prompt_seed, own)) if own else self.prefix
 
 
 def generator(seed: int, *stream: str | int) -> np.random.Generator:
-    """Return an independent generator for each named stream of a seed."""
+    """Return a random generator for one named stream of a seed. The generators of different streams are independent."""
     entropy = [seed, *(zlib.crc32(s.encode()) if isinstance(s, str) else s for s in stream)]
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
 
 
 def sample_lengths(lengths: Lengths, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Return `count` integers in [min, max]."""
+    """Return `count` random integers in [min, max]."""
     if lengths.median is None:
         return rng.integers(lengths.min, lengths.max, size=count, endpoint=True)
     drawn = rng.lognormal(np.log(lengths.median), lengths.sigma, size=count)
@@ -76,7 +80,7 @@ def sample_lengths(lengths: Lengths, count: int, rng: np.random.Generator) -> np
 
 
 def plan_open_loop(traffic: TrafficClass, duration_s: float, seed: int, round_: int) -> list[PlannedRequest]:
-    """Return all requests of an open-loop class in one arm, by arrival."""
+    """Return all requests of an open-loop class in one round of an arm, in order of arrival."""
     if not isinstance(traffic.arrivals, OpenLoop):
         raise TypeError(f"class {traffic.name!r} is a closed loop: it has no arrival times")
     shared = shared_prefixes(traffic, seed)
@@ -98,7 +102,7 @@ def plan_open_loop(traffic: TrafficClass, duration_s: float, seed: int, round_: 
 
 
 def plan_closed_loop(traffic: TrafficClass, seed: int, round_: int) -> Iterator[PlannedRequest]:
-    """Yield requests without end. They are drawn in blocks, which costs little for each request."""
+    """Yield requests without end. They are drawn in blocks, which is cheaper than drawing them one by one."""
     rng = generator(seed, traffic.name, round_)
     shared = shared_prefixes(traffic, seed)
     index = 0
@@ -109,7 +113,7 @@ def plan_closed_loop(traffic: TrafficClass, seed: int, round_: int) -> Iterator[
 
 
 def shared_prefixes(traffic: TrafficClass, seed: int) -> list[Segment]:
-    """Return the class's common beginnings, which are the same in every round and arm of a seed."""
+    """Return the shared prefixes of the class. They are the same in every round and every arm with this seed."""
     prefixes = traffic.prefixes
     if prefixes is None:
         return []
@@ -121,7 +125,7 @@ def shared_prefixes(traffic: TrafficClass, seed: int) -> list[Segment]:
 def _draw(
     traffic: TrafficClass, at_s: np.ndarray, shared: list[Segment], rng: np.random.Generator
 ) -> list[PlannedRequest]:
-    """Return one request for each time; the caller sets their indices."""
+    """Return one request for each time in `at_s`. The caller sets the index of each request."""
     count = len(at_s)
     own = sample_lengths(traffic.prompt_tokens, count, rng).tolist()
     outputs = sample_lengths(traffic.output_tokens, count, rng).tolist()
@@ -140,7 +144,8 @@ def _draw_session(
 ) -> list[PlannedRequest]:
     """Return the turns of one session that begin before `end_s`.
 
-    The model's answers are unknown while planning, so as many other tokens stand for them in the history.
+    The model's answers are unknown when the requests are planned. In the history, each answer is replaced by random
+    tokens of the planned output length.
     """
     sessions = traffic.sessions
     assert sessions is not None, "asked for a class with sessions"

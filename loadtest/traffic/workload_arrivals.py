@@ -1,7 +1,8 @@
-"""Arrival times from a seed: a renewal process whose clock runs at the rate of the moment. Pure.
+"""Draw arrival times from a seed: a renewal process with a rate that changes over time. All functions are pure.
 
-Knows step functions of time and gamma gaps. A gap of mean 1 in *operational* time ends at the second at which the
-integral of the rate has grown by it, so that every rate profile keeps the requested burstiness.
+Knows step functions of time and gamma-distributed gaps. Gaps of mean 1 are drawn in *operational* time, which is the
+integral of the rate over seconds, and are then mapped back to seconds. So every rate profile keeps the requested
+burstiness.
 """
 
 from collections.abc import Sequence
@@ -14,34 +15,40 @@ from loadtest.traffic.scenario_arrivals import Bursts, Drift, OpenLoop, Phase, S
 
 @dataclass(frozen=True, slots=True)
 class StepFunction:
-    """`values[i]` holds on [edges[i], edges[i + 1]); there is one edge more than values."""
+    """A step function of time: its value is `values[i]` on [edges[i], edges[i + 1]).
+
+    There is one more edge than there are values.
+    """
 
     edges: np.ndarray
     values: np.ndarray
 
     def at(self, times: np.ndarray) -> np.ndarray:
-        """Return the values at `times`, which lie within the edges."""
+        """Return the values at `times`, which must lie within the edges."""
         index = np.searchsorted(self.edges, times, side="right") - 1
         found: np.ndarray = self.values[np.minimum(index, len(self.values) - 1)]
         return found
 
     @property
     def cumulated(self) -> np.ndarray:
-        """Return the integral from the first edge to each edge."""
+        """The integral from the first edge to each edge."""
         return np.concatenate([[0.0], np.cumsum(np.diff(self.edges) * self.values)])
 
     def inverse(self, integrals: np.ndarray) -> np.ndarray:
-        """Return the times at which the integral from the first edge reaches each of `integrals` (below its total)."""
+        """Return the times at which the integral from the first edge reaches each of `integrals`.
+
+        Each of `integrals` must be below the total integral.
+        """
         total = self.cumulated
-        # Where the rate is 0 the integral is constant; "right" finds the end of such a pause, not its beginning.
+        # While the rate is 0, the integral is constant; "right" finds the end of such a pause, not its beginning.
         index = np.searchsorted(total, integrals, side="right") - 1
         times: np.ndarray = self.edges[index] + (integrals - total[index]) / self.values[index]
         return times
 
 
 def sample_rate(arrivals: OpenLoop, duration_s: float, rng: np.random.Generator) -> StepFunction:
-    """Return the rate of one client over [0, duration_s) in 1/s: the product of all its changes."""
-    # Every change draws from a stream of its own, so that removing one does not change the others.
+    """Return the rate of one client over [0, duration_s) in requests per second: the product of all its changes."""
+    # Drift and bursts draw from separate streams, so that removing one of them does not change the other.
     drift_rng, burst_rng = rng.spawn(2)
     motions = [StepFunction(np.array([0.0, duration_s]), np.array([arrivals.rate_per_s]))]
     if arrivals.drift is not None:
@@ -56,16 +63,16 @@ def sample_rate(arrivals: OpenLoop, duration_s: float, rng: np.random.Generator)
 
 
 def sample_arrivals(rate: StepFunction, cv: float, rng: np.random.Generator) -> np.ndarray:
-    """Return one client's times, ascending, within the edges of the rate.
+    """Return the arrival times of one client, in ascending order, within the edges of `rate`.
 
-    Gaps are gamma-distributed with coefficient of variation `cv` in operational time. The process starts at a random
+    Gaps are gamma-distributed in operational time, with coefficient of variation `cv`. The process starts at a random
     point of its first gap, so that short runs have the right rate too.
     """
     total = float(rate.cumulated[-1])
     if total <= 0:
         return np.empty(0)
     shape, scale = cv**-2, cv**2
-    # The gap that covers the origin is length-biased: gamma with one more unit of shape.
+    # The gap that contains time 0 is length-biased: its gamma distribution has a shape that is larger by 1.
     points = [np.array([rng.gamma(shape + 1.0, scale) * rng.random()])]
     while points[-1][-1] < total:
         gaps = rng.gamma(shape, scale, size=max(16, int(total)))
@@ -87,7 +94,8 @@ def _drifting(drift: Drift, duration_s: float, rng: np.random.Generator) -> Step
 
 def _bursting(bursts: Bursts, duration_s: float, rng: np.random.Generator) -> StepFunction:
     share_on = bursts.on_s / (bursts.on_s + bursts.off_s)
-    is_on = bool(rng.random() < share_on)  # exponential times have no memory, so the run may start within one
+    # The exponential distribution has no memory, so the run may start inside a burst or a pause.
+    is_on = bool(rng.random() < share_on)
     edges, values = [0.0], []
     while edges[-1] < duration_s:
         edges.append(edges[-1] + float(rng.exponential(bursts.on_s if is_on else bursts.off_s)))
@@ -104,14 +112,17 @@ def _cycling(cycle: Sequence[Phase], duration_s: float) -> StepFunction:
 
 
 def _spiking(spike: Spike, duration_s: float) -> StepFunction:
-    """Return 1, and the factor of the spike during it; a run that ends before the spike has none."""
+    """Return a step function that is the spike's factor during the spike, and 1 in the rest of the run."""
     edges = np.unique(np.clip([0.0, spike.at_s, spike.at_s + spike.for_s, duration_s], 0.0, duration_s))
     inside = (edges[:-1] >= spike.at_s) & (edges[:-1] < spike.at_s + spike.for_s)
     return StepFunction(edges, np.where(inside, spike.factor, 1.0))
 
 
 def whole_and_part(clients: float) -> list[float]:
-    """Return the share of its requests that each client sends: 2.3 clients are two whole ones and 0.3 of a third."""
+    """Split a fractional number of clients into one number for each client: its share of the planned requests.
+
+    For example, 2.3 clients give [1.0, 1.0, 0.3]: the third client sends only 30 % of its requests.
+    """
     whole = int(clients)
     part = clients - whole
     return [1.0] * whole + ([part] if part > 1e-9 else [])
