@@ -1,6 +1,6 @@
-"""`python -m bench.gpu_check`: everything that only a GPU can tell, within ten minutes.
+"""`python -m bench.gpu_check`: the checks that need a GPU, within ten minutes.
 
-Imports the standard library only, so that missing packages can be named before anything needs them.
+Starts without any package that the checks need, so that missing packages are named before a check needs them.
 """
 
 import sys

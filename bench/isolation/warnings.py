@@ -6,7 +6,7 @@ from bench.isolation.summary import ArmSummary
 from loadtest.checks.validity import client_warnings, failure_warnings
 from loadtest.traffic.scenario import Targets
 
-BULK_NOISE = 1.05  # bulk beside interactive ÷ bulk alone; less may be noise
+BULK_NOISE = 1.05  # bulk throughput of a mixed arm ÷ that of bulk alone; a ratio up to this may be noise
 
 
 def warnings_of(result: Result) -> list[str]:
