@@ -15,6 +15,7 @@ from bench.simulator_accuracy import SimulatorAccuracy
 from bench.store_throughput import Store
 from loadtest.running import run_cli
 
+# Former names of commands, which still work.
 FORMER_NAMES = {"coserve": "isolation", "engine": "engines", "queue": "store", "compare": "simulator-accuracy"}
 
 

@@ -34,7 +34,10 @@ class ComparisonError(Exception):
 
 
 class SimulatorAccuracy(BaseModel):
-    """Compare the simulator with a measured run: one arm of an isolation result, simulated on a cost card."""
+    """A comparison of the simulator with a measured run.
+
+    One arm of an isolation result is simulated on a cost card.
+    """
 
     result: CliPositionalArg[Path] = Field(description="The JSON file of `python -m bench isolation`.")
     arm: str = Field("OURS", description="Which of its arms.")

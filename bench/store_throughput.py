@@ -29,7 +29,7 @@ from scheduler.store import connection
 from tidegate.valkey import ValkeyError, running_valkey
 
 TIER = "store-bench"
-LEASE_S = 60.0  # longer than a measurement, so that no lease runs out
+LEASE_S = 60.0  # seconds; longer than a measurement, so that no lease expires
 IN_FLIGHT = 8  # concurrent commands of the client
 
 
@@ -110,7 +110,7 @@ async def measure_store(url: str, requests: int, batch: int, prompt_tokens: int)
     Leaves nothing in the store.
     """
     async with connection.connect(url) as client:
-        await client.ping()  # fails before there is anything to clean up
+        await client.ping()  # if the store does not answer, fail before anything must be cleaned up
         queue = RedisQueue(client, SystemClock(), "store-bench")
         batches = _batches(requests, batch, prompt_tokens)
         claimed: list[list[Claimed]] = []

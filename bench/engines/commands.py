@@ -115,8 +115,8 @@ class Growth(ModelCommand):
     def cli_cmd(self) -> None:
         with one_sentence():
             require(PLOTS, "growth")
-        from bench.engines.growth import QUICK_SWEEP, GrowthBench, Machine, Sweep  # torch
-        from bench.engines.growth_plots import plot_growth  # matplotlib
+        from bench.engines.growth import QUICK_SWEEP, GrowthBench, Machine, Sweep  # imports torch
+        from bench.engines.growth_plots import plot_growth  # imports matplotlib
         from bench.engines.growth_report import growth_record
 
         peaks = measure_peaks(self.device, self.dtype, self.num_threads)
@@ -149,7 +149,7 @@ class Soak(ModelCommand):
             kv_cache_bytes=self.kv_mib * 2**20,
             num_threads=self.num_threads,
         )
-        from bench.engines.soak import run_soak  # torch, psutil
+        from bench.engines.soak import run_soak  # imports torch and psutil
 
         result = run_soak(config, 60 * self.minutes, self.seed, print_progress)
         self.conclude(result.record(), str(model_dir))

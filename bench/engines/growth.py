@@ -1,4 +1,4 @@
-"""Measures how the time of a step grows with streams, context and model size, and whether it grows with idle requests.
+"""The growth of a step's time with the number of streams, the context, the model size and the number of idle requests.
 
 Drives our engine in this process, with random weights of several model shapes. Knows which values are swept; does not
 know how results are shown.
@@ -82,7 +82,7 @@ class Growth:
 
 
 class GrowthBench:
-    """Runs sweeps on one machine. `scratch` is the directory for the models' files."""
+    """A benchmark that runs sweeps on one machine. `scratch` is the directory for the models' files."""
 
     def __init__(self, machine: Machine, scratch: Path, report_progress: Callable[[str], None]) -> None:
         self._machine = machine
@@ -162,9 +162,10 @@ class GrowthBench:
 
 
 class _StepWatch:
-    """Times a run from outside the engine: the steps that compute prompts, and each step in which all sequences decode.
+    """A stopwatch for the steps of one run, outside the engine.
 
-    `prefill_s` is the time until the first such decode step. `decode_s` has one entry for each such decode step.
+    `decode_s` has the time of each step in which all sequences decode. `prefill_s` is the time of all steps before the
+    first of these.
     """
 
     def __init__(self, streams: int) -> None:

@@ -35,7 +35,7 @@ GATEWAY = "growth"
 class StepTimes:
     """The seconds of each part of a step: lists with one entry for each measured step."""
 
-    claim: list[float]  # asking the core how many requests to claim, as the loop does after every step
+    claim: list[float]  # to ask the core how many requests to claim, as the loop does after every step
     plan: list[float]
     engine: list[float]
     apply: list[float]
@@ -76,7 +76,7 @@ class IdleCostBench:
     def measure(self, steps: int) -> IdleCost:
         """Return the times of `steps` interactive steps.
 
-        Each step computes the prompt of one interactive request and yields its first token. Bulk is paused meanwhile.
+        Each step computes the prompt of one interactive request and yields its first token. No bulk runs meanwhile.
         """
         if self._kind == "paused":
             self._accept("bulk", self._count, BULK_PROMPT, BULK_TOKENS)

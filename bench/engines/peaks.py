@@ -1,4 +1,4 @@
-"""Measures the machine's peak rates in a separate process, so that this process does not load torch or its threads."""
+"""The machine's peak rates, measured in a separate process, so that this process does not load torch or its threads."""
 
 import json
 import subprocess

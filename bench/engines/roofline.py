@@ -1,4 +1,4 @@
-"""The roofline: the least time that a step or a job can take at the machine's measured rates.
+"""The roofline: the shortest time that a step or a job can take at the machine's measured rates.
 
 The roofline time of a step is the longer of two times: the time to read all weights and the KV of the context once, and
 the time of all multiplications. Knows the shape of a Llama-like decoder (grouped heads, gated MLP) and arithmetic; does
@@ -103,7 +103,10 @@ def measured_step(streams: int) -> StepNeeds:
 
 
 def job_roofline_s(job: Job, shape: ModelShape, peaks: Peaks) -> float:
-    """Return the least seconds of a job: one step for all prompts, then the decode steps of the longest answer."""
+    """Return the roofline time of a job in seconds.
+
+    The job is assumed to take one step for all prompts, and then the decode steps of the longest answer.
+    """
     lengths = [len(prompt) for prompt in job.prompts]
     attended = sum(n * (n + 1) // 2 for n in lengths)
     first = StepNeeds(sum(lengths), len(lengths), attended, sum(lengths))

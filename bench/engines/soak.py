@@ -28,8 +28,8 @@ from engine.interface import (
 from loadtest.calibration.stepper import Stepper
 
 MAX_RUNNING = 24  # sequences in one step
-MAX_HELD = 32  # sequences at once, running or preempted
-SETTLE_SHARE = 0.1  # first share of the run, in which memory is not sampled: arenas and caches still grow
+MAX_HELD = 32  # unfinished sequences, running or preempted
+SETTLE_SHARE = 0.1  # share of the run at its start in which memory is not sampled: arenas and caches still grow
 OVERCOMMIT = 1.5  # KV of all sequences at their longest ÷ KV memory; above 1, some sequences must wait for blocks
 P_PREEMPT, P_ABORT, P_RESUME = 0.05, 0.005, 0.3  # probability for each sequence and step
 

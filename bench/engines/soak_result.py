@@ -16,7 +16,7 @@ class SoakResult:
     finished: int
     aborted: int
     preemptions: dict[str, int]
-    rss_bytes: tuple[int, ...]  # RSS at regular intervals, without the first share of the run
+    rss_bytes: tuple[int, ...]  # RSS at regular intervals, without the start of the run
     blocks_lost: int  # KV blocks that were not free at the end
 
     @property

@@ -1,4 +1,4 @@
-"""The systems of transformers: its continuous batching, and `generate` with one request at a time.
+"""The two systems of the transformers library: continuous batching, and `generate` with one request at a time.
 
 Both use SDPA attention, greedy sampling and no end-of-sequence token. Continuous batching keeps one manager running, so
 that no measurement includes its start. Requests are added to the manager one by one, because `generate_batch` allows
@@ -65,7 +65,7 @@ class ContinuousBatching:
 
 
 class OneAtATime:
-    """transformers' `generate`, called with one request after another."""
+    """The `generate` method of transformers, called with one request after another."""
 
     def __init__(self, spec: SystemSpec) -> None:
         self._model = _load(spec)

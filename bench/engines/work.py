@@ -71,7 +71,7 @@ class Job:
 
 
 def make_job(shape: WorkShape, streams: int, vocab_size: int, seed: int, *stream: str | int) -> Job:
-    """Return a job with `streams` requests. The same `seed` and the same name `stream` give the same job."""
+    """Return a job with `streams` requests. The same `seed` and `stream` always give the same job."""
     rng = generator(seed, "engine", *stream)
     lengths = rng.integers(shape.prompt[0], shape.prompt[1], size=streams, endpoint=True)
     new = rng.integers(shape.new[0], shape.new[1], size=streams, endpoint=True)

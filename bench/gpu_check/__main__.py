@@ -1,6 +1,6 @@
 """`python -m bench.gpu_check`: the checks that need a GPU, within ten minutes.
 
-Starts without any package that the checks need, so that missing packages are named before a check needs them.
+Needs the standard library only, so that it can name missing packages before a check needs them.
 """
 
 import sys

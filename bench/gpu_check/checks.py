@@ -117,8 +117,8 @@ def _pytest_flags() -> tuple[str, ...]:
 def measured_goals(results: dict[str, dict[str, Any]]) -> dict[str, float | None]:
     """Return the measured value of each of `GOALS` from the results of the parts; None if it was not measured.
 
-    Our throughput is the higher one of the engine alone and the engine with the scheduler loop. The loop costs time,
-    but it also hides some of the host's time.
+    Our throughput is measured for the engine alone and for the engine with the scheduler loop, and the higher value
+    counts. The loop costs time, but it also hides some of the host's time.
     """
     table = results.get("engine-8b", {})
     decodes = [row for row in table.get("jobs", []) if (row["work"], row["streams"]) == ("decode", STREAMS)]

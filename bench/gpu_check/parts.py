@@ -1,5 +1,6 @@
-"""Runs commands one after another, each with a time limit and in its own process group, and writes one log of them.
+"""The parts of the GPU check, and their runner.
 
+A part is a command. The commands run one after another, each with a time limit and in its own process group.
 A command that fails, hangs or leaves processes behind does not disturb the next one. Imports the standard library only.
 """
 
@@ -61,7 +62,7 @@ class Outcome:
 
 
 class PartRunner:
-    """Runs parts one after another, until `budget_s` seconds are used up, and writes one log of them."""
+    """A runner of parts, which runs one after another until `budget_s` seconds are used up, and writes one log."""
 
     def __init__(self, directory: Path, log: TextIO, environment: dict[str, str], budget_s: float) -> None:
         self._directory = directory

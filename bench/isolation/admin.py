@@ -1,4 +1,4 @@
-"""Controls the servers of an experiment: puts tiers in force, and waits until a server has no more work.
+"""The control of an experiment's servers: tiers are put in force, and an arm starts when a server has no more work.
 
 Knows the admin routes, and the metrics that show whether a server is busy. Does not know arms or statistics.
 """

@@ -1,8 +1,8 @@
-"""The arms of an experiment. Each arm is one kind of load, and the tiers document that the server uses under it.
+"""The arms of an experiment. An arm is a kind of load, together with the tiers that the server uses under this load.
 
-Before an arm of ours, the running server is told to use the arm's tiers document. The peer (any OpenAI-compatible
-server) has separate arms without a document. Knows documents, SLOs and pinned values; does not know servers or times.
-Pure, except that it reads the arm files of this package.
+Our running server is told to use the tiers document of each of our arms. The peer (any OpenAI-compatible server) has
+separate arms, without a tiers document. Knows documents, SLOs and pinned values; does not know servers or times. Pure,
+except that it reads the arm files of this package.
 """
 
 from collections.abc import Mapping, Sequence
@@ -98,7 +98,7 @@ def read_arm_file(name: str) -> Document:
 
 @dataclass(frozen=True, slots=True)
 class ArmBuilder:
-    """Builds arms.
+    """A builder of arms.
 
     `ours` is the tiers document of Tidegate's own arms. `slo` replaces the SLOs in all arms that try to keep them.
     `budget` replaces the pinned budget of bulk in A4. If `premium` is given, requests with `priority` or `fast` get a

@@ -1,4 +1,4 @@
-"""Decides which requests met their SLO, and how long latencies take to settle after a load step. Pure.
+"""SLO attainment: which requests met their SLO, and how long latencies take to settle after a load step. Pure.
 
 Every share is over *offered* requests: a request that was refused, failed or never ended is a miss. Knows outcomes and
 targets; does not know arms.
@@ -14,7 +14,7 @@ from loadtest.client.runner import ArmRun
 from loadtest.traffic.scenario import Targets
 
 GOAL = 0.99  # a load holds if at least this share of its requests meets the SLO
-GAP_QUANTILE = 0.99  # the quantile of a request's gaps that its SLO limits
+GAP_QUANTILE = 0.99  # the quantile of a request's gaps between tokens that its ITL target limits
 
 
 def has_met(outcome: Outcome, targets: Targets) -> bool:

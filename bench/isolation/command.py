@@ -214,6 +214,6 @@ class Isolation(BaseModel):
     def _drawings(self, result: Result) -> Drawings:
         if self.report_dir is None:
             return {}
-        from bench.isolation.drawings import draw_experiment  # matplotlib
+        from bench.isolation.drawings import draw_experiment  # imports matplotlib
 
         return draw_experiment(result)

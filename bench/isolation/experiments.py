@@ -39,7 +39,7 @@ class LoadProfile:
 class Experiment:
     name: ExperimentName
     title: str
-    scenario: str  # the default scenario
+    scenario: str  # name of the default scenario
     arms: tuple[str, ...]
     profile: LoadProfile
     is_steady: bool  # the scenario's own waves and bursts are left out, so that only `profile` changes the load

@@ -16,7 +16,7 @@ Z_95 = 1.645  # 95 % quantile of the normal distribution, for a one-sided bound
 
 
 def allowed_misses(offered: int) -> float:
-    """Return how many of the offered requests may miss their SLO if the load is to hold.
+    """Return the largest number of misses with which a load holds, out of `offered` requests.
 
     One miss is always allowed: even if exactly 99 % of requests are in time, one in three probes of 40 requests has a
     miss.

@@ -45,7 +45,10 @@ def latency_by_arm(arms: Mapping[str, ArmSummary], target_ms: float | None) -> s
 
 
 def harvest_by_arm(arms: Mapping[str, ArmSummary]) -> str:
-    """Draw each mixed arm as a point: interactive attainment against bulk throughput. Up and to the right is better."""
+    """Draw each mixed arm as a point: interactive attainment against bulk throughput.
+
+    Points further up and to the right are better.
+    """
     mixed = [arm for arm in arms.values() if arm.arm.is_mixed]
 
     def draw(figure: Figure) -> None:

@@ -22,7 +22,7 @@ HOW = (
 
 
 ARMS, OVER_TIME = "The arms, times in ms", "Over time"
-Drawings = Mapping[str, tuple[Drawing, ...]]  # by the title of their section
+Drawings = Mapping[str, tuple[Drawing, ...]]  # the drawings of each section, by the section's title
 
 
 def isolation_record(result: Result, provenance: Provenance, drawings: Drawings) -> Record:

@@ -32,7 +32,7 @@ class Result:
     experiment: Experiment
     scenario: Scenario  # as it was sent, with lengths and load scaled
     length_scale: float
-    load: float  # in multiples of `clients`
+    load: float  # the base load, in multiples of `clients`
     clients: float  # the solo goodput, or the value given in its place, in multiples of the scenario's load
     timing: Timing
     slos: Mapping[str, Targets]

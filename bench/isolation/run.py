@@ -1,4 +1,4 @@
-"""Runs one experiment: tunes load and budget, runs the arms, and judges the results by the goals.
+"""The run of one experiment: load and budget are tuned, the arms are run, and the results are judged by the goals.
 
 Knows the order of these steps; each step is in its own module.
 """
@@ -25,7 +25,8 @@ from loadtest.machine import hardware
 from loadtest.traffic.scenario import Scenario, Targets
 from scheduler.config import parse_tiers
 
-SETTLED_SHARE, SETTLED_BIN_S = 0.97, 2.0  # share of requests in time in every bin, and seconds of a bin, once settled
+# An arm has settled if SETTLED_SHARE of the requests are in time in every later bin of SETTLED_BIN_S seconds.
+SETTLED_SHARE, SETTLED_BIN_S = 0.97, 2.0
 WARM_UP_ROUND = 2000  # a round number that no arm uses, so that its requests differ
 
 
@@ -105,7 +106,7 @@ def _arms_and_slos(config: ExperimentConfig) -> tuple[ArmBuilder, Mapping[str, T
 
 
 async def _warm_up(config: ExperimentConfig, systems: Systems, builder: ArmBuilder, progress: Progress) -> None:
-    """Send a short load. Raises `TargetError` if no request of a class is served, since no arm could measure it."""
+    """Send a short load. Raises `TargetError` if no request of a class is served."""
     progress("warm-up")
     short = replace(config.timing, duration_s=config.search_s / 2, rounds=1)
     scenario, seed = config.scenario, config.seed

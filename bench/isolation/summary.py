@@ -55,7 +55,7 @@ class ArmSummary:
     ttft: Distribution  # of all interactive classes
     itl: Distribution
     e2e: Distribution
-    jobs: Attainment  # bulk with deadlines, over the admitted requests
+    jobs: Attainment  # of the admitted jobs, which are bulk requests with deadlines
     met_per_s: float  # interactive requests per second that met their SLO
     bulk_tokens_per_s: float
     engine: EngineView
@@ -179,7 +179,7 @@ def compare(mixed: ArmSummary, alone: ArmSummary, bulk_alone: ArmSummary | None)
 
 
 def compare_all(arms: Mapping[str, ArmSummary]) -> dict[str, Comparison]:
-    """Return the comparison of every mixed arm with the arms of the same system with one kind of traffic.
+    """Return, for every mixed arm, the comparison with the same system under one kind of traffic alone.
 
     Mixed arms are left out if interactive traffic alone was not measured on their system.
     """

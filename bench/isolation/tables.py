@@ -65,7 +65,7 @@ def _arm_cells(arm: ArmSummary) -> tuple[str, ...]:
 
 
 def versus_table(result: Result) -> Table:
-    """Return a table of ratios: each mixed arm ÷ the arms of the same system with one kind of traffic."""
+    """Return a table of ratios: each mixed arm ÷ the same system under one kind of traffic alone."""
     header = ("arm", "", "TTFT p50", "TTFT p99", "ITL p99", "E2E p50", "E2E p99", "bulk kept", "harvest")
     rows = []
     for name, c in compare_all(result.arms).items():

@@ -60,7 +60,7 @@ class Trials:
 
     systems: Systems
     scenario: Scenario
-    slos: Mapping[str, Targets]  # by interactive class
+    slos: Mapping[str, Targets]  # the SLO of each interactive class
     timing: Timing
     seed: int
     progress: Progress

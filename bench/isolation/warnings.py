@@ -1,4 +1,4 @@
-"""Reasons not to trust the numbers of an experiment. Pure."""
+"""Warnings about an experiment: the reasons not to trust its numbers. Pure."""
 
 from bench.isolation.arms import BULK_ALONE
 from bench.isolation.result import Result

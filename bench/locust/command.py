@@ -71,7 +71,7 @@ class Locust(BaseModel):
         return await stack.enter_async_context(serving_tidegate(None, "auto", folder, self.threads, flags))
 
     def _conclude(self, runs: list[LocustRun], users: Users, target: Target) -> None:
-        from bench.locust.plot import draw_runs  # matplotlib
+        from bench.locust.plot import draw_runs  # imports matplotlib
 
         provenance = Provenance.of_this_run(target.model, seed=0)
         record = locust_record(runs, Drawing(draw_runs(runs)), users, provenance)
