@@ -1,4 +1,4 @@
-"""The command line of the laboratory: `python -m bench <command>`, in a checkout of the repository.
+"""The command line of the experiments: `python -m bench <command>`, in a checkout of the repository.
 
 Knows flags and exit codes; the work of each command is in its own module.
 """
@@ -15,20 +15,24 @@ from bench.simulator_accuracy import SimulatorAccuracy
 from bench.store_throughput import Store
 from loadtest.running import run_cli
 
+# Former names of commands, which still work.
 FORMER_NAMES = {"coserve": "isolation", "engine": "engines", "queue": "store", "compare": "simulator-accuracy"}
 
 
 class Bench(BaseSettings):
     """Experiments that compare Tidegate with other systems, with other policies and with its own simulator.
 
-    Against a server: isolation: interactive beside bulk under several policies, against goals. locust: continuous
-    batching against one at a time.
+    Experiments on a server. isolation: interactive and bulk traffic together under several policies, judged by goals.
+    locust: continuous batching compared with one request at a time.
 
-    Against an engine: engines: ours beside others. growth: a step against streams, context, model. soak: under load for
-    long.
+    Experiments on an engine. engines: our engine compared with other systems. growth: the time of a step as streams,
+    context or model size grow. soak: an engine under random load for a long time.
 
-    The rest: store: what a real store carries. simulator-accuracy: a measured run against its simulation. Plots and
-    Locust need `pip install 'tidegate[loadtest]'`. `python -m bench.gpu_check` runs what only a GPU can tell."""
+    Other experiments. store: the requests per second of a real store. simulator-accuracy: a measured run compared with
+    its simulation.
+
+    Plots and Locust need `pip install 'tidegate[loadtest]'`. `python -m bench.gpu_check` runs the checks that need a
+    GPU."""
 
     model_config = SettingsConfigDict(
         env_prefix="TIDEGATE_BENCH_",

@@ -1,8 +1,8 @@
-"""`python -m bench simulator-accuracy`: one arm of an isolation result, simulated on a cost card and compared.
+"""`python -m bench simulator-accuracy`: simulates one arm of an isolation result and compares it with the measurement.
 
-The simulation sends the same requests at the same times to the same tiers, and ends each after as many tokens as it
-really had; a bulk backlog stays a backlog. Compared is what clients of the interactive classes see: the time to the
-first token, and each request's mean gap between tokens. Knows the result's JSON; measures nothing.
+The simulation uses a cost card. It sends the same requests at the same times to the same tiers, and each request
+generates the number of tokens that was measured. A bulk backlog stays a backlog. Two latencies of the interactive
+classes are compared: TTFT, and each request's mean gap between tokens. Knows the result's JSON; measures nothing.
 """
 
 import json
@@ -30,11 +30,14 @@ from scheduler.config import TierConfigError, parse_tiers
 
 
 class ComparisonError(Exception):
-    """The result cannot be simulated; the message says why."""
+    """Raised if the result cannot be simulated; the message says why."""
 
 
 class SimulatorAccuracy(BaseModel):
-    """Compare the simulator with a measured run: one arm of an isolation result, simulated on a cost card."""
+    """A comparison of the simulator with a measured run.
+
+    One arm of an isolation result is simulated on a cost card.
+    """
 
     result: CliPositionalArg[Path] = Field(description="The JSON file of `python -m bench isolation`.")
     arm: str = Field("OURS", description="Which of its arms.")
@@ -62,7 +65,7 @@ class MeasuredGaps(_Part):
 
 
 class MeasuredRequest(_Part):
-    """One request as `bench isolation` writes it."""
+    """One request in the JSON file of `bench isolation`."""
 
     arm: str
     round_: int = Field(alias="round")
@@ -110,14 +113,14 @@ class Compared:
     simulated: Spread
 
     def ratios(self) -> tuple[float | None, float | None]:
-        """Simulated ÷ measured, of p50 and p95."""
+        """Return the ratios simulated ÷ measured of the p50 and of the p95. A ratio is None if a value is missing."""
         pairs = ((self.simulated.p50, self.measured.p50), (self.simulated.p95, self.measured.p95))
         p50, p95 = (None if not real or simulated is None else simulated / real for simulated, real in pairs)
         return p50, p95
 
 
 def read_result(path: Path) -> MeasuredResult:
-    """Return the result in a file of `bench isolation`. Raises `ComparisonError`."""
+    """Return the result in a JSON file of `bench isolation`. Raises `ComparisonError` if it cannot be read."""
     try:
         return MeasuredResult.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -131,9 +134,10 @@ def read_result(path: Path) -> MeasuredResult:
 
 
 def compare_arm(result: MeasuredResult, arm: str, card: CostCard, gateway_s: float = 0.0) -> list[Compared]:
-    """Simulate every round of an arm and compare. Raises `ComparisonError`.
+    """Simulate every round of an arm and return its latencies, measured and simulated.
 
-    `gateway_s` is what HTTP and the gateway add to a first token, which the cost card does not hold.
+    `gateway_s` is the time that HTTP and the gateway add to the TTFT; the cost card does not include it. Raises
+    `ComparisonError` if the result has no such arm, or does not have the arm's tiers.
     """
     if arm not in result.arms or result.arms[arm].tiers is None:
         known = ", ".join(name for name, found in result.arms.items() if found.tiers is not None)
@@ -183,13 +187,13 @@ def _simulated(result: MeasuredResult, arm: str, round_: int, card: CostCard) ->
 
 
 def _scenario_of_arm(result: MeasuredResult, arm: str) -> Scenario:
-    """Return the scenario with the classes that the arm sent."""
+    """Return the scenario with only the classes whose requests the arm sent."""
     classes = {n: c for n, c in result.scenario.classes.items() if n in result.arms[arm].classes}
     return result.scenario.model_copy(update={"classes": classes})
 
 
 def _with_measured_lengths(traffic: Traffic, ended: Mapping[str, int]) -> Traffic:
-    """Return the traffic with answers of their measured lengths, where they are known."""
+    """Return the traffic in which each answer has its measured length, if that is known."""
 
     def cut(offered: OfferedRequest) -> OfferedRequest:
         return replace(offered, output_tokens=ended.get(offered.id, offered.output_tokens))

@@ -1,7 +1,8 @@
-"""`python -m bench store`: requests per second that a real store moves through the queue: put, claim and acknowledge.
+"""`python -m bench store`: the requests per second that a real store moves through the queue (put, claim, acknowledge).
 
-The store has one thread, so its own CPU seconds for a request give the rate at which it is full, whatever the clients
-on the same machine cost. The rate that one client process reaches is reported, too. Knows the queue's protocol.
+The store has one thread, so its CPU seconds per request give the rate at which it saturates. This rate does not depend
+on the CPU time of clients on the same machine. The rate that one client process reaches is also reported. Knows the
+queue's protocol.
 """
 
 import asyncio
@@ -28,8 +29,8 @@ from scheduler.store import connection
 from tidegate.valkey import ValkeyError, running_valkey
 
 TIER = "store-bench"
-LEASE_S = 60.0  # longer than a measurement, so that no lease runs out
-IN_FLIGHT = 8  # commands that one client has under way at once
+LEASE_S = 60.0  # seconds; longer than a measurement, so that no lease expires
+IN_FLIGHT = 8  # concurrent commands of the client
 
 
 T = TypeVar("T")
@@ -37,7 +38,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StorePhase:
-    """One kind of move, of all requests. `server_s` is the CPU time of the store in seconds."""
+    """The measurement of one operation (put, claim or ack) over all requests.
+
+    `server_s` is the CPU time of the store in seconds.
+    """
 
     name: str
     requests: int
@@ -50,7 +54,7 @@ class StorePhase:
 
     @property
     def server_us(self) -> float:
-        """Microseconds of the store's CPU for one request."""
+        """CPU time of the store for one request, in microseconds."""
         return 1e6 * self.server_s / self.requests
 
 
@@ -62,17 +66,17 @@ class StoreRate:
 
     @property
     def server_us(self) -> float:
-        """Microseconds of the store's CPU for one request, from put to acknowledge."""
+        """CPU time of the store for put, claim and ack of one request, in microseconds."""
         return sum(phase.server_us for phase in self.phases)
 
     @property
     def full_at_per_s(self) -> float:
-        """Requests a second that keep the store's one thread busy all the time."""
+        """The rate at which the store saturates: requests per second that keep its one thread always busy."""
         return 1e6 / self.server_us
 
 
 class Store(BaseModel):
-    """Requests a second through a real store: put, claim and ack, beside what a design needs."""
+    """Requests per second that a real store can put, claim and ack, compared with the rate that is needed."""
 
     redis_url: str = Field("", description="redis://… or unix://… of a store to measure; empty: one is started.")
     requests: int = Field(20_000, ge=64, le=1_000_000, description="Requests a round.")
@@ -88,7 +92,7 @@ class Store(BaseModel):
 
     @contextmanager
     def _store(self) -> Iterator[str]:
-        """The URL of the given store, or of one that is started and is gone afterwards."""
+        """Yield the URL of the given store, or of a store that is started and removed at the end of the block."""
         if self.redis_url:
             yield self.redis_url
             return
@@ -101,9 +105,12 @@ class Store(BaseModel):
 
 
 async def measure_store(url: str, requests: int, batch: int, prompt_tokens: int) -> StoreRate:
-    """Put, claim and acknowledge `requests` in batches of `batch`. Leaves nothing in the store."""
+    """Return the rates at which `requests` are put, claimed and acknowledged in batches of `batch`.
+
+    Leaves nothing in the store.
+    """
     async with connection.connect(url) as client:
-        await client.ping()  # fails before there is anything to clean up
+        await client.ping()  # if the store does not answer, fail before anything must be cleaned up
         queue = RedisQueue(client, SystemClock(), "store-bench")
         batches = _batches(requests, batch, prompt_tokens)
         claimed: list[list[Claimed]] = []
@@ -159,7 +166,7 @@ async def _phase(
 
 
 async def _server_s(client: Redis) -> float:
-    """CPU seconds of the store so far, in user and system mode."""
+    """Return the CPU seconds of the store since its start, in user and system mode."""
     info = await client.info("cpu")
     return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 

@@ -1,4 +1,4 @@
-"""The commands that measure an engine in processes of this machine, without a server: engines, growth and soak.
+"""The commands that measure an engine without a server, in processes on this machine: engines, growth and soak.
 
 Knows flags, files and exit codes; the measurements are in modules that the commands import when they run.
 """
@@ -26,7 +26,10 @@ from loadtest.running import one_sentence, print_progress
 
 
 class Engines(ModelCommand):
-    """Our engine, transformers and vLLM interleaved on the same weights: throughput, ratios, decode steps, roofline."""
+    """Our engine compared with transformers and vLLM on the same weights.
+
+    The systems run the same jobs in turn. Reports throughput, ratios, times of decode steps and shares of the roofline.
+    """
 
     systems: str = Field("tidegate,tidegate-loop,generate_batch,generate,vllm", description="Which ones, by name.")
     vllm_python: str = Field("", description="Python of an environment that has vLLM; without it vLLM is left out.")
@@ -102,15 +105,18 @@ class Engines(ModelCommand):
 
 
 class Growth(ModelCommand):
-    """Decode steps against streams, context and model size, and beside bulk that only waits: table, JSON and plots."""
+    """The time of a decode step as streams, context, model size and idle bulk requests grow.
+
+    Writes a table, a JSON file and plots.
+    """
 
     out: Path = Field(Path("growth"), description="Directory for growth.json and the plots.")
 
     def cli_cmd(self) -> None:
         with one_sentence():
             require(PLOTS, "growth")
-        from bench.engines.growth import QUICK_SWEEP, GrowthBench, Machine, Sweep  # torch
-        from bench.engines.growth_plots import plot_growth  # matplotlib
+        from bench.engines.growth import QUICK_SWEEP, GrowthBench, Machine, Sweep  # imports torch
+        from bench.engines.growth_plots import plot_growth  # imports matplotlib
         from bench.engines.growth_report import growth_record
 
         peaks = measure_peaks(self.device, self.dtype, self.num_threads)
@@ -124,7 +130,10 @@ class Growth(ModelCommand):
 
 
 class Soak(ModelCommand):
-    """The engine under random load with preemptions; exit 1 where its memory grows or blocks are lost."""
+    """The engine under random load with preemptions.
+
+    Exits with 1 if its memory grows, if KV blocks are lost or if no sequence finished.
+    """
 
     minutes: float = Field(10.0, gt=0, le=24 * 60, description="Minutes of load.")
     kv_mib: int = Field(64, ge=1, description="KV memory; little, so that blocks are scarce.")
@@ -140,7 +149,7 @@ class Soak(ModelCommand):
             kv_cache_bytes=self.kv_mib * 2**20,
             num_threads=self.num_threads,
         )
-        from bench.engines.soak import run_soak  # torch, psutil
+        from bench.engines.soak import run_soak  # imports torch and psutil
 
         result = run_soak(config, 60 * self.minutes, self.seed, print_progress)
         self.conclude(result.record(), str(model_dir))

@@ -1,7 +1,8 @@
-"""The interleaved run: every system gets every job, in random order, one at a time, round after round.
+"""The interleaved run: every system gets every job, in several rounds.
 
-Knows jobs, clients and what is recorded of them; not how systems work or how results look. A system that fails leaves
-the run with its reason, and the others go on.
+For each job, the systems run one after another, in random order. A system that fails is removed from the run and its
+reason is recorded; the run continues with the other systems. Knows jobs, clients and what is recorded of each job; does
+not know how systems work or how results are shown.
 """
 
 import random
@@ -20,8 +21,11 @@ WARM_UP_TOKENS = 8  # new tokens of each warm-up request
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured. `serial_requests` is how many of a job's requests, different ones in each round, a system gets
-    that takes them one at a time: its rate does not depend on how many wait."""
+    """The plan of a run: kinds of work, numbers of streams, and rounds.
+
+    A system that serves one request at a time gets only `serial_requests` requests of each job, since its rate does not
+    depend on the number of waiting requests. These requests differ from round to round.
+    """
 
     works: tuple[WorkKind, ...]
     streams: tuple[int, ...]
@@ -37,13 +41,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One job of one system. `tokens` counts new tokens, and prompt tokens too where prefill is the work."""
+    """The measurement of one job on one system.
+
+    `tokens` counts new tokens. For prefill work, it counts prompt tokens too.
+    """
 
     system: str
     work: WorkKind
     streams: int
     round: int
-    job: Job  # the part that the system was given
+    job: Job  # only the requests that the system was given
     elapsed_s: float
 
     @property
@@ -58,7 +65,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """The mean time of a decode step with `streams` sequences."""
+    """The mean time of a decode step with `streams` sequences, on one system in one round."""
 
     system: str
     streams: int
@@ -68,7 +75,7 @@ class StepSample:
 
 @dataclass(slots=True)
 class Comparison:
-    """What a run recorded. Written by `compare` only."""
+    """The measurements of a run. Written by `compare` only."""
 
     systems: tuple[str, ...]
     samples: list[Sample] = field(default_factory=list)
@@ -80,14 +87,17 @@ class Comparison:
     idle_cpu_shares: dict[str, float | None] = field(default_factory=dict)
 
     def agreement(self, one: str, other: str) -> float | None:
-        """Return the share of greedy tokens before the first difference of two systems' answers."""
+        """Return the share of greedy tokens that two systems generate alike, before their answers first differ.
+
+        None if no answers of the two systems were compared.
+        """
         pair = (one, other) if (one, other) in self.compared_tokens else (other, one)
         total = self.compared_tokens.get(pair, 0)
         return self.same_tokens[pair] / total if total else None
 
 
 def compare(plan: Plan, clients: Sequence[SystemClient], report_progress: Callable[[str], None]) -> Comparison:
-    """Run `plan`. Starts the clients; the caller ends them."""
+    """Run `plan` and return its measurements. Starts the clients; the caller ends them."""
     run = _Run(plan, clients, report_progress)
     run.begin()
     for round_ in range(plan.rounds):
@@ -99,7 +109,7 @@ def compare(plan: Plan, clients: Sequence[SystemClient], report_progress: Callab
 
 
 class _Run:
-    """A run under way: the systems that are still in it, and what was recorded."""
+    """The state of a run: the systems that have not failed, and the measurements so far."""
 
     def __init__(self, plan: Plan, clients: Sequence[SystemClient], report_progress: Callable[[str], None]) -> None:
         self._plan = plan
@@ -150,8 +160,10 @@ class _Run:
         self._each(measure)
 
     def _each(self, work: Callable[[SystemClient], None]) -> None:
-        """Do the work with each system, in random order. A system that fails is ended at once, so that it takes no
-        memory or time."""
+        """Call `work` for each system, in random order.
+
+        A system that fails is ended at once, so that it takes no more memory or CPU time.
+        """
         for client in self._order.sample(self._present, len(self._present)):
             try:
                 work(client)
@@ -161,8 +173,10 @@ class _Run:
                 client.end()
 
     def _warm_up(self, client: SystemClient) -> None:
-        """Run the longest prompt, and a few steps at each number of streams, so that no compilation or first allocation
-        is measured."""
+        """Run the longest prompt, and a few steps with each number of streams.
+
+        After this, no compilation and no first allocation falls into a measurement.
+        """
         plan = self._plan
         longest = max(plan.shape(work).prompt[1] for work in plan.works)
         shapes = [(WorkShape((longest, longest), (2, 2)), 1)]

@@ -1,4 +1,4 @@
-"""The record of a comparison of engines. Computes means, ratios and shares; runs nothing."""
+"""The report of a comparison of engines, as a record. Computes means, ratios and shares; runs nothing."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,12 +14,11 @@ from loadtest.reporting.formats import ABSENT
 from loadtest.reporting.record import Record, Section, Table
 
 OURS = "tidegate"
-NOISY_IDLE_SHARE = 0.05  # of a core; a system above it worked while another was measured
+NOISY_IDLE_SHARE = 0.05  # share of a core; a system that takes more while it is idle disturbed the other systems
 
 
 class ComparisonReport:
-    """Makes the record of a comparison. Without `shape` or `peaks` the roofline is not known, and its shares are
-    absent."""
+    """The report of a comparison. Without `shape` or `peaks`, it has no roofline and no shares of it."""
 
     def __init__(self, comparison: Comparison, shape: ModelShape | None, peaks: Peaks | None) -> None:
         self._comparison = comparison
@@ -74,7 +73,7 @@ class ComparisonReport:
         )
 
     def _samples(self, work: WorkKind, streams: int, system: str) -> dict[int, Sample]:
-        """Return the samples by round."""
+        """Return the samples of one kind of work, number of streams and system, by round."""
         found = (s for s in self._comparison.samples if (s.work, s.streams, s.system) == (work, streams, system))
         return {sample.round: sample for sample in found}
 
@@ -108,7 +107,7 @@ class ComparisonReport:
 
     def _step_row(self, streams: int, system: str) -> dict[str, Any]:
         times = [s.seconds for s in self._comparison.steps if (s.streams, s.system) == (streams, system)]
-        positive = [seconds for seconds in times if seconds > 0]  # noise can swallow the steps of a tiny model
+        positive = [seconds for seconds in times if seconds > 0]  # a tiny model's step time can be below the noise
         mean = geometric_mean(positive) if positive else None
         roofline_s = self._step_roofline_s(streams)
         return {
@@ -177,8 +176,7 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float | 
 
 
 def _estimate(estimate: Estimate) -> dict[str, float | None]:
-    """Return the estimate as JSON; the bounds of a single round are infinite, which JSON does not have, and become
-    null."""
+    """Return the estimate as JSON. The infinite interval of a single round becomes null, since JSON has no infinity."""
     known = math.isfinite(estimate.high)
     return {
         "value": estimate.value,

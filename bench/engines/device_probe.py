@@ -1,7 +1,8 @@
-"""The machine's peaks, and how busy a GPU is: `python -m bench.engines.device_probe COMMAND`.
+"""`python -m bench.engines.device_probe COMMAND`: measures the machine's peak rates, or how busy a GPU is.
 
-Imports torch, and therefore always runs in a process of its own; prints one JSON object. `peaks`: memory bandwidth and
-matrix products, for the roofline. `busy`: the share of a decode run's time in which the GPU's kernels ran.
+The command `peaks` measures memory bandwidth and matrix products, for the roofline. The command `busy` measures the
+share of a decode run's time in which GPU kernels ran. Both print one JSON object. The probe imports torch, and
+therefore always runs in its own process.
 """
 
 import argparse
@@ -24,14 +25,14 @@ from bench.engines.work import Job, WorkShape, make_job
 from engine.native.device import choose_device
 from loadtest.model_shapes import read_config, shape_with_weights
 
-READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 33}  # far more than any cache
+READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 33}  # bytes of the measured read and copy; far more than any cache holds
 MATRIX_ROWS = {"cpu": 1024, "cuda": 8192}
-REPEATS = 8  # the best of so many is the peak
-PROMPT_TOKENS = 32  # of each sequence of `busy`
+REPEATS = 8  # measured runs; the fastest of them is the peak
+PROMPT_TOKENS = 32  # tokens of each prompt of `busy`
 
 
 def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
-    """Return the best of several large reads, copies and matrix products."""
+    """Return the highest rates of several large reads, copies and matrix products."""
     return Peaks(_bytes_per_s(device), _flops_per_s(device, dtype))
 
 
@@ -52,7 +53,7 @@ def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 def _best_s(work: Callable[[], Tensor], device: torch.device) -> float:
     times = []
-    for _ in range(REPEATS + 1):  # the first run has page faults and lazy initialisation
+    for _ in range(REPEATS + 1):  # the first run is not counted: it has page faults and lazy initialization
         _wait(device)
         started_s = time.perf_counter()
         work()
@@ -67,11 +68,11 @@ def _wait(device: torch.device) -> None:
 
 
 def busy_share(model_dir: str, dtype: str, streams: int, new_tokens: int) -> dict[str, float]:
-    """Return the share of a decode run's time in which a GPU kernel ran, for `streams` sequences behind the shipped
-    loop.
+    """Return the share of a decode run's time in which a GPU kernel ran, and the times it was computed from.
 
-    The profiler slows the host down, not the kernels. `plain_s` is the same run without it, and `share_of_plain`
-    relates the kernels' time to that run: this is the share without profiling.
+    The run decodes `streams` sequences with our engine and the scheduler loop. The profiler slows down the host, but
+    not the kernels. Therefore the run is also timed without the profiler, as `plain_s`, and `share_of_plain` is the
+    time of the kernels ÷ `plain_s`.
     """
     system, jobs = _loaded(model_dir, dtype, streams, new_tokens)
     with closing(system):
@@ -90,7 +91,7 @@ def busy_share(model_dir: str, dtype: str, streams: int, new_tokens: int) -> dic
 
 
 def _loaded(model_dir: str, dtype: str, streams: int, new_tokens: int) -> tuple[ScheduledEngine, list[Job]]:
-    """Return the system, and three jobs that differ in their prompts' tokens."""
+    """Return the loaded system, and three jobs of the same lengths with different tokens."""
     config = read_config(Path(model_dir))
     shape = ModelShape.from_config(config, dtype)
     longest = PROMPT_TOKENS + new_tokens
@@ -112,12 +113,12 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _kernels(profiler: Any) -> list[Any]:
-    """Return the events on the device: kernels and copies."""
+    """Return the profiler's events on the GPU: kernels and copies."""
     return [event for event in profiler.events() if event.device_type.name == "CUDA"]
 
 
 def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals, in their unit, so that overlapping kernels count once."""
+    """Return the length of the union of intervals, in their unit. Overlapping kernels thus count once."""
     total, end_so_far = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, end_so_far))

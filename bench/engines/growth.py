@@ -1,7 +1,7 @@
-"""How the time of a step grows with streams, context and model size, and that it does not grow with idle requests.
+"""The growth of a step's time with the number of streams, the context, the model size and the number of idle requests.
 
-Drives our engine in this process, with dummy weights in shapes that are written as needed. Knows what is swept; not how
-it is shown.
+Drives our engine in this process, with random weights of several model shapes. Knows which values are swept; does not
+know how results are shown.
 """
 
 import time
@@ -20,16 +20,16 @@ from engine.interface import StepPlan, StepResult
 from engine.native.execution.torch_engine import TorchEngine
 from loadtest.model_shapes import read_config, write_shape
 
-PROMPT_TOKENS = 32  # where streams or the model are varied
+PROMPT_TOKENS = 32  # tokens of each prompt when streams or the model are varied
 DECODE_STEPS = 8  # measured steps of each point
-WARM_UP_TOKENS = 3  # generated before a measurement
+WARM_UP_TOKENS = 3  # new tokens of each sequence before a measurement
 BLOCK_SIZE = 16  # tokens of a KV block
-IDLE_STEPS = 30  # measured steps beside idle requests
+IDLE_STEPS = 30  # measured steps for each number of idle requests
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What is varied. Where one axis is varied, the others stay at their first value."""
+    """The values that are swept. While one of streams, context and model is varied, the other two are fixed."""
 
     shape: str = "135m"
     streams: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -45,7 +45,7 @@ QUICK_SWEEP = Sweep("tiny", (1, 2, 4), (32, 64, 128), ("tiny",), 2, (0, 20))
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device, threads and number format that engines are built with."""
+    """The device, threads, number format and seed of all engines, and the measured peaks of the machine."""
 
     dtype: str
     device: str
@@ -56,9 +56,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class GrowthPoint:
-    """A decode step with `streams` sequences of `context` tokens.
+    """The measurement of a decode step with `streams` sequences of `context` tokens.
 
-    `prefill_tokens_per_s` is the rate of their prompts, `floor_s` the roofline time of the step.
+    `prefill_tokens_per_s` is the rate at which the prompts were computed. `floor_s` is the roofline time of the step;
+    None if the roofline is not known.
     """
 
     axis: str  # "streams" | "context" | "model"
@@ -81,7 +82,7 @@ class Growth:
 
 
 class GrowthBench:
-    """Sweeps on one machine. `scratch` is where shapes are written."""
+    """A benchmark that runs sweeps on one machine. `scratch` is the directory for the models' files."""
 
     def __init__(self, machine: Machine, scratch: Path, report_progress: Callable[[str], None]) -> None:
         self._machine = machine
@@ -101,7 +102,7 @@ class GrowthBench:
         return Growth(tuple(points), tuple(self._idle(sweep)))
 
     def _with_engine(self, axis: str, shape: str, cells: Sequence[tuple[int, int]]) -> list[GrowthPoint]:
-        """Measure all (streams, context) of a sweep on one engine, whose settings must not change between them."""
+        """Measure all (streams, context) pairs in `cells` on one engine, so that all of them have the same settings."""
         longest = max(context for _, context in cells) + DECODE_STEPS + 1
         kv_tokens = max(streams * _rounded(context + DECODE_STEPS + 1) for streams, context in cells)
         engine, model = self._build(shape, longest, kv_tokens, max(streams for streams, _ in cells))
@@ -115,7 +116,7 @@ class GrowthBench:
         return points
 
     def _measure(self, engine: TorchEngine, streams: int, context: int) -> tuple[float, float]:
-        """Return (median seconds of a decode step, seconds until all prompts were computed), after a warm-up."""
+        """Return (median seconds of a decode step, seconds until all prompts are computed) after a warm-up."""
         for new_tokens in (WARM_UP_TOKENS, 1 + DECODE_STEPS):
             shape = WorkShape((context, context), (new_tokens, new_tokens))
             job = make_job(shape, streams, engine.info.vocab_size, self._machine.seed, "growth", context, new_tokens)
@@ -161,7 +162,11 @@ class GrowthBench:
 
 
 class _StepWatch:
-    """Times steps from outside: those before every sequence decodes, and each step in which all of them do."""
+    """A stopwatch for the steps of one run, outside the engine.
+
+    `decode_s` has the time of each step in which all sequences decode. `prefill_s` is the time of all steps before the
+    first of these.
+    """
 
     def __init__(self, streams: int) -> None:
         self._streams = streams

@@ -14,7 +14,7 @@ AXES = {"streams": "streams", "context": "tokens of context", "model": "model"}
 
 
 def plot_growth(growth: Growth, directory: Path) -> list[Path]:
-    """Write one PNG for each axis, and one for the idle requests. Return their paths."""
+    """Write one PNG for each of streams, context and model, and one for the idle requests. Return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     written = []
     for axis, label in AXES.items():

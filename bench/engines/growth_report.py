@@ -1,4 +1,4 @@
-"""The record of a growth run. Computes ratios and medians; runs nothing."""
+"""The report of a growth run, as a record. Computes ratios and medians; runs nothing."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,7 +13,7 @@ from loadtest.reporting.record import Record, Section, Table
 
 
 def growth_record(growth: Growth, written: Sequence[Path]) -> Record:
-    """`written` are the files of the run, which the text lists at its end."""
+    """Return the report of a growth run as a record. The text ends with the list of the `written` files."""
     return Record(
         sections=[
             Section(table=_points_table(growth)),
@@ -57,7 +57,7 @@ def _idle_table(costs: Sequence[IdleCost]) -> Table:
 
 
 def _profiles(costs: Sequence[IdleCost]) -> list[Section]:
-    """Profiles of planning beside the largest number of idle requests of each kind."""
+    """Return the profiles of planning with the largest number of idle requests, one for each kind."""
     largest = [cost for cost in costs if cost.wanted == max(c.wanted for c in costs)]
     return [
         Section(f"planning beside {cost.idle} {cost.kind} bulk requests:", notes=(cost.profile,)) for cost in largest
@@ -65,7 +65,7 @@ def _profiles(costs: Sequence[IdleCost]) -> list[Section]:
 
 
 def _over_none(cost: IdleCost, costs: Sequence[IdleCost]) -> float:
-    """Return the median time of a whole step ÷ that with the fewest idle requests, which is none."""
+    """Return the median time of a step ÷ the median with the fewest idle requests (zero) of the same kind."""
     least = min((c for c in costs if c.kind == cost.kind), key=lambda c: c.wanted)
     return median(cost.times.steps) / median(least.times.steps)
 

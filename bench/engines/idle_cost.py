@@ -1,8 +1,8 @@
-"""The cost of idle requests: host time of an interactive step beside N bulk requests that are paused or waiting.
+"""The cost of idle requests: the time of an interactive step while N bulk requests are paused or waiting.
 
-Drives the shipped `SchedulerCore` and a real engine by hand, step by step, and times planning, the engine's step and
-applying the result separately. The bulk requests are real: paused ones hold KV blocks of the engine, waiting ones are
-claimed and not started. The cost of a step must not depend on their number.
+Drives the real `SchedulerCore` and an engine step by step. Planning, the engine's step and applying the result are
+timed separately. The bulk requests are real: paused requests hold KV blocks of the engine, and waiting requests are
+claimed but not started. The cost of a step must not depend on their number.
 """
 
 import cProfile
@@ -26,30 +26,30 @@ from scheduler.request import Claimed, Request
 BULK_PROMPT = 4  # tokens; short, so that the KV of thousands of sequences fits
 BULK_TOKENS = 32  # new tokens of a bulk request
 INTERACTIVE_PROMPT = 16  # tokens
-WARM_UP_STEPS = 3  # not measured
-PROFILE_LINES = 12  # functions that the profile lists
+WARM_UP_STEPS = 3  # steps before the first measured step
+PROFILE_LINES = 12  # number of functions in the profile
 GATEWAY = "growth"
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds, one entry for each step."""
+    """The seconds of each part of a step: lists with one entry for each measured step."""
 
-    claim: list[float]  # asking the core how many requests to claim, as the loop does after every step
+    claim: list[float]  # to ask the core how many requests to claim, as the loop does after every step
     plan: list[float]
     engine: list[float]
     apply: list[float]
 
     @property
     def steps(self) -> list[float]:
-        """The sum of all parts, by step."""
+        """The time of each step: the sum of its four parts."""
         return [sum(parts) for parts in zip(self.claim, self.plan, self.engine, self.apply, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class IdleCost:
     kind: str  # "paused" | "waiting"
-    wanted: int
+    wanted: int  # idle bulk requests that were asked for
     idle: int  # bulk requests in the core; none of them ran in a measured step
     resident: int  # bulk requests that hold KV
     times: StepTimes
@@ -57,7 +57,10 @@ class IdleCost:
 
 
 class IdleCostBench:
-    """One core on one engine: `count` idle bulk requests of one kind, and one interactive request after another."""
+    """The measurement of interactive requests, one after another, while `count` bulk requests are idle.
+
+    `kind` is "paused" or "waiting". Uses one scheduler core and one engine.
+    """
 
     def __init__(self, engine: Stepper, count: int, kind: str) -> None:
         if kind not in ("paused", "waiting"):
@@ -71,7 +74,10 @@ class IdleCostBench:
         self._fence = 0
 
     def measure(self, steps: int) -> IdleCost:
-        """Measure interactive steps, each of which yields a first token; while one is awaited, bulk is paused."""
+        """Return the times of `steps` interactive steps.
+
+        Each step computes the prompt of one interactive request and yields its first token. No bulk runs meanwhile.
+        """
         if self._kind == "paused":
             self._accept("bulk", self._count, BULK_PROMPT, BULK_TOKENS)
             self._run_first_tokens()
@@ -112,12 +118,12 @@ class IdleCostBench:
         return "\n".join(_shortened(line) for line in text.getvalue().splitlines() if line.strip())
 
     def _run_first_tokens(self) -> None:
-        """Run bulk until every sequence has its first token, and so its KV."""
+        """Run bulk until every sequence has its first token, and therefore holds KV."""
         while any(not s.output_token_ids for s in self._core.states):
             self._step(lambda seconds: None)
 
     def _step(self, note: Callable[[float], None]) -> StepPlan:
-        """Plan, run and apply one step. `note` gets the seconds of each part."""
+        """Plan, run and apply one step. `note` is called with the seconds of each part: claim, plan, engine, apply."""
         self._now += 0.01
         began_s = time.perf_counter()
         self._core.claim_limits(self._now)
@@ -152,7 +158,7 @@ class IdleCostBench:
 class _KnownCost(StepTimeModel):
     """A step-time model that learns nothing, so that plans do not depend on this machine's speed.
 
-    A decode costs as much as an empty step, so that no bulk is batched with a prefill that is awaited.
+    A decode costs as much as an empty step, so that the planner adds no bulk to the step of an interactive prompt.
     """
 
     def __init__(self) -> None:
@@ -167,7 +173,7 @@ def _parts(times: StepTimes) -> tuple[list[float], ...]:
 
 
 def _tiers(batch_size: int) -> TierSet:
-    """Return an interactive tier with SLOs that never bind, and a bulk tier without limits."""
+    """Return an interactive tier with SLOs that are never missed, and a bulk tier for `batch_size` sequences a step."""
     knob = {"min": batch_size, "start": batch_size, "max": batch_size}
     no_wait = {"min": 0, "start": 0, "max": 0}
     interactive = {
@@ -182,6 +188,6 @@ def _tiers(batch_size: int) -> TierSet:
 
 
 def _shortened(line: str) -> str:
-    """Return a profile's line without the directories of this machine."""
+    """Return a line of a profile with the file's name in place of its full path."""
     head, separator, place = line.rpartition(" ")
     return f"{head}{separator}{Path(place).name}" if "/" in place else line

@@ -1,7 +1,7 @@
-"""Runs prompts through an engine to their end, as fast as it steps: no tiers, no queue, no clock.
+"""Offline generation: runs prompts through an engine to their end, without tiers, a queue or a clock.
 
-Knows the engine's interface only. Every running sequence decodes in every step, and prompts fill the rest of the step's
-token budget in order of arrival. An engine's own speed is measured with this plan.
+Measures the speed of the engine itself. Every running sequence decodes in every step, and prompts fill the rest of the
+step's token budget in order of arrival. Knows the engine's interface only.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from loadtest.calibration.stepper import Stepper, greedy
 
 
 class GenerationFailed(Exception):
-    """A sequence failed, or did not end when it should have."""
+    """Raised if a sequence fails or ends too early."""
 
 
 @dataclass(slots=True)

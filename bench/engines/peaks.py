@@ -1,4 +1,4 @@
-"""The machine's measured peaks, from a separate process, so that this one does not load torch or keep its threads."""
+"""The machine's peak rates, measured in a separate process, so that this process does not load torch or its threads."""
 
 import json
 import subprocess
@@ -7,11 +7,11 @@ import sys
 from bench.engines.roofline import Peaks
 from loadtest.child_environment import python_environment
 
-TIMEOUT_S = 180.0  # for the probe, with the import of torch
+TIMEOUT_S = 180.0  # seconds for the probe, including the import of torch
 
 
 def measure_peaks(device: str, dtype: str, num_threads: int) -> Peaks | None:
-    """Return the peaks; None where the probe fails, since a comparison without a roofline is still useful."""
+    """Return the peaks; None if the probe fails, since a comparison without a roofline is still useful."""
     command = [sys.executable, "-m", "bench.engines.device_probe", "peaks", "--device", device]
     command += ["--dtype", dtype, "--threads", str(num_threads)]
     try:

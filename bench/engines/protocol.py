@@ -1,6 +1,6 @@
-"""The messages between the benchmark and the processes of the systems: one JSON object a line, over stdin and stdout.
+"""The messages between the benchmark and the processes of the systems: one JSON object per line, on stdin and stdout.
 
-Standard library only, since another system runs this in its own interpreter, without our packages.
+Imports the standard library only, since vLLM's interpreter imports this module without our packages.
 """
 
 import json
@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class SystemSpec:
-    """What every system is built from.
+    """The model and the settings that every system is built with.
 
-    `kv_tokens` holds all sequences of the largest job, each rounded up to `KV_ROUNDING`: no system may be short of KV
-    memory, and none may take all of it.
+    `kv_tokens` is the KV memory in tokens. It holds all sequences of the largest job, each rounded up to `KV_ROUNDING`,
+    so that no system runs out of KV memory and none takes all memory of the device.
     """
 
     model_dir: str
@@ -24,12 +24,15 @@ class SystemSpec:
     max_model_len: int
     max_num_seqs: int
     kv_tokens: int
-    kv_token_bytes: int  # of one token in all layers; 0: unknown
+    kv_token_bytes: int  # KV bytes of one token in all layers; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Generate exactly `new_tokens[i]` greedy tokens for `prompts[i]`; all prompts are there at once."""
+    """An order to generate exactly `new_tokens[i]` greedy tokens for `prompts[i]`.
+
+    All prompts are available from the start.
+    """
 
     prompts: list[list[int]]
     new_tokens: list[int]
@@ -37,17 +40,17 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The system is loaded. `settings` names the options that it chose, for the report."""
+    """The reply of a loaded system. `settings` describes the options that the system uses, for the report."""
 
     settings: str
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The tokens of an order.
+    """The reply to an order: its tokens, and the seconds that generating them took.
 
-    `idle_cpu_s` is the CPU time that the process took in the `idle_s` before this order: a process that spins while
-    another system is measured would distort the comparison.
+    `idle_s` is the time since the order before, and `idle_cpu_s` is the CPU time that the process took in it. A process
+    that takes CPU time while another system is measured distorts the comparison.
     """
 
     tokens: list[list[int]]
@@ -62,7 +65,7 @@ class Failed:
 
 
 class System(Protocol):
-    """One system, loaded, in its own process."""
+    """One loaded system, as its own process uses it."""
 
     @property
     def settings(self) -> str: ...
@@ -72,7 +75,7 @@ class System(Protocol):
         ...
 
     def close(self) -> None:
-        """End its threads, so that its process can end."""
+        """End the system's threads, so that its process can end."""
         ...
 
 
@@ -86,7 +89,7 @@ def encode(message: Message) -> str:
 
 
 def decode(line: str) -> Message:
-    """Return the message of a line. Raises ValueError for anything else."""
+    """Return the message in a line. Raises `ValueError` if the line is not a message."""
     try:
         fields = json.loads(line)
         message: Message = _KINDS[fields.pop("kind")](**fields)

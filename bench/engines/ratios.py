@@ -1,7 +1,7 @@
-"""Means and ratios with intervals over the rounds of an interleaved run, and how far two systems agree. Pure.
+"""Means and ratios over the rounds of an interleaved run, with intervals, and how far two answers agree. Pure.
 
-Rounds are paired, since a slow round is slow for all systems. The ratio is taken in each round, its logarithms are
-averaged, and a 95 % Student interval is put around that mean.
+Systems are compared within each round, since a slow round is slow for all systems. One ratio is computed for each
+round. The mean of the ratios' logarithms has a 95 % Student interval; mean and interval are then converted back.
 """
 
 import math
@@ -16,7 +16,7 @@ _STUDENT_FROM_11 = 2.201  # also used for more degrees of freedom; the interval 
 
 
 def geometric_mean(values: Sequence[float]) -> Estimate:
-    """Return the mean of positive values with its interval; the interval of a single value is unknown: (0, inf)."""
+    """Return the geometric mean of positive values with its 95 % interval, which is (0, inf) for a single value."""
     logs = [math.log(value) for value in values]
     mean = fmean(logs)
     if len(logs) < 2:
@@ -27,10 +27,10 @@ def geometric_mean(values: Sequence[float]) -> Estimate:
 
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
-    """Return the ratio of two sequences by round, both positive."""
+    """Return the ratio `above` ÷ `below`. Both sequences have one positive value for each round."""
     return geometric_mean([a / b for a, b in zip(above, below, strict=True)])
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of tokens before the first difference."""
+    """Return the number of tokens before the first difference of two answers."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,8 +1,8 @@
-"""The least time that work can take: bytes to read and operations to do, at the machine's measured rates.
+"""The roofline: the shortest time that a step or a job can take at the machine's measured rates.
 
-Knows the shape of a Llama-like decoder (grouped heads, gated MLP) and arithmetic; no engine. The roofline time of a
-step is the longer of two times: reading all weights and the KV of its context once, and multiplying at the measured
-rate.
+The roofline time of a step is the longer of two times: the time to read all weights and the KV of the context once, and
+the time of all multiplications. Knows the shape of a Llama-like decoder (grouped heads, gated MLP) and arithmetic; does
+not know engines.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ _KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Rates measured on this machine, with the threads that the systems get."""
+    """The peak rates of this machine, measured with the number of threads that the systems get."""
 
-    bytes_per_s: float  # rate of a large read or copy, whichever was faster
+    bytes_per_s: float  # rate of a large read or of a large copy; the higher of the two
     flops_per_s: float  # rate of a large matrix product in the model's number format
 
 
@@ -36,7 +36,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: str) -> Self | None:
-        """Return the shape in a `config.json`; None where the model is not such a decoder."""
+        """Return the shape in the content of a `config.json`; None if the model is not a Llama-like decoder."""
         if any(key not in config for key in _KEYS) or "num_local_experts" in config:
             return None
         hidden, intermediate, layers, heads, vocab = (int(config[key]) for key in _KEYS)
@@ -53,13 +53,13 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in the matrices that every token is multiplied with, in all layers together."""
+        """Number of weights in the matrices of all layers, which every token is multiplied with."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def head_weights(self) -> int:
-        """Numbers in the matrix that makes logits, which only sampled rows need."""
+        """Number of weights in the LM head, which is computed for sampled rows only."""
         return self.hidden * self.vocab
 
     @property
@@ -69,8 +69,11 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class StepNeeds:
-    """What a step needs: `rows` tokens are computed, `sampled` of them yield a token, they attend to `attended` cached
-    tokens together, and the KV of `context` tokens is read."""
+    """The work of one step.
+
+    `rows` tokens are computed, and `sampled` of them yield a new token. `attended` is the sum over the rows of the
+    tokens that each row attends to. The KV of `context` tokens is read.
+    """
 
     rows: int
     sampled: int
@@ -90,18 +93,20 @@ class StepNeeds:
 
 
 def decode_step(streams: int, context: int) -> StepNeeds:
-    """One token for each of `streams` sequences, `context` tokens long."""
+    """Return the work of a decode step with `streams` sequences that are `context` tokens long."""
     return StepNeeds(rows=streams, sampled=streams, attended=streams * context, context=streams * context)
 
 
 def measured_step(streams: int) -> StepNeeds:
-    """Return the mean step of the jobs of `make_step_jobs`."""
+    """Return the work of the mean decode step of the jobs from `make_step_jobs`."""
     return decode_step(streams, STEP_PROMPT_TOKENS + STEP_TOKENS // 2)
 
 
 def job_roofline_s(job: Job, shape: ModelShape, peaks: Peaks) -> float:
-    """Return the least seconds of a job: all prompts in one step, then as many decode steps as the longest answer
-    needs."""
+    """Return the roofline time of a job in seconds.
+
+    The job is assumed to take one step for all prompts, and then the decode steps of the longest answer.
+    """
     lengths = [len(prompt) for prompt in job.prompts]
     attended = sum(n * (n + 1) // 2 for n in lengths)
     first = StepNeeds(sum(lengths), len(lengths), attended, sum(lengths))

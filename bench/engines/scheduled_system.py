@@ -1,7 +1,7 @@
-"""Our engine behind the shipped scheduler loop: what planning, the queue and token events cost.
+"""Our engine driven by the scheduler loop: its speed with the cost of planning, the queue and token events.
 
-Uses the real `SchedulerLoop`, `SchedulerCore` and `EngineThread`, with queue and events in memory, so that no store is
-measured. The one tier has no SLO, so that no step is cut short, as in the other systems.
+Uses the real `SchedulerLoop`, `SchedulerCore` and `EngineThread`. Queue and events are in memory, so that no store is
+measured. The one tier has no SLO, so that no step is kept short; the other systems have no SLOs either.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class ScheduledEngine:
         requests = [self._request(prompt, n) for prompt, n in zip(prompts, new_tokens, strict=True)]
         loop = self._loop()
         try:
-            async with asyncio.TaskGroup() as tasks:  # if the loop fails, waiting for its tokens must end
+            async with asyncio.TaskGroup() as tasks:  # if the loop fails, the group ends the wait for its tokens
                 tasks.create_task(loop.run())
                 await self._queue.put(requests)
                 outputs = await self._collect({r.id for r in requests})

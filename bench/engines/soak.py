@@ -1,7 +1,7 @@
-"""The engine under random load for minutes: does its memory stay flat, and do all blocks come back?
+"""A soak test: the engine runs under random load for minutes, to show whether memory grows or blocks are not freed.
 
-Sequences of random lengths start and end, are paused, swapped, recomputed and aborted; some sample with a seed and
-penalties. An error of the engine ends the soak. Knows the engine's interface and this process's memory.
+Sequences of random lengths start and end; some are paused, swapped, recomputed or aborted, and some sample with a seed.
+An error of the engine ends the soak. Knows the engine's interface and this process's memory.
 """
 
 import random
@@ -28,15 +28,15 @@ from engine.interface import (
 from loadtest.calibration.stepper import Stepper
 
 MAX_RUNNING = 24  # sequences in one step
-MAX_HELD = 32  # sequences at once, running or preempted
-SETTLE_SHARE = 0.1  # first part of the run, not counted: arenas and caches still grow
-OVERCOMMIT = 1.5  # KV of all sequences at their longest ÷ KV memory; above 1, some must wait for blocks
+MAX_HELD = 32  # unfinished sequences, running or preempted
+SETTLE_SHARE = 0.1  # share of the run at its start in which memory is not sampled: arenas and caches still grow
+OVERCOMMIT = 1.5  # KV of all sequences at their longest ÷ KV memory; above 1, some sequences must wait for blocks
 P_PREEMPT, P_ABORT, P_RESUME = 0.05, 0.005, 0.3  # probability for each sequence and step
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence, as the soak knows it."""
+    """The soak's own state of a sequence: its tokens so far, and how it was preempted."""
 
     new: NewSequence
     num_known: int
@@ -49,7 +49,7 @@ class _Sequence:
 
 
 def run_soak(config: EngineConfig, seconds: float, seed: int, report_progress: Callable[[str], None]) -> SoakResult:
-    """Build the engine and keep it under load for `seconds`."""
+    """Build the engine, keep it under load for `seconds`, and return the result."""
     engine = build_torch_engine(config)
     try:
         return Soak(engine, seed).run(seconds, report_progress)
@@ -58,7 +58,7 @@ def run_soak(config: EngineConfig, seconds: float, seed: int, report_progress: C
 
 
 class Soak:
-    """One soak of one engine, to be used once. `now_s` reads a monotonic clock."""
+    """One soak of one engine. An object runs only once. `now_s` reads a monotonic clock."""
 
     def __init__(self, engine: Stepper, seed: int, now_s: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
@@ -71,7 +71,7 @@ class Soak:
         self._preemptions = {mode.value: 0 for mode in self._modes()}
 
     def run(self, seconds: float, report_progress: Callable[[str], None] = lambda line: None) -> SoakResult:
-        """Run the soak. Raises `GenerationFailed` where a sequence fails, and whatever the engine raises."""
+        """Run the soak. Raises `GenerationFailed` if a sequence fails; errors of the engine are passed on."""
         memory = psutil.Process().memory_info
         samples: list[int] = []
         began_s = self._now_s()
@@ -101,7 +101,7 @@ class Soak:
 
     def _step(self) -> None:
         abort = self._choose_aborts()
-        # Chosen before the preemptions, so that a preempted sequence misses at least one step.
+        # Resumes are chosen before preemptions, so that a preempted sequence misses at least one step.
         resume = self._choose_resumes()
         preempt = self._choose_preemptions(resume)
         start, run = self._choose_runs()
@@ -142,7 +142,10 @@ class Soak:
         return swapped + self._blocks(held) <= self._info.num_swap_blocks
 
     def _choose_resumes(self) -> tuple[str, ...]:
-        """Return preempted sequences to resume while there is room for them; a swapped one needs its blocks back."""
+        """Choose preempted sequences at random and mark them as running; return their ids.
+
+        At most `MAX_RUNNING` sequences run. A swapped sequence is resumed only if enough blocks are free for it.
+        """
         resumed = []
         for seq_id, held in self._held.items():
             is_resumed = held.mode is not None and (self._random.random() < P_RESUME)
@@ -176,7 +179,7 @@ class Soak:
         return held.num_uncomputed if held.num_uncomputed < 2 else self._random.randint(1, held.num_uncomputed)
 
     def _reserve(self, held: _Sequence, count: int) -> bool:
-        # The prefix cache may hold a part of a sequence without KV; its step then reaches further.
+        # A sequence without KV may find a prefix in the prefix cache. Its step then ends at a later token than `count`.
         end = held.num_computed + count if held.num_computed else held.num_known
         missing = blocks_for(end, self._info.block_size) - self._blocks(held)
         if missing > self._free_blocks:
@@ -218,6 +221,6 @@ class Soak:
         self._free_blocks = result.free_blocks
 
     def _end(self) -> None:
-        """Abort the rest, so that every block must be free."""
+        """Abort all sequences that are left; afterwards every block must be free."""
         self._apply_result(self._engine.step(StepPlan(self._steps, abort=tuple(self._held))))
         self._held.clear()

@@ -1,11 +1,11 @@
-"""The result of a soak, and whether it is good enough. Pure."""
+"""The result of a soak, and whether the soak passed. Pure."""
 
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
 from loadtest.reporting.record import Record, Section
 
-MAX_GROWTH = 0.02  # growth of the mean RSS from the first half to the second
+MAX_GROWTH = 0.02  # largest allowed growth of the mean RSS from the first half of the run to the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +16,12 @@ class SoakResult:
     finished: int
     aborted: int
     preemptions: dict[str, int]
-    rss_bytes: tuple[int, ...]  # sampled at even times, without the first part of the run
-    blocks_lost: int  # not free again at the end
+    rss_bytes: tuple[int, ...]  # RSS at regular intervals, without the start of the run
+    blocks_lost: int  # KV blocks that were not free at the end
 
     @property
     def growth(self) -> float:
-        """Mean RSS of the second half ÷ that of the first, less one."""
+        """Growth of the RSS: its mean in the second half ÷ its mean in the first half − 1."""
         return rss_growth(self.rss_bytes)
 
     def record(self) -> Record:

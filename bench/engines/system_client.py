@@ -1,7 +1,7 @@
-"""The client of one system's process: starts it with its environment, gives it orders, and ends it.
+"""The client of one system's process: starts the process in its environment, sends orders to it, and ends it.
 
-Knows processes and time limits; not what is measured. Every failure of the process becomes a `SystemUnavailable` with
-the reason and the end of its log.
+Every failure of the process becomes a `SystemUnavailable` with the reason and the end of the log. Knows processes and
+time limits; does not know what is measured.
 """
 
 import selectors
@@ -18,17 +18,20 @@ from loadtest.child_environment import ROOT, python_environment, threads_environ
 from loadtest.machine import usable_cores
 
 LOAD_TIMEOUT_S = 600.0  # vLLM compiles for more than a minute the first time
-END_TIMEOUT_S = 20.0  # after its orders have ended; then SIGKILL
-MIN_IDLE_S = 1.0  # shorter pauses say nothing about idle CPU time
-LOG_TAIL = 400  # characters
+END_TIMEOUT_S = 20.0  # seconds that a process has to end after its last order; then it gets SIGKILL
+MIN_IDLE_S = 1.0  # seconds; less idle time in total is too short to measure CPU time
+LOG_TAIL = 400  # characters of the log's end in an error message
 
 
 class SystemUnavailable(Exception):
-    """The system cannot take part, or no longer; the message is for the report."""
+    """Raised if a system cannot take part, or has failed during the run; the report shows the message."""
 
 
 class SystemClient:
-    """A context manager. `interpreter` is the Python of the environment that has the system."""
+    """The client of one system. As a context manager, it ends the system's process.
+
+    `interpreter` is the Python of the environment in which the system is installed.
+    """
 
     def __init__(
         self, name: str, spec: SystemSpec, log_file: Path, interpreter: str = sys.executable, timeout_s: float = 600.0
@@ -49,7 +52,7 @@ class SystemClient:
         self.end()
 
     def start(self) -> None:
-        """Load the system. Raises `SystemUnavailable`."""
+        """Start the process and load the system. Raises `SystemUnavailable` if that fails."""
         command = [self._interpreter, "-m", "bench.engines.system_process", self.name]
         environment = environment_of(self.name, self._spec)
         try:
@@ -65,7 +68,7 @@ class SystemClient:
         self.settings = reply.settings
 
     def run(self, job: Job) -> Done:
-        """Run a job. Raises `SystemUnavailable`, also where the numbers of generated tokens are wrong."""
+        """Run a job. Raises `SystemUnavailable` if the system fails or generates a wrong number of tokens."""
         reply = self._ask(Order([list(p) for p in job.prompts], list(job.new_tokens)), self._timeout_s)
         if not isinstance(reply, Done):
             raise SystemUnavailable(f"an answer that was not asked for: {reply}")
@@ -77,8 +80,8 @@ class SystemClient:
 
     @property
     def idle_cpu_share(self) -> float | None:
-        """The share of a core that the process took between its orders; None where its pauses were too short."""
-        pauses = self._idle[1:]  # without the pause before the first order, when it still settles
+        """The share of a core that the process took between its orders; None if its pauses were too short."""
+        pauses = self._idle[1:]  # without the pause before the first order, in which the system may still be starting
         idle_s = sum(pause_s for pause_s, _ in pauses)
         return sum(cpu_s for _, cpu_s in pauses) / idle_s if idle_s >= MIN_IDLE_S else None
 
@@ -87,7 +90,7 @@ class SystemClient:
         if process is None:
             return
         with suppress(OSError):
-            _pipe(process.stdin).close()  # the end of its orders: the process ends by itself
+            _pipe(process.stdin).close()  # without more orders, the process ends by itself
         try:
             process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -122,16 +125,16 @@ class SystemClient:
 
 
 def vllm_environment(num_threads: int, kv_gib: str) -> dict[str, str]:
-    """Return the environment for vLLM's own Python: as many threads as ours, on the same cores, and a KV cache for the
-    load.
+    """Return the environment variables for vLLM's own Python.
 
-    Leaves out this process's PYTHONPATH, whose packages have other versions.
+    They set the same number of threads and the same cores as for our engine, and the size of the KV cache in GiB.
+    PYTHONPATH is left out, since its packages may have other versions than vLLM needs.
     """
     kept = {name: value for name, value in threads_environment(num_threads).items() if name != "PYTHONPATH"}
     return (
         kept
         | {
-            "KMP_BLOCKTIME": "1",  # ms that a thread of Intel's OpenMP spins; GNU's threads stop by themselves
+            "KMP_BLOCKTIME": "1",  # ms that an idle thread of Intel's OpenMP spins; GNU's OpenMP does not need this
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": kv_gib,
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, usable_cores()[:num_threads])),
@@ -140,11 +143,15 @@ def vllm_environment(num_threads: int, kv_gib: str) -> dict[str, str]:
 
 
 def environment_of(name: str, spec: SystemSpec) -> dict[str, str]:
-    """Return the environment of a system: the same threads for all, and none that spin while they wait for work."""
+    """Return the environment variables of a system's process.
+
+    All systems get the same number of threads, and no thread spins while it waits for work.
+    """
     if name != "vllm":
         return python_environment(spec.num_threads) | {"KMP_BLOCKTIME": "1"}
     kv_gib = max(1, -(-spec.kv_tokens * spec.kv_token_bytes // 2**30))
-    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}  # it imports only the protocol of ours
+    # Of our modules, vLLM's process imports only `protocol` and those of its own system.
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}
     return vllm_environment(spec.num_threads, str(kv_gib)) | own
 
 

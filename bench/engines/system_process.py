@@ -1,7 +1,7 @@
 """The process of one system: `python -m bench.engines.system_process NAME`.
 
-Reads a `SystemSpec`, loads the system of that name, and runs one order after another until stdin ends. Imports only
-that system, since each needs an environment that the others may not have.
+Reads a `SystemSpec`, loads the system with that name, and runs one order after another until stdin ends. Imports only
+the module of that system, since the packages of the other systems may not be installed.
 """
 
 import importlib
@@ -30,7 +30,7 @@ def load(name: str, spec: SystemSpec) -> System:
 
 
 def serve(name: str, orders: TextIO, replies: TextIO) -> None:
-    """Answer every line of `orders` with one line; returns when there are no more."""
+    """Answer every line of `orders` with one line in `replies`. Return when `orders` ends or the system cannot load."""
     spec = decode(orders.readline())
     if not isinstance(spec, SystemSpec):
         raise ValueError("the first line must be a SystemSpec")
@@ -60,7 +60,7 @@ def _run(system: System, order: Order, idle_since: tuple[float, float]) -> Messa
     started_s = time.perf_counter()
     try:
         tokens = system.generate(order.prompts, order.new_tokens)
-    except Exception as error:  # as above: the next order may go well
+    except Exception as error:  # any error becomes a reply; the next order may succeed
         return _failure(error)
     elapsed_s = time.perf_counter() - started_s
     return Done(tokens, elapsed_s, idle_s, idle_cpu_s)
@@ -76,7 +76,10 @@ def _send(replies: TextIO, message: Message) -> None:
 
 
 def main() -> None:
-    """Serve over a copy of stdout, and join stdout to stderr, because libraries print to stdout."""
+    """Serve orders from stdin and write replies to stdout.
+
+    Since libraries print to stdout, replies go to a copy of it, and stdout itself is redirected to stderr.
+    """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(sys.argv[1], sys.stdin, replies)

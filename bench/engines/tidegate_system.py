@@ -1,4 +1,4 @@
-"""Our engine, stepped directly in the caller's thread: its own speed, without the scheduler."""
+"""Our engine, stepped directly in the caller's thread, to measure its speed without the scheduler."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from engine.factory import build_torch_engine
 
 
 def engine_config(spec: SystemSpec) -> EngineConfig:
-    """Return the shipped defaults, with the KV memory that every system gets."""
+    """Return the configuration of our engine: the defaults, with the model, threads and KV memory of `spec`."""
     return EngineConfig(
         model=spec.model_dir,
         dtype=spec.dtype,

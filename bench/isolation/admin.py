@@ -1,6 +1,6 @@
-"""The servers under load, as the experiment handles them: tiers are put in force, and an arm starts when all is quiet.
+"""The control of an experiment's servers: tiers are put in force, and an arm starts when a server has no more work.
 
-Knows the admin routes, and which metrics show that a server still works; not arms or statistics.
+Knows the admin routes, and the metrics that show whether a server is busy. Does not know arms or statistics.
 """
 
 import asyncio
@@ -24,13 +24,16 @@ BUSY_GAUGES = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
 )
-QUIET_TIMEOUT_S = 30.0  # longest wait for a server to finish the arm before
-POLL_S = 0.1  # between two looks at the metrics
+QUIET_TIMEOUT_S = 30.0  # longest wait for a server to finish the requests of the previous arm
+POLL_S = 0.1  # seconds between two readings of the metrics
 
 
 @dataclass(frozen=True, slots=True)
 class Systems:
-    """The servers of an experiment. `peer` is any OpenAI-compatible server, or None."""
+    """The servers of an experiment: a Tidegate server, and optionally a peer to compare with.
+
+    The peer is any OpenAI-compatible server.
+    """
 
     ours: Target
     peer: Target | None = None
@@ -46,12 +49,15 @@ class Systems:
 
 
 async def put_tiers(target: Target, document: Document) -> None:
-    """Put these tiers in force; returns when every part of the server has them. Raises `TargetError`."""
+    """Put these tiers in force; return when every part of the server uses them.
+
+    Raises `TargetError` if the server does not answer or refuses the tiers.
+    """
     await post(target, "/admin/tiers", document)
 
 
 async def tiers_in_force(target: Target) -> Document:
-    """Return the tiers document that the server uses. Raises `TargetError`."""
+    """Return the tiers document that the server uses. Raises `TargetError` if the server does not answer."""
     answer: dict[str, Any] = msgspec.json.decode(await get(target, "/admin/tiers"))
     document: Document = answer["document"]
     return document
@@ -59,7 +65,7 @@ async def tiers_in_force(target: Target) -> Document:
 
 @asynccontextmanager
 async def tiers_restored(target: Target) -> AsyncIterator[None]:
-    """Put the tiers that were in force before the block back in force after it. Raises `TargetError`."""
+    """Restore, after the block, the tiers that were in force before it. Raises `TargetError` if that fails."""
     before = await tiers_in_force(target)
     try:
         yield
@@ -68,7 +74,7 @@ async def tiers_restored(target: Target) -> AsyncIterator[None]:
 
 
 async def explanations(target: Target) -> dict[str, Any] | None:
-    """Return the answer of `GET /admin/sla`; None where there is no such route."""
+    """Return the answer of `GET /admin/sla`; None if the server has no such route."""
     try:
         told: dict[str, Any] = msgspec.json.decode(await get(target, "/admin/sla"))
     except (TargetError, msgspec.DecodeError):
@@ -77,15 +83,17 @@ async def explanations(target: Target) -> dict[str, Any] | None:
 
 
 async def wait_until_quiet(target: Target, settle_s: float) -> bool:
-    """Wait until no request waits or runs, as far as the metrics say, and `settle_s` more. Return False if the server
-    still works."""
+    """Wait until the metrics show that no request waits or runs, then wait another `settle_s` seconds.
+
+    Return False if the server is still busy after `QUIET_TIMEOUT_S`, or if it has no metrics.
+    """
     until_s = perf_counter() + QUIET_TIMEOUT_S
     is_quiet = False
     while not is_quiet and perf_counter() < until_s:
         try:
             reading = await read_metrics(target)
         except TargetError:
-            break  # the server has no metrics: the pause must be enough
+            break  # without metrics, the wait of `settle_s` must be enough
         is_quiet = not sum(reading.total(gauge) or 0.0 for gauge in BUSY_GAUGES)
         if not is_quiet:
             await asyncio.sleep(POLL_S)

@@ -1,7 +1,8 @@
-"""The arms of the experiment: each one is a load, and the tiers document under which a server gets it.
+"""The arms of an experiment. An arm is a kind of load, together with the tiers that the server uses under this load.
 
-An arm of ours is a tiers document that the running server is told to use; the peer (any OpenAI-compatible server) has
-arms of its own. Knows documents, SLOs and pins; not servers or time. Pure, except that it reads the shipped files.
+Our running server is told to use the tiers document of each of our arms. The peer (any OpenAI-compatible server) has
+separate arms, without a tiers document. Knows documents, SLOs and pinned values; does not know servers or times. Pure,
+except that it reads the arm files of this package.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from scheduler.config import parse_tiers
 
 Document = dict[str, Any]  # the content of a tiers file
 
-# Values of `service_tier` whose tier is above the default one in loads of three classes.
+# Values of `service_tier` that are served by a tier above the default tier, in loads with three classes.
 PREMIUM_SERVICE_TIERS = ("priority", "fast")
 INTERACTIVE, BULK = "interactive", "bulk"
 BOTH = (INTERACTIVE, BULK)
@@ -41,7 +42,7 @@ TITLES = {
     PEER: "peer, with its priorities",
 }
 _FILES = {
-    BULK_ALONE: "a3-strict-priority",  # there nothing holds bulk back, so the engine runs at its full rate
+    BULK_ALONE: "a3-strict-priority",  # these tiers do not limit bulk, so the engine runs at its full rate
     FIRST_COME: "a2-first-come",
     STRICT: "a3-strict-priority",
     STATIC: "a4-static",
@@ -51,8 +52,11 @@ _FILES = {
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One arm. `tiers` is None for the peer, which is not told anything. `omitted` names fields that its requests leave
-    out."""
+    """One arm of an experiment.
+
+    `roles` are the kinds of traffic that the arm sends: interactive, bulk or both. `tiers` is None for an arm of the
+    peer, which has no tiers. `omitted` names fields of the scenario's requests that the arm does not send.
+    """
 
     name: str
     roles: tuple[str, ...]
@@ -79,14 +83,14 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class StaticBudget:
-    """What bulk may always take of each step."""
+    """The fixed part of each step that bulk may use."""
 
     batch_size: int  # sequences
     batch_tokens: int
 
 
 def read_arm_file(name: str) -> Document:
-    """Return a document of `bench/isolation/arms`, by its file name without the ending."""
+    """Return the tiers document in `bench/isolation/arms/<name>.yaml`."""
     text = (files("bench") / "isolation" / "arms" / f"{name}.yaml").read_text(encoding="utf-8")
     document: Document = yaml.safe_load(text)
     return document
@@ -94,8 +98,12 @@ def read_arm_file(name: str) -> Document:
 
 @dataclass(frozen=True, slots=True)
 class ArmBuilder:
-    """Builds arms. `slo` replaces every SLO that an arm tries to keep, `budget` the pins of A4. With `premium`,
-    `priority` is a tier above the default one, with this SLO."""
+    """A builder of arms.
+
+    `ours` is the tiers document of Tidegate's own arms. `slo` replaces the SLOs in all arms that try to keep them.
+    `budget` replaces the pinned budget of bulk in A4. If `premium` is given, requests with `priority` or `fast` get a
+    tier above the default tier, and `premium` holds the SLO values of that tier.
+    """
 
     ours: Document
     slo: Targets
@@ -126,7 +134,7 @@ def _roles(name: str) -> tuple[str, ...]:
 
 
 def with_slo(document: Document, slo: Targets) -> Document:
-    """Return the document with this SLO, as far as it is given, for every tier that has an SLO."""
+    """Return the document in which every tier with an SLO has the targets of `slo`. Targets of None are unchanged."""
     changed = deepcopy(document)
     said = {"ttft_p99_ms": slo.ttft_ms, "itl_p99_ms": slo.itl_ms}
     for tier in changed["tiers"].values():
@@ -140,7 +148,7 @@ def has_slo(tier: Document) -> bool:
 
 
 def with_static_budget(document: Document, budget: StaticBudget) -> Document:
-    """Return the document with pins for bulk's part of a step: for the tier of `flex` and for that of batches."""
+    """Return the document with a fixed budget for bulk, pinned in the tier of `flex` and in the tier of batches."""
     changed = deepcopy(document)
     tiers = parse_tiers(changed)
     flex = tiers.for_service_tier("flex")
@@ -151,10 +159,10 @@ def with_static_budget(document: Document, budget: StaticBudget) -> Document:
 
 
 def with_premium_tier(document: Document, slo: Mapping[str, float]) -> Document:
-    """Return the document with `priority` and `fast` in a tier above the default one.
+    """Return the document with a new tier above the default tier, for `priority` and `fast`.
 
-    The new tier has the SLO of the default tier, with the values of `slo` where that one has an SLO. For loads of three
-    classes.
+    If the default tier has an SLO, the new tier has the same SLO, except that the values in `slo` replace its values.
+    Loads with three classes use the new tier.
     """
     changed = deepcopy(document)
     base = changed["tiers"][changed["default_tier"]]

@@ -1,7 +1,7 @@
-"""Which requests met their SLO, and how long it takes to settle after a load step. Pure.
+"""SLO attainment: which requests met their SLO, and how long latencies take to settle after a load step. Pure.
 
-Knows outcomes and targets; not arms. Every share is over *offered* requests: one that was refused, failed or never
-ended is a miss.
+Every share is over *offered* requests: a request that was refused, failed or never ended is a miss. Knows outcomes and
+targets; does not know arms.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +13,16 @@ from loadtest.client.answer import Outcome
 from loadtest.client.runner import ArmRun
 from loadtest.traffic.scenario import Targets
 
-GOAL = 0.99  # share of requests in time at which a load holds
-GAP_QUANTILE = 0.99  # the quantile of a request's gaps that its SLO limits
+GOAL = 0.99  # a load holds if at least this share of its requests meets the SLO
+GAP_QUANTILE = 0.99  # the quantile of a request's gaps between tokens that its ITL target limits
 
 
 def has_met(outcome: Outcome, targets: Targets) -> bool:
-    """Return whether the answer is whole, and its first token, its p99 gap and its end came in time."""
+    """Return whether the request met its SLO.
+
+    The answer must be complete, and its TTFT, the p99 of its gaps between tokens, and its total time must be within the
+    targets.
+    """
     if not outcome.is_complete or outcome.ttft_s is None or outcome.e2e_s is None:
         return False
     gaps = outcome.inter_token_s()
@@ -46,7 +50,7 @@ def attainment_of(outcomes: Iterable[Outcome], targets: Targets) -> Attainment:
 
 
 class MissCount:
-    """Counts, while an arm runs, the requests that have certainly missed their SLO. Judges each request once."""
+    """A count, while an arm runs, of the requests that have certainly missed their SLO. Counts each request once."""
 
     def __init__(self, slos: Mapping[str, Targets]) -> None:
         self._slos = slos
@@ -55,7 +59,7 @@ class MissCount:
         self.misses = 0
 
     def update(self, run: ArmRun, now_s: float) -> int:
-        """Return the misses so far."""
+        """Judge all requests that can be judged by now, and return the number of misses so far."""
         for name, targets in self._slos.items():
             fresh = run.outcomes.get(name, [])[self._seen[name] :]
             self._seen[name] += len(fresh)
@@ -67,7 +71,7 @@ class MissCount:
 
 
 def _verdict(outcome: Outcome, targets: Targets, now_s: float) -> bool | None:
-    """Return whether the request met its SLO; None while that is open."""
+    """Return whether the request met its SLO; None while that is undecided."""
     if outcome.finished_s is not None or outcome.error is not None:
         return has_met(outcome, targets)
     waited_s = now_s - outcome.due_s
@@ -79,9 +83,11 @@ def _verdict(outcome: Outcome, targets: Targets, now_s: float) -> bool | None:
 def settling_s(
     outcomes: Sequence[tuple[float, bool]], step_s: float, end_s: float, share: float, bin_s: float
 ) -> float:
-    """Return the seconds from a load step until every later bin of `bin_s` has `share` of its requests met.
+    """Return the seconds from a load step until latencies have settled.
 
-    `outcomes` are (arrival, met). Return the whole time from the step to the end if that never happens.
+    They have settled when, in every later bin of `bin_s` seconds, at least `share` of the requests met their SLO. If
+    that never happens, the result is the whole time from the step to the end. `outcomes` are pairs of arrival time in
+    seconds and whether the request met its SLO.
     """
     settled_s = end_s - step_s
     start_s = end_s - bin_s

@@ -44,7 +44,10 @@ from scheduler.config import TierConfigError, load_tiers
 
 
 class Isolation(BaseModel):
-    """Interactive and bulk on one server under several policies, interleaved: goals, tables and a page of plots."""
+    """Interactive and bulk traffic on one server under several policies, which take turns.
+
+    Reports goals and tables, and writes a page with plots.
+    """
 
     experiment: ExperimentName = Field("isolation", description="isolation, overload (1.5 ×), step (3 ×) or deadlines.")
     arms: str = Field("", description="Arms to run, such as A0,A1,A2,OURS; empty: all of the experiment.")
@@ -93,10 +96,10 @@ class Isolation(BaseModel):
             run_to_end(self.measure())
 
     async def measure(self) -> None:
-        """Run the experiment and report it.
+        """Run the experiment and report its result.
 
-        Raises `TargetError`, `ScenarioError` and `MissingExtra` for what the user can correct; exits with 1 where a
-        class got no answers.
+        Raises `TargetError`, `ScenarioError` or `MissingExtra` for errors that the user can correct. Exits with 1 if a
+        traffic class got no answers.
         """
         if self.report_dir is not None:
             require(PLOTS, "--report")
@@ -112,7 +115,7 @@ class Isolation(BaseModel):
         self._conclude(result, ours.model)
 
     def _model_dir(self, folder: Path) -> Path | None:
-        """Return the model to serve; None for the demo model, and for a server that already runs."""
+        """Return the directory of the model to serve; None for the demo model, and if the server already runs."""
         if self.url or (self.model is None and self.shape == "demo"):
             return self.model
         try:
@@ -211,6 +214,6 @@ class Isolation(BaseModel):
     def _drawings(self, result: Result) -> Drawings:
         if self.report_dir is None:
             return {}
-        from bench.isolation.drawings import draw_experiment  # matplotlib
+        from bench.isolation.drawings import draw_experiment  # imports matplotlib
 
         return draw_experiment(result)

@@ -1,5 +1,7 @@
-"""The negative controls: arms that lack a mechanism and must fail; an experiment in which they do not fail proves
-nothing. Pure."""
+"""The negative controls: arms that lack a mechanism of Tidegate and therefore must fail. Pure.
+
+If a control does not fail, the experiment proves nothing.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,12 +10,12 @@ from bench.isolation.arms import AIMD, BEST_EFFORT, FIRST_COME, OURS
 from bench.isolation.experiments import ExperimentName
 from bench.isolation.summary import ArmSummary, compare_all
 
-TTFT_P50_TARGET, TTFT_P99_TARGET = 1.3, 1.25  # mixed ÷ alone; A2 must be worse than both
+TTFT_P50_TARGET, TTFT_P99_TARGET = 1.3, 1.25  # largest ratios, mixed ÷ alone; the control A2 must exceed both
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A negative control. `failed` is None where it was not run."""
+    """The outcome of a negative control. `failed` is None if the control was not run."""
 
     name: str
     failed: bool | None
@@ -22,10 +24,10 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The measurements of one experiment that goals and controls are judged by.
+    """The measurements of one experiment by which its goals and controls are judged.
 
-    `solo_load` is the base load as a share of the solo goodput, None where that was not measured. `top_class` is the
-    interactive class of the highest tier.
+    `solo_load` is the base load as a share of the solo goodput; None if the solo goodput was not measured. `top_class`
+    is the interactive class of the highest tier. `settling_s` has the seconds that each arm took to settle.
     """
 
     experiment: ExperimentName
@@ -39,7 +41,7 @@ class Evidence:
 
 
 def controls_of(seen: Evidence) -> list[Control]:
-    """Return the controls of this experiment."""
+    """Return the negative controls of this experiment, with their outcomes."""
     match seen.experiment:
         case "isolation":
             return _isolation_controls(seen)

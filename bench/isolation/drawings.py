@@ -1,4 +1,4 @@
-"""The drawings of an experiment's page, by the section that they belong to. Imports matplotlib."""
+"""The drawings on the page of an experiment, grouped by section. Imports matplotlib."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ def _over_time(result: Result) -> tuple[Drawing, ...]:
 
 
 def _steered_tiers(document: Document | None) -> Sequence[str]:
-    """Return the tiers that requests may name, if the controller of this document moves any knob."""
+    """Return the names of the tiers that requests can ask for; empty if the controller moves no knobs."""
     if document is None or not parse_tiers(document).controller.feedback:
         return ()
     return [tier.name for tier in parse_tiers(document).by_priority if tier.service_tiers]

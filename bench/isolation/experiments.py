@@ -1,6 +1,6 @@
-"""The experiments: the load of each, how it changes, and which arms it needs. Pure.
+"""The experiments: the load of each experiment, how the load changes, and which arms are compared. Pure.
 
-Loads are multiples of the solo goodput, the load that interactive traffic sustains alone.
+Loads are multiples of the solo goodput: the highest load at which interactive traffic alone keeps its SLOs.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,16 @@ from loadtest.traffic.scenario import Scenario, TrafficClass
 from loadtest.traffic.scenario_arrivals import OpenLoop, Spike
 
 ExperimentName = Literal["isolation", "overload", "step", "deadlines"]
-OVERLOAD_S = 60.0  # the goal is stated for a minute of overload
+OVERLOAD_S = 60.0  # seconds of overload for which the goal is stated
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProfile:
-    """The load over a part: `factor` times the base load from `from_share` of the part, for `for_s` (None: until its
-    end)."""
+    """The load during a part of the run.
+
+    The load is `base_load`, a multiple of the solo goodput. From `from_share` of the part's time on, it is `factor`
+    times that for `for_s` seconds (None: until the end of the part).
+    """
 
     base_load: float
     factor: float = 1.0
@@ -36,11 +39,11 @@ class LoadProfile:
 class Experiment:
     name: ExperimentName
     title: str
-    scenario: str  # the default scenario
+    scenario: str  # name of the default scenario
     arms: tuple[str, ...]
     profile: LoadProfile
-    is_steady: bool  # without the scenario's own waves and bursts, so that only `profile` changes the load
-    has_premium: bool = False  # `priority` is a tier of its own, above the default one
+    is_steady: bool  # the scenario's own waves and bursts are left out, so that only `profile` changes the load
+    has_premium: bool = False  # `priority` requests have a separate tier above the default tier
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -86,9 +89,10 @@ EXPERIMENTS: dict[str, Experiment] = {
 def with_load_profile(
     scenario: Scenario, experiment: Experiment, goodput_clients: float, load: float, part_s: float
 ) -> Scenario:
-    """Return the scenario with its interactive classes at `load` times the solo goodput, with the load profile on top.
+    """Return the scenario with its interactive classes at `load` times the solo goodput, changed by the load profile.
 
-    Jobs with deadlines are scaled too, since a faster machine can finish more of them in time.
+    `goodput_clients` is the solo goodput in multiples of the scenario's load. Jobs with deadlines are scaled too, since
+    a faster machine can finish more of them in time.
     """
     spike = experiment.profile.spike(part_s)
     classes = dict(scenario.classes)
@@ -104,5 +108,5 @@ def with_load_profile(
 
 
 def has_deadline(traffic: TrafficClass) -> bool:
-    """Return whether the class is bulk with a deadline: jobs."""
+    """Return whether the class consists of jobs: bulk requests with a deadline."""
     return traffic.role == "bulk" and traffic.targets.e2e_ms is not None

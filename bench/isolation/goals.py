@@ -1,7 +1,7 @@
 """The goals of the product, and whether an experiment reached them. Pure.
 
-Each goal has two bounds: a target that must be reached, and the goal itself. Every experiment lists all goals, also
-those that it does not measure. A goal counts only if its negative control fails it.
+Each goal has two bounds: `target` must be reached, and `goal` is the stricter bound that is aimed at. Every experiment
+lists all goals, including those that it does not measure. A goal does not count if its negative control did not fail.
 """
 
 from dataclasses import dataclass, replace
@@ -14,14 +14,17 @@ from bench.isolation.summary import compare_all
 from loadtest.estimates import Estimate
 
 Verdict = Literal["goal", "target", "missed", "not measured", "does not count"]
-SAMPLES_FOR_P99 = 3000  # first tokens that a claim about a p99 needs: 30 above it
-ISOLATION_LOAD = 0.5  # share of the solo goodput that the goals are stated for
+SAMPLES_FOR_P99 = 3000  # TTFT samples that a claim about a p99 needs: 30 of them are above the p99
+ISOLATION_LOAD = 0.5  # load for which the isolation goals are stated, as a share of the solo goodput
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One goal. `measured` is None where this run does not measure it; `counts` is False where its negative control did
-    not fail."""
+    """One goal, with its two bounds and its measured value.
+
+    `measured` is None if this run does not measure the goal. `counts` is False if the goal's negative control did not
+    fail.
+    """
 
     name: str
     target: float
@@ -54,7 +57,7 @@ class Goal:
 
 
 def judge(seen: Evidence) -> tuple[list[Goal], list[Control]]:
-    """Return all goals, and the controls of this experiment."""
+    """Return all goals with their measured values, and the negative controls of this experiment."""
     controls = controls_of(seen)
     did_not_fail = any(control.failed is False for control in controls)
     goals = [
@@ -110,7 +113,10 @@ def _throughput(seen: Evidence) -> list[Goal]:
 
 
 def _goodput_over(goal: Goal, seen: Evidence, other: str) -> Goal:
-    """Measure at the one load of this run. No arm can serve more in time than is offered, which bounds the ratio."""
+    """Return the goal with our goodput ÷ the goodput of another arm, both at the load of this run.
+
+    No arm can serve more requests in time than are offered, which bounds the ratio.
+    """
     if OURS not in seen.arms or other not in seen.arms:
         return replace(goal, note=f"{other} was not run")
     ours, theirs = seen.arms[OURS], seen.arms[other]

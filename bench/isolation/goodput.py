@@ -1,6 +1,7 @@
-"""The search for the solo goodput: the highest load that is served within its SLOs, with few probes in bounded time.
+"""The search for the solo goodput: the highest load of interactive traffic alone that is served within its SLOs. Pure.
 
-Pure: knows loads and the share of their requests that were in time; not how a load is sent.
+The search takes few probes and bounded time. Knows loads and how many of their requests were in time; does not know how
+a load is sent.
 """
 
 import math
@@ -9,24 +10,26 @@ from dataclasses import dataclass
 
 from bench.isolation.attainment import GOAL
 
-MAX_DOUBLINGS = 6  # up to 64 times the first load
-BISECTIONS = 3  # a doubling cut three times: the result is within a tenth
-Z_95 = 1.645  # one-sided
+MAX_DOUBLINGS = 6  # doublings (or halvings) of the first load: up to 64 times as much
+BISECTIONS = 3  # bisections between a load and its double: the result is exact to about a tenth
+Z_95 = 1.645  # 95 % quantile of the normal distribution, for a one-sided bound
 
 
 def allowed_misses(offered: int) -> float:
-    """Return how many of the offered requests may miss their SLO.
+    """Return the largest number of misses with which a load holds, out of `offered` requests.
 
-    One miss is always allowed: at exactly the goal, every third probe of 40 requests has one.
+    One miss is always allowed: even if exactly 99 % of requests are in time, one in three probes of 40 requests has a
+    miss.
     """
     return max(1.0, (1 - GOAL) * offered)
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One load that was tried, in multiples of the scenario's load.
+    """One load that was tried, and how many of its requests missed their SLO.
 
-    A probe that `was_cut` had more misses than allowed; `missed` is then a lower bound, over all planned requests.
+    `clients` is the load in multiples of the scenario's load. If `was_cut`, the probe was ended early, because it had
+    more misses than allowed. Then `offered` counts all planned requests, and `missed` is a lower bound.
     """
 
     clients: float
@@ -36,7 +39,7 @@ class Probe:
 
     @property
     def attainment(self) -> float:
-        """The share of requests in time; 1 where there were no requests."""
+        """The share of requests that met their SLO; 1 if there were no requests."""
         return 1 - self.missed / self.offered if self.offered else 1.0
 
     @property
@@ -46,8 +49,11 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The result of the search. `clients` is the highest load that was tried and held, 0 where none did; `breaks_at` is
-    the lowest load above it that did not hold, None where none was tried."""
+    """The result of the search, in multiples of the scenario's load.
+
+    `clients` is the highest load that held; 0 if no load held. `breaks_at` is the lowest load above it that did not
+    hold; None if no such load was tried.
+    """
 
     clients: float
     probes: tuple[Probe, ...]
@@ -55,8 +61,10 @@ class Goodput:
 
     @property
     def at_least(self) -> float | None:
-        """The attainment at `clients` that so many requests prove with 95 % confidence (Wilson's bound); None without
-        probes."""
+        """The lower bound of the attainment at `clients`, with 95 % confidence (Wilson's bound).
+
+        The bound depends on the number of requests in the probe. None if no probe at this load had requests.
+        """
         held = [p for p in self.probes if p.clients == self.clients and p.offered]
         if not held:
             return None
@@ -71,10 +79,12 @@ async def find_goodput(
     least: float = 0.0,
     has_time: Callable[[], bool] = lambda: True,
 ) -> Goodput:
-    """Search for the highest load that holds; `measure` runs one load.
+    """Search for the highest load that holds. `measure` runs a probe of one load.
 
-    Doubles the load (or halves it, down to `least`, below which a probe would see too few requests) until one holds and
-    one does not, then bisects in equal ratios. Ends early when `has_time` returns False.
+    Loads are multiples of the scenario's load. If the first load (1, or `least` if that is higher) holds, it is doubled
+    until a load does not hold; otherwise it is halved until a load holds. Then the search bisects between the highest
+    load that held and the lowest that did not, in equal ratios. No load below `least` is tried, since a probe would see
+    too few requests. The search ends early when `has_time` returns False.
     """
     probes: list[Probe] = []
 

@@ -1,4 +1,4 @@
-"""Plots of all arms: first tokens, and how much bulk gets for what interactive traffic loses.
+"""Plots that compare all arms: TTFT, bulk throughput against interactive attainment, and attainment over time.
 
 Knows results; the style is in `bench.reporting.svg`.
 """
@@ -16,7 +16,7 @@ from bench.reporting.svg import ACCENT, GREEN, MUTED, VIOLET, WARM, draw_svg, lo
 
 
 def latency_by_arm(arms: Mapping[str, ArmSummary], target_ms: float | None) -> str:
-    """Draw the first tokens of every arm with interactive traffic: median and p99 with their intervals."""
+    """Draw the TTFT of every arm with interactive traffic: median and p99 with their intervals."""
     shown = [arm for arm in arms.values() if len(arm.ttft.samples)]
 
     def draw(figure: Figure) -> None:
@@ -45,7 +45,10 @@ def latency_by_arm(arms: Mapping[str, ArmSummary], target_ms: float | None) -> s
 
 
 def harvest_by_arm(arms: Mapping[str, ArmSummary]) -> str:
-    """Draw each mixed arm as a point: interactive attainment against bulk throughput. Up and to the right is better."""
+    """Draw each mixed arm as a point: interactive attainment against bulk throughput.
+
+    Points further up and to the right are better.
+    """
     mixed = [arm for arm in arms.values() if arm.arm.is_mixed]
 
     def draw(figure: Figure) -> None:
@@ -64,7 +67,10 @@ def harvest_by_arm(arms: Mapping[str, ArmSummary]) -> str:
 
 
 def attainment_over_time(result: Result, bin_s: float = 5.0) -> str:
-    """Draw the share within the SLO by arrival, all rounds together: how an arm takes a change of load."""
+    """Draw the share of requests within the SLO over their arrival time, one line for each arm.
+
+    Each line covers all rounds of the arm. It shows how the arm reacts to a change of load.
+    """
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Plots of one part over time: first tokens, bulk tokens, preemptions and the knobs.
+"""Plots of one part over time: TTFT, bulk throughput, preemptions and the controller's knobs.
 
 Knows parts; the style is in `bench.reporting.svg`.
 """
@@ -15,17 +15,17 @@ from bench.reporting.svg import CYCLE, GREEN, MUTED, VIOLET, WARM, draw_svg, log
 from loadtest.client.server_metrics import Series
 from loadtest.traffic.scenario import Scenario, Targets
 
-MAX_VECTOR_POINTS = 1500  # more points are drawn as an image inside the SVG
-BIN_S = 1.0  # width of the bins of bulk tokens
+MAX_VECTOR_POINTS = 1500  # if there are more points, they are drawn as an image inside the SVG
+BIN_S = 1.0  # seconds; width of the bins in which bulk tokens are counted
 
 
 def arm_over_time(
     part: Part, scenario: Scenario, slos: Mapping[str, Targets], span_ms: tuple[float, float], top_rate: float
 ) -> str:
-    """Draw one part: every first token with its SLO, bulk tokens per second, and preempted bulk.
+    """Draw one part: the TTFT of every interactive request with its SLO, bulk tokens per second, and preemptions.
 
-    `span_ms` and `top_rate` (of bulk) are the limits of the axes, the same for all arms, so that drawings can be
-    compared.
+    `span_ms` are the limits of the TTFT axis, and `top_rate` is the upper limit of the bulk axis. They should be the
+    same for all arms, so that the drawings can be compared.
     """
 
     def draw(figure: Figure) -> None:
@@ -74,7 +74,7 @@ def _first_tokens(axes: Axes, part: Part, scenario: Scenario, slos: Mapping[str,
 
 
 def _interference(axes: Axes, part: Part) -> None:
-    """Return how often bulk was preempted, as far as the server counts it."""
+    """Draw preemptions, evictions and paused sequences, if the server exports these metrics."""
     lines = {
         "preemptions/s": part.timeline.rate("tidegate_num_preemptions_total"),
         "steps evicted/s": part.timeline.rate("tidegate_steps_shed_total"),
@@ -97,7 +97,7 @@ def _interference(axes: Axes, part: Part) -> None:
 
 
 def knobs_over_time(part: Part, tiers: Sequence[str]) -> str | None:
-    """Draw batch size and max-wait of each tier; None where the server exports none."""
+    """Draw the batch size and max-wait of each tier; return None if the server does not export them."""
     sizes = {tier: part.timeline.gauge("tidegate_controller_batch_size", tier=tier) for tier in tiers}
     waits = {tier: part.timeline.gauge("tidegate_controller_max_wait_seconds", tier=tier) for tier in tiers}
     if not any(sizes.values()):
@@ -119,7 +119,10 @@ def knobs_over_time(part: Part, tiers: Sequence[str]) -> str | None:
 
 
 def bulk_rate(part: Part, scenario: Scenario) -> tuple[np.ndarray, np.ndarray]:
-    """Return (bin starts, tokens per second) of all bulk classes, by the time at which the client got the tokens."""
+    """Return (start of each bin in seconds, bulk tokens per second in the bin), for all bulk classes together.
+
+    A token is counted in the bin in which the client received it.
+    """
     bins = max(1, int(np.ceil(part.run.duration_s / BIN_S)))
     tokens = np.zeros(bins)
     for traffic in scenario.with_role("bulk"):
@@ -134,7 +137,7 @@ def bulk_rate(part: Part, scenario: Scenario) -> tuple[np.ndarray, np.ndarray]:
 
 
 def first_token_span_ms(parts: Sequence[Part], slos: Mapping[str, Targets]) -> tuple[float, float]:
-    """Return limits in ms that hold every first token of the parts, and the SLOs."""
+    """Return limits of a TTFT axis in ms, such that every TTFT of the parts and every TTFT SLO is shown."""
     waited = [o.ttft_s for part in parts for name in slos for o in part.run.outcomes.get(name, [])]
     shown = [1e3 * s for s in waited if s] + [t.ttft_ms for t in slos.values() if t.ttft_ms]
     return (0.8 * min(shown), 1.25 * max(shown)) if shown else (1.0, 1000.0)

@@ -1,6 +1,6 @@
-"""The record of an experiment: the sections of its text and of its page, in the order in which readers want them.
+"""The report of an experiment, as a record: the sections of its text and of its page, in the order of reading.
 
-The tables are in `tables`, the drawings in `drawings`; needs no plotting library.
+The tables are made in `tables`, and the drawings in `drawings`. Needs no plotting library.
 """
 
 import json
@@ -22,11 +22,11 @@ HOW = (
 
 
 ARMS, OVER_TIME = "The arms, times in ms", "Over time"
-Drawings = Mapping[str, tuple[Drawing, ...]]  # by the title of their section
+Drawings = Mapping[str, tuple[Drawing, ...]]  # the drawings of each section, by the section's title
 
 
 def isolation_record(result: Result, provenance: Provenance, drawings: Drawings) -> Record:
-    """Return the record. `drawings` are shown on the page only, and may be empty."""
+    """Return the report as a record. `drawings` are shown on the page only, and may be empty."""
     return Record(
         result.experiment.title,
         sections=_sections(result, drawings),

@@ -1,7 +1,7 @@
-"""The result of an experiment: what its report is made from, and the data of its JSON file.
+"""The result of an experiment, from which its report is made, and the data of its JSON file.
 
-Knows how results are named in JSON; computes nothing. The JSON lists every request, so that the simulator can be run
-on the same load and compared with what was measured.
+The JSON lists every request, so that the simulator can run the same load and be compared with the measurement. Knows
+how results are named in JSON; computes nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,20 +27,20 @@ from loadtest.traffic.scenario import Scenario, Targets
 
 @dataclass(slots=True)
 class Result:
-    """Everything that an experiment measured and concluded."""
+    """The result of an experiment: its configuration, its measurements, and its verdicts on goals and controls."""
 
     experiment: Experiment
     scenario: Scenario  # as it was sent, with lengths and load scaled
     length_scale: float
-    load: float  # in multiples of `clients`
-    clients: float  # the solo goodput, or what was given in its place, in multiples of the scenario's load
+    load: float  # the base load, in multiples of `clients`
+    clients: float  # the solo goodput, or the value given in its place, in multiples of the scenario's load
     timing: Timing
     slos: Mapping[str, Targets]
     rounds: Rounds
     arms: dict[str, ArmSummary]
     goals: list[Goal]
     controls: list[Control]
-    goodput: Goodput | None = None  # how the solo goodput was found; None where `clients` was given
+    goodput: Goodput | None = None  # the search for the solo goodput; None if `clients` was given
     sweep: Sweep | None = None
     settling_s: dict[str, float] = field(default_factory=dict)
     explained: dict[str, Any] | None = None  # GET /admin/sla after the last of our own parts
@@ -48,18 +48,18 @@ class Result:
 
     @property
     def solo_load(self) -> float | None:
-        """The base load as a share of the solo goodput; None where that is not known."""
+        """The base load as a share of the solo goodput; None if the solo goodput is not known."""
         return self.load if self.goodput is not None and self.goodput.clients else None
 
     @property
     def has_answers(self) -> bool:
-        """Whether each class got tokens in each arm that offered requests of it."""
+        """Whether every arm received tokens for every traffic class of which it sent requests."""
         summaries = [s for arm in self.arms.values() for s in arm.classes.values()]
         return bool(summaries) and all(s.answered > 0 for s in summaries if s.offered)
 
     @property
     def has_jobs(self) -> bool:
-        """Whether there was bulk with deadlines."""
+        """Whether the experiment sent jobs, which are bulk requests with deadlines."""
         return any(arm.jobs.offered for arm in self.arms.values())
 
 
@@ -121,7 +121,10 @@ def _goal_as_dict(goal: Goal) -> dict[str, Any]:
 
 
 def requests_of(rounds: Rounds, slos: Mapping[str, Targets]) -> list[dict[str, Any]]:
-    """Return the requests of all parts, by arm, round and arrival. Arrivals are seconds from the part's start."""
+    """Return the requests of all parts as JSON. Arrivals are seconds from the part's start.
+
+    Requests that the client could not send are left out.
+    """
     found = []
     for name, parts in rounds.parts.items():
         for part in parts:

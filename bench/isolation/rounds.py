@@ -1,8 +1,8 @@
-"""The interleaved run: every arm in every round, on one machine, with the same requests.
+"""The interleaved run: every arm runs once in every round, on one machine, with the same requests.
 
-The order of the arms changes from round to round, so that no arm always follows the same one. Each arm's round has its
-own `cache_salt`, so that no prompt is found in the prefix cache of another arm. Knows what runs when; computes no
-statistics.
+With three or more arms, their order changes from round to round, so that no arm always follows the same one. The
+requests of each arm and round have a separate `cache_salt`, so that no prompt is found in the prefix cache because
+another arm sent it. Knows the order of the runs; computes no statistics.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ Progress = Callable[[str], None]
 
 @dataclass(slots=True)
 class Part:
-    """One arm's share of one round. `timeline` is cut to the measured window."""
+    """The measurement of one arm in one round. `timeline` holds the server's metrics in the measured window."""
 
     arm: Arm
     round_: int
     run: ArmRun
     timeline: Timeline
-    was_quiet: bool = True  # before the part began, as far as the metrics say
+    was_quiet: bool = True  # the metrics showed no more work of the previous arm when the part began
 
 
 @dataclass(slots=True)
 class Rounds:
-    """All parts, by arm in the order of the report."""
+    """The measurements of all rounds, by arm. The arms are in the order of the report."""
 
     parts: dict[str, list[Part]] = field(default_factory=dict)
 
@@ -44,7 +44,7 @@ class Rounds:
 async def run_rounds(
     systems: Systems, arms: Sequence[Arm], scenario: Scenario, timing: Timing, seed: int, progress: Progress
 ) -> Rounds:
-    """Measure all arms. Raises `TargetError` where a server cannot be told its tiers."""
+    """Measure all arms in all rounds. Raises `TargetError` if a server does not accept an arm's tiers."""
     rounds = Rounds({arm.name: [] for arm in arms})
     for round_ in range(timing.rounds):
         for arm in _rotated(arms, round_):
@@ -63,9 +63,13 @@ async def run_part(
     salt: str = "",
     should_stop: Callable[[ArmRun], bool] | None = None,
 ) -> Part:
-    """Run one arm once. `salt` tells runs of the same arm and round apart."""
+    """Run one arm once and return its measurement.
+
+    `salt` becomes a part of the requests' `cache_salt`, and distinguishes runs of the same arm and round. The run ends
+    early when `should_stop` returns True.
+    """
     target = systems.of(arm.is_peer)
-    was_quiet = all([await wait_until_quiet(each, 0.0) for each in systems.all])  # they share the machine
+    was_quiet = all([await wait_until_quiet(each, 0.0) for each in systems.all])  # the systems share one machine
     if arm.tiers is not None:
         await put_tiers(target, arm.tiers)
     await asyncio.sleep(timing.settle_s)
@@ -76,7 +80,7 @@ async def run_part(
         run = await run_arm(target, classes, timing.window, seed, round_, should_stop=should_stop)
     cut = timeline.within(run.start_s, run.end_s)
     busy_s = cut.delta(STEP_SECONDS)
-    # The readings span a little more than the window, so the sum is scaled to the window.
+    # The readings span a little more time than the window, so the engine's time is scaled to the window.
     run.busy_s = None if busy_s is None or not cut.span_s else busy_s * run.duration_s / cut.span_s
     return Part(arm, round_, run, cut, was_quiet)
 
@@ -98,8 +102,11 @@ def _with_salt(traffic: TrafficClass, salt: str, omitted: Sequence[str]) -> Traf
 
 
 def _rotated(arms: Sequence[Arm], round_: int) -> list[Arm]:
-    """Return the arms with another one first in each round. Every second round is reversed, which balances drift within
-    a round."""
+    """Return the arms in the order of a round.
+
+    The order is rotated by three arms from round to round. Every second round is reversed, which balances drift within
+    a round. With two arms, rotation and reversal cancel each other, so the order stays the same.
+    """
     first = (round_ * 3) % len(arms)
     turned = [*arms[first:], *arms[:first]]
     return turned if round_ % 2 == 0 else turned[::-1]

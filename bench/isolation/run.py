@@ -1,6 +1,6 @@
-"""One experiment from beginning to result: tune, run the arms, judge.
+"""The run of one experiment: load and budget are tuned, the arms are run, and the results are judged by the goals.
 
-Knows the order of the steps; each step is in a module of its own.
+Knows the order of these steps; each step is in its own module.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,16 +25,18 @@ from loadtest.machine import hardware
 from loadtest.traffic.scenario import Scenario, Targets
 from scheduler.config import parse_tiers
 
-SETTLED_SHARE, SETTLED_BIN_S = 0.97, 2.0  # settled: in every later bin this share is in time
+# An arm has settled if SETTLED_SHARE of the requests are in time in every later bin of SETTLED_BIN_S seconds.
+SETTLED_SHARE, SETTLED_BIN_S = 0.97, 2.0
 WARM_UP_ROUND = 2000  # a round number that no arm uses, so that its requests differ
 
 
 @dataclass(frozen=True, slots=True)
 class ExperimentConfig:
-    """What is run, and on which load.
+    """The configuration of a run: the experiment, its load, its arms and its durations.
 
-    `clients` None: the solo goodput is searched for. `load` None: the experiment's own. `wanted` empty: all arms of the
-    experiment.
+    `clients` is the unit of load in multiples of the scenario's load; if it is None, the solo goodput is searched for
+    and becomes the unit. `load` is the load in this unit; if it is None, the experiment's own load is used. `wanted`
+    names the arms; if it is empty, all arms of the experiment are run.
     """
 
     experiment: Experiment
@@ -53,21 +55,21 @@ class ExperimentConfig:
 
 
 async def run_experiment(config: ExperimentConfig, systems: Systems, progress: Progress) -> Result:
-    """Run the experiment. Raises `TargetError` where a server does not answer or does not accept its tiers."""
+    """Run the experiment. Raises `TargetError` if a server does not answer or does not accept its tiers."""
     builder, slos = _arms_and_slos(config)
     trials = Trials(systems, config.scenario, slos, config.timing, config.seed, progress)
-    # 1. a warm-up, since the first answers of a server are slow
+    # 1. warm up, since the first answers of a server are slow
     await _warm_up(config, systems, builder, progress)
-    # 2. the unit of load
+    # 2. find the unit of load
     goodput, clients = await _unit_of_load(config, trials, builder)
     load = config.experiment.profile.base_load if config.load is None else config.load
     loaded = with_load_profile(config.scenario, config.experiment, clients, load, config.timing.part_s)
-    # 3. the best fixed budget
+    # 3. find the best fixed budget
     names, sweep = _arm_names(config, systems), None
     if STATIC in names:
         sweep = await _sweep(config, replace(trials, scenario=loaded), builder)
         builder = replace(builder, budget=sweep.best.budget)
-    # 4. the arms
+    # 4. run the arms
     arms, timing = builder.build_all(names), config.timing
     rounds = await run_rounds(systems, arms, loaded, timing, config.seed, progress)
     result = Result(
@@ -104,8 +106,7 @@ def _arms_and_slos(config: ExperimentConfig) -> tuple[ArmBuilder, Mapping[str, T
 
 
 async def _warm_up(config: ExperimentConfig, systems: Systems, builder: ArmBuilder, progress: Progress) -> None:
-    """Send a short load. Raises `TargetError` where every request of a class is refused, since an arm would measure
-    nothing."""
+    """Send a short load. Raises `TargetError` if no request of a class is served."""
     progress("warm-up")
     short = replace(config.timing, duration_s=config.search_s / 2, rounds=1)
     scenario, seed = config.scenario, config.seed
@@ -122,9 +123,10 @@ def _check_answers(part: Part) -> None:
 
 
 async def _unit_of_load(config: ExperimentConfig, trials: Trials, builder: ArmBuilder) -> tuple[Goodput | None, float]:
-    """Return how the solo goodput was found, and the unit of load in multiples of the scenario's load.
+    """Return the search for the solo goodput (None if there was no search), and the unit of load.
 
-    The unit is the given one, else the solo goodput; where no load held, the lowest that was tried.
+    The unit is a multiple of the scenario's load. It is `config.clients` if that is given. Otherwise, it is the solo
+    goodput, or the lowest load that was tried if no load held.
     """
     if config.clients is not None:
         return None, config.clients

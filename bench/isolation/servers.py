@@ -1,7 +1,7 @@
-"""Servers to measure, started for a block and ended after it: `tidegate serve`, and vLLM in its own environment.
+"""The servers to measure, as context managers: `tidegate serve`, and vLLM in its own environment.
 
-Knows command lines, ports and processes; not what is measured. Each server has a process group of its own, so that none
-of its processes outlives the block.
+A server is started before the block and ended after it. Each server has its own process group, so that none of its
+processes outlives the block. Knows command lines, ports and processes; does not know what is measured.
 """
 
 import asyncio
@@ -25,21 +25,27 @@ from loadtest.client.http import Target, TargetError, discover_model, get
 from loadtest.model_shapes import read_config, write_shape
 
 START_TIMEOUT_S = 600.0  # vLLM compiles for more than a minute the first time
-END_TIMEOUT_S = 45.0  # after SIGTERM; then SIGKILL
-LOG_TAIL = 600  # characters
+END_TIMEOUT_S = 45.0  # seconds that a server has to end after SIGTERM; then it gets SIGKILL
+LOG_TAIL = 600  # characters of the log's end in an error message
 
 
 def write_served_shape(directory: Path, name: str, max_position_embeddings: int) -> Path:
-    """Write a model directory that any server loads with random weights: the shape's config, and a tokenizer with a
-    word for each id. Return the directory. Raises `ShapeError`."""
+    """Write and return a model directory that any server can load with random weights.
+
+    It holds the config of the shape `name`, and a tokenizer with a word for each token id. Raises `ShapeError` if there
+    is no such shape.
+    """
     write_shape(directory, name, max_position_embeddings)
     write_word_tokenizer(directory, read_config(directory)["vocab_size"])
     return directory
 
 
 def with_tokenizer(model_dir: Path, folder: Path) -> Path:
-    """Return the directory; where it has no tokenizer, a copy of its config with a tokenizer of words. Raises
-    `ShapeError`."""
+    """Return a model directory that has a tokenizer.
+
+    This is `model_dir` if it has a tokenizer, or else a directory in `folder` with a copy of its config and a word
+    tokenizer. Raises `ShapeError` if the config cannot be read.
+    """
     if (model_dir / "tokenizer.json").exists():
         return model_dir
     config, copy = read_config(model_dir), folder / model_dir.resolve().name
@@ -50,10 +56,9 @@ def with_tokenizer(model_dir: Path, folder: Path) -> Path:
 
 
 def write_word_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Write a tokenizer in which every id is its own word.
+    """Write a tokenizer in which every token id is a separate word.
 
-    Random weights choose any id, and a token without text would not be an event at the client's socket, so its time
-    would be missing.
+    Random weights sample any id. A token without text would send no event to the client, so its time would be missing.
     """
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -67,7 +72,10 @@ def write_word_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 def context_of(model_dir: Path) -> int | None:
-    """Return the context length in the model's config, in tokens. Raises `ShapeError`."""
+    """Return the context length in the model's config, in tokens; None if the config has none.
+
+    Raises `ShapeError` if the config cannot be read.
+    """
     length = read_config(model_dir).get("max_position_embeddings")
     return int(length) if length else None
 
@@ -75,8 +83,11 @@ def context_of(model_dir: Path) -> int | None:
 def tidegate_command(
     model_dir: Path | None, load_format: str, data_dir: Path, num_threads: int | None, flags: Sequence[str]
 ) -> list[str]:
-    """Return the command of `tidegate serve`. Without `model_dir` it serves the demo model; without `num_threads` it
-    chooses them."""
+    """Return the command of `tidegate serve`.
+
+    Without `model_dir`, the command serves the demo model. Without `num_threads`, the server chooses the number of
+    threads.
+    """
     command = [sys.executable, "-m", "tidegate", "serve", "--data-dir", str(data_dir), "--log-level", "warning"]
     if model_dir is not None:
         command += ["--model", str(model_dir), "--load-format", load_format]
@@ -92,16 +103,20 @@ def vllm_command(interpreter: Path, model_dir: Path, load_format: str, flags: Se
 
 
 def tidegate_environment() -> dict[str, str]:
-    """Return this process's environment, so that the server runs as a user starts it, with the same source tree and no
-    network."""
+    """Return this process's environment variables, changed to use the same source tree and no network.
+
+    The other variables are unchanged, so that the server runs as if a user had started it.
+    """
     return {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
 
 
 def serving_tidegate(
     model_dir: Path | None, load_format: str, folder: Path, num_threads: int, flags: Sequence[str]
 ) -> AbstractAsyncContextManager[Target]:
-    """Serve with `tidegate serve` until the block ends, with data and log in `folder`. 0 threads: as the server
-    chooses."""
+    """Run `tidegate serve` until the block ends, with its data and its log in `folder`.
+
+    With `num_threads` = 0, the server chooses the number of threads.
+    """
     command = tidegate_command(model_dir, load_format, folder / "data", num_threads or None, flags)
     return serving(command, folder / "tidegate.log", "/ready", tidegate_environment())
 
@@ -110,8 +125,11 @@ def serving_tidegate(
 async def serving(
     command: Sequence[str], log_file: Path, ready_path: str, environment: Mapping[str, str]
 ) -> AsyncIterator[Target]:
-    """Run `command` with a free `--port` until the block ends. Yield its address once `ready_path` answers 200. Raises
-    `TargetError`."""
+    """Run `command` with a free `--port` until the block ends.
+
+    Yields the server's address once `ready_path` answers 200. Raises `TargetError` if the server ends or does not
+    become ready.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with log_file.open("wb") as log:
@@ -148,7 +166,7 @@ async def _wait_until_ready(process: subprocess.Popen[bytes], target: Target, re
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM to the command, which ends its parts, then SIGKILL to what is left of its process group."""
+    """Send SIGTERM to the command, which ends its own child processes. Then kill what is left of its process group."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_TIMEOUT_S)

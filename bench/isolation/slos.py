@@ -1,17 +1,20 @@
-"""The SLO of each interactive class: the same for the tiers that keep it and for the judgement. Pure.
+"""The SLO of each interactive class. The tiers are given this SLO, and the results are judged by it. Pure.
 
-Knows the order of precedence of the command, the scenario and the tiers; not arms or time.
+Knows the order of precedence: the command's flags, then the scenario, then the tiers. Does not know arms or times.
 """
 
 from bench.isolation.arms import PREMIUM_SERVICE_TIERS, Document
 from loadtest.traffic.scenario import Scenario, Targets, TrafficClass
 from scheduler.config import TierSet, parse_tiers
 
-PREMIUM_SLO_SHARE = 0.6  # TTFT SLO of the top tier ÷ that of the default tier, where the scenario names none
+PREMIUM_SLO_SHARE = 0.6  # TTFT SLO of the top tier ÷ TTFT SLO of the default tier, if the scenario does not set one
 
 
 def targets_of(traffic: TrafficClass, tiers: TierSet, slo: Targets) -> Targets:
-    """Return the SLO of the class: that of the command, else of the scenario, else of the class's tier."""
+    """Return the SLO of the class. Each target comes from the command, or else the scenario, or else the class's tier.
+
+    `slo` holds the targets of the command. The target for the total time comes from the scenario only.
+    """
     tier = tiers.for_service_tier(traffic.service_tier or "auto") or tiers[tiers.default_tier]
     own = traffic.targets
     return Targets(
@@ -22,10 +25,11 @@ def targets_of(traffic: TrafficClass, tiers: TierSet, slo: Targets) -> Targets:
 
 
 def premium_ttft_ms(scenario: Scenario, ours: Document, slo: Targets) -> float | None:
-    """Return the TTFT SLO of a tier above the default one; None where there is no TTFT SLO at all.
+    """Return the TTFT SLO in ms of the tier above the default tier; None if no TTFT SLO is given anywhere.
 
-    It comes from the command's SLO, else from the tightest that the scenario has for a class of that tier, else from
-    the default tier's.
+    If the command has a TTFT SLO, the result is `PREMIUM_SLO_SHARE` times it. Otherwise, the result is the shortest
+    TTFT target that the scenario has for a class of this tier. If there is none, the result is `PREMIUM_SLO_SHARE`
+    times the TTFT SLO of the default tier.
     """
     if slo.ttft_ms is not None:
         return PREMIUM_SLO_SHARE * slo.ttft_ms
@@ -40,8 +44,10 @@ def premium_ttft_ms(scenario: Scenario, ours: Document, slo: Targets) -> float |
 def slos_by_class(
     scenario: Scenario, tiers: TierSet, slo: Targets, premium_ttft_ms: float | None = None
 ) -> dict[str, Targets]:
-    """Return the SLO of each interactive class. `premium_ttft_ms` is that of the classes in a tier above the default
-    one."""
+    """Return the SLO of each interactive class.
+
+    `premium_ttft_ms`, if given, is the TTFT SLO of the classes in the tier above the default tier.
+    """
     slos = {c.name: targets_of(c, tiers, slo) for c in scenario.with_role("interactive")}
     if premium_ttft_ms is None:
         return slos

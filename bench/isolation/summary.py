@@ -1,6 +1,6 @@
-"""One arm in numbers, over all its rounds: at the client's socket, and from the server's own metrics. Pure.
+"""The summary of each arm over all its rounds, from the client's outcomes and from the server's own metrics. Pure.
 
-Knows outcomes and metric readings; not goals, and not how results are shown.
+Knows outcomes and metric readings; does not know goals or how results are shown.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,24 +27,24 @@ from loadtest.estimates import (
 from loadtest.traffic.scenario import Scenario, Targets, TrafficClass
 
 PREEMPTION_MODES = ("pause", "swap", "recompute")
-REFUSED = (429, 503)  # refused by admission, which is not a missed deadline
+REFUSED = (429, 503)  # HTTP status of requests that admission refused; these did not miss their deadlines
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """The server's own metrics over the measured windows; None where it does not export them."""
+    """The server's own metrics over the measured windows. A value is None if the server does not export its metric."""
 
     busy_share: float | None
     step_p50_s: float | None
     step_p99_s: float | None
-    reaction_p50: float | None  # from arrival to first step, in durations of the step that ran
+    reaction_p50: float | None  # time from arrival to first step ÷ duration of the step that ran at the arrival
     reaction_p99: float | None
     steps_shed: float | None
-    wasted_share: float | None  # share of bulk's engine time in work that was evicted and done again
+    wasted_share: float | None  # share of bulk's engine time in steps from which bulk was evicted
     recomputed_tokens: float | None  # tokens computed again because their KV was dropped
     step_time_error: float | None
     preemptions: dict[str, float]
-    moves: float | None  # how often the controller moved a knob
+    moves: float | None  # number of changes of knobs by the controller
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ArmSummary:
     ttft: Distribution  # of all interactive classes
     itl: Distribution
     e2e: Distribution
-    jobs: Attainment  # bulk with deadlines, over the admitted requests
+    jobs: Attainment  # of the admitted jobs, which are bulk requests with deadlines
     met_per_s: float  # interactive requests per second that met their SLO
     bulk_tokens_per_s: float
     engine: EngineView
@@ -70,7 +70,11 @@ class ArmSummary:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A mixed arm compared with the arms of the same system alone."""
+    """The comparison of a mixed arm with the same system under interactive traffic alone and under bulk alone.
+
+    `bulk_kept` is the bulk throughput ÷ that of bulk alone. `bulk_harvest` is the bulk throughput ÷ the part of bulk's
+    own rate that interactive traffic leaves. Both are None if they were not measured.
+    """
 
     latency: LatencyRatios
     bulk_kept: float | None
@@ -143,7 +147,7 @@ def _grown(parts: Sequence[Part], name: str, **labels: str) -> float | None:
 
 
 def _quantile(parts: Sequence[Part], name: str, q: float, tiers: Sequence[str] | None = None) -> float | None:
-    """Return a quantile of a histogram over all windows, for these tiers if it has a label for them."""
+    """Return a quantile of a histogram over all windows. If `tiers` is given, only these tiers are counted."""
     counts: dict[float, float] = {}
     labels: list[dict[str, str]] = [{}] if tiers is None else [{"tier": tier} for tier in tiers]
     for part in parts:
@@ -154,7 +158,10 @@ def _quantile(parts: Sequence[Part], name: str, q: float, tiers: Sequence[str] |
 
 
 def _mean(parts: Sequence[Part], name: str) -> float | None:
-    """Return the mean of a histogram over the windows, or of a gauge over its readings."""
+    """Return the mean of a histogram over all windows, or the mean of a gauge over all readings.
+
+    None if there is no such metric.
+    """
     count, total = _grown(parts, f"{name}_count"), _grown(parts, f"{name}_sum")
     if count and total is not None:
         return total / count
@@ -172,7 +179,10 @@ def compare(mixed: ArmSummary, alone: ArmSummary, bulk_alone: ArmSummary | None)
 
 
 def compare_all(arms: Mapping[str, ArmSummary]) -> dict[str, Comparison]:
-    """Return the comparison of every mixed arm with the arms of its own system alone, as far as they were run."""
+    """Return, for every mixed arm, the comparison with the same system under one kind of traffic alone.
+
+    Mixed arms are left out if interactive traffic alone was not measured on their system.
+    """
     found = {}
     for name, summary in arms.items():
         alone = arms.get(summary.arm.alone)
@@ -182,7 +192,10 @@ def compare_all(arms: Mapping[str, ArmSummary]) -> dict[str, Comparison]:
 
 
 def met_by_arrival(parts: Sequence[Part], scenario: Scenario, slos: Mapping[str, Targets]) -> list[tuple[float, bool]]:
-    """Return (seconds from its part's start, met) of every interactive request, by arrival."""
+    """Return the arrival time of every interactive request and whether it met its SLO, sorted by arrival time.
+
+    Arrival times are seconds from the start of the request's part.
+    """
     found = [
         (outcome.due_s - part.run.start_s, has_met(outcome, slos[c.name]))
         for part in parts

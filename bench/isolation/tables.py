@@ -19,7 +19,7 @@ DIRECTION = {False: "≤", True: "≥"}
 
 
 def load_line(result: Result) -> str:
-    """Return the load of the interactive classes in one line."""
+    """Return one line of text about the load of the interactive classes."""
     rates = [
         f"{c.name} {c.arrivals.mean_rate_per_s:.3g}/s"
         for c in result.scenario.with_role("interactive")
@@ -33,7 +33,7 @@ def load_line(result: Result) -> str:
 
 
 def goodput_line(goodput: Goodput) -> str:
-    """Return in one line what interactive traffic sustains alone."""
+    """Return one line of text about the solo goodput."""
     if not goodput.clients:
         return "none of the loads that were tried held"
     above = "nothing above it was tried" if goodput.breaks_at is None else f"{goodput.breaks_at:.3g} × did not hold"
@@ -42,7 +42,7 @@ def goodput_line(goodput: Goodput) -> str:
 
 
 def arms_table(arms: Mapping[str, ArmSummary]) -> Table:
-    """Times in ms."""
+    """Return a table with a row for each arm. Times are in ms."""
     times = ("TTFT p50", "p95", "p99", "ITL p50", "p99", "max", "E2E p50")
     header = ("arm", "", "offered", "in time", *times, "bulk tok/s", "engine busy")
     return Table(header, tuple(Row(_arm_cells(arm), _mark(arm)) for arm in arms.values()))
@@ -65,7 +65,7 @@ def _arm_cells(arm: ArmSummary) -> tuple[str, ...]:
 
 
 def versus_table(result: Result) -> Table:
-    """Every mixed arm ÷ the arms of its system alone."""
+    """Return a table of ratios: each mixed arm ÷ the same system under one kind of traffic alone."""
     header = ("arm", "", "TTFT p50", "TTFT p99", "ITL p99", "E2E p50", "E2E p99", "bulk kept", "harvest")
     rows = []
     for name, c in compare_all(result.arms).items():
@@ -78,7 +78,7 @@ def versus_table(result: Result) -> Table:
 
 
 def classes_table(result: Result) -> Table:
-    """Each class in each arm, which the pooled figures do not show."""
+    """Return a table with a row for each traffic class in each arm."""
     header = ("arm", "class", "answered as", "SLO", "offered", "in time", "errors", "TTFT p50", "p99", "tok/s")
     rows = []
     for name, arm in result.arms.items():
@@ -103,7 +103,7 @@ def classes_table(result: Result) -> Table:
 
 
 def jobs_table(result: Result) -> Table:
-    """Bulk with deadlines: how many were admitted, and how many of those were done in time."""
+    """Return a table of the jobs (bulk requests with deadlines) of each arm: offered, refused, and done in time."""
     rows = []
     for name, arm in result.arms.items():
         offered = sum(s.offered for n, s in arm.classes.items() if has_deadline(result.scenario.classes[n]))
@@ -114,7 +114,11 @@ def jobs_table(result: Result) -> Table:
 
 
 def engine_table(arms: Mapping[str, ArmSummary]) -> Table:
-    """The server's own metrics. Reaction is in durations of the step that ran; step times are in ms."""
+    """Return a table of the server's own metrics, with a row for each of our own arms. Step times are in ms.
+
+    The reaction is the time from a request's arrival to its first step ÷ the duration of the step that ran at the
+    arrival.
+    """
     header = (
         "arm", "", "paused", "swapped", "recomputed", "steps evicted", "time wasted", "reaction p50", "p99",
         "step p50", "p99",

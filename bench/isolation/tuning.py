@@ -1,7 +1,7 @@
-"""Short runs before the arms are measured: they find what interactive traffic sustains alone, and the best budget of
-A4.
+"""Short runs before the arms are measured. They find the solo goodput, and the best static budget of arm A4.
 
-Both run on the same server, with requests that no arm sends. Knows which runs are needed; not how they are sent.
+The runs use the same server as the arms, but other requests. Knows which runs are needed; does not know how requests
+are sent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,9 @@ from loadtest.traffic.scenario import Scenario, Targets
 from loadtest.traffic.scenario_arrivals import OpenLoop
 
 TUNING_ROUND = 1000  # a round number that no arm uses, so that its requests differ
-PROBE_REQUESTS = 40  # a probe of the search lasts until so many requests were due,
-LONGEST_PROBE = 3.0  # but at most so many times its usual length;
-LEAST_REQUESTS = 8  # a load of which a probe would see fewer requests is not tried
+PROBE_REQUESTS = 40  # a probe is prolonged until it has about this number of requests
+LONGEST_PROBE = 3.0  # longest duration of a prolonged probe ÷ its usual duration
+LEAST_REQUESTS = 8  # a load is not tried if its longest probe would have fewer requests
 BUDGETS = (
     StaticBudget(2, 32),
     StaticBudget(4, 64),
@@ -44,7 +44,10 @@ class Sweep:
 
     @property
     def best(self) -> SweepPoint:
-        """The most bulk among the budgets that keep the SLO; where none does, the budget that comes closest."""
+        """The budget with the highest bulk throughput among the budgets that keep the SLO.
+
+        If no budget keeps the SLO, the result is the budget that comes closest to it.
+        """
         keeping = [p for p in self.points if p.attainment >= GOAL]
         if keeping:
             return max(keeping, key=lambda p: p.bulk_tokens_per_s)
@@ -53,20 +56,20 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Short runs of one scenario, each with this `timing`."""
+    """Short runs of one scenario. Each run has the durations in `timing`."""
 
     systems: Systems
     scenario: Scenario
-    slos: Mapping[str, Targets]  # by interactive class
+    slos: Mapping[str, Targets]  # the SLO of each interactive class
     timing: Timing
     seed: int
     progress: Progress
 
     async def search_goodput(self, arm: Arm, budget_s: float) -> Goodput:
-        """Search for the solo goodput in multiples of the scenario's load, at a steady rate, of which waves and bursts
-        are multiples.
+        """Search for the solo goodput in multiples of the scenario's load.
 
-        No probe begins after `budget_s`; a probe with more misses than allowed ends at once.
+        The probes send requests at a steady rate, without the scenario's waves and bursts. No probe starts after
+        `budget_s` seconds. A probe ends as soon as it has more misses than allowed.
         """
         steady = _steady(self.scenario)
         rate_per_s = sum(
@@ -100,7 +103,7 @@ class Trials:
         return Probe(clients, seen.offered, seen.offered - seen.met)
 
     async def sweep_static_budget(self, arm: Arm, budgets: Sequence[StaticBudget]) -> Sweep:
-        """Measure mixed traffic under each fixed budget of bulk."""
+        """Measure mixed traffic under each fixed budget for bulk."""
         return Sweep(tuple([await self._try_budget(arm, budget) for budget in budgets]))
 
     async def _try_budget(self, arm: Arm, budget: StaticBudget) -> SweepPoint:

@@ -1,4 +1,4 @@
-"""Reasons not to trust the numbers of an experiment. Pure."""
+"""Warnings about an experiment: the reasons not to trust its numbers. Pure."""
 
 from bench.isolation.arms import BULK_ALONE
 from bench.isolation.result import Result
@@ -6,7 +6,7 @@ from bench.isolation.summary import ArmSummary
 from loadtest.checks.validity import client_warnings, failure_warnings
 from loadtest.traffic.scenario import Targets
 
-BULK_NOISE = 1.05  # bulk beside interactive ÷ bulk alone; less may be noise
+BULK_NOISE = 1.05  # bulk throughput of a mixed arm ÷ that of bulk alone; a ratio up to this may be noise
 
 
 def warnings_of(result: Result) -> list[str]:

@@ -1,4 +1,7 @@
-"""`python -m bench locust`: its flags and its server; the two runs are in `bench.locust.runs`."""
+"""`python -m bench locust`: its flags, the server that it starts, and where its results go.
+
+The two runs of Locust are in `bench.locust.runs`.
+"""
 
 import shlex
 import tempfile
@@ -20,7 +23,10 @@ from loadtest.shipped_tiers import read_shipped_tiers
 
 
 class Locust(BaseModel):
-    """Locust's users against continuous batching and against one at a time, on one server: one page with both."""
+    """Locust's users on one server, first with continuous batching and then with one request at a time.
+
+    Writes one page for both runs.
+    """
 
     url: str = Field("", description="A running Tidegate with the demo model; empty: one is started.")
     server_flags: str = Field("", description="More flags for `tidegate serve`, in one string.")
@@ -41,7 +47,11 @@ class Locust(BaseModel):
             run_to_end(self.compare())
 
     async def compare(self) -> None:
-        """Run both. Raises `TargetError` and `MissingExtra`; exits with 1 where nothing was answered."""
+        """Run Locust in both ways and report the results.
+
+        Raises `TargetError` if Locust or the server fails, and `MissingExtra` if a package is missing. Exits with 1 if
+        no request was answered with continuous batching.
+        """
         require(LOCUST, "locust")
         users = Users(self.users, self.spawn_rate, self.seconds)
         async with AsyncExitStack() as stack:
@@ -61,7 +71,7 @@ class Locust(BaseModel):
         return await stack.enter_async_context(serving_tidegate(None, "auto", folder, self.threads, flags))
 
     def _conclude(self, runs: list[LocustRun], users: Users, target: Target) -> None:
-        from bench.locust.plot import draw_runs  # matplotlib
+        from bench.locust.plot import draw_runs  # imports matplotlib
 
         provenance = Provenance.of_this_run(target.model, seed=0)
         record = locust_record(runs, Drawing(draw_runs(runs)), users, provenance)

@@ -1,4 +1,4 @@
-"""Both Locust runs side by side: answers per second, and how long the first token took. Knows matplotlib."""
+"""The plot of both Locust runs side by side: answers per second, and TTFT. Knows matplotlib."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ QUANTILES = ("p50", "p95", "p99")
 
 
 def draw_runs(runs: Sequence[LocustRun]) -> str:
-    """Return an `<svg>` element with both runs."""
+    """Return an `<svg>` element that compares both runs."""
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))

@@ -1,8 +1,7 @@
-"""Locust twice against one server: with continuous batching, and with one sequence at a time.
+"""Two runs of Locust on one server: with continuous batching, and with one sequence at a time.
 
-Both runs have the same users; between them the server is told other tiers. Locust runs in a process of its own, since
-it replaces sockets and sleep by those of gevent. Knows Locust's flags and files; not what its users do
-(`loadtest.locustfile`).
+Both runs have the same users; only the server's tiers differ. Locust runs in its own process, since it replaces sockets
+and sleep by those of gevent. Knows Locust's flags and files; does not know what its users do (`loadtest.locustfile`).
 """
 
 import asyncio
@@ -26,12 +25,12 @@ HOW = (
     "The same server and the same users; for the second run its tiers hold one sequence in a batch. Locust is a "
     "closed loop: its users wait for their answers, so a slow server is asked less."
 )
-GRACE_S = 60.0  # seconds beyond the run, for start, report and last answers
+GRACE_S = 60.0  # seconds that Locust may take beyond the run, for its start, its report and the last answers
 
 
 @dataclass(frozen=True, slots=True)
 class Users:
-    """How many users Locust has, how many start each second, and for how long they run."""
+    """The users of a Locust run: their number, how many start each second, and for how many seconds they run."""
 
     users: int
     spawn_per_s: float
@@ -41,7 +40,7 @@ class Users:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of Locust's statistics. Times in ms."""
+    """One line of Locust's statistics. The quantiles are response times in ms."""
 
     requests: int
     failures: int
@@ -59,7 +58,10 @@ class LocustRun:
 
 
 async def run_both(target: Target, ours: Document, users: Users, folder: Path) -> list[LocustRun]:
-    """Run both ways, continuous batching first. Raises `TargetError` where Locust or the server fails."""
+    """Run Locust with continuous batching, then with one sequence at a time. Return both runs.
+
+    Raises `TargetError` if Locust or the server fails.
+    """
     runs = []
     for name, tiers in ((CONTINUOUS, ours), (ONE_AT_A_TIME, read_arm_file("one-at-a-time"))):
         await wait_until_quiet(target, 1.0)
@@ -88,7 +90,7 @@ async def _run(target: Target, name: str, users: Users, folder: Path) -> LocustR
             process.kill()
             await process.wait()
     page, stats = Path(f"{stem}.html"), Path(f"{stem}.json")
-    # Locust's exit code is 1 for any failed request, so only missing files show that it did not run.
+    # Locust exits with 1 if any request failed. That it did not run at all shows only in its missing files.
     if not page.exists() or not stats.exists():
         raise TargetError(f"Locust made no report: {output.decode(errors='replace')[-400:].strip()}")
     entries = read_entries(json.loads(stats.read_text(encoding="utf-8")))
@@ -96,7 +98,10 @@ async def _run(target: Target, name: str, users: Users, folder: Path) -> LocustR
 
 
 def read_entries(stats: list[dict[str, Any]]) -> dict[str, Entry]:
-    """Return Locust's statistics by name. Locust counts response times by rounded milliseconds."""
+    """Return Locust's statistics by name.
+
+    Locust rounds response times before it counts them, so the quantiles are rounded values.
+    """
     entries = {}
     for stat in stats:
         times = sorted((float(ms), count) for ms, count in stat["response_times"].items())
@@ -108,7 +113,10 @@ def read_entries(stats: list[dict[str, Any]]) -> dict[str, Entry]:
 
 
 def _quantile(times: list[tuple[float, int]], q: float) -> float | None:
-    """Return the least time that a share `q` of all times does not exceed."""
+    """Return the `q` quantile of sorted (ms, count) pairs: the lowest time that covers a share `q` of all times.
+
+    None if there are no times.
+    """
     total, seen = sum(count for _, count in times), 0
     for ms, count in times:
         seen += count
@@ -118,7 +126,7 @@ def _quantile(times: list[tuple[float, int]], q: float) -> float | None:
 
 
 def locust_table(runs: list[LocustRun]) -> Table:
-    """Times in ms."""
+    """Return a table with a row for each kind of request in each run. Times are in ms."""
     continuous, one = runs[0].entries, runs[1].entries
     rows = []
     for name in (n for n in ENTRIES if n in continuous or n in one):
@@ -137,7 +145,7 @@ def _cells(entry: Entry | None) -> tuple[str, ...]:
 
 
 def answered_per_s(run: LocustRun) -> float:
-    """Return whole answers per second of both tiers, without failures."""
+    """Return the complete answers per second, realtime and bulk together, without failed requests."""
     whole = [run.entries[name] for name in ("realtime chat", "bulk flex") if name in run.entries]
     return sum(e.per_s * (1 - e.failures / e.requests) for e in whole if e.requests)
 

@@ -1,4 +1,7 @@
-"""A record as one HTML file that needs no other file: cards, warnings, and sections of tables, drawings and facts."""
+"""Writes a record as one HTML page that needs no other file.
+
+The page has cards, warnings, and sections with tables, drawings and facts.
+"""
 
 from importlib.resources import files
 from pathlib import Path
@@ -9,14 +12,14 @@ from loadtest.reporting.record import Record
 
 
 def render_page(record: Record) -> str:
-    """Return the page. Everything is escaped except drawings."""
+    """Return the page as HTML. All text is escaped; drawings are not."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((files("bench") / "reporting" / "page.html.j2").read_text(encoding="utf-8"))
     return template.render(record=record)
 
 
 def write_page(directory: Path, record: Record) -> Path:
-    """Write `index.html` into the directory, which is made where it is missing. Return the file's path."""
+    """Write `index.html` into the directory and return the file's path. Create the directory if it is missing."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "index.html"
     path.write_text(render_page(record), encoding="utf-8")

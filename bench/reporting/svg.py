@@ -1,7 +1,7 @@
-"""Plots as SVG elements for a page: the style that they share, and how a figure becomes an element.
+"""Plots as SVG elements of a page: the common style of all plots, and the conversion of a figure into an element.
 
-Knows matplotlib; not what is drawn. Lines and text in `INK` take the colour of the page's text, so that one drawing
-serves a light and a dark page; the other colours are legible on both.
+Lines and text in `INK` take the colour of the page's text, so that one drawing suits a light and a dark page. The other
+colours are legible on both. Knows matplotlib; does not know what is drawn.
 """
 
 import io
@@ -12,10 +12,10 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-INK = "#010203"  # replaced by currentColor
+INK = "#010203"  # placeholder colour, replaced by currentColor in the SVG
 ACCENT, MUTED, WARM, GREEN, VIOLET = "#2f81d6", "#8a8f98", "#d9622b", "#2d9d6b", "#9b6bd6"
 CYCLE = (ACCENT, WARM, GREEN, VIOLET, MUTED)
-WIDTH_IN = 9.2  # inches; the page scales it
+WIDTH_IN = 9.2  # width of a figure in inches; the page scales it
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -44,7 +44,10 @@ STYLE: dict[str, Any] = {
 
 
 def draw_svg(name: str, height_in: float, draw: Callable[[Figure], None]) -> str:
-    """Return an `<svg>` element of the page's width. `name` keeps the ids of several drawings on one page apart."""
+    """Return an `<svg>` element that fills the width of the page.
+
+    `draw` draws into the empty figure. `name` must be unique on a page: it makes the ids in the element unique.
+    """
     style: Any = STYLE | {"svg.hashsalt": name}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
@@ -53,14 +56,14 @@ def draw_svg(name: str, height_in: float, draw: Callable[[Figure], None]) -> str
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None}, dpi=160)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
-    # The page sets the width and the font.
+    # Fixed sizes and fonts are removed, since the page sets both.
     svg = re.sub(r'<svg ([^>]*?)height="[\d.]+pt"', r"<svg \1", svg, count=1)
     svg = re.sub(r'<svg ([^>]*?)width="[\d.]+pt"', r"<svg \1", svg, count=1)
     return re.sub(r"(font: [^;\"']*?)'?(?:DejaVu Sans|sans-serif)[^;\"]*", r"\1inherit-sans, sans-serif", svg)
 
 
 def log_ms(axis: Any, set_scale: Callable[[str], None]) -> None:
-    """Label a logarithmic axis with plain numbers: 100, not 10²."""
+    """Make an axis logarithmic, with plain numbers as labels: 100 instead of 10²."""
     set_scale("log")
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:g}"[0] in "25" else "")
