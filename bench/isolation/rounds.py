@@ -47,7 +47,7 @@ async def run_rounds(
     """Measure all arms in all rounds. Raises `TargetError` if a server does not accept an arm's tiers."""
     rounds = Rounds({arm.name: [] for arm in arms})
     for round_ in range(timing.rounds):
-        for arm in _rotated(arms, round_):
+        for arm in order_of_round(arms, round_):
             progress(f"round {round_ + 1} of {timing.rounds}: {arm.name}, {arm.title} ({timing.part_s:g} s)")
             rounds.add(await run_part(systems, arm, scenario, timing, seed, round_))
     return rounds
@@ -101,12 +101,12 @@ def _with_salt(traffic: TrafficClass, salt: str, omitted: Sequence[str]) -> Traf
     return traffic.model_copy(update={"extra_body": {**fields, "cache_salt": salt}})
 
 
-def _rotated(arms: Sequence[Arm], round_: int) -> list[Arm]:
+def order_of_round(arms: Sequence[Arm], round_: int) -> list[Arm]:
     """Return the arms in the order of a round.
 
-    The order is rotated by three arms from round to round. Every second round is reversed, which balances drift within
-    a round. With two arms, rotation and reversal cancel each other, so the order stays the same.
+    Every second round reverses the order of the one before, which balances drift within a round. The first arm changes
+    with each pair of rounds.
     """
-    first = (round_ * 3) % len(arms)
+    first = (round_ // 2) % len(arms)
     turned = [*arms[first:], *arms[:first]]
     return turned if round_ % 2 == 0 else turned[::-1]
