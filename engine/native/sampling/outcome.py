@@ -1,4 +1,4 @@
-"""The result of computing one chunk: plain data between the forward pass and the table of sequences."""
+"""The result of computing one chunk, as plain data that the table of sequences can read."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,10 @@ from engine.interface import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one chunk. If `is_evicted`, the sequence is as before the step, and no other field is set."""
+    """The result of one chunk.
+
+    If `is_evicted` is true, the sequence stays as it was before the step, and no other field is set.
+    """
 
     token_id: int | None = None  # the new token, if the chunk samples one
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the new token
@@ -20,7 +23,11 @@ class Outcome:
         return self.failure is None and not self.is_evicted
 
     def then(self, later: "Outcome") -> "Outcome":
-        """Combine the results of two pieces of one chunk: `self`, which samples no token, and the `later` one."""
+        """Return the combined result of two pieces of one chunk.
+
+        `self` is the result of the first piece, which samples no token; `later` is the result of the second. If `later`
+        failed or was evicted, `later` is returned.
+        """
         if not later.is_computed:
             return later
         return Outcome(later.token_id, later.logprobs, self.prompt_logprobs + later.prompt_logprobs)
