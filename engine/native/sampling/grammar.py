@@ -51,7 +51,7 @@ class Matcher:
 
 
 class Grammars:
-    """The compiled grammars of one model, and their masks. The first grammar makes it read the model's tokenizer."""
+    """The compiled grammars of one model, and their masks. The tokenizer is read when the first grammar is compiled."""
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info

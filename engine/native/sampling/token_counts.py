@@ -29,7 +29,7 @@ class TokenCounts:
 
     @property
     def output_counts(self) -> npt.NDArray[np.float32]:
-        """The occurrences of each distinct token in the output, (distinct tokens,); 0 for a token of the prompt only."""
+        """The occurrences of each distinct token in the output, (distinct tokens,); 0 for prompt-only tokens."""
         return np.array(self._counts, dtype=np.float32)
 
     def count(self, output_token_ids: Iterable[int]) -> None:

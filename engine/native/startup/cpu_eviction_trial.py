@@ -20,7 +20,7 @@ from engine.sequences.sequence_table import Chunk
 def can_evict_rows(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> bool:
     """Return whether evicting rows leaves the other rows' logits unchanged; if the trial fails, log the reason.
 
-    Return False without a trial if the model has other than fused layers, or if there are too few KV blocks. The
+    Return False without a trial if some layers of the model are not fused, or if there are too few KV blocks. The
     engine must have no sequences: the trial writes to its first KV blocks.
     """
     layers = [m for m in model.modules() if isinstance(m, FusedDecoderLayer | NativeDecoderLayer)]
