@@ -1,8 +1,8 @@
 """Sample the next token of each row with sampling.cpp.
 
-Knows logits and sampling parameters. sampling.cpp reads the logits a few times, while torch reads them thirty times,
-and it does not sort all logits. The result is that of `engine.native.sampling.sampler.sample`, except for rounding at a
-top_p, top_k or min_p threshold.
+Knows logits and sampling parameters. The C++ code makes a few passes over the logits, while torch makes thirty, and the
+C++ code sorts only a small part of the logits. The result is that of `engine.native.sampling.sampler.sample`, except
+for rounding at a top_p, top_k or min_p threshold.
 """
 
 import ctypes
