@@ -45,10 +45,10 @@ class Course:
 
     `max_tokens` is the approximate length of the longest example. `long_share` is the share of the conversations that
     are filled up towards this length. `bounds` are the cumulative shares of the kinds of requests: nonces, phrases,
-    questions, sums, other arithmetic, counts, counts out of range, small talk; all other requests are about anything
-    else. `long_counts` is the share of counts that have the largest length that fits. `hard_repeats` is the share of
-    texts to repeat that contain a part twice. Such texts are hard to repeat, because the last character does not
-    determine the next one.
+    questions, sums, other arithmetic, counts, counts out of range, small talk. The remaining requests are about
+    anything else. `long_counts` is the share of counts that have the largest length that fits. `hard_repeats` is the
+    share of texts to repeat that contain a part twice. Such texts are hard to repeat, because the last character does
+    not determine the next character.
     """
 
     max_tokens: int

@@ -1,6 +1,7 @@
 """Measure the demo model in bf16, as it is served: `python -m demo_model.evaluate [DIR]` prints a row for each skill.
 
-Most questions did not occur in training: new nonces and phrases, held-out sums and paraphrases, another seed.
+Most questions did not occur in training: nonces and phrases are new, sums and paraphrases are held out, and the random
+seed is another one.
 Knows the right answers; does not know how the model was trained.
 """
 

@@ -20,7 +20,7 @@ class Fact:
 
 
 def load_facts() -> tuple[Fact, ...]:
-    """Return all facts in the order of the file. Raise `KeyError` if a fact lacks a field."""
+    """Return all facts in the order of the file. Raises `KeyError` if a fact lacks a field."""
     text = (Path(__file__).parent / "facts.yaml").read_text(encoding="utf-8")
     return tuple(
         Fact(name, fact["answer"], tuple(fact["ask"]), tuple(fact["held_out"]))

@@ -31,7 +31,8 @@ def short_rows_attention(
 ) -> tuple[Tensor, None]:
     """Return the causal attention (rows, T, heads, d), and None instead of attention weights.
 
-    `query` is (rows, heads, T, d); `key` and `value` are (rows, kv heads, T, d). Raise `ValueError` if there is a mask.
+    `query` is (rows, heads, T, d); `key` and `value` are (rows, kv heads, T, d). Raises `ValueError` if a mask is
+    given.
     """
     if attention_mask is not None:
         raise ValueError("short_rows attention is causal only and takes no mask")

@@ -142,7 +142,7 @@ def is_held_out_sum(a: int, b: int) -> bool:
 
 
 def addends(rng: random.Random, held_out: bool = False) -> tuple[int, int]:
-    """Draw two numbers from 0 to `MAX_ADDEND`, whose sum is in training or, if `held_out`, held out of training."""
+    """Draw two numbers from 0 to `MAX_ADDEND`. If `held_out`, their sum is held out of training, else it is not."""
     while True:
         a, b = (rng.randint(0, MAX_ADDEND if rng.random() < 0.9 else 9) for _ in range(2))
         if is_held_out_sum(a, b) == held_out:

@@ -62,7 +62,7 @@ STAGES = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the facts, the wording of the skills and the list of words."""
+    """Return a tokenizer that is trained on the facts, the wording of the skills and the list of words."""
     texts = [text for fact in load_facts() for text in (*[fact.answer] * 3, *fact.ask)]
     texts += [skills.DECLINE_SUM, skills.DECLINE_COUNT, smalltalk.INTRODUCTION, smalltalk.GREETING] * 3
     texts += ["Repeat", "repeat", "Please", "please", "Count", "count", "Say", "Echo", "exactly"] * 20

@@ -68,9 +68,10 @@ def _built(compiler: str) -> Path:
 
 
 def _compile(compiler: str, openmp: Path | None, scratch: Path) -> Path:
-    """Compile the sources in parallel, link them with torch's copy of OpenMP, if there is one; return the library.
+    """Compile the sources in parallel and link them with torch's copy of OpenMP, if there is one.
 
-    With a second copy of OpenMP, the waiting threads of both copies would compete for the cores.
+    Return the path of the library. With a second copy of OpenMP, the waiting threads of both copies would compete for
+    the cores.
     """
     library, objects = scratch / "kernels.so", [scratch / f"{source.stem}.o" for source in _SOURCES]
     flags = [*_FLAGS, *(["-fopenmp"] if openmp else [])]
@@ -85,7 +86,7 @@ def _compile(compiler: str, openmp: Path | None, scratch: Path) -> Path:
 
 
 def _run(command: list[str]) -> str:
-    """Return the standard output of `command`. Raise `SubprocessError` if it fails or takes too long."""
+    """Run `command` and return its standard output. Raises `SubprocessError` if it fails or takes too long."""
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
     return done.stdout
 
@@ -111,7 +112,7 @@ def _fingerprint(compiler: str, openmp: Path | None) -> str:
 
 
 def _cache_directory() -> Path:
-    """Return tidegate's directory in the user's cache, or a temporary directory if it is not writable."""
+    """Return tidegate's directory in the user's cache, or a temporary directory if the cache is not writable."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidegate"
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,8 @@ from engine.native.attention.kernels import HeadShape, PagedChunks, PagedRows, S
 from engine.native.model.layer_kernels import Norm
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_MAX_HEAD_DIM = 512  # kMaxDim of attention.h
-_MAX_GROUP = 64  # query heads per KV head: kMaxGroup of attention.h
+_MAX_HEAD_DIM = 512  # the same as kMaxDim in attention.h
+_MAX_GROUP = 64  # query heads per KV head; the same as kMaxGroup in attention.h
 _PREFILL_HEAD_DIMS = (16, 32, 64, 96, 128)  # head sizes for which paged_prefill is compiled
 
 # C types of the kernels' arguments: a pointer, an Index, a float, a number of threads.
@@ -30,13 +30,13 @@ _SIGNATURES = {
 
 
 class CpuKernels:
-    """Implements `AttentionKernels` and `LayerKernels` on a CPU, for one dtype.
+    """The implementation of `AttentionKernels` and `LayerKernels` for a CPU and one dtype.
 
     Tensors must be contiguous, unless a method's docstring says otherwise.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        """Look up the kernels for `dtype` in `library`. Raise `ValueError` if there are no kernels for `dtype`."""
+        """Look up the kernels for `dtype` in `library`. Raises `ValueError` if there are no kernels for `dtype`."""
         if dtype not in _DTYPES:
             raise ValueError(f"there are no kernels for {dtype}: use float32 or bfloat16")
         self._calls: dict[str, Callable[..., None]] = {}
@@ -195,7 +195,7 @@ class CpuKernels:
 
 
 def _check(query: Tensor, num_kv_heads: int, slots: Tensor) -> None:
-    """Raise `ValueError` if `query` (heads, rows, head_dim) and `slots` (…, head_dim) do not fit together."""
+    """Raises `ValueError` if `query` (heads, rows, head_dim) and `slots` (…, head_dim) do not fit together."""
     if slots.shape[1] != query.shape[2] or query.shape[0] % num_kv_heads:
         raise ValueError(f"queries of shape {tuple(query.shape)} do not fit this cache and its {num_kv_heads} KV heads")
 

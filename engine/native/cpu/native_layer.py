@@ -117,7 +117,7 @@ class NativeDecoderLayer(nn.Module):
     def __init__(self, layer: Any, attention: PagedAttention, library: ctypes.CDLL, step: SharedStep) -> None:
         super().__init__()
         attn, mlp = layer.self_attn, layer.mlp
-        self.attention_type = getattr(layer, "attention_type", None)  # some models read it to choose a mask
+        self.attention_type = getattr(layer, "attention_type", None)  # some models read this attribute to choose a mask
         self._attention = attention
         self._step = step
         self._shape = head_shape(layer)

@@ -19,7 +19,7 @@ _ROW_STEPS = ((32, 1), (64, 4), (256, 16), (1 << 20, 64))
 
 
 class PackedLinear(nn.Module):
-    """A linear layer that replaces `layers`, which read the same input. It concatenates their outputs."""
+    """A linear layer that replaces `layers`, which read the same input. Its output is their concatenated outputs."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ class PackedWeight:
     """The concatenated weights (out, in) of linear layers, bfloat16, packed in panels (see linear.h)."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        """Concatenate and pack the weights of `layers`. Raise `ValueError` if they do not fit panels."""
+        """Concatenate and pack the weights of `layers`. Raises `ValueError` if they do not fit panels."""
         weight = torch.cat([layer.weight.detach() for layer in layers])
         biases = [layer.bias for layer in layers]
         self.out_features, self.in_features = weight.shape
@@ -63,7 +63,7 @@ class Products:
         return not torch.cpu.get_capabilities().get("amx_bf16", False) or bool(library.use_tiles(True))
 
     def multiply(self, rows: Tensor, weight: PackedWeight) -> Tensor:
-        """Return the product (T, out) of `rows` (T, in), bfloat16, contiguous."""
+        """Return the product (T, out) of `rows` (T, in) and `weight`. `rows` must be bfloat16 and contiguous."""
         out = rows.new_empty(len(rows), weight.out_features)
         arguments = ctypes.addressof(weight.arguments)
         self._linear(out.data_ptr(), rows.data_ptr(), arguments, len(rows), torch.get_num_threads())

@@ -45,7 +45,7 @@ class Graph(Protocol):
 
 
 class CaptureFailure(Exception):
-    """The graphs cannot be used; the message says why."""
+    """Raised if the graphs cannot be used; the message says why."""
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -92,7 +92,7 @@ class DecodeGraphs:
     def capture(self, make_graph: Callable[[], Graph], has_room: Callable[[], bool], limit_s: float) -> None:
         """Capture graphs until about `limit_s` seconds have passed or `has_room` is false, but at least one graph.
 
-        The engine must have no sequences. Raise `CaptureFailure` if a graph's logits differ from those that the model
+        The engine must have no sequences. Raises `CaptureFailure` if a graph's logits differ from those that the model
         computes without a graph. Exceptions of the capture pass through.
         """
         started = perf_counter()
@@ -182,6 +182,6 @@ class DecodeGraphs:
         return self._ring.next_buffer(size * self._rows.shape[1]).view(size, -1)
 
     def _send(self, lines: Tensor) -> None:
-        """Start the copy of host lines (size, columns), int64, to the device."""
+        """Start to copy `lines` (size, columns), int64, from the host to the device."""
         self._rows[: len(lines)].copy_(lines, non_blocking=True)
         self._ring.mark_sent()

@@ -21,7 +21,7 @@ _PROGRAMS_PER_PROCESSOR = 4  # programs to start per streaming multiprocessor
 
 
 class TritonKernels:
-    """Implements `AttentionKernels` for one device. The result of a row whose context length is 0 is zeros."""
+    """The Triton `AttentionKernels` of one device. The result of a row whose context length is 0 is zeros."""
 
     def __init__(self, num_processors: int, min_split: int = 128) -> None:
         """`num_processors` is the number of streaming multiprocessors of the device.
@@ -145,7 +145,7 @@ class TritonKernels:
 
 
 def _group_of(query: Tensor, num_kv_heads: int, slots: Tensor) -> int:
-    """Return the number of query heads per KV head. Raise `ValueError` if query and cache do not fit together."""
+    """Return the number of query heads per KV head. Raises `ValueError` if query and cache do not fit together."""
     heads, _, dim = query.shape
     if slots.shape[1] != dim or heads % num_kv_heads or query.stride(-1) != 1 or not slots.is_contiguous():
         raise ValueError(f"queries of shape {tuple(query.shape)} do not fit this cache and its {num_kv_heads} KV heads")

@@ -14,7 +14,7 @@ _TILE = 1024  # numbers per program
 
 
 class TritonLayerKernels:
-    """Implements `LayerKernels` with Triton; `LayerKernels` describes the shapes. No call waits for the device."""
+    """The Triton implementation of `LayerKernels`, which describes the shapes. No call waits for the device."""
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Return `x` (rows, n) with each row normalised by `norm`, (rows, n)."""

@@ -18,7 +18,7 @@ _MIN_BUFFER = 1 << 14  # int64 numbers in the smallest buffer
 
 
 class Event(Protocol):
-    """A CUDA event on the current stream, with torch's methods."""
+    """The methods of torch's CUDA events that this module uses. Events are recorded on the current stream."""
 
     def record(self) -> None: ...
 
@@ -62,7 +62,7 @@ class PinnedRing:
         return self._buffers[self._turn][:size]
 
     def mark_sent(self) -> None:
-        """Record that the copy from the latest buffer of `next_buffer` has been started."""
+        """Note that the copy from the latest buffer that `next_buffer` returned has been started."""
         event = self._events[self._turn]
         if event is None:
             event = self._events[self._turn] = self._make_event()

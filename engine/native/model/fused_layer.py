@@ -28,7 +28,7 @@ class FusedDecoderLayer(nn.Module):
     def __init__(self, layer: Any, attention: PagedAttention, kernels: LayerKernels, join: Join | None = None) -> None:
         super().__init__()
         attn, join = layer.self_attn, join or concatenate_linears
-        self.attention_type = getattr(layer, "attention_type", None)  # some models read it to choose a mask
+        self.attention_type = getattr(layer, "attention_type", None)  # some models read this attribute to choose a mask
         self._layer_idx = int(attn.layer_idx)
         self._shape = head_shape(layer)
         self._scaling = float(attn.scaling)

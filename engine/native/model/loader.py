@@ -28,7 +28,7 @@ _GIB = 1 << 30
 def load_config(config: EngineConfig) -> Any:
     """Return the model's transformers configuration.
 
-    Raise `EngineStartError` if the configuration cannot be read, or if this engine cannot run the architecture.
+    Raises `EngineStartError` if the configuration cannot be read, or if this engine cannot run the architecture.
     """
     path = Path(config.model).expanduser()
     if path.is_dir():
@@ -48,7 +48,7 @@ def load_config(config: EngineConfig) -> Any:
 def load_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Return the model with weights in `dtype` on `device`, in evaluation mode. `bind` sets its attention later.
 
-    Raise `EngineStartError` if the weights are wrong, or if they do not fit into the free memory.
+    Raises `EngineStartError` if the weights are wrong, or if they do not fit into the free memory.
     """
     # No mask function is registered under this name, so modeling code makes no masks. The engine's attention needs no
     # masks: it knows contexts and windows.
@@ -78,7 +78,7 @@ def forward(model: nn.Module, token_ids: Tensor, positions: Tensor, rows: Tensor
     """Run `model` on a packed step; return the logits (len(rows), vocab) of the given rows.
 
     `token_ids` and `positions` are (1, T); `rows` has any length; all are int64. The model reads `rows` only after its
-    last layer, so an eviction may change this tensor before.
+    last layer, so an eviction may change this tensor while the layers run.
     """
     output = model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
     logits: Tensor = output.logits[0]
@@ -141,7 +141,7 @@ def _plain_bytes(hf_config: Any, dtype: torch.dtype) -> int:
 
 
 def _check_fits(needed: int | None, device: torch.device) -> None:
-    """Raise `EngineStartError` if `needed` bytes exceed the free memory of `device`. None means an unknown size."""
+    """Raises `EngineStartError` if `needed` bytes exceed the free memory of `device`. Without `needed`, do nothing."""
     free = free_bytes(device)
     if needed is not None and needed > free:
         raise EngineStartError(

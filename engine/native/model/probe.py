@@ -52,7 +52,7 @@ def probe_layers(
     """Return the specifications of the layers of `model`, in order.
 
     The forward pass of the probe has `num_tokens` rows and computes logits for `num_rows` of them. On CUDA, its memory
-    peak is therefore that of the largest step without KV. Raise `EngineStartError` if the model's results would be
+    peak is therefore that of the largest step without KV. Raises `EngineStartError` if the model's results would be
     wrong within `max_model_len` tokens, or within its whole context if `max_model_len` is None.
     """
     context = context_limit(hf_config) or _MAX_WINDOW
@@ -74,7 +74,7 @@ def probe_layers(
 
 
 class _UnsupportedAttention(Exception):
-    """The engine's attention does not support the model; the message says why."""
+    """Raised if the engine's attention does not support the model; the message says why."""
 
 
 def _record_layers(model: Any, context: int, num_tokens: int, num_rows: int) -> dict[int, LayerSpec]:
@@ -105,7 +105,7 @@ class _Probe:
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Record the layer of `module` and return zeros; shapes are those of `LayerAttention`.
 
-        Raise `_UnsupportedAttention` if the engine's attention does not support the layer.
+        Raises `_UnsupportedAttention` if the engine's attention does not support the layer.
         """
         layer_idx = getattr(module, "layer_idx", None)
         if layer_idx is None or layer_idx in self.layers:
@@ -143,7 +143,7 @@ class _MaskDescriptions:
     def window(self, mask: Tensor | None) -> int | None:
         """Return the window in tokens that `mask` (1, 1, 2, context) shows; None for full causal attention.
 
-        Raise `_UnsupportedAttention` if the mask is neither causal nor a sliding window.
+        Raises `_UnsupportedAttention` if the mask is neither causal nor a sliding window.
         """
         if mask is None:  # the modeling code leaves causality to attention
             return None
@@ -160,7 +160,7 @@ class _MaskDescriptions:
 
 
 def _check_rows_independent(model: Any) -> None:
-    """Raise `_UnsupportedAttention` if a row's result depends on other rows or on its place in the step.
+    """Raises `_UnsupportedAttention` if a row's result depends on other rows or on its place in the step.
 
     Only attention may read other rows, but convolutions and recurrences read other rows, too. A model must also use the
     given position of a row, not its place in the step. The check computes the rows 0, 2 and 4 in two steps. The second
@@ -183,7 +183,7 @@ def _check_rows_independent(model: Any) -> None:
 
 
 def _check_cache_agrees(hf_config: Any, layers: dict[int, LayerSpec], context: int) -> None:
-    """Raise `_UnsupportedAttention` if transformers' own cache keeps a shorter window than the masks show.
+    """Raises `_UnsupportedAttention` if transformers' own cache keeps a shorter window than the masks show.
 
     The cause is mostly a mistake in the model's configuration. Beyond the cache's window, the model's tokens depend on
     how the prompt was split into chunks, so no correct result is defined.

@@ -29,7 +29,7 @@ _MAX_NAMED = 3  # a message lists the names of at most this many weights
 def read_weights(model: str, hf_config: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
     """Return the model with the weights of `model`, a directory or hub id, on `device`.
 
-    `options` are passed to `from_pretrained`. Raise `EngineStartError` if weights are missing, damaged or of the wrong
+    `options` are passed to `from_pretrained`. Raises `EngineStartError` if weights are missing, damaged or of the wrong
     shape, or if the package for their quantisation is missing.
     """
     _check_files(Path(model))
@@ -55,7 +55,7 @@ def read_weights(model: str, hf_config: Any, device: torch.device, options: dict
 def quantization_method(hf_config: Any) -> str | None:
     """Return the quantisation method of the weights; None if the weights are not quantised.
 
-    Raise `EngineStartError` if transformers does not know the method: it would read the weights as unquantised.
+    Raises `EngineStartError` if transformers does not know the method: it would treat the weights as not quantised.
     """
     declared = getattr(hf_config, "quantization_config", None)
     declared = declared or getattr(hf_config.get_text_config(decoder=True), "quantization_config", None)
@@ -77,7 +77,7 @@ def stored_bytes(model: str) -> int | None:
 
 
 def _check_files(directory: Path) -> None:
-    """Raise `EngineStartError` if a safetensors file is missing or damaged.
+    """Raises `EngineStartError` if a safetensors file is missing or damaged.
 
     Opening a file reads its header and compares the file's length with the header.
     """
@@ -97,7 +97,7 @@ def _check_files(directory: Path) -> None:
 
 
 def _indexed_files(index: Path) -> list[str]:
-    """Return the names of the files that the index lists. Raise `EngineStartError` if the index is not valid."""
+    """Return the names of the files that the index lists. Raises `EngineStartError` if the index is not valid."""
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -105,9 +105,9 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def _check_report(model: str, report: dict[str, Any]) -> None:
-    """Raise `EngineStartError` if weights are missing or have the wrong shape; log unused weights as a warning.
+    """Raises `EngineStartError` if weights are missing or have the wrong shape.
 
-    transformers itself would fill missing and wrong weights with random numbers.
+    transformers itself would fill such weights with random numbers. Unused weights are only logged as a warning.
     """
     if missing := report["missing_keys"]:
         raise EngineStartError(f"model {model} lacks the weights {_list_names(missing)}")

@@ -24,7 +24,7 @@ Bits = npt.NDArray[np.int32]
 
 
 class GrammarError(Exception):
-    """A grammar cannot be compiled, or the output does not match it. The message is shown to the user."""
+    """Raised if a grammar cannot be compiled or the output does not match it. The message is shown to the user."""
 
 
 class Matcher:
@@ -37,7 +37,7 @@ class Matcher:
         self.num_consumed = 0
 
     def consume(self, output_token_ids: Iterable[int]) -> None:
-        """Advance by the next tokens of the output. Raise `GrammarError` if the grammar does not allow them."""
+        """Advance the state by the next output tokens. Raises `GrammarError` if the grammar does not allow them."""
         token_ids = list(output_token_ids)
         self.inner.consume_tokens(token_ids)
         if self.failure is not None:
@@ -60,7 +60,7 @@ class Grammars:
         self._executor: LLExecutor | None = None
 
     def matcher(self, grammar: str) -> Matcher:
-        """Return a matcher at the beginning of `grammar`. Raise `GrammarError` if the grammar does not compile."""
+        """Return a matcher at the beginning of `grammar`. Raises `GrammarError` if the grammar does not compile."""
         return Matcher(self._compile(grammar).deep_copy())
 
     def masks(self, matchers: list[Matcher]) -> Bits:

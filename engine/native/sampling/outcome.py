@@ -13,10 +13,10 @@ class Outcome:
     """
 
     token_id: int | None = None  # the new token, if the chunk samples one
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of the new token
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens that the chunk scores
-    failure: str | None = None  # why the sequence cannot continue
-    is_evicted: bool = False  # evicted from the running step
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one entry, for the new token, if requested
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each prompt token that the chunk scores
+    failure: str | None = None  # the reason why the sequence cannot continue
+    is_evicted: bool = False  # whether the sequence was evicted from the running step
 
     @property
     def is_computed(self) -> bool:

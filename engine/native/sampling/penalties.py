@@ -38,7 +38,7 @@ class Penalties:
         self.forbidden_stop_ids = self._stop_ids  # all stop tokens, or none once the output has `min_tokens`
 
     def update(self, sequence: Sequence) -> None:
-        """Count the tokens that `sequence` has received since the last call."""
+        """Count the tokens that `sequence` has received since the last call; update `forbidden_stop_ids`."""
         if self.counts is not None:
             self.counts.count(sequence.token_ids[sequence.num_prompt_tokens + self.counts.num_counted :])
         must_go_on = sequence.num_output_tokens < self.params.min_tokens
@@ -103,7 +103,7 @@ def _reductions(params: SamplingParams, counts: npt.NDArray[np.float32]) -> npt.
 
 
 def _flat_index(logits: Tensor, rows: list[int], ids: list[Ids]) -> Tensor:
-    """Return the indices (int64) in the flattened logits of all tokens: row `rows[i]` has the tokens `ids[i]`."""
+    """Return the places (int64), in the flattened `logits`, of the tokens `ids[i]` in row `rows[i]`, for each i."""
     vocab_size = logits.shape[-1]
     flat = [row_ids + row * vocab_size for row, row_ids in zip(rows, ids, strict=True)]
     return torch.from_numpy(np.concatenate(flat)).to(logits.device)

@@ -31,7 +31,7 @@ _GREEDY = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
 
 
 class SamplingPipeline:
-    """Samples tokens, and keeps each sequence's penalties and grammar state as long as the sequence object exists.
+    """A sampler that keeps each sequence's penalties and grammar state as long as the sequence object exists.
 
     This state depends only on the sequence's parameters and tokens, so a preempted or restarted sequence gets the same
     tokens.
@@ -64,7 +64,7 @@ class SamplingPipeline:
         return outcomes
 
     def _sample_altered(self, logits: Tensor, sequences: list[Sequence]) -> list[Outcome]:
-        """Alter `logits` (sequences, vocab), float32, in place by all options; sample one outcome per sequence."""
+        """Alter `logits` (sequences, vocab), float32, in place by all options; sample and return the outcomes."""
         penalties = [self._updated_penalties(sequence) for sequence in sequences]
         add_bias(logits, penalties)
         apply_penalties(logits, penalties)

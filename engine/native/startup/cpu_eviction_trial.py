@@ -69,5 +69,5 @@ class _ScriptedRequests:
         return len(self._requests)
 
     def next(self) -> frozenset[str]:
-        """Return the ids of the sequences to evict at the next layer. Raise `IndexError` at the end of the script."""
+        """Return the ids of the sequences to evict at the next layer. Raises `IndexError` at the end of the script."""
         return self._requests.pop(0)

@@ -24,7 +24,7 @@ LinearReplacement = Callable[[nn.Linear], nn.Module | None]
 
 
 def optimize_for_cpu(model: nn.Module, runner: ModelRunner, library: ctypes.CDLL | None, info: EngineInfo) -> None:
-    """Replace layers of `model` by faster ones, in place; log how many were replaced.
+    """Replace layers of `model` by faster layers, in place; log how many were replaced.
 
     The engine must have no sequences: the trial writes to its first KV blocks.
     """

@@ -51,7 +51,7 @@ def _error(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """Return the largest absolute difference to torch's operators, on a layer of random keys and values."""
+    """Return the largest absolute difference from torch's operators, on a layer of random keys and values."""
     cache = KVCache([shape], _NUM_BLOCKS, _BLOCK_SIZE, dtype, device)
     generator = torch.Generator().manual_seed(0)
     cache.layers[0].slots.copy_(torch.randn(cache.layers[0].slots.shape, generator=generator))

@@ -24,8 +24,8 @@ _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-# Allowed rounding error (norm) of a layer's output, by dtype. It is the sum of a share of the norm that the layer adds
-# to its input, and a share of the norm of its whole output.
+# Allowed rounding error (norm) of a layer's output, by dtype. It is the sum of two parts: the first factor times the
+# norm of (output - input), and the second factor times the norm of the output.
 _TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (0.02, 0.006), torch.float16: (0.005, 0.002)}
 # Allowed relative error (norm) of the model's logits, by dtype. This check finds gross errors only.
 _MODEL_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -204,7 +204,7 @@ def _trial_batch(info: EngineInfo) -> StepBatch:
 
 @torch.inference_mode()
 def _agrees(fused: nn.Module, trial: LayerTrial) -> bool:
-    """Return whether `fused` computes the trial's output, apart from rounding.
+    """Return whether `fused` computes the same output as the trial, apart from rounding.
 
     Attention uses the runner's latest step, which must still be the trial step.
     """
