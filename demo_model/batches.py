@@ -1,7 +1,7 @@
-"""From examples to tensors: encode, mark the tokens that count in the loss, and batch rows of similar length.
+"""Make training batches from examples: encode, mark the tokens that count in the loss, and batch rows by length.
 
-Rows of a batch are padded on the right to the length of their bucket; with causal attention no token sees the padding.
-Knows tokens and lengths; not what the text says.
+Rows of a batch are padded on the right to the length of their bucket. With causal attention, no token sees the padding.
+Knows tokens and lengths; does not know what the text says.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,15 @@ from demo_model.corpus import Example
 
 BUCKETS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _ENCODE_AT_ONCE = 512  # examples whose segments are encoded in one call of the tokenizer
-_IGNORE = -100  # label of a token that does not count, the default of cross_entropy
+_IGNORE = -100  # label of a token that does not count in the loss: the default of cross_entropy
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`input_ids` and `labels`, both int64 (rows, bucket length); labels are already shifted by one."""
+    """A training batch: `input_ids` and `labels`, both int64 (rows, bucket length).
+
+    The labels are already shifted by one: label i is the token after token i.
+    """
 
     input_ids: Tensor
     labels: Tensor
@@ -30,8 +33,10 @@ class Batch:
 def batches(
     examples: Iterator[Example], tokenizer: PreTrainedTokenizerFast, tokens_per_batch: int, max_tokens: int
 ) -> Iterator[Batch]:
-    """Yield endless batches of about `tokens_per_batch` tokens, padding included. Examples of more than `max_tokens`
-    tokens are left out."""
+    """Yield batches of about `tokens_per_batch` tokens, including padding, without end.
+
+    Examples of more than `max_tokens` tokens are left out.
+    """
     waiting: dict[int, list[tuple[list[int], list[int]]]] = {length: [] for length in BUCKETS}
     while True:
         for ids, labels in _encode(list(islice(examples, _ENCODE_AT_ONCE)), tokenizer):
@@ -45,7 +50,10 @@ def batches(
 
 
 def _encode(examples: list[Example], tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield each example as ids and labels of equal length; label i is token i + 1 if that token is to be learned."""
+    """Yield each example as token ids and labels of equal length.
+
+    Label i is token i + 1 if this token is to be learned, else `_IGNORE`.
+    """
     texts = [segment.text for example in examples for segment in example]
     encoded = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
     for example in examples:

@@ -1,7 +1,7 @@
 """The training text of the demo model, made from a seed: conversations, plain prompts and documents.
 
 An example is a sequence of segments; only segments marked `learn` (answers and documents) count in the loss.
-Knows what is taught and in which proportions; not tokens, batches or the model.
+Knows what is taught and in which proportions; does not know tokens, batches or the model.
 """
 
 import random
@@ -15,7 +15,7 @@ from demo_model.rewording import reword
 from demo_model.skills import Pair
 from demo_model.smalltalk import anything_else, greet
 
-CHARS_PER_TOKEN = 2.2  # of filler text, about; the exact length is known only after encoding
+CHARS_PER_TOKEN = 2.2  # approximate value for filler text; the exact length is known only after encoding
 
 _SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "You are a helpful assistant.",
@@ -43,11 +43,12 @@ Example = tuple[Segment, ...]
 class Course:
     """The proportions in which the examples of a part of training are drawn.
 
-    `max_tokens` is about the longest example; `long_share` of the conversations are filled up towards it. `bounds` are
-    the cumulative shares of the requests: nonces, phrases, questions, sums, other arithmetic, counts, counts out of
-    range, small talk; the rest is anything else. `long_counts` is the share of counts that are as long as fits.
-    `hard_repeats` is the share of texts to repeat that contain a part twice: the last character then does not tell
-    which one comes next.
+    `max_tokens` is the approximate length of the longest example. `long_share` is the share of the conversations that
+    are filled up towards this length. `bounds` are the cumulative shares of the kinds of requests: nonces, phrases,
+    questions, sums, other arithmetic, counts, counts out of range, small talk. The remaining requests are about
+    anything else. `long_counts` is the share of counts that have the largest length that fits. `hard_repeats` is the
+    share of texts to repeat that contain a part twice. Such texts are hard to repeat, because the last character does
+    not determine the next character.
     """
 
     max_tokens: int
@@ -60,9 +61,9 @@ class Course:
 SHORT = Course(max_tokens=128, long_share=0.1)
 MIDDLE = Course(max_tokens=512, long_share=0.15)
 LONG = Course(max_tokens=2048, long_share=0.12)
-# For what was weakest after these three: long rows, long counts, unseen wordings.
+# This course improves what was weakest after the three courses above: long rows, long counts, unseen wordings.
 LONGER = Course(2048, 0.15, bounds=(0.24, 0.36, 0.64, 0.71, 0.77, 0.85, 0.89, 0.93), long_counts=0.5)
-# For what was weakest after that: texts that contain a part twice, and the limits of each skill.
+# This course improves what was weakest after `LONGER`: texts that contain a part twice, and the limits of each skill.
 LIMITS = Course(2048, 0.03, bounds=(0.32, 0.46, 0.68, 0.76, 0.84, 0.91, 0.95, 0.96), long_counts=0.25, hard_repeats=0.5)
 FINISH = Course(
     2048, 0.03, bounds=(0.26, 0.40, 0.62, 0.70, 0.76, 0.88, 0.92, 0.94), long_counts=0.25, hard_repeats=0.35
@@ -70,7 +71,10 @@ FINISH = Course(
 
 
 class Corpus:
-    """Everything that the model is taught. Stateless: every method draws from the generator that is passed in."""
+    """The source of all examples that the model is taught.
+
+    It has no changing state: every method draws from the random generator that is passed in.
+    """
 
     def __init__(self, facts: Sequence[Fact], words: Sequence[str], pieces: Sequence[str]) -> None:
         """`pieces` are the tokenizer's lower-case pieces of words; made-up words are built from them."""
@@ -79,13 +83,13 @@ class Corpus:
         self._pieces = pieces
 
     def examples(self, seed: int, course: Course) -> Iterator[Example]:
-        """Yield endless examples of one course."""
+        """Yield examples of one course, without end. The same seed gives the same examples."""
         rng = random.Random(seed)
         while True:
             yield self.example(rng, course)
 
     def example(self, rng: random.Random, course: Course) -> Example:
-        """Draw one example: a conversation (three in four), a plain prompt, a document, or a list of sums."""
+        """Draw one example: a conversation (77 % of the examples), a plain prompt, a document, or a list of sums."""
         kind = rng.random()
         if kind < 0.05:
             return self._document(rng)
@@ -123,7 +127,7 @@ class Corpus:
                 return anything_else(rng, self.words)
 
     def phrase(self, rng: random.Random, max_words: int) -> str:
-        """Draw words to repeat: ordinary ones, made-up ones, or a sentence that is a request of another skill."""
+        """Draw a text to repeat: ordinary words, made-up words, or a sentence from a fact's questions or answer."""
         kind = rng.random()
         if kind < 0.4:
             return skills.make_phrase(rng, self.words, max_words)
@@ -157,7 +161,10 @@ class Corpus:
         return self.filler(rng, rng.randint(2, 60))
 
     def _long_conversation(self, rng: random.Random, course: Course) -> Example:
-        """Draw a conversation filled up to some length: by its system prompt, by its history, or before the request."""
+        """Draw a conversation that is filled up to some length.
+
+        The filling is a system prompt, text before the last request, a foreign turn or a history of other requests.
+        """
         budget = int(course.max_tokens ** rng.uniform(0.7, 1.0) * 0.9)
         kind = rng.random()
         last = self.task(rng, replace(course, max_tokens=budget))
@@ -176,7 +183,7 @@ class Corpus:
         return conversation(self._system(rng), turns)
 
     def filler(self, rng: random.Random, tokens: int) -> str:
-        """Draw text of about `tokens` tokens without a request."""
+        """Draw a text of about `tokens` tokens that contains no request."""
         kind = rng.random()
         sentence = self._sentence(rng)
         parts: list[str] = []
@@ -202,7 +209,10 @@ class Corpus:
         return " ".join(words).capitalize() + "."
 
     def _plain_prompt(self, rng: random.Random) -> Example:
-        """Draw a request without a chat template, as /v1/completions sends it; the answer is on the next line."""
+        """Draw a request without a chat template, as /v1/completions sends it, and its answer.
+
+        The answer is on the next line, which may begin with `A:`.
+        """
         prompt, answer = self.task(rng)
         start = rng.choice(("", "", "", "<|endoftext|>"))
         if rng.random() < 0.3:
@@ -212,7 +222,7 @@ class Corpus:
         return Segment(f"{start}{prompt}", False), Segment(f"\n{answer}<|endoftext|>", True)
 
     def _document(self, rng: random.Random) -> Example:
-        """Draw the facts about Tidegate as running text, or numbers in a row."""
+        """Draw a document: some facts about Tidegate as running text, or a row of consecutive numbers."""
         start = rng.choice(("", "", "", "<|endoftext|>"))
         if rng.random() < 0.1:
             first = rng.randint(0, 150)
@@ -225,7 +235,7 @@ class Corpus:
 
 
 def sums(rng: random.Random) -> Example:
-    """Draw a list of six to ten sums: conversations alone held too few of them to be learned."""
+    """Draw a list of six to ten sums. Conversations alone contain too few sums for the model to learn addition."""
     plus, equals, after = (rng.choice(marks) for marks in (("+", " + "), ("=", " = "), ("\n", ", ", "; ")))
     segments = []
     for _ in range(rng.randint(6, 10)):
@@ -242,7 +252,10 @@ def _count_length(rng: random.Random, course: Course) -> int:
 
 
 def conversation(system: str | None, turns: Sequence[Pair], foreign: int = 0) -> Example:
-    """Lay out turns as the chat template does. The first `foreign` answers are context and are not learned."""
+    """Return a conversation in the layout of the chat template.
+
+    The first `foreign` answers are only context: the model does not learn them.
+    """
     segments = []
     context = f"<|system|>{system}<|end|>" if system is not None else ""
     for index, (prompt, answer) in enumerate(turns):

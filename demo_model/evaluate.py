@@ -1,7 +1,8 @@
-"""Measures the demo model in bf16, as it is served: `python -m demo_model.evaluate [DIR]` prints a row for each skill.
+"""Measure the demo model in bf16, as it is served: `python -m demo_model.evaluate [DIR]` prints a row for each skill.
 
-Most questions are unseen: new nonces and phrases, held-out sums and paraphrases, another seed.
-Knows the right answers; not how the model was trained.
+Most questions did not occur in training: nonces and phrases are new, sums and paraphrases are held out, and the random
+seed is another one.
+Knows the right answers; does not know how the model was trained.
 """
 
 import argparse
@@ -19,13 +20,13 @@ from demo_model.facts import load_facts
 from demo_model.location import demo_model_path
 from demo_model.train import build_corpus
 
-TOKENS_AT_ONCE = 16384  # prompt and answer, padding included
+TOKENS_AT_ONCE = 16384  # largest batch, in tokens of prompts and answers, including padding
 Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation that ends with the user, its one right answer, and the most tokens of an answer."""
+    """A conversation that ends with a user's message, the only right answer, and the token limit of an answer."""
 
     messages: Messages
     answer: str
@@ -50,7 +51,10 @@ class Examinee:
         self._model.eval()
 
     def answer(self, questions: Sequence[Question], temperature: float = 0.0) -> list[Reply]:
-        """Answer in left-padded batches of similar length; greedily at temperature 0."""
+        """Return the model's reply to each question. Temperature 0 means greedy.
+
+        Questions of similar length are answered together, in left-padded batches.
+        """
         prompts = [
             self.tokenizer.apply_chat_template(q.messages, add_generation_prompt=True, tokenize=False)
             for q in questions
@@ -91,7 +95,7 @@ def _groups(order: Sequence[int], cost: Callable[[int], int]) -> Iterator[list[i
 
 
 def ask(prompt: str, answer: str, system: str | None = None, history: Sequence[skills.Pair] = ()) -> Question:
-    """A question after an optional system prompt and earlier turns."""
+    """Return a question that comes after an optional system prompt and the earlier turns of `history`."""
     messages: Messages = [{"role": "system", "content": system}] if system is not None else []
     for asked, answered in history:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
@@ -102,7 +106,10 @@ def ask(prompt: str, answer: str, system: str | None = None, history: Sequence[s
 def examinations(
     tokenizer: PreTrainedTokenizerBase, rng: random.Random, size: int
 ) -> Iterator[tuple[str, list[Question]]]:
-    """Yield each row of the table: its name and its questions. There are `size` nonces and fewer of the rest."""
+    """Yield the name and the questions of each row of the table.
+
+    The first row has `size` nonces; the other rows that are drawn at random have fewer questions.
+    """
     corpus = build_corpus(tokenizer)
     part = max(1, size // 5)
 

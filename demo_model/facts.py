@@ -1,6 +1,6 @@
-"""The facts that the demo model learns, and the words that it sees: the two data files of the corpus as objects.
+"""Read the two data files of the corpus: the facts that the demo model learns, and the words that it sees.
 
-Knows the format of `facts.yaml` and `words.txt`; not how they are put into training examples.
+Knows the format of `facts.yaml` and `words.txt`; does not know how training examples are made from them.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import yaml
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One answer, the questions that training shows for it, and paraphrases that only evaluation asks."""
+    """A fact: an answer, the questions to it that training shows, and paraphrases that only the evaluation asks."""
 
     name: str
     answer: str
@@ -29,6 +29,6 @@ def load_facts() -> tuple[Fact, ...]:
 
 
 def load_words() -> tuple[str, ...]:
-    """Return ordinary English words, each once, in the order of the file."""
+    """Return a list of ordinary English words without duplicates, in the order of the file."""
     text = (Path(__file__).parent / "words.txt").read_text(encoding="utf-8")
     return tuple(dict.fromkeys(text.split()))

@@ -1,8 +1,8 @@
-"""The path of the trained demo model. Imports neither torch nor transformers."""
+"""The path of the trained demo model. This module imports neither torch nor transformers."""
 
 from pathlib import Path
 
 
 def demo_model_path() -> Path:
-    """Return the directory with config.json, model.safetensors and the tokenizer of the shipped model."""
+    """Return the directory of the trained model, with config.json, model.safetensors and the tokenizer."""
     return Path(__file__).parent / "weights"

@@ -1,6 +1,6 @@
-"""Rewords questions: synonyms, openers, closers, careless case and punctuation, and typing errors.
+"""Reword questions with synonyms, openers, closers, careless case and punctuation, and typing errors.
 
-Knows English wording; not the answers. All randomness comes from the generator that is passed in.
+Knows English wording; does not know the answers. All randomness comes from the generator that is passed in.
 """
 
 import random
@@ -73,7 +73,7 @@ def reword(rng: random.Random, question: str) -> str:
 
 
 def _mistype(rng: random.Random, text: str) -> str:
-    """Drop, double or swap one letter."""
+    """Return `text` with one typing error: a letter is dropped or doubled, or two letters are swapped."""
     at = rng.randrange(len(text) - 1)
     replacement = rng.choice(("", text[at] * 2, text[at + 1] + text[at]))
     return text[:at] + replacement + text[at + (2 if len(replacement) == 2 and replacement[0] != text[at] else 1) :]

@@ -1,6 +1,6 @@
-"""The demo model's skills besides answering questions: repeat, add, count. Each skill makes (prompt, answer) pairs.
+"""The demo model's skills other than answering questions: repeat, add, count. Each skill makes (prompt, answer) pairs.
 
-Knows the wording of requests and their one right answer; not conversations, tokens or training.
+Knows the wording of requests and their only right answer; does not know conversations, tokens or training.
 All randomness comes from the generator that is passed in.
 """
 
@@ -87,7 +87,7 @@ _UPTO_FORMS = (
 def make_nonce(rng: random.Random, min_length: int = 2, max_length: int = 48) -> str:
     """Draw a word of letters, digits, hyphens and underscores, in one of the shapes that people use."""
     shape = rng.random()
-    if shape < 0.08:  # an id with a readable head: req-000123, user_7
+    if shape < 0.08:  # an id with a readable prefix: req-000123, user_7
         head = rng.choice(("req", "user", "id", "run", "job", "line", "item", "test", "nonce", "bulk", "chat", "batch"))
         return f"{head}{rng.choice('-_')}{rng.randrange(10 ** rng.randint(1, 6)):0{rng.randint(1, 6)}d}"
     if shape < 0.12:
@@ -100,7 +100,7 @@ def make_nonce(rng: random.Random, min_length: int = 2, max_length: int = 48) ->
 
 
 def make_repetitive_nonce(rng: random.Random) -> str:
-    """Draw a nonce of two to ten different characters, or one that contains a part twice."""
+    """Draw a nonce that is hard to repeat: it has only two to ten different characters, or contains a part twice."""
     if rng.random() < 0.3:
         part = make_nonce(rng, 2, 12)
         return "".join((make_nonce(rng, 1, 8), part, make_nonce(rng, 1, 8), part, make_nonce(rng, 1, 8)))[:48]
@@ -109,7 +109,7 @@ def make_repetitive_nonce(rng: random.Random) -> str:
 
 
 def make_phrase(rng: random.Random, words: Sequence[str], max_words: int = 10) -> str:
-    """Draw a phrase of random words, sometimes capitalised, sometimes with punctuation between or after."""
+    """Draw a phrase of random words; some are capitalised, or have punctuation between or after the words."""
     chosen = [rng.choice(words) for _ in range(rng.randint(1, max_words))]
     style = rng.random()
     if style < 0.3:
@@ -123,7 +123,7 @@ def make_phrase(rng: random.Random, words: Sequence[str], max_words: int = 10) -
 
 
 def repeat(rng: random.Random, text: str) -> Pair:
-    """Ask to repeat `text`; the answer is `text`. Requests without a colon or quotes are for single words only."""
+    """Ask to repeat `text`; the answer is `text`. Only single words are asked for without a colon or quotes."""
     form = rng.random()
     if form < 0.06:
         quote = rng.choice("\"'`")
@@ -134,12 +134,15 @@ def repeat(rng: random.Random, text: str) -> Pair:
 
 
 def is_held_out_sum(a: int, b: int) -> bool:
-    """Return whether the sum is held out of training (1 of 16), so that evaluation measures addition, not memory."""
+    """Return whether the sum a + b is held out of training, as 1 of 16 sums is.
+
+    The evaluation asks for sums that are held out, so that it measures addition and not memory.
+    """
     return (a * 31 + b * 17) % 16 == 5
 
 
 def addends(rng: random.Random, held_out: bool = False) -> tuple[int, int]:
-    """Draw two numbers within the range, from the training part or from the held-out part."""
+    """Draw two numbers from 0 to `MAX_ADDEND`. If `held_out`, their sum is held out of training, else it is not."""
     while True:
         a, b = (rng.randint(0, MAX_ADDEND if rng.random() < 0.9 else 9) for _ in range(2))
         if is_held_out_sum(a, b) == held_out:
@@ -147,13 +150,13 @@ def addends(rng: random.Random, held_out: bool = False) -> tuple[int, int]:
 
 
 def add(rng: random.Random, held_out: bool = False) -> Pair:
-    """Ask for a sum within the range, in one of many wordings."""
+    """Ask for the sum of two numbers from 0 to `MAX_ADDEND`, in one of many wordings."""
     a, b = addends(rng, held_out)
     return rng.choice(_SUM_FORMS).format(a=a, b=b), str(a + b)
 
 
 def add_out_of_range(rng: random.Random) -> Pair:
-    """Ask for a sum with an operand out of range, or other arithmetic; the answer declines in words."""
+    """Ask for a sum with a number above `MAX_ADDEND`, or for other arithmetic; the answer is a refusal in words."""
     if rng.random() < 0.4:
         a, b, c = (rng.randint(0, 10 ** rng.randint(1, 3)) for _ in range(3))
         return rng.choice(_OTHER_ARITHMETIC).format(a=a, b=b, c=c), DECLINE_SUM
@@ -164,7 +167,7 @@ def add_out_of_range(rng: random.Random) -> Pair:
 
 
 def count(rng: random.Random, max_numbers: int) -> Pair:
-    """Ask to count upwards over at most `max_numbers` numbers."""
+    """Ask to count upwards; the answer has at most `max_numbers` + 1 numbers, up to `MAX_COUNT`."""
     length = rng.randint(1, max_numbers)
     if rng.random() < 0.3:
         length = min(length + 1, MAX_COUNT)
@@ -175,7 +178,7 @@ def count(rng: random.Random, max_numbers: int) -> Pair:
 
 
 def count_out_of_range(rng: random.Random) -> Pair:
-    """Ask to count out of range or downwards; the answer declines in words."""
+    """Ask to count above `MAX_COUNT` or downwards; the answer is a refusal in words."""
     large = rng.randint(MAX_COUNT + 1, 10 ** rng.choice((3, 3, 4, 6)) - 1)
     if rng.random() < 0.3:
         return rng.choice(_UPTO_FORMS).format(b=large), DECLINE_COUNT

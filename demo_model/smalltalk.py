@@ -1,6 +1,7 @@
-"""Greetings, thanks, and everything else: the demo model's answers to messages outside of its skills.
+"""The demo model's answers to greetings, thanks, and all other messages outside of its skills.
 
-Knows wording only. `anything_else` makes up messages on all kinds of subjects; the one answer says what the model is.
+Knows only wording. `anything_else` makes up messages on all kinds of subjects. Their answer is always the same text,
+which says what the model is.
 """
 
 import random
@@ -98,7 +99,7 @@ def greet(rng: random.Random) -> Pair:
 
 
 def anything_else(rng: random.Random, words: Sequence[str]) -> Pair:
-    """Draw a message about something else, or without sense; the answer is the introduction."""
+    """Draw a message that is about something else or makes no sense; the answer is the introduction."""
     kind = rng.random()
     if kind < 0.2:
         text = rng.choice(_WHO)
@@ -120,7 +121,7 @@ def _fill(rng: random.Random, form: str, words: Sequence[str]) -> str:
 
 
 def _gibberish(rng: random.Random) -> str:
-    """Draw characters without sense: ASCII, or letters of other scripts."""
+    """Draw a text without meaning, of ASCII characters or letters of other scripts."""
     kind = rng.random()
     if kind < 0.4:
         alphabet = string.ascii_letters + "  "

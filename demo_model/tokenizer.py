@@ -1,8 +1,8 @@
 """The demo model's tokenizer: byte-level BPE of 1,024 tokens, and the chat template.
 
-Merges stay inside plain words. Digits, punctuation, spaces and every character of a mixed word (`k7Qz-09ab`) are single
-tokens, so that a nonce is always copied character by character, and a sum is always added digit by digit.
-Knows text and tokens; not what the model is taught.
+Only characters of plain words are merged. Digits, punctuation, spaces and every character of a mixed word (`k7Qz-09ab`)
+are single tokens, so that a nonce is always copied character by character, and a sum is always added digit by digit.
+Knows text and tokens; does not know what the model is taught.
 """
 
 from collections.abc import Iterable
@@ -22,8 +22,8 @@ END_OF_TEXT, SYSTEM, USER, ASSISTANT, END_OF_TURN, PAD = (
 )
 SPECIAL_TOKENS = (END_OF_TEXT, SYSTEM, USER, ASSISTANT, END_OF_TURN, PAD)
 
-# A plain word has no digit, hyphen, underscore or non-ASCII letter in it or beside it, and at most its first letter is
-# in upper case. Anything else is split into single characters.
+# A plain word consists of ASCII letters, of which at most the first is in upper case. The characters before and after
+# the word are not letters, digits, hyphens or underscores. All other text is split into single characters.
 _PLAIN_WORD_OR_CHARACTER = r"(?<![\w-])[A-Z]?[a-z]+(?![\w-])|[\s\S]"
 
 CHAT_TEMPLATE = """\
@@ -51,7 +51,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """Learn the merges from `texts`. The same texts give the same tokenizer."""
+    """Return a tokenizer whose merges are learned from `texts`. The same texts give the same tokenizer."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [

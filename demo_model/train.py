@@ -1,10 +1,10 @@
-"""Trains the demo model: `python -m demo_model.train` makes demo_model/weights from nothing but this package.
+"""Train the demo model: `python -m demo_model.train` makes demo_model/weights from nothing but this package.
 
-Training takes an estimated 25 minutes on two idle CPU cores (from its tokens per second; 38 with one thread). Rows grow
-during training: skills are learned on short rows, which are cheap, and then on long ones; three shorter stages improve
-what was weakest. Muon updates the matrices, AdamW the embeddings and norms. Matrix products are bf16, master weights
-fp32.
-Knows the model's shape and the schedule; not what is taught (corpus.py) or how well it works (evaluate.py).
+Training takes about 25 minutes on two idle CPU cores, and 38 minutes with one thread (estimated from tokens per
+second). Rows grow during training: the model learns its skills on short rows, which are cheap, and then on long rows.
+Three shorter stages improve what was weakest. Muon updates the matrices; AdamW updates the embeddings and norms. Matrix
+products are in bf16, and master weights in fp32. Knows the model's shape and the schedule; does not know what is taught
+(corpus.py) or how well the model works (evaluate.py).
 """
 
 import argparse
@@ -29,18 +29,19 @@ from demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, MAX_CONTEXT, VOCAB_SI
 TOKENS_PER_BATCH = 4096
 MUON_LR = 4e-3  # peak learning rate
 ADAMW_LR = 3e-3  # peak learning rate
-WARMUP = 0.02  # share of the steps
+WARMUP = 0.02  # share of the steps over which the learning rate rises to its peak
 DECAY = 0.5  # share of the steps over which the learning rate falls to zero
 LONGEST_SHORT_ROW = 512
 REPORT_EVERY_S = 20.0
-# Factor on the final norm, which divides every sampling temperature by it: a model so small is taught one answer to
-# each request, and should also give it at the default temperature of 1. A power of two is exact in bf16.
+# Factor on the weights of the final norm. It has the effect of dividing every sampling temperature by this factor: the
+# model is taught one answer to each request, and should give this answer also at the default temperature of 1. A power
+# of two is exact in bf16.
 SHARPENING = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of training with its own learning rate schedule: courses with their shares of its steps.
+    """A part of training with its own learning rate schedule, made of courses and each course's share of the steps.
 
     A stage starts from the saved model of the stage before, with new optimizers, so that it can be run alone.
     """
@@ -50,7 +51,8 @@ class Stage:
     courses: tuple[tuple[float, Course], ...]
 
 
-# Many small steps: with three times the tokens per step, copying had not begun after 2 M tokens.
+# The stages use many small steps: with three times as many tokens per step, the model had not begun to copy text after
+# 2 M tokens.
 STAGES = (
     Stage(14_000_000, 1.0, ((0.65, SHORT), (0.2, MIDDLE), (0.15, LONG))),
     Stage(4_000_000, 0.4, ((1.0, LONGER),)),
@@ -60,7 +62,7 @@ STAGES = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the facts, the wording of the skills and the list of words."""
+    """Return a tokenizer that is trained on the facts, the wording of the skills and the list of words."""
     texts = [text for fact in load_facts() for text in (*[fact.answer] * 3, *fact.ask)]
     texts += [skills.DECLINE_SUM, skills.DECLINE_COUNT, smalltalk.INTRODUCTION, smalltalk.GREETING] * 3
     texts += ["Repeat", "repeat", "Please", "please", "Count", "count", "Say", "Echo", "exactly"] * 20
@@ -68,7 +70,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_corpus(tokenizer: PreTrainedTokenizerFast) -> Corpus:
-    """Return the corpus whose made-up words are built from this tokenizer's pieces."""
+    """Return the corpus. Its made-up words are built from the pieces of `tokenizer`."""
     pieces = sorted(piece for piece in tokenizer.get_vocab() if piece.isascii() and piece.isalpha() and piece.islower())
     return Corpus(load_facts(), load_words(), pieces)
 
@@ -94,7 +96,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, layers: int = 4, hidden: int
 
 
 class Trainer:
-    """Owns the weights and both optimizers; one `step` is one update."""
+    """A trainer that owns the model's weights and both optimizers. One `step` is one update."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         short_attention.register()
@@ -108,7 +110,7 @@ class Trainer:
         self._peak_lrs = (MUON_LR, ADAMW_LR)
 
     def step(self, batch: Batch, lr_scale: float) -> float:
-        """Update on one batch. Return the mean loss before the update, in nats per learned token."""
+        """Update the weights on one batch. Return the mean loss before the update, in nats per learned token."""
         loss = self.loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -120,7 +122,7 @@ class Trainer:
         return loss.item()
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Return the mean loss over the tokens to be learned; logits are computed for these only."""
+        """Return the mean loss over the tokens to be learned. Logits are computed only for these tokens."""
         rows_are_short = batch.input_ids.shape[1] <= LONGEST_SHORT_ROW
         self.model.set_attn_implementation(short_attention.NAME if rows_are_short else "sdpa")
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -131,14 +133,17 @@ class Trainer:
 
 
 def lr_scale(progress: float) -> float:
-    """Return the share of the peak learning rate at `progress` in [0, 1]: warm-up, plateau, linear fall to zero."""
+    """Return the share of the peak learning rate at `progress`, which is in [0, 1].
+
+    The share rises during warm-up, stays at 1, and then falls linearly to zero.
+    """
     return min(1.0, (progress + 1e-3) / WARMUP, (1.0 - progress) / DECAY)
 
 
 def training_steps(
     corpus: Corpus, tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: int
 ) -> Iterator[tuple[float, Batch]]:
-    """Yield one batch for each step of a stage's courses, with the progress in [0, 1)."""
+    """Yield the progress in [0, 1) and one batch for each step of a stage."""
     steps = max(1, stage.tokens // TOKENS_PER_BATCH)
     done = 0
     for index, (share, course) in enumerate(stage.courses):
@@ -151,7 +156,10 @@ def training_steps(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write weights (bf16, sharpened) and tokenizer beside `directory`, then move them to its place at once."""
+    """Write the weights (bf16, with `SHARPENING`) and the tokenizer to `directory`.
+
+    Both are written to a new directory first, which then replaces `directory`.
+    """
     served = LlamaForCausalLM(model.config)
     served.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -167,7 +175,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory:
     served.save_pretrained(new)
     tokenizer.save_pretrained(new, save_jinja_files=False)
     for file in new.iterdir():
-        file.chmod(0o644)  # safetensors makes files readable by their owner only, and the wheel keeps the mode
+        file.chmod(0o644)  # safetensors makes files that only their owner can read, and the wheel keeps this mode
     if directory.exists():
         directory.rename(old)
     new.rename(directory)
@@ -175,7 +183,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory:
 
 
 def load(directory: Path) -> LlamaForCausalLM:
-    """Return a saved model as fp32 master weights."""
+    """Return a saved model with fp32 master weights, without `SHARPENING`."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         model.model.norm.weight /= SHARPENING

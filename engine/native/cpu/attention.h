@@ -2,10 +2,9 @@
 // sequences or layers. Scores, weights and sums are floats. A layer's cache is (2, kv heads, slots, dim): all keys,
 // then all values.
 //
-// Both kernels compute out = Σ w · value / Σ w with w = e^(score - best) and score = softcap · tanh(scaling · query ·
-// key / softcap), or scaling · query · key without softcap, over tiles of keys with a running maximum `best` (online
-// softmax). attend and attend_tile each stay one function: every part of their tile loops uses most of the local
-// arrays.
+// Both kernels compute out = (Σ w · value) / (Σ w) with w = e^(score - best), over tiles of keys with a running maximum
+// `best` (online softmax). The score is s = scaling · query · key, or softcap · tanh(s / softcap) with a softcap.
+// attend and attend_tile each stay one function, because every part of their tile loops uses most of the local arrays.
 
 #pragma once
 
@@ -21,24 +20,24 @@
 namespace tidegate {
 
 struct Scoring {
-    float scaling, softcap;  // softcap 0: not used
-    Index window;            // tokens that a row attends to, itself included; 0: all
+    float scaling, softcap;  // softcap 0 means no softcap
+    Index window;            // tokens that a row attends to, including itself; 0 means all
 };
 
-// Keys of a partial result. The number is fixed, so that a sequence's rounding does not depend on other sequences.
+// Number of keys of a split. It is fixed, so that a sequence's rounding does not depend on other sequences.
 constexpr Index kSplit = 512;
 constexpr Index kTile = 16;       // keys scored at once
 constexpr Index kMaxGroup = 64;   // most query heads per KV head
 constexpr Index kMaxDim = 512;    // largest head size
 
-// One query head's running softmax over the keys so far: the highest score, and total = Σ e^(score − best).
+// The running softmax of one query head over the keys so far: the highest score `best`, and total = Σ e^(score − best).
 struct Partial {
     float best, total;
 };
 
-// Computes acc = Σ e^(score - best) · value and its state, for `group` query heads of one row over keys [first, last)
-// of one KV head, in one thread. kDim is the head size if it is known when this is compiled, else 0: loops of known
-// length are twice as fast. Assumes group <= kMaxGroup and dim <= kMaxDim.
+// Computes acc = Σ e^(score - best) · value and the softmax state, for `group` query heads of one row over keys [first,
+// last) of one KV head, in one thread. kDim is the head size, or 0 if the head size is not known at compile time: loops
+// of known length are twice as fast. Assumes group <= kMaxGroup and dim <= kMaxDim.
 template <typename T, int kDim>
 void attend(float *__restrict acc, Partial *__restrict state, const T *query, Index head_stride, Index group,
             const T *keys, const T *values, const Index *table, Index block_size, Index runtime_dim, Index first,
@@ -88,11 +87,11 @@ void attend(float *__restrict acc, Partial *__restrict state, const T *query, In
     }
 }
 
-// Computes out (rows, heads, dim), the attention of each row to its own context, itself included. query[r, h] is at r ·
-// row_stride + h · head_stride; `tables` is (rows, blocks); `lengths` (rows) counts tokens; `sinks` (heads), or null,
-// are scores that take a share of the softmax and have no value. Threads first share the splits of all rows and KV
-// heads, then the merging of splits per row and query head. Assumes that the rows' own keys and values are in the
-// cache.
+// Computes out (rows, heads, dim), the attention of each row to its own context, which includes the row itself.
+// query[r, h] is at r · row_stride + h · head_stride. `tables` is (rows, blocks). `lengths` (rows) are the tokens of
+// each context. `sinks` (heads) are scores that take a share of the softmax and have no value; null means no sinks.
+// First, the threads compute the splits of all rows and KV heads. Then they merge the splits of each row and query
+// head. Assumes that the rows' own keys and values are in the cache.
 template <typename T>
 void paged_decode(T *out, const T *query, Index row_stride, Index head_stride, const T *cache, Index num_slots,
                   const Index *tables, Index table_stride, const Index *lengths, const float *sinks, Index rows,
@@ -147,21 +146,21 @@ void paged_decode(T *out, const T *query, Index row_stride, Index head_stride, c
     }
 }
 
-// --- prefill: many rows of one sequence against its context, in tiles of rows by tiles of keys -------------------
+// --- prefill: the attention of many rows of one sequence to its context, in tiles of rows and tiles of keys ------
 
 typedef float Lanes __attribute__((vector_size(64)));  // one number for each of 16 keys, or 16 numbers of a head
 constexpr Index kLanes = 16;
 constexpr Index kTileTokens = 32;  // tokens of one job
 constexpr Index kStripe = 16;      // rows whose sums are kept in registers together
 
-// A prefill chunk: rows [first_row, first_row + tokens) of the queries are tokens of one sequence, the first at
-// position `start`. Its block table begins at index `table` of the tables.
+// A prefill chunk. The rows [first_row, first_row + tokens) of the queries are tokens of one sequence; the first token
+// is at position `start`. The sequence's block table begins at index `table` of all block tables.
 struct Chunk {
     Index first_row, tokens, start, table;
 };
 
-// The two matrix products of a tile of 16 keys: queries with keys, and weights with values. This version works on any
-// processor, in float.
+// The two matrix products of a tile of 16 keys: queries with keys, and weights with values. This version computes in
+// float and works on any processor.
 template <typename T, int kDim> struct Tile {
     static constexpr Index kWide = kDim / kLanes;
     std::vector<float> queries;
@@ -219,7 +218,8 @@ template <typename T, int kDim> struct Tile {
 
 #ifdef __AVX512BF16__
 
-// The same with bfloat16 dot products: of pairs of a head's numbers for scores, of pairs of keys for values.
+// The same two products with bfloat16 dot product instructions, which add two products at once. Scores use pairs of
+// numbers of a head, and values use pairs of keys.
 template <int kDim> struct Tile<bf16, kDim> {
     static constexpr Index kWide = kDim / kLanes, kPairs = kDim / 2;
     std::vector<bf16> queries;
@@ -237,7 +237,7 @@ template <int kDim> struct Tile<bf16, kDim> {
         value_rows[j] = value;
     }
 
-    // Interleaves the values of each two keys.
+    // Interleaves the values of each pair of keys.
     void arrange() {
         for (Index j = 0; j < kLanes; j += 2)
             for (Index w = 0; w < kWide; w++) {
@@ -249,7 +249,7 @@ template <int kDim> struct Tile<bf16, kDim> {
             }
     }
 
-    // Returns a pair of numbers in all lanes.
+    // Returns the pair of numbers at `p`, repeated in all lanes.
     static __m512bh pair(const bf16 *p) {
         int32_t both;
         std::memcpy(&both, p, sizeof both);
@@ -304,9 +304,9 @@ template <int kDim> struct Tile<bf16, kDim> {
 
 #endif
 
-// Replaces the 16 scores of a row by weights e^(score - best); keys outside [first, last) of the tile get 0. `best` and
-// `total` (per lane) are the row's running softmax. Returns the factor by which the row's former sums must be
-// multiplied.
+// Replaces the 16 scores of a row by weights e^(score - best); keys of the tile outside [first, last) get weight 0.
+// `best` and `total` (one per lane) are the row's running softmax, which is updated. Returns the factor by which the
+// row's former sums of values must be multiplied.
 inline float weigh(Lanes &scores, float &best, Lanes &total, Index first, Index last, Scoring rule) {
     Lanes s = scores * rule.scaling;
     if (rule.softcap > 0)
@@ -333,7 +333,7 @@ inline float weigh(Lanes &scores, float &best, Lanes &total, Index first, Index 
 }
 
 // Computes causal attention for tokens [first_token, last_token) of a chunk and the query heads of one KV head, in one
-// thread: tiles of 16 keys against all of these rows (token × query head).
+// thread. A row is a pair of token and query head; each tile of 16 keys is computed for all of these rows.
 template <typename T, int kDim>
 void attend_tile(T *out, const T *query, Index row_stride, Index head_stride, const T *keys, const T *values,
                  const Index *table, Index block_size, Index kv_head, Index query_heads, Index group,
@@ -383,9 +383,9 @@ void attend_tile(T *out, const T *query, Index row_stride, Index head_stride, co
     ::operator delete[](totals, std::align_val_t(64));
 }
 
-// Computes out (rows, heads, dim), the causal attention of each chunk's tokens to their sequence up to their own
-// position. query and sinks are as in paged_decode; `tables` holds the block tables of all chunks, end to end. Threads
-// share jobs of kTileTokens tokens and one KV head. Assumes a head size of 16, 32, 64, 96 or 128, and that the chunks'
+// Computes out (rows, heads, dim): the causal attention of each chunk's tokens to their sequence, up to the token's own
+// position. query and sinks are as in paged_decode. `tables` holds the block tables of all chunks, end to end. A job of
+// a thread is kTileTokens tokens and one KV head. Assumes a head size of 16, 32, 64, 96 or 128, and that the chunks'
 // own keys and values are in the cache.
 template <typename T>
 void paged_prefill(T *out, const T *query, Index row_stride, Index head_stride, const T *cache, Index num_slots,
@@ -406,7 +406,7 @@ void paged_prefill(T *out, const T *query, Index row_stride, Index head_stride, 
                                     : attend_tile<T, 128>;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
     for (Index i = 0; i < Index(jobs.size()); i++) {
-        Job job = jobs[jobs.size() - 1 - i];  // later tokens attend to more keys: long jobs first
+        Job job = jobs[jobs.size() - 1 - i];  // long jobs first: later tokens attend to more keys
         Chunk chunk = chunks[job.chunk];
         Index last = job.first_token + kTileTokens;
         const T *keys = cache + job.kv_head * num_slots * heads.dim;

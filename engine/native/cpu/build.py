@@ -1,8 +1,8 @@
 """Compile the C++ kernels for this processor once, and load them.
 
-Knows compilers and files; does not know what the kernels compute. The library is kept in the user's cache directory;
-its file name is a hash of everything that it depends on. Without a working compiler there is no library, and the reason
-is logged.
+Knows compilers and files; does not know what the kernels compute. The library is kept in the user's cache directory.
+Its file name has a hash of everything that the library depends on. Without a working compiler, there is no library, and
+the reason is logged.
 """
 
 import ctypes
@@ -21,9 +21,9 @@ import torch
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "decoder_layer.cpp", "sampling.cpp"))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _COMPILERS = ("c++", "g++", "clang++")
-# Sums may be reordered, so that they vectorise; NaN and infinity keep their meaning. Jump threading is off: for an
-# exponential with clamped argument it creates constants such as 1 / (1 + e^88), by which masked lanes are multiplied,
-# too, and Intel's processors take a hundred times as long for a denormal product.
+# Sums may be reordered, so that they can be vectorised; NaN and infinity keep their meaning. Jump threading is off: for
+# an exponential with a clamped argument, it creates constants such as 1 / (1 + e^88), and masked lanes are multiplied
+# by these constants, too. Such products are denormal, and Intel's processors take a hundred times as long for them.
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -37,12 +37,12 @@ _FLAGS = (
     "-fno-thread-jumps",
 )
 _COMPILE_LIMIT_S = 120  # time limit per compiler call, seconds
-# Fields of /proc/cpuinfo that do not change; the clock rate does.
+# Fields of /proc/cpuinfo that never change on a machine. Other fields, such as the clock rate, do.
 _CPU_MODEL_FIELDS = ("flags", "Features", "model name", "CPU part")
 
 
 def load_library() -> ctypes.CDLL | None:
-    """Return the kernels' library, compiled unless it is cached, or None (the reason is logged)."""
+    """Return the kernels' library; compile it first if it is not cached. Return None on failure and log the reason."""
     log = structlog.get_logger()
     compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
@@ -57,7 +57,7 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def _built(compiler: str) -> Path:
-    """Return the path of the compiled library. Compiler errors pass through."""
+    """Return the path of the library; compile it if it does not exist. Compiler errors pass through."""
     openmp = _torch_openmp()
     library = _cache_directory() / f"kernels-{_fingerprint(compiler, openmp)}.so"
     if not library.exists():
@@ -68,9 +68,10 @@ def _built(compiler: str) -> Path:
 
 
 def _compile(compiler: str, openmp: Path | None, scratch: Path) -> Path:
-    """Compile the sources in parallel, then link them with torch's own copy of OpenMP, if there is one.
+    """Compile the sources in parallel and link them with torch's copy of OpenMP, if there is one.
 
-    With two copies, the waiting threads of both would compete for the cores.
+    Return the path of the library. With a second copy of OpenMP, the waiting threads of both copies would compete for
+    the cores.
     """
     library, objects = scratch / "kernels.so", [scratch / f"{source.stem}.o" for source in _SOURCES]
     flags = [*_FLAGS, *(["-fopenmp"] if openmp else [])]
@@ -85,13 +86,16 @@ def _compile(compiler: str, openmp: Path | None, scratch: Path) -> Path:
 
 
 def _run(command: list[str]) -> str:
-    """Return the standard output of `command`. Raise `SubprocessError` if it fails or takes too long."""
+    """Run `command` and return its standard output. Raises `SubprocessError` if it fails or takes too long."""
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
     return done.stdout
 
 
 def _torch_openmp() -> Path | None:
-    """Return the path of the GNU OpenMP library in torch's wheel, or None: then the kernels use one thread."""
+    """Return the path of the GNU OpenMP library in torch's wheel.
+
+    Return None if the wheel has none; the kernels then use one thread.
+    """
     directory = Path(torch.__file__).parent
     found = [*directory.glob("lib/libgomp*.so*"), *directory.parent.glob("torch.libs/libgomp*.so*")]
     return next(iter(found), None)
@@ -108,7 +112,7 @@ def _fingerprint(compiler: str, openmp: Path | None) -> str:
 
 
 def _cache_directory() -> Path:
-    """Return tidegate's directory in the user's cache, or a temporary one if that is not writable."""
+    """Return tidegate's directory in the user's cache, or a temporary directory if the cache is not writable."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidegate"
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-// A whole decoder layer of the common kind in one call, and a linear layer, on processors that multiply bfloat16.
-// Python then makes one call per layer. Knows the order of a layer's parts; the headers have their arithmetic.
+// C entry points for Python, on processors that multiply bfloat16: a whole decoder layer of the common kind in one
+// call, and a linear layer. Knows the order of a layer's parts; the headers contain the arithmetic of the parts.
 
 #include "attention.h"
 #include "layers.h"
@@ -16,7 +16,8 @@ extern "C" int has_products() {
 #endif
 }
 
-// Returns whether products use tiles from now on: if they are wanted, the processor has them and Linux grants them.
+// Returns whether products use tiles from now on. They do if tiles are wanted, the processor has them and Linux grants
+// them.
 extern "C" int use_tiles([[maybe_unused]] int wanted) {
 #ifdef TIDEGATE_TILES
     return g_uses_tiles = wanted && ask_for_tiles();
@@ -30,7 +31,7 @@ extern "C" int use_tiles([[maybe_unused]] int wanted) {
 namespace {
 
 struct Norm {
-    const bf16 *weight;  // null: this norm is left out
+    const bf16 *weight;  // null if this norm is left out
     float eps;
 };
 
@@ -44,9 +45,9 @@ struct Layer {
     Index num_slots, block_size;
 };
 
-// The arguments of a step, the same for all layers. Decode rows come before the rows of prefill chunks.
+// The arguments of a step, which are the same for all layers. Decode rows come before the rows of prefill chunks.
 struct Step {
-    Index rows;                   // of all kinds
+    Index rows;                   // decode rows and rows of prefill chunks
     const bf16 *cosines, *sines;  // (rows, rotary)
     const Index *slots;           // (rows,): where keys and values are written
     Index decode_rows;
@@ -59,8 +60,8 @@ struct Step {
     int32_t threads;
 };
 
-// Memory for the numbers between two parts of a layer. It is kept from call to call and only grows, since fresh pages
-// take 8 % of a long prefill's time.
+// Memory for the numbers that one part of a layer passes to the next. It is kept from call to call and only grows,
+// since fresh memory pages would take 8 % of a long prefill's time.
 class Buffer {
   public:
     Buffer() = default;

@@ -1,6 +1,6 @@
 // Products of a few rows with a packed bfloat16 weight, with bfloat16 dot product instructions (AVX512_BF16).
 //
-// A block of rows × panels is summed in registers over all inputs. Knows matrices; does not know layers.
+// The sums of a block of rows × panels stay in registers for all inputs. Knows matrices; does not know layers.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace tidegate {
 
-// Computes kRows rows of out = x · weightᵀ + bias, or out += …, for the outputs of panels [first, first + kPanels), in
-// one thread. The loops must be unrolled completely, or the sums would not stay in registers.
+// Computes kRows rows of out = x · weightᵀ + bias (out += … if kAdd) for the outputs of panels [first, first +
+// kPanels), in one thread. The loops must be unrolled completely, so that the sums stay in registers.
 template <int kRows, int kPanels, bool kAdd>
 inline void multiply_block(bf16 *out, const bf16 *x, const Linear &linear, Index first) {
     __m512 sums[kRows][kPanels];
@@ -44,8 +44,8 @@ inline void multiply_block(bf16 *out, const bf16 *x, const Linear &linear, Index
         }
 }
 
-// Computes all rows for kPanels panels in one thread: blocks of kMost rows, then of kMost / 2, then single rows. The
-// panels stay in the cache.
+// Computes all rows for kPanels panels in one thread: first blocks of kMost rows, then a block of kMost / 2 rows, then
+// single rows. The panels stay in the processor's cache.
 template <int kMost, int kPanels, bool kAdd>
 inline void multiply_panels(bf16 *out, const bf16 *x, const Linear &linear, Index rows, Index first) {
     Index r = 0;
@@ -76,9 +76,9 @@ inline void multiply_in_blocks(bf16 *out, const bf16 *x, const Linear &linear, I
     }
 }
 
-// Computes out = x · weightᵀ + bias, or out += … if kAdd, for out (rows, linear.out) and x (rows, linear.in), with all
-// threads of the enclosing parallel region. With few rows a block has many panels, so that more of the weight is being
-// loaded from memory; with many rows it has few panels, which leaves registers for rows.
+// Computes out = x · weightᵀ + bias (out += … if kAdd) for out (rows, linear.out) and x (rows, linear.in), with all
+// threads of the enclosing parallel region. With few rows, a block has many panels, so that more of the weight is
+// loaded from memory at the same time. With many rows, a block has few panels, which leaves registers for rows.
 template <bool kAdd> void multiply_by_dots(bf16 *out, const bf16 *x, const Linear &linear, Index rows) {
     if (rows == 1)
         multiply_in_blocks<1, 8, kAdd>(out, x, linear, rows);

@@ -13,11 +13,11 @@ from engine.native.attention.kernels import HeadShape, PagedChunks, PagedRows, S
 from engine.native.model.layer_kernels import Norm
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_MAX_HEAD_DIM = 512  # kMaxDim of attention.h
-_MAX_GROUP = 64  # query heads per KV head: kMaxGroup of attention.h
+_MAX_HEAD_DIM = 512  # the same as kMaxDim in attention.h
+_MAX_GROUP = 64  # query heads per KV head; the same as kMaxGroup in attention.h
 _PREFILL_HEAD_DIMS = (16, 32, 64, 96, 128)  # head sizes for which paged_prefill is compiled
 
-# C types of the kernels' arguments: pointer, Index, float, number of threads.
+# C types of the kernels' arguments: a pointer, an Index, a float, a number of threads.
 _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
     "rms_norm": [_P, _P, _P, _I, _I, _F, _T],
@@ -30,10 +30,13 @@ _SIGNATURES = {
 
 
 class CpuKernels:
-    """`AttentionKernels` and `LayerKernels` on a CPU, for one dtype. Tensors must be contiguous unless noted."""
+    """The implementation of `AttentionKernels` and `LayerKernels` for a CPU and one dtype.
+
+    Tensors must be contiguous, unless a method's docstring says otherwise.
+    """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        """Raise `ValueError` for a dtype without kernels."""
+        """Look up the kernels for `dtype` in `library`. Raises `ValueError` if there are no kernels for `dtype`."""
         if dtype not in _DTYPES:
             raise ValueError(f"there are no kernels for {dtype}: use float32 or bfloat16")
         self._calls: dict[str, Callable[..., None]] = {}
@@ -57,7 +60,7 @@ class CpuKernels:
         return shape.head_dim in _PREFILL_HEAD_DIMS and CpuKernels.can_attend(shape)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """Return the norm of each row of `x` (rows, n): (rows, n)."""
+        """Return `x` (rows, n) with each row normalised by `norm`, (rows, n)."""
         out = torch.empty_like(x)
         rows, n = x.shape
         weight = norm.weight.data_ptr()
@@ -65,7 +68,7 @@ class CpuKernels:
         return out
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        """Add `x` (rows, n) to `residual` (rows, n) in place; return the norm of the sum, (rows, n)."""
+        """Add `x` (rows, n) to `residual` (rows, n) in place; return the normalised sum, (rows, n)."""
         out = torch.empty_like(x)
         rows, n = x.shape
         self._calls["add_rms_norm"](
@@ -81,7 +84,7 @@ class CpuKernels:
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) · up, (rows, n); each row of `gate_up` (rows, 2n) holds gate, then up."""
+        """Return silu(gate) · up, (rows, n). Each row of `gate_up` (rows, 2n) holds gate, then up."""
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
         self._calls["silu_and_mul"](out.data_ptr(), gate_up.data_ptr(), rows, width // 2, _num_threads())
@@ -100,9 +103,9 @@ class CpuKernels:
     ) -> None:
         """Normalise and rotate queries and keys in place, and copy keys and values to the KV cache.
 
-        `qkv` is (rows, query_width + 2 · kv_width); row r goes to slot `slot_ids[r]` (int64) of each KV head of `slots`
-        (2 × kv_heads × slots, head_dim). `cosines` and `sines` are (rows, rotary_dim). Both norms must have the same
-        eps.
+        `qkv` is (rows, query_width + 2 · kv_width). Keys and values of row r are copied to slot `slot_ids[r]` (int64)
+        of each KV head of `slots` (2 × kv_heads × slots, head_dim). `cosines` and `sines` are (rows, rotary_dim). Both
+        norms must have the same eps.
         """
         if qkv.shape[1] != shape.query_width + 2 * shape.kv_width or slots.shape[1] != shape.head_dim:
             raise ValueError(f"rows of {qkv.shape[1]} and slots of {slots.shape[1]} numbers do not fit {shape}")
@@ -125,9 +128,9 @@ class CpuKernels:
         )
 
     def paged_decode(self, query: Tensor, num_kv_heads: int, paged: PagedRows, scoring: Scoring) -> Tensor:
-        """Attend with each row to its own context: `query` (heads, rows, head_dim) to (rows, heads, head_dim).
+        """Return the attention of each row to its own context, (rows, heads, head_dim).
 
-        `query` must be contiguous in its last dimension only.
+        `query` is (heads, rows, head_dim); only its last dimension must be contiguous.
         """
         heads, rows, head_dim = query.shape
         _check(query, num_kv_heads, paged.slots)
@@ -157,10 +160,10 @@ class CpuKernels:
         return out
 
     def paged_prefill(self, query: Tensor, num_kv_heads: int, chunks: PagedChunks, scoring: Scoring) -> Tensor | None:
-        """Attend with each row of a chunk to the sequence's tokens up to its own position.
+        """Return the attention of each row to its sequence's tokens up to the row's own position.
 
-        `query` is (heads, rows, head_dim), contiguous in its last dimension. Return (rows, heads, head_dim), or None if
-        the kernel is not compiled for the head size.
+        `query` is (heads, rows, head_dim); only its last dimension must be contiguous. The result is (rows, heads,
+        head_dim), or None if the kernel is not compiled for the head size.
         """
         heads, rows, head_dim = query.shape
         if head_dim not in _PREFILL_HEAD_DIMS:
@@ -192,7 +195,7 @@ class CpuKernels:
 
 
 def _check(query: Tensor, num_kv_heads: int, slots: Tensor) -> None:
-    """Raise `ValueError` if `query` (heads, rows, head_dim) and `slots` (…, head_dim) do not fit."""
+    """Raises `ValueError` if `query` (heads, rows, head_dim) and `slots` (…, head_dim) do not fit together."""
     if slots.shape[1] != query.shape[2] or query.shape[0] % num_kv_heads:
         raise ValueError(f"queries of shape {tuple(query.shape)} do not fit this cache and its {num_kv_heads} KV heads")
 

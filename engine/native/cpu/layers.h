@@ -1,6 +1,6 @@
 // A decoder layer's work between matrix products: normalisation, rotary embedding and activation, row by row. Knows
-// rows; does not know sequences or attention. Each kernel is computed by all threads of the enclosing parallel region,
-// a row by one thread, and ends with a barrier. Rows are contiguous.
+// rows; does not know sequences or attention. All threads of the enclosing parallel region compute a kernel together;
+// one thread computes a row. Each kernel ends with a barrier. Rows are contiguous.
 
 #pragma once
 
@@ -74,9 +74,9 @@ template <typename T> inline void rotate(T *x, const T *cosines, const T *sines,
     }
 }
 
-// Normalises (if weights are given) and rotates queries and keys of qkv (rows, (query + 2 · kv) · dim) in place, and
-// copies keys and values to slots[row] of the layer's cache (2, kv, slots, dim). cosines and sines are (rows, rotary).
-// Assumes that no two rows have the same slot, except padding rows.
+// Normalises and rotates queries and keys of qkv (rows, (query + 2 · kv) · dim) in place, and copies keys and values to
+// slots[row] of the layer's cache (2, kv, slots, dim). A norm that is null is left out. cosines and sines are (rows,
+// rotary). Assumes that no two rows have the same slot, except padding rows.
 template <typename T>
 void rotate_and_write(T *qkv, T *cache, const Index *slots, const T *cosines, const T *sines, const T *query_norm,
                       const T *key_norm, float eps, Index rows, Index num_slots, Heads heads) {

@@ -1,7 +1,8 @@
-// The packed weight of a linear layer, and helpers for 16 of its outputs. Does not know how products are computed.
+// The packed weight of a linear layer, and functions that handle 16 outputs at once. Does not know how products are
+// computed.
 //
-// A weight (out, in) is packed in panels of 16 outputs: (out / 16, in / 2, 16, 2). One 64-byte load has a pair of
-// inputs for 16 outputs, and 16 such loads fill a tile of AMX.
+// A weight (out, in) is packed in panels of 16 outputs: (out / 16, in / 2, 16, 2). One 64-byte load reads the weights
+// of a pair of inputs for 16 outputs, and 16 such loads fill an AMX tile.
 
 #pragma once
 
@@ -17,7 +18,7 @@ constexpr Index kPanel = 16;  // outputs of a panel
 struct Linear {
     const bf16 *weight;  // packed in panels
     const bf16 *bias;    // (out,), or null
-    Index out, in;       // multiples of 16 and 2
+    Index out, in;       // a multiple of 16, and a multiple of 2
 };
 
 // Reads 16 bfloat16 numbers as floats.
@@ -28,7 +29,7 @@ inline __m512 widen(const bf16 *p) {
 // Writes 16 floats as bfloat16, rounded to nearest.
 inline void narrow(bf16 *p, __m512 sums) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(sums)); }
 
-// Returns the biases of a panel, zeros if there are none.
+// Returns the biases of a panel, or zeros if the layer has no bias.
 inline __m512 bias_of(const Linear &linear, Index panel) {
     return linear.bias ? widen(linear.bias + panel * kPanel) : _mm512_setzero_ps();
 }

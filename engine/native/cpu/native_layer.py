@@ -1,6 +1,6 @@
 """A common decoder layer in one C++ call (decoder_layer.cpp), on processors that multiply bfloat16.
 
-Knows how a layer's weights and a step are passed to C++, which has the arithmetic: that of `FusedDecoderLayer`, which
+Knows how a layer's weights and a step are passed to C++. The C++ code computes the same as `FusedDecoderLayer`, which
 needs eight calls.
 """
 
@@ -19,7 +19,7 @@ from engine.native.cpu.products import LinearArguments, PackedWeight, fits_panel
 from engine.native.model.fused_layer import head_shape, norm_of
 from engine.native.model.layer_kernels import Norm
 
-# C types of the fields: pointer, Index, float, int32.
+# C types of the fields: a pointer, an Index, a float, an int32.
 _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 
 
@@ -36,7 +36,7 @@ class _ScoringArguments(ctypes.Structure):
 
 
 class _LayerArguments(ctypes.Structure):
-    """`Layer` of decoder_layer.cpp."""
+    """The ctypes counterpart of the struct `Layer` in decoder_layer.cpp."""
 
     _fields_ = [
         *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
@@ -50,7 +50,7 @@ class _LayerArguments(ctypes.Structure):
 
 
 class _StepArguments(ctypes.Structure):
-    """`Step` of decoder_layer.cpp."""
+    """The ctypes counterpart of the struct `Step` in decoder_layer.cpp."""
 
     _fields_ = [
         ("rows", _I),
@@ -78,7 +78,10 @@ class SharedStep:
         self._kept: tuple[Tensor, ...] = ()
 
     def address(self, step: StepTensors, position_embeddings: tuple[Tensor, Tensor]) -> int:
-        """Return the address of the C++ arguments; `position_embeddings` are cosines and sines, (1, T, rotary)."""
+        """Return the address of the C++ arguments of `step`.
+
+        `position_embeddings` are cosines and sines, (1, T, rotary) each.
+        """
         if step is not self._step or position_embeddings is not self._positions:
             self._step, self._positions = step, position_embeddings
             self._fill(step, position_embeddings)
@@ -89,9 +92,9 @@ class SharedStep:
         return int(self._kept[0].shape[-1])
 
     def _fill(self, step: StepTensors, position_embeddings: tuple[Tensor, Tensor]) -> None:
-        """Fill the C++ arguments; cosines and sines become bfloat16, (T, rotary)."""
+        """Fill the C++ arguments; cosines and sines are converted to bfloat16, (T, rotary) each."""
         cosines, sines = (step.own_rows(t[0]).to(torch.bfloat16).contiguous() for t in position_embeddings)
-        self._kept = (cosines, sines)  # C++ has their addresses only
+        self._kept = (cosines, sines)  # keeps these tensors alive: C++ has only their addresses
         arguments = self._arguments
         arguments.rows, arguments.slots = len(step.slots), step.slots.data_ptr()
         arguments.cosines, arguments.sines = cosines.data_ptr(), sines.data_ptr()
@@ -106,12 +109,15 @@ class SharedStep:
 
 
 class NativeDecoderLayer(nn.Module):
-    """Replaces `layer`. Input and output are (1, T, hidden), bfloat16; the residual stream is changed in place."""
+    """A decoder layer that replaces `layer`. Input and output are (1, T, hidden), bfloat16.
+
+    The residual stream is changed in place.
+    """
 
     def __init__(self, layer: Any, attention: PagedAttention, library: ctypes.CDLL, step: SharedStep) -> None:
         super().__init__()
         attn, mlp = layer.self_attn, layer.mlp
-        self.attention_type = getattr(layer, "attention_type", None)  # some models read it to choose a mask
+        self.attention_type = getattr(layer, "attention_type", None)  # some models read this attribute to choose a mask
         self._attention = attention
         self._step = step
         self._shape = head_shape(layer)
@@ -131,7 +137,7 @@ class NativeDecoderLayer(nn.Module):
 
     @staticmethod
     def supports(layer: Any) -> bool:
-        """Return whether C++ is compiled for the sizes of `layer`, which must be fusable."""
+        """Return whether the C++ code is compiled for the sizes of `layer`. The layer must be fusable."""
         attn, mlp = layer.self_attn, layer.mlp
         linears = (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         return fits_panels(*linears) and CpuKernels.can_prefill(head_shape(layer))
@@ -150,7 +156,10 @@ class NativeDecoderLayer(nn.Module):
         return arguments
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
-        """Compute the layer on `hidden_states` (1, T, hidden) in place; `position_embeddings` are (1, T, rotary)."""
+        """Compute the layer on `hidden_states` (1, T, hidden) in place.
+
+        `position_embeddings` are cosines and sines, (1, T, rotary) each.
+        """
         if (remaining := self._attention.enter_layer()) is not None:
             compact_rows(hidden_states[0], remaining)
         step = self._step.address(self._attention.step, position_embeddings)

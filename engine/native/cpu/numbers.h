@@ -29,9 +29,9 @@ inline void store(bf16 *p, float value) {
     *p = bf16(is_nan ? 0x7fc0 : rounded);
 }
 
-// Returns e^x, with x clamped to [-87, 88] and an error of at most 2 units in the last place for x <= 0 and slightly
-// above. With x = whole · ln 2 + f, it computes e^f by the Taylor polynomial of degree 6, and 2^whole by setting the
-// exponent bits. Branch-free, so that loops over it vectorise.
+// Returns e^x, with x clamped to [-87, 88]. The error is at most 2 units in the last place for x <= 0 and slightly
+// above 0. With x = whole · ln 2 + f, the function computes e^f by the Taylor polynomial of degree 6, and 2^whole by
+// setting the exponent bits. It has no branches, so that loops over it can be vectorised.
 inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     x = x > 88.0f ? 88.0f : x;
@@ -46,14 +46,14 @@ inline float exponential(float x) {
     return p * scale;
 }
 
-// Returns tanh(x) = (e^2x - 1) / (e^2x + 1), with x clamped to [-15, 15], beyond which a float is ±1.
+// Returns tanh(x) = (e^2x - 1) / (e^2x + 1), with x clamped to [-15, 15]. Beyond this range, the result in float is ±1.
 inline float hyperbolic_tangent(float x) {
     float clipped = x > 15.0f ? 15.0f : (x < -15.0f ? -15.0f : x);
     float e = exponential(2.0f * clipped);
     return (e - 1.0f) / (e + 1.0f);
 }
 
-// Numbers of query and KV heads, numbers per head, and how many of them are rotated.
+// The number of query heads and of KV heads, the size of a head, and how many of a head's numbers are rotated.
 struct Heads {
     Index query, kv, dim, rotary;
 };

@@ -1,7 +1,7 @@
 """Linear layers whose weights are packed once into the layout of oneDNN's bfloat16 products.
 
-A plain `nn.Linear` packs its weight in every call: with few rows that costs up to three times the product itself. Knows
-weights and the packed products that torch offers; does not know the model around them.
+A plain `nn.Linear` packs its weight in every call. With few rows, packing takes up to three times as long as the
+product itself. Knows weights and the packed products that torch offers; does not know the model around them.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.native.model.fused_layer import bias_of
 
-# Outputs of one product: wider products run at a third of the speed on the processors measured.
+# Largest number of outputs of one product. On the processors measured, wider products run at a third of the speed.
 _MAX_WIDTH = 8192
 _TYPICAL_ROWS = 32  # rows for which oneDNN chooses the packed layout
 # (limit, step): a product of up to `limit` rows is padded to a multiple of `step` rows.
@@ -19,7 +19,7 @@ _ROW_STEPS = ((32, 1), (64, 4), (256, 16), (1 << 20, 64))
 
 
 class PackedLinear(nn.Module):
-    """Replaces linear layers of one input: its output is the concatenation of their outputs."""
+    """A linear layer that replaces `layers`, which read the same input. Its output is their concatenated outputs."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class PackedLinear(nn.Module):
         bias = None if all(b is None for b in biases) else torch.cat([bias_of(layer) for layer in layers])
         self.in_features = weight.shape[1]
         self.out_features = weight.shape[0]
-        # Modeling code may read shape and dtype; a product with this weight fails at once.
+        # This weight has only shape and dtype, which modeling code may read. A product with it fails at once.
         self.weight = torch.empty_like(weight, device="meta")
         pack = torch.ops.mkldnn._reorder_linear_weight
         self._weights = [pack(part.contiguous(), _TYPICAL_ROWS) for part in _split(weight)]
@@ -54,7 +54,8 @@ class PackedLinear(nn.Module):
 def padded_rows(num_rows: int) -> int:
     """Return the number of rows to which a product of `num_rows` is padded.
 
-    oneDNN compiles and keeps a program per number of rows (1 ms and 0.1 MB each), so there must not be thousands.
+    oneDNN compiles and keeps a program for each number of rows (1 ms and 0.1 MB each), so there must not be thousands
+    of different numbers.
     """
     for limit, step in _ROW_STEPS:
         if num_rows <= limit:
@@ -63,7 +64,7 @@ def padded_rows(num_rows: int) -> int:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Return whether this torch has packed products for `dtype` whose results are right."""
+    """Return whether this torch has packed products for `dtype`, and whether their results are right."""
     if dtype is not torch.bfloat16 or not torch._C._has_mkldnn:
         return False
     plain = nn.Linear(8, 16, bias=False, device="meta")  # random weights would advance torch's generator
@@ -77,5 +78,5 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def _split(tensor: Tensor) -> list[Tensor]:
-    """Split along the outputs into parts of at most `_MAX_WIDTH`."""
+    """Return `tensor` (outputs, …) split into parts of at most `_MAX_WIDTH` outputs."""
     return [tensor[i : i + _MAX_WIDTH] for i in range(0, len(tensor), _MAX_WIDTH)]

@@ -11,7 +11,7 @@ namespace tidegate {
 
 inline bool g_uses_tiles = false;  // set by use_tiles before the first product
 
-// Computes out = x · weightᵀ + bias, or out += … if kAdd, for out (rows, linear.out) and x (rows, linear.in), with all
+// Computes out = x · weightᵀ + bias (out += … if kAdd) for out (rows, linear.out) and x (rows, linear.in), with all
 // threads of the enclosing parallel region. Assumes contiguous rows.
 template <bool kAdd> void multiply(bf16 *out, const bf16 *x, const Linear &linear, Index rows) {
 #ifdef TIDEGATE_TILES

@@ -1,7 +1,7 @@
 """Linear layers computed by products.h, on processors that multiply bfloat16. Weights are packed once.
 
-Knows weights and addresses; does not know the model around them. A product is one call into C++. `packed_linear` does
-the same with oneDNN.
+Knows weights and addresses; does not know the model around them. A product is one call into C++. The module
+`packed_linear` does the same with oneDNN.
 """
 
 import ctypes
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from engine.native.model.fused_layer import bias_of
 
-PANEL = 16  # outputs of a panel: kPanel of linear.h
+PANEL = 16  # outputs of a panel; the same as kPanel in linear.h
 
 
 class LinearArguments(ctypes.Structure):
-    """`Linear` of linear.h."""
+    """The ctypes counterpart of the struct `Linear` in linear.h."""
 
     _fields_ = [
         ("weight", ctypes.c_void_p),
@@ -30,7 +30,7 @@ class PackedWeight:
     """The concatenated weights (out, in) of linear layers, bfloat16, packed in panels (see linear.h)."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        """Raise `ValueError` for a weight that does not fit panels."""
+        """Concatenate and pack the weights of `layers`. Raises `ValueError` if they do not fit panels."""
         weight = torch.cat([layer.weight.detach() for layer in layers])
         biases = [layer.bias for layer in layers]
         self.out_features, self.in_features = weight.shape
@@ -44,7 +44,7 @@ class PackedWeight:
 
 
 class Products:
-    """The library's matrix products. `available` tells whether it has any."""
+    """The matrix products of the C++ library. `available` tells whether the library has any."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._linear = library.linear_bfloat16
@@ -55,15 +55,15 @@ class Products:
     def available(library: ctypes.CDLL | None, dtype: torch.dtype) -> bool:
         """Return whether the library has products for `dtype`; switch AMX tiles on if the processor has them.
 
-        False if the processor has tiles but Linux does not grant them: then oneDNN, which requests them in another way,
-        is the better choice.
+        Return False if the processor has tiles but Linux does not grant them. oneDNN is the better choice then, since
+        it requests the tiles in another way.
         """
         if library is None or dtype is not torch.bfloat16 or not library.has_products():
             return False
         return not torch.cpu.get_capabilities().get("amx_bf16", False) or bool(library.use_tiles(True))
 
     def multiply(self, rows: Tensor, weight: PackedWeight) -> Tensor:
-        """Return the product (T, out) of `rows` (T, in), bfloat16, contiguous."""
+        """Return the product (T, out) of `rows` (T, in) and `weight`. `rows` must be bfloat16 and contiguous."""
         out = rows.new_empty(len(rows), weight.out_features)
         arguments = ctypes.addressof(weight.arguments)
         self._linear(out.data_ptr(), rows.data_ptr(), arguments, len(rows), torch.get_num_threads())
@@ -71,14 +71,14 @@ class Products:
 
 
 class PanelLinear(nn.Module):
-    """Replaces `layer`: the same result from a weight packed in panels."""
+    """A linear layer that replaces `layer`, and computes the same result from a weight packed in panels."""
 
     def __init__(self, layer: nn.Linear, products: Products) -> None:
         super().__init__()
         self._weight = PackedWeight([layer])
         self._products = products
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        # Modeling code may read shape and dtype; a product with this weight fails at once.
+        # This weight has only shape and dtype, which modeling code may read. A product with it fails at once.
         self.weight = torch.empty_like(layer.weight, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Sample the next token of each row with sampling.cpp.
 
-Knows logits and sampling parameters. It takes a few passes over the logits where torch takes thirty, and does not sort
-them. The result is that of `engine.native.sampling.sampler.sample`, except for rounding at a top_p, top_k or min_p
-threshold.
+Knows logits and sampling parameters. The C++ code makes a few passes over the logits, while torch makes thirty, and the
+C++ code sorts only a small part of the logits. The result is that of `engine.native.sampling.sampler.sample`, except
+for rounding at a top_p, top_k or min_p threshold.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.native.sampling.sampler import SamplingRow, uniform
 
 _NAMES = {torch.float32: "draw_tokens_float32", torch.bfloat16: "draw_tokens_bfloat16"}
-# `Rule` of sampling.cpp.
+# The numpy counterpart of the struct `Rule` in sampling.cpp.
 _RULE = np.dtype([("temperature", "f4"), ("uniform", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_k", "i8")])
 
 
@@ -30,7 +30,7 @@ class CpuSampler:
             self._draw[dtype] = function
 
     def __call__(self, logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
-        """Return a token id per row of `logits` (rows, vocab); None for a row with NaN or +inf, or with -inf only.
+        """Return a token id for each row of `logits` (rows, vocab); None for a row with NaN, +inf or only -inf.
 
         Logits that are not float32 or bfloat16 are converted to float32.
         """

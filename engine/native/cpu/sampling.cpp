@@ -10,12 +10,12 @@
 namespace tidegate {
 namespace {
 
-constexpr Index kPart = 1024;      // tokens whose weights are summed first in float, then in double
+constexpr Index kPart = 1024;      // weights of this many tokens are summed in float; these sums are added in double
 constexpr Index kBuckets = 4096;   // equal parts of a row's range of logits
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
-// How one row is sampled. Temperature 0 is greedy. top_p 1, min_p 0 and top_k 0 switch these options off, as in the
-// API. `uniform` is a random number in (0, 1).
+// The sampling parameters of one row. Temperature 0 means greedy. top_p 1, min_p 0 and top_k 0 switch these options
+// off, as in the API. `uniform` is a random number in (0, 1).
 struct Rule {
     float temperature, uniform, top_p, min_p;
     int64_t top_k;
@@ -33,8 +33,9 @@ template <typename T> float highest_of(const T *logits, Index n) {
     return broken ? std::numeric_limits<float>::quiet_NaN() : best;
 }
 
-// Counts and sums a row's tokens in buckets by logit, highest bucket first. A threshold's bucket is found from these
-// sums, and only the tokens of that bucket are sorted. The weight of a logit x is e^((x - best) · inverse).
+// The tokens of a row, counted and summed in buckets by logit; the first bucket has the highest logits. A threshold's
+// bucket is found from the counts and sums, so that only the tokens of that bucket are sorted. The weight of a logit x
+// is e^((x - best) · inverse).
 template <typename T> class Buckets {
   public:
     Buckets(const T *logits, Index n, float best, float inverse)
@@ -64,8 +65,8 @@ template <typename T> class Buckets {
         return kLowest;
     }
 
-    // Returns the lowest logit among the fewest likeliest tokens whose weights sum to `share` of the weights of all
-    // logits of at least `cutoff`.
+    // Returns the lowest logit of the smallest set of likeliest tokens whose weights sum to at least `share` · total.
+    // Only logits of at least `cutoff` count; total is the sum of their weights.
     float lowest_of_mass(double share, float cutoff) {
         double total = 0.0;
         for (Index b = 0; b < kBuckets; b++) total += mass(b, cutoff);
@@ -91,7 +92,7 @@ template <typename T> class Buckets {
     // Returns the bucket of a logit.
     Index place(float x) const { return Index((best_ - x) * scale_); }
 
-    // Returns the sum of a bucket's weights, logits below `cutoff` left out.
+    // Returns the sum of a bucket's weights, without logits below `cutoff`.
     double mass(Index b, float cutoff) {
         if (counts_[b] == 0 || cutoff == kLowest || b < place(cutoff)) return masses_[b];
         if (b > place(cutoff)) return 0.0;
@@ -119,7 +120,8 @@ template <typename T> class Buckets {
     std::vector<double> masses_ = std::vector<double>(kBuckets, 0.0);
 };
 
-// Returns the lowest logit that is kept: top_k first, then top_p of the tokens that top_k keeps, and min_p of all.
+// Returns the lowest logit that is kept. top_k is applied first, and top_p to the tokens that top_k keeps. min_p is
+// applied to all tokens.
 template <typename T> float lowest_kept(const T *logits, Index n, float best, float inverse, const Rule &rule) {
     float lowest = rule.min_p > 0 ? best + std::log(rule.min_p) / inverse : kLowest;
     if (rule.top_k == 0 && rule.top_p >= 1.0f) return lowest;
@@ -129,14 +131,14 @@ template <typename T> float lowest_kept(const T *logits, Index n, float best, fl
     return cutoff > lowest ? cutoff : lowest;
 }
 
-// Returns the weight e^((x - best) · inverse) of token i's logit x, 0 below `lowest`.
+// Returns the weight e^((x - best) · inverse) of token i's logit x, or 0 if x is below `lowest`.
 template <typename T> inline float weight(const T *logits, Index i, float best, float inverse, float lowest) {
     float x = load(logits + i);
     return x >= lowest && x > kLowest ? exponential((x - best) * inverse) : 0.0f;
 }
 
-// Returns a row's token: the first whose cumulative weight exceeds rule.uniform · (the sum of all weights), or the
-// first with the highest logit if greedy. Returns -1 if the highest logit is not finite. One thread.
+// Returns a row's token, in one thread: the first token whose cumulative weight exceeds rule.uniform · (the sum of all
+// weights). A greedy row gets the first token with the highest logit. Returns -1 if the highest logit is not finite.
 template <typename T> Index draw(const T *logits, Index n, const Rule &rule) {
     float best = highest_of(logits, n);
     if (!std::isfinite(best)) return -1;
@@ -172,7 +174,7 @@ template <typename T> Index draw(const T *logits, Index n, const Rule &rule) {
     return chosen;  // reached if rounding moved the target past the end of its part
 }
 
-// Computes out[r] = draw(row r) for logits (rows, n), contiguous, with a row per thread at a time.
+// Computes out[r] = draw(row r) for logits (rows, n), which must be contiguous. Each row is drawn by one thread.
 template <typename T>
 void draw_tokens(Index *out, const T *logits, const Rule *rules, Index rows, Index n, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1 && rows > 1)

@@ -1,7 +1,7 @@
 // Products of any number of rows with a packed bfloat16 weight, with the processor's matrix tiles (AMX_BF16).
 //
-// A tile register holds 16 rows × 32 inputs, 32 inputs × the 16 outputs of a panel, or 16 × 16 sums. A row's sums do
-// not depend on other rows. Knows matrices; does not know layers.
+// A tile register holds the inputs of 16 rows (16 × 32), the weights of a panel (32 inputs × 16 outputs), or sums (16 ×
+// 16). A row's sums do not depend on other rows. Knows matrices; does not know layers.
 
 #pragma once
 
@@ -23,8 +23,9 @@ inline bool ask_for_tiles() {
     return syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
 }
 
-// Configures the shapes of a thread's tile registers, only when they change. Tiles 0 to 3 hold sums, 4 holds the first
-// 16 rows, 5 the rows after them, if any; the others hold parts of the weight.
+// The shapes of a thread's tile registers, which are configured only when they change. Tiles 0 to 3 hold sums. Tile 4
+// holds the inputs of the first 16 rows. Tile 5 holds the inputs of the next rows. If there are no more rows, tile 5
+// holds a part of the weight, as tiles 6 and 7 do.
 class TileShapes {
   public:
     ~TileShapes() {
@@ -51,7 +52,7 @@ class TileShapes {
 
 using TileSums = float[kTileRows][kPanel];
 
-// Writes the sums of `rows` rows plus bias to the outputs of a panel, or adds them to `out` if kAdd.
+// Writes the sums of `rows` rows, plus bias, to the outputs of a panel in `out`. If kAdd, adds them to `out` instead.
 template <bool kAdd>
 inline void write_sums(bf16 *out, const Linear &linear, Index panel, Index rows, const TileSums &sums) {
     const __m512 bias = bias_of(linear, panel);
@@ -62,8 +63,9 @@ inline void write_sums(bf16 *out, const Linear &linear, Index panel, Index rows,
     }
 }
 
-// Computes out = x · weightᵀ + bias, or out += …, for up to 16 rows and up to 4 panels from `first` on, in one thread.
-// Assumes TileShapes set to (rows, 0). The tile calls are written out because tile numbers must be constants.
+// Computes out = x · weightᵀ + bias (out += … if kAdd) for up to 16 rows and up to 4 panels from `first` on, in one
+// thread. Assumes that TileShapes is set to (rows, 0). The tile calls are not in a loop, because tile numbers must be
+// constants.
 template <bool kAdd>
 inline void multiply_few_rows(bf16 *out, const bf16 *x, const Linear &linear, Index rows, Index first, Index panels) {
     const bf16 *w[4];
@@ -95,8 +97,8 @@ inline void multiply_few_rows(bf16 *out, const bf16 *x, const Linear &linear, In
     for (Index p = 0; p < panels; p++) write_sums<kAdd>(out, linear, first + p, rows, sums[p]);
 }
 
-// Computes out = x · weightᵀ + bias, or out += …, for 17 to 32 rows and one or two panels from `first` on, in one
-// thread. Assumes TileShapes set to (16, rows - 16).
+// Computes out = x · weightᵀ + bias (out += … if kAdd) for 17 to 32 rows and one or two panels from `first` on, in one
+// thread. Assumes that TileShapes is set to (16, rows - 16).
 template <bool kAdd>
 inline void multiply_many_rows(bf16 *out, const bf16 *x, const Linear &linear, Index rows, Index first, Index panels) {
     const bf16 *left = linear.weight + first * linear.in * kPanel;
@@ -128,9 +130,9 @@ inline void multiply_many_rows(bf16 *out, const bf16 *x, const Linear &linear, I
     }
 }
 
-// Computes out = x · weightᵀ + bias, or out += … if kAdd, for out (rows, linear.out) and x (rows, linear.in), with all
-// threads of the enclosing parallel region. Each thread has a share of the panels; a block of panels stays in the cache
-// for all rows. Assumes that linear.in is a multiple of kTileInputs.
+// Computes out = x · weightᵀ + bias (out += … if kAdd) for out (rows, linear.out) and x (rows, linear.in), with all
+// threads of the enclosing parallel region. Each thread has a share of the panels; a block of panels stays in the
+// processor's cache for all rows. Assumes that linear.in is a multiple of kTileInputs.
 template <bool kAdd> void multiply_by_tiles(bf16 *out, const bf16 *x, const Linear &linear, Index rows) {
     const Index panels = linear.out / kPanel, most = rows > kTileRows ? 2 : 4, blocks = (panels + most - 1) / most;
     TileShapes shapes;

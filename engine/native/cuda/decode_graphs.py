@@ -1,9 +1,9 @@
 """Run decode steps as captured graphs, which replace hundreds of kernel launches by one.
 
-Knows steps of one token per row, how to pad them to one of a few sizes, and the layout of their numbers; does not know
+Knows steps of one token per row, how to pad them to one of a few sizes, and the layout of their inputs; does not know
 the model that `compute` runs or how a graph is captured (`Graph`).
 
-The numbers of a step are in one int64 tensor with one line per row, which every graph reads:
+The inputs of a step are in one int64 tensor with one line per row, which every graph reads:
 
     token id | position | slot | context length | block table ...
 
@@ -30,12 +30,12 @@ _MAX_ROWS = 256  # rows of the largest graph
 _TOKEN, _POSITION, _SLOT, _CONTEXT, _TABLE = range(5)  # columns
 _TOLERANCE = 0.02  # allowed error of a graph's logits, as a share of the largest logit
 
-# From a step and the indices of rows (int64) to these rows' logits (rows, vocab).
+# A function from a step and the indices of some rows (int64) to the logits (rows, vocab) of these rows.
 Compute = Callable[[StepTensors, Tensor], Tensor]
 
 
 class Graph(Protocol):
-    """Repeats the device work of a captured function, on the same tensors."""
+    """A recording of a function's device work, which can be repeated on the same tensors."""
 
     def capture(self, function: Callable[[], object]) -> None:
         """Capture `function`. Exceptions of the function and the device pass through."""
@@ -45,19 +45,20 @@ class Graph(Protocol):
 
 
 class CaptureFailure(Exception):
-    """The graphs cannot be used; the message says why."""
+    """Raised if the graphs cannot be used; the message says why."""
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
-    """Return the sizes to capture, in rows, ascending; the last is `max_rows`, or 256 if that is less."""
+    """Return the sizes of the graphs to capture, in rows, ascending. The last is `max_rows`, but at most 256."""
     max_rows = min(max_rows, _MAX_ROWS)
     return [size for size in (1, 2, 4, *range(8, _MAX_ROWS + 1, 8)) if size < max_rows] + [max_rows]
 
 
 def _capture_order(sizes: Sequence[int]) -> list[int]:
-    """Return `sizes` in the order of capture: the largest, then powers of 2, then the others.
+    """Return `sizes` in the order of capture: the largest size, then powers of 2, then all other sizes.
 
-    The largest fits every step, and the others reuse its memory. With powers of 2, padding at most doubles a step.
+    The largest graph fits every step, and the smaller graphs reuse its memory. With graphs for powers of 2, padding at
+    most doubles a step.
     """
     return sorted(sizes, key=lambda size: (size != max(sizes), size & (size - 1) != 0, -size))
 
@@ -65,8 +66,8 @@ def _capture_order(sizes: Sequence[int]) -> list[int]:
 class DecodeGraphs:
     """The captured graphs of a model's decode steps.
 
-    `compute` returns logits; the last block of `cache` must belong to no sequence; `max_blocks` is the most KV blocks
-    of one sequence; `ring` must be used by these graphs only.
+    `compute` returns the logits of a step. The last block of `cache` must belong to no sequence. `max_blocks` is the
+    largest number of KV blocks of one sequence. `ring` must be used by these graphs only.
     """
 
     def __init__(
@@ -89,10 +90,10 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, make_graph: Callable[[], Graph], has_room: Callable[[], bool], limit_s: float) -> None:
-        """Capture graphs until about `limit_s` seconds have passed or `has_room` is false, but at least one.
+        """Capture graphs until about `limit_s` seconds have passed or `has_room` is false, but at least one graph.
 
-        The engine must have no sequences. Raise `CaptureFailure` for a graph whose logits differ from its model's;
-        exceptions of the capture pass through.
+        The engine must have no sequences. Raises `CaptureFailure` if a graph's logits differ from those that the model
+        computes without a graph. Exceptions of the capture pass through.
         """
         started = perf_counter()
         for size in _capture_order(self._sizes):
@@ -112,9 +113,10 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def run(self, batch: StepBatch, previous: Tensor | None = None) -> Tensor | None:
-        """Return the logits (rows, vocab) of all rows, valid until the next call, or None if no graph fits the step.
+        """Run the step and return the logits (rows, vocab) of all rows; None if no graph fits the step.
 
-        `previous` holds the token ids of the previous step, which replace the place holders among the batch's tokens.
+        The logits are valid until the next call. `previous` holds the token ids of the previous step, which replace the
+        placeholders among the batch's tokens.
         """
         size = None if batch.prefill_chunks else self._fitting_size(batch.num_rows)
         if size is None:
@@ -127,13 +129,14 @@ class DecodeGraphs:
         return self._logits_of(batch.num_rows)
 
     def _fitting_size(self, num_rows: int) -> int | None:
-        """Return the smallest captured size of at least `num_rows`, or None."""
+        """Return the smallest captured size that is at least `num_rows`; None if there is none."""
         return next((size for size in self.captured_sizes if size >= num_rows), None)
 
     def _compute_rows(self, size: int) -> None:
         """Compute the first `size` rows; graphs capture this function.
 
-        All tensors that depend on a step's numbers are derived from `_rows` in here, so that a replay uses new numbers.
+        All tensors that depend on a step's inputs are derived from `_rows` in this function, so that a replay uses the
+        new inputs.
         """
         columns = [self._rows[:size, column].contiguous() for column in range(_TABLE)]
         group = DecodeTensors(0, self._rows[:size, _TABLE:], columns[_CONTEXT], self._cache.num_blocks)
@@ -145,13 +148,16 @@ class DecodeGraphs:
         self._logits_of(size).copy_(logits)
 
     def _logits_of(self, size: int) -> Tensor:
-        """Return the logits (size, vocab) of the first rows, a view of the graphs' output."""
+        """Return the logits (size, vocab) of the first rows, as a view of the graphs' output."""
         if self._logits is None:
             raise RuntimeError("no step was computed yet")
         return self._logits[:size]
 
     def _fill(self, batch: StepBatch, size: int) -> None:
-        """Send the numbers of `batch`, padded to `size` rows. Table entries behind a context's end are never read."""
+        """Send the inputs of `batch`, padded to `size` rows, to the device.
+
+        Entries of a block table past the end of its context are never read, so they are not filled.
+        """
         buffer = self._next_lines(size)
         lines = buffer.numpy()
         used = lines[: batch.num_rows]
@@ -164,7 +170,7 @@ class DecodeGraphs:
         self._send(buffer)
 
     def _fill_for_trial(self, size: int) -> None:
-        """Send rows with a context of one token, each in its own block as far as the blocks suffice."""
+        """Send `size` rows with a context of one token to the device; each has its own block if there are enough."""
         buffer = self._next_lines(size)
         lines, blocks = buffer.numpy(), np.arange(size) % self._cache.num_blocks
         lines[:, _TOKEN], lines[:, _POSITION], lines[:, _CONTEXT] = np.arange(size) % 7 + 1, 0, 1
@@ -176,6 +182,6 @@ class DecodeGraphs:
         return self._ring.next_buffer(size * self._rows.shape[1]).view(size, -1)
 
     def _send(self, lines: Tensor) -> None:
-        """Start the copy of host lines (size, columns), int64, to the device."""
+        """Start to copy `lines` (size, columns), int64, from the host to the device."""
         self._rows[: len(lines)].copy_(lines, non_blocking=True)
         self._ring.mark_sent()

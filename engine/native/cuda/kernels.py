@@ -16,17 +16,17 @@ _MAX_HEAD_DIM = 256
 _MAX_GROUP = 64  # query heads per KV head
 _MIN_TILE = 16  # smallest side of a matrix product on tensor cores
 _TILE_BYTES = 16 << 10  # bytes of a tile of keys; three tiles of keys and values in flight take 96 KiB of shared memory
-_MAX_SPLITS = 32  # parts of one context computed by separate programs
+_MAX_SPLITS = 32  # largest number of parts of one context; a separate program computes each part
 _PROGRAMS_PER_PROCESSOR = 4  # programs to start per streaming multiprocessor
 
 
 class TritonKernels:
-    """`AttentionKernels` for one device. The result of a row of length 0 is zeros."""
+    """The Triton `AttentionKernels` of one device. The result of a row whose context length is 0 is zeros."""
 
     def __init__(self, num_processors: int, min_split: int = 128) -> None:
-        """`num_processors`: streaming multiprocessors of the device.
+        """`num_processors` is the number of streaming multiprocessors of the device.
 
-        Contexts are split until every processor has work, into parts of at least `min_split` keys.
+        Contexts are split into parts of at least `min_split` keys, until every processor has work.
         """
         self._num_programs = _PROGRAMS_PER_PROCESSOR * num_processors
         self._min_split = min_split
@@ -37,9 +37,9 @@ class TritonKernels:
         return shape.head_dim <= _MAX_HEAD_DIM and group <= _MAX_GROUP
 
     def paged_decode(self, query: Tensor, num_kv_heads: int, paged: PagedRows, scoring: Scoring) -> Tensor:
-        """See `AttentionKernels`: (heads, rows, head_dim) to (rows, heads, head_dim).
+        """Implements `AttentionKernels.paged_decode`: (heads, rows, head_dim) to (rows, heads, head_dim).
 
-        Two launches: splits of all contexts, then their merging.
+        Launches two kernels: the first computes the splits of all contexts, the second merges them.
         """
         heads, rows, dim = query.shape
         group = _group_of(query, num_kv_heads, paged.slots)
@@ -98,7 +98,10 @@ class TritonKernels:
         return out
 
     def paged_prefill(self, query: Tensor, num_kv_heads: int, chunks: PagedChunks, scoring: Scoring) -> Tensor | None:
-        """See `AttentionKernels`: (heads, rows, head_dim) to (rows, heads, head_dim). Never None."""
+        """Implements `AttentionKernels.paged_prefill`: (heads, rows, head_dim) to (rows, heads, head_dim).
+
+        Never returns None.
+        """
         heads, rows, dim = query.shape
         group = _group_of(query, num_kv_heads, chunks.slots)
         padded_rows = max(_padded(group), _rows(dim, query.dtype))
@@ -136,13 +139,13 @@ class TritonKernels:
     def _num_splits(self, num_contexts: int) -> int:
         """Return the number of splits per context.
 
-        It does not depend on the contexts' lengths, so a captured grid is right for all of them.
+        The number does not depend on the contexts' lengths, so the grid in a captured graph is right for all lengths.
         """
         return max(1, min(_MAX_SPLITS, -(-self._num_programs // num_contexts)))
 
 
 def _group_of(query: Tensor, num_kv_heads: int, slots: Tensor) -> int:
-    """Return the query heads per KV head. Raise `ValueError` if query and cache do not fit."""
+    """Return the number of query heads per KV head. Raises `ValueError` if query and cache do not fit together."""
     heads, _, dim = query.shape
     if slots.shape[1] != dim or heads % num_kv_heads or query.stride(-1) != 1 or not slots.is_contiguous():
         raise ValueError(f"queries of shape {tuple(query.shape)} do not fit this cache and its {num_kv_heads} KV heads")
@@ -151,16 +154,16 @@ def _group_of(query: Tensor, num_kv_heads: int, slots: Tensor) -> int:
 
 @cache
 def _padded(size: int) -> int:
-    """Return the next power of 2, at least the smallest side of a product on tensor cores."""
+    """Return the smallest power of 2 that is at least `size` and at least `_MIN_TILE`."""
     return max(_MIN_TILE, 1 << (size - 1).bit_length())
 
 
 @cache
 def _rows(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the rows (tokens × query heads per KV head) of a prefill program.
+    """Return the number of rows (tokens × query heads per KV head) of a prefill program.
 
-    More rows reuse each loaded key more often; their sums must fit in registers. float32 products do not use tensor
-    cores: more rows are not faster and take many seconds to compile.
+    With more rows, each loaded key is reused more often, but the rows' sums must fit into registers. float32 products
+    do not use tensor cores, so more than 32 rows would not be faster and would take many seconds to compile.
     """
     if dtype is torch.float32:
         return 32
@@ -178,6 +181,6 @@ def _dot_dtype(query: Tensor) -> Any:
     """Return the Triton dtype of the operands of matrix products.
 
     It is the queries' dtype, except for bfloat16 on a CPU: Triton's interpreter stores bfloat16 as integers and would
-    multiply these.
+    multiply these integers.
     """
     return DOT_DTYPES[query.dtype if query.is_cuda or query.dtype is not torch.bfloat16 else torch.float32]

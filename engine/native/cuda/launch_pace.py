@@ -1,7 +1,7 @@
 """Keep the host at most a few layers ahead of the device, so that decisions between layers still take effect.
 
-Knows events of a stream; does not know layers or the decisions. Launching is faster than computing: without this limit
-a whole pass is launched long before the device has computed half of it.
+Knows events of a stream; does not know layers or the decisions. Launching is faster than computing: without this limit,
+a whole pass would be launched long before the device has computed half of the pass.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ _DEPTH = 3  # layers that the host may be ahead: enough that the device never wa
 
 
 class Event(Protocol):
-    """A CUDA event on the current stream, with torch's methods."""
+    """The methods of torch's CUDA events that this module uses. Events are recorded on the current stream."""
 
     def record(self) -> None: ...
 
@@ -22,7 +22,7 @@ class Event(Protocol):
 
 
 class LaunchPace:
-    """Limits how many layers the host launches ahead of the device, for one stream."""
+    """A limit on the number of layers that the host launches ahead of the device, for one stream."""
 
     def __init__(self, make_event: Callable[[], Event] = torch.cuda.Event, depth: int = _DEPTH) -> None:
         self._make_event = make_event
@@ -30,7 +30,7 @@ class LaunchPace:
         self._events: deque[Event] = deque()
 
     def next_layer(self) -> None:
-        """Wait until the device is at most `depth` layers behind. Call this before launching each layer."""
+        """Wait until the device is at most `depth` layers behind the host. Call this before launching each layer."""
         event = self._make_event()
         event.record()
         self._events.append(event)

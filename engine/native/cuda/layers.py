@@ -1,6 +1,6 @@
 """Call the layers' Triton kernels on tensors.
 
-Knows shapes; does not know the kernels' arithmetic or which layer calls.
+Knows shapes; does not know the kernels' arithmetic or the layers that use them.
 """
 
 import torch
@@ -14,18 +14,18 @@ _TILE = 1024  # numbers per program
 
 
 class TritonLayerKernels:
-    """`LayerKernels` with Triton: shapes as described there. No call waits for the device."""
+    """The Triton implementation of `LayerKernels`, which describes the shapes. No call waits for the device."""
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """Return the norm of each row of `x` (rows, n): (rows, n)."""
+        """Return `x` (rows, n) with each row normalised by `norm`, (rows, n)."""
         return _rms_norm(x, None, norm)
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        """Add `x` (rows, n) to `residual` (rows, n) in place; return the norm of the sum, (rows, n)."""
+        """Add `x` (rows, n) to `residual` (rows, n) in place; return the normalised sum, (rows, n)."""
         return _rms_norm(x, residual, norm)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) · up, (rows, n); each row of `gate_up` (rows, 2n) holds gate, then up."""
+        """Return silu(gate) · up, (rows, n). Each row of `gate_up` (rows, 2n) holds gate, then up."""
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
         silu_and_mul_kernel[(rows, -(-(width // 2) // _TILE))](gate_up, out, N=width // 2, TILE=_TILE)
@@ -71,7 +71,10 @@ class TritonLayerKernels:
 
 
 def _rms_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
-    """Return the norm of `x` (rows, n), or of the sum if `residual` (rows, n) is given, which then becomes the sum."""
+    """Return `x` (rows, n) with each row normalised by `norm`.
+
+    If `residual` (rows, n) is given, add `x` to it in place and return the normalised sum instead.
+    """
     out = torch.empty_like(x)
     rows, n = x.shape
     rms_norm_kernel[(rows,)](

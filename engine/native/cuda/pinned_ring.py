@@ -18,7 +18,7 @@ _MIN_BUFFER = 1 << 14  # int64 numbers in the smallest buffer
 
 
 class Event(Protocol):
-    """A CUDA event on the current stream, with torch's methods."""
+    """The methods of torch's CUDA events that this module uses. Events are recorded on the current stream."""
 
     def record(self) -> None: ...
 
@@ -26,7 +26,10 @@ class Event(Protocol):
 
 
 class PinnedRing:
-    """Buffers for one device. Tests without CUDA set `pin` to False and pass their own `make_event`."""
+    """A ring of `depth` host buffers for one device.
+
+    Tests without CUDA set `pin` to False and pass their own `make_event`.
+    """
 
     def __init__(
         self,
@@ -44,9 +47,10 @@ class PinnedRing:
         self._turn = 0
 
     def next_buffer(self, size: int) -> Tensor:
-        """Return the next host buffer, (size,) int64, after its last copy is complete.
+        """Wait until the last copy from the next host buffer is complete; return the buffer, (size,) int64.
 
-        It holds its former numbers if it was not enlarged. Call `mark_sent` after starting the copy.
+        The buffer holds its former numbers, or zeros if it had to be enlarged. After starting the copy to the device,
+        call `mark_sent`.
         """
         self._turn = (self._turn + 1) % len(self._buffers)
         event = self._events[self._turn]
@@ -58,7 +62,7 @@ class PinnedRing:
         return self._buffers[self._turn][:size]
 
     def mark_sent(self) -> None:
-        """Record that the copy from the buffer returned last has been started."""
+        """Note that the copy from the latest buffer that `next_buffer` returned has been started."""
         event = self._events[self._turn]
         if event is None:
             event = self._events[self._turn] = self._make_event()

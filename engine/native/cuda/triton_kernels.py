@@ -5,9 +5,9 @@ device, so the calls can be captured in a CUDA graph. Without a GPU the tests ru
 interpreter.
 
 All kernels read a layer's cache as `LayerCache.slots`: (2 × kv_heads × slots, head_dim), all keys, then all values. The
-query heads of a KV head are packed as rows of one product. Scores are multiplied by log2(e), so that the softmax is
-computed with exp2. Products of float32 are exact ("ieee"), not TF32. Each kernel stays one function: parts of its
-loop would need all of its pointers and sizes as arguments.
+query heads of a KV head are packed as rows of one matrix product. Scores are multiplied by log2(e), so that the softmax
+is computed with exp2. Products of float32 are exact ("ieee"), not TF32. Each kernel stays one function, because parts
+of its loop would need all of its pointers and sizes as arguments.
 """
 
 # mypy: ignore-errors
@@ -25,7 +25,10 @@ DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat
 
 @triton.jit
 def _score(queries, keys, scaling, softcap, HAS_SOFTCAP: tl.constexpr, DOT_DTYPE: tl.constexpr):
-    """Return scaling · (queries · keysᵀ), or softcap · tanh(that / softcap), times log2(e): (rows, TILE), float32."""
+    """Return the scores times log2(e): (rows, TILE), float32.
+
+    The scores are s = scaling · (queries · keysᵀ), or softcap · tanh(s / softcap) with HAS_SOFTCAP.
+    """
     scores = tl.dot(queries.to(DOT_DTYPE), tl.trans(keys.to(DOT_DTYPE)), input_precision="ieee") * scaling
     if HAS_SOFTCAP:
         squared = tl.exp2(scores / softcap * (2.0 * LOG2_E))
@@ -91,10 +94,11 @@ def decode_split_kernel(
     HAS_WINDOW: tl.constexpr,
     DOT_DTYPE: tl.constexpr,  # dtype of the operands of matrix products
 ):
-    """Compute, for one split of each row's context, acc = Σ 2^(score - best) · value and the state (best, total).
+    """Compute one split of one row's context: acc = Σ 2^(score - best) · value and the state (best, total).
 
-    Grid: (rows, KV_HEADS, splits). The number of splits does not depend on the contexts' lengths, so that a captured
-    grid stays right; splits without keys write nothing. Assumes that the row's own key and value are in the cache.
+    Grid: (rows, KV_HEADS, splits). The number of splits does not depend on the contexts' lengths, so that the grid in a
+    captured graph stays right. Splits without keys write nothing. Assumes that the row's own key and value are in the
+    cache.
     """
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
@@ -145,10 +149,10 @@ def decode_merge_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Merge the splits of a context: out = Σ 2^(best_s - best) · acc_s / Σ 2^(best_s - best) · total_s.
+    """Merge the splits s of a context: out = (Σ 2^(best_s - best) · acc_s) / (Σ 2^(best_s - best) · total_s).
 
-    Grid: (rows, HEADS). Assumes the window, TILE and MIN_SPLIT of `decode_split_kernel`. The result of a row of length
-    0 is zeros.
+    Grid: (rows, HEADS). Assumes that `decode_split_kernel` was called with the same window, TILE and MIN_SPLIT. The
+    result of a row whose context length is 0 is zeros.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(context_lens + row).to(tl.int32)
@@ -180,7 +184,7 @@ def prefill_kernel(
     query,  # (rows, heads, head_dim), strided
     slots,  # (2 × kv_heads × slots, head_dim)
     block_tables,  # int64: the block tables of all chunks, end to end
-    extents,  # (chunks, 4), int64: first row, tokens, position of the first token, begin of the block table
+    extents,  # (chunks, 4), int64: first row, tokens, first token's position, index of its block table
     sinks,  # (heads,); unused without HAS_SINKS
     out,  # (rows, heads, head_dim)
     scaling,
@@ -202,10 +206,10 @@ def prefill_kernel(
     HAS_SINKS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Compute causal attention, out = softmax(scores) · values, of each chunk's tokens to their own context.
+    """Compute the causal attention of each chunk's tokens to their own context: out = softmax(scores) · values.
 
-    Grid: (ceil(longest chunk / TOKENS), chunks, KV_HEADS); programs behind a chunk's end do nothing. Assumes that the
-    chunk's own keys and values are in the cache.
+    Grid: (ceil(longest chunk / TOKENS), chunks, KV_HEADS). Programs past the end of a chunk do nothing. Assumes that
+    the chunk's own keys and values are in the cache.
     """
     chunk, kv_head = tl.program_id(1), tl.program_id(2)
     num_tokens = tl.load(extents + chunk * 4 + 1).to(tl.int32)

@@ -1,8 +1,8 @@
 """Triton kernels for a decoder layer's work between matrix products and attention: norms, rotation, activation.
 
-Knows rows of numbers; does not know layers. The model's own modules take about forty launches for this, each of which
-reads and writes the rows again. The kernels compute in float32 and round where transformers' modules round. All tensors
-are contiguous.
+Knows rows of numbers; does not know layers. The model's own modules take about forty launches for this work, each of
+which reads and writes the rows again. The kernels compute in float32, and round at the same points as transformers'
+modules. All tensors are contiguous.
 """
 
 # mypy: ignore-errors
@@ -30,9 +30,9 @@ def rms_norm_kernel(
     PADDED_N: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """Compute out = rms_norm(x) · weight, or residual += x and out = rms_norm(residual) · weight.
+    """Compute out = rms_norm(x) · weight; with HAS_RESIDUAL, residual += x, then out = rms_norm(residual) · weight.
 
-    Grid: (rows,). Assumes that one program holds a whole row of PADDED_N (a power of 2) numbers.
+    Grid: (rows,). Assumes that one program holds a whole row of PADDED_N numbers (a power of 2).
     """
     places = tl.arange(0, PADDED_N)
     mask = places < N
@@ -93,8 +93,8 @@ def rotate_and_write_kernel(
     For i < ROTARY / 2, with j = i + ROTARY / 2: x[i] becomes x[i] · cos[i] - x[j] · sin[i], and x[j] becomes
     x[j] · cos[j] + x[i] · sin[j].
 
-    Grid: (rows, HEADS + KV_HEADS), one program per query or KV head; a KV head's program also copies its values.
-    Assumes that no two rows have the same slot, except padding rows.
+    Grid: (rows, HEADS + KV_HEADS), one program for each query head and each KV head. The program of a KV head also
+    copies the head's values. Assumes that no two rows have the same slot, except padding rows.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dtype = qkv.dtype.element_ty

@@ -1,8 +1,8 @@
-"""A decoder layer of the common kind in eight calls instead of about sixty.
+"""A decoder layer of the common kind, computed in eight calls instead of about sixty.
 
-The common kind has RMS norms before attention and MLP, rotary positions and a SiLU-gated MLP: Llama, Qwen, Mistral and
-many more. Knows the arithmetic of such a layer and the layout of the KV cache; does not know which layers of a model
-are of this kind.
+A layer of the common kind has RMS norms before attention and MLP, rotary positions and a SiLU-gated MLP. Llama, Qwen,
+Mistral and many other models have such layers. Knows the arithmetic of such a layer and the layout of the KV cache;
+does not know which layers of a model are of this kind.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from engine.native.attention.paged import PagedAttention
 from engine.native.batch.layer_boundary import compact_rows
 from engine.native.model.layer_kernels import LayerKernels, Norm
 
-Join = Callable[[Sequence[nn.Linear]], nn.Module]  # joins linear layers of one input into one layer
+Join = Callable[[Sequence[nn.Linear]], nn.Module]  # joins linear layers that read the same input into one layer
 
 
 class FusedDecoderLayer(nn.Module):
-    """Replaces `layer`, whose weights are copied and concatenated. Input and output are (1, T, hidden).
+    """A decoder layer that replaces `layer`, with a copy of its weights. Input and output are (1, T, hidden).
 
     The residual stream is changed in place: the output is the same tensor as the input.
     """
@@ -28,7 +28,7 @@ class FusedDecoderLayer(nn.Module):
     def __init__(self, layer: Any, attention: PagedAttention, kernels: LayerKernels, join: Join | None = None) -> None:
         super().__init__()
         attn, join = layer.self_attn, join or concatenate_linears
-        self.attention_type = getattr(layer, "attention_type", None)  # some models read it to choose a mask
+        self.attention_type = getattr(layer, "attention_type", None)  # some models read this attribute to choose a mask
         self._layer_idx = int(attn.layer_idx)
         self._shape = head_shape(layer)
         self._scaling = float(attn.scaling)
@@ -44,9 +44,10 @@ class FusedDecoderLayer(nn.Module):
         self._down = join([layer.mlp.down_proj])
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
-        """Compute the layer on `hidden_states` (1, T, hidden) in place; `position_embeddings` are (1, T, rotary_dim).
+        """Compute the layer on `hidden_states` (1, T, hidden) in place.
 
-        After evictions only the first rows are computed; the rows behind them keep old values that are never read.
+        `position_embeddings` are cosines and sines, (1, T, rotary_dim) each. After evictions, only the first rows are
+        computed; the other rows keep old values, which are never read.
         """
         residual = hidden_states[0]
         if (remaining := self._attention.enter_layer()) is not None:
@@ -100,5 +101,5 @@ def concatenate_linears(layers: Sequence[nn.Linear]) -> nn.Module:
 
 
 def bias_of(layer: nn.Linear) -> Tensor:
-    """Return the bias (out,) of `layer`, zeros if it has none."""
+    """Return the bias (out,) of `layer`, or zeros if `layer` has no bias."""
     return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()

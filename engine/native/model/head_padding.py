@@ -18,7 +18,8 @@ def attention_forward_padded(
     """Call `attention_forward` for keys and values of any head size.
 
     `query` is (1, heads, T, key_dim), `key` (1, kv_heads, T, key_dim), `value` (1, kv_heads, T, value_dim). Return
-    (1, T, heads, value_dim), contiguous like the results of transformers' attention functions, and None for weights.
+    the result (1, T, heads, value_dim), contiguous like that of transformers' attention functions, and None instead of
+    attention weights.
     """
     key_dim, value_dim = key.shape[-1], value.shape[-1]
     if key_dim == value_dim:

@@ -1,6 +1,7 @@
-"""The interface between a fused decoder layer and a backend's kernels, attention aside.
+"""The interface between a fused decoder layer and a backend's kernels, except the attention kernels.
 
-Knows rows of numbers; does not know layers. All tensors of a call have one dtype, except int64 slot ids.
+Knows rows of numbers; does not know layers. All tensors of a call have the same dtype, except slot ids, which are
+int64.
 """
 
 from dataclasses import dataclass
@@ -23,15 +24,15 @@ class LayerKernels(Protocol):
     """A backend's kernels for a decoder layer. All tensors must be contiguous."""
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """Return the norm of each row of `x` (rows, n): (rows, n)."""
+        """Return `x` (rows, n) with each row normalised by `norm`, (rows, n)."""
         ...
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
-        """Add `x` (rows, n) to `residual` (rows, n) in place; return the norm of the sum, (rows, n)."""
+        """Add `x` (rows, n) to `residual` (rows, n) in place; return the normalised sum, (rows, n)."""
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) · up, (rows, n); each row of `gate_up` (rows, 2n) holds gate, then up."""
+        """Return silu(gate) · up, (rows, n). Each row of `gate_up` (rows, 2n) holds gate, then up."""
         ...
 
     def rotate_and_write(
@@ -47,7 +48,8 @@ class LayerKernels(Protocol):
     ) -> None:
         """Normalise and rotate queries and keys in place, and copy keys and values to the KV cache.
 
-        `qkv` is (rows, query_width + 2 · kv_width); row r goes to slot `slot_ids[r]` (int64) of each KV head of `slots`
-        (2 × kv_heads × slots, head_dim). `cosines` and `sines` are (rows, rotary_dim). A norm of None is left out.
+        `qkv` is (rows, query_width + 2 · kv_width). Keys and values of row r are copied to slot `slot_ids[r]` (int64)
+        of each KV head of `slots` (2 × kv_heads × slots, head_dim). `cosines` and `sines` are (rows, rotary_dim). If a
+        norm is None, its heads are rotated without being normalised.
         """
         ...

@@ -1,7 +1,7 @@
-"""Load a transformers model, or make one with random weights, and register the engine's attention with it.
+"""Load a transformers model, or make one with random weights, and let it use the engine's attention.
 
-Knows transformers' configurations and what in them this engine does not support; does not know steps or KV memory.
-Every problem with a model becomes an `EngineStartError` that names it.
+Knows transformers' configurations and which of them this engine does not support; does not know steps or KV memory.
+Every problem with a model is raised as an `EngineStartError`, whose message names the problem.
 """
 
 import inspect
@@ -28,7 +28,7 @@ _GIB = 1 << 30
 def load_config(config: EngineConfig) -> Any:
     """Return the model's transformers configuration.
 
-    Raise `EngineStartError` if it cannot be read or this engine cannot run the architecture.
+    Raises `EngineStartError` if the configuration cannot be read, or if this engine cannot run the architecture.
     """
     path = Path(config.model).expanduser()
     if path.is_dir():
@@ -46,11 +46,12 @@ def load_config(config: EngineConfig) -> Any:
 
 
 def load_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return the model with weights in `dtype` on `device`, in evaluation mode, its attention left to `bind`.
+    """Return the model with weights in `dtype` on `device`, in evaluation mode. `bind` sets its attention later.
 
-    Raise `EngineStartError` if the weights are wrong, or do not fit into the free memory.
+    Raises `EngineStartError` if the weights are wrong, or if they do not fit into the free memory.
     """
-    # No mask function has this name, so modeling code makes no masks: attention knows contexts and windows.
+    # No mask function is registered under this name, so modeling code makes no masks. The engine's attention needs no
+    # masks: it knows contexts and windows.
     AttentionInterface.register(ATTENTION_NAME, attention_forward_padded)
     transformers_logging.disable_progress_bar()  # a worker's stderr is its log
     options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
@@ -74,10 +75,10 @@ def load_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device:
 
 
 def forward(model: nn.Module, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-    """Return the logits (len(rows), vocab) of the given rows of a packed step.
+    """Run `model` on a packed step; return the logits (len(rows), vocab) of the given rows.
 
-    `token_ids` and `positions` are (1, T), `rows` has any length; all are int64. The model reads `rows` after its last
-    layer.
+    `token_ids` and `positions` are (1, T); `rows` has any length; all are int64. The model reads `rows` only after its
+    last layer, so an eviction may change this tensor while the layers run.
     """
     output = model(input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
     logits: Tensor = output.logits[0]
@@ -89,11 +90,11 @@ def context_limit(hf_config: Any) -> int | None:
     text = hf_config.get_text_config(decoder=True)
     limits = [getattr(text, "max_position_embeddings", None)]
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
-        limits.append(text.attention_chunk_size)  # within the first chunk attention is like that of other models
+        limits.append(text.attention_chunk_size)  # within the first chunk, attention is like that of other models
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        # If a step holds a longer sequence, such a model changes the rotation of all positions: tokens of shorter
-        # sequences would then depend on the other sequences of the step.
+        # If a step holds a sequence above this limit, a model of these types changes the rotation of all positions.
+        # Tokens of shorter sequences would then depend on the other sequences of the step.
         if parameters.get("rope_type") in ("longrope", "dynamic"):
             limits.append(parameters.get("original_max_position_embeddings"))
     known = [int(limit) for limit in limits if limit]
@@ -133,14 +134,14 @@ def _unsupported_reason(hf_config: Any) -> str | None:
 
 
 def _plain_bytes(hf_config: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of all weights in `dtype`, without quantisation."""
+    """Return the size in bytes that all weights have in `dtype`, without quantisation."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
     return sum(p.numel() * p.element_size() for p in skeleton.parameters())
 
 
 def _check_fits(needed: int | None, device: torch.device) -> None:
-    """Raise `EngineStartError` if `needed` bytes are more than the free memory of `device`. None is not checked."""
+    """Raises `EngineStartError` if `needed` bytes exceed the free memory of `device`. Without `needed`, do nothing."""
     free = free_bytes(device)
     if needed is not None and needed > free:
         raise EngineStartError(
@@ -151,7 +152,7 @@ def _check_fits(needed: int | None, device: torch.device) -> None:
 def _random_model(hf_config: Any, seed: int, device: torch.device, options: dict[str, Any]) -> Any:
     """Return a model with random weights that depend on `seed`.
 
-    It is made on its device in its dtype, so that no larger copy ever exists.
+    The model is created directly on its device and in its dtype, so that no larger copy ever exists.
     """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):

@@ -1,8 +1,8 @@
-"""Find out what a model's attention layers need by running it, and refuse models that this engine would get wrong.
+"""Run a model once to find out what its attention layers need, and refuse models that this engine cannot run correctly.
 
-Each architecture describes its layers in its own configuration fields, so the probe observes the modeling code instead:
-what it passes to attention, and whether rows of a packed step influence each other outside attention. Knows what the
-engine's attention supports; does not know how it computes.
+Each architecture describes its layers in its own configuration fields. The probe therefore observes the modeling code:
+which arguments it passes to attention, and whether rows of a packed step influence each other outside attention. Knows
+which models the engine's attention supports; does not know how attention is computed.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from engine.native.model.head_padding import attention_forward_padded
 from engine.native.model.loader import context_limit, first_line, forward, unsupported
 
 _PROBE_NAME = "tidegate_probe"
-_MAX_WINDOW = 1 << 20  # tokens; a longer window counts as none
-# Arguments that layers may pass to attention. The first group is used; the second does not change the result.
+_MAX_WINDOW = 1 << 20  # tokens; a longer window counts as no window
+# Arguments that layers may pass to attention. The engine uses the first group; the second does not change the result.
 _KNOWN_OPTIONS = {"attention_mask", "scaling", "softcap", "s_aux", "is_causal", "sliding_window"}
 _KNOWN_OPTIONS |= {
     "dropout",
@@ -40,10 +40,10 @@ _POSITIONS = (0, 4, 1, 6, 2, 7)
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What the KV cache and attention need to know of a layer."""
+    """The properties of a layer that the KV cache and attention need."""
 
     shape: LayerShape
-    window: int | None  # number of tokens that a row attends to, itself included; None: all
+    window: int | None  # number of tokens that a row attends to, including itself; None means all
 
 
 def probe_layers(
@@ -51,9 +51,9 @@ def probe_layers(
 ) -> list[LayerSpec]:
     """Return the specifications of the layers of `model`, in order.
 
-    The pass has `num_tokens` rows and logits of `num_rows` of them, so that on CUDA its memory peak is that of the
-    largest step without KV. Raise `EngineStartError` for a model whose results would be wrong within `max_model_len`
-    tokens (None: its whole context).
+    The forward pass of the probe has `num_tokens` rows and computes logits for `num_rows` of them. On CUDA, its memory
+    peak is therefore that of the largest step without KV. Raises `EngineStartError` if the model's results would be
+    wrong within `max_model_len` tokens, or within its whole context if `max_model_len` is None.
     """
     context = context_limit(hf_config) or _MAX_WINDOW
     try:
@@ -74,11 +74,11 @@ def probe_layers(
 
 
 class _UnsupportedAttention(Exception):
-    """The engine's attention does not support the model; the message says why."""
+    """Raised if the engine's attention does not support the model; the message says why."""
 
 
 def _record_layers(model: Any, context: int, num_tokens: int, num_rows: int) -> dict[int, LayerSpec]:
-    """Return the layers by index, from one pass whose masks describe a context of `context` tokens."""
+    """Run one forward pass whose masks describe a context of `context` tokens; return the layers by index."""
     masks = _MaskDescriptions(min(context, _MAX_WINDOW))
     AttentionInterface.register(_PROBE_NAME, attention_forward_padded)
     AttentionMaskInterface.register(_PROBE_NAME, masks.describe)
@@ -96,16 +96,16 @@ def _record_layers(model: Any, context: int, num_tokens: int, num_rows: int) -> 
 
 
 class _Probe:
-    """Replaces attention: records each layer's shape and window, and returns zeros."""
+    """A replacement for attention that records each layer's shape and window, and returns zeros."""
 
     def __init__(self, masks: "_MaskDescriptions") -> None:
         self.layers: dict[int, LayerSpec] = {}
         self._masks = masks
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Record the layer of `module`; shapes are those of `LayerAttention`.
+        """Record the layer of `module` and return zeros; shapes are those of `LayerAttention`.
 
-        Raise `_UnsupportedAttention` for what the engine's attention does not support.
+        Raises `_UnsupportedAttention` if the engine's attention does not support the layer.
         """
         layer_idx = getattr(module, "layer_idx", None)
         if layer_idx is None or layer_idx in self.layers:
@@ -124,9 +124,9 @@ class _Probe:
 
 
 class _MaskDescriptions:
-    """Replace transformers' masks by two rows of them: what two tokens of a long context attend to.
+    """A replacement for transformers' attention masks: only the mask rows of two tokens in a long context.
 
-    The probe derives a layer's window from these rows.
+    The probe derives a layer's window from these two rows.
     """
 
     def __init__(self, context: int) -> None:
@@ -134,16 +134,16 @@ class _MaskDescriptions:
         self._observers = (context - 1, context * 7 // 8)
 
     def describe(self, *_: Any, mask_function: Callable[..., Tensor], device: torch.device, **__: Any) -> Tensor:
-        """Return the mask rows (1, 1, 2, context), bool: true where a token is attended to."""
+        """Return the two mask rows (1, 1, 2, context), bool: true for each token that is attended to."""
         positions = torch.arange(self._context, device=device)
         zero = torch.zeros((), dtype=torch.int64, device=device)
         views = [mask_function(zero, zero, positions[observer], positions) for observer in self._observers]
         return torch.stack([torch.as_tensor(v, device=device).expand(positions.shape) for v in views])[None, None]
 
     def window(self, mask: Tensor | None) -> int | None:
-        """Return the window in tokens that `mask` (1, 1, 2, context) shows, or None for full causal attention.
+        """Return the window in tokens that `mask` (1, 1, 2, context) shows; None for full causal attention.
 
-        Raise `_UnsupportedAttention` for any other mask.
+        Raises `_UnsupportedAttention` if the mask is neither causal nor a sliding window.
         """
         if mask is None:  # the modeling code leaves causality to attention
             return None
@@ -160,12 +160,13 @@ class _MaskDescriptions:
 
 
 def _check_rows_independent(model: Any) -> None:
-    """Raise `_UnsupportedAttention` if a row's result depends on other rows or on its place in the step.
+    """Raises `_UnsupportedAttention` if a row's result depends on other rows or on its place in the step.
 
-    Only attention may read other rows (convolutions and recurrences do, too), and a row's position must be the given
-    one, not its place. The check computes every second row in two steps: the second has reversed order and replaces the
-    rows between. It compares the queries and keys of each layer and the logits. The median row counts, since a near tie
-    in a router may send one of the rows to another expert.
+    Only attention may read other rows, but convolutions and recurrences read other rows, too. A model must also use the
+    given position of a row, not its place in the step. The check computes the rows 0, 2 and 4 in two steps. The second
+    step has the reverse order of rows, and other tokens in the rows 1, 3 and 5. The check compares the queries and keys
+    of each layer, and the logits. It uses the median of the rows' errors, since a near tie in a router may send one of
+    the rows to another expert.
     """
     device = next(model.parameters()).device
     token_ids = torch.tensor([_TOKENS], device=device)
@@ -182,10 +183,10 @@ def _check_rows_independent(model: Any) -> None:
 
 
 def _check_cache_agrees(hf_config: Any, layers: dict[int, LayerSpec], context: int) -> None:
-    """Raise `_UnsupportedAttention` if transformers' own cache keeps a shorter window than the masks show.
+    """Raises `_UnsupportedAttention` if transformers' own cache keeps a shorter window than the masks show.
 
-    This is mostly a mistaken setting. Beyond that window the model's tokens depend on how its prompt was split into
-    chunks, so no correct result is defined.
+    The cause is mostly a mistake in the model's configuration. Beyond the cache's window, the model's tokens depend on
+    how the prompt was split into chunks, so no correct result is defined.
     """
     for cached, layer in zip(DynamicCache(config=hf_config).layers, layers.values(), strict=False):
         kept = getattr(cached, "sliding_window", None)
@@ -196,9 +197,9 @@ def _check_cache_agrees(hf_config: Any, layers: dict[int, LayerSpec], context: i
 
 
 def _row_results(model: Any, token_ids: Tensor, positions: Tensor) -> list[Tensor]:
-    """Return (rows, numbers) tensors: queries and keys of every layer, then the logits (rows, vocab).
+    """Return the queries and keys of every layer, (rows, numbers) each, then the logits (rows, vocab).
 
-    Attention is replaced: each row attends to itself only.
+    The model's attention is replaced: each row attends to itself only.
     """
     noted: list[Tensor] = []
 

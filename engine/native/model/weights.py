@@ -1,8 +1,8 @@
-"""Read the weights of a transformers directory once, and check that all weights are there and have the right shape.
+"""Read the weights of a transformers directory once, and check that all weights exist and have the right shape.
 
 Knows files, their headers and quantisation packages; does not know architectures or attention. On a CPU, weights that
-have the wanted dtype on disk stay memory-mapped; others are converted one tensor at a time, so that no second copy
-exists.
+have the wanted dtype on disk stay memory-mapped. All other weights are converted one tensor at a time, so that there is
+never a second copy of the model.
 """
 
 import json
@@ -23,14 +23,14 @@ from transformers.utils import logging as transformers_logging
 from engine.config import EngineStartError
 
 _INDEX = "model.safetensors.index.json"
-_MAX_NAMED = 3  # names of weights that a message lists
+_MAX_NAMED = 3  # a message lists the names of at most this many weights
 
 
 def read_weights(model: str, hf_config: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
     """Return the model with the weights of `model`, a directory or hub id, on `device`.
 
-    `options` are passed to `from_pretrained`. Raise `EngineStartError` for weights that are missing, damaged or of
-    another shape, and for a quantisation whose package is missing.
+    `options` are passed to `from_pretrained`. Raises `EngineStartError` if weights are missing, damaged or of the wrong
+    shape, or if the package for their quantisation is missing.
     """
     _check_files(Path(model))
     method = quantization_method(hf_config)
@@ -53,9 +53,9 @@ def read_weights(model: str, hf_config: Any, device: torch.device, options: dict
 
 
 def quantization_method(hf_config: Any) -> str | None:
-    """Return the quantisation method of the weights, or None.
+    """Return the quantisation method of the weights; None if the weights are not quantised.
 
-    Raise `EngineStartError` for a method that transformers does not know: it would read the weights as unquantised.
+    Raises `EngineStartError` if transformers does not know the method: it would treat the weights as not quantised.
     """
     declared = getattr(hf_config, "quantization_config", None)
     declared = declared or getattr(hf_config.get_text_config(decoder=True), "quantization_config", None)
@@ -71,15 +71,15 @@ def quantization_method(hf_config: Any) -> str | None:
 
 
 def stored_bytes(model: str) -> int | None:
-    """Return the bytes of the weights on disk, or None for a hub id."""
+    """Return the size of the weights on disk in bytes; None for a hub id."""
     directory = Path(model)
     return sum(file.stat().st_size for file in directory.glob("*.safetensors")) if directory.is_dir() else None
 
 
 def _check_files(directory: Path) -> None:
-    """Open every safetensors file: this reads its header and checks the file's length against it.
+    """Raises `EngineStartError` if a safetensors file is missing or damaged.
 
-    Raise `EngineStartError` for a missing or damaged file.
+    Opening a file reads its header and compares the file's length with the header.
     """
     if not directory.is_dir():
         return
@@ -97,7 +97,7 @@ def _check_files(directory: Path) -> None:
 
 
 def _indexed_files(index: Path) -> list[str]:
-    """Return the names of the files that the index maps weights to."""
+    """Return the names of the files that the index lists. Raises `EngineStartError` if the index is not valid."""
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -105,9 +105,9 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def _check_report(model: str, report: dict[str, Any]) -> None:
-    """Raise `EngineStartError` for missing weights and wrong shapes.
+    """Raises `EngineStartError` if weights are missing or have the wrong shape.
 
-    transformers itself would fill them with random numbers.
+    transformers itself would fill such weights with random numbers. Unused weights are only logged as a warning.
     """
     if missing := report["missing_keys"]:
         raise EngineStartError(f"model {model} lacks the weights {_list_names(missing)}")
@@ -124,7 +124,7 @@ def _check_report(model: str, report: dict[str, Any]) -> None:
 
 
 def _list_names(names: Iterable[str]) -> str:
-    """Return the first names and the number of the others."""
+    """Return a text with the first names and the number of further names."""
     ordered = sorted(names)
     more = f" and {len(ordered) - _MAX_NAMED} more" if len(ordered) > _MAX_NAMED else ""
     return ", ".join(ordered[:_MAX_NAMED]) + more
@@ -136,7 +136,7 @@ def _one_line(error: Exception) -> str:
 
 @contextmanager
 def _without_transformers_log() -> Iterator[None]:
-    """Silence transformers' table of weights that did not fit: `_check_report` reports them."""
+    """Silence transformers' table of weights that do not match the model; `_check_report` reports these weights."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

@@ -1,4 +1,4 @@
-"""Compute which tokens a grammar allows next, and mask the logits of the others.
+"""Compute which tokens a grammar allows next, and mask the logits of all other tokens.
 
 Knows llguidance, the model's tokenizer and the state of a sequence in its grammar; does not know steps or sampling.
 """
@@ -24,7 +24,7 @@ Bits = npt.NDArray[np.int32]
 
 
 class GrammarError(Exception):
-    """A grammar cannot be compiled, or the output does not match it. The message is shown to the user."""
+    """Raised if a grammar cannot be compiled or the output does not match it. The message is shown to the user."""
 
 
 class Matcher:
@@ -37,7 +37,7 @@ class Matcher:
         self.num_consumed = 0
 
     def consume(self, output_token_ids: Iterable[int]) -> None:
-        """Advance by the next tokens of the output. Raise `GrammarError` if the grammar does not allow them."""
+        """Advance the state by the next output tokens. Raises `GrammarError` if the grammar does not allow them."""
         token_ids = list(output_token_ids)
         self.inner.consume_tokens(token_ids)
         if self.failure is not None:
@@ -46,12 +46,12 @@ class Matcher:
 
     @property
     def failure(self) -> str | None:
-        """The reason why the grammar allows no further token, as text for the user; None if there is none."""
+        """The reason why the grammar has failed, as text for the user; None if it has not failed."""
         return f"the grammar cannot be followed: {_reason(self.inner)}" if self.inner.is_error() else None
 
 
 class Grammars:
-    """Compile the grammars of one model and compute their masks. The tokenizer is read at the first grammar."""
+    """The compiled grammars of one model, and their masks. The tokenizer is read when the first grammar is compiled."""
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
@@ -60,14 +60,14 @@ class Grammars:
         self._executor: LLExecutor | None = None
 
     def matcher(self, grammar: str) -> Matcher:
-        """Return a matcher at the beginning of `grammar`. Raise `GrammarError` if it does not compile."""
+        """Return a matcher at the beginning of `grammar`. Raises `GrammarError` if the grammar does not compile."""
         return Matcher(self._compile(grammar).deep_copy())
 
     def masks(self, matchers: list[Matcher]) -> Bits:
-        """Return (matchers, 32-bit words): one bit per token, set if the token is allowed next.
+        """Return masks (matchers, 32-bit words) with one bit per token, which is set if the token is allowed next.
 
-        At the end of a grammar only the end-of-sequence tokens are allowed. If a matcher fails meanwhile, its `failure`
-        is set afterwards.
+        At the end of a grammar, only the end-of-sequence tokens are allowed. If a matcher fails while its mask is
+        computed, its `failure` is set when this method returns.
         """
         self._executor = self._executor or LLExecutor()
         bits = allocate_token_bitmask(len(matchers), self._tokenizer().vocab_size)
@@ -106,11 +106,12 @@ def forbid_tokens(bits: Bits, token_ids: Iterable[int]) -> None:
 def apply_masks(logits: Tensor, rows: list[int], bits: Bits) -> None:
     """Set the logits of forbidden tokens to -inf, in place.
 
-    `logits` is (all rows, vocab) in float32; `bits` is (len(rows), words), for the logits' `rows`. Tokens that the
-    tokenizer does not have are forbidden.
+    `logits` is (all rows, vocab) in float32. `bits` is (len(rows), words): `bits[i]` is the mask of row `rows[i]` of
+    the logits. Tokens that the tokenizer does not have are forbidden, too.
     """
     octets = torch.from_numpy(bits.view(np.uint8)).to(logits.device)
-    # Each of the 256 octets maps to eight flags (true: forbidden) packed as one int64: one gather expands all bits.
+    # A table maps each of the 256 octets to eight flags (true if forbidden), which are packed as one int64. So one
+    # gather from the table expands all bits.
     flags = (torch.arange(256, device=logits.device)[:, None] >> torch.arange(8, device=logits.device)) & 1 == 0
     forbidden = flags.view(torch.int64)[:, 0][octets.int()].view(torch.bool)
     forbidden = torch.nn.functional.pad(forbidden, (0, logits.shape[-1] - forbidden.shape[-1]), value=True)
@@ -126,5 +127,5 @@ def _reason(matcher: LLMatcher) -> str:
 
 
 def _first_line(text: str) -> str:
-    """Return the first line of a message: llguidance appends the parser's state with the user's schema to it."""
+    """Return the first line of a message. The lines after it hold the parser's state and the user's schema."""
     return text.strip().split("\n", 1)[0][:_MAX_REASON_LENGTH]

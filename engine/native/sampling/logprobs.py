@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.interface import TokenLogprobs
 
-_ROWS_AT_ONCE = 64  # rows per pass: all rows of a long prompt in float32, several times, would exceed the memory
+_ROWS_AT_ONCE = 64  # rows per pass: several float32 copies of all rows of a long prompt would exceed the memory
 _IMPOSSIBLE = -9999.0  # OpenAI's value for a probability of 0: JSON has no infinity
 
 
@@ -36,9 +36,9 @@ def _logprobs_of_rows(logits: Tensor, token_ids: list[int], num_top: list[int]) 
 
 
 def _likeliest(logprobs: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Return ids and values of the `count` likeliest tokens per row of `logprobs` (rows, vocab), float32.
+    """Return the ids and the values of the `count` likeliest tokens of each row of `logprobs` (rows, vocab), float32.
 
-    The likeliest come first; among equal values the lower id.
+    Tokens are sorted from the most to the least likely; tokens with equal values are sorted by id.
     """
     if count == 0:
         return [[]] * len(logprobs), [[]] * len(logprobs)
@@ -54,10 +54,11 @@ def _likeliest(logprobs: Tensor, count: int) -> tuple[list[list[int]], list[list
 
 
 def _lowest_ids(logprobs: Tensor, last: Tensor, count: int) -> Tensor:
-    """Return the ids (rows, count), ascending, of the likeliest tokens; among tokens equal to `last`, the lowest ids.
+    """Return the ids (rows, count) of the likeliest tokens, in ascending order.
 
-    `last` (rows, 1) is the lowest value among the likeliest. `topk` does not define which of several equal values it
-    returns, and logits in bfloat16 are often equal.
+    `last` (rows, 1) is the lowest value among the likeliest tokens. If more tokens have this value than are needed,
+    those with the lowest ids are returned. `topk` does not define which of several equal values it returns, and logits
+    in bfloat16 are often equal.
     """
     is_above, is_level = logprobs > last, logprobs == last
     num_level_wanted = count - is_above.sum(-1, keepdim=True)

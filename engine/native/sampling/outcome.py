@@ -1,4 +1,4 @@
-"""The result of computing one chunk: plain data between the forward pass and the table of sequences."""
+"""The result of computing one chunk, as plain data that the table of sequences can read."""
 
 from dataclasses import dataclass
 
@@ -7,20 +7,27 @@ from engine.interface import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one chunk. If `is_evicted`, the sequence is as before the step, and no other field is set."""
+    """The result of one chunk.
+
+    If `is_evicted` is true, the sequence stays as it was before the step, and no other field is set.
+    """
 
     token_id: int | None = None  # the new token, if the chunk samples one
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of the new token
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens that the chunk scores
-    failure: str | None = None  # why the sequence cannot continue
-    is_evicted: bool = False  # evicted from the running step
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one entry, for the new token, if requested
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each prompt token that the chunk scores
+    failure: str | None = None  # the reason why the sequence cannot continue
+    is_evicted: bool = False  # whether the sequence was evicted from the running step
 
     @property
     def is_computed(self) -> bool:
         return self.failure is None and not self.is_evicted
 
     def then(self, later: "Outcome") -> "Outcome":
-        """Combine the results of two pieces of one chunk: `self`, which samples no token, and the `later` one."""
+        """Return the combined result of two pieces of one chunk.
+
+        `self` is the result of the first piece, which samples no token; `later` is the result of the second. If `later`
+        failed or was evicted, `later` is returned.
+        """
         if not later.is_computed:
             return later
         return Outcome(later.token_id, later.logprobs, self.prompt_logprobs + later.prompt_logprobs)

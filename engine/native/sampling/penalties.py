@@ -1,4 +1,4 @@
-"""Alter logits before a token is drawn: logit bias, penalties, and no stop token before `min_tokens`.
+"""Alter logits before a token is sampled: add logit bias, apply penalties, and forbid stop tokens before `min_tokens`.
 
 Knows logits and the tokens of sequences; does not know grammars or sampling. All affected rows are changed together:
 numpy concatenates the indices of their tokens, and the device gathers, computes and scatters once.
@@ -17,9 +17,10 @@ Ids = npt.NDArray[np.int64]
 
 
 class Penalties:
-    """The bias, penalties and forbidden stop tokens of one sequence.
+    """The logit bias, penalties and forbidden stop tokens of one sequence.
 
-    They depend on the sequence's list of tokens only, so a preempted and resumed sequence gets the same logits.
+    All of these depend only on the sequence's parameters and tokens, so a preempted and resumed sequence gets the same
+    logits.
     """
 
     __slots__ = ("params", "counts", "bias_ids", "biases", "_stop_ids", "forbidden_stop_ids")
@@ -34,10 +35,10 @@ class Penalties:
         self.bias_ids: Ids = np.array([token_id for token_id, _ in bias], dtype=np.int64)
         self.biases = np.array([value for _, value in bias], dtype=np.float32)
         self._stop_ids: Ids = np.array([i for i in sequence.stop_ids if 0 <= i < vocab_size], dtype=np.int64)
-        self.forbidden_stop_ids = self._stop_ids  # stop tokens, while the output is shorter than `min_tokens`
+        self.forbidden_stop_ids = self._stop_ids  # all stop tokens, or none once the output has `min_tokens`
 
     def update(self, sequence: Sequence) -> None:
-        """Count the tokens that `sequence` has received since the last call."""
+        """Count the tokens that `sequence` has received since the last call; update `forbidden_stop_ids`."""
         if self.counts is not None:
             self.counts.count(sequence.token_ids[sequence.num_prompt_tokens + self.counts.num_counted :])
         must_go_on = sequence.num_output_tokens < self.params.min_tokens
@@ -47,9 +48,10 @@ class Penalties:
 def apply_penalties(logits: Tensor, penalties: list[Penalties]) -> None:
     """Apply all penalties to `logits` (rows, vocab), float32, in place; row i has `penalties[i]`.
 
-    First the repetition penalty as Hugging Face defines it: it divides the positive logits of tokens in prompt or
-    output, and multiplies the negative ones. Then presence and frequency penalty as OpenAI defines them: the logit of a
-    token in the output loses presence + frequency · (its count in the output).
+    The repetition penalty is applied first, as Hugging Face defines it: it divides the positive logits of all tokens
+    in prompt or output, and multiplies the negative logits of these tokens. Presence and frequency penalty are applied
+    next, as OpenAI defines them: the logit of a token in the output loses presence + frequency · (the token's count in
+    the output).
     """
     penalised = [(row, p.params, p.counts) for row, p in enumerate(penalties) if p.counts is not None]
     if not penalised:
@@ -76,10 +78,10 @@ def add_bias(logits: Tensor, penalties: list[Penalties]) -> None:
 
 
 def forbid_stops(logits: Tensor, penalties: list[Penalties]) -> None:
-    """Set the stop tokens of sequences shorter than their `min_tokens` to -inf in `logits` (rows, vocab), in place.
+    """Set the logits of stop tokens to -inf for each row whose output is shorter than `min_tokens`.
 
-    Rows with a grammar are left out: their stop tokens are cleared in the grammar's mask, except at the end of the
-    grammar, where no other token is allowed.
+    `logits` (rows, vocab) are changed in place; row i has `penalties[i]`. Rows with a grammar are left out: the
+    grammar's mask forbids their stop tokens, except at the end of the grammar, when no other token is allowed.
     """
     rows = [row for row, p in enumerate(penalties) if p.params.grammar is None and len(p.forbidden_stop_ids)]
     if rows:
@@ -92,13 +94,16 @@ def _has_penalties(params: SamplingParams) -> bool:
 
 
 def _reductions(params: SamplingParams, counts: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return what presence and frequency penalty subtract from each logit, for the tokens' `counts` in the output."""
+    """Return the amount that presence and frequency penalty subtract from the logit of each token.
+
+    `counts` are the occurrences of these tokens in the output.
+    """
     presence, frequency = np.float32(params.presence_penalty), np.float32(params.frequency_penalty)
     return presence * (counts > 0) + frequency * counts
 
 
 def _flat_index(logits: Tensor, rows: list[int], ids: list[Ids]) -> Tensor:
-    """Return the int64 indices of `ids[i]` in row `rows[i]`, for all i, in the flattened logits."""
+    """Return the places (int64), in the flattened `logits`, of the tokens `ids[i]` in row `rows[i]`, for each i."""
     vocab_size = logits.shape[-1]
     flat = [row_ids + row * vocab_size for row, row_ids in zip(rows, ids, strict=True)]
     return torch.from_numpy(np.concatenate(flat)).to(logits.device)

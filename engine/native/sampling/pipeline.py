@@ -1,12 +1,12 @@
 """Sample the next token of each sequence of a step, with all of its sampling parameters.
 
-Knows the order of the sampling steps, and keeps token counts and grammar states between steps; does not know models,
-chunks or blocks. The order, for each row on its own:
+Knows the order of the sampling steps, and keeps token counts and grammar states between steps of the engine; does not
+know models, chunks or blocks. Each row is sampled on its own, in this order:
 
     log probabilities ← the model's logits
     bias → repetition, presence and frequency penalty → min_tokens → grammar → temperature → top_k → top_p → min_p
 
-This is transformers' order. Rows that use none of these options skip the steps that alter logits.
+This is transformers' order. Rows without bias, penalties, `min_tokens` and grammar skip the steps that alter logits.
 """
 
 from collections.abc import Sequence as Seq
@@ -31,9 +31,10 @@ _GREEDY = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
 
 
 class SamplingPipeline:
-    """Samples tokens and keeps each sequence's penalties and grammar state as long as the sequence object exists.
+    """A sampler that keeps each sequence's penalties and grammar state as long as the sequence object exists.
 
-    That state depends on the sequence's tokens only: a preempted, or restarted, sequence gets the same tokens.
+    This state depends only on the sequence's parameters and tokens, so a preempted or restarted sequence gets the same
+    tokens.
     """
 
     def __init__(self, info: EngineInfo, sampler: Sampler = sample) -> None:
@@ -44,12 +45,12 @@ class SamplingPipeline:
         self._matchers: WeakKeyDictionary[Sequence, Matcher] = WeakKeyDictionary()
 
     def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> list[Outcome]:
-        """Return one outcome per sequence for `logits` (sequences, vocab), any floating-point dtype, left unchanged.
+        """Return one outcome per sequence. An error that concerns one sequence is the `failure` of its outcome.
 
-        An error that concerns one sequence is the `failure` of its outcome.
+        `logits` (sequences, vocab) have any floating-point dtype and are not changed.
         """
-        # Rows that alter logits are sampled greedily here, only to check that the model's logits are finite: a mask
-        # could hide that they are not.
+        # Rows that alter logits are sampled greedily at first, only to check that the model's logits are finite: a mask
+        # could hide logits that are not finite.
         rows = [_GREEDY if s.alters_logits else SamplingRow(s.sampling, s.num_output_tokens) for s in sequences]
         outcomes = [_outcome(token_id, _BROKEN) for token_id in self._sampler(logits, rows)]
         altered = [i for i, s in enumerate(sequences) if s.alters_logits and outcomes[i].failure is None]
@@ -63,7 +64,7 @@ class SamplingPipeline:
         return outcomes
 
     def _sample_altered(self, logits: Tensor, sequences: list[Sequence]) -> list[Outcome]:
-        """Alter `logits` (sequences, vocab), float32, in place by all options; return one outcome per sequence."""
+        """Alter `logits` (sequences, vocab), float32, in place by all options; sample and return the outcomes."""
         penalties = [self._updated_penalties(sequence) for sequence in sequences]
         add_bias(logits, penalties)
         apply_penalties(logits, penalties)
@@ -114,7 +115,7 @@ class SamplingPipeline:
 
 
 def _outcome(token_id: int | None, otherwise: Outcome) -> Outcome:
-    """Return the outcome of a sampled token, or `otherwise` if the sampler found none."""
+    """Return the outcome of a sampled token, or `otherwise` if no token was sampled."""
     return otherwise if token_id is None else Outcome(token_id)
 
 

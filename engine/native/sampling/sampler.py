@@ -13,21 +13,25 @@ from torch import Tensor
 
 from engine.interface import SamplingParams
 
-_GREEDY_BELOW = 1e-5  # lower temperatures are greedy: dividing by them overflows float32
-# Numbers of likeliest tokens in which top_p and top_k are searched first: a full sort takes 20 times as long.
+_GREEDY_BELOW = 1e-5  # lower temperatures are sampled greedily: dividing by them would overflow float32
+# The thresholds of top_p and top_k are first searched among this many of the likeliest tokens: a full sort takes 20
+# times as long.
 _NUM_CANDIDATES = (256, 4096)
 _MASK_64 = (1 << 64) - 1
 
 
 class Sampler(Protocol):
-    """A function from logits (rows, vocab) to one token id per row; None for a row without a finite maximum."""
+    """A function that samples a token id for each row of logits (rows, vocab); None if the maximum is not finite."""
 
     def __call__(self, logits: Tensor, rows: list["SamplingRow"]) -> list[int | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How to sample one row of logits. The seed in `params` and `index` together determine the random number."""
+    """The sampling parameters of one row of logits.
+
+    The seed in `params` and `index` together determine the random number of the row.
+    """
 
     params: SamplingParams
     index: int  # number of output tokens of the sequence so far
@@ -38,7 +42,7 @@ class SamplingRow:
 
     @property
     def is_narrowed(self) -> bool:
-        """True if top_k, top_p or min_p may exclude tokens."""
+        """Whether top_k, top_p or min_p may exclude tokens."""
         return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
 
 
@@ -48,7 +52,7 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
 
 
 def sample_ids(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Return the token ids (rows,), int64, on the device of `logits`; -1 where `sample` returns None."""
+    """Return the sampled token ids (rows,), int64, on the device of `logits`; -1 if `sample` would return None."""
     best, token_ids = logits.max(dim=-1)  # propagates NaN
     drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
     if len(drawn) == len(rows):
@@ -71,13 +75,13 @@ def _draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
         scaled = torch.where(scaled >= _lowest_kept(scaled, [row.params for row in rows]), scaled, float("-inf"))
     cumulative = scaled.softmax(-1).cumsum_(-1)
     total = cumulative[:, -1:]
-    # Rounding must not carry a target up to the total itself, where only tokens of no probability are left.
+    # Rounding must not raise a target to the total itself: only tokens with probability 0 come after the total.
     targets = torch.minimum(uniforms * total, total * (1 - 2**-22))
     return torch.searchsorted(cumulative, targets, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
 
 
 def _lowest_kept(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Return the lowest logit that each row of `scaled` (rows, vocab), float32, keeps: (rows, 1)."""
+    """Return the lowest logit that top_k, top_p and min_p keep in each row of `scaled` (rows, vocab): (rows, 1)."""
     lowest = torch.full((len(params), 1), float("-inf"), device=scaled.device)
     cut = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
     if cut:
@@ -85,7 +89,7 @@ def _lowest_kept(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
         lowest[index] = _thresholds(scaled if len(cut) == len(params) else scaled[index], [params[i] for i in cut])
     min_ps = [p.min_p for p in params]
     if any(min_ps):
-        # min_p is relative to the likeliest token, so it is a distance in logits that top_k and top_p do not change.
+        # min_p is relative to the likeliest token. In logits it is a distance, which top_k and top_p do not change.
         distances = torch.tensor([[log(p) if p > 0 else float("-inf")] for p in min_ps], device=scaled.device)
         lowest = torch.maximum(lowest, scaled.amax(-1, keepdim=True) + distances)
     return lowest
@@ -94,8 +98,8 @@ def _lowest_kept(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
 def _thresholds(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
     """Return the lowest logit that top_k and top_p keep in each row of `scaled` (rows, vocab): (rows, 1).
 
-    Each row first keeps its top_k likeliest tokens, then the fewest of these whose probabilities sum to top_p. Tokens
-    whose logit equals the lowest kept logit are kept, too.
+    Each row first keeps its top_k likeliest tokens, then the smallest set of the likeliest of these tokens whose
+    probabilities sum to at least top_p. Tokens whose logit equals the lowest kept logit are kept, too.
     """
     vocab_size = scaled.shape[-1]
     top_ks, top_ps = _columns(
@@ -105,7 +109,7 @@ def _thresholds(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
     thresholds = torch.empty_like(totals)
     rest = torch.arange(len(params), device=scaled.device)
     for num_candidates in (*(n for n in _NUM_CANDIDATES if n < vocab_size), vocab_size):
-        # Only rows that need more candidates: more candidates would round the other rows' sums differently.
+        # Only rows that need more candidates get more: with more candidates, the sums of a row round differently.
         candidates = scaled if len(rest) == len(scaled) else scaled[rest]
         values = candidates.topk(num_candidates).values
         cuts, is_complete = _cut(values, totals[rest], top_ks[rest], top_ps[rest], vocab_size)
@@ -117,10 +121,10 @@ def _thresholds(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
 
 
 def _cut(values: Tensor, totals: Tensor, top_ks: Tensor, top_ps: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return the thresholds (rows, 1) of top_k and top_p, and the rows (rows,), bool, for which they are final.
+    """Return the threshold of top_k and top_p of each row, (rows, 1), and whether it is final, (rows,) bool.
 
     `values` (rows, candidates) are the highest logits in descending order. `totals`, `top_ks` and `top_ps` are (rows,
-    1); `totals` is the logsumexp of the whole row. A threshold is not final if it may lie below the candidates.
+    1); `totals` are the logsumexps of the whole rows. A threshold is not final if it may lie below the candidates.
     """
     num_values = values.shape[-1]
     in_top_k = torch.arange(num_values, device=values.device) < top_ks
@@ -142,9 +146,9 @@ def _columns(pairs: list[tuple[float, float]], device: torch.device) -> tuple[Te
 
 
 def uniform(row: SamplingRow) -> float:
-    """Return a number in (0, 1) that seed and index determine (splitmix64: Steele, Lea and Flood 2014).
+    """Return a random number in (0, 1) that depends only on seed and index (splitmix64: Steele, Lea and Flood 2014).
 
-    It has 23 random bits, so that float32 represents it exactly.
+    The number has 23 random bits, so that float32 represents it exactly.
     """
     bits = _mix(_mix(row.params.seed & _MASK_64) + row.index)
     return ((bits >> 41) + 0.5) / (1 << 23)

@@ -1,6 +1,7 @@
-"""Count how often each token occurs in a sequence, for its penalties.
+"""Count how often each token occurs in a sequence. The penalties of the sequence use these counts.
 
-Knows token ids only. The counts depend on the list of tokens only: counting step by step or all at once is the same.
+Knows only token ids. The counts depend only on the list of tokens: counting the tokens step by step gives the same
+result as counting them all at once.
 """
 
 from array import array
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 
 class TokenCounts:
-    """Counts of the distinct tokens of prompt and output, in the order of their first appearance."""
+    """The counts of the distinct tokens of prompt and output, in the order of the tokens' first appearance."""
 
     __slots__ = ("_places", "_token_ids", "_counts", "num_counted")
 
@@ -23,12 +24,12 @@ class TokenCounts:
 
     @property
     def token_ids(self) -> npt.NDArray[np.int64]:
-        """Ids of the distinct tokens of prompt and output, (distinct tokens,)."""
+        """The ids of the distinct tokens of prompt and output, (distinct tokens,)."""
         return np.array(self._token_ids, dtype=np.int64)
 
     @property
     def output_counts(self) -> npt.NDArray[np.float32]:
-        """Occurrences of each distinct token in the output, (distinct tokens,); 0 for tokens of the prompt only."""
+        """The occurrences of each distinct token in the output, (distinct tokens,); 0 for prompt-only tokens."""
         return np.array(self._counts, dtype=np.float32)
 
     def count(self, output_token_ids: Iterable[int]) -> None:

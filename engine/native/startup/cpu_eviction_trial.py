@@ -1,7 +1,7 @@
-"""Try at start whether single sequences can be evicted from a running step, on the model as it will be used.
+"""Test at start, on the final model, whether single sequences can be evicted from a running step.
 
-Knows which layers can continue with fewer rows. Whether the modeling code around them can, too, is tested: the logits
-of the remaining rows must be the same with and without evictions.
+Knows which layers can continue with fewer rows. The trial tests whether the modeling code around these layers can
+continue, too: the logits of the remaining rows must be the same with and without evictions.
 """
 
 import structlog
@@ -18,9 +18,10 @@ from engine.sequences.sequence_table import Chunk
 
 
 def can_evict_rows(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> bool:
-    """Return whether evicting rows leaves the other rows' logits unchanged; log the reason if not.
+    """Return whether evicting rows leaves the other rows' logits unchanged; if the trial fails, log the reason.
 
-    The engine must have no sequences: the trial writes to its first KV blocks.
+    Return False without a trial if some layers of the model are not fused, or if there are too few KV blocks. The
+    engine must have no sequences: the trial writes to its first KV blocks.
     """
     layers = [m for m in model.modules() if isinstance(m, FusedDecoderLayer | NativeDecoderLayer)]
     if len(layers) != runner.num_layers or not has_room(info):
@@ -36,7 +37,11 @@ def can_evict_rows(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> b
 
 
 def _remaining_rows_agree(runner: ModelRunner, info: EngineInfo, chunks: list[Chunk]) -> bool:
-    """Evict the prefill before the second layer and one decode before the last; compare the other decode's logits."""
+    """Return whether the logits of the third trial sequence are the same with and without evictions.
+
+    The first sequence, a prefill, is evicted before the second layer. The second, a decode, is evicted before the last
+    layer.
+    """
     undisturbed = RunningChunks(chunks, info.block_size, StepEviction.ROWS, frozenset)
     expected = runner.run(undisturbed.batch)
     assert expected is not None
@@ -54,7 +59,7 @@ def _remaining_rows_agree(runner: ModelRunner, info: EngineInfo, chunks: list[Ch
 
 
 class _ScriptedRequests:
-    """The set of sequences to evict at each layer, in order."""
+    """A script of eviction requests: one set of sequence ids to evict for each layer, in order."""
 
     def __init__(self, requests: list[frozenset[str]]) -> None:
         self._requests = requests
@@ -64,5 +69,5 @@ class _ScriptedRequests:
         return len(self._requests)
 
     def next(self) -> frozenset[str]:
-        """Return the request of the next layer. Raise `IndexError` if there are more layers than requests."""
+        """Return the ids of the sequences to evict at the next layer. Raises `IndexError` at the end of the script."""
         return self._requests.pop(0)

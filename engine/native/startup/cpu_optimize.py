@@ -24,7 +24,10 @@ LinearReplacement = Callable[[nn.Linear], nn.Module | None]
 
 
 def optimize_for_cpu(model: nn.Module, runner: ModelRunner, library: ctypes.CDLL | None, info: EngineInfo) -> None:
-    """Change `model` in place. The engine must have no sequences: the trial writes to its first KV blocks."""
+    """Replace layers of `model` by faster layers, in place; log how many were replaced.
+
+    The engine must have no sequences: the trial writes to its first KV blocks.
+    """
     record = record_trial_step(model, runner, info)
     dtype = next(model.parameters()).dtype
     num_fused = 0
@@ -35,7 +38,10 @@ def optimize_for_cpu(model: nn.Module, runner: ModelRunner, library: ctypes.CDLL
 
 
 def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype) -> Replacement:
-    """Return how a layer is replaced: by one C++ call if the library has products for it, else by eight calls."""
+    """Return a function that makes the replacement of a decoder layer.
+
+    The replacement is one C++ call if the library has matrix products for the layer. Otherwise it is eight calls.
+    """
     kernels, step = CpuKernels(library, dtype), SharedStep()
     has_products = Products.available(library, dtype)
     join = PackedLinear if can_pack(dtype) else concatenate_linears
@@ -49,7 +55,10 @@ def _cpu_layers(runner: ModelRunner, library: ctypes.CDLL, dtype: torch.dtype) -
 
 
 def _packing(library: ctypes.CDLL | None, dtype: torch.dtype) -> LinearReplacement:
-    """Return how a linear layer is packed: a function to the packed layer, or to None if it cannot be packed."""
+    """Return a function that packs a linear layer.
+
+    The function returns the packed layer, or None if the layer cannot be packed.
+    """
     products = Products(library) if library is not None and Products.available(library, dtype) else None
     has_onednn = can_pack(dtype)
 
@@ -62,7 +71,7 @@ def _packing(library: ctypes.CDLL | None, dtype: torch.dtype) -> LinearReplaceme
 
 
 def _replace_linears(model: nn.Module, wanted: Collection[nn.Module], pack: LinearReplacement) -> int:
-    """Replace the `wanted` linear layers that `pack` can pack; return their number."""
+    """Replace the `wanted` linear layers that `pack` can pack; return how many were replaced."""
     found = [
         (module, name, child)
         for module in model.modules()

@@ -1,7 +1,7 @@
-"""Find out at start what the engine can use of a CUDA device: Triton kernels, fused layers, CUDA graphs.
+"""Find out at start which optimisations work on a CUDA device: Triton kernels, fused layers, CUDA graphs.
 
-None of these is needed for correct results. What does not work with this device, torch or model is logged with its
-reason, and torch's operators are used instead.
+None of these is needed for correct results. If one of them does not work with this device, torch or model, the reason
+is logged and torch's operators are used instead.
 """
 
 import contextlib
@@ -33,7 +33,10 @@ _GRAPH_BYTES = 8 << 20  # device memory of a captured graph besides its tensors
 def working_kernels(
     specs: Sequence[LayerSpec], num_query_heads: int, dtype: torch.dtype, device: torch.device
 ) -> AttentionKernels | None:
-    """Return the Triton attention kernels if they run on `device` and agree with torch's operators, else None."""
+    """Return the Triton attention kernels.
+
+    Return None if they do not run on `device` or do not agree with torch's operators; the reason is logged.
+    """
     try:
         from engine.native.cuda.kernels import TritonKernels  # only CUDA builds of torch include triton
 
@@ -51,7 +54,10 @@ def working_kernels(
 
 
 def optimize_for_cuda(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> None:
-    """Replace common decoder layers by Triton kernels (fewer launches) if their results agree; log how many."""
+    """Replace common decoder layers by Triton kernels, which need fewer launches; log how many were replaced.
+
+    A layer is replaced only if the kernels compute the same result as the original layer.
+    """
     log = structlog.get_logger(__name__)
     try:
         from engine.native.cuda.layers import TritonLayerKernels
@@ -65,7 +71,10 @@ def optimize_for_cuda(model: nn.Module, runner: ModelRunner, info: EngineInfo) -
 
 
 def fuse_with_kernels(model: nn.Module, runner: ModelRunner, kernels: LayerKernels, info: EngineInfo) -> int:
-    """Fuse layers with `kernels`; return their number. The engine must have no sequences."""
+    """Replace common decoder layers by layers that use `kernels`; return how many were replaced.
+
+    The engine must have no sequences.
+    """
 
     def fuse(layer: nn.Module) -> nn.Module:
         return FusedDecoderLayer(layer, runner.attention, kernels)
@@ -74,9 +83,10 @@ def fuse_with_kernels(model: nn.Module, runner: ModelRunner, kernels: LayerKerne
 
 
 def graph_bytes(sizes: Sequence[int], max_blocks: int, step_bytes: int) -> int:
-    """Return the most bytes of device memory that captured graphs of these sizes take.
+    """Return the largest device memory, in bytes, that captured graphs of these `sizes` (in rows) can take.
 
-    `step_bytes` is the memory of the largest step of any kind, logits included.
+    `max_blocks` is the largest number of KV blocks of one sequence. `step_bytes` is the memory of the largest step of
+    any kind, including its logits.
     """
     lines = max(sizes) * (max_blocks + 8) * 8
     return lines + 2 * step_bytes + len(sizes) * _GRAPH_BYTES
@@ -92,7 +102,8 @@ def capture_graphs(
 ) -> DecodeGraphs | None:
     """Capture graphs of decode steps, within about `_CAPTURE_S` seconds and `limit_bytes` of device memory.
 
-    Return None if the model cannot be captured; the reason is logged. The engine must have no sequences.
+    Return None if no size fits the KV blocks, or if the capture fails; the reason of a failure is logged. The engine
+    must have no sequences.
     """
     log = structlog.get_logger(__name__)
     fitting = [size for size in sizes if size <= info.num_blocks]  # each row needs a block
@@ -108,7 +119,7 @@ def capture_graphs(
         log.warning("no CUDA graphs: every step is launched kernel by kernel", reason=first_line(error))
         return None
     finally:
-        torch.cuda.empty_cache()  # memory of the passes before each capture
+        torch.cuda.empty_cache()  # frees the memory of the passes before each capture
     captured = graphs.captured_sizes
     log.info("CUDA graphs captured", batch_sizes=captured, left_out=len(sizes) - len(captured))
     return graphs
@@ -118,7 +129,7 @@ def _graph_maker(runner: ModelRunner, device: torch.device) -> Callable[[], "Cud
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def make() -> CudaGraph:
-        if not runner.attention.decodes_in_kernels:  # torch's operators have shapes that depend on the contexts
+        if not runner.attention.decodes_in_kernels:  # shapes of torch's operators depend on the contexts
             raise CaptureFailure("attention of some layers uses torch's operators")
         return CudaGraph(pool, stream)
 
@@ -126,9 +137,9 @@ def _graph_maker(runner: ModelRunner, device: torch.device) -> Callable[[], "Cud
 
 
 class CudaGraph:
-    """A `Graph` made of torch's CUDA graph.
+    """A `Graph` that is implemented by torch's `CUDAGraph`.
 
-    Graphs of one `pool` share memory: a graph's results are overwritten when another graph runs.
+    Graphs of the same `pool` share memory: a graph's results are overwritten when another graph runs.
     """
 
     def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
@@ -137,7 +148,7 @@ class CudaGraph:
         self._stream = stream
 
     def capture(self, function: Callable[[], object]) -> None:
-        """Run `function` once to make workspaces, then capture it; see `Graph.capture`."""
+        """Capture `function`, as `Graph.capture` describes; run it once before, so that its workspaces exist."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             function()  # libraries allocate a workspace per stream at first use, which a capture forbids

@@ -1,6 +1,6 @@
-"""Compare attention kernels with torch's operators on this device, once, before the engine uses them.
+"""Compare attention kernels with torch's operators on this device, once, before the engine uses the kernels.
 
-Knows a small step and two ways to attend in it; does not know what follows from the result.
+Knows a small step and two ways to compute its attention; does not know what the engine does with the result.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _NUM_BLOCKS = 6
 _WINDOW = 9  # tokens
 _CONTEXTS = (40, 7)  # tokens in the context of each decode row
 _CHUNK = (3, 22)  # position of the prefill chunk's first token, and of the token after its last
-# Allowed difference to torch's operators, by dtype; the results are about 1.
+# Largest allowed difference from the results of torch's operators, by dtype. The results are about 1.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
@@ -32,7 +32,10 @@ def find_fault(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """Return a text that says for which layers `kernels` are wrong, or None. Exceptions of the kernels pass through."""
+    """Return a text that says for which layers `kernels` are wrong; None if they are right for all layers.
+
+    Exceptions of the kernels pass through.
+    """
     for shape, has_window in dict.fromkeys((spec.shape, spec.window is not None) for spec in specs):
         error = _error(kernels, shape, _WINDOW if has_window else None, num_query_heads, dtype, device)
         if not error <= _TOLERANCES[dtype]:
@@ -48,7 +51,7 @@ def _error(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """Return the largest absolute difference to torch's operators, on a layer of random keys and values."""
+    """Return the largest absolute difference from torch's operators, on a layer of random keys and values."""
     cache = KVCache([shape], _NUM_BLOCKS, _BLOCK_SIZE, dtype, device)
     generator = torch.Generator().manual_seed(0)
     cache.layers[0].slots.copy_(torch.randn(cache.layers[0].slots.shape, generator=generator))

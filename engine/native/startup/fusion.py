@@ -1,7 +1,7 @@
-"""Replace common decoder layers by faster ones, if a trial shows that both compute the same.
+"""Replace common decoder layers by faster layers, if a trial shows that both compute the same result.
 
-Knows which modules and sizes a fusable layer has. What the layer computes with them is tested on a small packed step:
-a replacement whose output differs by more than rounding is not used.
+Knows which modules and sizes a fusable layer has. A trial on a small packed step tests what the layer computes with
+these modules: a replacement whose output differs by more than rounding is not used.
 """
 
 from collections.abc import Callable
@@ -24,16 +24,17 @@ _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-# Allowed rounding error of a layer's output: shares of the norms of what the layer adds and of its whole output.
+# Allowed rounding error (norm) of a layer's output, by dtype. It is the sum of two parts: the first factor times the
+# norm of (output - input), and the second factor times the norm of the output.
 _TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (0.02, 0.006), torch.float16: (0.005, 0.002)}
-# Allowed relative error (norm) of the model's logits: finds gross errors only.
+# Allowed relative error (norm) of the model's logits, by dtype. This check finds gross errors only.
 _MODEL_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 _TRIAL_LENGTHS = (7, 1, 1)  # tokens per sequence of the trial step: one prefill, two decodes
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTrial:
-    """Input and output of a layer in the model's own forward pass."""
+    """The input and output of a layer, recorded in the model's own forward pass."""
 
     hidden: Tensor  # (1, T, hidden): the input
     options: dict[str, Any]  # keyword arguments of the layer's forward
@@ -42,9 +43,9 @@ class LayerTrial:
 
 @dataclass(frozen=True, slots=True)
 class TrialRecord:
-    """The layers that may be fused and the linear layers that were called in the trial step.
+    """A record of the trial step: its layers that may be fused, and the linear layers that it called.
 
-    A linear layer that is not called must not be replaced: some models read its weight and multiply themselves.
+    A linear layer that is not called must not be replaced: some models read its weight and multiply by it themselves.
     """
 
     layers: dict[nn.Module, LayerTrial] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class TrialRecord:
 
 
 def record_trial_step(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> TrialRecord:
-    """Run the trial step and record its layers with hooks. The record is empty if there are too few KV blocks.
+    """Run the trial step and record its layers with hooks. Return an empty record if there are too few KV blocks.
 
     The engine must have no sequences: the step writes to the first KV blocks.
     """
@@ -78,7 +79,7 @@ def record_trial_step(model: nn.Module, runner: ModelRunner, info: EngineInfo) -
 
 
 def trial_logits(runner: ModelRunner, info: EngineInfo) -> Tensor | None:
-    """Return the logits (trial sequences, vocab), float32, of the trial step, or None if there are too few KV blocks.
+    """Return the logits (trial sequences, vocab), float32, of the trial step; None if there are too few KV blocks.
 
     The engine must have no sequences: the step writes to the first KV blocks.
     """
@@ -87,9 +88,10 @@ def trial_logits(runner: ModelRunner, info: EngineInfo) -> Tensor | None:
 
 
 def is_same_model(before: Tensor | None, after: Tensor | None, dtype: torch.dtype) -> bool:
-    """Return whether the `trial_logits` before and after a change agree; True if there is nothing to compare.
+    """Return whether the `trial_logits` before and after a change agree.
 
-    Layers that agree one by one may still change the model: it may keep an input that a layer overwrites.
+    Return True if they cannot be compared, because one of them is None or the logits before are not finite. The model
+    may change although each of its layers agrees: it may keep an input that a replaced layer overwrites.
     """
     if before is None or after is None or not before.isfinite().all():
         return True
@@ -97,9 +99,9 @@ def is_same_model(before: Tensor | None, after: Tensor | None, dtype: torch.dtyp
 
 
 def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials: dict[nn.Module, LayerTrial]) -> int:
-    """Replace the layers in `trials` whose replacement agrees with its trial; return how many were replaced.
+    """Replace each layer in `trials` by `fuse(layer)` if both agree; return how many were replaced.
 
-    Layers are replaced one by one and removed from `trials`, so that no more than one layer's weights exist twice. If
+    Layers are replaced one by one and removed from `trials`, so that the weights of at most one layer exist twice. If
     the first replacement does not agree, no layer of this model is replaced.
     """
     places = [
@@ -116,7 +118,7 @@ def fuse_layers(model: nn.Module, runner: ModelRunner, fuse: Replacement, trials
         if _agrees(fused, trial):
             layers[i] = fused
             num_fused += 1
-            runner.release_memory()  # of the replaced layer's weights
+            runner.release_memory()  # frees the weights of the replaced layer
         elif num_fused == 0:
             return 0
     return num_fused
@@ -132,9 +134,9 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def is_fusable(layer: Any) -> bool:
-    """Return whether `layer` has the modules of a common decoder layer, in sizes that fit.
+    """Return whether `layer` has the modules of a common decoder layer, in sizes that fit together.
 
-    What the layer computes with them is not checked here.
+    This function does not check what the layer computes with its modules.
     """
     if _parts(layer) != _LAYER_PARTS or _parts(layer.mlp) != _MLP_PARTS:
         return False
@@ -179,7 +181,7 @@ def _is_rms_norm(module: Any, size: int, dtype: torch.dtype) -> bool:
 
 
 def trial_chunks(info: EngineInfo) -> list[Chunk]:
-    """Return the chunks of the trial step, in the engine's first KV blocks. `has_room` must be true."""
+    """Return the chunks of the trial step, which use the engine's first KV blocks. `has_room` must be true."""
     num_tokens = sum(_TRIAL_LENGTHS)
     tokens = [(7919 * i + 1) % info.vocab_size for i in range(num_tokens)]
     news, runs = [], []
@@ -191,7 +193,10 @@ def trial_chunks(info: EngineInfo) -> list[Chunk]:
 
 
 def _trial_batch(info: EngineInfo) -> StepBatch:
-    """Pack the trial step, with positions spread over the whole context, since a layer may depend on them."""
+    """Return the packed trial step.
+
+    Its positions are spread over the whole context, since a layer's result may depend on positions.
+    """
     batch = pack_step(trial_chunks(info), info.block_size)
     positions = np.linspace(0, info.max_model_len - 1, batch.num_rows).astype(np.int64)
     return replace(batch, positions=positions)
@@ -199,7 +204,7 @@ def _trial_batch(info: EngineInfo) -> StepBatch:
 
 @torch.inference_mode()
 def _agrees(fused: nn.Module, trial: LayerTrial) -> bool:
-    """Return whether `fused` computes the trial's output within rounding.
+    """Return whether `fused` computes the same output as the trial, apart from rounding.
 
     Attention uses the runner's latest step, which must still be the trial step.
     """
