@@ -54,9 +54,7 @@ class Forecast:
 
     @property
     def counts_all_own_work(self) -> bool:
-        """Whether `own_s` counts the requests' own work in full: it is below its upper bound, `MAX_OWN_SHARE` of the
-        target.
-        """
+        """Whether `own_s` counts the requests' own work in full, because it is below `MAX_OWN_SHARE` of the target."""
         return self.own_s < MAX_OWN_SHARE * self.target_s
 
     def slowed(self, factor: float) -> "Forecast":
