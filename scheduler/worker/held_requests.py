@@ -35,7 +35,7 @@ class HeldRequests:
         self.changed.set()
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Cancel requests whose results are no longer wanted by a client."""
+        """Cancel requests that no client waits for any more."""
         cancelled = self._core.cancel(request_ids)
         for state in cancelled:
             self._metrics.record_cancelled(state.tier.name)
