@@ -156,7 +156,7 @@ async def _beside_bulk(client: AsyncOpenAI, model: str, seconds: float) -> tuple
 
 
 def table(alone: list[float], beside: list[float], bulk_per_s: float) -> str:
-    """Return the measurements as a text for the user. Raises `DemoError` if a measurement is missing."""
+    """Return the measurements as lines of text. Raises `DemoError` if a measurement is missing."""
     if not alone or not beside:
         raise DemoError("no chat got a first token: there is nothing to compare")
     a, b = median(alone) * 1000, median(beside) * 1000

@@ -17,10 +17,11 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def dies_with_parent() -> Callable[[], None]:
-    """Return a `preexec_fn` that makes the kernel kill the child when this process ends. On Linux only.
+    """Return a `preexec_fn` that makes the kernel kill the child when this process ends.
 
     The kernel sends SIGKILL when the *thread* that started the child ends, so start children from the main thread. All
-    look-ups happen before the fork, because only system calls are safe between fork and exec.
+    look-ups happen before the fork, because only system calls are safe between fork and exec. On systems other than
+    Linux, the returned function does nothing.
     """
     if not sys.platform.startswith("linux"):
         return lambda: None

@@ -55,10 +55,11 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
 
 
 def with_address(settings: ServeSettings) -> ServeSettings:
-    """Return the settings with a port and a worker id: port 0 is replaced by a free port.
+    """Return the settings with a definite port and worker id.
 
-    If no worker id is set, it is made of host name and port. It is the same at the next start, so that the worker takes
-    over the requests that it left. It differs from the ids of other `serve` processes on the same store.
+    Port 0 is replaced by a free port. If no worker id is set, it is made of the host name and the port. This id is the
+    same at the next start, so that the worker takes over the requests that it left. It differs from the ids of other
+    `serve` processes on the same store.
     """
     port = settings.port or _free_port(settings.host)
     worker_id = settings.worker_id or f"{socket.gethostname()}-{port}"

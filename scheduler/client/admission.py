@@ -4,7 +4,7 @@ Keeps the newest heartbeats of the workers, this gateway's own requests in fligh
 interactive tier closes when a first token is predicted to come later than the tier's TTFT SLO. The tier opens again
 when the prediction falls below the share `admission.reopen_at` of the SLO. Requests wait only behind requests of their
 own tier and of tiers of higher priority, so bulk work never closes an interactive tier. If the data for a prediction is
-missing, no request is refused because of a prediction.
+missing, admission refuses no request.
 
 The module is pure: `now` and the wall clock are arguments. The client talks to the queue and passes the queue's reply
 to `Ticket.settle`.
@@ -53,7 +53,7 @@ class Admission:
         self.reconfigure(tiers)
 
     def reconfigure(self, tiers: TierSet) -> None:
-        """Use `tiers` from now on. Every tier is open at first, because its SLO may have changed."""
+        """Use `tiers` from now on. All tiers are opened, because their SLOs may have changed."""
         self._tiers = tiers
         order = [tier.name for tier in tiers.by_priority]
         self._above = {name: tuple(order[:n]) for n, name in enumerate(order)}
@@ -67,8 +67,8 @@ class Admission:
     def begin(self, requests: Sequence[Request], now: float, wall_ms: int) -> Ticket | Rejected:
         """Count `requests` (of one tier) as in flight and return their ticket, or return why they are refused.
 
-        Checks only what this gateway itself knows. After a ticket, the caller puts the requests into the queue and
-        passes the reply to `Ticket.settle`, or calls `forget` for each request.
+        This check uses only data of this gateway. If it returns a ticket, the caller puts the requests into the queue
+        and passes the reply to `Ticket.settle`, or calls `forget` for each request.
         """
         tier = self._tiers.tiers.get(requests[0].tier)
         if tier is None:
@@ -166,7 +166,9 @@ class Admission:
         return self._refuse(tier, forecast, own)
 
     def _refuse(self, tier: Tier, forecast: Forecast, ahead: Backlog) -> Rejected:
-        """Return the rejection of requests that would wait behind the work `ahead`. An interactive tier closes."""
+        """Return the rejection of requests that would wait behind the work `ahead`. If the tier is interactive, close
+        it.
+        """
         predicted_s = forecast.seconds(ahead)
         if not tier.is_interactive:
             return rejection.too_late(tier, predicted_s, forecast.target_s, forecast.own_s)

@@ -18,7 +18,7 @@ MAX_CACHED_SHARE = 0.95  # upper bound of the cached share, because the next pro
 
 @dataclass(slots=True)
 class _Share:
-    """A part of a whole, as sums over recent requests. Only `InFlight` changes it."""
+    """A share, stored as the sums of the part and of the whole over recent requests. Only `InFlight` changes it."""
 
     part: float = 0.0
     whole: float = 0.0
@@ -54,8 +54,8 @@ class InFlight:
     def add(self, requests: Iterable[Request], *, are_passed: bool = False) -> None:
         """Count `requests` as open.
 
-        With `are_passed`, other requests are scheduled before these requests, so their prompts delay no other request
-        and are not counted.
+        If `are_passed` is true, other requests are scheduled before these requests. Their prompts then delay no other
+        request and are not counted.
         """
         for request in requests:
             if request.id in self._requests:

@@ -1,7 +1,7 @@
 """Rejections: why a request is not enqueued, and when the client should try again.
 
 All functions are pure: they read no clock and do no I/O. The time to wait is computed from observed or predicted rates,
-so that there is room for a client that waits for this time.
+so that a client that waits for this time finds room.
 """
 
 import math

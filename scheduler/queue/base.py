@@ -83,7 +83,7 @@ class Queue(Protocol):
     async def claim(self, limits: Mapping[str, int], lease_s: float) -> list[Claimed]:
         """Claim up to `limits[tier]` requests of each tier, under a lease of `lease_s` seconds.
 
-        The tiers are in the order of `limits`. Within a tier, requests are claimed from the earliest to the latest
+        Tiers are served in the order of `limits`. Within a tier, requests are claimed from the earliest to the latest
         deadline.
         """
         ...

@@ -2,8 +2,9 @@
 
 Redis stores a request as an opaque payload with an id, a tier, a deadline and token counts. Every move is one Lua
 script and one round trip; the caller decides what to move. Times come from the injected clock and are arguments of the
-scripts, so that tests of order and leases need not wait. So the clocks of all workers must agree much more closely than
-the length of a lease: a worker whose clock is ahead by more than a lease takes the leases of other workers for expired.
+scripts, so that tests of order and leases need not wait. Therefore the clocks of all workers must agree much more
+closely than the length of a lease: a worker whose clock is ahead by more than a lease regards the leases of other
+workers as expired.
 """
 
 import asyncio

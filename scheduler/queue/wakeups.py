@@ -29,9 +29,10 @@ class Wakeups:
         return taken
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait until something has happened since the last call, and return True; return False after `timeout_s`.
+        """Wait for the next wake-up and return True. Return False after `timeout_s` seconds without a wake-up.
 
-        The timeout uses the injected clock, not the event loop, so that it also works in simulated time.
+        A wake-up that has come since the last call counts too. The timeout uses the injected clock, not the event loop,
+        so that it also works in simulated time.
         """
         if not self._happened.is_set() and timeout_s > 0:
             happened = asyncio.ensure_future(self._happened.wait())

@@ -72,7 +72,7 @@ class TierChanges:
         return await self._store.followers()
 
     async def reload(self) -> Outcome:
-        """Read the file again and put its tiers in force, as `change` does."""
+        """Read the tiers file again and put its tiers in force, as `change` does."""
         return await _logged(self._reload())
 
     async def change(self, content: object, source: str) -> Outcome:
@@ -84,7 +84,7 @@ class TierChanges:
         return await _logged(self._parse(content, source))
 
     async def reload_on_signal(self) -> None:
-        """Reload the file as `reload` does, but only log the outcome and the errors."""
+        """Reload the tiers file as `reload` does, but only log the outcome and the errors."""
         try:
             await self.reload()
         except TierConfigError:

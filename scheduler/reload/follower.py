@@ -1,8 +1,9 @@
 """Makes one process use the tiers that the store has in force, and vote on proposed tiers.
 
-A part (a gateway or worker process) that starts while other parts run takes the tiers that they have in force. The
-first part puts its own file in force. So a change made at run time lasts as long as any part runs. After that, the file
-counts again. Knows documents and votes; the `Subject` uses the tiers, and `coordinator` makes changes.
+A part (a gateway or worker process) that starts while other parts run takes the tiers that are in force. The first part
+puts its own file in force. So a change made at run time lasts as long as any part runs. When all parts have ended, the
+next start uses the file again. Knows documents and votes; the `Subject` uses the tiers, and `coordinator` makes
+changes.
 """
 
 import asyncio

@@ -44,7 +44,7 @@ class Claimer:
         self._is_open = False
 
     async def run(self) -> None:
-        """Claim requests, and drop cancelled ones, until cancelled."""
+        """Claim requests and drop cancelled requests, until this task is cancelled."""
         work = asyncio.create_task(self._queue.wait_for_work(LISTEN_S))
         room = asyncio.create_task(self._room.wait())
         try:

@@ -24,8 +24,8 @@ class HeldRequests:
     def accept(self, claimed: Sequence[Claimed]) -> None:
         """Hand claimed requests to the core.
 
-        If evicting bulk sequences from the step in flight lets a claimed request start sooner, and the gain is worth
-        the lost work, evict these sequences.
+        Also evict bulk sequences from the step in flight, if this lets a claimed request start sooner and is worth the
+        lost work.
         """
         now = self._clock.now()
         self._core.accept(claimed, now, self._clock.wall_ms())
@@ -43,6 +43,6 @@ class HeldRequests:
             self.changed.set()
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Remove requests whose leases are lost: they are left to other workers."""
+        """Remove requests whose leases this worker has lost."""
         if self._core.release(request_ids):
             self.changed.set()

@@ -34,7 +34,10 @@ class LeaseKeeper:
         self._worker_id = worker_id
 
     async def run(self) -> None:
-        """Until cancelled, repeat: renew the leases, drop requests of missing gateways, requeue expired requests."""
+        """Keep the leases until this task is cancelled.
+
+        Each round renews the leases, drops requests of missing gateways and requeues requests with expired leases.
+        """
         while True:
             await self._clock.sleep(RENEW_S)
             await self._renew()
@@ -42,7 +45,7 @@ class LeaseKeeper:
             await self._queue.requeue_expired()
 
     async def give_back(self, leases: Iterable[Lease] = ()) -> None:
-        """Return all requests that this worker has leased to their places in the queue.
+        """Put all requests that are leased to this worker back into the queue, at their old places.
 
         These are `leases`, the requests that the core still holds, and requests that an interrupted claim or a dead
         process with the same worker id has taken.

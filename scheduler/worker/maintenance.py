@@ -38,7 +38,7 @@ class Maintenance:
         self._clock = clock
 
     async def run(self) -> None:
-        """Run the rounds until cancelled."""
+        """Run the rounds until this task is cancelled."""
         rounds = 0
         while True:
             await self._clock.sleep(UPDATE_S)

@@ -58,7 +58,7 @@ class StepEntry:
 
 
 class StepLogError(Exception):
-    """The error that the step log cannot be written. The message is a sentence for the user."""
+    """The step log cannot be written. The message is a sentence for the user."""
 
 
 class StepLog(Protocol):
