@@ -150,7 +150,7 @@ class Announced:
     async def is_there(self) -> bool:
         """Return whether the worker is announced. Errors of the store's client are raised."""
         if not self._is_forgotten:
-            await self._withdraw()  # a live worker announces itself again within a second or so
+            await self._withdraw()  # if the worker is alive, it announces itself again within about a second
         return any(w.worker_id == self._worker_id for w in await self._registry.workers())
 
     async def _withdraw(self) -> None:

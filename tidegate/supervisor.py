@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 EX_CONFIG = 78  # <sysexits.h>: the part cannot start, and another attempt will not help
 EXIT_FAILED = 1
-MAX_FAILED_STARTS = 5  # starts of a part that was never ready, after which it is given up
+MAX_FAILED_STARTS = 5  # number of starts after which a part that was never ready is given up
 FIRST_BACKOFF_S = 0.2  # seconds between a part's end and its restart; doubles with each restart
 MAX_BACKOFF_S = 5.0
 MAX_DOUBLINGS = 16  # keeps 2**restarts within a float; the bound above is reached much earlier
@@ -52,11 +52,11 @@ class Part:
     stage: Stage
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)  # added to the supervisor's environment
-    # Returns True when the part can serve; None: the part is ready after `SETTLED_S`
+    # Returns True when the part can serve. None: the part counts as ready after `SETTLED_S`.
     ready: Callable[[], Awaitable[bool]] | None = None
     before_start: Callable[[], Awaitable[None]] | None = None  # called before each start
     pass_fds: tuple[int, ...] = ()
-    hint: str = ""  # logged when the part is given up: where to look for the reason
+    hint: str = ""  # logged when the part is given up; it says where to look for the reason
     reloads: bool = False  # True: SIGHUP is passed on to the process, which then reads its files again
 
 
@@ -140,7 +140,7 @@ class _Keeper:
         self._give_up = give_up
         self._stopping = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
-        # Exit code of the process that was asked to stop; None: no process was asked
+        # Exit code of the process that was asked to stop; None: no process was asked to.
         self._last_code: int | None = None
         self._task: asyncio.Task[None] | None = None
         self._probe_failed = False  # True: the last probe failed; a failure is logged once, not twenty times per second
@@ -202,7 +202,7 @@ class _Keeper:
             num_restarts += 1
 
     def _is_hopeless(self, code: int, failed_starts: int) -> bool:
-        """Give the part up if it was never ready and cannot start. Return whether it is given up.
+        """Give the part up if it was never ready and cannot start. Return whether it was given up.
 
         A part that was ready before is not given up: an exit code 78 after that has a temporary cause, such as GPU
         memory that is not free again yet.
@@ -243,7 +243,7 @@ class _Keeper:
             preexec_fn=_in_child(),
         )
         log.info("started", part=self.part.name, pid=self._process.pid)
-        if self._stopping.is_set():  # asked to stop while the process was being started
+        if self._stopping.is_set():  # the keeper was asked to stop while the process was being started
             self._terminate()
         async with asyncio.TaskGroup() as group:
             probing = group.create_task(self._probe())

@@ -166,8 +166,9 @@ class Admission:
         return self._refuse(tier, forecast, own)
 
     def _refuse(self, tier: Tier, forecast: Forecast, ahead: Backlog) -> Rejected:
-        """Return the rejection of requests that would wait behind the work `ahead`. If the tier is interactive, close
-        it.
+        """Return the rejection of requests that would wait behind the work `ahead`.
+
+        If the tier is interactive, close it.
         """
         predicted_s = forecast.seconds(ahead)
         if not tier.is_interactive:

@@ -24,7 +24,7 @@ from scheduler.request import EventKind, Request, TokenEvent
 log = structlog.get_logger()
 
 REFRESH_S = 1.0  # seconds between two reads of the list of live workers
-CHECK_EVERY = 3  # refreshes between two checks for lost requests; the second check after the loss fails the request
+CHECK_EVERY = 3  # number of refreshes between two checks; a lost request is failed at the second check after its loss
 # Requests are still accepted for this many seconds after the last worker was seen, because it may be restarting.
 WORKER_GRACE_S = 20.0
 
@@ -181,7 +181,7 @@ class SchedulerClient:
         async def withdraw() -> None:
             try:
                 await self._queue.cancel(request_ids)
-            except Exception as error:  # the store is unreachable; this is probably why the `put` was interrupted
+            except Exception as error:  # the store is unreachable, as it probably was during the `put`
                 log.warning("requests not withdrawn", error=str(error))
 
         task = asyncio.create_task(withdraw())

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from scheduler.request import Delivery, EventKind, Request, TokenEvent
 
-# Each newer request multiplies the weight of the older requests by this factor: averages cover about 64 requests.
+# Each newer request multiplies the weight of the older requests by this factor. The averages thus cover about 64
+# requests.
 DECAY = 63 / 64
-MIN_SAMPLES = 8  # number of requests before a share is used
+MIN_SAMPLES = 8  # minimum number of requests before a share is used
 MAX_CACHED_SHARE = 0.95  # upper bound of the cached share, because the next prompts may be different
 
 

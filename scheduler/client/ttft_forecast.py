@@ -127,8 +127,8 @@ def completion(
 @dataclass(frozen=True, slots=True)
 class _Heartbeat:
     status: WorkerStatus
-    received_s: float  # when this gateway first read it
-    lag_s: float  # its age when it was first read
+    received_s: float  # time at which this gateway first read it
+    lag_s: float  # its age at that time
 
 
 class Heartbeats:

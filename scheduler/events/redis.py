@@ -83,7 +83,7 @@ class RedisEventChannel:
         streams = [keys.events(gateway_id) for gateway_id in self._last_ids]
         self._last_ids.clear()
         if streams:
-            with contextlib.suppress(RedisError):  # the store is unreachable: the TTL removes the streams
+            with contextlib.suppress(RedisError):  # if the store is unreachable, the TTL removes the streams
                 await self._client.delete(*streams)
 
     async def _open(self, client: Redis, gateway_id: str) -> None:

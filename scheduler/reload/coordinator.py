@@ -139,7 +139,7 @@ class TierChanges:
         """
         is_in_force = False
         try:
-            # Another change has just put the same tiers in force
+            # Another change has just put the same tiers in force.
             if (generation := await self._generation_of(tiers)) is not None:
                 return await self._applied(generation, until_s, changed=False)
             against = await self._against(tiers, document, until_s)

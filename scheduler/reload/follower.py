@@ -130,7 +130,7 @@ class TierFollower:
                 await self._clock.sleep(POLL_S)
             elif any(f.part != self.part and f.generation for f in await self._store.followers()):
                 return await self._store.withdraw(document)  # another part was faster
-            else:  # report first, so that the next part to join sees this one
+            else:  # reports before the commit, so that the next part to join sees this part
                 await self._store.report(Follower(self.part, document.generation))
                 await self._store.commit(document)
                 return

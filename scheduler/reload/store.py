@@ -75,7 +75,8 @@ class TierStore:
         generation = await self._client.hincrby(keys.TIERS, "generation", 1)
         document = TierDocument(generation, content, source, now_ms)
         data, ttl_ms = self._encoder.encode(document), int(keys.TIERS_PROPOSED_TTL_S * 1000)
-        # If the first reply was lost, the repeated SET fails because of the first one: then the value is this document.
+        # If the reply to the first SET was lost, the repeated SET fails because of the first one. The value is then
+        # this document.
         is_set = await self._client.set(keys.TIERS_PROPOSED, data, nx=True, px=ttl_ms)
         if not is_set and await self._client.get(keys.TIERS_PROPOSED) != data:
             return None

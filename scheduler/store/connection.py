@@ -22,7 +22,7 @@ CONNECT_TIMEOUT_S = 2.0
 REPLY_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 32  # per process; a command beyond this limit waits for a free connection instead of failing
 HEALTH_CHECK_S = 15  # a connection that was idle for longer is checked with a PING before the next command
-RETRIES = 10  # they last about two seconds if the server refuses connections, which is long enough for its restart
+RETRIES = 10  # they take about two seconds if the server refuses connections, which is long enough for its restart
 # Limit for a command with all its retries. It detects a server that accepts connections but never answers.
 COMMAND_TIMEOUT_S = 6.0
 FIRST_BACKOFF_S = 0.01  # upper bound of the pause after the first failure; it doubles with each further failure

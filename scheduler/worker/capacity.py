@@ -27,8 +27,9 @@ from scheduler.request_state import RequestState, Status
 USED_SHARE_WEIGHT = 0.1  # weight of the newest heartbeat in the average share of engine time that a tier uses
 ENDED_WEIGHT = 1 / 32  # weight of each ended request in the averages over ended requests
 FIRST_PROMPT = 256  # tokens; stands for the average prompt until a request has ended
-MIN_REQUESTS = 8  # requests to be seen before the time that a request keeps its slot is estimated
-# Share of the time that is left to every tier; without it, admission could refuse a tier for ever
+MIN_REQUESTS = 8  # number of requests that must be seen before the time that a request keeps its slot is estimated
+# The smallest share of the time that counts as left to a tier. With a smaller one, admission could refuse the tier for
+# ever.
 MIN_SHARE_LEFT = 0.02
 
 

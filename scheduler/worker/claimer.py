@@ -18,7 +18,8 @@ from scheduler.worker.leases import LEASE_S
 # `YIELD_S` seconds, and `YIELD_S` more for each interactive request that it holds, but at most `MAX_YIELD_S`.
 YIELD_S = 0.0005
 MAX_YIELD_S = 0.01  # seconds
-# Seconds to wait for a wake-up from the queue. Then the worker claims without one, because a wake-up may be lost.
+# Maximum seconds to wait for a wake-up from the queue. After them, the worker claims without a wake-up, because one may
+# have been lost.
 LISTEN_S = 0.5
 
 

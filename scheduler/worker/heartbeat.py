@@ -54,7 +54,7 @@ class Heartbeat:
         self._clock = clock
         self._capacity = CapacityEstimator(engine)
         self._finished: Counter[str] = Counter()  # number of finished requests by tier, since the last heartbeat
-        self._finished_per_s: dict[str, Ewma] = {}  # by tier
+        self._finished_per_s: dict[str, Ewma] = {}  # average rate of finished requests, by tier
         self._last_s: float | None = None
         self.is_alone = True  # True: no other worker was alive at the last heartbeat
 

@@ -57,7 +57,7 @@ class LeaseKeeper:
         """Renew all leases. Remove the requests whose leases are lost."""
         leases = self._leases()
         kept = await self._queue.renew(leases, LEASE_S) if leases else []
-        held = set(self._leases())  # excludes the old leases of requests that were claimed again meanwhile
+        held = set(self._leases())  # without the old leases of requests that were claimed again meanwhile
         lost = [lease for lease, is_kept in zip(leases, kept, strict=True) if not is_kept]
         self._held.release([lease.request_id for lease in lost if lease in held])
 

@@ -111,7 +111,7 @@ class _WarmUpSteps:
 
     def _new(self, length: int, number: int = 0) -> NewSequence:
         seq_id = f"warm-up-{len(self._lengths) + number}"
-        # Each sequence has its own salt, so that its prefill cannot be skipped by means of a prefix cache.
+        # Each sequence has its own salt, so that it finds nothing in a prefix cache and its prefill is computed.
         return NewSequence(seq_id, (1,) * length, PLAIN_SAMPLING, cache_salt=seq_id)
 
     def _plan(
