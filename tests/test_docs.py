@@ -213,7 +213,6 @@ def main_of(program: str, command: str) -> Callable[[list[str]], Any]:
 
 @pytest.mark.parametrize(("program", "line"), invocations())
 def test_commands_and_their_flags_exist(program: str, line: str) -> None:
-    module = PROGRAMS[program]
     found = invocation(line)
     assert found is not None
     command, flags = _command_and_flags(program, found[1])

@@ -1,4 +1,4 @@
-"""Tasks started by signal handlers, which cannot wait for them. They end with the process that serves."""
+"""Background tasks for signal handlers, which cannot wait for them. The tasks end when the process stops serving."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -7,7 +7,7 @@ from typing import Any, Self
 
 
 class Background:
-    """Use as `async with`. Tasks that still run at the end of the block are cancelled."""
+    """A set of background tasks. Use it as `async with`: tasks that still run at the end of the block are cancelled."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

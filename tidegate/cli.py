@@ -1,4 +1,7 @@
-"""The command `tidegate`: reads a command's settings and runs it. Heavy imports wait until a command is chosen."""
+"""The command `tidegate`: reads the settings of a subcommand and runs it.
+
+Heavy modules are imported only after a subcommand is chosen.
+"""
 
 import os
 import sys
@@ -45,7 +48,10 @@ the file.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. Exits with the command's code, or with 130 after a Ctrl-C that the command does not handle."""
+    """Run the subcommand in `arguments` (default: the command line).
+
+    Exits with the subcommand's code, or with 130 after a Ctrl-C that the subcommand does not handle.
+    """
     args = list(sys.argv[1:] if arguments is None else arguments)
     if not args or args[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -107,7 +113,10 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def _load(kind: type[S], command: str, args: list[str]) -> S:
-    """Read settings from flags, environment and file. Mistakes end the program with one line for each."""
+    """Return the settings from flags, environment and file.
+
+    If settings are invalid, print one line for each mistake and end the program.
+    """
     try:
         args = _take_config(args)
         named = type(
@@ -127,7 +136,10 @@ def _load(kind: type[S], command: str, args: list[str]) -> S:
 
 
 def _take_config(args: list[str]) -> list[str]:
-    """Remove `--config FILE` and put it into the environment, where child processes find it as well."""
+    """Return `args` without `--config FILE`. FILE is put into the environment, where child processes find it as well.
+
+    Raises `SettingsError` if FILE is missing or invalid.
+    """
     rest: list[str] = []
     items = iter(args)
     for item in items:
@@ -144,7 +156,7 @@ def _take_config(args: list[str]) -> list[str]:
 
 
 def _joined_lists(args: list[str]) -> list[str]:
-    """`--served-model-name a b` → `--served-model-name a,b`."""
+    """Join the names after `--served-model-name` with commas: `a b` → `a,b`. All other arguments stay as they are."""
     joined: list[str] = []
     in_names = False
     for item in args:

@@ -1,7 +1,7 @@
 """`tidegate demo`: start everything on free ports, ask questions, run bulk requests beside chat, print a table.
 
-Starts `tidegate serve` as a user would and uses the official openai client. Knows nothing of Tidegate's internals.
-Everything it starts ends with it.
+Starts `tidegate serve` as a user would, and uses the official openai client. Knows nothing of Tidegate's internals. All
+processes that the demo starts end with it.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from tidegate.process import dies_with_parent
 from tidegate.settings import DEMO_MODEL, CommonSettings, DemoSettings
 
 START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 45.0  # longer than the default drain of 30 s
-BULK_STREAMS = 32  # bulk requests at any time
+STOP_TIMEOUT_S = 45.0  # seconds; longer than the default drain of 30 s
+BULK_STREAMS = 32  # number of bulk requests in flight at any time
 QUESTIONS = ("What is Tidegate?", "What does flex mean?", "How much is 17 + 25?", "Repeat: k7Qz-09ab")
 
 
 class DemoError(Exception):
-    """The message is one sentence for the user."""
+    """An error of the demo. The message is one sentence for the user."""
 
 
 def run_demo(settings: DemoSettings) -> int:
@@ -46,7 +46,7 @@ def run_demo(settings: DemoSettings) -> int:
 
 @contextmanager
 def serving(settings: CommonSettings) -> Iterator[str]:
-    """Run `tidegate serve` with these settings on a free port and an empty data directory. Yields its base URL."""
+    """Run `tidegate serve` with `settings` on a free port and an empty data directory. Yield its base URL."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     flags = settings.model_copy(update={"log_level": "warning"}).flags(CommonSettings)
@@ -104,7 +104,7 @@ async def _ask(client: AsyncOpenAI, model: str, question: str) -> str:
 
 
 async def _first_tokens(client: AsyncOpenAI, model: str, seconds: float) -> list[float]:
-    """Return the TTFT in seconds of short chats, one after another, at most five per second."""
+    """Return the TTFTs in seconds of short chats, which are sent one after another, at most five per second."""
     until_s = time.monotonic() + seconds
     times = []
     while time.monotonic() < until_s:
@@ -126,7 +126,7 @@ async def _first_tokens(client: AsyncOpenAI, model: str, seconds: float) -> list
 
 
 async def _beside_bulk(client: AsyncOpenAI, model: str, seconds: float) -> tuple[list[float], float]:
-    """Return chat TTFTs beside `BULK_STREAMS` bulk requests, and bulk tokens per second."""
+    """Return the TTFTs of chats while `BULK_STREAMS` bulk requests run, and the bulk tokens per second."""
     numbers = itertools.count()
     produced = [0]
     until_s = time.monotonic() + seconds
@@ -156,7 +156,7 @@ async def _beside_bulk(client: AsyncOpenAI, model: str, seconds: float) -> tuple
 
 
 def table(alone: list[float], beside: list[float], bulk_per_s: float) -> str:
-    """Return the result as text. Raises `DemoError` if a measurement is missing."""
+    """Return the measurements as lines of text. Raises `DemoError` if a measurement is missing."""
     if not alone or not beside:
         raise DemoError("no chat got a first token: there is nothing to compare")
     a, b = median(alone) * 1000, median(beside) * 1000

@@ -1,6 +1,7 @@
 """The gateway process: runs the app under uvicorn until a signal drains it.
 
-Exit codes: 0 after a drain; 78 if it cannot start (an invalid tiers or keys file, a port in use); 1 after an error.
+Exit codes: 0 after a drain; 78 if it cannot start (an invalid tiers or keys file, a port in use); 1 after another
+error.
 """
 
 import asyncio
@@ -47,25 +48,25 @@ from tidegate.supervisor import EX_CONFIG
 log = structlog.get_logger()
 
 BACKLOG = 2048  # connections that the kernel queues: enough for a burst of clients
-MIN_DRAIN_S = 1  # for uvicorn, which takes whole seconds
-LAST_WORDS_S = 1.0  # for the errors of unfinished requests to reach their clients
+MIN_DRAIN_S = 1  # seconds; uvicorn takes only whole seconds
+LAST_WORDS_S = 1.0  # seconds for the errors of unfinished requests to reach their clients
 SHUTTING_DOWN = "The server is shutting down."
 
 
 class CannotListen(Exception):
-    """The message is one sentence for the operator."""
+    """The gateway cannot listen on its address. The message is one sentence for the operator."""
 
 
 class NoTokenizer(Exception):
-    """The message is one sentence for the operator."""
+    """No tokenizer can be loaded for the model. The message is one sentence for the operator."""
 
 
 class BadSamplingDefaults(Exception):
-    """The message is one sentence for the operator."""
+    """The sampling defaults of the model cannot be used. The message is one sentence for the operator."""
 
 
 def run_gateway(settings: GatewaySettings) -> int:
-    """Serve until SIGTERM or SIGINT. Return the exit code."""
+    """Run the gateway until SIGTERM or SIGINT. Return the exit code."""
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they would be a second series beside every counter
     ignore_hangup()
     try:
@@ -85,7 +86,7 @@ def run_gateway(settings: GatewaySettings) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises `CannotListen`."""
+    """Return a listening socket. Raises `CannotListen` if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -94,7 +95,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock: Clock, part: str) -> FastAPI:
-    """Build the app with everything it uses. `part` is the name of this process in the store."""
+    """Return the app with everything that it uses. `part` is the name of this process in the store."""
     gateway_id = secrets.token_hex(8)
     queue = RedisQueue(redis, clock)
     client = SchedulerClient(
@@ -134,7 +135,10 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
 
 
 def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
-    """Return the model's tokenizer, or the demo model's for dummy weights without one. Raises `NoTokenizer`."""
+    """Return the model's tokenizer. Raises `NoTokenizer` if it cannot be loaded.
+
+    If it cannot be loaded and the model's weights are dummies, return the tokenizer of the demo model instead.
+    """
     try:
         return Tokenizer.load(settings.model_path)
     except (OSError, ValueError) as error:
@@ -145,7 +149,10 @@ def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
 
 
 def load_sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
-    """Return the sampling defaults that the settings choose. Raises `BadSamplingDefaults`."""
+    """Return the sampling defaults that the settings choose.
+
+    Raises `BadSamplingDefaults` if the settings choose the model's defaults and these are invalid.
+    """
     if settings.sampling_defaults == "openai":
         return SamplingDefaults()
     try:
@@ -187,7 +194,10 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, which would end a drained process by the signal, not with exit code 0."""
+    """A uvicorn server without signal handling.
+
+    uvicorn's own signal handling would end a drained process by the signal, not with exit code 0.
+    """
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -197,8 +207,9 @@ class _Server(uvicorn.Server):
 class _Shutdown:
     """The handler of stop signals.
 
-    The first signal starts the drain: new requests are refused, and open ones may finish. Shortly before uvicorn closes
-    their connections, requests that are still open get an error. A second signal does that at once.
+    The first signal starts the drain: new requests are refused, and open requests may finish. Requests that are still
+    open shortly before uvicorn closes their connections get an error. A second signal sends these errors and closes the
+    connections without waiting for the end of the drain.
     """
 
     def __init__(self, server: uvicorn.Server, client: SchedulerClient) -> None:
@@ -217,7 +228,7 @@ class _Shutdown:
         loop.call_later(max(0.0, drain_s - LAST_WORDS_S), self._client.fail_open, SHUTTING_DOWN)
 
     def _cut_off(self) -> None:
-        """Cancel all open requests, as uvicorn does at the end of its drain."""
+        """Cancel the tasks of all open requests, as uvicorn does at the end of its drain."""
         for task in self._server.server_state.tasks:
             task.cancel()
 

@@ -1,6 +1,6 @@
 """Logging for all processes: structlog, one JSON object per line on stderr (or a console format for people).
 
-Records of other libraries (uvicorn, transformers) are formatted in the same way. No caller passes prompt text to a log.
+Records of other libraries (uvicorn, transformers) get the same format. No caller passes prompt text to a log.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Helpers for processes: children that end with this process, signals, process names, exit codes.
 
-On Linux, a child ends with this process, whatever ends it (`PR_SET_PDEATHSIG`). On other systems, only a clean exit of
-this process ends its children.
+On Linux, children are killed when this process ends for any reason (`PR_SET_PDEATHSIG`). On other systems, children end
+only if this process exits cleanly.
 """
 
 import asyncio
@@ -17,10 +17,11 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def dies_with_parent() -> Callable[[], None]:
-    """Return a `preexec_fn` that lets the child get SIGKILL when this process ends.
+    """Return a `preexec_fn` that makes the kernel kill the child when this process ends.
 
-    The kernel sends it when the *thread* that started the child ends, so start children from the main thread. All
-    look-ups happen here, before the fork: between fork and exec, only system calls are safe.
+    The kernel sends SIGKILL when the *thread* that started the child ends, so start children from the main thread. All
+    look-ups happen before the fork, because only system calls are safe between fork and exec. On systems other than
+    Linux, the returned function does nothing.
     """
     if not sys.platform.startswith("linux"):
         return lambda: None
@@ -36,15 +37,15 @@ def dies_with_parent() -> Callable[[], None]:
 
 
 def ignore_hangup() -> None:
-    """Ignore SIGHUP until `hangup_calls`. Without a handler, it would end the process."""
+    """Ignore SIGHUP until `hangup_calls` sets a handler. By default, SIGHUP would end the process."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def hangup_calls(reload: Callable[[], None], stop: Callable[[], None]) -> Iterator[None]:
-    """Within the block, SIGHUP calls `reload`, or `stop` if the terminal was closed. After it, SIGHUP is ignored.
+    """Let SIGHUP call `reload` within the block, or `stop` if the terminal was closed.
 
-    For the main thread, in a running loop.
+    After the block, SIGHUP is ignored. Use it in the main thread, in a running event loop.
     """
     loop = asyncio.get_running_loop()
     had_terminal = os.isatty(0)
@@ -63,7 +64,7 @@ def hangup_calls(reload: Callable[[], None], stop: Callable[[], None]) -> Iterat
 
 @contextlib.contextmanager
 def signals_call(stop: Callable[[], None]) -> Iterator[None]:
-    """Within the block, SIGINT and SIGTERM call `stop`. For the main thread, in a running loop."""
+    """Let SIGINT and SIGTERM call `stop` within the block. Use it in the main thread, in a running event loop."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
@@ -85,7 +86,7 @@ def gateway_name(port: int) -> str:
 
 
 def exit_text(code: int | None) -> str:
-    """Return an exit code as text. Negative codes are signals."""
+    """Return an exit code as text. A negative code means that a signal has ended the process."""
     if code is not None and code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"code {code}"

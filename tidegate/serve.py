@@ -1,6 +1,6 @@
 """`tidegate serve`: a store, a worker and a gateway on one machine, under one supervisor.
 
-Starts the same commands that are used on several machines, and passes them the URL of the store.
+Starts the same commands as a deployment on several machines does, and passes them the URL of the store.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from tidegate.valkey import EmbeddedValkey, ValkeyError
 
 log = structlog.get_logger()
 
-REACH_TIMEOUT_S = 5.0  # for an external store to answer, before anything starts
-FORGET_TIMEOUT_S = 2.0  # for removing what a killed process has left in the store
+REACH_TIMEOUT_S = 5.0  # seconds for an external store to answer, before anything starts
+FORGET_TIMEOUT_S = 2.0  # seconds for removing the data that a killed process has left in the store
 
 
 class CannotServe(Exception):
-    """The message is one sentence for the operator."""
+    """The server cannot start. The message is one sentence for the operator."""
 
 
 def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Return the exit code."""
+    """Run the server until SIGTERM or SIGINT. Return the exit code."""
     with contextlib.ExitStack() as cleanup:
         try:
             load_tiers(settings.tiers_path)
@@ -55,10 +55,11 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
 
 
 def with_address(settings: ServeSettings) -> ServeSettings:
-    """Replace port 0 by a free port, and name the worker after host and port.
+    """Return the settings with a definite port and worker id.
 
-    The name is the same at the next start, so that the worker takes over the requests that it left. It differs from the
-    names of other `serve` processes on the same store.
+    Port 0 is replaced by a free port. If no worker id is set, it is made of the host name and the port. This id is the
+    same at the next start, so that the worker takes over the requests that it left. It differs from the ids of other
+    `serve` processes on the same store.
     """
     port = settings.port or _free_port(settings.host)
     worker_id = settings.worker_id or f"{socket.gethostname()}-{port}"
@@ -76,7 +77,7 @@ def _free_port(host: str) -> int:
 
 
 async def _reach(redis_url: str) -> None:
-    """Raise `CannotServe` if the store does not answer. At the start, that may mean a wrong URL."""
+    """Raise `CannotServe` if the store does not answer. At the start, the reason may be a wrong URL."""
     try:
         async with asyncio.timeout(REACH_TIMEOUT_S), connection.connect(redis_url) as client:
             await client.ping()
@@ -113,9 +114,10 @@ def _gateway(settings: ServeSettings, client: Redis) -> Part:
 
 
 async def _forget_follower(client: Redis, part: str) -> None:
-    """Remove a killed part's report, or its next process would take it for a live part that has tiers in force.
+    """Remove a killed part's report from the store.
 
-    If the store is unreachable, the report expires by itself.
+    Otherwise, processes that start now would take it for the report of a live part that has tiers in force. If the
+    store is unreachable, the report expires by itself.
     """
     with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
         async with asyncio.timeout(FORGET_TIMEOUT_S):
@@ -127,10 +129,10 @@ def _command(name: str, settings: ServeSettings, kind: type[CommonSettings]) -> 
 
 
 class Announced:
-    """Tells whether the worker has announced itself, which it does when its engine is ready.
+    """A probe that tells whether the worker has announced itself, which it does when its engine is ready.
 
-    The announcement of a killed worker is withdrawn first. Otherwise gateways and this probe would take it for that of
-    the new worker for some seconds.
+    The announcement of a killed worker is withdrawn first. Otherwise, gateways and this probe would take it for the
+    announcement of the new worker for some seconds.
     """
 
     def __init__(self, registry: RedisWorkerRegistry, worker_id: str) -> None:
@@ -139,16 +141,16 @@ class Announced:
         self._is_forgotten = False
 
     async def forget(self) -> None:
-        """Withdraw an old announcement. If the store is unreachable, `is_there` does it later."""
+        """Withdraw an old announcement. If the store is unreachable, `is_there` withdraws it later."""
         self._is_forgotten = False
         with contextlib.suppress(RedisError, OSError):
             async with asyncio.timeout(FORGET_TIMEOUT_S):
                 await self._withdraw()
 
     async def is_there(self) -> bool:
-        """Return whether the worker is announced. Raises the errors of the store's client."""
+        """Return whether the worker is announced. Errors of the store's client are raised."""
         if not self._is_forgotten:
-            await self._withdraw()  # a live worker announces itself again within a second or so
+            await self._withdraw()  # if the worker is alive, it announces itself again within about a second
         return any(w.worker_id == self._worker_id for w in await self._registry.workers())
 
     async def _withdraw(self) -> None:
@@ -158,7 +160,10 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class _Answering:
-    """Tells whether the gateway answers `GET /health`. It accepts connections before it is ready to answer."""
+    """A probe that tells whether the gateway answers `GET /health`.
+
+    The gateway accepts connections before it is ready to answer.
+    """
 
     host: str
     port: int

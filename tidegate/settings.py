@@ -1,6 +1,7 @@
-"""The settings of each command: by flag, by environment (`TIDEGATE_*`) or in a YAML file, in that order of precedence.
+"""The settings of each command: from flags, environment variables (`TIDEGATE_*`) or a YAML file.
 
-Knows names, types and defaults; starts nothing. The tiers have a file of their own (`scheduler.config`).
+Flags override environment variables, and both override the file. Knows names, types and defaults; starts nothing. The
+tiers have a file of their own (`scheduler.config`).
 """
 
 import os
@@ -29,7 +30,10 @@ class SettingsError(Exception):
 
 
 def shipped_tiers() -> Path:
-    """Return the default tiers.yaml: beside this file in an installed wheel, at the top of a source tree."""
+    """Return the path of the default tiers.yaml.
+
+    In an installed wheel, the file is in the folder of this module. In a source tree, it is in the top folder.
+    """
     here = Path(__file__).resolve().parent
     installed = here / "tiers.yaml"
     return installed if installed.exists() else here.parent / "tiers.yaml"
@@ -106,11 +110,17 @@ class CommonSettings(BaseSettings):
 
     @property
     def secret_env(self) -> dict[str, str]:
-        """Secrets for a child's environment: the store's URL may hold a password, and command lines are public."""
+        """Secrets for the environment of a child process.
+
+        The store's URL may hold a password, and command lines are visible to all users.
+        """
         return {STORE_VARIABLE: self.redis_url} if self.redis_url else {}
 
     def flags(self, kind: "type[CommonSettings]") -> tuple[str, ...]:
-        """Return the settings that `kind` has too, as command line flags for a child process, without `secret_env`."""
+        """Return these settings as command line flags for a child process that reads the settings `kind`.
+
+        Settings that `kind` does not have, and the secrets of `secret_env`, are left out.
+        """
         flags: list[str] = []
         for name in kind.model_fields:
             value = getattr(self, name)
@@ -184,7 +194,10 @@ class DemoSettings(CommonSettings):
 
 
 def check_file(path: Path) -> None:
-    """Raise `SettingsError` for a file with a key that no command has. Otherwise a misspelt key would go unnoticed."""
+    """Raise `SettingsError` if the file cannot be read, or if it has a key that no command has.
+
+    Otherwise, a misspelt key would go unnoticed.
+    """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:

@@ -1,7 +1,7 @@
-"""Keeps the processes of one machine running, and ends them in order: the gateway, the workers, the store.
+"""Keeps the processes of one machine running, and ends them in order: the gateway first, the store last.
 
-Knows processes, signals and exit codes; does not know what the processes do. They inherit stdout and stderr and write
-their own logs there.
+Knows processes, signals and exit codes; does not know what the processes do. The processes inherit stdout and stderr,
+and write their own logs there.
 """
 
 import asyncio
@@ -22,44 +22,48 @@ log = structlog.get_logger()
 
 EX_CONFIG = 78  # <sysexits.h>: the part cannot start, and another attempt will not help
 EXIT_FAILED = 1
-MAX_FAILED_STARTS = 5  # without ever having been ready
-FIRST_BACKOFF_S = 0.2  # between a part's end and its restart; doubles with each restart
+MAX_FAILED_STARTS = 5  # number of starts after which a part that was never ready is given up
+FIRST_BACKOFF_S = 0.2  # seconds between a part's end and its restart; doubles with each restart
 MAX_BACKOFF_S = 5.0
 MAX_DOUBLINGS = 16  # keeps 2**restarts within a float; the bound above is reached much earlier
-SETTLED_S = 30.0  # a part that ran for this long has started well: its backoff begins anew
-PROBE_INTERVAL_S = 0.05  # between two checks whether a part is ready
-DRAIN_S = 30.0  # for running requests to finish
-FAILED_DRAIN_S = 5.0  # the same after a part was given up: requests can hardly finish then
-KILL_GRACE_S = 10.0  # for a part to end by itself after its drain: it cancels what still runs, and cleans up
+SETTLED_S = 30.0  # seconds; a part that ran for this long has started well, so its backoff begins anew
+PROBE_INTERVAL_S = 0.05  # seconds between two checks whether a part is ready
+DRAIN_S = 30.0  # seconds for running requests to finish
+FAILED_DRAIN_S = 5.0  # seconds; the same after a part was given up, because requests can hardly finish then
+KILL_GRACE_S = 10.0  # seconds for a part to end after its drain: it cancels the remaining work and cleans up
 
 
 class Stage(IntEnum):
-    """Parts start in this order and stop in the reverse order. Parts of one stage start and stop together."""
+    """The stage of a part. The store starts first, and then all other parts together.
 
-    STORE = 0  # ready before anything else starts
+    Parts stop in the reverse order of the stages. Parts of one stage stop together.
+    """
+
+    STORE = 0  # must be ready before anything else starts
     WORKER = 1
-    GATEWAY = 2  # stops first: it admits nothing more, while the workers finish what runs
+    GATEWAY = 2  # stops first: it admits no more requests while the workers finish the running ones
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A process to keep running. SIGTERM asks it to drain, a second SIGTERM to end now."""
+    """A process to keep running. SIGTERM asks it to drain, and a second SIGTERM asks it to end at once."""
 
     name: str
     stage: Stage
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)  # added to the supervisor's environment
-    ready: Callable[[], Awaitable[bool]] | None = None  # True once it can serve; None: ready after `SETTLED_S`
+    # Returns True when the part can serve. None: the part counts as ready after `SETTLED_S`.
+    ready: Callable[[], Awaitable[bool]] | None = None
     before_start: Callable[[], Awaitable[None]] | None = None  # called before each start
     pass_fds: tuple[int, ...] = ()
-    hint: str = ""  # logged when the part is given up: where to look for the reason
-    reloads: bool = False  # SIGHUP is passed on to it, and makes it read its files again
+    hint: str = ""  # logged when the part is given up; it says where to look for the reason
+    reloads: bool = False  # True: SIGHUP is passed on to the process, which then reads its files again
 
 
 class Supervisor:
-    """Runs parts until a signal, `stop()`, or a part that cannot be kept running.
+    """Runs parts until a signal arrives, `stop()` is called, or a part cannot be kept running.
 
-    Call `run` once per object, in the main thread.
+    Call `run` only once per object, in the main thread.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class Supervisor:
         drain_s: float = DRAIN_S,
         on_ready: Callable[[], None] | None = None,
     ) -> None:
-        """`drain_s`: seconds that the drain of a part may take. `on_ready` is called once, when every part is ready."""
+        """`drain_s` is the maximum duration of a part's drain. `on_ready` is called once, when every part is ready."""
         self._keepers = [_Keeper(part, self._give_up) for part in parts]
         self._drain_s = drain_s
         self._on_ready = on_ready
@@ -78,7 +82,7 @@ class Supervisor:
         self._exit_code = 0
 
     def stop(self) -> None:
-        """Drain and end. A second call kills all parts at once."""
+        """Drain all parts and end. A second call kills all parts at once."""
         if self._stopping.is_set():
             self._killing.set()
         self._stopping.set()
@@ -90,8 +94,8 @@ class Supervisor:
     async def run(self) -> int:
         """Run until the end. Return the exit code.
 
-        0 after a clean drain; 78 if a part ended with 78 before it was ever ready; otherwise 1 (a part kept dying, had
-        to be killed, or ended its drain with an error).
+        The code is 0 after a clean drain, and 78 if a part ended with 78 before it was ever ready. Otherwise it is 1: a
+        part kept dying, had to be killed, or ended its drain with an error.
         """
         with signals_call(self.stop), hangup_calls(self.reload, self.stop):
             starting = asyncio.create_task(self._start())
@@ -102,7 +106,7 @@ class Supervisor:
         return self._exit_code
 
     async def _start(self) -> None:
-        """Start the store, and everything else together once the store is ready."""
+        """Start the store. When it is ready, start all other parts together, and wait until they are ready."""
         for is_store in (True, False):
             keepers = [k for k in self._keepers if (k.part.stage is Stage.STORE) is is_store]
             for keeper in keepers:
@@ -113,7 +117,7 @@ class Supervisor:
             self._on_ready()
 
     async def _end(self, drain_s: float) -> None:
-        """Stop stage by stage, the gateway first. Parts of the other stages are kept running meanwhile."""
+        """Stop the parts stage by stage, the gateway first. Parts of the other stages are kept running meanwhile."""
         log.info("stopping", drain_s=drain_s)
         for stage in reversed(Stage):
             keepers = [k for k in self._keepers if k.part.stage is stage]
@@ -128,17 +132,18 @@ class Supervisor:
 
 
 class _Keeper:
-    """Keeps one part running: starts its process again whenever it ends without being asked to. Owns the process."""
+    """Keeps one part running: starts its process again when it ends although it was not asked to. Owns the process."""
 
     def __init__(self, part: Part, give_up: Callable[[Part, int, str], None]) -> None:
         self.part = part
-        self.ready = asyncio.Event()  # set when the part was ready once, and never cleared
+        self.ready = asyncio.Event()  # set when the part was ready for the first time; never cleared
         self._give_up = give_up
         self._stopping = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
-        self._last_code: int | None = None  # exit code of the process that was asked to stop; None: none was
+        # Exit code of the process that was asked to stop; None: no process was asked to.
+        self._last_code: int | None = None
         self._task: asyncio.Task[None] | None = None
-        self._probe_failed = False  # at the last probe: logged once, not twenty times per second
+        self._probe_failed = False  # True: the last probe failed; a failure is logged once, not twenty times per second
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep(), name=f"keep-{self.part.name}")
@@ -148,9 +153,10 @@ class _Keeper:
             self._signal(signal.SIGHUP)
 
     async def stop(self, drain_s: float, killing: asyncio.Event) -> bool:
-        """Send SIGTERM, again after `drain_s`, and SIGKILL `KILL_GRACE_S` later or when `killing` is set.
+        """Send SIGTERM, and a second SIGTERM after `drain_s`, so that the process ends.
 
-        Return whether the process ended cleanly.
+        Send SIGKILL if the process has not ended `KILL_GRACE_S` later, or at once when `killing` is set. Return whether
+        the process ended cleanly.
         """
         self._stopping.set()
         if self._task is None:
@@ -173,14 +179,14 @@ class _Keeper:
         return self._last_code in (0, -signal.SIGTERM)
 
     async def _keep(self) -> None:
-        """Start the process again and again, until asked to stop or another start is pointless."""
+        """Start the process again and again, until the keeper is asked to stop or another start is pointless."""
         backoff = ExponentialBackoff(cap=MAX_BACKOFF_S, base=FIRST_BACKOFF_S)
         failed_starts = num_restarts = 0
         while not self._stopping.is_set():
             started_s = asyncio.get_running_loop().time()
             try:
                 code = await self._live()
-            except Exception as error:  # no such program: a mistake in the command line
+            except Exception as error:  # the program does not exist: a mistake in the command line
                 log.exception("part cannot be run", part=self.part.name)
                 self._kill()
                 return self._give_up(self.part, EXIT_FAILED, str(error))
@@ -196,10 +202,10 @@ class _Keeper:
             num_restarts += 1
 
     def _is_hopeless(self, code: int, failed_starts: int) -> bool:
-        """Give up a part that was never ready and cannot start.
+        """Give the part up if it was never ready and cannot start. Return whether it was given up.
 
-        A part that was ready before could start then: its exit code 78 is about the moment, such as a GPU whose memory
-        is not free again yet.
+        A part that was ready before is not given up: an exit code 78 after that has a temporary cause, such as GPU
+        memory that is not free again yet.
         """
         if code == EX_CONFIG and not self.ready.is_set():
             self._give_up(self.part, EX_CONFIG, "it cannot start")
@@ -210,7 +216,7 @@ class _Keeper:
         return True
 
     async def _pause(self, code: int, ran_s: float, backoff_s: float) -> None:
-        """Wait `backoff_s` seconds, or until asked to stop."""
+        """Wait `backoff_s` seconds, or until the keeper is asked to stop."""
         log.warning(
             "a part ended and will be started again",
             part=self.part.name,
@@ -222,7 +228,7 @@ class _Keeper:
             await asyncio.wait_for(self._stopping.wait(), backoff_s)
 
     async def _live(self) -> int:
-        """Start the process and wait for its end. Return the exit code, negative for a signal.
+        """Start the process and wait for its end. Return the exit code; a negative code means a signal.
 
         The process has its own session, so that Ctrl-C in the terminal reaches only the supervisor.
         """
@@ -237,7 +243,7 @@ class _Keeper:
             preexec_fn=_in_child(),
         )
         log.info("started", part=self.part.name, pid=self._process.pid)
-        if self._stopping.is_set():  # asked to stop while the process was being started
+        if self._stopping.is_set():  # the keeper was asked to stop while the process was being started
             self._terminate()
         async with asyncio.TaskGroup() as group:
             probing = group.create_task(self._probe())
@@ -250,7 +256,8 @@ class _Keeper:
             await asyncio.sleep(SETTLED_S)
         else:
             while not await self._is_ready(self.part.ready):
-                # A library below the probe may swallow its cancellation, so the end of the process is checked too.
+                # A library that the probe uses may swallow this task's cancellation, so the end of the process is
+                # checked too.
                 if self._process is None or self._process.returncode is not None:
                     return
                 await asyncio.sleep(PROBE_INTERVAL_S)
@@ -258,7 +265,7 @@ class _Keeper:
         self.ready.set()
 
     async def _is_ready(self, ready: Callable[[], Awaitable[bool]]) -> bool:
-        """Run the probe. An error means "not ready"."""
+        """Return the result of the probe; False if the probe raises an error."""
         try:
             is_ready = await ready()
         except Exception as error:
@@ -278,14 +285,14 @@ class _Keeper:
                 self._process.send_signal(number)
 
     def _kill(self) -> None:
-        """Kill the process with all processes that it may have started."""
+        """Kill the process and all processes that it has started."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _in_child() -> Callable[[], None]:
-    """Return a `preexec_fn`: the child ends with this process, and ignores SIGHUP until it sets a handler."""
+    """Return a `preexec_fn` for a child that ends with this process and ignores SIGHUP until it sets a handler."""
     bind = dies_with_parent()
 
     def prepare() -> None:

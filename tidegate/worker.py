@@ -1,9 +1,9 @@
-"""The worker process: one engine, and a scheduler loop on it until a signal drains it.
+"""The worker process: one engine, and a scheduler loop that uses it until a signal drains the loop.
 
-The engine outlives a loop: when the store is away for a while, the work in progress is lost and the loaded model is
-kept. Exit codes: 0 after a signal; 78 when the engine cannot start (trying again will not help); 1 when something
-broke, so that a supervisor starts a new worker. The new worker requeues the requests that the old one held; without a
-new worker they are requeued when their leases end.
+The engine outlives a loop: if the store is unreachable for a while, the work in progress is lost, but the loaded model
+is kept. Exit codes: 0 after a signal; 78 if the engine cannot start (another attempt will not help); 1 after another
+error, so that a supervisor starts a new worker. The new worker requeues the requests that the old worker held. Without
+a new worker, these requests are requeued when their leases end.
 """
 
 import asyncio
@@ -45,14 +45,14 @@ from tidegate.supervisor import EX_CONFIG
 
 log = structlog.get_logger()
 
-SWITCH_INTERVAL_S = 0.0005  # s; at the default of 5 ms, the engine's thread would wait for the interpreter's lock
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0  # s between two loops; doubles with each failure
-SETTLED_S = 30.0  # s; after a loop that ran for this long, a failure is a new outage
-GIVE_UP_S = 60.0  # s of one outage of the store, after which the worker ends
+SWITCH_INTERVAL_S = 0.0005  # s; with the default of 5 ms, the engine's thread would wait for the interpreter's lock
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0  # s between two loops; the pause doubles with each failure
+SETTLED_S = 30.0  # s; if a loop ran for this long, its failure counts as a new outage
+GIVE_UP_S = 60.0  # s; the worker ends after an outage of the store of this length
 
 
 def run_worker(settings: WorkerSettings) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit code."""
+    """Run the worker until SIGTERM or SIGINT. Return the exit code."""
     disable_created_metrics()  # type: ignore[no-untyped-call]  # else every counter has a second series
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     ignore_hangup()
@@ -123,7 +123,7 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> No
 
 
 class WorkerTiers:
-    """Applies changed tiers to a worker: implements `scheduler.reload.follower.Subject`."""
+    """Applies changed tiers to a worker. Implements `scheduler.reload.follower.Subject`."""
 
     def __init__(self, core: SchedulerCore, metrics: SchedulerMetrics) -> None:
         self._core = core
@@ -131,7 +131,10 @@ class WorkerTiers:
         self._names = {tier.name for tier in core.tiers}
 
     def objection(self, tiers: TierSet) -> str:
-        """Return why the worker cannot take these tiers, or "". A removed tier must have no requests here."""
+        """Return why the worker cannot use `tiers`; an empty string if it can.
+
+        The worker cannot remove a tier whose requests it holds.
+        """
         for name in sorted(self._names - set(tiers.tiers)):
             if held := self._core.count(name):
                 return f"The tier {name!r} cannot be removed: requests of it are under way here ({held})."
@@ -144,7 +147,10 @@ class WorkerTiers:
 
 
 async def teach(engine: Engine, core: SchedulerCore, clock: Clock) -> None:
-    """Run the synthetic first steps. Raise `EngineStartError` if they fail: such an engine will not serve either."""
+    """Run synthetic steps on the engine, from which the core learns how long steps take.
+
+    Raises `EngineStartError` if a step fails, because such an engine could not serve requests either.
+    """
     try:
         await warm_up(engine, core.observe_step_time, clock)
     except (EngineDead, PlanError) as error:
@@ -152,8 +158,11 @@ async def teach(engine: Engine, core: SchedulerCore, clock: Clock) -> None:
 
 
 class Ending:
-    """Ends the current loop on signals. The first signal drains it. After `drain_s`, or at a second signal, the loop
-    stops and its unfinished requests go back to the queue."""
+    """The handler of stop signals: it ends the current loop.
+
+    The first signal drains the loop. After `drain_s` seconds, or at a second signal, the loop stops and its unfinished
+    requests go back to the queue.
+    """
 
     def __init__(self, drain_s: float) -> None:
         self._drain_s = drain_s
@@ -182,8 +191,10 @@ class Ending:
 
 
 async def keep_serving(build: Callable[[], SchedulerLoop], ending: Ending, clock: Clock) -> None:
-    """Run a loop until it has drained. When the store goes away, the loop ends; when the store is back, a new loop on
-    the same engine and core takes over. Raise `RedisError` if that takes more than `GIVE_UP_S`."""
+    """Run a loop until it has drained. If the store stops answering meanwhile, run a new loop when the store is back.
+
+    The new loop uses the same engine and core. Raises `RedisError` if an outage takes more than `GIVE_UP_S`.
+    """
     backoff = ExponentialBackoff(cap=LONGEST_PAUSE_S, base=FIRST_PAUSE_S)
     away_since_s: float | None = None
     num_failures = 0

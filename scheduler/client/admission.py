@@ -1,12 +1,13 @@
-"""Admission control of one gateway: refuse requests whose latency SLO or deadline is predicted to be missed.
+"""Admission control of one gateway: refuses requests that are predicted to miss their latency SLO or deadline.
 
-Owns what this gateway knows of the workers (their heartbeats), of its own requests in flight, and of which tiers are
-closed. An interactive tier closes when a first token is predicted later than the tier's TTFT SLO. It opens again when
-the prediction is below the share `admission.reopen_at` of the SLO. Requests wait only behind their own tier and the
-tiers of higher priority, so bulk work never closes an interactive tier. Where something is not known, nothing is
-refused.
+Keeps the newest heartbeats of the workers, this gateway's own requests in flight, and the set of closed tiers. An
+interactive tier closes when a first token is predicted to come later than the tier's TTFT SLO. The tier opens again
+when the prediction falls below the share `admission.reopen_at` of the SLO. Requests wait only behind requests of their
+own tier and of tiers of higher priority, so bulk work never closes an interactive tier. If the data for a prediction is
+missing, admission refuses no request.
 
-Pure: `now` and the wall clock are arguments. The client asks the queue and passes the queue's reply on.
+The module is pure: `now` and the wall clock are arguments. The client talks to the queue and passes the queue's reply
+to `Ticket.settle`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,21 +23,24 @@ from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.registry.worker_status import TierCapacity, WorkerStatus
 from scheduler.request import Request, TokenEvent
 
-MIN_LEARNED_SHARE = 0.1  # of the SLO: a shorter predicted wait says too little to correct later predictions
+MIN_LEARNED_SHARE = 0.1  # share of the SLO; shorter predicted waits say too little to correct later predictions
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Requests of one tier on their way into the queue. They count as in flight."""
+    """Requests of one tier that are being put into the queue. They count as in flight."""
 
     tier: Tier
     requests: Sequence[Request]
-    forecast: Forecast | None  # None: nothing can or shall be predicted
-    ahead: AheadLimit | None  # how much may wait ahead of them in the queue; None: no limit
+    forecast: Forecast | None  # None: no prediction is possible or wanted
+    ahead: AheadLimit | None  # limit of the work that may wait ahead of `requests` in the queue; None: no limit
     _admission: "Admission" = field(repr=False)
 
     def settle(self, reply: QueueFull | TooFarBehind | None) -> Rejected | None:
-        """Take the queue's reply (None: enqueued). Return why the requests are refused; None if they are not."""
+        """Process the queue's `reply` to the put; None means that the requests are enqueued.
+
+        Return why the requests are refused; None if they are accepted.
+        """
         return self._admission._settle(self, reply)
 
 
@@ -49,7 +53,7 @@ class Admission:
         self.reconfigure(tiers)
 
     def reconfigure(self, tiers: TierSet) -> None:
-        """Use `tiers` from now on. Every tier is open at first, because its SLO may have changed."""
+        """Use `tiers` from now on. All tiers are opened, because their SLOs may have changed."""
         self._tiers = tiers
         order = [tier.name for tier in tiers.by_priority]
         self._above = {name: tuple(order[:n]) for n, name in enumerate(order)}
@@ -61,9 +65,10 @@ class Admission:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def begin(self, requests: Sequence[Request], now: float, wall_ms: int) -> Ticket | Rejected:
-        """Count `requests` (of one tier) as in flight, unless what this gateway knows is reason enough to refuse.
+        """Count `requests` (of one tier) as in flight and return their ticket, or return why they are refused.
 
-        The caller puts them into the queue and passes its reply to `Ticket.settle`, or calls `forget` for each.
+        This check uses only data of this gateway. If it returns a ticket, the caller puts the requests into the queue
+        and passes the reply to `Ticket.settle`, or calls `forget` for each request.
         """
         tier = self._tiers.tiers.get(requests[0].tier)
         if tier is None:
@@ -91,12 +96,12 @@ class Admission:
         return self._refuse(ticket.tier, ticket.forecast, reply.ahead)
 
     def forget(self, request_id: str) -> None:
-        """The request has ended, or it was never enqueued."""
+        """Remove a request that has ended or was never enqueued."""
         self._in_flight.remove(request_id)
         self._correction.forget(request_id)
 
     def on_event(self, event: TokenEvent, now: float) -> None:
-        """Take note of an event of a request of this gateway."""
+        """Process an event of one of this gateway's requests."""
         self._in_flight.on_event(event)
         if event.token_ids:
             self._correction.first_token(event.request_id, now)
@@ -104,15 +109,15 @@ class Admission:
             self._correction.forget(event.request_id)
 
     def on_heartbeat(self, workers: Iterable[WorkerStatus], now: float, wall_ms: int) -> None:
-        """Take note of the newest status of every live worker."""
+        """Store the newest status of every live worker."""
         self._heartbeats.update(workers, now, wall_ms)
 
     # -- predictions -------------------------------------------------------------------------------------------
 
     def predicted_ttft_s(self, tier: Tier, backlogs: Mapping[str, Backlog], now: float) -> float | None:
-        """Predicted TTFT in seconds of a short request that arrives now; None where nothing can be predicted.
+        """Return the predicted TTFT in seconds of a short request that arrives now.
 
-        `backlogs`: what waits in the queue, by tier.
+        None if no prediction is possible. `backlogs` holds the waiting requests and tokens of each tier.
         """
         forecast = self._forecast(tier, (), now, 0) if tier.is_interactive else None
         if forecast is None:
@@ -122,7 +127,7 @@ class Admission:
         return max(forecast.seconds(ahead), forecast.behind_own_requests().seconds(self._own_requests(tier)))
 
     def _forecast(self, tier: Tier, requests: Sequence[Request], now: float, wall_ms: int) -> Forecast | None:
-        """Forecast for `requests` of `tier`; None where nothing can or shall be predicted."""
+        """Return the forecast for `requests` of `tier`; None if no prediction is possible or wanted."""
         capacity = self._heartbeats.capacity(tier.name, now) if tier.admission.predict else None
         if capacity is None:
             return None
@@ -143,21 +148,28 @@ class Admission:
     ) -> Forecast:
         deadline_ms = min(r.deadline_ms for r in requests)
         has_tier_deadline = all(r.deadline_ms >= r.arrival_ms + tier.deadline_ms for r in requests)
-        if not has_tier_deadline:  # an earlier deadline passes all requests due later, also those the workers hold
+        # With an earlier deadline, the requests overtake all requests that are due later, also those that workers hold.
+        if not has_tier_deadline:
             prompt_tokens, output_tokens = self._in_flight.due_by(tier.name, deadline_ms)
             capacity = replace(capacity, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         usage, left_s = self._in_flight.usage(tier.name), (deadline_ms - wall_ms) / 1000
         return completion(requests, capacity, usage, left_s, cap_own_work=has_tier_deadline)
 
     def _check_local(self, tier: Tier, forecast: Forecast) -> Rejected | None:
-        """Refuse if this gateway's own requests in flight are too many already, whatever the last heartbeats say."""
+        """Return why the requests are refused because of this gateway's own requests in flight; None if they are not.
+
+        This check does not depend on the age of the last heartbeats.
+        """
         own, forecast = self._own_requests(tier), forecast.behind_own_requests()
         if not tier.is_interactive or forecast.limit(()).admits(own):
             return None
         return self._refuse(tier, forecast, own)
 
     def _refuse(self, tier: Tier, forecast: Forecast, ahead: Backlog) -> Rejected:
-        """Refuse the requests of `forecast` behind `ahead`. An interactive tier closes."""
+        """Return the rejection of requests that would wait behind the work `ahead`.
+
+        If the tier is interactive, close it.
+        """
         predicted_s = forecast.seconds(ahead)
         if not tier.is_interactive:
             return rejection.too_late(tier, predicted_s, forecast.target_s, forecast.own_s)
@@ -165,7 +177,7 @@ class Admission:
         return rejection.overloaded(tier, predicted_s)
 
     def _expect_first_token(self, tier: Tier, requests: Sequence[Request], forecast: Forecast, now: float) -> None:
-        """Remember the predicted wait, to be compared with the measured one."""
+        """Remember the predicted wait, so that it can be compared with the measured wait."""
         if not (tier.is_interactive and forecast.counts_all_own_work):
             return
         own_s = forecast.behind_own_requests().wait_s(self._own_requests(tier))
@@ -174,6 +186,9 @@ class Admission:
             self._correction.expect(requests[-1].id, tier.name, now, forecast.own_s, wait_s)
 
     def _own_requests(self, tier: Tier) -> Backlog:
-        """Return this gateway's open requests of `tier`, with the prompt tokens ahead that have no first token yet."""
+        """Return the number of this gateway's open requests of `tier`, and the prompt tokens ahead of a new request.
+
+        The tokens are those of all requests of `tier` and of the tiers above that have no first token yet.
+        """
         tokens = self._in_flight.unanswered_tokens((*self._above[tier.name], tier.name))
         return Backlog(self._in_flight.num_open(tier.name), tokens)

@@ -1,7 +1,7 @@
-"""The gateway's side of the scheduler: submit requests, receive their token events, cancel them.
+"""The gateway's client of the scheduler: it submits requests, receives their token events and cancels requests.
 
-Knows the queue, the event channel and the live workers. Does not know HTTP or text. A gateway has exactly one client,
-and the client's id names the event stream that workers reply to.
+Knows the queue, the event channel and the live workers; does not know HTTP or text. A gateway has exactly one client.
+The client's id is the name of the event stream to which workers send the events.
 """
 
 import asyncio
@@ -23,13 +23,14 @@ from scheduler.request import EventKind, Request, TokenEvent
 
 log = structlog.get_logger()
 
-REFRESH_S = 1.0  # between two reads of the list of live workers
-CHECK_EVERY = 3  # refreshes between two checks for lost requests; a lost request fails within two checks
-WORKER_GRACE_S = 20.0  # requests are still accepted this long after the last worker was seen: it may be restarting
+REFRESH_S = 1.0  # seconds between two reads of the list of live workers
+CHECK_EVERY = 3  # number of refreshes between two checks; a lost request is failed at the second check after its loss
+# Requests are still accepted for this many seconds after the last worker was seen, because it may be restarting.
+WORKER_GRACE_S = 20.0
 
 
 class SchedulerClient:
-    """Owns the gateway's event stream and the table of open requests."""
+    """A gateway's connection to the scheduler. Owns the gateway's event stream and the table of open requests."""
 
     def __init__(
         self,
@@ -47,10 +48,11 @@ class SchedulerClient:
         self._clock = clock
         self._admission = Admission(tiers)
         self.gateway_id = gateway_id
-        self._open: dict[str, TokenStream] = {}  # by id of each request without a last event
-        self._being_put: set[str] = set()  # open requests whose `put` has not returned
-        self._missing: set[str] = set()  # open requests that the queue did not know at the last check
-        self._failed_here: list[str] = []  # a worker may still run them: `close` cancels them
+        self._open: dict[str, TokenStream] = {}  # the stream of each request that has had no last event, by request id
+        self._being_put: set[str] = set()  # ids of open requests whose `put` has not returned yet
+        self._missing: set[str] = set()  # ids of open requests that the queue did not know at the last check
+        # Ids of requests ended by `fail_open`. A worker may still run them, so `close` cancels them.
+        self._failed_here: list[str] = []
         self._withdrawals: set[asyncio.Task[None]] = set()
         self._workers: list[WorkerStatus] = []
         self._worker_seen_s: float | None = None
@@ -63,7 +65,7 @@ class SchedulerClient:
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._keep_fresh())]
 
     async def close(self) -> None:
-        """Cancel all open requests and stop listening. Publishing to this gateway fails from now on."""
+        """Cancel all open requests and stop listening. After that, publishing to this gateway fails."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._withdrawals, return_exceptions=True)
@@ -73,7 +75,7 @@ class SchedulerClient:
             await self._events.close()
 
     def drain(self) -> None:
-        """Refuse new requests from now on. Open requests go on."""
+        """Refuse new requests from now on. Open requests continue."""
         self._draining = True
 
     def fail_open(self, message: str) -> None:
@@ -94,7 +96,7 @@ class SchedulerClient:
 
     @property
     def workers(self) -> list[WorkerStatus]:
-        """The workers alive at the last refresh."""
+        """The workers that were alive at the last refresh."""
         return self._workers
 
     @property
@@ -124,13 +126,19 @@ class SchedulerClient:
         return await self._queue.backlogs(list(self._tiers.tiers))
 
     def predicted_ttfts_s(self, backlogs: Mapping[str, Backlog]) -> dict[str, float]:
-        """Return the predicted TTFT in seconds of a short request that arrives now, for each tier that has one."""
+        """Return the predicted TTFT in seconds of a short request that arrives now, by tier.
+
+        Tiers without a prediction are left out.
+        """
         now = self._clock.now()
         predicted = {t.name: self._admission.predicted_ttft_s(t, backlogs, now) for t in self._tiers.tiers.values()}
         return {tier: seconds for tier, seconds in predicted.items() if seconds is not None}
 
     async def submit(self, requests: Sequence[Request]) -> TokenStream | Rejected:
-        """Enqueue `requests` (of one tier), all or none."""
+        """Enqueue all `requests` (of one tier) and return their token stream.
+
+        If the requests are refused, enqueue none of them and return why.
+        """
         if self._draining:
             return rejection.draining()
         if not self._has_engine():
@@ -168,12 +176,12 @@ class SchedulerClient:
             self._admission.forget(request_id)
 
     def _withdraw(self, request_ids: Sequence[str]) -> None:
-        """Cancel, in the background, what an interrupted `put` may have enqueued all the same."""
+        """Cancel requests in the background after an interrupted `put`, which may have enqueued them all the same."""
 
         async def withdraw() -> None:
             try:
                 await self._queue.cancel(request_ids)
-            except Exception as error:  # the store is unreachable, probably during the `put` as well
+            except Exception as error:  # the store is unreachable, as it probably was during the `put`
                 log.warning("requests not withdrawn", error=str(error))
 
         task = asyncio.create_task(withdraw())
@@ -181,7 +189,7 @@ class SchedulerClient:
         task.add_done_callback(self._withdrawals.discard)
 
     def _fail(self, request_ids: Sequence[str], message: str) -> None:
-        """Deliver a FAILED event that no worker has sent."""
+        """Deliver a FAILED event for each request. The client makes these events itself; no worker has sent them."""
         self._dispatch([TokenEvent(i, EventKind.FAILED, index=0, error=message) for i in request_ids])
 
     def _has_engine(self) -> bool:
@@ -191,7 +199,10 @@ class SchedulerClient:
         return seen is not None and self._clock.now() - seen < WORKER_GRACE_S
 
     async def _receive(self) -> None:
-        """Pass token events on, for ever. Listening restarts after any error, or no request would ever end."""
+        """Pass token events to their streams, for ever.
+
+        After any error, listening starts again; otherwise the open requests would never end.
+        """
         while True:
             try:
                 async for message in self._events.listen(self.gateway_id):
@@ -230,10 +241,11 @@ class SchedulerClient:
             self._worker_seen_s = self._clock.now()
 
     async def _fail_lost(self) -> None:
-        """Fail requests that the queue has not known at two checks in a row.
+        """Fail the requests that the queue did not know at two checks in a row.
 
-        A failover may have lost the request's record, an expired stream its last event. At one check alone the request
-        may just have ended, with its last event on the way.
+        Such a request is lost: a failover of the store may have lost its record, or its last event was in an event
+        stream that expired. If the queue does not know a request at only one check, the request may just have ended,
+        and its last event may still be on the way.
         """
         asked = [i for i in self._open if i not in self._being_put]
         known = await self._queue.known(asked) if asked else []

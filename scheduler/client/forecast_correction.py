@@ -1,7 +1,8 @@
-"""How predicted waits turned out: the factor that a predicted wait is multiplied with, so that few are exceeded.
+"""The correction of predicted waits by a learned factor, so that few requests wait longer than predicted.
 
-The factor corrects what a prediction cannot know: how workers share the work, what else a step holds. It follows a
-quantile of measured ÷ predicted wait by tier, faster up than down; without first tokens it stays.
+The factor is learned from earlier predictions. It accounts for effects that a prediction cannot know: how workers share
+the work, and what else a step holds. It follows a quantile of measured ÷ predicted wait per tier, and rises faster than
+it falls. While no first token arrives, the factor does not change.
 """
 
 from collections import defaultdict
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 
 from scheduler.quantile_tracker import QuantileTracker
 
-EXCEEDED_SHARE = 0.02  # of waits: may be longer than predicted
-STEP_UP = 0.06  # of the factor, for a wait that was longer
+EXCEEDED_SHARE = 0.02  # share of the waits that may be longer than predicted
+STEP_UP = 0.06  # relative rise of the factor after a wait that was longer than predicted
 MIN_FACTOR, MAX_FACTOR = 0.5, 4.0
 
 
@@ -19,7 +20,7 @@ class _Expectation:
     tier: str
     entered_s: float
     own_s: float
-    wait_s: float  # behind others, as predicted without the factor
+    wait_s: float  # predicted wait behind other requests, without the factor
 
 
 def _new_factor() -> QuantileTracker:
@@ -35,7 +36,7 @@ class ForecastCorrection:
         return self._factors[tier].value
 
     def expect(self, request_id: str, tier: str, now: float, own_s: float, wait_s: float) -> None:
-        """Remember a prediction: the first token comes within `own_s` plus `wait_s` times the factor."""
+        """Remember the prediction that the first token comes within `own_s` + factor · `wait_s` seconds."""
         self._expected[request_id] = _Expectation(tier, now, own_s, wait_s)
 
     def first_token(self, request_id: str, now: float) -> None:

@@ -1,7 +1,7 @@
 """A gateway's requests in flight, by tier, and the usual token counts of its recent requests.
 
-Exact at every moment, while a worker's heartbeat may be a second old: admission sees a burst here even after the
-requests have left the queue. Covers the requests of this gateway only.
+The counts are exact at every moment, while a worker's heartbeat may be a second old. So admission sees a burst here
+even after its requests have left the queue. The counts cover only the requests of this gateway.
 """
 
 from collections import Counter, defaultdict
@@ -10,14 +10,16 @@ from dataclasses import dataclass
 
 from scheduler.request import Delivery, EventKind, Request, TokenEvent
 
-DECAY = 63 / 64  # an older request's weight falls by this factor with each newer one: an average over about 64
-MIN_SAMPLES = 8  # requests before a share is used
-MAX_CACHED_SHARE = 0.95  # upper bound of the cached share: the next prompts may be different ones
+# Each newer request multiplies the weight of the older requests by this factor. The averages thus cover about 64
+# requests.
+DECAY = 63 / 64
+MIN_SAMPLES = 8  # minimum number of requests before a share is used
+MAX_CACHED_SHARE = 0.95  # upper bound of the cached share, because the next prompts may be different
 
 
 @dataclass(slots=True)
 class _Share:
-    """A part of a whole, summed over recent requests. Owner: `InFlight`."""
+    """A share, stored as the sums of the part and of the whole over recent requests. Only `InFlight` changes it."""
 
     part: float = 0.0
     whole: float = 0.0
@@ -35,7 +37,7 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """Usual token counts of a tier's requests, as shares."""
+    """The usual token counts of a tier's requests, as shares."""
 
     cached_share: float = 0.0  # prompt tokens found in the prefix cache ÷ prompt tokens
     output_share: float | None = None  # output tokens ÷ `max_tokens`; None: too few requests have ended
@@ -44,20 +46,25 @@ class TierUsage:
 class InFlight:
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
-        self._unanswered: set[str] = set()  # no first token yet
+        self._unanswered: set[str] = set()  # ids of the requests that have no first token yet
         self._num_open: Counter[str] = Counter()
-        self._prompt_tokens: Counter[str] = Counter()  # of the unanswered requests
+        self._prompt_tokens: Counter[str] = Counter()  # prompt tokens of the unanswered requests, by tier
         self._cached: defaultdict[str, _Share] = defaultdict(_Share)
         self._output: defaultdict[str, _Share] = defaultdict(_Share)
 
     def add(self, requests: Iterable[Request], *, are_passed: bool = False) -> None:
-        """Count `requests` as open. `are_passed`: others are scheduled first, so their prompts delay no request."""
+        """Count `requests` as open.
+
+        If `are_passed` is true, other requests are scheduled before these requests. Their prompts then delay no other
+        request and are not counted.
+        """
         for request in requests:
             if request.id in self._requests:
                 continue
             self._requests[request.id] = request
             self._num_open[request.tier] += 1
-            # A request with another delivery sends no event at its first token, so it cannot be counted here.
+            # A request with another delivery mode sends no event at its first token, so it is never counted as
+            # unanswered.
             if request.delivery is Delivery.EACH_STEP and not are_passed:
                 self._unanswered.add(request.id)
                 self._prompt_tokens[request.tier] += len(request.prompt_token_ids)
@@ -70,7 +77,7 @@ class InFlight:
             self._mark_answered(request)
 
     def on_event(self, event: TokenEvent) -> None:
-        """Take note of an event: the first one ends the request's wait, the last one removes the request."""
+        """Process an event: the first event of a request ends its wait, the last event removes the request."""
         request = self._requests.get(event.request_id)
         if request is None:
             return
@@ -93,14 +100,17 @@ class InFlight:
         return self._num_open[tier]
 
     def unanswered_tokens(self, tiers: Iterable[str]) -> int:
-        """Return the prompt tokens of all requests in `tiers` without a first token, queued or at a worker."""
+        """Return the prompt tokens of all requests in `tiers` without a first token.
+
+        These requests may be in the queue or at a worker.
+        """
         return sum(self._prompt_tokens[tier] for tier in tiers)
 
     def due_by(self, tier: str, deadline_ms: int) -> tuple[int, int]:
-        """Return the prompt tokens and the most output tokens of running requests of `tier` due by `deadline_ms`.
+        """Return the prompt tokens and the maximum output tokens of running requests due by `deadline_ms`.
 
-        Queued requests are left out: the queue counts them during the put. Scans all requests in flight, and is called
-        only for requests with a deadline of their own.
+        Only requests of `tier` count. Queued requests are left out, because the queue counts them during the put. This
+        method scans all requests in flight; it is called only for requests with a deadline of their own.
         """
         due = (r for r in self._requests.values() if r.tier == tier and r.deadline_ms <= deadline_ms)
         running = [r for r in due if r.delivery is Delivery.EACH_STEP and r.id not in self._unanswered]

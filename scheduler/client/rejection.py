@@ -1,7 +1,7 @@
-"""Rejections: why a request is not enqueued, and when to try again.
+"""Rejections: why a request is not enqueued, and when the client should try again.
 
-Pure: reads no clock and does no I/O. The time to wait follows from observed or predicted rates, so that a client that
-obeys it finds room.
+All functions are pure: they read no clock and do no I/O. The time to wait is computed from observed or predicted rates,
+so that a client that waits for this time finds room.
 """
 
 import math
@@ -13,17 +13,18 @@ from scheduler.config import Tier
 from scheduler.registry.worker_status import WorkerStatus
 
 MIN_RETRY_S = 1.0
-MAX_RETRY_S = 120.0  # the openai client does not retry after anything longer
-RESTART_S = 5.0  # typical time until a restarted server serves again
+MAX_RETRY_S = 120.0  # the openai client does not retry if it is asked to wait longer
+RESTART_S = 5.0  # seconds; typical time until a restarted server serves again
 
 
 class RejectReason(Enum):
-    QUEUE_FULL = "queue_full"  # the tier's `queue_limit`: clients sent too much
+    QUEUE_FULL = "queue_full"  # the tier's `queue_limit` is reached: clients sent too many requests
     OVERLOADED = "overloaded"  # a first token would come after the tier's TTFT SLO
     DEADLINE = "deadline"  # the request would end after its deadline
     NO_ENGINE = "no_engine"  # no worker is alive
     DRAINING = "draining"
-    TIER_GONE = "tier_gone"  # removed between the request's classification and its entry
+    # The tier was removed after the request was assigned to it and before the request was enqueued.
+    TIER_GONE = "tier_gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,14 @@ class Rejected:
     reason: RejectReason
     message: str
     retry_after_s: float
-    is_final: bool = False  # the request alone is too much: a retry would fail as well
+    is_final: bool = False  # True: the request alone is too much, so a retry would fail as well
 
 
 def queue_full(tier: Tier, depth: int, workers: Iterable[WorkerStatus]) -> Rejected:
-    """The tier's queue is full. Try again when 5 % of it is free at the observed drain rate."""
+    """Return the rejection for a full queue.
+
+    The client may try again when 5 % of the queue is free at the observed drain rate.
+    """
     rate = sum(w.tiers[tier.name].finished_per_s for w in workers if tier.name in w.tiers)
     room = max(1.0, 0.05 * tier.queue_limit)
     wait_s = _clamped(room / rate if rate > 0 else MAX_RETRY_S / 4)
@@ -44,7 +48,10 @@ def queue_full(tier: Tier, depth: int, workers: Iterable[WorkerStatus]) -> Rejec
 
 
 def overloaded(tier: Tier, predicted_s: float) -> Rejected:
-    """The first token is predicted after `predicted_s`, later than the SLO. Try again when the tier opens again."""
+    """Return the rejection of a request whose first token is predicted too late, after `predicted_s` seconds.
+
+    The client may try again when the tier opens again.
+    """
     slo_s = (tier.slo.ttft_p99_ms or 0.0) / 1000
     reopens_s = tier.admission.reopen_at * slo_s
     wait_s = _clamped(predicted_s - reopens_s)
@@ -54,7 +61,10 @@ def overloaded(tier: Tier, predicted_s: float) -> Rejected:
 
 
 def too_late(tier: Tier, predicted_s: float, left_s: float, own_s: float) -> Rejected:
-    """The request would end after its deadline, `left_s` from now. `own_s` of `predicted_s` are its own work."""
+    """Return the rejection of a request that would end after its deadline, which is `left_s` seconds from now.
+
+    `predicted_s` is the predicted time until the request ends. `own_s` is the part of it that its own work takes.
+    """
     wait_s, is_final = _clamped(predicted_s - left_s), own_s > left_s
     message = (
         f"The {tier.name} tier cannot finish this by its deadline: it would take about {_text(predicted_s)}, "

@@ -1,6 +1,6 @@
-"""The token events of one submit, merged and without repeats.
+"""The stream of the token events of one `submit`, in order and without repeats.
 
-Knows requests and events; does not know where the events come from, nor how a cancel reaches the workers.
+Knows requests and events; does not know where the events come from, or how a cancel reaches the workers.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ Cancel = Callable[[Sequence[str]], Awaitable[None]]
 class TokenStream:
     """The token events of all requests of one `submit`.
 
-    Use as `async with stream: await stream.take(timeout_s)`, or event by event with `async for event in stream`.
-    Each request gets its tokens in order, without gaps or repeats, and exactly one last event. Leaving the block
-    early cancels the unfinished requests.
+    Use it as `async with stream: await stream.take(timeout_s)`, or event by event with `async for event in stream`.
+    Each request gets its tokens in order, without gaps or repeats, and exactly one last event. Leaving the `async with`
+    block early cancels the unfinished requests.
     """
 
     def __init__(self, cancel: Cancel, requests: Sequence[Request]) -> None:
         self._cancel = cancel
         self._received: dict[str, list[int]] = {r.id: [] for r in requests}
         self._unfinished = set(self._received)
-        self._diverged: list[str] = []  # failed by this stream, still to be cancelled
-        self._events: list[TokenEvent] = []  # waiting to be taken
+        self._diverged: list[str] = []  # ids of requests that this stream has failed and must still cancel
+        self._events: list[TokenEvent] = []  # events that were not taken yet
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -48,9 +48,10 @@ class TokenStream:
         return self._events.pop(0)
 
     async def take(self, timeout_s: float | None = None) -> list[TokenEvent]:
-        """Return all waiting events: at least one, or none after `timeout_s` (None: no limit).
+        """Wait for at least one event, and return all events that have arrived.
 
-        Raises `EOFError` once every request has ended and all events were taken.
+        Return an empty list after `timeout_s` without an event (None: no limit). Raises `EOFError` if every request has
+        ended and all events were taken.
         """
         try:
             async with asyncio.timeout(None if self._events else timeout_s):
@@ -63,7 +64,10 @@ class TokenStream:
         return events
 
     async def cancel(self, request_id: str) -> None:
-        """Stop one request that needs no more tokens (a stop string matched). It gets no further event."""
+        """Stop one request that needs no more tokens, for example after a stop string matched.
+
+        The stream yields no further event of this request.
+        """
         if request_id in self._unfinished:
             self._unfinished.discard(request_id)
             self._events = [event for event in self._events if event.request_id != request_id]
@@ -71,7 +75,7 @@ class TokenStream:
             await self._cancel([request_id])
 
     def deliver(self, event: TokenEvent) -> None:
-        """Add the tokens of `event` that were not received before."""
+        """Add `event` to the stream, without the tokens that were received before."""
         if event.request_id not in self._unfinished:
             return
         new = self._fail(event.request_id) if self._diverges(event) else self._without_repeats(event)
@@ -83,7 +87,7 @@ class TokenStream:
         self._changed.set()
 
     async def _wait(self) -> bool:
-        """Wait until an event can be taken. Returns False if none will come any more."""
+        """Wait until an event can be taken. Return False if no event will come any more."""
         while not self._events and self._unfinished:
             self._changed.clear()
             await self._changed.wait()
@@ -95,14 +99,14 @@ class TokenStream:
             await self._cancel(diverged)
 
     def _overlap(self, event: TokenEvent) -> list[int]:
-        """Return the tokens received before at the positions that `event` covers."""
+        """Return the tokens already received at the positions that `event` covers."""
         return self._received[event.request_id][event.index : event.index + len(event.token_ids)]
 
     def _diverges(self, event: TokenEvent) -> bool:
-        """Whether `event` contradicts the received tokens or leaves a gap after them.
+        """Return whether `event` contradicts the received tokens or leaves a gap after them.
 
-        After a requeue the tokens come again from index 0. The same seed normally gives the same tokens; if it does
-        not, the answer would be a mixture of two.
+        After a requeue, the tokens are sent again from index 0. The same seed normally gives the same tokens. If it
+        gives different tokens, the answer would be a mixture of two generations.
         """
         overlap = self._overlap(event)
         return list(event.token_ids[: len(overlap)]) != overlap or event.index > len(self._received[event.request_id])
@@ -113,7 +117,7 @@ class TokenStream:
         return TokenEvent(request_id, EventKind.FAILED, index=len(self._received[request_id]), error=text)
 
     def _without_repeats(self, event: TokenEvent) -> TokenEvent:
-        """Return `event` with its new tokens only."""
+        """Return `event` with only its new tokens, and record these tokens as received."""
         received = self._received[event.request_id]
         new = event.token_ids[len(self._overlap(event)) :]
         received.extend(new)

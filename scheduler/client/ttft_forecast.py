@@ -1,7 +1,7 @@
-"""Forecast of a request's wait, from what the workers can do and what waits ahead.
+"""Forecasts of a request's wait, computed from the capacity of the workers and the work that waits ahead.
 
-Pure. A forecast is linear: a fixed number of seconds, plus seconds for each token and request ahead. The queue compares
-it with what waits at the very moment of a put (`AheadLimit`).
+The module reads no clock and does no I/O. A forecast is linear: a fixed number of seconds, plus seconds for each token
+and each request ahead. So the queue can compare it with the waiting work at the moment of a put (`AheadLimit`).
 """
 
 import math
@@ -13,26 +13,26 @@ from scheduler.queue.base import AheadLimit, Backlog
 from scheduler.registry.worker_status import TierCapacity, WorkerStatus
 from scheduler.request import Request
 
-STALE_S = 3.0  # heartbeats come every second; an older one is not used
-MAX_LAG_S = 1.0  # the longest time between two reads of the heartbeats
-# A request's own work counts as at most this share of its target. Otherwise a request that is too long for its target
-# would never be admitted.
+STALE_S = 3.0  # seconds; heartbeats come every second, and an older one is not used
+MAX_LAG_S = 1.0  # seconds; the longest time between two reads of the heartbeats
+# Upper bound of a request's own work, as a share of its target. Without this bound, a request that is too long for its
+# target would never be admitted.
 MAX_OWN_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Predicted time until the first token or the end of requests that are about to be put."""
+    """Predicted time until the first token, or until the end, of requests that are about to be put into the queue."""
 
-    target_s: float  # when the first token (TTFT SLO) or the end (deadline) is due
-    own_s: float  # with nothing ahead
-    held_s: float  # for what the workers hold
-    prompt_token_s: float  # for each prompt token that waits ahead
-    output_token_s: float  # for each output token that waits ahead
-    slots: float = 0.0  # batch slots of all workers, less those of these requests
-    slots_free: float = 0.0  # the free ones among them
-    drain_per_s: float = 0.0  # slots that become free per second; 0: not known, or slots do not count
-    is_always_late: bool = False  # even with nothing ahead: requests that can be in time are scheduled first
+    target_s: float  # time until the first token (TTFT SLO) or the end (deadline) is due
+    own_s: float  # predicted time if nothing is ahead
+    held_s: float  # time for the work that workers hold already
+    prompt_token_s: float  # time for each prompt token that waits ahead
+    output_token_s: float  # time for each output token that waits ahead
+    slots: float = 0.0  # batch slots of all workers, without the slots that these requests will take
+    slots_free: float = 0.0  # the free slots among `slots`
+    drain_per_s: float = 0.0  # slots that become free per second; 0: not known, or slots do not limit these requests
+    is_always_late: bool = False  # late even if nothing is ahead; requests that can be in time are scheduled first
 
     def seconds(self, ahead: Backlog) -> float:
         return self.own_s + self.wait_s(ahead)
@@ -44,18 +44,21 @@ class Forecast:
         return max(self.held_s + waiting_s, slot_s)
 
     def limit(self, above: Sequence[str]) -> AheadLimit:
-        """Return the most that may wait ahead for the target to be met. `above`: the tiers of higher priority."""
+        """Return the limit of the work ahead under which the target is met.
+
+        `above` names the tiers of higher priority.
+        """
         left_s = self.target_s - self.own_s
         max_requests = self.slots_free + self.drain_per_s * left_s if self.drain_per_s else math.inf
         return AheadLimit(max_requests, left_s - self.held_s, self.prompt_token_s, self.output_token_s, tuple(above))
 
     @property
     def counts_all_own_work(self) -> bool:
-        """Whether `own_s` is below `MAX_OWN_SHARE` of the target, so that nothing of it was cut off."""
+        """Whether `own_s` counts the requests' own work in full, because it is below `MAX_OWN_SHARE` of the target."""
         return self.own_s < MAX_OWN_SHARE * self.target_s
 
     def slowed(self, factor: float) -> "Forecast":
-        """Return the forecast with every wait `factor` times as long."""
+        """Return a copy of the forecast in which every wait is `factor` times as long."""
         return replace(
             self,
             held_s=factor * self.held_s,
@@ -65,9 +68,9 @@ class Forecast:
         )
 
     def behind_own_requests(self) -> "Forecast":
-        """Return the forecast to use with this gateway's own requests in flight as what is ahead.
+        """Return the forecast for the case that only this gateway's own requests in flight are ahead.
 
-        They include what the workers hold, so that part is taken out.
+        These requests include the ones that workers hold, so `held_s` is 0 and all slots count as free.
         """
         return replace(self, held_s=0.0, slots_free=self.slots)
 
@@ -75,9 +78,10 @@ class Forecast:
 def first_token(
     requests: Sequence[Request], capacity: TierCapacity, slots: int, usage: TierUsage, target_s: float
 ) -> Forecast:
-    """Forecast the first token of the last of `requests` (of one tier). The work of all of them counts.
+    """Return the forecast for the first token of the last request of `requests` (all of one tier).
 
-    `slots`: batch slots of all workers.
+    The work of all `requests` counts. `slots` is the number of batch slots of all workers, and `target_s` is the time
+    in which the first token is due.
     """
     token_s = (1 - usage.cached_share) / capacity.prefill_tokens_per_s
     own_s = capacity.step_s + token_s * sum(len(r.prompt_token_ids) for r in requests)
@@ -98,11 +102,12 @@ def first_token(
 def completion(
     requests: Sequence[Request], capacity: TierCapacity, usage: TierUsage, left_s: float, *, cap_own_work: bool
 ) -> Forecast:
-    """Forecast the end of the last of `requests` (of one tier), which is due in `left_s` seconds.
+    """Return the forecast for the end of the last of `requests` (all of one tier).
 
-    `cap_own_work`: count the requests' own work as at most `MAX_OWN_SHARE` of `left_s`. That is right for the tier's
-    deadline, which the caller did not choose. An output counts as the tier's usual share of its `max_tokens`; where
-    that share is not known yet, outputs count nothing.
+    The last request must end within `left_s` seconds. With `cap_own_work`, the requests' own work counts as at most
+    `MAX_OWN_SHARE` of `left_s`. This is right for the tier's deadline, because the caller did not choose it. A
+    request's output is estimated as the tier's usual share of its `max_tokens`. While this share is not known, outputs
+    count as 0 tokens.
     """
     prompt_s = (1 - usage.cached_share) / capacity.prefill_tokens_per_s
     expected = usage.output_share or 0.0
@@ -122,15 +127,15 @@ def completion(
 @dataclass(frozen=True, slots=True)
 class _Heartbeat:
     status: WorkerStatus
-    received_s: float  # when this gateway first read it
-    lag_s: float  # its age at that moment
+    received_s: float  # time at which this gateway first read it
+    lag_s: float  # its age at that time
 
 
 class Heartbeats:
     """The newest heartbeat of each live worker, and its age.
 
-    Clocks of machines differ a little: a heartbeat read for the first time is taken to be between 0 and `MAX_LAG_S`
-    old, whatever the clocks say.
+    The clocks of machines differ a little. So a heartbeat that is read for the first time is taken to be between 0 and
+    `MAX_LAG_S` old, whatever the clocks say.
     """
 
     def __init__(self) -> None:
@@ -150,7 +155,10 @@ class Heartbeats:
         return [heartbeat.status for heartbeat in self._newest.values()]
 
     def capacity(self, tier: str, now: float) -> TierCapacity | None:
-        """Return the present capacity of all workers together; None if one is silent or does not know its own yet."""
+        """Return the present capacity for `tier` of all workers together.
+
+        None if there is no worker, if a worker's heartbeat is too old, or if a worker does not know its capacity yet.
+        """
         parts = []
         for heartbeat in self._newest.values():
             age_s = now - heartbeat.received_s + heartbeat.lag_s
@@ -169,7 +177,10 @@ class Heartbeats:
 
 
 def _aged(capacity: TierCapacity, slots: int, age_s: float) -> TierCapacity:
-    """Subtract what a worker has done since its heartbeat. What it claimed since then, `InFlight` counts."""
+    """Return the capacity of a worker after the work that it has probably done since its heartbeat, `age_s` ago.
+
+    `InFlight` counts the work that the worker has claimed since then.
+    """
     computed = int(age_s * capacity.prefill_tokens_per_s)
     return replace(
         capacity,
@@ -179,7 +190,10 @@ def _aged(capacity: TierCapacity, slots: int, age_s: float) -> TierCapacity:
 
 
 def _sum(parts: Sequence[TierCapacity]) -> TierCapacity:
-    """Add capacities. The drain rate is known only if all parts know it; the step time is the longest one."""
+    """Return the sum of capacities.
+
+    The drain rate is known only if all workers know theirs. The step time is the longest step time of all workers.
+    """
     knows_drain = all(part.drain_per_s for part in parts)
     return TierCapacity(
         prompt_tokens=sum(part.prompt_tokens for part in parts),

@@ -1,8 +1,8 @@
-"""Event channels: token events travel from workers back to the gateway of each request.
+"""Event channels: they carry token events from workers back to the gateway of each request.
 
 A worker sends one message per step and gateway. A channel knows gateway ids and lists of events; it does not know what
-the tokens mean. Delivery to a live gateway is in order and complete, also across a dropped connection. Publishing to a
-gateway that is gone fails, so that workers can drop its requests.
+the tokens mean. A live gateway gets all messages in order, also across a dropped connection. Publishing to a gateway
+that is gone fails, so that workers can drop its requests.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -13,15 +13,18 @@ from scheduler.request import TokenEvent
 
 class EventChannel(Protocol):
     async def publish(self, reply_to: str, events: Sequence[TokenEvent]) -> bool:
-        """Send one message. Return False if no gateway `reply_to` listens any more."""
+        """Send one message. Return False if the gateway `reply_to` does not listen any more."""
         ...
 
     async def open(self, gateway_id: str) -> None:
-        """Start to collect messages for `gateway_id`. From now on `publish` to it succeeds."""
+        """Start to collect messages for `gateway_id`. From now on, `publish` to this gateway succeeds."""
         ...
 
     def listen(self, gateway_id: str) -> AsyncIterator[list[TokenEvent]]:
-        """Yield the messages since `open` in order, one list of events per message, until the channel is closed."""
+        """Yield the messages sent since `open`, in order, until the channel is closed.
+
+        Each message is a list of events.
+        """
         ...
 
     async def close(self) -> None: ...

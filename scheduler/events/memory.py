@@ -1,4 +1,4 @@
-"""An event channel within one process, for the simulator and for tests of what uses an event channel."""
+"""An event channel within one process, for the simulator and for tests of code that uses an event channel."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -7,7 +7,10 @@ from scheduler.request import TokenEvent
 
 
 class MemoryEventChannel:
-    """Implements `scheduler.events.base.EventChannel`. Share one object between publishers and listeners."""
+    """An event channel in memory. Implements `scheduler.events.base.EventChannel`.
+
+    Publishers and listeners must share one object.
+    """
 
     def __init__(self) -> None:
         self._inboxes: dict[str, asyncio.Queue[list[TokenEvent] | None]] = {}

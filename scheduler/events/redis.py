@@ -1,8 +1,8 @@
 """An event channel through Redis: one stream per gateway, one entry per message.
 
 The stream exists exactly while its gateway lives: `open` creates it, `listen` refreshes its TTL, and publishers never
-create it, so publishing to a gateway that is gone fails. A listener continues after the last entry it has read, so a
-dropped connection neither loses nor repeats messages. A gateway id has one listener.
+create it, so publishing to a gateway that is gone fails. A listener continues after the last entry that it has read, so
+a dropped connection neither loses nor repeats messages. A gateway id must have only one listener.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from scheduler.store import connection, keys
 
 log = structlog.get_logger()
 
-FIELD = b"m"  # the only field of an entry: the list of events as msgpack; the opening entry has another field
-READ_COUNT = 256  # the most entries of one read
+FIELD = b"m"  # the only field of an entry: the list of events as msgpack; the first entry of a stream has another field
+READ_COUNT = 256  # maximum number of entries per read
 
 T = TypeVar("T")
 
 
 class RedisEventChannel:
-    """Implements `scheduler.events.base.EventChannel`."""
+    """An event channel through Redis. Implements `scheduler.events.base.EventChannel`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class RedisEventChannel:
         self._heartbeat_s = heartbeat_s
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[TokenEvent])
-        self._last_ids: dict[str, bytes] = {}  # the last entry read, by gateway id
+        self._last_ids: dict[str, bytes] = {}  # id of the last entry read, by gateway id
         self._pending: set[asyncio.Task[Any]] = set()  # commands that listeners wait for
         self._closed = False
 
@@ -83,11 +83,11 @@ class RedisEventChannel:
         streams = [keys.events(gateway_id) for gateway_id in self._last_ids]
         self._last_ids.clear()
         if streams:
-            with contextlib.suppress(RedisError):  # the store is unreachable: the TTL removes the streams
+            with contextlib.suppress(RedisError):  # if the store is unreachable, the TTL removes the streams
                 await self._client.delete(*streams)
 
     async def _open(self, client: Redis, gateway_id: str) -> None:
-        """Create the stream with a first entry. `listen` yields the entries after it."""
+        """Create the stream with a first entry. `listen` yields the entries after this one."""
         pipeline = client.pipeline(transaction=True)
         pipeline.xadd(keys.events(gateway_id), {b"opened": b""})
         pipeline.pexpire(keys.events(gateway_id), self._ttl_ms)
@@ -95,10 +95,10 @@ class RedisEventChannel:
         self._last_ids[gateway_id] = entry_id
 
     async def _heartbeat(self, reader: Redis, gateway_id: str) -> None:
-        """Refresh the stream's TTL and drop the entries already read.
+        """Refresh the stream's TTL and remove the entries that were read.
 
-        If the stream is gone (this process was suspended, or the store was emptied), publishing has failed meanwhile.
-        Then open a new one.
+        If the stream is gone, because this process was suspended or the store was emptied, then publishing has failed
+        since that time. In this case, open a new stream.
         """
         pipeline = reader.pipeline(transaction=False)
         pipeline.pexpire(keys.events(gateway_id), self._ttl_ms)
@@ -109,7 +109,7 @@ class RedisEventChannel:
             await self._open(reader, gateway_id)
 
     async def _read(self, reader: Redis, gateway_id: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        """Return new entries with their ids. Waits for them, but not beyond the next heartbeat."""
+        """Return new entries with their ids. Wait for them until the next heartbeat at most."""
         stream, block_ms = keys.events(gateway_id), max(1, int(self._heartbeat_s * 1000))
         last_id = self._last_ids[gateway_id]
         reply: Any = await reader.xread({stream: last_id}, count=READ_COUNT, block=block_ms)
@@ -117,9 +117,9 @@ class RedisEventChannel:
         return entries
 
     async def _unless_closed(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of `work`, or None if `close` comes first.
+        """Return the result of `work`; None if `close` is called first.
 
-        The reader waits for ever for a server that does not answer, and `close` must not.
+        The reader waits without a limit for a server that does not answer. `close` must not wait for it.
         """
         if self._closed:
             work.close()

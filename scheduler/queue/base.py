@@ -1,11 +1,11 @@
-"""The queue protocol: requests wait here in order until a worker claims them under a lease.
+"""The queue protocol: requests wait in a queue until a worker claims them under a lease.
 
-Two implementations pass one contract suite: `redis` is for production, `memory` for the simulator and unit tests. A
-queue knows order, leases, sizes and limits. It does not decide how many requests are claimed from which tier (the SLA
-controller does), nor what the limits are (admission does).
+It has two implementations: `redis` for production, and `memory` for the simulator and unit tests. Both pass the same
+contract suite. A queue knows order, leases, sizes and limits. It does not decide how many requests are claimed from
+which tier (the SLA controller decides this), or what the limits are (admission decides this).
 
-A request is in exactly one place: in its tier's sorted set (score = `deadline_ms`), in the lease set (score = expiry of
-the lease), or gone. Every move is atomic.
+A request is in exactly one of three states: waiting in its tier's sorted set (score: `deadline_ms`), leased in the
+lease set (score: expiry of the lease), or gone. Every move is atomic.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,10 @@ class QueueFull:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Waiting requests and their tokens. Output tokens are the most that the requests may generate."""
+    """The number of waiting requests and of their tokens.
+
+    `output_tokens` is the maximum number of tokens that the requests may generate.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -35,9 +38,11 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class AheadLimit:
-    """The most that may wait ahead of a put: requests of its own tier due no later, and all of the tiers `above`.
+    """The limit of the work that waits ahead of the requests of a put.
 
-    `max_requests` counts those of its own tier. The tokens of all of them together may take `max_s` seconds.
+    The work ahead is the requests of their own tier that are due no later, and all requests of the tiers `above`.
+    `max_requests` limits the number of requests of their own tier. `max_s` limits the time that the tokens of all
+    requests ahead may take; a token takes `prompt_token_s` or `output_token_s` seconds.
     """
 
     max_requests: float
@@ -53,9 +58,9 @@ class AheadLimit:
 
 @dataclass(frozen=True, slots=True)
 class TooFarBehind:
-    """The reply of a refused `put`: too much waits ahead.
+    """The reply of a refused `put`: too much work waits ahead.
 
-    `ahead.requests` counts requests of the same tier. Tokens count the tiers above as well.
+    `ahead.requests` counts the requests of the same tier. The token counts in `ahead` also include the tiers above.
     """
 
     tier: str
@@ -66,30 +71,39 @@ class Queue(Protocol):
     async def put(
         self, requests: Sequence[Request], limit: int | None = None, ahead: AheadLimit | None = None
     ) -> QueueFull | TooFarBehind | None:
-        """Enqueue all of `requests` (of one tier) or none.
+        """Enqueue all `requests` (of one tier), or none of them. Return None if they are enqueued.
 
-        `limit` bounds the tier's waiting requests, `ahead` bounds what waits ahead of `requests`. Check and entry are
-        one atomic move, so that a burst cannot exceed the bounds. Requests given back later are exempt from both.
-        Putting an id that is already waiting or leased changes nothing, so a put may be repeated.
+        `limit` bounds the number of the tier's waiting requests, and `ahead` bounds the work that waits ahead of
+        `requests`. The check and the entry are one atomic move, so that a burst cannot exceed the bounds. Requests that
+        are given back later are exempt from both bounds. Putting an id that is already waiting or leased changes
+        nothing, so a put may be repeated.
         """
         ...
 
     async def claim(self, limits: Mapping[str, int], lease_s: float) -> list[Claimed]:
-        """Take up to `limits[tier]` requests of each tier, earliest deadline first, in the mapping's order."""
+        """Claim up to `limits[tier]` requests of each tier, under a lease of `lease_s` seconds.
+
+        Tiers are served in the order of `limits`. Within a tier, requests are claimed from the earliest to the latest
+        deadline.
+        """
         ...
 
     async def ack(self, leases: Sequence[Lease]) -> list[bool]:
-        """Forget finished requests. False for each lease with a stale fence or an unknown request."""
+        """Forget finished requests. Return False for each lease with a stale fence or an unknown request, else True."""
         ...
 
     async def renew(self, leases: Sequence[Lease], lease_s: float) -> list[bool]:
-        """Extend leases. False for each lost lease (expired and requeued, or cancelled): stop its work."""
+        """Extend leases. Return False for each lost lease, else True.
+
+        A lease is lost if it has expired and its request was requeued, or if its request was cancelled. The worker must
+        then stop the work on this request.
+        """
         ...
 
     async def release(self, leases: Sequence[Lease]) -> list[bool]:
-        """Give unfinished requests back to their tier, with their old deadline and place.
+        """Give unfinished requests back to their tiers, with their old deadlines and places.
 
-        The claim does not count as an attempt. False for each lease that was lost.
+        Their claims do not count as attempts. Return False for each lost lease, else True.
         """
         ...
 
@@ -98,18 +112,22 @@ class Queue(Protocol):
         ...
 
     async def requeue_worker(self, worker_id: str) -> list[str]:
-        """Move everything that a (dead) worker holds under lease back to its tiers. Return the ids."""
+        """Move all requests that a (dead) worker holds under lease back to their tiers. Return their ids."""
         ...
 
     async def cancel(self, request_ids: Sequence[str]) -> list[bool]:
-        """Forget requests wherever they are. False for each unknown id.
+        """Forget requests, whether they wait or are leased. Return False for each unknown id, else True.
 
-        A worker that holds one learns of it soon from `cancelled()`, or from `renew` at the latest.
+        A worker that holds a cancelled request learns of the cancel soon from `cancelled()`, or at the latest from
+        `renew`.
         """
         ...
 
     async def known(self, request_ids: Sequence[str]) -> list[bool]:
-        """Whether each request still exists, waiting or leased. False: done, cancelled or lost."""
+        """Return whether each request still exists, waiting or leased.
+
+        False means that the request is done, cancelled or lost.
+        """
         ...
 
     async def depths(self, tiers: Sequence[str]) -> dict[str, int]:
@@ -117,19 +135,19 @@ class Queue(Protocol):
         ...
 
     async def backlogs(self, tiers: Sequence[str]) -> dict[str, Backlog]:
-        """Return the waiting requests of each tier with their tokens."""
+        """Return the number of waiting requests of each tier, and their tokens."""
         ...
 
     async def wait_for_work(self, timeout_s: float) -> bool:
         """Return True as soon as something was put, requeued or cancelled since the last call returned.
 
-        Return False after `timeout_s`. A wake-up may be spurious, and a lost one delays the caller by the timeout at
-        most.
+        Return False after `timeout_s` seconds without such an event. A wake-up may be spurious. A lost wake-up delays
+        the caller by the timeout at most.
         """
         ...
 
     def cancelled(self) -> list[str]:
-        """Return the ids cancelled since the last call, as far as the news has arrived. No I/O."""
+        """Return the ids of cancelled requests that have become known since the last call. Does no I/O."""
         ...
 
     async def close(self) -> None: ...

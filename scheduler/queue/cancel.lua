@@ -1,4 +1,4 @@
--- Forget requests wherever they are. ARGV: ids. Returns 1 for each known id, else 0.
+-- Forget requests, whether they wait or are leased. ARGV: ids. Returns 1 for each known id, else 0.
 local known = {}
 for i, id in ipairs(ARGV) do
   local key = REQUEST .. id

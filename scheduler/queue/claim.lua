@@ -1,4 +1,4 @@
--- Lease the requests with the earliest deadlines of each tier to a worker.
+-- Lease to a worker the requests of each tier that have the earliest deadlines.
 -- ARGV: worker id, now_ms, lease_ms, then tier and limit (>= 1) of each tier.
 -- Returns {payload, fence, attempt} of each claimed request, in the order of the tiers.
 local worker, now_ms, lease_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])

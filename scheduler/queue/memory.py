@@ -1,6 +1,6 @@
-"""The queue in this process's memory, for the simulator and for tests of what uses a queue.
+"""A queue in this process's memory, for the simulator and for tests of code that uses a queue.
 
-Behaves exactly like the queue in Redis, numbers included: one contract suite runs on both. Nothing outlives the
+It behaves exactly like the queue in Redis, numbers included: one contract suite runs on both. Its contents end with the
 process. Handles made with `for_worker` share one queue, as several workers share one Redis.
 """
 
@@ -18,10 +18,10 @@ from scheduler.request import Claimed, Lease, Request
 
 @dataclass(slots=True)
 class _Record:
-    """A request and where it is: waiting while `fence` is None, else leased. Owned by `MemoryQueue`."""
+    """A request and its state: it waits if `fence` is None, and is leased otherwise. Only `MemoryQueue` changes it."""
 
     request: Request
-    number: int  # of the put: decides the order among equal deadlines
+    number: int  # number of the put; requests with equal deadlines are claimed in the order of their numbers
     attempt: int = 0
     fence: int | None = None
     worker_id: str = ""
@@ -30,7 +30,7 @@ class _Record:
 
 @dataclass(slots=True)
 class _Waiting:
-    """Sums over the waiting requests of one tier, and their deadlines in order."""
+    """The waiting requests of one tier: the sums of their tokens, and their deadlines in ascending order."""
 
     deadlines_ms: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -51,9 +51,9 @@ class _Waiting:
         self.output_tokens -= request.sampling.max_tokens
 
     def until(self, deadline_ms: int) -> Backlog:
-        """Return the requests due no later than `deadline_ms`.
+        """Return the backlog of the requests that are due no later than `deadline_ms`.
 
-        Their tokens are estimated as their share of the requests times the tokens of all.
+        Their tokens are estimated: their share of the tier's requests, times the tier's tokens.
         """
         if not self.deadlines_ms:
             return Backlog()
@@ -63,7 +63,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Shared:
-    """The state shared by all handles of one queue. Stale heap entries are skipped when popped."""
+    """The state that all handles of one queue share. Stale heap entries are skipped when they are popped."""
 
     records: dict[str, _Record] = field(default_factory=dict)
     heaps: dict[str, list[tuple[int, int, str]]] = field(default_factory=lambda: defaultdict(list))
@@ -73,7 +73,7 @@ class _Shared:
 
 
 class MemoryQueue:
-    """Implements `scheduler.queue.base.Queue`."""
+    """A queue in memory. Implements `scheduler.queue.base.Queue`."""
 
     def __init__(self, clock: Clock, worker_id: str = "", *, shared: _Shared | None = None) -> None:
         self._clock = clock
@@ -238,7 +238,7 @@ class MemoryQueue:
         return record if record is not None and record.fence == lease.fence else None
 
     def _leased(self) -> list[_Record]:
-        """Return the leased requests by expiry, then id: the order of the sorted set in Redis."""
+        """Return the leased requests, sorted by expiry and then by id, as in the sorted set in Redis."""
         leased = [r for r in self._shared.records.values() if r.fence is not None]
         return sorted(leased, key=lambda r: (r.expires_ms, r.request.id))
 

@@ -1,10 +1,11 @@
--- Enqueue all of the given requests or none.
--- ARGV: tier, limit (-1: none), now_ms;
---   the most that may wait ahead: requests, seconds, seconds per prompt token, seconds per output token,
+-- Enqueue all of the given requests, or none of them.
+-- ARGV: tier, limit (-1: no limit), now_ms;
+--   the limits of the work ahead: requests, seconds; seconds per prompt token, seconds per output token;
 --   number of tiers above, their names;
---   then id, deadline_ms, prompt tokens, output tokens, payload of each request.
--- Returns an empty list; or {'full', depth} if the requests not known yet would exceed the limit;
--- or {'behind', requests, prompt tokens, output tokens} if more than allowed waits ahead.
+--   then, for each request: id, deadline_ms, prompt tokens, output tokens, payload.
+-- Returns an empty list if the requests are enqueued;
+-- {'full', depth} if the requests that are not known yet would exceed the limit;
+-- {'behind', requests, prompt tokens, output tokens} if more work waits ahead than allowed.
 local tier, limit, now_ms = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local max_ahead, max_s, prompt_s, output_s = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local num_above = tonumber(ARGV[8])
@@ -29,8 +30,9 @@ if limit >= 0 and depth + #fresh > limit then
   return { 'full', depth }
 end
 
--- In the same tier, requests due no later are ahead; their tokens are estimated as their share of the requests times
--- the tokens of all. Everything in the tiers above is ahead.
+-- The work ahead is the requests of the same tier that are due no later, and all requests of the tiers above. In the
+-- same tier, the tokens of the requests ahead are estimated: their share of the tier's requests, times the tier's
+-- tokens.
 local ahead, prompt, output = 0, 0, 0
 if depth > 0 then
   ahead = redis.call('ZCOUNT', queue, '-inf', latest_ms)

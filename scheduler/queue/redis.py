@@ -1,9 +1,10 @@
-"""The production queue, in Redis or Valkey: a sorted set per tier, a sorted set of leases, a hash per request.
+"""The production queue in Redis or Valkey: a sorted set per tier, a sorted set of leases, and a hash per request.
 
-A request is an opaque payload with an id, a tier, a deadline and token counts. Every move is one Lua script and one
-round trip; the caller decides what to move. Times come from the injected clock and are arguments of the scripts, so
-that order and leases can be tested without waiting. The clocks of all workers must therefore agree much more closely
-than the length of a lease: a worker whose clock is ahead by more takes the leases of the others for expired.
+Redis stores a request as an opaque payload with an id, a tier, a deadline and token counts. Every move is one Lua
+script and one round trip; the caller decides what to move. Times come from the injected clock and are arguments of the
+scripts, so that tests of order and leases need not wait. Therefore the clocks of all workers must agree much more
+closely than the length of a lease: a worker whose clock is ahead by more than a lease regards the leases of other
+workers as expired.
 """
 
 import asyncio
@@ -25,10 +26,10 @@ NO_LIMIT = AheadLimit(math.inf, math.inf, 0.0, 0.0)
 
 
 class RedisQueue:
-    """Implements `scheduler.queue.base.Queue`. `worker_id` holds the leases of this handle's claims.
+    """The queue in Redis. Implements `scheduler.queue.base.Queue`. Claims of this handle are leased to `worker_id`.
 
-    A command whose reply was lost is sent again after the reconnect. A repeated `put` changes nothing, the requests of
-    a lost `claim` return when their leases expire, and a repeated `ack` reports False.
+    If the reply to a command is lost, the command is sent again after the reconnect. A repeated `put` changes nothing.
+    The requests of a lost `claim` return when their leases expire. A repeated `ack` reports False.
     """
 
     def __init__(self, client: Redis, clock: Clock, worker_id: str = "") -> None:
@@ -111,7 +112,7 @@ class RedisQueue:
         return self._wakeups.take_cancelled()
 
     async def close(self) -> None:
-        """End the listener. The client stays open: the caller owns it."""
+        """End the listener. The client stays open, because the caller owns it."""
         if self._listener is not None:
             self._listener.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -119,15 +120,18 @@ class RedisQueue:
             self._listener = None
 
     def _start_listening(self) -> None:
-        """Start on the first claim or wait. A gateway's handle does neither, and opens no connection for it."""
+        """Start to listen for wake-ups. The first claim or wait calls this.
+
+        A gateway's handle neither claims nor waits, so it opens no connection for listening.
+        """
         if self._listener is None:
             self._listener = asyncio.create_task(self._listen(), name="queue-listener")
 
     async def _listen(self) -> None:
-        """Turn messages into wake-ups.
+        """Turn the messages of the channel into wake-ups.
 
-        Messages may be missed before each (new) subscription. One wake-up makes up for them, and a missed cancel is
-        noticed at the next `renew`.
+        Messages may be missed before each (new) subscription. The confirmation of the subscription therefore counts as
+        a wake-up too. A missed cancel is noticed at the next `renew`.
         """
         async for message in connection.messages(self._client, keys.WAKE):
             data = message["data"]

@@ -1,4 +1,4 @@
--- Set a new expiry of leases.
+-- Set a new expiry for leases.
 -- ARGV: expires_ms, then id and fence of each lease. Returns 1 for each lease that was held, else 0.
 local renewed = {}
 for i = 2, #ARGV, 2 do

@@ -1,7 +1,7 @@
-"""The Lua files of this folder as typed functions.
+"""Typed functions for the Lua files of this folder.
 
-Knows the order of each script's arguments and the shape of its reply. The key names of keys.py and `shared.lua` are put
-in front of every script.
+Knows the order of each script's arguments and the shape of its reply. The key names of keys.py and then `shared.lua`
+are put in front of every script.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,14 @@ local QUEUE, WAITING, REQUEST = '{keys.QUEUE_PREFIX}', '{keys.WAITING_PREFIX}', 
 local LEASES, SEQUENCE, WAKE = '{keys.LEASES}', '{keys.SEQUENCE}', '{keys.WAKE}'
 """
 
-NO_LIMIT = 1e15  # stands for infinity, which not every Lua can parse
+NO_LIMIT = 1e15  # stands for infinity, which not every version of Lua can parse
 
 
 class Scripts:
-    """The scripts for one client. Sends a script's hash, and its text when the server does not know the hash yet."""
+    """The scripts for one client.
+
+    A call sends only the hash of a script. The text is sent if the server does not know the hash yet.
+    """
 
     def __init__(self, client: Redis) -> None:
         self._put = load_script(client, "scheduler.queue", "shared", "put", prelude=_KEY_NAMES)
@@ -43,7 +46,10 @@ class Scripts:
         ahead: AheadLimit,
         requests: Sequence[tuple[str, int, int, int, bytes]],
     ) -> QueueFull | TooFarBehind | None:
-        """Return None if all are enqueued. `requests`: id, deadline_ms, prompt tokens, most output tokens, payload."""
+        """Return None if all requests are enqueued, else why they are refused.
+
+        Each item of `requests` is (id, deadline_ms, prompt tokens, maximum output tokens, payload).
+        """
         bounds = (
             min(ahead.max_requests, NO_LIMIT),
             min(ahead.max_s, NO_LIMIT),
@@ -62,7 +68,7 @@ class Scripts:
     async def claim(
         self, worker_id: str, now_ms: int, lease_ms: int, limits: Mapping[str, int]
     ) -> list[tuple[bytes, int, int]]:
-        """Return payload, fence and attempt of each claimed request."""
+        """Return (payload, fence, attempt) of each claimed request."""
         wanted = [part for tier_and_limit in limits.items() for part in tier_and_limit]
         claimed: list[tuple[bytes, int, int]] = await self._claim(args=[worker_id, now_ms, lease_ms, *wanted])
         return claimed

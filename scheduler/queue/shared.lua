@@ -1,11 +1,11 @@
--- Functions for every script of this folder. This file is put in front of each of them, after the key names of keys.py
+-- Functions for every script of this folder. This file is put in front of each script, after the key names of keys.py
 -- (QUEUE, WAITING, REQUEST, LEASES, SEQUENCE, WAKE). Scripts move requests atomically and make no decisions.
 --
--- Redis undoes nothing when a script fails half-way. Scripts therefore check before they write, and skip a request
--- whose hash is missing (removed by an eviction policy or by hand).
+-- Redis does not undo writes when a script fails half-way. Scripts therefore check before they write, and skip a
+-- request whose hash is missing (because an eviction policy or a person has removed it).
 
--- Return the first of `count` consecutive numbers, each greater than all numbers given out before. Numbers start from
--- the clock, so that this holds even when the server has lost its last writes or all data.
+-- Return the first of `count` consecutive numbers, which are all greater than all numbers given out before. Numbers
+-- start from the clock, so that this also holds when the server has lost its last writes or all its data.
 local function take_numbers(count, now_ms)
   local last = tonumber(redis.call('GET', SEQUENCE) or '0')
   local first = math.max(last + 1, tonumber(now_ms))
@@ -13,8 +13,8 @@ local function take_numbers(count, now_ms)
   return first
 end
 
--- Make a member of a tier's set. It contains the request's tokens, so that a removed member can be subtracted from the
--- sums without the request's hash.
+-- Make a member of a tier's set. The member contains the request's token counts, so that they can be subtracted from
+-- the sums when the member is removed, even if the request's hash is missing.
 local function make_member(number, prompt, output, id)
   return string.format('%016.0f:%.0f:%.0f:', number, prompt, output) .. id
 end
@@ -24,7 +24,7 @@ local function read_member(member)
   return tonumber(prompt), tonumber(output), id
 end
 
--- Compute a tier's sums anew from its members, because the hash of the sums is missing.
+-- Compute a tier's sums from its members. This is needed when the hash of the sums is missing.
 local function recount(tier)
   local prompt, output = 0, 0
   for _, member in ipairs(redis.call('ZRANGE', QUEUE .. tier, 0, -1)) do
@@ -34,7 +34,8 @@ local function recount(tier)
   redis.call('HSET', WAITING .. tier, 'prompt', prompt, 'output', output)
 end
 
--- Change the sums of a tier after its set has changed. An empty tier has no hash, so an error in the sums cannot last.
+-- Change the sums of a tier after its set has changed. When the tier is empty, the hash of the sums is deleted, so that
+-- an error in the sums cannot last.
 local function count_tokens(tier, prompt, output)
   local key = WAITING .. tier
   if redis.call('EXISTS', QUEUE .. tier) == 0 then

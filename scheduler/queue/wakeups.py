@@ -1,6 +1,6 @@
 """Wake-ups for a worker: "there is work" and "this request was cancelled", collected until the worker reads them.
 
-A queue implementation fills them, and the worker's loop reads them through the queue's `wait_for_work` and `cancelled`.
+A queue implementation adds wake-ups. The worker's loop reads them through the queue's `wait_for_work` and `cancelled`.
 Does not know how the messages travel.
 """
 
@@ -10,7 +10,7 @@ from scheduler.clock import Clock
 
 
 class Wakeups:
-    """One per queue handle, for one waiting task."""
+    """The wake-ups of one queue handle, for one waiting task."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -29,9 +29,10 @@ class Wakeups:
         return taken
 
     async def wait(self, timeout_s: float) -> bool:
-        """Return True when something has happened since the last True, False after `timeout_s` without anything.
+        """Wait for the next wake-up and return True. Return False after `timeout_s` seconds without a wake-up.
 
-        The timeout runs on the clock, not on the event loop, so that it also works in simulated time.
+        A wake-up that has come since the last call counts too. The timeout uses the injected clock, not the event loop,
+        so that it also works in simulated time.
         """
         if not self._happened.is_set() and timeout_s > 0:
             happened = asyncio.ensure_future(self._happened.wait())

@@ -1,7 +1,7 @@
 """The worker registry: live workers with their status, their metrics and the state of their SLA controllers.
 
-Workers announce themselves about every second. A worker that stops is removed a few seconds later. Gateways read the
-registry for admission, `/ready`, `/v1/models`, `/metrics` and `/admin/sla`.
+Workers announce themselves about every second. A worker that stops doing so is removed a few seconds later. Gateways
+read the registry for admission, `/ready`, `/v1/models`, `/metrics` and `/admin/sla`.
 """
 
 from typing import Protocol
@@ -11,7 +11,10 @@ from scheduler.registry.worker_status import WorkerStatus
 
 class WorkerRegistry(Protocol):
     async def announce(self, status: WorkerStatus, metrics_text: str, sla_json: str = "{}") -> None:
-        """Say that this worker is alive. `metrics_text`: Prometheus text; `sla_json`: state of the SLA controller."""
+        """Announce that this worker is alive.
+
+        `metrics_text` is Prometheus text. `sla_json` is the state of the worker's SLA controller.
+        """
         ...
 
     async def withdraw(self, worker_id: str) -> None:
@@ -19,7 +22,7 @@ class WorkerRegistry(Protocol):
         ...
 
     async def workers(self) -> list[WorkerStatus]:
-        """Return the status of every live worker, ordered by id."""
+        """Return the status of every live worker, sorted by id."""
         ...
 
     async def metrics(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The worker registry within one process, for the simulator and for tests of what uses a registry."""
+"""The worker registry within one process, for the simulator and for tests of code that uses a registry."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class _Announcement:
 
 
 class MemoryWorkerRegistry:
-    """Implements `scheduler.registry.base.WorkerRegistry`."""
+    """A worker registry in memory. Implements `scheduler.registry.base.WorkerRegistry`."""
 
     def __init__(self, clock: Clock, ttl_s: float = keys.WORKER_TTL_S) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""The worker registry in Redis: a hash with a TTL per worker, and a set of all worker ids as index.
+"""The worker registry in Redis: a hash with a TTL per worker, and a set of all worker ids as an index.
 
 The server's clock decides which workers are alive, so the clocks of the machines need not agree.
 """
@@ -11,7 +11,7 @@ from scheduler.store import keys
 
 
 class RedisWorkerRegistry:
-    """Implements `scheduler.registry.base.WorkerRegistry`."""
+    """A worker registry in Redis. Implements `scheduler.registry.base.WorkerRegistry`."""
 
     def __init__(self, client: Redis, ttl_s: float = keys.WORKER_TTL_S) -> None:
         self._client = client
@@ -46,8 +46,8 @@ class RedisWorkerRegistry:
     async def _fields(self, name: str) -> dict[str, bytes]:
         """Return one field of every live worker, by worker id.
 
-        Ids whose hash has expired are removed from the index. If such a worker returns at this very moment, its next
-        announcement adds it again.
+        Ids whose hash has expired are removed from the index. If such a worker is still alive, its next announcement
+        adds its id again.
         """
         members = await self._client.smembers(keys.WORKERS)
         ids = sorted(m.decode() if isinstance(m, bytes) else m for m in members)

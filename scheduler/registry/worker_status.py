@@ -1,30 +1,30 @@
-"""The status that a worker sends in its heartbeat, for admission and `/ready`. Plain data."""
+"""The status that a worker sends in its heartbeat. Admission and `/ready` use it. Plain data."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class TierCapacity:
-    """A cautious estimate of a worker's capacity for one tier, and its work ahead of new requests of the tier.
+    """A cautious estimate of a worker's capacity for one tier, and the work ahead of new requests of this tier.
 
-    Tiers of higher priority are served first, so their work and their decodes are included. A rate of 0 is not known
-    yet.
+    Tiers of higher priority are served first, so their work and their decodes are included. A rate of 0 means that the
+    rate is not known yet.
     """
 
-    prompt_tokens: int = 0  # claimed and not computed yet
-    output_tokens: int = 0  # of claimed requests: the most that they may still generate
+    prompt_tokens: int = 0  # prompt tokens that are claimed and not computed yet
+    output_tokens: int = 0  # maximum number of tokens that the claimed requests may still generate
     step_s: float = 0.0  # time of a step with the present decodes
-    slots_free: int = 0  # of the tier's batch size; negative: the number of requests that wait for a slot
+    slots_free: int = 0  # free slots of the tier's batch size; if negative, the number of requests that wait for a slot
     drain_per_s: float = 0.0  # requests that end per second while all slots are taken
     prefill_tokens_per_s: float = 0.0
-    output_tokens_per_s: float = 0.0  # over all slots
+    output_tokens_per_s: float = 0.0  # of all slots together
 
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
     """A worker's view of one tier, for admission and `/ready`."""
 
-    queued: int = 0  # claimed, not yet started
+    queued: int = 0  # requests that are claimed and not started yet
     running: int = 0
     batch_size: int = 0
     max_wait_ms: float = 0.0
@@ -44,4 +44,4 @@ class WorkerStatus:
     eos_token_ids: tuple[int, ...] = ()
     device: str = ""
     tiers: dict[str, TierStatus] = field(default_factory=dict)
-    at_ms: int = 0  # when the heartbeat was made, by the worker's wall clock
+    at_ms: int = 0  # time of the heartbeat, by the worker's wall clock

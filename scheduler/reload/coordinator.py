@@ -1,8 +1,8 @@
-"""Changes the tiers at run time: on every gateway and worker of a store, or on none.
+"""Changes the tiers at run time, either on every gateway and worker of a store or on none.
 
 A change has two steps. First a document is proposed, and every live part (a gateway or worker process) votes on it. If
 no part objects, the document is put in force, and every part applies it. Knows documents, votes and timeouts; does not
-know where a change comes from, nor how its outcome is shown.
+know where a change comes from, or how its outcome is shown.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from scheduler.reload.store import Follower, TierDocument, TierStore
 
 log = structlog.get_logger()
 
-POLL_S = 0.01  # between two reads while other parts vote or apply
-TIMEOUT_S = 5.0  # for all parts to vote on a change, and again for all to apply it
+POLL_S = 0.01  # seconds between two reads of the store while other parts vote or apply
+TIMEOUT_S = 5.0  # seconds for all parts to vote on a change, and the same time again for all parts to apply it
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """All `parts` use the tiers. `changed` is False if they did before."""
+    """The change succeeded: all `parts` use the tiers. `changed` is False if these tiers were already in force."""
 
     in_force: InForce
     parts: tuple[str, ...]
@@ -36,16 +36,16 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Nothing has changed anywhere."""
+    """The change was refused: the old tiers stay in force on every part."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """The missing `parts` did not answer in time.
+    """The change is late: the `parts` listed here did not answer in time.
 
-    If `in_force`, the change is made and they will follow. Otherwise nothing has changed.
+    If `in_force` is True, the change is made, and these parts will follow. Otherwise nothing has changed.
     """
 
     parts: tuple[str, ...]
@@ -57,10 +57,10 @@ Depths = Callable[[Sequence[str]], Awaitable[Mapping[str, int]]]
 
 
 class TierChanges:
-    """Changes of the tiers that this process asks for. Its follower must be running."""
+    """Makes changes of the tiers on behalf of this process. The process's follower must be running."""
 
     def __init__(self, store: TierStore, follower: TierFollower, depths: Depths, path: Path, clock: Clock) -> None:
-        """`depths` returns how many requests wait in each of some tiers. `reload` reads the file at `path`."""
+        """`depths` returns the number of waiting requests of each given tier. `reload` reads the file at `path`."""
         self._store = store
         self.follower = follower
         self._depths = depths
@@ -68,22 +68,23 @@ class TierChanges:
         self._clock = clock
 
     async def parts(self) -> list[Follower]:
-        """Return all live gateways and workers, ordered by name."""
+        """Return the reports of all live gateways and workers, sorted by name."""
         return await self._store.followers()
 
     async def reload(self) -> Outcome:
-        """Read the file again, then do as `change` does."""
+        """Read the tiers file again and put its tiers in force, as `change` does."""
         return await _logged(self._reload())
 
     async def change(self, content: object, source: str) -> Outcome:
         """Put `content` in force on every part, and log the outcome.
 
-        Raises `TierConfigError` if `content` is not that of a valid tiers file, and the errors of the store's client.
+        Raises `TierConfigError` if `content` is not the content of a valid tiers file. Errors of the store's client are
+        raised too.
         """
         return await _logged(self._parse(content, source))
 
     async def reload_on_signal(self) -> None:
-        """Do as `reload` does; the outcome is only logged."""
+        """Reload the tiers file as `reload` does, but only log the outcome and the errors."""
         try:
             await self.reload()
         except TierConfigError:
@@ -107,7 +108,8 @@ class TierChanges:
         stopped = await self._vote(tiers, document, until_s)
         if stopped is not None:
             return stopped
-        # A request put into the queue of a removed tier just before would never be served: all parts go back for it.
+        # A request may have been put into the queue of a removed tier just before the change. It would never be served.
+        # In this case, all parts go back to the old tiers.
         outcome = await self._applied(document.generation, self._clock.now() + TIMEOUT_S, changed=True)
         if isinstance(outcome, Applied) and (reason := await self._reason_to_keep(before.tiers, tiers)):
             await self._change(before.tiers, before.source)
@@ -115,7 +117,11 @@ class TierChanges:
         return outcome
 
     async def _propose_alone(self, tiers: TierSet, source: str, until_s: float) -> TierDocument | Outcome:
-        """Propose `tiers` once no other change is in progress. Return an outcome if they are in force by then."""
+        """Propose `tiers` as soon as no other change is in progress, and return the proposed document.
+
+        Return an outcome instead if `tiers` are in force already, or if the other change is still in progress at
+        `until_s`.
+        """
         while True:
             if (generation := await self._generation_of(tiers)) is not None:
                 return await self._applied(generation, until_s, changed=False)
@@ -127,10 +133,14 @@ class TierChanges:
             await self._clock.sleep(POLL_S)
 
     async def _vote(self, tiers: TierSet, document: TierDocument, until_s: float) -> Outcome | None:
-        """Let all parts vote, and put `document` in force or withdraw it. Return None if it is in force."""
+        """Let all parts vote on `document`, and put it in force or withdraw it.
+
+        Return None if `document` is in force, else the outcome.
+        """
         is_in_force = False
         try:
-            if (generation := await self._generation_of(tiers)) is not None:  # another change made it so just before
+            # Another change has just put the same tiers in force.
+            if (generation := await self._generation_of(tiers)) is not None:
                 return await self._applied(generation, until_s, changed=False)
             against = await self._against(tiers, document, until_s)
             if against is not None:
@@ -142,7 +152,7 @@ class TierChanges:
         return None if is_in_force else Refused("The vote on the change took too long.")
 
     async def _generation_of(self, tiers: TierSet) -> int | None:
-        """Return the generation of the document in force if it equals `tiers`, else None."""
+        """Return the generation of the document in force if its tiers are equal to `tiers`, else None."""
         in_force = (await self._store.read()).in_force
         is_same = in_force is not None and in_force.content == tiers.document(defaults=False)
         return in_force.generation if in_force is not None and is_same else None
@@ -154,7 +164,10 @@ class TierChanges:
             raise TierConfigError(f"{source}: a number has more than 64 bits") from None
 
     async def _against(self, tiers: TierSet, document: TierDocument, until_s: float) -> Refused | Late | None:
-        """Return what prevents `document`: waiting requests, an objection, or a missing vote. None: nothing does."""
+        """Return why `document` cannot be put in force; None if nothing prevents this.
+
+        The reason may be a waiting request in a removed tier, an objection, or a missing vote.
+        """
         if reason := await self._reason_to_keep(self.follower.in_force.tiers, tiers):
             return Refused(reason)
         missing = await self._until_all(lambda f: f.looked_at >= document.generation, until_s)
@@ -164,7 +177,7 @@ class TierChanges:
         return Refused(" ".join(f"{f.part}: {f.objection}" for f in objecting)) if objecting else None
 
     async def _reason_to_keep(self, before: TierSet, after: TierSet) -> str:
-        """Return a sentence about a removed tier whose queue is not empty; an empty string if there is none."""
+        """Return a sentence about a removed tier whose queue is not empty; an empty string if there is no such tier."""
         removed = sorted(set(before.tiers) - set(after.tiers))
         depths = await self._depths(removed) if removed else {}
         tier = next((tier for tier, depth in depths.items() if depth), None)
@@ -178,7 +191,10 @@ class TierChanges:
         return Applied(self.follower.in_force, parts, changed)
 
     async def _until_all(self, has_done: Callable[[Follower], bool], until_s: float) -> tuple[str, ...]:
-        """Wait for all live parts, including this one. Return the ones still missing at `until_s`."""
+        """Wait until `has_done` is true of all live parts, including this one.
+
+        Return the names of the parts for which it is still false at `until_s`.
+        """
         while True:
             done = {f.part: has_done(f) for f in await self.parts()}
             missing = tuple(part for part, is_done in {self.follower.part: False, **done}.items() if not is_done)

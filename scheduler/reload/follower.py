@@ -1,8 +1,9 @@
-"""Follows, in one process, the tiers that the store has in force, and votes on proposed ones.
+"""Makes one process use the tiers that the store has in force, and vote on proposed tiers.
 
-A part (a gateway or worker process) that starts beside others takes the tiers that they have in force. The first part
-puts its own file in force. So a change made at run time lasts as long as any part runs, and the file wins at a start
-from nothing. Knows documents and votes; the `Subject` uses the tiers, and `coordinator` makes changes.
+A part (a gateway or worker process) that starts while other parts run takes the tiers that are in force. The first part
+puts its own file in force. So a change made at run time lasts as long as any part runs. When all parts have ended, the
+next start uses the file again. Knows documents and votes; the `Subject` uses the tiers, and `coordinator` makes
+changes.
 """
 
 import asyncio
@@ -21,16 +22,16 @@ from scheduler.reload.store import Follower, TierDocument, TierStore
 
 log = structlog.get_logger()
 
-REPORT_S = 1.0  # between two reads of the store, and two reports to it, while nothing changes
-JOIN_S = 5.0  # for a change in progress to end before this part joins
-POLL_S = 0.01  # between two attempts to join
+REPORT_S = 1.0  # seconds between two reads of the store, and between two reports to it, while nothing changes
+JOIN_S = 5.0  # seconds to wait for the end of a change in progress before this part joins
+POLL_S = 0.01  # seconds between two attempts to join
 
 
 class Subject(Protocol):
-    """The user of the tiers in this process."""
+    """The component that uses the tiers in this process."""
 
     def objection(self, tiers: TierSet) -> str:
-        """Return a sentence that says why `tiers` cannot be used here now; empty: they can."""
+        """Return a sentence that says why this process cannot use `tiers` now; an empty string if it can use them."""
         ...
 
     def reconfigure(self, tiers: TierSet) -> None:
@@ -40,7 +41,7 @@ class Subject(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """The tiers that this process uses. `generation` 0: the store has not answered yet."""
+    """The tiers that this process uses. `generation` is 0 while the store has not answered yet."""
 
     tiers: TierSet
     generation: int
@@ -49,23 +50,29 @@ class InForce:
 
 
 class TierFollower:
-    """Owns the tiers in force in this process. Use as `async with`: it follows the store inside the block."""
+    """The owner of the tiers in force in this process.
+
+    Use it as `async with`: it follows the store inside the block.
+    """
 
     def __init__(self, store: TierStore, subject: Subject, part: str, tiers: TierSet, path: Path, clock: Clock) -> None:
-        """`part` names this process in the store. `tiers` were read from `path`, and `subject` uses them already."""
+        """`part` names this process in the store. `tiers` were read from `path`, and `subject` already uses them."""
         self._store = store
         self._subject = subject
         self._clock = clock
         self.part = part
         self.in_force = InForce(tiers, 0, str(path), clock.wall_ms())
-        self._vote = (0, "")  # generation of the last proposal voted on, and the objection (empty: none)
+        self._vote = (0, "")  # generation of the last proposal voted on, and the objection to it (empty: none)
         self._has_joined = False
-        self._is_store_silent = False  # at the last read
+        self._is_store_silent = False  # True: the store did not answer at the last read
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        """Start to follow. If the store answers, its tiers in force are used here when this returns."""
+        """Start to follow the tiers in the store.
+
+        If the store answers, this process uses the store's tiers in force when this method returns.
+        """
         await self._sync()
         self._tasks = [asyncio.create_task(self._store.listen(self._news.set)), asyncio.create_task(self._follow())]
         return self
@@ -76,7 +83,7 @@ class TierFollower:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(RedisError):  # without this, the part counts as gone when its last report expires
+        with contextlib.suppress(RedisError):  # if this fails, the part counts as gone when its last report expires
             await self._store.leave(self.part)
 
     async def _follow(self) -> None:
@@ -88,9 +95,9 @@ class TierFollower:
             await self._sync()
 
     async def _sync(self) -> None:
-        """Take the tiers in force, vote on proposed ones, and report both.
+        """Use the tiers in force, vote on proposed tiers, and report both to the store.
 
-        No error ends the following: a process that stayed silent would prevent every change.
+        After any error, the follower continues: a process that does not vote would prevent every change of the tiers.
         """
         try:
             if not self._has_joined:
@@ -111,7 +118,7 @@ class TierFollower:
             log.exception("following the tiers failed and will be tried again")
 
     async def _join(self) -> None:
-        """Take part in changes. The first part puts its own file in force."""
+        """Join the parts that follow the store. If this part is the first one, it puts its own file in force."""
         until_s = self._clock.now() + JOIN_S
         while self._clock.now() < until_s:
             others = [f for f in await self._store.followers() if f.part != self.part]
@@ -123,13 +130,16 @@ class TierFollower:
                 await self._clock.sleep(POLL_S)
             elif any(f.part != self.part and f.generation for f in await self._store.followers()):
                 return await self._store.withdraw(document)  # another part was faster
-            else:  # report first, so that the next part to join sees this one
+            else:  # reports before the commit, so that the next part to join sees this part
                 await self._store.report(Follower(self.part, document.generation))
                 await self._store.commit(document)
                 return
 
     def _take(self, document: TierDocument) -> None:
-        """Use `document`, or log why not: others may have agreed to it while this process could not reach the store."""
+        """Use `document`. If this is not possible, log why.
+
+        The other parts may have agreed to the document while this process could not reach the store.
+        """
         objection = self._objection(document)
         if objection:
             log.error("the tiers in force cannot be used here", generation=document.generation, reason=objection)
@@ -143,5 +153,5 @@ class TierFollower:
     def _objection(self, document: TierDocument) -> str:
         try:
             return self._subject.objection(parse_tiers(document.content, document.source))
-        except TierConfigError as error:  # a part of another version of this program accepted it
+        except TierConfigError as error:  # a part that runs another version of this program accepted it
             return str(error)

@@ -1,7 +1,7 @@
-"""The tiers shared through the store: the document in force, the proposed one, and the followers.
+"""The tiers shared through the store: the document in force, the proposed document, and the followers.
 
-Knows Redis and documents as plain data; does not know whether a document is valid, nor what it is used for. All
-followers of the moment have agreed to the document in force.
+Knows Redis, and documents as plain data; does not know whether a document is valid, or what it is used for. All present
+followers have agreed to the document in force.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,11 @@ from scheduler.store.scripts import load_script
 
 @dataclass(frozen=True, slots=True)
 class TierDocument:
-    """`content` is the input of `parse_tiers`; `source` says in words where it came from."""
+    """A version of the tiers as stored.
+
+    `content` is the input of `parse_tiers`. `source` describes its origin for people. `set_ms` is the time of the
+    proposal.
+    """
 
     generation: int
     content: dict[str, Any]
@@ -27,12 +31,12 @@ class TierDocument:
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """The report of one gateway or worker."""
+    """The report of one gateway or worker: the tiers that it uses, and its last vote."""
 
-    part: str  # its name
-    generation: int = 0  # of the document it uses
-    looked_at: int = 0  # generation of the last proposal it has voted on
-    objection: str = ""  # to that proposal; empty: none
+    part: str  # name of the process
+    generation: int = 0  # generation of the document that it uses
+    looked_at: int = 0  # generation of the last proposal that it has voted on
+    objection: str = ""  # its objection to that proposal; empty: no objection
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +61,12 @@ class TierStore:
         return Reading(self._document(in_force), self._document(proposed))
 
     async def propose(self, content: dict[str, Any], source: str, now_ms: int) -> TierDocument | None:
-        """Return the proposed document, or None while another one is being voted on."""
+        """Propose a document and return it; None while another document is being voted on."""
         generation = await self._client.hincrby(keys.TIERS, "generation", 1)
         document = TierDocument(generation, content, source, now_ms)
         data, ttl_ms = self._encoder.encode(document), int(keys.TIERS_PROPOSED_TTL_S * 1000)
-        # If the first reply was lost, the repeated SET fails because of the first one: then the value is this document.
+        # If the reply to the first SET was lost, the repeated SET fails because of the first one. The value is then
+        # this document.
         is_set = await self._client.set(keys.TIERS_PROPOSED, data, nx=True, px=ttl_ms)
         if not is_set and await self._client.get(keys.TIERS_PROPOSED) != data:
             return None
@@ -82,7 +87,10 @@ class TierStore:
         )
 
     async def report(self, follower: Follower) -> None:
-        """Say that this part is alive. The report expires after `FOLLOWER_TTL_S`."""
+        """Report that a part is alive, which tiers it uses and how it has voted.
+
+        The report expires after `FOLLOWER_TTL_S`.
+        """
         ttl_ms = int(keys.FOLLOWER_TTL_S * 1000)
         pipeline = self._client.pipeline(transaction=True)
         pipeline.set(keys.follower(follower.part), self._encoder.encode(follower), px=ttl_ms)
@@ -96,7 +104,7 @@ class TierStore:
         await pipeline.execute()
 
     async def followers(self) -> list[Follower]:
-        """Return the live followers, ordered by name. Names whose key has expired are removed from the set."""
+        """Return the live followers, sorted by name. Names whose key has expired are removed from the set."""
         members: set[bytes] = await self._client.smembers(keys.FOLLOWERS)  # type: ignore[assignment]  # not decoded
         parts = sorted(member.decode() for member in members)
         if not parts:
@@ -108,7 +116,10 @@ class TierStore:
         return [self._followers.decode(report) for report in reports if report is not None]
 
     async def listen(self, on_news: Callable[[], None]) -> None:
-        """Call `on_news` when there may be something new to read, also after each reconnect. Runs until cancelled."""
+        """Call `on_news` whenever there may be something new to read, also after each reconnect.
+
+        Runs until cancelled.
+        """
         async for _ in connection.messages(self._client, keys.TIERS_NEWS):
             on_news()
 

@@ -20,25 +20,28 @@ from scheduler.store import keys
 
 CONNECT_TIMEOUT_S = 2.0
 REPLY_TIMEOUT_S = 5.0
-MAX_CONNECTIONS = 32  # per process; commands beyond this wait for a free connection instead of failing
-HEALTH_CHECK_S = 15  # a connection idle for longer is checked with a PING before the next command
-RETRIES = 10  # about two seconds with a server that refuses connections: long enough for its restart
-COMMAND_TIMEOUT_S = 6.0  # for a command with all retries, so that a server that accepts but never answers is noticed
-FIRST_BACKOFF_S = 0.01  # upper bound of the pause after the first failure; doubles with each one
+MAX_CONNECTIONS = 32  # per process; a command beyond this limit waits for a free connection instead of failing
+HEALTH_CHECK_S = 15  # a connection that was idle for longer is checked with a PING before the next command
+RETRIES = 10  # they take about two seconds if the server refuses connections, which is long enough for its restart
+# Limit for a command with all its retries. It detects a server that accepts connections but never answers.
+COMMAND_TIMEOUT_S = 6.0
+FIRST_BACKOFF_S = 0.01  # upper bound of the pause after the first failure; it doubles with each further failure
 MAX_BACKOFF_S = 0.5
 MAX_DOUBLINGS = 16
-RESUBSCRIBE_S = 10.0  # without a message: the connection may have broken without being closed
-FOREVER = -1  # redis-py's number of retries without a limit
+# After this time without a message, subscribe again: the connection may be broken without being closed.
+RESUBSCRIBE_S = 10.0
+FOREVER = -1  # given as the number of retries, it makes redis-py retry without a limit
 
 Command = bytes | str | Iterable[bytes]
 
 
 def connect(url: str) -> Redis:
-    """Return a client with a pool of connections. Opens no connection yet.
+    """Return a client with a pool of connections. No connection is opened yet.
 
-    Commands are retried during a short outage of the server. Then they raise `redis.exceptions.ConnectionError`, or a
-    `TimeoutError` after `COMMAND_TIMEOUT_S`; opening a connection may take as long again. A command whose reply was
-    lost is sent again, so callers send only commands that may run twice.
+    Commands are retried during a short outage of the server. If the outage lasts longer, they raise
+    `redis.exceptions.ConnectionError`, or `TimeoutError` after `COMMAND_TIMEOUT_S`; opening a connection may take the
+    same time again. If the reply to a command is lost, the command is sent again. So callers must send only commands
+    that may run twice.
     """
     tcp_only = {} if url.startswith("unix:") else {"socket_keepalive": True}
     pool = BlockingConnectionPool.from_url(
@@ -59,7 +62,8 @@ def connect(url: str) -> Redis:
 def blocking(client: Redis, longest_s: float) -> Redis:
     """Return a second client to the same server, for reads that wait up to `longest_s`. The caller closes it.
 
-    It reconnects for ever, also when a read times out, because the server may have gone without closing the connection.
+    The client reconnects without a limit, also after a read has timed out, because a server that disappears may leave
+    the connection open.
     """
     pool = client.connection_pool
     timeout_s = longest_s + REPLY_TIMEOUT_S
@@ -69,9 +73,9 @@ def blocking(client: Redis, longest_s: float) -> Redis:
 
 
 async def messages(client: Redis, channel: str) -> AsyncIterator[dict[str, Any]]:
-    """Yield the messages of a pub/sub channel for ever, including the confirmation of each (new) subscription.
+    """Yield the messages of a pub/sub channel for ever, and also the confirmation of each (new) subscription.
 
-    Messages are missed between subscriptions. Take a confirmation as "something may have happened".
+    Messages that are sent between two subscriptions are missed. So a confirmation means "something may have happened".
     """
     reader = blocking(client, RESUBSCRIBE_S)
     try:
@@ -92,7 +96,7 @@ async def _messages_until_silent(pubsub: PubSub, channel: str) -> AsyncIterator[
 
 
 async def durable(client: Redis, timeout_s: float = 3.0) -> bool:
-    """Wait until everything written so far, on any connection, is on the server's disk.
+    """Wait until everything written so far, on any connection, is on the server's disk. Then return True.
 
     Return False if the server cannot tell (before Redis 7.2, or without AOF) or if it takes longer than `timeout_s`.
     """
@@ -108,10 +112,10 @@ async def durable(client: Redis, timeout_s: float = 3.0) -> bool:
 
 
 class _SendsDirectly(AbstractConnection):
-    """Sends with the same time limit as redis-py, but without `asyncio.wait_for`.
+    """A connection that sends with the same time limit as redis-py, but without `asyncio.wait_for`.
 
     Before Python 3.12, `asyncio.wait_for` may swallow the cancellation of the sending task (cpython #86296). It also
-    makes a task for each command.
+    creates a task for each command.
     """
 
     async def send_packed_command(self, command: Command, check_health: bool = True) -> None:
@@ -145,7 +149,7 @@ _SENDING_DIRECTLY: dict[type[AbstractConnection], type[AbstractConnection]] = {
 
 
 class _BoundedRetry(Retry):
-    """Ends a command after `COMMAND_TIMEOUT_S`, retries included."""
+    """A retry policy that ends a command after `COMMAND_TIMEOUT_S`, retries included."""
 
     async def call_with_retry(self, *args: Any, **options: Any) -> Any:
         timeout_s = COMMAND_TIMEOUT_S
@@ -157,7 +161,11 @@ class _BoundedRetry(Retry):
 
 
 class _Backoff(ExponentialWithJitterBackoff):
-    """redis-py computes base * 2**failures, which overflows a float after 1024 failures, minutes of an outage."""
+    """A backoff that does not overflow.
+
+    redis-py computes base · 2**failures, which overflows a float after 1024 failures. An outage of some minutes causes
+    as many failures.
+    """
 
     def compute(self, failures: int) -> float:
         return super().compute(min(failures, MAX_DOUBLINGS))

@@ -1,6 +1,6 @@
 """Every key, channel and lifetime that Tidegate's scheduler uses in Redis, in one place.
 
-Knows names, not commands. Times in Redis are integer milliseconds of Unix time.
+Knows names; does not know commands. Times in Redis are integer milliseconds of Unix time.
 
 The store must be one server, not a cluster: a script derives each request's key from the request's id, so the keys of
 one script belong to many cluster slots.
@@ -8,76 +8,82 @@ one script belong to many cluster slots.
 
 # Queue ------------------------------------------------------------------------------------------------
 
-# Sorted set per tier: `tidegate:queue:realtime`. Score = deadline in ms. Member = `<16 digits>:<prompt tokens>:<most
-# output tokens>:<request id>`; the digits number the puts, so that equal deadlines are claimed in the order of arrival.
+# One sorted set per tier, for example `tidegate:queue:realtime`. The score is the deadline in ms. A member is
+# `<16 digits>:<prompt tokens>:<maximum output tokens>:<request id>`. The digits number the puts, so that requests with
+# equal deadlines are claimed in the order of arrival.
 QUEUE_PREFIX = "tidegate:queue:"
 
-# Hash per tier with waiting requests. Fields prompt and output: sums of these tokens over the tier's sorted set.
+# One hash per tier that has waiting requests. The fields `prompt` and `output` are the sums of these tokens over the
+# tier's sorted set.
 WAITING_PREFIX = "tidegate:waiting:"
 
-# Hash per request, from put until ack or cancel. Fields: tier, member, deadline_ms, payload (msgpack `Request`),
-# attempt (number of claims, without the released ones), and, while leased, fence and worker. No TTL, because a line of
-# a batch may wait for a day.
+# One hash per request, from its put until its ack or cancel. Fields: tier, member, deadline_ms, payload (msgpack
+# `Request`), attempt (number of claims, without the released ones), and, while leased, fence and worker. The hash has
+# no TTL, because a line of a batch may wait for a day.
 REQUEST_PREFIX = "tidegate:request:"
 
-# Sorted set of all leased requests. Score = expiry of the lease in ms; member = request id.
+# Sorted set of all leased requests. The score is the expiry of the lease in ms; the member is the request id.
 LEASES = "tidegate:leases"
 
-# The last number given to a put or a claim. Only grows, and outlives all requests.
+# The last number given to a put or a claim. It only grows, and it outlives all requests.
 SEQUENCE = "tidegate:sequence"
 
-# Pub/sub channel: `wake` after a put or a requeue, `cancel:<request id>` when a leased request was cancelled.
+# Pub/sub channel. The message is `wake` after a put, after a requeue, or when a waiting request was cancelled, and
+# `cancel:<request id>` when a leased request was cancelled.
 WAKE = "tidegate:wake"
 
 # Events -----------------------------------------------------------------------------------------------
 
-# Stream per gateway. Exists while the gateway listens.
+# One stream per gateway. It exists while the gateway listens.
 EVENTS_PREFIX = "tidegate:events:"
 
-# A gateway that has not refreshed its stream for this long counts as gone, and workers drop its requests. Well above
-# any pause of a busy gateway process, and well below the time that workers should spend on requests of a dead gateway.
+# Seconds. A gateway that has not refreshed its stream for this long counts as gone, and workers drop its requests. The
+# value is well above any pause of a busy gateway process, and well below the time that workers may waste on requests of
+# a dead gateway.
 EVENTS_TTL_S = 30.0
 
-# Time between two refreshes of that TTL. Each refresh also trims the entries that were read.
+# Seconds between two refreshes of that TTL. Each refresh also removes the entries that were read.
 EVENTS_HEARTBEAT_S = 2.0
 
-# The most messages in a stream: enough for minutes of steps, while listeners trim it every heartbeat.
+# The maximum number of messages in a stream. It is enough for minutes of steps, and a listener removes read messages at
+# every heartbeat.
 EVENTS_MAXLEN = 10_000
 
 # Workers ----------------------------------------------------------------------------------------------
 
-# Set of announced worker ids. A reader removes ids whose hash has expired.
+# Set of announced worker ids. A reader removes the ids whose hash has expired.
 WORKERS = "tidegate:workers"
 
-# Hash per live worker: status (msgpack `WorkerStatus`), metrics (Prometheus text), sla (JSON).
+# One hash per live worker: status (msgpack `WorkerStatus`), metrics (Prometheus text), sla (JSON).
 WORKER_PREFIX = "tidegate:worker:"
 
-# A worker announces itself about every second. After several missed announcements in a row it counts as dead.
+# Seconds. A worker announces itself about every second; after several missed announcements in a row it counts as dead.
 WORKER_TTL_S = 6.0
 
 # Tiers ------------------------------------------------------------------------------------------------
 
-# Hash. `generation`: the last number given to a document. `in_force`: the document that all gateways and workers follow
-# (msgpack `TierDocument`). It outlives them; the first process of the next start replaces it with its own file.
+# A hash. `generation` is the last number given to a document. `in_force` is the document that all gateways and workers
+# follow (msgpack `TierDocument`). The hash outlives these processes; the first process of the next start replaces the
+# document with its own file.
 TIERS = "tidegate:tiers"
 
-# The proposed document, if any. One at a time, and it expires soon.
+# The proposed document, if there is one. Only one document can be proposed at a time, and it expires soon.
 TIERS_PROPOSED = "tidegate:tiers:proposed"
 TIERS_PROPOSED_TTL_S = 15.0
 
 # Pub/sub channel: a message of any content means that one of the two keys above has changed.
 TIERS_NEWS = "tidegate:tiers:news"
 
-# Set of the gateways and workers that follow the tiers, and for each a key (msgpack `Follower`). The key outlives a few
-# missed reports.
+# Set of the gateways and workers that follow the tiers. Each of them also has a key (msgpack `Follower`), which lives
+# longer than a few missed reports.
 FOLLOWERS = "tidegate:followers"
 FOLLOWER_PREFIX = "tidegate:follower:"
 FOLLOWER_TTL_S = 4.0
 
 # Durability -------------------------------------------------------------------------------------------
 
-# Written just before WAITAOF, which waits only for the writes of its own connection. This write follows all earlier
-# ones of any connection, so once it is on disk they are too.
+# A key that is written just before WAITAOF, which waits only for the writes of its own connection. This write comes
+# after all earlier writes of any connection, so when it is on disk, they are too.
 DURABLE = "tidegate:durable"
 DURABLE_TTL_S = 60.0
 

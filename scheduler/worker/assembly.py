@@ -1,4 +1,4 @@
-"""Builds a worker's loop from its parts. The worker process, the simulator, benches and tests all use this one."""
+"""Builds a worker's loop from its parts; used by the worker process, the simulator, benches and tests."""
 
 from engine.interface import Engine
 from scheduler.clock import Clock
@@ -30,8 +30,11 @@ def build_loop(
     identity: WorkerIdentity,
     step_log: StepLog | None = None,
 ) -> SchedulerLoop:
-    """Wire a loop that is ready to run. It closes `queue` at its end; everything else outlives it, so that a later loop
-    can go on with the same core and engine."""
+    """Return a loop that is ready to run.
+
+    The loop closes `queue` at its end. All other parts outlive the loop, so that a later loop can continue with the
+    same core and engine.
+    """
     held = HeldRequests(core, engine, metrics, clock)
     heartbeat = Heartbeat(registry, metrics, core, engine.info, identity, clock)
     publisher = Publisher(queue, events, held)

@@ -1,9 +1,10 @@
-"""What this worker can do for each tier, for its heartbeat: admission predicts waits from these rates.
+"""Estimates of a worker's capacity for each tier. The heartbeat sends them, and admission predicts waits from them.
 
-Looks at all requests that are held, once a heartbeat. Costs are those of the step-time model, with its safety factor
-(the 95th percentile), so that the engine nearly always keeps the rates. Interactive prefills run beside the decodes of
-their own tier and of the tiers above; tiers without an SLO have the share of time that the tiers above left lately.
-A rate is 0 (not known) while too few steps or requests were seen: no request is refused because of a guess.
+They are computed at each heartbeat, from all requests that the worker holds. Costs come from the step-time model with
+its safety factor (the 95th percentile), so that the engine nearly always reaches the rates. Interactive prefills run in
+steps with the decodes of their own tier and of the tiers above. Tiers without an SLO get the share of engine time that
+the tiers above have recently left, but at least their min share. A rate of 0 means that the rate is not known yet,
+because too few steps or requests were seen: no request is refused because of a guess.
 """
 
 from collections import defaultdict
@@ -23,27 +24,32 @@ from scheduler.planning.step_report import Ended
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.request_state import RequestState, Status
 
-USED_SHARE_WEIGHT = 0.1  # of the newest heartbeat in the average share of engine time that a tier uses
-ENDED_WEIGHT = 1 / 32  # of each request that ends in the averages over ended requests
-FIRST_PROMPT = 256  # tokens; the average prompt until a request has ended
-MIN_REQUESTS = 8  # requests seen before it is said how long one keeps its slot
-MIN_SHARE_LEFT = 0.02  # of the time; counted as left to every tier, or admission would refuse the tier for ever
+USED_SHARE_WEIGHT = 0.1  # weight of the newest heartbeat in the average share of engine time that a tier uses
+ENDED_WEIGHT = 1 / 32  # weight of each ended request in the averages over ended requests
+FIRST_PROMPT = 256  # tokens; stands for the average prompt until a request has ended
+MIN_REQUESTS = 8  # number of requests that must be seen before the time that a request keeps its slot is estimated
+# The smallest share of the time that counts as left to a tier. With a smaller one, admission could refuse the tier for
+# ever.
+MIN_SHARE_LEFT = 0.02
 
 
 @dataclass(slots=True)
 class _TierHistory:
-    """One tier's usual request, and its use of the engine. Owner: `CapacityEstimator`."""
+    """The averages over one tier's ended requests, and its use of the engine. Only `CapacityEstimator` changes it."""
 
     num_ended: int = 0
     prompt_tokens: Ewma = field(default_factory=lambda: Ewma(ENDED_WEIGHT))
     output_tokens: Ewma = field(default_factory=lambda: Ewma(ENDED_WEIGHT))
     held_s: Ewma = field(default_factory=lambda: Ewma(ENDED_WEIGHT))
-    used_share: Ewma = field(default_factory=lambda: Ewma(USED_SHARE_WEIGHT))  # of the engine's time
-    used_s: float = 0.0  # engine time since the start
+    used_share: Ewma = field(default_factory=lambda: Ewma(USED_SHARE_WEIGHT))  # share of the engine's time
+    used_s: float = 0.0  # seconds of engine time since the start
 
     def add_ended(self, ended: Sequence[Ended]) -> None:
-        """Add the mean of requests that ended, with as much weight as all of them have one after the other. The first
-        ones replace the initial values."""
+        """Add the mean of requests that ended.
+
+        Its weight is the same as if the requests were added one after the other. The first requests replace the initial
+        values.
+        """
         if ended:
             weight = 1 - (1 - ENDED_WEIGHT) ** len(ended) if self.num_ended else 1.0
             self.num_ended += len(ended)
@@ -52,29 +58,32 @@ class _TierHistory:
             self.held_s.add(fmean(e.held_s for e in ended), weight)
 
     def add_used(self, used_s: float, interval_s: float) -> None:
-        """`used_s`: engine time since the start; `interval_s`: seconds since the last call."""
+        """Update the share of engine time that the tier uses.
+
+        `used_s` is the tier's engine time since the start; `interval_s` is the number of seconds since the last call.
+        """
         self.used_share.add((used_s - self.used_s) / interval_s)
         self.used_s = used_s
 
 
 @dataclass(slots=True)
 class _Backlog:
-    """Work of one tier and all tiers above it, summed from the highest tier down."""
+    """The work of one tier and of all tiers above it. Tiers are added from the highest to the lowest."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
-    decode_s: float = 0.0  # predicted time of one token for each decode
-    used_share: float = 0.0  # of the engine's time, lately
+    decode_s: float = 0.0  # predicted seconds for one token of each decode
+    used_share: float = 0.0  # recent share of the engine's time
     itl_s: float = NEVER_S  # the shortest ITL SLO among the decodes, less the controller's margin
 
 
 class CapacityEstimator:
-    """Owner of the tiers' history."""
+    """Estimates how much work of each tier the worker can do. Owns the history of the tiers."""
 
     def __init__(self, engine: EngineInfo) -> None:
         self._max_step_tokens = engine.max_step_tokens
         self._history: dict[str, _TierHistory] = {}
-        self._ended: list[Ended] = []  # since the last heartbeat
+        self._ended: list[Ended] = []  # requests that ended since the last heartbeat
 
     def note_ended(self, end: Ended) -> None:
         if end.reason != "failed":
@@ -88,8 +97,11 @@ class CapacityEstimator:
         now: float,
         interval_s: float,
     ) -> dict[str, TierCapacity]:
-        """Return the capacity for each tier. `tiers`: highest first; `requests`: all that are held; `interval_s`:
-        seconds since the last call."""
+        """Return the capacity for each tier, by name.
+
+        `tiers` are sorted from the highest to the lowest priority. `requests` are all requests that the worker holds.
+        `interval_s` is the number of seconds since the last call.
+        """
         self._update_history(tiers, status.used_s, interval_s)
         states = defaultdict(list)
         for state in requests:
@@ -123,7 +135,10 @@ class CapacityEstimator:
         margin: float,
         now: float,
     ) -> None:
-        """Add a tier's requests. Prompts that are late already do not count: newcomers go before them."""
+        """Add a tier's requests to `backlog`.
+
+        Prompts that are late already do not count, because new requests are scheduled before them.
+        """
         decodes = [s for s in states if s.is_decode and s.status is Status.RUNNING]
         backlog.prompt_tokens += sum(s.num_uncomputed for s in states if not (s.is_decode or is_late(s, cost, now)))
         backlog.output_tokens += sum(s.request.sampling.max_tokens - len(s.output_token_ids) for s in states)
@@ -154,8 +169,11 @@ class CapacityEstimator:
         )
 
     def _prefill_beside_decodes_per_s(self, backlog: _Backlog, cost: StepCost, prompt_token_s: float) -> float:
-        """Return prompt tokens per second in steps that also hold the decodes, and last no longer than the decodes'
-        SLO allows."""
+        """Return the prompt tokens per second in steps that also hold the decodes.
+
+        Such a step lasts as long as the ITL SLO of the decodes allows. If the SLO leaves too little time for prefill,
+        the prefill gets `PREFILL_EXTRA_SHARE` of the time that a step with only the decodes takes.
+        """
         decodes_s = cost.step_s + backlog.decode_s
         room_s = max(backlog.itl_s - decodes_s, PREFILL_EXTRA_SHARE * decodes_s)
         full_s = self._max_step_tokens * prompt_token_s
@@ -164,24 +182,29 @@ class CapacityEstimator:
 
 
 def _prompt_token_s(history: _TierHistory, cost: StepCost) -> float:
-    """Return the seconds for a token of an average prompt, attention included; the same for any size of chunks."""
+    """Return the seconds per token of an average prompt, attention included. The size of the chunks does not matter."""
     return cost.prefill_token_s + cost.attend_s * (history.prompt_tokens.value or FIRST_PROMPT) / 2
 
 
 def _output_token_s(history: _TierHistory, cost: StepCost, batch: int) -> float:
-    """Return the seconds for a token in the middle of an average answer, with its part of the fixed cost of a step of
-    `batch` sequences."""
+    """Return the seconds per output token in the middle of an average answer.
+
+    The time includes the token's part of the fixed cost of a step with `batch` sequences.
+    """
     context = int(history.prompt_tokens.value + history.output_tokens.value / 2)
     return cost.decode(context) + cost.step_s / batch
 
 
 def _slot_s(history: _TierHistory, ages_s: Sequence[float]) -> float:
-    """Return how long a request keeps its slot: at least the mean age of those that are held. 0: too few were seen."""
+    """Return how many seconds a request keeps its slot; 0 if too few requests were seen.
+
+    The result is at least the mean age of the held requests.
+    """
     if history.num_ended + len(ages_s) < MIN_REQUESTS:
         return 0.0
     return max(history.held_s.value, fmean(ages_s) if ages_s else 0.0)
 
 
 def _per_s(amount: float, seconds: float) -> float:
-    """Return a rate; 0 (not known) where no time is known."""
+    """Return the rate `amount` ÷ `seconds`; 0 (not known) if `seconds` is 0."""
     return amount / seconds if seconds > 0 else 0.0

@@ -1,7 +1,7 @@
-"""Claims requests from the queue as soon as one is put, also while a step runs, so that it is in the very next step;
-and whenever there may be room for more.
+"""Claims requests from the queue: as soon as a request is put, and whenever there may be room for more requests.
 
-Knows the core's limits and the queue; `HeldRequests` takes what was claimed or cancelled.
+Requests are also claimed while a step runs, so that a new request is in the very next step. Knows the core's limits and
+the queue; `HeldRequests` takes the requests that were claimed or cancelled.
 """
 
 import asyncio
@@ -14,11 +14,13 @@ from scheduler.worker.heartbeat import Heartbeat
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.leases import LEASE_S
 
-# A worker with a step in flight waits before it claims new work, so that an idle worker gets that work first: this
-# many seconds, once and once more for each interactive request that it holds …
+# Before a worker with a step in flight claims new work, it waits, so that an idle worker gets that work first. It waits
+# `YIELD_S` seconds, and `YIELD_S` more for each interactive request that it holds, but at most `MAX_YIELD_S`.
 YIELD_S = 0.0005
-MAX_YIELD_S = 0.01  # … and at most this many
-LISTEN_S = 0.5  # the longest wait for a wake-up from the queue before it is claimed from anyway: bounds a lost wake-up
+MAX_YIELD_S = 0.01  # seconds
+# Maximum seconds to wait for a wake-up from the queue. After them, the worker claims without a wake-up, because one may
+# have been lost.
+LISTEN_S = 0.5
 
 
 class Claimer:
@@ -31,19 +33,19 @@ class Claimer:
         self._heartbeat = heartbeat
         self._clock = clock
         self._room = asyncio.Event()
-        self._known_empty = False  # the last claim found less than it asked for, and nothing was put since
+        self._known_empty = False  # the last claim got fewer requests than it asked for, and nothing was put since
         self._is_open = True
 
     def note_room(self) -> None:
-        """There may be room for more requests."""
+        """Make `run` claim again, because there may be room for more requests."""
         self._room.set()
 
     def close(self) -> None:
-        """Claim nothing more. Cancelled requests are still dropped."""
+        """Claim no more requests. Cancelled requests are still dropped."""
         self._is_open = False
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Claim requests and drop cancelled requests, until this task is cancelled."""
         work = asyncio.create_task(self._queue.wait_for_work(LISTEN_S))
         room = asyncio.create_task(self._room.wait())
         try:
@@ -65,7 +67,10 @@ class Claimer:
             room.cancel()
 
     async def _yield_to_idle_workers(self) -> None:
-        """Wait a moment while a step runs here: new work would wait for its end, while another worker may be idle."""
+        """Wait a moment before a claim if a step runs here and other workers are alive.
+
+        New work would wait for the end of this step here, while another worker may be idle.
+        """
         if not self._heartbeat.is_alone and self._core.is_step_in_flight:
             await self._clock.sleep(min(YIELD_S * (1 + self._core.num_interactive), MAX_YIELD_S))
 

@@ -1,7 +1,7 @@
-"""A worker's heartbeat: its identity, what it holds, how fast it finishes requests, its metrics, and what its
-controller does and why.
+"""A worker's heartbeat: its identity, held requests, rates and metrics, and what its controller does and why.
 
-Knows the registry and what to tell it; decides nothing. A worker without heartbeats counts as dead after a few seconds.
+Knows the registry and the data to send; makes no decisions. A worker without heartbeats counts as dead after a few
+seconds.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerSta
 from scheduler.worker.capacity import CapacityEstimator
 from scheduler.worker.metrics import SchedulerMetrics
 
-RATE_WEIGHT = 0.2  # of the newest interval in the average rate of finished requests
+RATE_WEIGHT = 0.2  # weight of the newest interval in the average rate of finished requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,10 @@ class WorkerIdentity:
 
 
 class Heartbeat:
-    """Announces one worker. Keeps the rates of finished requests, from which admission computes its Retry-After."""
+    """Announces one worker to the registry.
+
+    Keeps the rates of finished requests, from which admission computes Retry-After.
+    """
 
     def __init__(
         self,
@@ -50,10 +53,10 @@ class Heartbeat:
         self._identity = identity
         self._clock = clock
         self._capacity = CapacityEstimator(engine)
-        self._finished: Counter[str] = Counter()  # by tier, since the last heartbeat
-        self._finished_per_s: dict[str, Ewma] = {}  # by tier
+        self._finished: Counter[str] = Counter()  # number of finished requests by tier, since the last heartbeat
+        self._finished_per_s: dict[str, Ewma] = {}  # average rate of finished requests, by tier
         self._last_s: float | None = None
-        self.is_alone = True  # no other worker was alive at the last heartbeat
+        self.is_alone = True  # True: no other worker was alive at the last heartbeat
 
     def count_ended(self, end: Ended) -> None:
         self._finished[end.tier] += 1
@@ -76,7 +79,7 @@ class Heartbeat:
         await self._registry.withdraw(self._identity.worker_id)
 
     def _explanation(self, status: CoreStatus, now: float, wall_ms: int) -> dict[str, Any]:
-        """Return what the controller does and why, as of `at_ms`."""
+        """Return what the controller does and why, for `/admin/sla`. `at_ms` is the time of this report."""
         return {
             "at_ms": wall_ms,
             "kv_usage": status.kv_usage,

@@ -1,6 +1,6 @@
-"""Changes from outside to the requests that a worker holds: claimed ones come in, cancelled and lost ones go.
+"""Adds claimed requests to the requests that a worker holds, and removes cancelled and lost requests.
 
-Wakes the step loop after each change. The claimer, the publisher and the lease keeper share one `HeldRequests`.
+The step loop is woken after each change. The claimer, the publisher and the lease keeper share one `HeldRequests`.
 """
 
 import asyncio
@@ -19,11 +19,14 @@ class HeldRequests:
         self._engine = engine
         self._metrics = metrics
         self._clock = clock
-        self.changed = asyncio.Event()  # set: the step loop should look again
+        self.changed = asyncio.Event()  # set when the step loop should look at the requests again
 
     def accept(self, claimed: Sequence[Claimed]) -> None:
-        """Hand claimed requests to the core. Evict bulk from the step in flight where that lets one of them start
-        sooner and is worth it."""
+        """Hand claimed requests to the core.
+
+        Also evict bulk sequences from the step in flight, if this lets a claimed request start sooner and is worth the
+        lost work.
+        """
         now = self._clock.now()
         self._core.accept(claimed, now, self._clock.wall_ms())
         evictees = self._core.evictees_for([c.request.id for c in claimed], now)
@@ -40,6 +43,6 @@ class HeldRequests:
             self.changed.set()
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Leave requests to other workers, which hold their leases now."""
+        """Remove requests whose leases this worker has lost."""
         if self._core.release(request_ids):
             self.changed.set()

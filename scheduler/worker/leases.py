@@ -1,4 +1,4 @@
-"""Keeps the leases of the requests that a worker holds, and gives them back when it ends.
+"""Keeps the leases of the requests that a worker holds, and gives them back when the worker ends.
 
 Also drops requests whose gateway is gone, and requeues requests whose worker is gone.
 """
@@ -13,7 +13,7 @@ from scheduler.request import Lease
 from scheduler.worker.held_requests import HeldRequests
 
 LEASE_S = 10.0
-RENEW_S = 3.0  # between two renewals: two of them may fail before a lease ends
+RENEW_S = 3.0  # seconds between two renewals; two renewals may fail before a lease ends
 
 
 class LeaseKeeper:
@@ -34,7 +34,10 @@ class LeaseKeeper:
         self._worker_id = worker_id
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Keep the leases until this task is cancelled.
+
+        Each round renews the leases, drops requests of missing gateways and requeues requests with expired leases.
+        """
         while True:
             await self._clock.sleep(RENEW_S)
             await self._renew()
@@ -42,16 +45,19 @@ class LeaseKeeper:
             await self._queue.requeue_expired()
 
     async def give_back(self, leases: Iterable[Lease] = ()) -> None:
-        """Return everything under lease to its place in the queue: `leases`, the requests that the core still holds,
-        and requests that an interrupted claim or a dead process of the same name has taken."""
+        """Put all requests that are leased to this worker back into the queue, at their old places.
+
+        These are `leases`, the requests that the core still holds, and requests that an interrupted claim or a dead
+        process with the same worker id has taken.
+        """
         await self._queue.release([*leases, *self._core.release_all()])
         await self._queue.requeue_worker(self._worker_id)
 
     async def _renew(self) -> None:
-        """Renew all leases; release the requests whose lease another worker has by now."""
+        """Renew all leases. Remove the requests whose leases are lost."""
         leases = self._leases()
         kept = await self._queue.renew(leases, LEASE_S) if leases else []
-        held = set(self._leases())  # without requests that were claimed again under a newer lease meanwhile
+        held = set(self._leases())  # without the old leases of requests that were claimed again meanwhile
         lost = [lease for lease, is_kept in zip(leases, kept, strict=True) if not is_kept]
         self._held.release([lease.request_id for lease in lost if lease in held])
 
@@ -59,8 +65,11 @@ class LeaseKeeper:
         return [state.lease for state in self._core.states]
 
     async def _drop_orphans(self) -> None:
-        """Drop requests of gateways that are gone. A request that reports only at its end would otherwise be computed
-        for nothing: the publisher sees no missing gateway before."""
+        """Drop the requests of gateways that are gone.
+
+        The publisher notices a missing gateway only when it sends an event. So a request that sends its only event at
+        its end would be computed for nothing.
+        """
         by_gateway: dict[str, list[str]] = {}
         for state in self._core.states:
             by_gateway.setdefault(state.request.reply_to, []).append(state.id)

@@ -1,7 +1,7 @@
-"""The only driver of the scheduler: claim → accept → plan → engine → apply → publish, on any clock, queue and engine.
+"""The main loop of a worker: claim → accept → plan → engine → apply → publish, with any clock, queue and engine.
 
-The simulator runs this very loop. Five small tasks share the core on one thread: steps, claims (also while a step
-runs), publishing, leases, and maintenance. `scheduler.worker.assembly` builds it.
+It is the only driver of the scheduler; the simulator runs the same loop. Five small tasks share the core on one thread:
+steps, claims (also while a step runs), publishing, leases and maintenance. `scheduler.worker.assembly` builds the loop.
 """
 
 import asyncio
@@ -36,8 +36,10 @@ class SchedulerLoop:
         self._queue = queue
 
     async def run(self) -> None:
-        """Serve until `drain` (or `stop`) has been called and all held requests have ended. Any error ends all tasks
-        and is raised; a new loop may then go on with the same engine and core."""
+        """Serve until `drain` was called and all held requests have ended, or until `stop` was called.
+
+        Any error ends all tasks and is raised. A new loop may then continue with the same engine and core.
+        """
         try:
             await self._leases.give_back(await self._steps.clear())
             await self._heartbeat.beat()
@@ -66,18 +68,18 @@ class SchedulerLoop:
             await asyncio.gather(steps, *background, return_exceptions=True)
 
     def drain(self) -> None:
-        """Claim nothing more; `run` returns when all held requests have ended."""
+        """Claim no more requests. `run` returns when all held requests have ended."""
         self._claimer.close()
         self._steps.drain()
 
     def stop(self) -> None:
-        """Let `run` return after the step in flight; unfinished requests go back to the queue."""
+        """Make `run` return after the step in flight. Unfinished requests go back to the queue."""
         self._claimer.close()
         self._steps.stop()
 
 
 async def _first_error_or(main: "asyncio.Task[None]", others: "Sequence[asyncio.Task[None]]") -> None:
-    """Wait for `main`; if another task ends first, its error ends the wait."""
+    """Wait until `main` has ended, and raise its error if it has one. If another task fails first, raise that error."""
     while not main.done():
         done, _ = await asyncio.wait({main, *others}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

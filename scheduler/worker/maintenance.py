@@ -1,4 +1,7 @@
-"""What a worker does twice a second beside its steps: the controller's outer loop, its metrics, its heartbeat."""
+"""The periodic work of a worker: the outer loop of its controller, its metrics and its heartbeat.
+
+A round takes place every `UPDATE_S` seconds. A heartbeat is sent in every `HEARTBEAT_EVERY`-th round.
+"""
 
 from collections.abc import Mapping
 
@@ -14,7 +17,7 @@ from scheduler.worker.metrics import SchedulerMetrics
 
 log = structlog.get_logger()
 
-HEARTBEAT_EVERY = 2  # rounds of `UPDATE_S` seconds
+HEARTBEAT_EVERY = 2  # rounds of `UPDATE_S` seconds between two heartbeats
 
 
 class Maintenance:
@@ -35,18 +38,21 @@ class Maintenance:
         self._clock = clock
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Run the rounds until this task is cancelled."""
         rounds = 0
         while True:
             await self._clock.sleep(UPDATE_S)
             rounds += 1
             self._review(await self._queue.depths([t.name for t in self._core.tiers]))
-            self._held.changed.set()  # an idle step loop looks again: budgets change with time, too
+            self._held.changed.set()  # wakes an idle step loop, because budgets also change with time
             if rounds % HEARTBEAT_EVERY == 0:
                 await self._heartbeat.beat()
 
     def _review(self, depths: Mapping[str, int]) -> None:
-        """Move the controller's knobs; log and count its decisions. `depths`: requests in the queue, by tier."""
+        """Let the controller change its knobs; log and count its decisions.
+
+        `depths` holds the number of requests in the queue, by tier.
+        """
         now = self._clock.now()
         decisions = self._core.review(depths, now)
         for d in decisions:

@@ -1,7 +1,7 @@
-"""The worker's Prometheus metric families: vLLM's names with the prefix `tidegate_` and a `tier` label.
+"""The worker's Prometheus metrics. They have vLLM's names with the prefix `tidegate_`, and a `tier` label.
 
-The only writer of metrics in the scheduler: translates what the core reports and decides nothing. The registry is
-injected, so that two workers in one process (tests, the simulator) do not share metrics.
+This is the only module of the scheduler that writes metrics. It translates what the core reports and makes no
+decisions. The registry is injected, so that two workers in one process (tests, the simulator) do not share metrics.
 """
 
 from collections.abc import Iterable, Mapping
@@ -98,7 +98,7 @@ class SchedulerMetrics:
         self._show_from_the_start()
 
     def _show_from_the_start(self) -> None:
-        """Make every family visible before its first event, so that rates start at zero."""
+        """Create every series before its first event, so that rates start at zero."""
         for tier in self._tiers.by_priority:
             counters = (self._prompt, self._generated, self._queried, self._hit, self._recomputed, self._used)
             for family in (*self._latency.values(), self._reaction, self._batch, *counters):
@@ -113,7 +113,7 @@ class SchedulerMetrics:
                 _set_or_remove(self._target, (tier.name, metric, "0.99"), target_s)
 
     def reconfigure(self, tiers: TierSet) -> None:
-        """Show the SLOs of other tiers. The counters of a removed tier stay; its gauges go."""
+        """Show the SLOs of changed tiers. The counters of a removed tier stay; its gauges are removed."""
         for name in set(self._tiers.tiers) - set(tiers.tiers):
             held = (self._waiting, self._running, self._paused, self._swapped)
             knobs = (self._max_wait, self._batch_size, self._batch_tokens, self._margin)
@@ -126,7 +126,7 @@ class SchedulerMetrics:
         self._show_from_the_start()
 
     def record_step(self, elapsed_s: float, ran: Mapping[str, int]) -> None:
-        """Record one executed step; `ran`: its sequences, by tier."""
+        """Record one executed step. `ran` holds the number of its sequences, by tier."""
         self._step.observe(elapsed_s)
         for tier, sequences in ran.items():
             self._batch.labels(tier).observe(sequences)
@@ -155,7 +155,10 @@ class SchedulerMetrics:
             self._decided.labels(d.tier, d.knob, d.direction, d.signal).inc()
 
     def record_state(self, status: CoreStatus, queued: Mapping[str, int]) -> None:
-        """Set the gauges. `queued`: requests in the queue, by tier."""
+        """Set the gauges and the counters from the state of the core.
+
+        `queued` holds the number of requests in the queue, by tier.
+        """
         self._kv.set(status.kv_usage)
         for tier in self._tiers.tiers:
             held = status.held[tier]
@@ -174,7 +177,7 @@ class SchedulerMetrics:
         self._reserve.set(status.kv_reserve_blocks)
 
     def _count_up(self, counter: Counter, key: tuple[str, ...], total: float) -> None:
-        """Bring a counter to a total that is counted elsewhere."""
+        """Raise a counter to `total`, which is counted elsewhere."""
         counter.inc(total - self._counted.get(key, 0))
         self._counted[key] = total
 
@@ -194,7 +197,7 @@ class SchedulerMetrics:
 
 
 def _set_or_remove(gauge: Gauge, labels: tuple[str, ...], value: float | None) -> None:
-    """Remove a series without a value: an old value must not look current."""
+    """Set a gauge. If it has no value, remove its series, because an old value must not look current."""
     if value is None:
         gauge.remove(*labels)
     else:

@@ -1,7 +1,7 @@
-"""Publishes a worker's token events, then acknowledges the leases of ended requests, in the order of the steps.
+"""Publishes a worker's token events in the order of the steps, and then acknowledges the leases of ended requests.
 
-While a message is on its way, the reports of later steps are merged: a store that is slow for a moment gets fewer and
-larger messages, not a growing line of them.
+While a message is being sent, the reports of later steps are merged. So a store that is slow for a moment gets fewer
+and larger messages instead of a growing number of messages.
 """
 
 import asyncio
@@ -24,17 +24,18 @@ class Publisher:
         self._closing = False
 
     def send(self, report: StepReport) -> None:
-        """Leave a report's events and leases for `run`."""
+        """Hand over the events and leases of a report; `run` sends them."""
         if report.events or report.leases:
             self._unsent.absorb(report)
             self._changed.set()
 
     def close(self) -> None:
-        """Let `run` return when everything is sent."""
+        """Make `run` return when everything is sent."""
         self._closing = True
         self._changed.set()
 
     async def run(self) -> None:
+        """Send reports until `close` was called and everything is sent."""
         while self._unsent.leases or self._unsent.events or not self._closing:
             await self._changed.wait()
             self._changed.clear()
@@ -42,7 +43,10 @@ class Publisher:
             await self._deliver(report)
 
     async def _deliver(self, report: StepReport) -> None:
-        """Publish events first, then acknowledge: a crash in between repeats events and never loses a result."""
+        """Publish the events first, then acknowledge the leases.
+
+        A crash between the two repeats events, but never loses a result.
+        """
         for reply_to, events in report.events.items():
             if not await self._events.publish(reply_to, events):
                 await self._drop(events)
@@ -50,7 +54,7 @@ class Publisher:
             await self._queue.ack(report.leases)
 
     async def _drop(self, events: Sequence[TokenEvent]) -> None:
-        """Drop the unfinished requests of these events: their gateway is gone."""
+        """Drop the unfinished requests of `events`, because their gateway is gone."""
         ended = {e.request_id for e in events if e.is_last}
         unfinished = [i for i in dict.fromkeys(e.request_id for e in events) if i not in ended]
         await self._queue.cancel(unfinished)

@@ -1,8 +1,8 @@
-"""The step log: the work of each step, its predicted time and its measured time. One JSON object per line.
+"""The step log: the work, the predicted time and the measured time of each step. Each line is one JSON object.
 
 A cost card can be fitted from it (`python -m loadtest calibrate --step-log FILE`). The first line of each run describes
-the engine. It holds numbers and tier names, no requests and no texts. Its size is bounded: a file that reaches half of
-the limit is renamed to FILE.1 and replaces the file of that name.
+the engine. The log contains numbers and tier names, but no requests and no texts. Its size is bounded: a file that
+reaches half of the limit is renamed to FILE.1, which replaces the older FILE.1.
 """
 
 import json
@@ -17,15 +17,18 @@ from typing import Any, Protocol
 from engine.interface import EngineInfo, StepEviction
 from engine.step_time.cost import StepWork
 
-LIMIT_BYTES = 1 << 30  # FILE and FILE.1 together
-BUFFER_BYTES = 1 << 16  # about 300 steps: a crash loses no more than these
+LIMIT_BYTES = 1 << 30  # limit of FILE and FILE.1 together
+BUFFER_BYTES = 1 << 16  # about 300 steps; a crash loses no more than these
 
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """One step, with the features of its `StepWork`; `prefills` counts chunks. Field names are the JSON keys."""
+    """One step, with the features of its `StepWork`. Field names are the JSON keys.
 
-    t: float  # the loop's clock, when the result was taken in
+    `prefills` is the number of prefill chunks.
+    """
+
+    t: float  # time on the loop's clock when the step's result was applied
     elapsed_s: float
     prefill_tokens: int
     attended: float
@@ -33,8 +36,8 @@ class StepEntry:
     decodes: int
     prefills: int
     predicted_s: float = 0.0  # without a safety factor; 0: no prediction was made
-    shed: int = 0  # sequences evicted from it: its time then says nothing about its work
-    tiers: Mapping[str, int] = field(default_factory=dict)  # sequences that ran, by tier
+    shed: int = 0  # sequences evicted from the step; if there are any, its time says nothing about its work
+    tiers: Mapping[str, int] = field(default_factory=dict)  # number of sequences that ran, by tier
 
     @classmethod
     def of(
@@ -55,7 +58,7 @@ class StepEntry:
 
 
 class StepLogError(Exception):
-    """The step log cannot be written; the message is a sentence for the user."""
+    """The step log cannot be written. The message is a sentence for the user."""
 
 
 class StepLog(Protocol):
@@ -75,7 +78,10 @@ class NoStepLog:
 
 
 def open_step_log(path: Path | None, info: EngineInfo) -> StepLog:
-    """Return a log that appends to `path`, or one that keeps nothing if `path` is None. Raise `StepLogError`."""
+    """Return a log that appends to `path`, or one that keeps nothing if `path` is None.
+
+    Raises `StepLogError` if the file cannot be opened.
+    """
     if path is None:
         return NoStepLog()
     try:
@@ -85,8 +91,11 @@ def open_step_log(path: Path | None, info: EngineInfo) -> StepLog:
 
 
 class FileStepLog:
-    """Appends to `path`; writes to the disk every few hundred steps and at `close`. Raises OSError if the file cannot
-    be opened. A disk that fills up later ends the log, not the worker."""
+    """A step log that appends to the file `path`.
+
+    It writes to the disk every few hundred steps and at `close`. Raises `OSError` if the file cannot be opened. If the
+    disk fills up later, the log ends and the worker continues.
+    """
 
     def __init__(self, path: Path, info: EngineInfo, limit_bytes: int = LIMIT_BYTES) -> None:
         self._path = path
@@ -131,8 +140,11 @@ class StepRecords:
 
 
 def read_step_log(path: Path, most: int = 200_000) -> StepRecords:
-    """Return the newest `most` steps, oldest first. A last line cut short by a crash is left out; unknown keys are
-    ignored. Raise OSError, or ValueError if the file is not a step log."""
+    """Return the newest `most` steps of the last engine in a log, sorted from the oldest to the newest.
+
+    If a crash has cut the last line short, this line is left out. Unknown keys are ignored. Raises `OSError` if the
+    file cannot be read, and `ValueError` if it is not a step log.
+    """
     engine: EngineInfo | None = None
     entries: deque[StepEntry] = deque(maxlen=most)
     older = _older(path)
@@ -164,14 +176,14 @@ def _parsed(line: str, place: str) -> StepEntry | EngineInfo:
 def _engine(record: dict[str, Any]) -> EngineInfo:
     known = {f.name for f in fields(EngineInfo)}
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items() if k in known}
-    eviction = record.get("step_eviction", record.get("sheds"))  # the name until 0.1
+    eviction = record.get("step_eviction", record.get("sheds"))  # `sheds` was the name until version 0.1
     if eviction is not None:
         values["step_eviction"] = StepEviction(eviction)
     return EngineInfo(**values)
 
 
 def _plain(value: object) -> object:
-    """Return a setting of the engine as JSON can hold it."""
+    """Return an engine setting in a form that JSON can hold."""
     if isinstance(value, Enum):
         return value.value
     raise TypeError(f"{value!r} cannot be written to a step log")

@@ -1,6 +1,6 @@
-"""Runs steps: plan, execute on the engine, apply the result, report; again and again while there is work.
+"""Runs steps while there is work: plan a step, execute it on the engine, apply the result, report it.
 
-Decides nothing: `SchedulerCore` plans, the engine computes.
+Makes no decisions: `SchedulerCore` plans, and the engine computes.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from scheduler.worker.claimer import Claimer
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.step_reporter import StepReporter
 
-PLANNING_S = 0.003  # async scheduling plans the next step this long before the step in flight is expected to end
+PLANNING_S = 0.003  # seconds; async scheduling plans the next step this long before the step in flight should end
 
 
 class StepLoop:
@@ -38,18 +38,21 @@ class StepLoop:
         self._stopped = False
 
     def drain(self) -> None:
-        """Let `run` return when nothing is held any more."""
+        """Make `run` return when the worker holds no more requests."""
         self._draining = True
         self._held.changed.set()
 
     def stop(self) -> None:
-        """Let `run` return after the step in flight."""
+        """Make `run` return after the step in flight."""
         self._stopped = True
         self._held.changed.set()
 
     async def clear(self) -> list[Lease]:
-        """Release everything that an earlier loop has left in the core; return the leases. If that loop ended by an
-        error while a step was in flight, take its result in: it says which blocks of the engine are free."""
+        """Release all requests that an earlier loop has left in the core, and return their leases.
+
+        If that loop ended with an error while a step was in flight, apply the result of this step: it says which blocks
+        of the engine are free.
+        """
         leases = self._core.release_all()
         while self._core.is_step_in_flight:
             self._core.apply(await self._engine.collect(), self._clock.now())
@@ -67,7 +70,7 @@ class StepLoop:
                 await self._run_steps(plan)
 
     async def _run_steps(self, plan: StepPlan) -> None:
-        """Run this step, and the steps that can be planned while the one before them runs (async scheduling)."""
+        """Run `plan`, and all steps that can be planned while the step before them runs (async scheduling)."""
         begun_s = self._clock.now()
         self._engine.submit(plan)
         if not self._engine.info.steps_ahead:
@@ -80,12 +83,15 @@ class StepLoop:
                 has_next = await self._submit_next(collecting)
                 self._apply(await collecting, begun_s)
             finally:
-                collecting.cancel()  # has an effect only after an error: the engine then still has the result
+                collecting.cancel()  # has an effect only after an error; the engine then keeps the result
             begun_s = self._clock.now()
 
     async def _submit_next(self, collecting: "asyncio.Task[StepResult]") -> bool:
-        """Plan and submit the next step shortly before the step in flight ends, so that as many arrivals as possible
-        are in the plan. Return False if there is anything to decide first."""
+        """Plan and submit the next step shortly before the step in flight ends.
+
+        Planning late lets the plan include more arrivals. Return False if no step was submitted, because something must
+        be decided first.
+        """
         wait_s = self._core.running_step_s - PLANNING_S
         if wait_s > 0:
             await asyncio.wait({collecting}, timeout=wait_s)
@@ -102,7 +108,7 @@ class StepLoop:
         self._claimer.note_room()
 
     async def _idle(self) -> None:
-        """Sleep until something changes or a batching delay ends. Maintenance wakes the loop every `UPDATE_S`, too."""
+        """Sleep until something changes or a batching delay ends. Maintenance also wakes the loop every `UPDATE_S`."""
         self._claimer.note_room()
         left_s = self._core.idle_until_s - self._clock.now()
         with suppress(TimeoutError):

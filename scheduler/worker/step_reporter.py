@@ -1,5 +1,7 @@
-"""Passes on what a step did: events to the publisher, latencies to the metrics, ends to the heartbeat, a line to the
-step log."""
+"""Reports the results of a step to the rest of the worker.
+
+Events go to the publisher, latencies to the metrics, ended requests to the heartbeat, and an entry to the step log.
+"""
 
 from engine.interface import StepResult
 from engine.step_time.cost import StepWork
@@ -32,7 +34,7 @@ class StepReporter:
         self._metrics.record_report(report)
 
     def _log(self, result: StepResult, report: StepReport, now: float) -> None:
-        """Log steps whose time says something about their work, and steps that sequences were evicted from."""
+        """Write a log entry if the step's time says something about its work, or if sequences were evicted from it."""
         if report.work is not None or result.evicted:
             work, num_evicted = report.work or StepWork(), len(result.evicted)
             predicted_s, sequences = report.predicted_s, report.sequences

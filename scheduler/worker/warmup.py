@@ -1,7 +1,7 @@
-"""A few synthetic steps at start, which warm the engine up and give the step-time model its first data.
+"""A few synthetic steps at start. They warm up the engine and give the step-time model its first data.
 
-The steps are decodes only, prefills only and both, with few and with many sequences and, if time allows, with a long
-context. Uses only the engine's interface and leaves nothing behind.
+The steps hold only decodes, only prefills, or both; they have few or many sequences and, if time allows, a long
+context. The module uses only the engine's interface, and leaves no sequences in the engine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,10 +10,10 @@ from engine.interface import Engine, EngineInfo, NewSequence, Run, SamplingParam
 from engine.step_time.cost import StepWork
 from scheduler.clock import Clock
 
-PROMPTS = (48, 16, 96, 32, 64, 24, 16, 80)  # tokens; different, so that a fit can separate the coefficients
-MAX_DECODES = 64  # tokens that a sequence may grow by
-LARGE_BATCH = 24  # further sequences, started in one step
-LARGE_BATCH_PROMPT = 4  # tokens each
+PROMPTS = (48, 16, 96, 32, 64, 24, 16, 80)  # tokens; the lengths differ, so that a fit can separate the coefficients
+MAX_DECODES = 64  # maximum number of tokens by which a sequence grows
+LARGE_BATCH = 24  # number of further sequences, which start in one step
+LARGE_BATCH_PROMPT = 4  # tokens in the prompt of each of these sequences
 LONG_PROMPT = 1024  # tokens
 LONG_CHUNK = 128  # tokens
 LONG_DECODES = 4  # steps
@@ -23,8 +23,10 @@ PLAIN_SAMPLING = SamplingParams(max_tokens=1 << 30, temperature=0.0, ignore_eos=
 async def warm_up(
     engine: Engine, observe: Callable[[StepWork, float], None], clock: Clock, budget_s: float = 1.0
 ) -> None:
-    """Run prefills and growing decode batches for at most about `budget_s`. `observe` is told what each step did and
-    how many seconds it took."""
+    """Run prefills and growing decode batches for at most about `budget_s` seconds.
+
+    For each step except the first, `observe` is called with the step's work and its time in seconds.
+    """
     until_s = clock.now() + budget_s
     steps = _WarmUpSteps(engine.info)
     for plan in steps.plans():
@@ -40,17 +42,17 @@ async def warm_up(
 
 
 class _WarmUpSteps:
-    """The plans in order, the most informative first, and how far their sequences have come."""
+    """Makes the plans, sorted from the most to the least informative, and tracks the lengths of their sequences."""
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
         self._blocks_left = info.num_blocks // 2
-        self._lengths: dict[str, int] = {}  # sequence → tokens computed
+        self._lengths: dict[str, int] = {}  # number of computed tokens, by sequence id
         self._step_id = 0
 
     def plans(self) -> Iterator[StepPlan]:
         for number, prompt in enumerate(PROMPTS):
-            # Every other prefill runs beside decodes of all earlier sequences.
+            # Every second prefill runs in one step with decodes of all earlier sequences.
             beside = list(self._lengths) if number % 2 else []
             if not self._fits(prompt) or len(beside) + 2 > self._info.max_step_tokens:
                 return
@@ -87,7 +89,7 @@ class _WarmUpSteps:
             yield self._plan([new.seq_id] if number % 2 else [new.seq_id, *running])
 
     def enter(self, plan: StepPlan) -> StepWork:
-        """Return the work of a plan that is submitted next, and note it as done."""
+        """Return the work of the plan that is submitted next, and record this work as done."""
         work = StepWork()
         for run in plan.run:
             computed = self._lengths.get(run.seq_id, 0)
@@ -109,7 +111,7 @@ class _WarmUpSteps:
 
     def _new(self, length: int, number: int = 0) -> NewSequence:
         seq_id = f"warm-up-{len(self._lengths) + number}"
-        # Each sequence has a salt of its own, so that no prefix cache spares it the prefill.
+        # Each sequence has its own salt, so that it finds nothing in a prefix cache and its prefill is computed.
         return NewSequence(seq_id, (1,) * length, PLAIN_SAMPLING, cache_salt=seq_id)
 
     def _plan(
