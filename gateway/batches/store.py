@@ -150,7 +150,7 @@ def _as_dict(batch: Batch) -> dict[str, Any]:
 
 
 def _flat(fields: Mapping[str, Any]) -> list[str | bytes]:
-    """Return `fields` as a flat list: name, value, name, value, … Values are JSON; fields that are None are left out."""
+    """Return `fields` as a flat list: name, value, name, value, … Values are JSON. Fields with None are left out."""
     present = {name: value for name, value in fields.items() if value is not None}
     return [part for name, value in present.items() for part in (name, msgspec.json.encode(value))]
 
