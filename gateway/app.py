@@ -1,4 +1,4 @@
-"""The FastAPI application around one `Gateway`: routes, error handlers, middleware, lifespan."""
+"""The FastAPI application of one `Gateway`: routes, error handlers, middleware, startup and shutdown."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,7 +22,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         version=_version(),
         lifespan=_lifespan,
         redirect_slashes=False,
-        middleware=[  # from the outside in
+        middleware=[  # from the outermost to the innermost
             Middleware(RequestContext, metrics=gateway.metrics, clock=gateway.clock),
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt="/v1/files"),
         ],

@@ -1,6 +1,6 @@
-"""API keys, and the tier that serves a caller: from OpenAI's `service_tier` to a tier of tiers.yaml and back.
+"""API keys, and the translation between OpenAI's `service_tier` and the tiers of tiers.yaml.
 
-Does not know bodies or queues. Keys are held as SHA-256 digests only, and compared in constant time.
+Does not know bodies or queues. A keyring holds only the SHA-256 digests of keys, and compares them in constant time.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ RESPONSE_SERVICE_TIERS = ("default", "flex", "scale", "priority")  # the openai 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A caller's key.
+    """The API key of a caller.
 
-    `tiers` are the tiers that it may use (None: all), `default_tier` is its tier for requests without a
-    `service_tier`, and `admin` allows it to use /admin.
+    `tiers` are the tiers that the key may use (None: all tiers). `default_tier` is the tier of requests without a
+    `service_tier` (None: the default tier of tiers.yaml). `admin` says whether the key may use /admin.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ApiKey:
 
 
 class Keyring:
-    """The configured keys. Without any, access is open and a presented key is ignored."""
+    """The configured API keys. If there are none, access is open, and a key in a request is ignored."""
 
     def __init__(self, keys: Sequence[ApiKey] = ()) -> None:
         self._keys = tuple(keys)
@@ -51,7 +51,7 @@ class Keyring:
         return not self._keys
 
     def objection(self, tiers: TierSet) -> str:
-        """Return a sentence about the first key that names a tier missing in `tiers`, or an empty string."""
+        """Return a sentence about the first key that names a tier missing in `tiers`; an empty string if none does."""
         for key in self._keys:
             named = (key.tiers or frozenset()) | ({key.default_tier} if key.default_tier else set())
             if missing := sorted(named - set(tiers.tiers)):
@@ -59,13 +59,16 @@ class Keyring:
         return ""
 
     def authenticate(self, authorization: str | None) -> ApiKey | None:
-        """Return the key in an `Authorization` header, or None if access is open. Raises `ApiError` 401."""
+        """Return the configured key that an `Authorization` header contains; None if access is open.
+
+        Raises `ApiError` 401 if the header contains no configured key.
+        """
         if self.is_open:
             return None
         scheme, _, secret = (authorization or "").partition(" ")
         digest = hashlib.sha256(secret.strip().encode("utf-8", "surrogateescape")).digest()
         found: ApiKey | None = None
-        for key in self._keys:  # always all keys, so that the time taken does not tell which one matched
+        for key in self._keys:  # always compares all keys, so that the time taken does not tell which key matched
             if hmac.compare_digest(key.sha256, digest):
                 found = key
         if found is None or scheme.lower() != "bearer":
@@ -82,9 +85,9 @@ class ResolvedTier:
 
 
 def resolve_tier(service_tier: str | None, key: ApiKey | None, tiers: TierSet) -> ResolvedTier:
-    """Return the requested tier, or the highest that `key` may use if it may not use that one.
+    """Return the tier that `service_tier` requests. If `key` may not use it, return the highest tier that it may use.
 
-    Raises `ApiError` 400 for an unknown `service_tier`.
+    Raises `ApiError` 400 if `service_tier` is unknown.
     """
     tier = _requested_tier(service_tier, key, tiers)
     if key is not None and not key.may_use(tier):
@@ -96,7 +99,10 @@ def resolve_tier(service_tier: str | None, key: ApiKey | None, tiers: TierSet) -
 
 
 def demotion_of(tier: Tier, key: ApiKey | None, tiers: TierSet) -> ResolvedTier | None:
-    """Return the tier to which `tier` sends requests that it cannot serve in time, or None if `key` may not use it."""
+    """Return the lower tier that serves requests which `tier` cannot serve in time.
+
+    None if `tier` has no such lower tier, or if `key` may not use the lower tier.
+    """
     lower = tiers.tiers.get(tier.admission.demote_to or "")
     if lower is None or (key is not None and not key.may_use(lower)):
         return None
@@ -104,7 +110,7 @@ def demotion_of(tier: Tier, key: ApiKey | None, tiers: TierSet) -> ResolvedTier 
 
 
 def service_tier_of(tier: Tier) -> str:
-    """Return the `service_tier` that answers of `tier` report if the requested value does not name that tier."""
+    """Return the `service_tier` to report in an answer of `tier` if the requested value is not one of this tier."""
     named = next((name for name in tier.service_tiers if name in RESPONSE_SERVICE_TIERS), None)
     return named or tier.answers_as or "default"
 
@@ -124,10 +130,11 @@ def _requested_tier(service_tier: str | None, key: ApiKey | None, tiers: TierSet
 
 
 def cache_salt(owner: str | None, requested: str | None) -> str:
-    """Return the salt of a request's prefix cache entries: requests share the KV of a common prefix within one salt.
+    """Return the prefix cache salt of a request. Requests share the KV of a common prefix only within one salt.
 
-    Two keys never have the same salt, since the time to first token tells whether a prefix was cached. `owner` is
-    the key's name (None: access is open), `requested` the body's own `cache_salt`.
+    Requests with different API keys never have the same salt, because the TTFT would reveal to one caller which
+    prefixes another caller has used. `owner` is the key's name (None: access is open). `requested` is the `cache_salt`
+    in the request's body.
     """
     return json.dumps((owner, requested))
 
@@ -165,7 +172,11 @@ class _File(BaseModel):
 
 
 def load_keyring(path: Path, tiers: TierSet) -> Keyring:
-    """Read `keys: [{name, key | sha256, tiers?, default_tier?, admin?}]`. Raises `KeyringError`."""
+    """Return the keyring that is read from the YAML file `path`.
+
+    The file has the form `keys: [{name, key | sha256, tiers?, default_tier?, admin?}]`. Raises `KeyringError` if the
+    file is invalid or names a tier that is not in `tiers`.
+    """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
         entries = _File.model_validate(data).keys

@@ -35,7 +35,7 @@ class Gateway:
 
     @property
     def tiers(self) -> TierSet:
-        """The tiers in force. A request reads them once, because they may change at any time."""
+        """The tiers in force. They may change at any time, so each request reads them only once."""
         return self.client.tiers
 
 
@@ -46,7 +46,7 @@ def gateway_of(request: Request) -> Gateway:
 
 
 class GatewayTiers:
-    """Puts changed tiers in force in one gateway."""
+    """The part of a tier change that concerns one gateway: checks new tiers and puts them in force."""
 
     def __init__(self, client: SchedulerClient, keyring: Keyring, batches: BatchService | None) -> None:
         self._client = client
@@ -54,7 +54,7 @@ class GatewayTiers:
         self._batches = batches
 
     def objection(self, tiers: TierSet) -> str:
-        """Return a sentence that says why `tiers` cannot be put in force, or an empty string."""
+        """Return a sentence that says why `tiers` cannot be put in force; an empty string if they can."""
         return self._keyring.objection(tiers)
 
     def reconfigure(self, tiers: TierSet) -> None:

@@ -1,6 +1,6 @@
--- Store a new batch's record and list the batch. A batch that exists is left as it is.
--- KEYS: record, index of the owner, position counter, unfinished, by_status.
--- ARGV: id, status, then field, value of each other field.
+-- Store the record of a new batch, and add the batch to the lists. A batch that exists already is not changed.
+-- KEYS: record, index of the owner's batches, position counter, unfinished, by_status.
+-- ARGV: id, status, then the name and the value of each other field.
 -- Returns 1 if the batch is new, else 0.
 local record, index, counter, unfinished, by_status = unpack(KEYS)
 local id, status = ARGV[1], ARGV[2]

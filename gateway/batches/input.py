@@ -1,8 +1,8 @@
 """Read and check the input lines of a batch.
 
-A line is `{"custom_id", "method": "POST", "url", "body": {…}}`, and no longer than the body of an HTTP request may be.
-The file is read piece by piece, however large it is. Reading blocks, so callers use a thread. Of a body, only what the
-batch as a whole depends on is checked here; the rest is checked when the line runs.
+A line is `{"custom_id", "method": "POST", "url", "body": {…}}`. It must not be longer than the body of an HTTP request
+may be. The file is read piece by piece, because it may be large. Reading blocks, so callers use a thread. Only the
+fields of a body that matter to the whole batch are checked here. The other fields are checked when the line runs.
 """
 
 import asyncio
@@ -23,22 +23,25 @@ from gateway.protocol.json_body import parse_json_object
 
 MAX_LINES = 50_000  # as in OpenAI's Batch API
 MAX_LINE_BYTES = 16 * 2**20
-MAX_ERRORS = 100  # errors reported at most; the rest of the file is not read then
-CHUNK_LINES, CHUNK_BYTES = 500, 2**20  # a chunk ends at whichever is reached first
+MAX_ERRORS = 100  # maximum number of reported errors; after this number, the rest of the file is not read
+CHUNK_LINES, CHUNK_BYTES = 500, 2**20  # a chunk ends when it reaches one of these two sizes
 PIECE_BYTES = 2**16  # bytes read at once while a line that is too long is skipped
 BOM = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which some editors write
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    number: int  # in the file, from 1
+    number: int  # line number in the file, from 1
     custom_id: str
     body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class InputReport:
-    """The result of checking an input, up to where reading stopped. A batch with `errors` must not run."""
+    """The result of checking a batch input. If there are `errors`, the batch must not run.
+
+    `total` is the number of lines that were read. Reading stops early if there are too many lines or errors.
+    """
 
     total: int
     model: str | None
@@ -51,9 +54,9 @@ def input_path(directory: Path) -> Path:
 
 
 def snapshot_input(source: Path, directory: Path) -> None:
-    """Link `source` into the batch's directory, so that the batch can run after the file is deleted.
+    """Link `source` into the batch's directory, so that the batch can run even if the file is deleted later.
 
-    Copies it if the file system has no hard links. Raises `FileNotFoundError` if it is deleted already.
+    If the file system has no hard links, `source` is copied. Raises `FileNotFoundError` if `source` does not exist.
     """
     directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
     try:
@@ -62,11 +65,11 @@ def snapshot_input(source: Path, directory: Path) -> None:
         directory.rmdir()
         raise
     except OSError:
-        shutil.copy(source, input_path(directory))  # with its mode
+        shutil.copy(source, input_path(directory))  # copies the file's mode too
 
 
 def read_chunks(path: Path) -> Iterator[list[BatchLine]]:
-    """Yield the lines of an input without errors, a chunk at a time."""
+    """Yield the lines of a batch input in chunks. The input must have been checked before: errors are not handled."""
     chunk: list[BatchLine] = []
     size = 0
     for number, text in _numbered(path):
@@ -92,7 +95,11 @@ def inspect_input(
     max_lines: int = MAX_LINES,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> InputReport:
-    """Check every line against `endpoint`, `model_names`, the limits and the other lines."""
+    """Check every line of a batch input, and return a report.
+
+    Every line must be for `endpoint` and for one of `model_names`, and no longer than `max_line_bytes`. All lines must
+    name the same model, and each line needs its own custom_id.
+    """
     seen = _Seen(endpoint, model_names)
     errors: list[LineError] = []
     total = 0
@@ -113,7 +120,7 @@ def inspect_input(
 
 @dataclass(slots=True)
 class _Seen:
-    """The model and the custom_ids of the lines so far, with which later lines are compared."""
+    """The model and the custom_ids of the lines that were checked so far. Later lines are compared with these."""
 
     endpoint: str
     model_names: Collection[str]
@@ -122,7 +129,7 @@ class _Seen:
 
 
 def _numbered(path: Path, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield each non-blank line with its number. A line longer than `max_bytes` is skipped and comes as b""."""
+    """Yield the number and the text of each non-blank line. A line longer than `max_bytes` has b"" as its text."""
     with path.open("rb") as file:
         for number in count(1):
             text = file.readline(-1 if max_bytes is None else max_bytes + 1)
@@ -154,7 +161,7 @@ def _line_error(number: int, text: bytes, seen: _Seen) -> LineError | None:
 
 
 def _envelope_fault(line: dict[str, Any], seen: _Seen) -> tuple[str, str, str] | None:
-    """Return (code, message, param) of the first error outside the body, or None."""
+    """Return (code, message, param) of the first error outside the body; None if there is none."""
     for name in ("custom_id", "method", "url", "body"):
         if line.get(name) is None:
             return "missing_required_parameter", f"Missing required parameter: '{name}'.", name
@@ -176,7 +183,10 @@ def _envelope_fault(line: dict[str, Any], seen: _Seen) -> tuple[str, str, str] |
 
 
 def _body_fault(body: dict[str, Any], seen: _Seen) -> tuple[str, str, str] | None:
-    """Return (code, message, param) of the first error in the body that concerns the whole batch, or None."""
+    """Return (code, message, param) of the first error in the body; None if there is none.
+
+    Only the fields that matter to the whole batch are checked.
+    """
     model = body.get("model")
     if model is None:
         return "missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model"

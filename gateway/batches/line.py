@@ -1,7 +1,7 @@
 """Run one line of a batch as an ordinary completion, in the batch tier.
 
-A line must not fail because the queue was full or a worker died, so it is tried again after such answers, with growing
-pauses. Knows HTTP statuses; does not know Redis, files, or how many lines run at once.
+A line must not fail because the queue was full or a worker died. After such answers, the line is therefore tried again,
+with growing pauses. Knows HTTP statuses; does not know Redis, files, or how many lines run at once.
 """
 
 import logging
@@ -23,9 +23,9 @@ from scheduler.config import Tier
 
 log = logging.getLogger(__name__)
 
-BUSY = (429, 503)  # statuses of a full queue or a missing worker: tried again until the batch's window ends
-MAX_FAILURES = 4  # attempts that end with another server error; then the error is the line's answer
-FIRST_PAUSE_S = 0.1  # seconds before the second attempt; each pause is twice the one before
+BUSY = (429, 503)  # a full queue, a missing worker: the line is tried again until the completion window ends
+MAX_FAILURES = 4  # attempts that end with another server error; the last of these errors is the line's answer
+FIRST_PAUSE_S = 0.1  # seconds between the first and the second attempt; each pause is twice the one before
 LONGEST_PAUSE_S = 10.0  # seconds
 
 
@@ -51,15 +51,18 @@ class LineRunner:
         self.reconfigure(tier)
 
     def reconfigure(self, tier: Tier) -> None:
-        """Serve every attempt that begins from now on in `tier`."""
+        """Use `tier` for every attempt that begins from now on."""
         self._tier = tier
         self._service_tier = service_tier_of(tier)
 
     async def run(self, batch_id: str, endpoint: str, line: BatchLine, owner: str | None) -> LineResult:
-        """Return the line's final answer, for the key named `owner`. Cancelling this cancels the generation."""
+        """Run a line until it has a final answer, and return the result. To stop the generation, cancel this call.
+
+        `owner` is the name of the API key that owns the batch (None: access was open).
+        """
         failures = pauses = 0
         while True:
-            # Each attempt needs a new id: the queue ignores an id that it still holds.
+            # Each attempt needs a new id, because the queue ignores a request whose id it still holds.
             request_id = f"req_{secrets.token_hex(16)}"
             structlog.contextvars.bind_contextvars(request_id=request_id, tier=self._tier.name)
             status, body = await self._attempt(endpoint, line, request_id, owner)
@@ -85,12 +88,15 @@ class LineRunner:
             )
         except (StoreUnreachable, StoreSilent):
             return 503, internal_error("The store is not reachable at the moment.").body()
-        except Exception:  # a bug that one line meets must not end the other lines
+        except Exception:  # a bug that one line triggers must not end the other lines
             log.exception("a batch line failed")
             return 500, internal_error().body()
 
 
 def _pause_s(pauses: int) -> float:
-    """Return the pause after `pauses` earlier ones: doubled each time, with 25 % jitter to spread the lines out."""
+    """Return the seconds of the next pause, after `pauses` earlier pauses.
+
+    Each pause is twice as long as the one before, less up to 25 % at random, so that lines do not retry all at once.
+    """
     pause_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(pauses, 20))
     return pause_s * random.uniform(0.75, 1.0)

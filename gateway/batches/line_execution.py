@@ -1,6 +1,6 @@
-"""Run the open lines of one batch, and record their results in the store as they finish.
+"""Run the lines of one batch that have no result yet, and write each result to the store when its line finishes.
 
-Lines with a result are not run again, so an execution that was stopped anywhere can be repeated.
+Lines with a result are not run again, so an execution can be stopped at any time and repeated later.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from scheduler.clock import Clock
 
 log = logging.getLogger(__name__)
 
-RESULTS_PER_WRITE = 256
+RESULTS_PER_WRITE = 256  # maximum results in one write to the store
 STOP_AGAIN_S = 0.25  # seconds between two cancellations of a task that has not ended
 RETRY_S = 0.2  # seconds between attempts to write results while the store does not answer
 
@@ -27,8 +27,9 @@ RETRY_S = 0.2  # seconds between attempts to write results while the store does 
 async def stop(tasks: Iterable[asyncio.Task[None]]) -> None:
     """Cancel `tasks` and wait until all have ended.
 
-    Cancels again every `STOP_AGAIN_S`: before Python 3.12, `wait_for`, through which the Redis client sends, may
-    swallow a cancellation (python/cpython#86296).
+    Tasks that have not ended are cancelled again every `STOP_AGAIN_S` seconds, because a cancellation may get lost. The
+    Redis client sends with `asyncio.wait_for`, which may swallow a cancellation before Python 3.12
+    (python/cpython#86296).
     """
     pending = {task for task in tasks if not task.done()}
     while pending:
@@ -38,10 +39,10 @@ async def stop(tasks: Iterable[asyncio.Task[None]]) -> None:
 
 
 class LineExecution:
-    """One pass over the open lines of `batch`, whose input lies at `path`.
+    """One pass over the lines of `batch` that have no result yet. The input is the file `path`.
 
-    `window` bounds the lines in flight, over all batches of the gateway. `token` returns the token of the batch's
-    lock, or raises `OwnershipLost`.
+    `window` limits the lines in flight of all batches of the gateway together. `token` returns the token of the batch's
+    lock, or raises `OwnershipLost` if the lock is lost.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class LineExecution:
         self._fault: BaseException | None = None
 
     async def run(self) -> None:
-        """Return when every line has a result or `stop` was called. All results are in the store then."""
+        """Run the lines until every line has a result or `stop` is called. Then all results are in the store."""
         feeder = self._feeder = asyncio.create_task(self._feed())
         recorder = asyncio.create_task(self._record_as_they_finish())
         try:
             await asyncio.wait([feeder, recorder], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await stop([feeder])  # first, because it starts lines
+            await stop([feeder])  # before the lines, because the feeder starts new lines
             await stop([recorder, *self._in_flight])
             await self._record_finished()
         for task in (feeder, recorder):
@@ -87,7 +88,7 @@ class LineExecution:
             self._feeder.cancel()
 
     async def _feed(self) -> None:
-        """Run the lines without a result, as many at once as the window allows."""
+        """Run the lines that have no result. The number of lines that run at the same time is limited by the window."""
         done = await self._store.finished_lines(self._batch.id)
         chunks = read_chunks(self._path)
         while chunk := await next_chunk(chunks):
@@ -125,7 +126,10 @@ class LineExecution:
                 self._has_finished.set()
 
     async def _record_finished(self) -> None:
-        """Write the finished results. Results that may not have been written are sent again, which is harmless."""
+        """Write the finished results to the store.
+
+        After a failed write, its results are sent again. This is harmless, because the store ignores repeated results.
+        """
         while group := self._finished[:RESULTS_PER_WRITE]:
             await self._store.record(self._batch.id, group, self._token())
             del self._finished[: len(group)]

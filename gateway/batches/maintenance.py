@@ -1,7 +1,7 @@
-"""Keep this gateway's batches running: start runs, renew their locks, adopt batches without a gateway, clear up.
+"""Keep the batches of one gateway running: start runs, renew locks, adopt batches that no gateway runs, clear up.
 
-Two loops: the first one looks after the runs, every `TICK_S`. The second one sweeps leftovers, which may take long and
-must not delay the renewal of locks.
+There are two loops. The first loop looks after the runs every `TICK_S` seconds. The second loop removes leftovers. It
+is separate because it may take long, and must not delay the renewal of locks.
 """
 
 import asyncio
@@ -25,18 +25,21 @@ from scheduler.clock import Clock
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.1  # seconds until a run learns of a cancellation through another gateway, at most
-ADOPT_S = 1.0  # seconds between two looks for batches that no gateway runs
+TICK_S = 0.1  # maximum seconds until a run learns that its batch was cancelled through another gateway
+ADOPT_S = 1.0  # seconds between two searches for batches that no gateway runs
 BROKEN_S = 5.0  # seconds before a run that ended with an exception is started again
-SWEEPER_TICK_S = 1.0  # seconds between two looks for sweeps that are due
+SWEEPER_TICK_S = 1.0  # seconds between two checks whether a sweep is due
 SWEEP_S = 60.0  # seconds between two sweeps of expired files and lost batches
-ORPHAN_SWEEP_S = 86_400.0  # seconds between two sweeps of orphans; the first one is at the start
+ORPHAN_SWEEP_S = 86_400.0  # seconds between two sweeps of orphans; the first sweep is at the start
 
 MakeRun = Callable[[str], BatchRun]
 
 
 class BatchMaintenance:
-    """Owner of the runs of this gateway. `directory` holds one directory per batch that has its input here."""
+    """The owner of all batch runs of one gateway.
+
+    `directory` has one subdirectory for each batch whose input is on this machine.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class BatchMaintenance:
         self._lock_ttl_s = lock_ttl_s
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._loops: list[asyncio.Task[None]] = []
-        self._not_before: dict[str, float] = {}  # when to start a broken run again
+        self._not_before: dict[str, float] = {}  # by batch id: the time to start a broken run again
 
     async def start(self) -> None:
         self._directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
@@ -73,22 +76,29 @@ class BatchMaintenance:
         self._loops = [asyncio.create_task(self._perform(duties, tick_s)) for duties, tick_s in loops]
 
     async def close(self) -> None:
-        """Stop all runs and release their locks. The next `start`, on any gateway, continues the batches."""
+        """Stop all runs and release their locks.
+
+        A gateway with the same data directory continues the batches: another one that is running, or this one when it
+        is started again.
+        """
         await stop(self._loops)
         await stop([task for _, task in self._runs.values()])
 
     def launch(self, batch_id: str) -> None:
-        """Run a batch here, unless it runs already. The run ends at once if another gateway has its lock."""
+        """Start to run a batch, unless this gateway already runs it.
+
+        The run ends at once if another gateway holds the batch's lock.
+        """
         if batch_id in self._runs:
             return
         run = self._make_run(batch_id)
-        # A new context: what the run logs does not belong to the request that created the batch.
+        # A new context, because log lines of the run must not name the request that created the batch.
         task = asyncio.create_task(run.run(), name=batch_id, context=contextvars.Context())
         self._runs[batch_id] = (run, task)
         task.add_done_callback(self._on_end)
 
     def check(self, batch_id: str, status: BatchStatus) -> None:
-        """Tell the run of a batch, if it is here, the status that the store has."""
+        """Pass `status`, which was read from the store, to the run of this batch, if this gateway runs the batch."""
         if batch_id in self._runs:
             self._runs[batch_id][0].check(status)
 
@@ -121,9 +131,9 @@ class BatchMaintenance:
                 task.cancel()
 
     async def _adopt(self) -> None:
-        """Run the unfinished batches whose input is on this machine.
+        """Start to run the unfinished batches whose input is in this gateway's data directory.
 
-        Gateways with data directories of their own leave each other's batches alone.
+        Gateways with different data directories do not run each other's batches.
         """
         now = self._clock.now()
         for batch_id in await self._store.unfinished():
@@ -131,14 +141,20 @@ class BatchMaintenance:
                 self.launch(batch_id)
 
     async def _end_lost(self) -> None:
-        """Run the batches whose input is still missing long after their window: such a run ends the batch."""
+        """End the batches whose input is still missing long after their completion window.
+
+        To end such a batch, it is run: a run that finds no input ends its batch.
+        """
         missing = [i for i in await self._store.unfinished() if not (self._directory / i).exists()]
         for batch in await self._store.get_all(missing):
             if self._clock.wall_ms() // 1000 >= batch.expires_at + LOST_S:
                 self.launch(batch.id)
 
     async def _sweep_orphans(self) -> None:
-        """Remove what a crash left on disk: file contents without a record, directories of batches that are over."""
+        """Remove the leftovers of a crash from the disk.
+
+        These are file contents without a record, and directories of batches that are over or have no record.
+        """
         await self._files.sweep_orphans()
         unfinished = set(await self._store.unfinished())
         before_s = self._clock.wall_ms() / 1000 - ORPHAN_S
@@ -147,14 +163,14 @@ class BatchMaintenance:
         old = set(await asyncio.to_thread(older_than, before_s, self._directory))
         statuses = await self._store.statuses([directory.name for directory in left])
         over = {batch_id for batch_id, status in statuses.items() if status.is_terminal}
-        for directory in left:  # a young one without a record may belong to a batch that is being created
+        for directory in left:  # a new directory without a record may belong to a batch that is being created
             if directory in old or directory.name in over:
                 await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
 
 @dataclass(slots=True)
 class _Duty:
-    """Periodic work. A failed attempt is not repeated before the next period."""
+    """A task that is done once per period. If it fails, it is not repeated before the next period."""
 
     do: Callable[[], Awaitable[object]]
     period_s: float

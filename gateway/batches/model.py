@@ -1,7 +1,7 @@
 """The record of a batch, its states, and the table of the transitions between them.
 
-Plain data. gateway/batches/store.py moves a batch, atomically and only along the table; the service and the run decide
-when.
+Plain data. gateway/batches/store.py moves a batch from one state to another, atomically and only as the table allows.
+gateway/batches/service.py and gateway/batches/run.py decide when to move a batch.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class BatchStatus(StrEnum):
     IN_PROGRESS = "in_progress"
     FINALIZING = "finalizing"  # every line has a result; the files are being written
     COMPLETED = "completed"
-    EXPIRED = "expired"  # the window has passed; finished lines are kept, unless the input is lost
+    EXPIRED = "expired"  # the completion window has passed; finished lines are kept, unless the input is lost
     CANCELLING = "cancelling"
     CANCELLED = "cancelled"
 
@@ -27,7 +27,7 @@ class BatchStatus(StrEnum):
 
     @property
     def sources(self) -> tuple["BatchStatus", ...]:
-        """The states from which a batch may enter this one."""
+        """The states from which a batch may enter this state."""
         return tuple(status for status, targets in TRANSITIONS.items() if self in targets)
 
 
@@ -46,7 +46,7 @@ TRANSITIONS: dict[BatchStatus, frozenset[BatchStatus]] = {
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """One error of an input. `line` counts from 1; None means the whole file."""
+    """One error of a batch input. `line` is the line's number, from 1; None if the error concerns the whole file."""
 
     code: str
     message: str
@@ -56,7 +56,10 @@ class LineError:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A snapshot of a batch's record. A time `<state>_at` is in Unix seconds and set once, on entering that state."""
+    """A snapshot of the record of a batch. Times are Unix seconds.
+
+    The time `<state>_at` is set once, when the batch enters that state.
+    """
 
     id: str
     endpoint: str
@@ -65,7 +68,7 @@ class Batch:
     status: BatchStatus
     created_at: int
     expires_at: int
-    owner: str | None = None  # name of the key that made it; None: access was open
+    owner: str | None = None  # name of the API key that created the batch; None: access was open
     model: str | None = None
     metadata: dict[str, str] | None = None
     output_expires_after_s: int | None = None
@@ -132,7 +135,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """A caller's request for a batch. `owner` is the name of the caller's key (None: access is open)."""
+    """A request to create a batch. `owner` is the name of the caller's API key (None: access is open)."""
 
     input_file_id: str
     endpoint: str
@@ -158,7 +161,7 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """The outcome of one input line. `text` is its line of the output or error file: JSON without a newline."""
+    """The result of one input line. `text` is the line for the output or error file: JSON without a newline."""
 
     number: int  # line number in the input, from 1
     succeeded: bool

@@ -1,8 +1,8 @@
--- Move a batch to another status, set the time of that move and change other fields with it.
+-- Move a batch to another status, set the time of the move, and change other fields.
 -- KEYS: record, owner lock, by_status.
--- ARGV: owner's token or '' for any caller, allowed source statuses joined by ',', target status,
---       now in Unix seconds, then field, value of each change.
--- Returns 'moved' (also if the batch is in the target status already), 'not_owner' or 'illegal'.
+-- ARGV: owner's token, or '' if every caller may move the batch; allowed source statuses, joined by ','; target status;
+--       now in Unix seconds; then the name and the value of each field to change.
+-- Returns 'moved' (also if the batch already has the target status), 'not_owner' or 'illegal'.
 local record, owner, by_status = unpack(KEYS)
 local token, sources, target, now_s = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 

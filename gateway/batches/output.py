@@ -1,7 +1,7 @@
-"""Format result lines, and write a batch's output and error files.
+"""Format result lines, and write the output and error files of a batch.
 
-The files are written from the results in the store, in the input's order. Their ids follow from the batch's id, so
-writing them again after a crash replaces them.
+The files are made from the results in the store, in the order of the input. Their ids are derived from the batch's id,
+so files that are written again after a crash replace the earlier files.
 """
 
 import asyncio
@@ -28,7 +28,10 @@ BATCH_CANCELLED = ("batch_cancelled", "This request was not executed because the
 
 
 def answered_line(batch_id: str, line: BatchLine, request_id: str, status: int, body: Any) -> LineResult:
-    """Return the result of a line with an HTTP answer: status 200 goes to the output file, others to the error file."""
+    """Return the result of a line that got an HTTP answer.
+
+    An answer with status 200 goes to the output file. An answer with any other status goes to the error file.
+    """
     response = {"status_code": status, "request_id": request_id, "body": body}
     text = _line_text(batch_id, line, response, None)
     if status != 200:
@@ -48,12 +51,13 @@ def answered_line(batch_id: str, line: BatchLine, request_id: str, status: int, 
 async def write_files(
     store: BatchStore, files: FileStore, batch: Batch, directory: Path, unfinished: tuple[str, str] | None
 ) -> dict[str, str]:
-    """Write the files of a batch. Return `{"output_file_id": …, "error_file_id": …}`, without empty files.
+    """Write the files of a batch. Return `{"output_file_id": …, "error_file_id": …}`, without the key of an empty file.
 
-    `unfinished` is the (code, message) of lines without a result; None if every line has one. Raises `OwnershipLost`
-    if the number of results differs from the record's counts, because then another owner has removed results.
+    `unfinished` is the error (code, message) of lines without a result; None if every line has a result. Raises
+    `OwnershipLost` if the number of results differs from the counts in the batch's record. The reason is then that
+    another owner of the batch has removed results.
     """
-    mark = secrets.token_hex(4)  # a former owner may be writing at the same time
+    mark = secrets.token_hex(4)  # for unique file names: a former owner may be writing at the same time
     paths = {kind: directory / f"{kind}-{mark}.jsonl" for kind in ("output", "error")}
     try:
         with _private(paths["output"]) as output, _private(paths["error"]) as errors:
@@ -61,13 +65,13 @@ async def write_files(
         if counted != (batch.completed, batch.failed):
             raise OwnershipLost(batch.id)
         return {f"{kind}_file_id": i for kind, path in paths.items() if (i := await _add(files, batch, kind, path))}
-    finally:  # a failed attempt may be repeated many times, so none may leave files behind
+    finally:  # a failed attempt may be repeated many times, so no attempt may leave files behind
         for path in paths.values():
             path.unlink(missing_ok=True)
 
 
 async def _add(files: FileStore, batch: Batch, kind: str, path: Path) -> str | None:
-    """Return the id of the file that `path` became, or None if it is empty."""
+    """Move the file at `path` into the file store. Return its id there; None if the file is empty."""
     if path.stat().st_size == 0:
         return None
     added = await files.add(
@@ -93,7 +97,7 @@ async def _write_lines(
     output: BinaryIO,
     errors: BinaryIO,
 ) -> tuple[int, int]:
-    """Return the number of lines that succeeded and that failed."""
+    """Write the lines of both files. Return the number of lines that succeeded and the number that failed."""
     completed = failed = 0
     chunks = read_chunks(input_path(directory))
     while chunk := await next_chunk(chunks):

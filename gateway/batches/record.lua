@@ -1,8 +1,8 @@
--- Store results of a batch's lines and add them to the record's counts. A line that has a result keeps it and is
--- not counted again.
+-- Store results of a batch's lines and add them to the counts in the record. If a line already has a result, its new
+-- result is ignored.
 -- KEYS: record, results, owner lock.
--- ARGV: owner's token, then seven of each result: line number, 1 (succeeded) or 0, input tokens, cached tokens,
---       output tokens, reasoning tokens, text.
+-- ARGV: owner's token, then seven values for each result: line number, 1 (succeeded) or 0 (failed), input tokens,
+--       cached tokens, output tokens, reasoning tokens, text.
 -- Returns the number of new results, or -1 if the caller does not own the batch.
 local record, results, owner = unpack(KEYS)
 
@@ -10,7 +10,8 @@ if redis.call('GET', owner) ~= ARGV[1] then
   return -1
 end
 
--- sums[1] and sums[2] count the new failures and successes; sums[3..6] add the token counts of the new results.
+-- sums[1] is the number of new failures, sums[2] the number of new successes. sums[3] to sums[6] are the sums of the
+-- token counts of the new results.
 local fields = {'failed', 'completed', 'input_tokens', 'cached_tokens', 'output_tokens', 'reasoning_tokens'}
 local sums = {0, 0, 0, 0, 0, 0}
 local new = 0

@@ -1,7 +1,7 @@
-"""Run one batch from the state that the store has for it to its end. Nothing is kept from an earlier run.
+"""Run one batch to its end. A run begins with the state that the store has, and keeps nothing from an earlier run.
 
-A run holds the batch's lock and does what each state asks for. Every step can be repeated, so the next run, here or on
-another gateway, takes up a batch whose run ended early (crash, lost lock, closed gateway).
+A run holds the batch's lock and does the work of each state. Every step can be repeated. If a run ends early (crash,
+lost lock, closed gateway), the next run can therefore continue the batch, on this gateway or on another one.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from scheduler.clock import Clock
 
 log = logging.getLogger(__name__)
 
-LOST_S = 3600  # seconds after the window during which the gateway that has the input may still come back
+LOST_S = 3600  # seconds after the completion window in which the gateway that has the input may still come back
 
 
 class BatchRun:
-    """Owner of one batch while its lock holds."""
+    """One run of a batch. It owns the batch while it holds the batch's lock."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class BatchRun:
         self._store = store
         self._files = files
         self._lines = lines
-        self._window = window  # bounds the lines in flight over all batches of this gateway
+        self._window = window  # limits the lines in flight of all batches of this gateway together
         self._model_names = model_names
         self._clock = clock
         self._directory = directory
@@ -61,7 +61,7 @@ class BatchRun:
         self._expires_at = 0
 
     async def run(self) -> None:
-        """Return when the batch is over or another gateway owns it."""
+        """Run the batch until it is over or another gateway owns it."""
         structlog.contextvars.bind_contextvars(batch_id=self._id)
         if not await self._lock.acquire():
             return
@@ -77,7 +77,10 @@ class BatchRun:
             await self._release()
 
     def is_lost(self, batch: Batch) -> bool:
-        """Whether the input is not on this machine, and no gateway that has it finished the batch in time."""
+        """Whether the batch's input is lost: it is not on this machine, and the batch is `LOST_S` seconds overdue.
+
+        If another gateway had the input, it would have finished the batch by then.
+        """
         return self._now_s() >= batch.expires_at + LOST_S and not input_path(self._directory).exists()
 
     @property
@@ -85,14 +88,17 @@ class BatchRun:
         return self._lock.local.token is not None
 
     async def renew(self) -> bool:
-        """Keep the lock for another term. Return False if it is lost."""
+        """Renew the lock for its whole lifetime. Return False if the lock is lost."""
         try:
             return bool(await self._lock.reacquire())
         except LockError:
             return False
 
     def check(self, status: BatchStatus) -> None:
-        """Stop the lines if `status`, just read from the store, or the time requires it."""
+        """Stop the lines if the batch is not in progress any more, or if its completion window has passed.
+
+        `status` is the status that was just read from the store.
+        """
         is_over = status is not BatchStatus.IN_PROGRESS or self._now_s() >= self._expires_at
         if is_over and self._execution is not None:
             self._execution.stop()
@@ -110,7 +116,7 @@ class BatchRun:
                 await self._finish(BatchStatus.CANCELLED, batch, BATCH_CANCELLED)
 
     async def _give_up(self, batch: Batch) -> None:
-        """End a batch without files: without the input, not even the order of its lines is known."""
+        """End a batch whose input is lost. No files are written, because the order of the lines is not known."""
         is_cancelling = batch.status is BatchStatus.CANCELLING
         log.error("the input of batch %s is lost; the batch ends without files", self._id)
         error = LineError("input_lost", "The server has lost the input of this batch.")
@@ -147,19 +153,22 @@ class BatchRun:
 
     async def _finish(self, end: BatchStatus, batch: Batch, unfinished: tuple[str, str] | None) -> None:
         ids = {}
-        if batch.in_progress_at is not None:  # otherwise it was cancelled before its input was validated
+        if batch.in_progress_at is not None:  # otherwise the batch was cancelled before its input was validated
             ids = await write_files(self._store, self._files, batch, self._directory, unfinished)
         await self._move(end, **ids)
 
     async def _move(self, target: BatchStatus, **changes: Any) -> None:
-        """Move the batch to `target`. Nothing happens if it was cancelled meanwhile: `run` reads its state again."""
+        """Move the batch to the state `target`. Raises `OwnershipLost` if this gateway has lost the batch's lock.
+
+        If the batch was cancelled in the meantime, it is not moved. `run` then reads the new state and acts on it.
+        """
         token = self._token()
         moved = await self._store.move(self._id, target, self._now_s(), token=token, **changes)
         if moved is Moved.NOT_OWNER:
             raise OwnershipLost(self._id)
 
     async def _clear_up(self) -> None:
-        """Remove the results and the directory, once the end of the batch is on disk."""
+        """Wait until the final state of the batch is durable, then remove its results and its directory."""
         await self._store.durable()
         await self._store.forget_work(self._id, self._token())
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)

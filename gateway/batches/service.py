@@ -1,8 +1,8 @@
-"""The batch service of one gateway: create, look up, list and cancel batches.
+"""The batch service of one gateway: creates, looks up, lists and cancels batches.
 
-A batch that is created here is started here at once; gateway/batches/maintenance.py looks after the runs. A batch and
-its files belong to the key that made it. Knows no HTTP: a caller's mistake is a value (`InputProblem`,
-`NotCancellable`).
+The gateway that creates a batch also starts to run it at once. gateway/batches/maintenance.py looks after the runs. A
+batch and its files belong to the API key that created the batch. Does not know HTTP: a mistake of the caller is
+returned as a value (`InputProblem`, `NotCancellable`).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from scheduler.config import TierSet
 
 @dataclass(frozen=True, slots=True)
 class InputProblem:
-    """The batch was not created: its input file cannot be used."""
+    """The reason why a batch was not created: its input file cannot be used."""
 
     message: str
 
@@ -37,7 +37,11 @@ class NotCancellable:
 
 
 class BatchService:
-    """`max_lines_in_flight` bounds the lines of all batches together; `lock_ttl_s` is the term of a batch's lock."""
+    """The service that creates, runs, lists and cancels the batches of one gateway.
+
+    `max_lines_in_flight` limits the lines of all batches together that run at the same time. `lock_ttl_s` is the
+    lifetime of a batch's lock in seconds.
+    """
 
     def __init__(
         self,
@@ -70,11 +74,18 @@ class BatchService:
         self._lines.reconfigure(tiers[tiers.batch_tier])
 
     async def close(self) -> None:
-        """Stop all runs and release their locks. The next `start`, on any gateway, continues the batches."""
+        """Stop all runs and release their locks.
+
+        A gateway with the same data directory continues the batches: another one that is running, or this one when it
+        is started again.
+        """
         await self._maintenance.close()
 
     async def create(self, new: NewBatch) -> Batch | InputProblem:
-        """Create and start a batch. When this returns, its record is durable and its input has a second name."""
+        """Create and start a batch. Return an `InputProblem` if its input file cannot be used.
+
+        When this returns, the batch's record is durable. The batch also has its own link to the input, or its own copy.
+        """
         absent = InputProblem(f"No such File object: {new.input_file_id[:200]}")
         file = await self._files.get(new.input_file_id, owner=new.owner)
         if file is None:
@@ -85,7 +96,7 @@ class BatchService:
         try:
             directory = self._directory / batch.id
             await asyncio.to_thread(snapshot_input, self._files.path(file.id), directory)
-        except FileNotFoundError:  # deleted just now
+        except FileNotFoundError:  # the file was deleted just now
             return absent
         await self._store.create(batch)
         self._maintenance.launch(batch.id)
@@ -93,16 +104,19 @@ class BatchService:
         return batch
 
     async def retrieve(self, batch_id: str, *, owner: str | None) -> Batch | None:
-        """Return the batch, or None if `owner` has no such batch."""
+        """Return the batch; None if `owner` has no such batch."""
         batch = await self._store.get(batch_id)
         return batch if batch is not None and batch.owner == owner else None
 
     async def list(self, *, owner: str | None, after: str | None, limit: int) -> Page[Batch] | None:
-        """Return a page of `owner`'s batches, newest first, or None if the cursor `after` is none of them."""
+        """Return a page of `owner`'s batches, newest first; None if the cursor `after` is not one of these batches."""
         return await self._store.page(owner=owner, after=after, limit=limit)
 
     async def cancel(self, batch_id: str, *, owner: str | None) -> Batch | NotCancellable | None:
-        """Cancel a batch; a repeated call changes nothing. Return None if `owner` has no such batch."""
+        """Cancel a batch, and return its new record. A repeated call changes nothing.
+
+        Return `NotCancellable` if the batch is too far to be cancelled, and None if `owner` has no such batch.
+        """
         if await self.retrieve(batch_id, owner=owner) is None:
             return None
         moved = await self._store.move(batch_id, BatchStatus.CANCELLING, self._now_s())
@@ -116,7 +130,7 @@ class BatchService:
         return batch if batch.status is BatchStatus.CANCELLED else NotCancellable(batch.status)
 
     async def counts_by_status(self) -> dict[str, int]:
-        """Return the number of batches in each state, over all gateways."""
+        """Return the number of batches in each state, summed over all gateways."""
         return {status.value: count for status, count in (await self._store.counts_by_status()).items()}
 
     def _make_run(self, batch_id: str) -> BatchRun:

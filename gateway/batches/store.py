@@ -1,8 +1,10 @@
-"""Batches in Redis: records, results, ownership. Several gateways may share one store: every change is one script.
+"""Batches in Redis: their records, results and owners.
 
-One gateway at a time runs a batch: the holder of its owner key, a lock with a TTL. An owner's writes carry the lock's
-token, and have no effect once the lock is lost. redis-py may send a script twice when an answer is lost, so a repeated
-script changes nothing. gateway/batches/model.py says which transitions are legal; the run decides which one is due.
+Several gateways may share one store, so every change is one script. Only one gateway at a time runs a batch: the holder
+of the batch's owner key, which is a lock with a TTL. The owner's writes contain the lock's token, and have no effect
+after the lock is lost. redis-py may send a script twice if an answer is lost, so a repeated script changes nothing.
+gateway/batches/model.py defines the legal transitions between states. gateway/batches/run.py decides which transition
+is due.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,24 +20,24 @@ from gateway.files.pagination import Page, index_of, page_of_ids, position_of, t
 from scheduler.store.connection import durable
 from scheduler.store.scripts import load_script
 
-INDEX = "tidegate:batches"  # sorted set: id by position; one per owner
-POSITION = "tidegate:batches:position"  # counter of positions
-UNFINISHED = "tidegate:batches:unfinished"  # set: ids of batches that are not over, or not cleared up yet
+INDEX = "tidegate:batches"  # sorted set of ids by position; one per owner
+POSITION = "tidegate:batches:position"  # counter: the last position that was given to a batch
+UNFINISHED = "tidegate:batches:unfinished"  # set of ids: batches that are not over, or not yet cleared up
 BY_STATUS = "tidegate:batches:by_status"  # hash: number of batches by status
 
 
 class Moved(Enum):
     MOVED = "moved"
     NOT_OWNER = "not_owner"  # the lock has expired; another gateway may run the batch
-    ILLEGAL = "illegal"  # the table has no such transition from the batch's state
+    ILLEGAL = "illegal"  # the table of transitions does not allow this move from the batch's state
 
 
 class OwnershipLost(Exception):
-    """Another gateway owns the batch now, so work on it must stop."""
+    """This gateway does not own the batch any more, so it must stop its work on the batch."""
 
 
 class BatchStore:
-    """Owner of the keys `tidegate:batch*`."""
+    """The store of all batches. It owns the keys `tidegate:batch*` in Redis."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -53,11 +55,11 @@ class BatchStore:
         return (await self._load([batch_id]))[0]
 
     async def get_all(self, batch_ids: Sequence[str]) -> list[Batch]:
-        """Return the batches that exist, in order."""
+        """Return the batches with the given ids, in the same order. Ids without a batch are left out."""
         return [batch for batch in await self._load(batch_ids) if batch is not None]
 
     async def page(self, *, owner: str | None, after: str | None, limit: int) -> Page[Batch] | None:
-        """Return a page of `owner`'s batches, newest first, or None if the cursor `after` is none of them."""
+        """Return a page of `owner`'s batches, newest first; None if the cursor `after` is not one of these batches."""
         index = index_of(INDEX, owner)
         position = None
         if after is not None:
@@ -68,9 +70,10 @@ class BatchStore:
         return Page(await self.get_all(ids.items), ids.has_more)
 
     async def move(self, batch_id: str, target: BatchStatus, now_s: int, *, token: str = "", **changes: Any) -> Moved:
-        """Move a batch to `target`, set `<target>_at` and apply `changes`, if the table allows the transition.
+        """Move a batch to the state `target` if the table of transitions allows this.
 
-        With a `token`, only if it is the owner's.
+        The move also sets `<target>_at` to `now_s` (Unix seconds) and applies `changes`. If a `token` is given, the
+        batch is moved only if this is the token of the batch's owner.
         """
         sources = ",".join(source.value for source in target.sources)
         args = [token, sources, target.value, now_s, *_flat(changes)]
@@ -78,9 +81,10 @@ class BatchStore:
         return Moved(text(answer))
 
     async def record(self, batch_id: str, results: Sequence[LineResult], token: str) -> int:
-        """Store and count results, each line once however often it comes. Return the number of new results.
+        """Store and count results. Return the number of new results.
 
-        Raises `OwnershipLost`.
+        If a line already has a result, its new result is ignored. Raises `OwnershipLost` if `token` is not the token of
+        the batch's owner.
         """
         args: list[str | bytes | int] = [token]
         for r in results:
@@ -102,7 +106,11 @@ class BatchStore:
         return [None if v is None else (v[:1] == b"1", v[1:]) for v in map(_bytes, values)]
 
     async def forget_work(self, batch_id: str, token: str) -> None:
-        """Drop the results of a batch that is over and has its files. Raises `OwnershipLost`."""
+        """Remove the results of a batch that is over and whose files are written.
+
+        The batch then no longer counts as unfinished. Raises `OwnershipLost` if `token` is not the token of the batch's
+        owner.
+        """
         keys = [_results_key(batch_id), UNFINISHED, _owner_key(batch_id)]
         if int(await self._forget_work(keys=keys, args=[token, batch_id])) < 0:
             raise OwnershipLost(batch_id)
@@ -126,7 +134,7 @@ class BatchStore:
         return self._redis.lock(_owner_key(batch_id), timeout=ttl_s, blocking=False, thread_local=False)
 
     async def durable(self) -> bool:
-        """Wait until everything written so far is on disk. Return whether the store confirms it."""
+        """Wait until everything that was written so far is on disk. Return whether the store confirms this."""
         return await durable(self._redis)
 
     async def _load(self, batch_ids: Sequence[str]) -> list[Batch | None]:
@@ -142,7 +150,7 @@ def _as_dict(batch: Batch) -> dict[str, Any]:
 
 
 def _flat(fields: Mapping[str, Any]) -> list[str | bytes]:
-    """Return field, value, field, value, … with values as JSON, without the fields that are None."""
+    """Return `fields` as a flat list: name, value, name, value, … Values are JSON. Fields with None are left out."""
     present = {name: value for name, value in fields.items() if value is not None}
     return [part for name, value in present.items() for part in (name, msgspec.json.encode(value))]
 

@@ -1,4 +1,4 @@
-"""One choice of an answer: turns the token events of one request into text, up to its end.
+"""One choice of an answer: turns the token events of one scheduler request into text, until the choice ends.
 
 Knows token events, decoding and stop strings; does not know the answer's format.
 """
@@ -13,7 +13,11 @@ from scheduler.request import EventKind, TokenEvent
 
 @dataclass(slots=True)
 class Choice:
-    """Mutable; owned by the coroutine that answers the request. `finish_reason` is OpenAI's, None until the end."""
+    """The state of one choice while it is generated.
+
+    It is mutable, and owned by the coroutine that answers the request. `finish_reason` is the value for OpenAI's API;
+    None until the choice ends.
+    """
 
     index: int
     decoder: IncrementalDecoder
@@ -23,7 +27,10 @@ class Choice:
     finish_reason: str | None = None
 
     def feed(self, event: TokenEvent) -> str:
-        """Return the text that `event` adds to the answer. `event` holds tokens or the regular end, never a failure."""
+        """Return the text that `event` adds to the choice.
+
+        `event` has new tokens, or reports the regular end. The caller handles failures and cancellations.
+        """
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         text = self._decode(event.token_ids)
         if event.kind is EventKind.FINISHED and self.finish_reason is None:
@@ -32,7 +39,7 @@ class Choice:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether a stop string matched, so that the request has to be cancelled at the worker."""
+        """Whether a stop string was found. The worker does not know this, so the request must be cancelled there."""
         return self.stops is not None and self.stops.matched
 
     def _decode(self, token_ids: tuple[int, ...]) -> str:
@@ -40,7 +47,7 @@ class Choice:
             self.num_tokens += len(token_ids)
             return self.decoder.feed(token_ids)
         text = ""
-        for token_id in token_ids:  # one by one, so that tokens after a match do not count
+        for token_id in token_ids:  # one token at a time, so that tokens after a match are not counted
             if self.finish_reason is not None:
                 break
             self.num_tokens += 1

@@ -1,7 +1,7 @@
 """The response objects and stream chunks of the two completion endpoints.
 
-Knows OpenAI's field names only. Encoding one chunk per token and stream is the gateway's hottest path, so everything
-in a chunk but its text is encoded once per stream.
+Knows only OpenAI's field names. A stream has one chunk per token, so encoding chunks is the hottest path of the
+gateway. The parts that all chunks of a stream have in common are therefore encoded only once per stream.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """Fields that all objects of one answer have in common."""
+    """The fields that all objects of one answer have in common."""
 
     id: str
     created: int  # Unix seconds
@@ -48,7 +48,7 @@ class AnswerHead:
 
 
 class ChatAnswer:
-    """Makes `chat.completion` and `chat.completion.chunk` objects."""
+    """A builder of `chat.completion` and `chat.completion.chunk` objects."""
 
     id_prefix = "chatcmpl-"
 
@@ -81,7 +81,7 @@ class ChatAnswer:
 
 
 class TextAnswer:
-    """Makes `text_completion` objects, of which whole answers and chunks have the same kind."""
+    """A builder of `text_completion` objects. Whole answers and chunks are of the same object type."""
 
     id_prefix = "cmpl-"
 
@@ -106,9 +106,9 @@ Answer = ChatAnswer | TextAnswer
 
 
 class ChunkEncoder:
-    """Encodes the `data: …` frames of one stream.
+    """An encoder of the `data: …` frames of one stream.
 
-    With `usage_key`, every chunk has the key `usage`, which is null unless a usage is given.
+    If `usage_key` is true, every chunk has the key `usage`. Its value is null if the caller gives no usage.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ChunkEncoder:
         self._usage_key = usage_key
 
     def opening(self, index: int, usage: Usage | None = None) -> bytes:
-        """Return the first frame of a choice, or no bytes if the endpoint has no such frame."""
+        """Return the first frame of a choice; no bytes if the endpoint has no such frame."""
         return b"" if self._opening is None else self._frame(index, self._opening, b"null", usage)
 
     def text(self, index: int, text: str, usage: Usage | None = None) -> bytes:
@@ -138,7 +138,7 @@ class ChunkEncoder:
         return self._frame(index, self._closing, encode_json(finish_reason), usage)
 
     def total(self, usage: Usage) -> bytes:
-        """Return the last frame of a stream with `include_usage`: it has no choices, and the usage of all."""
+        """Return the last chunk of a stream with `include_usage`. It has no choices, only the usage of the answer."""
         return self._before + b"]" + self._after(usage)
 
     def _frame(self, index: int, content: bytes, finish_reason: bytes, usage: Usage | None) -> bytes:

@@ -1,4 +1,4 @@
-"""Encode a validated body into prompts that fit the model, each with its limit of output tokens.
+"""Encode a validated body into prompts that fit the model. Each prompt has a limit of output tokens.
 
 Knows bodies, the tokenizer and the model's limits; does not know tiers or queues. A request that can never fit is
 refused here.
@@ -12,18 +12,18 @@ from gateway.protocol.errors import context_length_exceeded, invalid_request, in
 from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest
 from scheduler.registry.worker_status import WorkerStatus
 
-DEFAULT_CONTEXT = 4096  # tokens; used while no worker is alive if the model's config has no context length
-DEFAULT_COMPLETION_TOKENS = 16  # output tokens of /v1/completions without `max_tokens`, as OpenAI's API has it
+DEFAULT_CONTEXT = 4096  # tokens; used if no worker is alive and the model's config has no context length
+DEFAULT_COMPLETION_TOKENS = 16  # output tokens of /v1/completions without `max_tokens`, as in OpenAI's API
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    max_model_len: int  # tokens, prompt and output together
+    max_model_len: int  # tokens of prompt and output together
     vocab_size: int
 
 
 def model_limits(workers: Iterable[WorkerStatus], tokenizer: Tokenizer) -> ModelLimits:
-    """Return the limits that hold for every live worker, since any of them may claim the request."""
+    """Return limits that every live worker can serve, because any worker may claim the request."""
     alive = list(workers)
     return ModelLimits(
         min((w.max_model_len for w in alive), default=tokenizer.max_model_len or DEFAULT_CONTEXT),
@@ -34,13 +34,16 @@ def model_limits(workers: Iterable[WorkerStatus], tokenizer: Tokenizer) -> Model
 @dataclass(frozen=True, slots=True)
 class Prompt:
     token_ids: tuple[int, ...]
-    max_tokens: int  # of output
+    max_tokens: int  # limit of output tokens
 
 
 async def encode_prompts(
     request: ChatCompletionRequest | CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits
 ) -> list[Prompt]:
-    """Return one entry per prompt, in order. Raises `ApiError` 400 if one does not fit or has unknown ids."""
+    """Return the encoded prompts of `request`, in order.
+
+    Raises `ApiError` 400 if a prompt is empty, does not fit into the context, or has unknown token ids.
+    """
     if isinstance(request, ChatCompletionRequest):
         ids = await _encode_chat(request, tokenizer, limits)
         return [_fit(ids, request.output_limit, None, limits, "messages")]
@@ -61,7 +64,7 @@ async def _encode_chat(request: ChatCompletionRequest, tokenizer: Tokenizer, lim
 
 
 async def _encode_texts(request: CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits) -> list[list[int]]:
-    """Encode the prompts of a body, which are either all texts or all lists of token ids."""
+    """Return the token ids of each prompt of a body. The prompts are either all texts or all lists of token ids."""
     id_lists = [prompt for prompt in request.prompts if isinstance(prompt, list)]
     if any(max(ids) >= limits.vocab_size for ids in id_lists):
         message = f"Invalid value for 'prompt': token ids must be less than {limits.vocab_size}."
@@ -74,9 +77,11 @@ async def _encode_texts(request: CompletionRequest, tokenizer: Tokenizer, limits
 
 
 def _fit(ids: list[int], requested: int | None, default: int | None, limits: ModelLimits, param: str) -> Prompt:
-    """Return the prompt with its output limit: `requested` if given, else `default` as far as there is room for it.
+    """Return the prompt with its limit of output tokens.
 
-    None as `default` means all the room there is. Raises `ApiError` 400 if `requested` does not fit.
+    The limit is `requested` if it is given. Otherwise it is `default`, or all tokens that the context has left if
+    `default` is None or does not fit. Raises `ApiError` 400 if the prompt is empty, or does not fit into the context
+    together with `requested` output tokens.
     """
     room = limits.max_model_len - len(ids)
     if not ids:

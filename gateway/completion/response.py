@@ -1,7 +1,7 @@
 """Turn the token events of a submitted request into a response object or a stream of frames.
 
-Knows choices, the answer's format and the tier's timeout; does not know HTTP's requests or responses. A
-`ResponseStream` owns its token stream: requests that are unfinished when it ends are cancelled.
+Knows choices, the answer's format and the tier's timeout; does not know HTTP requests or responses. A `ResponseStream`
+owns its token stream: when the `ResponseStream` ends, the scheduler requests that have not finished are cancelled.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,10 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Demotion:
-    """The lower tier that a request may go to if its own cannot serve it in time, and what changes with that."""
+    """The lower tier that serves a request if its own tier cannot serve it in time.
+
+    `answer` and `deadline_ms` replace those of the request's own tier.
+    """
 
     tier: Tier
     answer: Answer
@@ -35,7 +38,7 @@ class Demotion:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A validated body, tokenised and ready to submit.
+    """A validated and tokenised request, which is ready to be submitted.
 
     `requests` holds `n` scheduler requests for each prompt, in the order of the choices' indexes.
     """
@@ -56,9 +59,9 @@ class PreparedRequest:
 
 
 class ResponseStream:
-    """One answer in the making. Call `respond` or `stream`, once.
+    """One answer while it is generated. Call either `respond` or `stream`, and only once.
 
-    `ping_s` is the longest silence of a stream in seconds: a comment is sent after it.
+    `ping_s` is the longest silence of a stream in seconds. After such a silence, a comment is sent as keep-alive.
     """
 
     def __init__(
@@ -77,11 +80,14 @@ class ResponseStream:
 
     @property
     def tier(self) -> Tier:
-        """The tier that serves the request."""
+        """The tier that serves the request. This may be the lower tier of a demotion."""
         return self._prepared.tier
 
     async def respond(self) -> dict[str, Any]:
-        """Return the whole answer. Raises `ApiError` if the generation fails or the tier's timeout passes."""
+        """Return the whole answer.
+
+        Raises `ApiError` if the generation fails, or if no event arrives during the tier's timeout.
+        """
         texts: dict[int, str] = {choice.index: "" for choice in self._choices.values()}
         async with self._tokens:
             while self._num_open:
@@ -92,7 +98,7 @@ class ResponseStream:
         return self._prepared.answer.response(choices, self._usage())
 
     async def stream(self, write: Write) -> None:
-        """Write the answer as frames. Raises like `respond`; the frames written before stay valid."""
+        """Write the answer as frames. Raises the same errors as `respond`, also after the first frames are written."""
         chunks = self._prepared.answer.chunks(self._prepared.include_usage)
         opened: set[int] = set()
         wrote_s = self._clock.now()
@@ -100,7 +106,7 @@ class ResponseStream:
             while self._num_open:
                 silent_s = self._clock.now() - wrote_s
                 frames = self._frames(await self._advance(max(0.0, self._ping_s - silent_s)), chunks, opened)
-                # Tokens may add no text yet: half a character, or a possible beginning of a stop string.
+                # New tokens may give no text yet: they may be a part of a character or of a possible stop string.
                 if not frames and self._clock.now() - wrote_s >= self._ping_s:
                     frames = PING
                 if frames:
@@ -111,9 +117,10 @@ class ResponseStream:
         self._log_usage()
 
     async def _advance(self, timeout_s: float | None) -> list[tuple[Choice, str]]:
-        """Return the text that all waiting events add, one entry per choice; empty if none came in `timeout_s`.
+        """Wait for events, and return the text that they add to each choice.
 
-        Raises `ApiError` if the tier's timeout has passed since the last event.
+        Returns an empty list if no event arrives within `timeout_s` seconds (None: no limit). Raises `ApiError` if the
+        generation fails, or if the tier's timeout has passed since the last event.
         """
         events = await self._tokens.take(self._wait_s(timeout_s))
         if not events and self._wait_s(None) == 0:
@@ -141,9 +148,9 @@ class ResponseStream:
         return text
 
     def _wait_s(self, timeout_s: float | None) -> float | None:
-        """Return the seconds left of the tier's timeout since the last event, at most `timeout_s`.
+        """Return the seconds to wait for the next event: `timeout_s`, or less if the tier's timeout ends earlier.
 
-        None means no limit.
+        The tier's timeout begins at the last event. None means no limit, both for `timeout_s` and for the result.
         """
         tier_timeout_ms = self._prepared.tier.timeout_ms
         if tier_timeout_ms is None:
@@ -165,7 +172,7 @@ class ResponseStream:
         return b"".join(frames)
 
     def _usage(self) -> Usage:
-        """Return the token counts. A prompt and its cached part count once, however many choices the prompt has."""
+        """Return the token counts. A prompt and its cached part are counted once, even if it has several choices."""
         choices = list(self._choices.values())
         first_of_prompt = slice(None, None, self._prepared.n)
         return Usage(

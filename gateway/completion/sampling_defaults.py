@@ -1,7 +1,7 @@
-"""Sampling parameters for requests that do not set them: the model's recommendation in generation_config.json.
+"""Sampling parameters for requests that do not set them. The model recommends these in generation_config.json.
 
-Knows that file only. As in vLLM, only the parameters that choose among tokens are taken from it; limits of the output
-length are not.
+Knows only that file. As in vLLM, only sampling parameters are taken from the file. Its limits of the output length are
+ignored.
 """
 
 import json
@@ -16,21 +16,25 @@ _FILE = "generation_config.json"
 
 
 class SamplingDefaults(BaseModel):
-    """The defaults here are OpenAI's: they leave the model's distribution as it is."""
+    """The sampling parameters of a request that does not set its own.
+
+    The default values in this class are those of OpenAI's API. They do not change the model's distribution.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1: all tokens
+    top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1 mean all tokens
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
 
 def read_sampling_defaults(model: str) -> SamplingDefaults:
-    """Return the recommendation of a transformers directory or hub id, or OpenAI's defaults if it has none.
+    """Return the sampling parameters that a model recommends, or OpenAI's defaults if it recommends none.
 
-    Raises `ValueError` if the file cannot be read or a value is not a number in its range.
+    `model` is a transformers directory or a hub id. Raises `ValueError` if generation_config.json cannot be read, or if
+    a value is not a number in its range.
     """
     path = _find(model)
     if path is None:

@@ -1,7 +1,7 @@
-"""Turn a validated body into scheduler requests and submit them, for both HTTP routes and for batch lines.
+"""Turn a validated body into scheduler requests and submit them, for the two HTTP routes and for batch lines.
 
-Knows bodies, prompts, tiers and the scheduler's client. Does not know HTTP, nor what happens to the tokens
-(gateway/completion/response.py does).
+Knows bodies, prompts, tiers and the scheduler's client. Does not know HTTP, and does not know how tokens become an
+answer (gateway/completion/response.py does).
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.request import Delivery, Request
 
-SEED_MASK = 2**63 - 1  # maps any int64 of a body to the non-negative seeds that the engine takes
+SEED_MASK = 2**63 - 1  # maps an int64 seed of a body to a non-negative seed, as the engine requires
 OPENAI_DEFAULTS = SamplingDefaults()
-PING_S = 15.0  # seconds of silence before a keep-alive; proxies drop connections silent for 30 to 60 s
+PING_S = 15.0  # seconds of silence before a keep-alive; proxies close connections that are silent for 30 to 60 s
 
 AnyRequest = ChatCompletionRequest | CompletionRequest
 ENDPOINTS: dict[str, type[ChatCompletionRequest] | type[CompletionRequest]] = {
@@ -76,10 +76,11 @@ class CompletionService:
         request_id: str,
         owner: str | None = None,
     ) -> tuple[int, dict[str, Any]]:
-        """Answer one request without a stream. Return the HTTP status and JSON body, of refusals and failures too.
+        """Answer one request without streaming. Return the HTTP status and the JSON body of the answer.
 
-        `service_tier` is the value to report. `request_id` must be new in every call, because the scheduler
-        requests' ids are made from it. `owner` is the name of the caller's key.
+        Refusals and failures are also returned as an answer. `service_tier` is the value that the answer reports.
+        `request_id` must be new in every call, because the ids of the scheduler requests are made from it. `owner` is
+        the name of the caller's key (None: access is open).
         """
         try:
             request = await _parse_endpoint(endpoint, body)
@@ -101,9 +102,10 @@ class CompletionService:
         owner: str | None = None,
         demotion: ResolvedTier | None = None,
     ) -> PreparedRequest:
-        """Tokenise and make the scheduler requests, which may go to `demotion` if `tier` cannot serve them in time.
+        """Tokenise `request`, and return it with its scheduler requests.
 
-        Raises `ApiError` 400 or 404.
+        `demotion` is the lower tier that serves the requests if `tier` cannot serve them in time. Raises `ApiError` 404
+        if the model is unknown, and 400 if the request is invalid or does not fit into the context.
         """
         arrival_ms = self._clock.wall_ms()
         if request.model not in self._model_names:
@@ -129,10 +131,10 @@ class CompletionService:
         )
 
     async def submit(self, prepared: PreparedRequest) -> ResponseStream:
-        """Enqueue all scheduler requests of `prepared`, or none.
+        """Enqueue all scheduler requests of `prepared`, or none of them.
 
-        They go to the demotion's tier, if there is one, when their own tier cannot serve them in time. Raises
-        `ApiError` 429 or 503 if admission rejects them.
+        If their own tier cannot serve them in time, they are enqueued in the lower tier of the demotion, if there is
+        one. Raises `ApiError` 429 or 503 if admission rejects the requests.
         """
         outcome = await self._client.submit(prepared.requests)
         demotion = prepared.demotion
@@ -196,7 +198,10 @@ async def _parse_endpoint(endpoint: str, body: dict[str, Any]) -> AnyRequest:
 
 
 def _check_choices(request: AnyRequest, n: int, tier: Tier) -> None:
-    """Refuse more choices than the tier's queue can hold: they enter it together, so they could never enter it."""
+    """Refuse a request with more choices than the tier's queue can hold. Raises `ApiError` 400.
+
+    All choices of a request enter the queue together, so such a request could never enter the queue.
+    """
     num_choices = n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
     limit = min(MAX_CHOICES, tier.queue_limit)
     if num_choices > limit:
@@ -204,7 +209,11 @@ def _check_choices(request: AnyRequest, n: int, tier: Tier) -> None:
 
 
 def _time_limit_ms(request: AnyRequest, tier: Tier) -> int:
-    """Return the ms from arrival to deadline: the tier's, or `deadline_ms` if that is less and the tier has no SLO."""
+    """Return the time from arrival to deadline in ms.
+
+    This is the tier's `deadline_ms`. In a tier without a latency SLO, the request's own `deadline_ms` is used if it is
+    less.
+    """
     if request.deadline_ms is None or tier.is_interactive:
         return tier.deadline_ms
     return min(request.deadline_ms, tier.deadline_ms)
@@ -215,10 +224,10 @@ def _demotion(to: ResolvedTier, answer_as: Callable[[str], Answer], request: Any
 
 
 def _delivery(request: AnyRequest, tier: Tier) -> Delivery:
-    """Return whether the worker sends tokens after each step or all at the end.
+    """Return whether the worker sends tokens after each step, or all tokens at the end.
 
-    Each step is needed for streams, for stop strings, and in interactive tiers with a timeout, since that bounds the
-    time to the first token. In the other tiers the timeout bounds the time to the whole answer.
+    Tokens are needed after each step for streams and for stop strings. They are also needed in interactive tiers with a
+    timeout, because there the timeout bounds the TTFT. In the other tiers, it bounds the time to the whole answer.
     """
     awaits_first_token = tier.is_interactive and tier.timeout_ms is not None
     if request.stream or request.stop_strings or awaits_first_token:
@@ -232,9 +241,9 @@ def _sampling(request: AnyRequest, defaults: SamplingDefaults, max_tokens: int, 
     top_k = defaults.top_k if request.top_k is None else request.top_k
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=temperature if top_p > 0 else 0.0,  # top_p 0 leaves the likeliest token only: greedy
+        temperature=temperature if top_p > 0 else 0.0,  # top_p 0 leaves only the likeliest token: greedy
         top_p=top_p if top_p > 0 else 1.0,
-        top_k=max(0, top_k),  # -1 means all tokens in vLLM's API, 0 does in the engine
+        top_k=max(0, top_k),  # all tokens are meant by -1 in vLLM's API, and by 0 in the engine
         min_p=defaults.min_p,
         repetition_penalty=defaults.repetition_penalty,
         seed=seed & SEED_MASK,

@@ -1,15 +1,17 @@
 """Find stop strings in text that arrives in pieces.
 
-Knows strings only. A stop string may begin in one piece and end three pieces later, so text that may be the beginning
-of one is held back, and no part of a stop string is ever given out. The result does not depend on how the text is cut
-into pieces: the match that ends first wins, and the longest of the matches that end at the same character.
+Knows only strings. A stop string may begin in one piece of text and end three pieces later. Text that may be the
+beginning of a stop string is therefore held back, so that no part of a stop string is ever shown to the client.
+
+The result does not depend on how the text is cut into pieces. The match that ends first counts. If several matches end
+at the same character, the longest of them counts.
 """
 
 from collections.abc import Sequence
 
 
 class StopMatcher:
-    """`matched` is true once a stop string was found."""
+    """A search for stop strings in one growing text. `matched` is true after a stop string was found."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -17,7 +19,10 @@ class StopMatcher:
         self.matched = False
 
     def feed(self, text: str) -> str:
-        """Return the text that can be given out now; after a match, always an empty string."""
+        """Add a piece of text. Return the text that can now be shown: no part of it can belong to a stop string.
+
+        After a match, always return an empty string.
+        """
         if self.matched:
             return ""
         text = self._held + text
@@ -30,17 +35,17 @@ class StopMatcher:
         return text[:keep]
 
     def flush(self) -> str:
-        """Return the held-back text at the end of the output."""
+        """Return the text that is still held back. Call this at the end of the output."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, text: str) -> int | None:
-        """Return where the match that ends first begins, or None if there is no match."""
+        """Return the start index of the match that ends first; None if there is no match."""
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(found)[1] if found else None
 
     def _begin_of_possible_stop(self, text: str) -> int:
-        """Return the first index from which the rest of `text` may begin a stop string, or the length of `text`."""
+        """Return the first index at which an incomplete stop string may begin; `len(text)` if there is none."""
         begin = len(text)
         for stop in self._stops:
             at = text.find(stop[0], max(0, len(text) - len(stop) + 1))

@@ -1,7 +1,7 @@
 """Convert text to tokens and back: the chat template, encoding, and decoding token by token.
 
-Knows the model's tokenizer; does not know requests, tiers or stop strings. Uses transformers' tokenizers without
-torch: the gateway has to start within a second or two, and where torch is not installed.
+Knows the model's tokenizer; does not know requests, tiers or stop strings. Uses the tokenizers of transformers without
+torch, because the gateway has to start within one or two seconds, and also on machines without torch.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 INLINE_CHARS = 8_000  # characters, about 2 ms of encoding; longer input is encoded in a thread, off the event loop
-TEXT_CHARS = 50  # characters that cost as much time as the call and the template of one text
-MAX_PENDING = 16  # tokens without text; a character has fewer bytes, so the bytes cannot be UTF-8
+TEXT_CHARS = 50  # fixed cost of each text (call and template), as the number of characters that cost the same time
+MAX_PENDING = 16  # tokens without text; a character has fewer bytes, so the bytes of more tokens cannot be UTF-8
 
 
 class ChatTemplateError(Exception):
@@ -26,11 +26,11 @@ class ChatTemplateError(Exception):
 
 
 class TextTooLong(Exception):
-    """The text is so long that it cannot fit in any encoding. It was not encoded."""
+    """The text is so long that it has too many tokens in every encoding. It was not encoded."""
 
 
 class Tokenizer:
-    """One model's tokenizer. Safe for use in several threads at once."""
+    """The tokenizer of one model. Several threads may use it at the same time."""
 
     def __init__(self, pretrained: Any, max_model_len: int | None = None) -> None:
         self._pretrained = pretrained
@@ -46,25 +46,29 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str) -> "Tokenizer":
-        """Load it from a transformers directory or a hub id. Raises OSError or ValueError if there is none."""
+        """Load the tokenizer of `model`, which is a transformers directory or a hub id.
+
+        Raises `OSError` or `ValueError` if there is no tokenizer.
+        """
         return cls(_load_pretrained(model), _read_max_model_len(model))
 
     async def encode_chat(self, messages: Sequence[dict[str, Any]], max_tokens: int) -> list[int]:
-        """Return the token ids of `messages` in the chat template, up to where the assistant's answer begins.
+        """Return the token ids of the prompt that the chat template makes of `messages`.
 
-        Raises `ChatTemplateError`, or `TextTooLong` if the text certainly has more than `max_tokens`.
+        The prompt ends at the place where the assistant's answer begins. Raises `ChatTemplateError` if the template
+        fails, and `TextTooLong` if the text certainly has more than `max_tokens` tokens.
         """
         self._check_length(sum(len(message["content"]) for message in messages), max_tokens)
         values = [value for message in messages for value in message.values()]
         texts = [value for value in values if isinstance(value, str)]
-        if len(texts) == len(values) and _is_short(texts):  # other values are tool calls of any size
+        if len(texts) == len(values) and _is_short(texts):  # values that are not texts are tool calls of any size
             return self._encode_chat(messages, max_tokens)
         return await asyncio.to_thread(self._encode_chat, messages, max_tokens)
 
     async def encode(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-        """Return the token ids of each text, with the special tokens that a prompt begins with.
+        """Return the token ids of each text. They include the special tokens with which a prompt begins.
 
-        Raises `TextTooLong` if one of the texts certainly has more than `max_tokens`.
+        Raises `TextTooLong` if one of the texts certainly has more than `max_tokens` tokens.
         """
         for text in texts:
             self._check_length(len(text), max_tokens)
@@ -96,17 +100,18 @@ class Tokenizer:
         return text
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # The backend is called directly, because transformers' wrapper sets truncation on every call, which is not
-        # safe in threads. It gets a batch of one, because `encode` would hold the GIL all the time.
+        # The backend is called directly, because the wrapper of transformers sets truncation on every call, which is
+        # not safe in threads. The text is passed as a batch of one, because the backend's `encode` would hold the GIL
+        # during the whole call.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
 
 class IncrementalDecoder:
-    """Decodes one growing output. An incomplete character is held back until its last token.
+    """A decoder for one growing output. An incomplete character is held back until its last token arrives.
 
-    `DecodeStream` does the work. It would hold bytes that are not UTF-8 back for ever: these are given out as U+FFFD
-    after `MAX_PENDING` tokens, and by `flush`.
+    `DecodeStream` does the decoding, but it would hold back bytes that are not UTF-8 for ever. This class returns such
+    bytes as U+FFFD after `MAX_PENDING` tokens, or in `flush`.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -115,14 +120,14 @@ class IncrementalDecoder:
         self._pending: list[int] = []
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Return the text that `token_ids` complete: often one word, sometimes nothing."""
+        """Add `token_ids`. Return the text that is complete now: often one word, sometimes an empty string."""
         return "".join([self._step(token_id) for token_id in token_ids])
 
     def _step(self, token_id: int) -> str:
         self._pending.append(token_id)
         try:
             text: str | None = self._stream.step(self._backend, token_id)
-        except Exception:  # the binding has no other error type: the held bytes do not begin the new text
+        except Exception:  # the only error type of the binding; the new token does not continue the held bytes
             return self.flush()
         if text is not None:
             self._pending.clear()
@@ -130,7 +135,7 @@ class IncrementalDecoder:
         return self.flush() if len(self._pending) > MAX_PENDING else ""
 
     def flush(self) -> str:
-        """Return the text of the tokens held back, complete or not, and start over after them."""
+        """Return the text of the tokens held back, even if it is incomplete, and forget these tokens."""
         pending, self._pending = self._pending, []
         if not pending:
             return ""
@@ -144,7 +149,10 @@ def _is_short(texts: Sequence[str]) -> bool:
 
 
 def _template_message(error: Exception) -> str:
-    """Return the message of the template's own `raise_exception`, which is meant for users, else a general one."""
+    """Return the error message for the user.
+
+    If the template called `raise_exception`, this is the template's own message. Otherwise it is a general message.
+    """
     if type(error) is TemplateError:
         return str(error)
     return "The model's chat template does not accept these messages."
@@ -153,14 +161,14 @@ def _template_message(error: Exception) -> str:
 def _load_pretrained(model: str) -> Any:
     directory = Path(model)
     if directory.is_dir() and not (directory / "tokenizer.json").exists():
-        from transformers import AutoTokenizer  # converts older formats, and imports torch
+        from transformers import AutoTokenizer  # can convert older formats, but imports torch
 
         return AutoTokenizer.from_pretrained(model)
     return PreTrainedTokenizerFast.from_pretrained(model)
 
 
 def _read_max_model_len(model: str) -> int | None:
-    """Return the context length in the model's config, which is used while no worker is alive."""
+    """Return the context length in the model's config; None if there is none. It is used while no worker is alive."""
     path = Path(model) / "config.json"
     if not Path(model).is_dir():
         try:

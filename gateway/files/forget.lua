@@ -1,7 +1,8 @@
--- Remove a file's record and its places in the lists. A tombstone keeps its position for clients that are paging.
--- KEYS: record, index of the owner, index of the owner and purpose, expiry, tombstone.
+-- Remove a file's record, and remove the file from all lists. A tombstone stores the file's position for a while, so
+-- that the file can still be the cursor for the next page of a list.
+-- KEYS: record, index of the owner's files, index of the owner's files with this purpose, expiry, tombstone.
 -- ARGV: id, lifetime of the tombstone in seconds.
--- Returns 1 if the file was there. A repeated call finds the tombstone and returns 1 too.
+-- Returns 1 if the file existed, else 0. A repeated call finds the tombstone and returns 1 too.
 local record, index, purpose_index, expiry, tombstone = unpack(KEYS)
 local id, tombstone_s = unpack(ARGV)
 

@@ -1,7 +1,7 @@
-"""Lists in order of creation, read a page at a time with the last id as the cursor.
+"""Lists in order of creation, which are read page by page. The last id of a page is the cursor for the next page.
 
-An index is a sorted set of ids. Scores are positions from one counter, so two objects of the same second keep their
-order. Knows Redis and ids; does not know which objects the ids belong to.
+An index is a sorted set of ids in Redis. The scores are positions from one counter, so objects that were created in the
+same second keep their order. Knows Redis and ids; does not know which objects the ids belong to.
 """
 
 from collections.abc import Sequence
@@ -26,20 +26,23 @@ class Page(Generic[T]):
 
 
 def index_of(index: str, owner: str | None) -> str:
-    """Return the key of `owner`'s part of `index`. Objects made while access was open belong to None."""
+    """Return the Redis key of the index that lists only the objects of `owner`.
+
+    Objects that were created while access was open have the owner None.
+    """
     return index if owner is None else f"{index}:of:{quote(owner, safe='')}"
 
 
 def tombstone_key(index: str, member: str) -> str:
-    """Return the key that keeps a deleted member's position for a while.
+    """Return the Redis key that stores the position of a deleted member for a while.
 
-    With it, a client that deletes the files it lists can go on to the next page.
+    A client may delete each file that it lists. It needs the position of the last file to read the next page.
     """
     return f"{index}:was_at:{member}"
 
 
 async def position_of(redis: Redis, index: str, member: str) -> float | None:
-    """Return the position of `member` in `index`, also of one deleted lately, or None if it is unknown."""
+    """Return the position of `member` in `index`; None if it is unknown. Recently deleted members are still known."""
     score = await redis.zscore(index, member)
     if score is not None:
         return float(score)
@@ -48,7 +51,7 @@ async def position_of(redis: Redis, index: str, member: str) -> float | None:
 
 
 async def page_of_ids(redis: Redis, index: str, *, after: float | None, limit: int, newest_first: bool) -> Page[str]:
-    """Return up to `limit` members of `index` behind the position `after` (None: from the start)."""
+    """Return up to `limit` members of `index` that follow the position `after` (None: from the start)."""
     if newest_first:
         start = "+inf" if after is None else f"({after!r}"
         found = await redis.zrange(index, start, "-inf", desc=True, byscore=True, offset=0, num=limit + 1)
@@ -60,5 +63,5 @@ async def page_of_ids(redis: Redis, index: str, *, after: float | None, limit: i
 
 
 def text(value: Any) -> str:
-    """Return a Redis reply as text, whether the client decodes replies or not."""
+    """Return a Redis reply as text. It is bytes or text already, depending on the settings of the client."""
     return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,6 +1,6 @@
 -- Store a file's record, and give a new file the next position in the lists of its owner.
--- A file that exists keeps its position: its record is replaced.
--- KEYS: record, index of the owner, index of the owner and purpose, expiry, position counter.
+-- If the file exists already, its record is replaced and its position stays the same.
+-- KEYS: record, index of the owner's files, index of the owner's files with this purpose, expiry, position counter.
 -- ARGV: record, id, expires_at in Unix seconds or '' for never.
 local record, index, purpose_index, expiry, counter = unpack(KEYS)
 local content, id, expires_at = unpack(ARGV)

@@ -1,8 +1,9 @@
-"""Files: their content on disk under `<data_dir>/files/<id>`, their records and order in Redis.
+"""The file store: contents are on disk as `<data_dir>/files/<id>`, records and their order are in Redis.
 
-A file exists when its record does; its content is complete and on disk before that. Knows bytes, names and expiry; does
-not know HTTP (gateway/routes/files.py) or what a file contains. Several gateways may share a store if they share the
-data directory. A file belongs to the key that made it, by the key's name, and other keys do not see it.
+A file exists if its record exists. The content is complete and on disk before the record is written. Knows bytes, names
+and expiry; does not know HTTP (gateway/routes/files.py) or what a file contains. Several gateways may share a store if
+they share the data directory. The owner of a file is the API key that created it, identified by the key's name. Other
+keys do not see the file.
 """
 
 import asyncio
@@ -24,20 +25,20 @@ from scheduler.store.scripts import load_script
 
 T = TypeVar("T")
 
-INDEX = "tidegate:files"  # sorted set: id by position; one per owner, and one more per purpose
-EXPIRY = "tidegate:files:expiry"  # sorted set: id by expires_at
-POSITION = "tidegate:files:position"  # counter of positions
+INDEX = "tidegate:files"  # sorted set of ids by position; one per owner, and one per owner and purpose
+EXPIRY = "tidegate:files:expiry"  # sorted set of ids by expires_at
+POSITION = "tidegate:files:position"  # counter: the last position that was given to a file
 TOMBSTONE_S = 3600  # seconds for which a deleted file still works as the cursor of a list
-ORPHAN_S = 3600.0  # seconds; older content without a record is left over from a crash
-PRIVATE_DIR = 0o700  # other users of this machine must not read prompts and answers
-SWEEP_GROUP = 500  # files per round trip of a sweep
+ORPHAN_S = 3600.0  # seconds; content without a record that is older than this was left by a crash
+PRIVATE_DIR = 0o700  # mode of directories: other users of this machine must not read prompts and answers
+SWEEP_GROUP = 500  # files that a sweep handles per round trip to Redis
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file's record. Times are Unix seconds; without `expires_at`, the file is kept until it is deleted.
+    """The record of a file. Times are Unix seconds. A file without `expires_at` is kept until it is deleted.
 
-    `owner` is the name of the key that made the file (None: access was open).
+    `owner` is the name of the API key that created the file (None: access was open).
     """
 
     id: str
@@ -56,7 +57,7 @@ class StoredFile:
 
 
 class FileStore:
-    """Owner of the files directory and of the keys `tidegate:file*`."""
+    """The store of uploaded files and of batch results. It owns the files directory and the keys `tidegate:file*`."""
 
     def __init__(self, redis: Redis, data_dir: Path, clock: Clock) -> None:
         self._redis = redis
@@ -65,7 +66,7 @@ class FileStore:
         self._forget = load_script(redis, "gateway.files", "forget")
         self.data_dir = data_dir
         self._contents = data_dir / "files"
-        self.incoming = data_dir / "incoming"  # running uploads; on the same file system, so that a rename moves them
+        self.incoming = data_dir / "incoming"  # uploads in progress; on the same file system, so that a rename suffices
         for directory in (data_dir, self._contents, self.incoming):
             directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
 
@@ -79,7 +80,10 @@ class FileStore:
         expires_after_s: int | None = None,
         file_id: str | None = None,
     ) -> StoredFile:
-        """Move the file at `content` into the store. A `file_id` that exists is replaced and keeps its position."""
+        """Move the file at `content` into the store, and return its record.
+
+        If the store already has a file with the id `file_id`, that file is replaced, and its position stays the same.
+        """
         now = self._now_s()
         expires_at = None if expires_after_s is None else now + expires_after_s
         file_id = file_id or f"file-{secrets.token_hex(12)}"
@@ -93,12 +97,12 @@ class FileStore:
         return record
 
     async def get(self, file_id: str, *, owner: str | None) -> StoredFile | None:
-        """Return the file's record, or None if `owner` has no such file."""
+        """Return the record of a file; None if `owner` has no such file."""
         record = (await self._load([file_id]))[0]
         return record if record is not None and record.owner == owner else None
 
     async def delete(self, file_id: str, *, owner: str | None) -> bool:
-        """Delete a file; downloads that have begun can finish. Return False if `owner` has no such file."""
+        """Delete a file. Return False if `owner` has no such file. Downloads that have begun can finish."""
         record = await self.get(file_id, owner=owner)
         return record is not None and await self._remove([record]) == 1
 
@@ -111,7 +115,7 @@ class FileStore:
         limit: int,
         newest_first: bool = True,
     ) -> Page[StoredFile] | None:
-        """Return a page of `owner`'s files, or None if the cursor `after` is none of them."""
+        """Return a page of `owner`'s files; None if the cursor `after` is not the id of one of these files."""
         await self.sweep()
         position = None
         if after is not None:
@@ -128,7 +132,7 @@ class FileStore:
         return self._contents / file_id
 
     async def sweep(self) -> int:
-        """Remove expired files. Return their number."""
+        """Remove expired files. Return the number of removed files."""
         expired = await self._redis.zrange(EXPIRY, "-inf", str(self._now_s()), byscore=True)
         removed = 0
         for group in _groups([text(member) for member in expired]):
@@ -140,7 +144,7 @@ class FileStore:
         return removed
 
     async def sweep_orphans(self) -> None:
-        """Remove content that a crash left without a record."""
+        """Remove the contents that a crash has left without a record."""
         before_s = self._clock.wall_ms() / 1000 - ORPHAN_S
         for directory in (self._contents, self.incoming):
             for group in _groups(await asyncio.to_thread(older_than, before_s, directory)):
@@ -177,10 +181,13 @@ class FileStore:
 
 
 def older_than(before_s: float, directory: Path) -> list[Path]:
-    """Return the entries of `directory` last written before `before_s` (Unix seconds). Blocks: call it in a thread."""
+    """Return the entries of `directory` that were last written before `before_s` (Unix seconds).
+
+    The function blocks, so call it in a thread.
+    """
     old = []
     for path in directory.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+        with contextlib.suppress(FileNotFoundError):  # the entry was removed after it was listed
             if path.stat().st_mtime < before_s:
                 old.append(path)
     return old
@@ -216,5 +223,5 @@ def _purpose_index(purpose: str, owner: str | None) -> str:
 
 
 def _indexes(record: StoredFile) -> list[str]:
-    """Return the two indexes that list a file: its owner's, and its owner's for its purpose."""
+    """Return the keys of the two indexes that list a file: its owner's files, and those of them with its purpose."""
     return [index_of(INDEX, record.owner), _purpose_index(record.purpose, record.owner)]

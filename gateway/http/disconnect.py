@@ -18,11 +18,12 @@ class ClientDisconnected(Exception):
 
 @asynccontextmanager
 async def until_disconnect(receive: Receive) -> AsyncIterator[None]:
-    """Run the block while the client is connected. Cancels it and raises `ClientDisconnected` when the client hangs up.
+    """Run the block while the client is connected.
 
-    `asyncio.timeout` does the cancelling, because it tells its own cancellation from others: a disconnect sets its
-    deadline to now. The request's body must have been read before. Entering does not suspend, so the first thing that
-    the block opens is always opened, and can be closed.
+    If the client hangs up, the block is cancelled and `ClientDisconnected` is raised. The request's body must have been
+    read before. `asyncio.timeout` cancels the block, because it can distinguish its own cancellation from other
+    cancellations: a disconnect sets its deadline to now. Entering the block does not suspend, so a disconnect cannot
+    cancel the block before it has opened its first resource and can close that resource again.
     """
     loop = asyncio.get_running_loop()
 

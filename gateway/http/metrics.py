@@ -1,4 +1,4 @@
-"""The gateway's metric families, on a registry of their own."""
+"""The gateway's metric families, in their own Prometheus registry."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from scheduler.queue.base import Backlog
 
-# Bucket bounds in seconds: from a refusal to the longest bulk answers.
+# Bucket bounds in seconds. The first buckets fit refusals, the last ones the longest bulk answers.
 HTTP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 
 
@@ -15,7 +15,7 @@ class GatewayMetrics:
         self.registry = registry or CollectorRegistry()
         self.http_requests = Counter(
             "tidegate_http_requests_total",
-            "HTTP requests answered. Status 499 means that the client hung up first.",
+            "HTTP requests answered. Status 499 means that the client hung up before the answer was complete.",
             ["route", "method", "status"],
             registry=self.registry,
         )
@@ -34,19 +34,19 @@ class GatewayMetrics:
         )
         self.requests_demoted = Counter(
             "tidegate_requests_demoted_total",
-            "Requests served in a lower tier because their own could not have met its SLO.",
+            "Requests served in a lower tier because their own tier could not have met its SLO.",
             ["tier", "to"],
             registry=self.registry,
         )
         self.predicted_ttft = Gauge(
             "tidegate_predicted_ttft_seconds",
-            "Predicted time to first token of a short request that arrives now, for tiers with a prediction.",
+            "Predicted TTFT in seconds of a short request that arrives now, for tiers that have a prediction.",
             ["tier"],
             registry=self.registry,
         )
         self.queued_tokens = Gauge(
             "tidegate_queued_tokens",
-            "Tokens of waiting requests. Kind prompt: prompt tokens; kind output: the most output tokens they may get.",
+            "Tokens of waiting requests. Kind prompt counts prompt tokens, kind output the maximum of output tokens.",
             ["tier", "kind"],
             registry=self.registry,
         )
@@ -70,7 +70,7 @@ class GatewayMetrics:
         self.requests_demoted.labels(tier, to).inc()
 
     def show_backlogs(self, backlogs: Mapping[str, Backlog], predicted_ttfts_s: Mapping[str, float]) -> None:
-        """Set the gauges of waiting tokens and predicted TTFTs, and remove the tiers without a value."""
+        """Set the gauges of waiting tokens and predicted TTFTs. Tiers without a value are removed from the gauges."""
         self.queued_tokens.clear()
         self.predicted_ttft.clear()
         for tier, backlog in backlogs.items():

@@ -1,7 +1,7 @@
-"""Middleware around every HTTP request: its id, common headers, log line, metrics and size limit.
+"""Middleware that gives every HTTP request an id, common headers, a log line, metrics and a size limit.
 
-Pure ASGI, so that a stream's frames pass through without buffering. Does not look into bodies, and logs no text of
-prompts or answers.
+It is written in plain ASGI, so that the frames of a stream pass through without buffering. It does not look into
+bodies, and logs no text of prompts or answers.
 """
 
 import uuid
@@ -18,12 +18,15 @@ from scheduler.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-OPENAI_VERSION = "2020-10-01"  # the API version that OpenAI's own answers state
-QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics"})  # polled often, so logged at debug level
+OPENAI_VERSION = "2020-10-01"  # the API version in the headers of OpenAI's own answers
+QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics"})  # requested often, so logged at debug level
 
 
 class RequestContext:
-    """Gives each request an id (`request.state.request_id`), adds the common headers, and logs and counts its end."""
+    """The middleware that gives each request an id and the common headers, and logs and counts finished requests.
+
+    The id is in `request.state.request_id`.
+    """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, clock: Clock) -> None:
         self._app = app
@@ -54,20 +57,19 @@ class RequestContext:
             await self._app(scope, receive, send_with_headers)
         except ClientDisconnect:  # the client hung up while it sent its body
             pass
-        except Exception:  # a bug; no other place of the gateway turns one into an answer
+        except Exception:  # a bug; only this handler turns unexpected exceptions into an answer
             log.exception("request_failed")
             if status == CLIENT_CLOSED:
                 await error_response(internal_error())(scope, receive, send_with_headers)
         finally:
-            if scope["state"].get("hung_up"):  # a stream has sent its status 200 before
+            if scope["state"].get("hung_up"):  # a stream has already sent status 200 when its client hangs up
                 status = CLIENT_CLOSED
             self._finish(scope, status, self._clock.now() - began_s)
 
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
-        method = (
-            scope["method"] if route != "unmatched" else "-"
-        )  # clients can make up methods, and labels must stay few
+        # Clients can invent methods, but the metrics must not get a new label value for each invented method.
+        method = scope["method"] if route != "unmatched" else "-"
         self._metrics.observe_http(route, method, status, seconds)
         headers = Headers(scope=scope)
         client_id, retry_count = headers.get("x-client-request-id", ""), headers.get("x-stainless-retry-count", "")
@@ -84,9 +86,10 @@ class RequestContext:
 
 
 class BodyLimit:
-    """Refuses bodies of more than `max_bytes` with 413, by their announced length or as soon as they exceed it.
+    """The middleware that refuses bodies of more than `max_bytes` bytes with status 413.
 
-    Paths that begin with `exempt` have limits of their own.
+    A body is refused if its `content-length` is too large, or as soon as too many bytes have arrived. Paths that begin
+    with `exempt` have their own limits.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, exempt: str) -> None:

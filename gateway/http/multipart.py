@@ -1,7 +1,7 @@
 """Stream a multipart upload to disk as it arrives.
 
-The file part is written once, into the data directory, is never held in memory, and is refused as soon as it exceeds
-its limit. Knows multipart/form-data; does not know what the fields mean.
+The file part is written directly into the data directory and is never held in memory as a whole. The upload is refused
+as soon as the file exceeds its limit. Knows multipart/form-data; does not know what the fields mean.
 """
 
 import os
@@ -14,16 +14,20 @@ from typing import BinaryIO
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-MAX_FIELD_BYTES = 64 * 2**10  # of one field
+MAX_FIELD_BYTES = 64 * 2**10  # maximum bytes of one field
 MAX_FIELDS = 32
-MAX_FORM_BYTES = 2**20  # of everything but the file: fields, headers, skipped parts
+MAX_FORM_BYTES = 2**20  # maximum bytes of everything except the file: fields, headers, skipped parts
 
-Limit = Callable[[Mapping[str, str]], int]  # most bytes of the file, given the fields that came before it
+# A function that takes the fields before the file in the form, and returns the maximum bytes of the file.
+Limit = Callable[[Mapping[str, str]], int]
 
 
 @dataclass(slots=True)
 class Upload:
-    """The parts of one upload. The route owns it, and moves `content` (if any) away or discards it."""
+    """The parts of one upload. `content` is the path of the received file; None if the form had no file.
+
+    The route owns the upload. It moves the file to its final place, or deletes it with `discard`.
+    """
 
     fields: dict[str, str] = field(default_factory=dict)
     filename: str = ""
@@ -44,13 +48,15 @@ class UploadTooLarge(Exception):
 
 
 class MalformedUpload(Exception):
-    """The body is not a valid multipart form. The message is for the client."""
+    """The body is not a valid multipart form. The message is sent to the client."""
 
 
 async def receive_upload(chunks: AsyncIterator[bytes], content_type: str, directory: Path, limit: Limit) -> Upload:
-    """Read a form with one part `file`, of at most `limit(fields before it)` bytes.
+    """Read a multipart form from `chunks`, write its part `file` into `directory`, and return the parts.
 
-    Raises `UploadTooLarge` and `MalformedUpload`. No file is left behind then, nor when the client hangs up.
+    The file may have at most `limit(fields)` bytes, for the fields that came before it in the form. Raises
+    `UploadTooLarge` if the file is larger, and `MalformedUpload` if the form is invalid. No file is left on the disk
+    after an error, or after the client hangs up.
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
@@ -79,7 +85,10 @@ async def receive_upload(chunks: AsyncIterator[bytes], content_type: str, direct
 
 
 class _Form:
-    """The parser's callbacks. A part is the file (field `file`), a plain field, or another file, which is skipped."""
+    """The callbacks of the multipart parser.
+
+    A part is the file (named `file`), a plain field, or another file. Other files are skipped.
+    """
 
     def __init__(self, directory: Path, limit: Limit) -> None:
         self.upload = Upload()

@@ -1,11 +1,14 @@
-"""Server-sent events as OpenAI's clients read them: `data: <one line of JSON>\\n\\n`, and comments as keep-alive.
+"""Server-sent events in the format of OpenAI's clients: `data: <one line of JSON>\\n\\n`, and comments as keep-alive.
 
-Knows frames and ASGI; does not know what the frames say.
+Knows frames and ASGI; does not know the content of the frames.
 
-The response's headers go out with its first frame, so that a failure before it is still a plain HTTP error with its
-own status. sse-starlette (3.7) sends the headers before it asks for the first event. It also runs three or four tasks
-for each stream (events, pings, shutdown, disconnect), where this module runs one besides the request's own, and it
-pings by time alone, not by silence. The slow feed of /admin uses it (gateway/routes/sla_feed.py).
+The headers of a response are sent together with its first frame. A failure before the first frame can therefore still
+be answered with a plain HTTP error that has its own status.
+
+Token streams do not use sse-starlette (3.7), for three reasons. First, it sends the headers before it asks for the
+first event. Second, it runs three or four tasks for each stream (events, pings, shutdown, disconnect), while this
+module runs only one task in addition to the task of the request. Third, it sends pings at fixed intervals, not after a
+silence. Only the slow feed of /admin uses sse-starlette (gateway/routes/sla_feed.py).
 """
 
 import asyncio
@@ -23,22 +26,23 @@ log = structlog.get_logger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
-SEND_TIMEOUT_S = 60.0  # seconds for a client to take one write; a client that takes nothing counts as gone
+SEND_TIMEOUT_S = 60.0  # seconds in which a client must accept one write; otherwise it counts as disconnected
 
 Write = Callable[[bytes], Awaitable[None]]
 
 
 def error_frame(error: ApiError) -> bytes:
-    """Return the last frame of a stream that failed. No `[DONE]` follows it."""
+    """Return the frame that ends a stream which failed. No `[DONE]` is sent after this frame."""
     return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
 
 
 class EventStreamResponse(Response):
-    """Runs `produce(write)` while the client is connected. `write` takes one or more whole frames.
+    """A streaming response: runs `produce(write)` while the client is connected.
 
-    An exception before the first write is left to the application's handlers; a later one becomes an error frame.
-    `on_disconnect` is called if the client hangs up early, or takes nothing for `send_timeout_s`. `produce` has
-    been cancelled and has ended by then.
+    Each call of `write` sends one or more whole frames. An exception before the first write is left to the error
+    handlers of the application. A later exception is sent as an error frame. `on_disconnect` is called if the client
+    hangs up early, or accepts nothing for `send_timeout_s` seconds. Before that call, `produce` is cancelled and has
+    ended.
     """
 
     media_type = "text/event-stream"
@@ -81,7 +85,7 @@ class EventStreamResponse(Response):
             if not self._started:
                 raise
             await write(error_frame(error))
-        except Exception as error:  # the middleware cannot answer any more: the headers are out
+        except Exception as error:  # the middleware cannot answer any more, because the headers have been sent
             if not self._started or isinstance(error, ClientDisconnected):
                 raise
             log.exception("stream_failed")

@@ -1,7 +1,7 @@
-"""Turn every failure into OpenAI's error object, with the status and headers that its clients act on.
+"""Turn every failure into OpenAI's error object, with the HTTP status and the headers that clients react to.
 
-Knows HTTP statuses, OpenAI's codes and admission's reasons. Does not know routes or bodies, and never puts the text of
-an unforeseen exception into an answer.
+Knows HTTP statuses, OpenAI's error codes and the reasons for which admission rejects a request. Does not know routes or
+bodies. The text of an unexpected exception never becomes part of an answer.
 """
 
 import math
@@ -20,11 +20,11 @@ from gateway.protocol.validation import first_fault
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.config import Tier
 
-MAX_RETRY_AFTER_S = 120  # the openai client does not retry after a longer time
+MAX_RETRY_AFTER_S = 120  # seconds; the openai client does not retry if it is told to wait longer
 
 
 class ApiError(Exception):
-    """A failure as the client sees it. `param` is a path into the body, such as `messages[0].role`."""
+    """An error that is sent to the client. `param` is the path of the wrong parameter, such as `messages[0].role`."""
 
     def __init__(
         self,
@@ -67,7 +67,11 @@ def invalid_json() -> ApiError:
 
 
 def context_length_exceeded(limit: int, param: str, prompt: int | None, output: int | None) -> ApiError:
-    """`prompt` is its number of tokens (None: too long to be counted), `output` the number requested, if any."""
+    """Return the error for a prompt that does not fit into the model's context of `limit` tokens.
+
+    `prompt` is the number of tokens of the prompt; None if the prompt is too long to be counted. `output` is the number
+    of output tokens that the client requested; None if the client did not request a number.
+    """
     counted = "more than that" if prompt is None else f"{prompt} tokens"
     requested = "" if output is None else f" and {output} more for the completion"
     message = f"This model's maximum context length is {limit} tokens, but the prompt has {counted}{requested}."
@@ -94,7 +98,10 @@ def too_large(max_bytes: int) -> ApiError:
 
 
 def timed_out(tier: str) -> ApiError:
-    """Return the error for a tier's timeout. It asks for no retry, which would join the end of the same queue."""
+    """Return the error for a request that exceeded its tier's timeout.
+
+    Its headers tell the client not to retry, because a retry would begin at the end of the same queue.
+    """
     message = f"The request got no answer within the {tier} tier's timeout."
     return ApiError(504, message, "timeout", code="timeout", headers={"x-should-retry": "false"})
 
@@ -109,9 +116,10 @@ def store_unreachable() -> ApiError:
 
 
 def rejected(reason: Rejected, tier: Tier) -> ApiError:
-    """Return the error for admission's refusal.
+    """Return the error for a request that admission rejected.
 
-    429 if the tier's queue is full or the request's deadline is too near, 503 if the server cannot serve the tier.
+    The status is 429 if the tier's queue is full or the request's deadline is too near. It is 503 if the server cannot
+    serve the tier at the moment.
     """
     headers = retry_after(reason.retry_after_s) | ({"x-should-retry": "false"} if reason.is_final else {})
     if reason.reason in (RejectReason.DRAINING, RejectReason.OVERLOADED, RejectReason.TIER_GONE):
@@ -124,15 +132,16 @@ def rejected(reason: Rejected, tier: Tier) -> ApiError:
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """Return `retry-after` in whole seconds, and `retry-after-ms`, which the openai client reads first."""
+    """Return the header `retry-after` in whole seconds, and `retry-after-ms`, which the openai client reads first."""
     seconds = min(float(MAX_RETRY_AFTER_S), max(0.001, seconds))
     return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
 
 
 def from_http_exception(request: Request, error: HTTPException, routes: Sequence[BaseRoute]) -> ApiError:
-    """Return the error for Starlette's own refusals, such as an unknown path or a wrong method.
+    """Return the error for a request that Starlette itself refused, such as an unknown path or a wrong method.
 
-    `Allow` names the methods of all `routes` with this path; Starlette's own header names those of the first.
+    The `Allow` header names the methods of all `routes` with the requested path. Starlette's own header names only the
+    methods of the first of these routes.
     """
     where = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
@@ -152,7 +161,10 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute] = ()) -> None:
-    """Make `app` answer every foreseen failure by this module. gateway/http/middleware.py answers the others."""
+    """Make `app` answer every expected error with the handlers of this module.
+
+    gateway/http/middleware.py answers unexpected errors.
+    """
 
     async def on_api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)

@@ -1,7 +1,7 @@
 """Parse a request's body as one JSON object: strict UTF-8, no NaN, no lone surrogates, bounded depth.
 
-Does not know what the object must contain: the schemas do. Large bodies are parsed in a thread, because the event loop
-serves streams.
+Does not know which fields the object must have: the schemas define them. Large bodies are parsed in a thread, so that
+the event loop can go on serving streams.
 """
 
 import asyncio
@@ -16,11 +16,13 @@ from gateway.protocol.errors import invalid_json, invalid_request
 from gateway.protocol.validation import first_fault
 
 MAX_DEPTH = 64
-INLINE_SIZE = 256 * 2**10  # bytes, or characters and items once parsed; more is parsed and validated in a thread
+# A body larger than this is parsed and validated in a thread. The unit is bytes before parsing; after parsing, it is
+# the sum of characters and items.
+INLINE_SIZE = 256 * 2**10
 
 
 class Body(BaseModel):
-    """Base of the schemas: strict about known fields, ignores unknown ones."""
+    """The base class of the schemas. It checks the types of known fields strictly, and ignores unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -30,7 +32,10 @@ T = TypeVar("T")
 
 
 async def read_object(request: Request, interpret: Callable[[dict[str, Any]], T]) -> T:
-    """Return `interpret(body)`. Raises `ApiError` 400 if the body is not one JSON object."""
+    """Parse the request's body and return `interpret(body)`.
+
+    Raises `ApiError` 400 if the body is not one JSON object.
+    """
     data = await request.body()
     if len(data) <= INLINE_SIZE:
         return interpret(parse_json_object(data))
@@ -38,7 +43,7 @@ async def read_object(request: Request, interpret: Callable[[dict[str, Any]], T]
 
 
 def parse_json_object(data: bytes) -> dict[str, Any]:
-    """Raises `ApiError` 400 if `data` is not one JSON object of at most `MAX_DEPTH` levels."""
+    """Return `data` as a dict. Raises `ApiError` 400 if `data` is not one JSON object of at most `MAX_DEPTH` levels."""
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -52,7 +57,10 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
 
 
 def parse(kind: type[M], body: dict[str, Any]) -> M:
-    """Return `body` as a `kind`. Raises `ApiError` 400 that names the wrong parameter and does not repeat its value."""
+    """Return `body` as an instance of the schema `kind`. Raises `ApiError` 400 if `body` does not match the schema.
+
+    The error names the wrong parameter, but does not repeat its value.
+    """
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -61,7 +69,7 @@ def parse(kind: type[M], body: dict[str, Any]) -> M:
 
 
 def is_large(value: dict[str, Any]) -> bool:
-    """Whether `value` has more than `INLINE_SIZE` characters and items. Stops counting there."""
+    """Whether the characters and items of `value` add up to more than `INLINE_SIZE`. Counting stops at this limit."""
     size, rest = 0, list[Any]([value])
     while rest:
         node = rest.pop()
@@ -75,7 +83,10 @@ def is_large(value: dict[str, Any]) -> bool:
 
 
 def _deeper_than(value: dict[str, Any], limit: int) -> bool:
-    """Whether `value` has more than `limit` levels. Goes level by level: recursion would fail on deep values."""
+    """Whether `value` has more than `limit` levels of nesting.
+
+    The function goes through `value` level by level, because recursion would fail on deeply nested values.
+    """
     level: list[Any] = [value]
     for _ in range(limit):
         level = [child for node in level for child in _children(node)]

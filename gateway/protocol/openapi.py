@@ -1,4 +1,7 @@
-"""OpenAPI schemas of the bodies that are not read by FastAPI: gateway/protocol/json_body.py is stricter."""
+"""OpenAPI schemas of request bodies that FastAPI does not read.
+
+gateway/protocol/json_body.py reads these bodies, because it is stricter than FastAPI.
+"""
 
 from typing import Any
 
@@ -6,13 +9,13 @@ from pydantic import BaseModel
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Return a route's `openapi_extra` for a body that is one JSON object of `model`."""
+    """Return the `openapi_extra` of a route whose body is one JSON object with the schema of `model`."""
     schema = _inlined(model.model_json_schema())
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _inlined(schema: dict[str, Any]) -> Any:
-    """Return `schema` with each `$ref` replaced by its definition, since a path's schema cannot have `$defs`."""
+    """Return `schema` with each `$ref` replaced by its definition, because the schema of a path cannot have `$defs`."""
     definitions = schema.pop("$defs", {})
 
     def resolve(node: Any) -> Any:

@@ -1,10 +1,12 @@
 """Schemas of the bodies of /v1/chat/completions and /v1/completions.
 
-Types are strict: a string is no number, and a bool is no integer. Unknown fields are ignored, because clients send
-many. gateway/protocol/unsupported.py refuses known fields that this server does not implement.
+Types are strict: a string is not accepted as a number, and a bool is not accepted as an integer. Unknown fields are
+ignored, because clients send many of them. gateway/protocol/unsupported.py refuses fields of OpenAI's API that this
+server does not implement.
 
-Every list and mapping has a bounded length, checked before its items, and validation of its items stops at the first
-error. An error takes 100 times the memory of the bytes that cause it, so 16 MB of errors would exhaust the process.
+Every list and mapping has a maximum length, which is checked before its items. Validation of the items stops at the
+first error. Both rules save memory: an error takes 100 times the memory of the bytes that cause it, so a body of 16 MB
+with an error in every item would exhaust the process.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -26,15 +28,15 @@ from gateway.protocol.unsupported import refuse_unsupported
 
 T = TypeVar("T")
 
-MAX_CHOICES = 2048  # choices of one answer, over all its prompts
-MAX_PIECES = 2**14  # messages, content parts and tool calls of a chat together
-MAX_PROMPT_IDS = 2**20  # token ids of a body, over all its prompts
+MAX_CHOICES = 2048  # choices of one answer, summed over all its prompts
+MAX_PIECES = 2**14  # messages, content parts and tool calls of a chat, counted together
+MAX_PROMPT_IDS = 2**20  # token ids of a body, summed over all its prompts
 MAX_PAIRS = 16  # key-value pairs of metadata
 INT64 = 2**63
 
 
 def _well_formed(text: str) -> str:
-    """Refuse lone surrogates: JSON's escapes allow them, but no tokenizer accepts them."""
+    """Refuse text with lone surrogates: escapes in JSON can produce them, but no tokenizer accepts them."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -43,7 +45,11 @@ def _well_formed(text: str) -> str:
 
 
 def _tag(value: Any) -> str | None:
-    """Return the union member for a value, judged by its outermost type, so that errors name the right path."""
+    """Return the tag of the union member as which `value` is validated; None if no member fits.
+
+    The choice depends only on the type of `value` and of its first item. With one member chosen, an error names the
+    path of the wrong item.
+    """
     if value is None or isinstance(value, str):
         return "<text>"
     if isinstance(value, list):
@@ -62,7 +68,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail
 
 
 def _few_pairs(value: Any) -> Any:
-    """Check the number of pairs first: pydantic checks a mapping's length after its items."""
+    """Refuse a mapping with too many pairs before its items are checked. Pydantic would check the length afterwards."""
     if isinstance(value, dict) and len(value) > MAX_PAIRS:
         raise ValueError(f"must have at most {MAX_PAIRS} pairs")
     return value
@@ -142,11 +148,12 @@ def _required_in_roles(roles: tuple[str, ...], value: T, info: ValidationInfo) -
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # usage so far in every chunk; vLLM's extension, which guidellm sends
+    # Asks for the usage so far in every chunk. An extension of vLLM, which guidellm sends.
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(Body):
-    """The fields of both endpoints."""
+    """The fields that the bodies of both endpoints have in common."""
 
     model: Text
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
@@ -165,11 +172,10 @@ class GenerationRequest(Body):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     service_tier: Text | None = None
-    deadline_ms: Annotated[int, Field(ge=1, le=2**53)] | None = None  # the most ms from arrival to the last token
+    deadline_ms: Annotated[int, Field(ge=1, le=2**53)] | None = None  # maximum ms from arrival to the last token
     user: Text | None = None
-    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = (
-        None  # vLLM's: requests share cached KV within one salt
-    )
+    # An extension of vLLM: requests share cached KV only if they have the same salt.
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
     metadata: Metadata | None = None
 
     @property
@@ -180,7 +186,7 @@ class GenerationRequest(Body):
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    # These have no effect here, but invalid values are refused as OpenAI does.
+    # The following fields have no effect on this server, but invalid values are refused, as OpenAI does.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     safety_identifier: Annotated[Text, Field(max_length=64)] | None = None
@@ -231,7 +237,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """Return one entry per prompt, whichever of the four forms was sent."""
+        """The prompts as a list with one entry per prompt, for each of the four forms that `prompt` may have."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -243,7 +249,10 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def parse_generation(kind: type[R], body: dict[str, Any]) -> R:
-    """Return `body` as a `kind`. Raises `ApiError` 400 that names the wrong parameter."""
+    """Return `body` as an instance of `kind`.
+
+    Raises `ApiError` 400 if a parameter is wrong or unsupported. The error names the parameter.
+    """
     request = parse(kind, body)
     if request.stream_options is not None and not request.stream:
         message = "The 'stream_options' parameter is only allowed when 'stream' is enabled."

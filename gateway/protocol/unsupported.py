@@ -1,8 +1,8 @@
-"""Refuse parameters of OpenAI's API, and of vLLM's extensions of it, that this server does not implement.
+"""Refuse parameters of OpenAI's API and of vLLM's extensions that this server does not implement.
 
-Each of them would change the answer, so it is refused by name and not ignored, unless its value asks for the default.
-Parameters that do not change answers here (`store`, `user`, `reasoning_effort` of models that do not reason) are not
-listed.
+Each of these parameters would change the answer. A request that sets one of them is refused with an error that names
+the parameter, unless the value asks for the default behaviour. Parameters that do not change the answers of this server
+(`store`, `user`, `reasoning_effort` of models that do not reason) are not listed.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,10 @@ Harmless = Callable[[Any], bool]
 
 
 def _one_of(*values: Any) -> Harmless:
-    """Accept values equal to one of `values`. A bool is no number: `logprobs: 0` asks for logprobs, `false` not."""
+    """Return a function that accepts the values equal to one of `values`.
+
+    A bool is never equal to a number: `logprobs: 0` asks for log probabilities, `logprobs: false` does not.
+    """
     return lambda value: any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values)
 
 
@@ -30,8 +33,9 @@ def _plain_text_format(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") == "text"
 
 
+# For each parameter, a function that returns whether a value asks for the default behaviour.
 HARMLESS: dict[str, Harmless] = {
-    # OpenAI's
+    # parameters of OpenAI's API
     "tools": _empty,
     "tool_choice": _one_of("none"),
     "functions": _empty,
@@ -49,7 +53,7 @@ HARMLESS: dict[str, Harmless] = {
     "prediction": _never,
     "web_search_options": _never,
     "moderation": _never,
-    # vLLM's
+    # parameters of vLLM's extensions
     "min_p": _one_of(0),
     "repetition_penalty": _one_of(1),
     "length_penalty": _one_of(1),
@@ -82,7 +86,10 @@ HARMLESS: dict[str, Harmless] = {
 
 
 def refuse_unsupported(body: dict[str, Any]) -> None:
-    """Raises `ApiError` 400 `unsupported_parameter` for the first parameter of `body` that would change the answer."""
+    """Check that `body` has no unsupported parameter which would change the answer.
+
+    Raises `ApiError` 400 `unsupported_parameter` for the first such parameter.
+    """
     for name, harmless in HARMLESS.items():
         value = body.get(name)
         if value is not None and not harmless(value):

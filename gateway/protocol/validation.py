@@ -1,14 +1,14 @@
-"""Turn pydantic's errors into the one fault that OpenAI's error object has room for.
+"""Turn pydantic's list of errors into one fault, because OpenAI's error object can report only one.
 
-Knows pydantic's error records; does not know HTTP or any particular body. A message names the place of the fault and
-what is allowed there, and never repeats the input.
+Knows pydantic's error records; does not know HTTP or any particular body. The message of a fault names the wrong
+parameter and says what is allowed. It never repeats the input.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TAG = "<"  # begins the tags of union members (`<text>`, `<parts>`), which are left out of paths
+TAG = "<"  # first character of the tags of union members, such as `<text>`; paths are shown without these tags
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,10 @@ class Fault:
 
 
 def first_fault(errors: Sequence[Mapping[str, Any]], skip: Sequence[str] = ()) -> Fault:
-    """Return the first of `errors`, with a path like `messages[0].content[1].type`.
+    """Return the first of `errors` as a fault. Its `param` is a path such as `messages[0].content[1].type`.
 
-    The first part of a path is left out if it is in `skip`: FastAPI's records begin with the value's source.
+    The first part of the path is left out if it is in `skip`. FastAPI's records begin with the source of the value,
+    such as `body` or `query`.
     """
     error = errors[0]
     loc = tuple(error["loc"])
@@ -35,7 +36,7 @@ def first_fault(errors: Sequence[Mapping[str, Any]], skip: Sequence[str] = ()) -
 
 
 def dotted(loc: Sequence[int | str]) -> str:
-    """Return a location as a path such as `messages[0].role`."""
+    """Return the location in a pydantic error as a path such as `messages[0].role`."""
     path = ""
     for part in loc:
         if isinstance(part, int):

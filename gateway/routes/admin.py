@@ -1,4 +1,7 @@
-"""/admin: show and change the tiers in force, and explain the SLA controllers' decisions. Administrators only."""
+"""The /admin endpoints: show and change the tiers in force, and explain the decisions of the SLA controllers.
+
+Only administrators may use these endpoints.
+"""
 
 import asyncio
 from typing import Annotated, Any
@@ -16,9 +19,10 @@ from scheduler.config import TierConfigError
 from scheduler.reload.coordinator import Applied, Late, Outcome, Refused, TierChanges
 
 YAML_TYPES = frozenset({"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"})
-RETRY_S = 5.0  # Retry-After of a change that not every part has made; parts look for changes about once a second
+# Seconds of Retry-After if a gateway or worker has not confirmed a change. They look for changes about once a second.
+RETRY_S = 5.0
 
-DOCUMENT: dict[str, Any] = {"type": "object", "description": "What tiers.yaml holds: default_tier, batch_tier, tiers."}
+DOCUMENT: dict[str, Any] = {"type": "object", "description": "Content of tiers.yaml: default_tier, batch_tier, tiers."}
 BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -26,17 +30,17 @@ BODY: dict[str, Any] = {
     }
 }
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "Not a tiers file; `param` names the key. The old tiers stay in force everywhere."},
-    409: {"description": "Something still needs the old tiers. They stay in force everywhere."},
-    503: {"description": "Not every gateway and worker has answered; the message names those that have not."},
+    400: {"description": "Not a valid tiers file; `param` names the key. The old tiers stay in force everywhere."},
+    409: {"description": "Something still needs the old tiers, so the old tiers stay in force everywhere."},
+    503: {"description": "Some gateways or workers have not answered; the message names them."},
 }
 SLA_EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": (
-            f"Event `sla`, every {PERIOD_S} s: the object of GET /admin/sla with `at_ms` (Unix time in ms) and "
-            "`waiting` (per tier: requests, prompt_tokens, output_tokens). A worker's `decisions` are those that no "
-            "earlier event of this stream had. Event `error`, once, when the store stops answering: OpenAI's error "
-            "object. `sla` events come again when the store answers."
+            f"The event `sla` is sent every {PERIOD_S} s. It has the object of GET /admin/sla, and also `at_ms` (Unix "
+            "time in ms) and `waiting` (per tier: requests, prompt_tokens, output_tokens). The `decisions` of a worker "
+            "are only those that no earlier event of this stream had. The event `error` is sent once if the store "
+            "stops answering. It has OpenAI's error object. `sla` events continue when the store answers again."
         ),
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
@@ -59,7 +63,10 @@ router = APIRouter(
 
 @router.get("/admin/tiers")
 async def read_tiers(changes: Changes) -> dict[str, Any]:
-    """Show the tiers in force with every default filled in, their source, and the generation that each part has."""
+    """Show the tiers in force with every default filled in, their source, and which generation each part uses.
+
+    A part is a gateway or a worker.
+    """
     in_force, parts = changes.follower.in_force, await changes.parts()
     return {
         "generation": in_force.generation,
@@ -72,7 +79,10 @@ async def read_tiers(changes: Changes) -> dict[str, Any]:
 
 @router.post("/admin/tiers", responses=REFUSALS, openapi_extra=BODY)
 async def change_tiers(request: Request, changes: Changes) -> dict[str, Any]:
-    """Put these tiers in force on every gateway and worker of the store. Answers when all of them have the tiers."""
+    """Put the tiers in the body in force on every gateway and worker of the store.
+
+    The answer is sent when all gateways and workers use these tiers.
+    """
     document = await _read_document(request)
     try:
         return describe_outcome(await changes.change(document, "POST /admin/tiers"))
@@ -82,7 +92,7 @@ async def change_tiers(request: Request, changes: Changes) -> dict[str, Any]:
 
 @router.post("/admin/tiers/reload", responses=REFUSALS)
 async def reload_tiers(changes: Changes) -> dict[str, Any]:
-    """Read this gateway's tiers file again and put it in force on every gateway and worker of the store."""
+    """Read this gateway's tiers file again, and put its tiers in force on every gateway and worker of the store."""
     try:
         return describe_outcome(await changes.reload())
     except TierConfigError as error:
@@ -91,21 +101,26 @@ async def reload_tiers(changes: Changes) -> dict[str, Any]:
 
 @router.get("/admin/sla")
 async def explain_sla(request: Request) -> dict[str, Any]:
-    """Show each worker's knobs, the signals that move them and the last decisions, and the predicted first tokens."""
+    """Show each worker's knobs, the signals that move the knobs, and the last decisions; also the predicted TTFTs."""
     client = gateway_of(request).client
     return await explain(client, await client.backlogs())
 
 
 @router.get("/admin/sla/stream", response_class=EventSourceResponse, responses=SLA_EVENTS)
 async def watch_sla(request: Request) -> SlaStreamResponse:
-    """Send what GET /admin/sla shows twice a second, as server-sent events, until the client hangs up or the gateway
-    drains."""
+    """Send the content of GET /admin/sla twice a second, as server-sent events.
+
+    The stream ends when the client hangs up or the gateway drains.
+    """
     feed: SlaFeed = request.app.state.sla_feed
     return SlaStreamResponse(feed)
 
 
 async def _read_document(request: Request) -> object:
-    """Return the body as plain data: YAML if its content type says so, else JSON. Raises `ApiError` 400."""
+    """Return the body as plain data. It is parsed as YAML if the content type says so, else as JSON.
+
+    Raises `ApiError` 400 if the body cannot be parsed.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     data = await request.body()
     if kind not in YAML_TYPES:
@@ -121,7 +136,10 @@ def _invalid_tiers(error: TierConfigError) -> ApiError:
 
 
 def describe_outcome(outcome: Outcome) -> dict[str, Any]:
-    """Return the answer to a change. Raises `ApiError` 409 if it was refused, 503 if a part has not confirmed it."""
+    """Return the answer to a change of the tiers.
+
+    Raises `ApiError` 409 if the change was refused, and 503 if a gateway or worker has not confirmed the change.
+    """
     match outcome:
         case Applied(in_force, parts, changed):
             generation, source = in_force.generation, in_force.source

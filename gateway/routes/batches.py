@@ -1,8 +1,8 @@
-"""/v1/batches: create, list, retrieve and cancel batches.
+"""The /v1/batches endpoints: create, list, retrieve and cancel batches.
 
-Translates between HTTP and the batch service. A key sees only its own batches, and may create batches only if it may
-use the tier that runs them. Only parameters are refused here: errors in an input file appear later, in the batch's
-`errors`.
+Translates between HTTP and the batch service. An API key sees only its own batches. A key may create batches only if it
+may use the tier in which batches run. Only wrong parameters are refused here: errors in an input file appear later, in
+the batch's `errors`.
 """
 
 from functools import partial

@@ -1,6 +1,6 @@
-"""Answer one completion request over HTTP: as a stream or as one object, cancelled when the client hangs up.
+"""Answer one completion request over HTTP, as a stream or as one object. It is cancelled if the client hangs up.
 
-Knows HTTP and the completion service; does not know what answers look like.
+Knows HTTP and the completion service; does not know the format of answers.
 """
 
 from functools import partial
@@ -22,9 +22,9 @@ from gateway.state import gateway_of
 async def deliver(
     request: Request, kind: type[ChatCompletionRequest] | type[CompletionRequest], key: ApiKey | None
 ) -> Response:
-    """Read a body of `kind`, submit it in its tier, and answer.
+    """Read a body with the schema `kind`, submit the request in its tier, and return the response.
 
-    Raises `ApiError` before any header is sent if the request is refused.
+    Raises `ApiError` if the request is refused. No header has been sent then.
     """
     body: AnyRequest = await read_object(request, partial(parse_generation, kind))
     stream = await _submit(request, body, key)

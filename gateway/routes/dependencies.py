@@ -1,13 +1,15 @@
-"""Dependencies of the routes: who is calling, and who may use /admin. Both are decided before a body is read.
+"""FastAPI dependencies of the routes: identify the caller, and check who may use /admin, before a body is read.
 
-With configured keys, a request needs a known key, and /admin needs one with `admin: true`.
+If API keys are configured, a request needs one of them, and /admin needs a key with `admin: true`.
 
-Without configured keys, /v1 is open to every program that reaches the port, but not to web pages of other origins:
-a browser lets any page post text/plain or a form to 127.0.0.1. Browsers name the page's origin in the `Origin`
-header, and programs send none. A proxy has to pass `Host` on as the client wrote it, because `Origin` is compared
-with it. /admin is then open only to programs on this machine: the peer's address is a loopback address, and so is
-the name by which the client called the server. The second condition keeps out web pages whose host name was made
-to resolve to 127.0.0.1 (DNS rebinding).
+If no keys are configured, /v1 is open to every program that can reach the port, but not to web pages of other origins.
+Such pages must be refused, because a browser lets every page post text/plain or a form to 127.0.0.1. Browsers send the
+page's origin in the `Origin` header; other programs do not send this header. The server compares `Origin` with `Host`,
+so a proxy has to pass on `Host` as the client wrote it.
+
+Without keys, /admin is open only to programs on this machine. The client's address must be a loopback address, and the
+host name in the request must be `localhost` or a loopback address. The check of the host name keeps out web pages whose
+host name was made to resolve to 127.0.0.1 (DNS rebinding).
 """
 
 from ipaddress import ip_address
@@ -23,7 +25,11 @@ from gateway.state import gateway_of
 
 
 async def authenticated(request: Request) -> ApiKey | None:
-    """Return the caller's key, or None if no keys are configured. Raises `ApiError` 401 or 403."""
+    """Return the caller's key; None if no keys are configured.
+
+    Raises `ApiError` 401 if the caller's key is missing or wrong. Raises `ApiError` 403 if no keys are configured and a
+    web page of another origin sent the request.
+    """
     keyring = gateway_of(request).keyring
     if keyring.is_open and _is_cross_site(request.headers.get("origin"), request.headers.get("host", "")):
         raise foreign_origin()
@@ -37,7 +43,7 @@ Caller = Annotated[ApiKey | None, Depends(authenticated)]
 
 
 async def administrator(request: Request, key: Caller) -> None:
-    """Raises `ApiError` 403 if the caller may not use /admin."""
+    """Check that the caller may use /admin. Raises `ApiError` 403 if not."""
     if key is not None and not key.admin:
         message = "This API key may not administrate: that takes `admin: true` in the keys file."
         raise ApiError(403, message, code="insufficient_permissions")
@@ -50,7 +56,7 @@ Administrator = Depends(administrator)
 
 
 def _is_cross_site(origin: str | None, host: str) -> bool:
-    """Whether a web page of another origin sent the request. A sandboxed page's origin is `null`, which counts."""
+    """Whether a web page of another origin sent the request. The origin `null` of sandboxed pages counts as another."""
     if origin is None:
         return False
     try:

@@ -1,7 +1,7 @@
-"""/v1/files: upload, list, retrieve, download and delete files.
+"""The /v1/files endpoints: upload, list, retrieve, download and delete files.
 
-Translates between HTTP and the file store, and sets the limits of an upload. A key sees only its own files. The lines
-of a batch input are not checked here: their errors appear in the batch.
+Translates between HTTP and the file store, and sets the limits of an upload. An API key sees only its own files. The
+lines of a batch input are not checked here: their errors appear later, in the batch that uses the file.
 """
 
 import asyncio
@@ -21,23 +21,24 @@ router = APIRouter()
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 MAX_FILE_BYTES = 512 * 10**6  # as in OpenAI's API
-MAX_BATCH_BYTES = 200 * 10**6  # of a batch input, as in OpenAI's API
-MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400  # limits of `expires_after`, as in OpenAI's API
-BATCH_EXPIRY_S = 30 * 86_400  # seconds until a batch input expires if the upload does not say
+MAX_BATCH_BYTES = 200 * 10**6  # limit for a batch input, as in OpenAI's API
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400  # limits of `expires_after` in seconds, as in OpenAI's API
+BATCH_EXPIRY_S = 30 * 86_400  # seconds until a batch input expires if the upload sets no expiry
 
 
 async def _owner(caller: Caller) -> str | None:
     return None if caller is None else caller.name
 
 
-Owner = Annotated[str | None, Depends(_owner)]  # the name of the caller's key, which owns its files and batches
+# The name of the caller's API key; None if access is open. It is the owner of the caller's files and batches.
+Owner = Annotated[str | None, Depends(_owner)]
 
 
 @router.post("/v1/files")
 async def upload_file(request: Request, owner: Owner) -> dict[str, Any]:
     files = files_of(request)
     if int(request.headers.get("content-length") or 0) > MAX_FILE_BYTES + MAX_FORM_BYTES:
-        raise _too_large(MAX_FILE_BYTES)  # before the client sends the file
+        raise _too_large(MAX_FILE_BYTES)  # refused before the client sends the file
     content_type = request.headers.get("content-type", "")
     try:
         upload = await receive_upload(request.stream(), content_type, files.incoming, _max_bytes)
@@ -80,7 +81,7 @@ async def file_content(request: Request, owner: Owner, file_id: str) -> FileResp
     media_type = "application/jsonl" if file.purpose == "batch_output" else "application/octet-stream"
     try:
         stat_result = await asyncio.to_thread(path.stat)
-    except FileNotFoundError:  # deleted just now
+    except FileNotFoundError:  # the file was deleted just now
         raise _no_such_file(file_id) from None
     return FileResponse(path, media_type=media_type, filename=file.filename, stat_result=stat_result)
 
@@ -106,7 +107,7 @@ async def _store(files: FileStore, upload: Upload, owner: str | None) -> StoredF
         raise _missing("file")
     if purpose == "batch" and not upload.filename.endswith(".jsonl"):
         raise invalid_value("file", "Invalid file format for Batch API. Must be .jsonl")
-    if upload.size > _max_bytes(upload.fields):  # the purpose came after the file
+    if upload.size > _max_bytes(upload.fields):  # checked again, because the purpose may come after the file
         raise _too_large(_max_bytes(upload.fields))
     return await files.add(
         upload.content, filename=upload.filename, purpose=purpose, owner=owner, expires_after_s=expires_after_s

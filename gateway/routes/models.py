@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: the names of the model that this server serves."""
+"""The endpoints GET /v1/models and /v1/models/{id}: the names of the model that this server serves."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""GET /, /health, /ready and /metrics, for load balancers and Prometheus. No key needed.
+"""The endpoints GET /, /health, /ready and /metrics, for load balancers and Prometheus. They need no API key.
 
-Load balancers may send HEAD; the server then leaves the body out.
+Load balancers may also send HEAD to /health and /ready. The server then sends no body.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from scheduler.client.client import SchedulerClient
 
 log = structlog.get_logger(__name__)
 
-STORE_TIMEOUT_S = 2.0  # for the store to answer /ready and /metrics
+STORE_TIMEOUT_S = 2.0  # seconds for the store to answer while the server handles /ready or /metrics
 
 router = APIRouter(tags=["operations"])
 
@@ -35,14 +35,14 @@ async def root(request: Request) -> dict[str, Any]:
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> dict[str, str]:
-    """Answer 200 while the process runs. Store and workers are not looked at: /ready does that."""
+    """Answer 200 while the process runs. Only /ready checks the store and the workers."""
     return {"status": "ok"}
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """Answer 200 while requests can be served, else 503 with the missing parts."""
+    """Answer 200 while requests can be served, else 503 with a list of the missing parts."""
     is_ready, report = await _readiness(gateway_of(request).client)
     return JSONResponse(report, status_code=200 if is_ready else 503)
 
@@ -80,11 +80,11 @@ async def _depths(client: SchedulerClient) -> dict[str, int] | None:
 
 
 async def _exposition(gateway: Gateway) -> bytes:
-    """Return all metric families. Without the store, only the gateway's own are there."""
+    """Return all metrics as Prometheus text. If the store does not answer, return only the gateway's own metrics."""
     metrics = gateway.metrics
     metrics.workers_alive.set(len(gateway.client.workers))
     snapshots: dict[str, str] = {}
-    with suppress(Exception):  # any error of the store: the gateway's own metrics are still worth reading
+    with suppress(Exception):  # after any error of the store, the gateway's own metrics are still worth reading
         async with asyncio.timeout(STORE_TIMEOUT_S):
             backlogs = await gateway.client.backlogs()
             metrics.show_backlogs(backlogs, gateway.client.predicted_ttfts_s(backlogs))
@@ -96,9 +96,10 @@ async def _exposition(gateway: Gateway) -> bytes:
 
 
 def render(registry: CollectorRegistry, snapshots: Mapping[str, str]) -> bytes:
-    """Return the families of `registry` merged with the workers' text snapshots.
+    """Return the metrics of `registry` and of the workers as one Prometheus text.
 
-    Samples of a worker get the label `worker` with its id.
+    `snapshots` maps each worker's id to the Prometheus text of this worker. The worker's samples get the label `worker`
+    with this id.
     """
     merged = CollectorRegistry()
     merged.register(_Merged(registry, snapshots))
@@ -111,7 +112,7 @@ class _Merged(Collector):
         self._snapshots = snapshots
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # skips the registry's check for duplicate names: families are merged by name
+        return ()  # skips the registry's check for duplicate names, because `collect` merges families by name
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
@@ -124,7 +125,10 @@ class _Merged(Collector):
 
 
 def _parse(worker: str, text: str) -> list[Metric]:
-    """Return a worker's families, or none if its snapshot is malformed: the other workers' are still rendered."""
+    """Return the metric families of a worker; an empty list if its snapshot is malformed.
+
+    One malformed snapshot must not hide the metrics of the other workers.
+    """
     try:
         return list(text_string_to_metric_families(text))
     except Exception as error:  # the parser has no error type of its own

@@ -1,13 +1,14 @@
-"""The live feed of the SLA controllers: what GET /admin/sla/stream sends, and the reader that all watchers share.
+"""The live feed of the SLA controllers: the events of GET /admin/sla/stream, and the reader that all watchers share.
 
-An event goes out every `PERIOD_S`. The store is read once for each event, however many clients watch, and not at all
-without a watcher. When the store stops answering, each watcher gets one `error` event, and `sla` events again later.
+One event is sent every `PERIOD_S` seconds. The store is read once per event, however many clients watch, and not at all
+without a watcher. If the store stops answering, each watcher gets one `error` event. `sla` events continue when the
+store answers again.
 
-The feed ends by itself when the gateway drains. sse-starlette ends its responses at SIGTERM too, by a method of
-`uvicorn.Server` (`handle_exit`) that it patches on import. Under a plain uvicorn this works. tidegate's own server
-(tidegate/gateway.py) handles signals without that method, so the patch has no effect there, and
-`AppStatus.disable_automatic_graceful_drain` need not be called. Token streams are not affected in either case: they
-are not sse-starlette responses (gateway/http/sse.py gives the reasons).
+The feed ends by itself when the gateway drains. sse-starlette also ends its responses at SIGTERM: on import it patches
+`uvicorn.Server.handle_exit`. The patch works under a plain uvicorn. It has no effect under tidegate's own server
+(tidegate/gateway.py), because that server handles signals without `handle_exit`. So
+`AppStatus.disable_automatic_graceful_drain` need not be called. Token streams are not affected in either case, because
+they are not sse-starlette responses (gateway/http/sse.py gives the reasons).
 """
 
 import asyncio
@@ -31,18 +32,18 @@ log = structlog.get_logger(__name__)
 
 PERIOD_S = 0.5  # seconds between two events; workers announce a new state about once a second
 STORE_TIMEOUT_S = 2.0  # seconds for the store to answer one reading
-SEND_TIMEOUT_S = 5.0  # seconds for a client to take an event once the socket's buffers are full; then it is cut off
+SEND_TIMEOUT_S = 5.0  # seconds for a client to accept an event after the socket's buffers are full; then it is cut off
 
 
 async def explain(client: SchedulerClient, backlogs: Mapping[str, Backlog]) -> dict[str, Any]:
-    """Return each worker's explanation from its last heartbeat, and the predicted TTFT of a short request per tier."""
+    """Return the explanation in each worker's last heartbeat, and the predicted TTFT of a short request per tier."""
     explanations = await client.worker_sla()
     workers = [{"id": worker_id, **json.loads(text)} for worker_id, text in explanations.items()]
     return {"predicted_ttft_s": client.predicted_ttfts_s(backlogs), "workers": workers}
 
 
 class SlaFeed:
-    """Reads the state of the SLA controllers every `PERIOD_S` while there is at least one watcher."""
+    """A reader of the SLA controllers' state. It reads every `PERIOD_S` seconds while there is at least one watcher."""
 
     def __init__(self, client: SchedulerClient, clock: Clock) -> None:
         self._client = client
@@ -53,7 +54,7 @@ class SlaFeed:
         self._next: asyncio.Future[dict[str, Any] | None] | None = None
 
     async def events(self) -> AsyncGenerator[JSONServerSentEvent, None]:
-        """Yield the events of one watcher until the gateway drains. A slow watcher skips readings."""
+        """Yield the events for one watcher until the gateway drains. A slow watcher does not get every reading."""
         sent_ms: dict[str, int] = {}
         was_away = False
         with self._watched():
@@ -67,11 +68,11 @@ class SlaFeed:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Count a watcher in. The first one starts the reader, and the last one to leave stops it."""
+        """Count one more watcher during the block. The first watcher starts the reader; the last one stops it."""
         self._num_watchers += 1
         if self._reader is None:
             self._next = asyncio.get_running_loop().create_future()
-            # A new context: what the reader logs does not belong to the first watcher's request.
+            # A new context, because log lines of the reader must not name the request of the first watcher.
             self._reader = asyncio.create_task(self._read(), name="sla feed", context=contextvars.Context())
         try:
             yield
@@ -83,7 +84,7 @@ class SlaFeed:
 
     async def _next_state(self) -> dict[str, Any] | None:
         assert self._next is not None, "only inside `_watched`"
-        return await asyncio.shield(self._next)  # a watcher that hangs up must not cancel the others' future
+        return await asyncio.shield(self._next)  # a watcher that hangs up must not cancel the future that all share
 
     async def _read(self) -> None:
         while True:
@@ -110,9 +111,9 @@ class SlaFeed:
 
 
 def _with_new_decisions(state: dict[str, Any], sent_ms: dict[str, int]) -> dict[str, Any]:
-    """Return `state` without the decisions that the watcher was sent before.
+    """Return `state` without the decisions that were already sent to the watcher.
 
-    `sent_ms` holds the `at_ms` of each worker's last explanation that was sent, and is brought up to date.
+    `sent_ms` maps each worker's id to the `at_ms` of the last explanation that was sent. The function updates it.
     """
     workers = []
     for worker in state["workers"]:
@@ -125,7 +126,7 @@ def _with_new_decisions(state: dict[str, Any], sent_ms: dict[str, int]) -> dict[
 
 
 class SlaStreamResponse(EventSourceResponse):
-    """The events of a new watcher of `feed`. Ends without an error when the client stops taking them."""
+    """The response for a new watcher of `feed`. It ends without an error if the client hangs up or stops reading."""
 
     def __init__(self, feed: SlaFeed, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
         super().__init__(feed.events(), send_timeout=send_timeout_s)
