@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 class TierConfigError(Exception):
     """An error in the tiers file; the message names the file and the wrong keys.
 
-    `key` is the first wrong key, or None if no key is to blame.
+    `key` is the first wrong key, or None if the error concerns no key.
     """
 
     def __init__(self, message: str, key: str | None = None) -> None:

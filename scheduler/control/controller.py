@@ -35,7 +35,7 @@ from scheduler.control.tier_stats import TierStats
 from scheduler.request_state import RequestState
 
 # Share of a step. If bulk uses less of a step, it was only added to a step that computed a first token, and does not
-# count as having taken part. Twice the share that bulk may add to such a step.
+# count as having taken part. The value is twice the share that bulk may add to such a step.
 TOOK_PART_SHARE = 2 * MAX_PREFILL_SLOWDOWN
 OVERHEAD_WEIGHT = 0.05  # weight of the newest step in the mean of the host time that a step takes besides engine time
 NUM_DECISIONS = 200  # number of newest decisions that `explain` shows
@@ -163,9 +163,10 @@ class SLAController:
         now: float,
         overhead_s: float,
     ) -> None:
-        """Record a finished step. `used_s` is the engine time that each tier used of the step's `elapsed_s`.
+        """Record a finished step that took the engine `elapsed_s`.
 
-        `wanting` are the tiers that have work. `overhead_s` is the time that the host needed in addition.
+        `used_s` is the part of this time that each tier used. `wanting` are the tiers that have work. `overhead_s` is
+        the time that the host needed in addition.
         """
         self._deficits.add_step(elapsed_s, used_s, [name for name in wanting if name in self._stats])
         interactive = {tier.name for tier in self._interactive}

@@ -1,8 +1,8 @@
 """The outer loop of the SLA controller: twice a second, it moves batch size and max-wait according to observations.
 
-A p99 over a window is slow and noisy. So it moves a knob only if there is enough data, if the value is outside a dead
-band, and if the same data has not moved the knob before. Bulk's batch size shrinks fast and grows slowly. It also
-shrinks when an interactive request waits long for its first step, or when KV blocks run out, because both show a
+A p99 over a window is slow and noisy. So a p99 moves a knob only if there is enough data, if the value is outside a
+dead band, and if the same data has not moved the knob before. Bulk's batch size shrinks fast and grows slowly. It also
+shrinks when an interactive request waits long for its first step, or when KV blocks run out. Both signals show a
 problem without delay.
 
 Knows the knobs and statistics of one tier and the load; decides nothing about single steps.
@@ -75,7 +75,8 @@ def _decodes_alone_are_late(tier: Tier, load: Load) -> bool:
 def _move_wait(tier: Tier, knob: Knob, slots: float, stats: TierStats, load: Load, now: float) -> Decision | None:
     """Move the max-wait of an interactive tier, and return the move; None if it stays the same.
 
-    Max-wait applies only on an idle engine. It goes to its lower bound unless waiting for further arrivals pays.
+    Max-wait applies only on an idle engine. It shrinks if first tokens are late although slots are free. Otherwise it
+    goes to the longest wait that the SLO permits if waiting for further arrivals pays, and else to its lower bound.
     """
     ttft_ratio = stats.p99_ratio("ttft", now)
     has_slots = not load.waiting.get(tier.name, 0) and load.held.get(tier.name, 0) < slots

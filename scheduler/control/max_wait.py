@@ -20,8 +20,8 @@ def is_worth_it(arrival_gap_s: float, fixed_s: float) -> bool:
 def longest_wait_ms(ttft_p99_ms: float | None, step_s: float, min_ms: float, max_ms: float) -> float:
     """Return the longest wait inside [min_ms, max_ms] that leaves enough time to meet the TTFT SLO.
 
-    The wait is at most `WAIT_SHARE` of the time that the SLO leaves after two steps of `step_s` seconds. Without a
-    TTFT SLO it is `max_ms`.
+    The wait is `WAIT_SHARE` of the time that the SLO leaves after two steps of `step_s` seconds, limited to the bounds.
+    Without a TTFT SLO, the wait is `max_ms`.
     """
     if ttft_p99_ms is None:
         return max_ms

@@ -1,4 +1,4 @@
-"""Step limits: the longest predicted time that a step may take, computed by the controller's inner loop. In seconds.
+"""Step limits: the longest predicted time in seconds that a step may take. The controller's inner loop uses them.
 
 A step with interactive decodes must end before the first of their next tokens is due. Bulk may make a step only so much
 longer that interactive requests hardly notice it. This holds for the requests that decode in the step, and for the
@@ -51,7 +51,9 @@ class StepLimit:
 
     base_s: float = NEVER_S
     extra_share: float = 0.0  # share of `planned_s` that the tier may add even if the step then exceeds `base_s`
-    hard_limit_s: float = NEVER_S  # limit of that extra: in a longer step, interactive tokens would be late
+    hard_limit_s: float = (
+        NEVER_S  # limit of the step with that extra; in a longer step, interactive tokens would be late
+    )
 
     def total_s(self, planned_s: float) -> float:
         """Return the limit of the step: `base_s`, or the limit with the extra share if that is longer."""
@@ -157,8 +159,8 @@ def _bulk_beside_s(
 def _max_bulk_s(traffic: InteractiveTraffic, step_eviction: StepEviction) -> float:
     """Return the longest time that bulk may use in one step.
 
-    With more, a request that arrives would be delayed too much, or evictions would waste more than `WASTED_SHARE` of
-    bulk's time.
+    If bulk used more, a request that arrives would be delayed too much, or evictions would waste more than
+    `WASTED_SHARE` of bulk's time.
     """
     for_delay_s = DELAY_SHARE * traffic.service_s / MEAN_RESIDUAL[step_eviction]
     for_waste_s = NEVER_S

@@ -23,7 +23,7 @@ START_MARGIN = {"ttft": 0.0, "itl": 0.15}
 MARGIN_STEP = 0.05  # added to a margin by a miss: η in margin ← clip(margin + η·(miss − ε), 0, MAX_MARGIN)
 MAX_MARGIN = 0.6  # upper limit of a margin, as a share of the allowed time
 SERVICE_WEIGHT = 0.05  # weight of the newest request in the mean time from first step to first token
-SERVICE_SHARE = 0.1  # share of the TTFT SLO: the first guess of that mean, which counts as one observed request
+SERVICE_SHARE = 0.1  # share of the TTFT SLO: the first guess of that mean time; it counts as one observed request
 
 
 class TierStats:
@@ -41,7 +41,7 @@ class TierStats:
         self.retarget(tier)
 
     def retarget(self, tier: Tier) -> None:
-        """Start with empty windows, because the SLO changed and the old latencies were compared with the old SLO."""
+        """Replace the windows by empty ones, because their latencies were compared with an SLO that has changed."""
         slo = tier.slo
         self.target_s = {
             "ttft": slo.ttft_p99_ms / 1000 if slo.ttft_p99_ms else NEVER_S,
@@ -57,9 +57,9 @@ class TierStats:
     def add_latency(self, kind: str, seconds: float, now: float, bulk_s: float) -> None:
         """Record a TTFT or an ITL. `bulk_s` is the part of `seconds` that the engine spent on bulk.
 
-        A miss widens the margin, and a hit narrows it. There is one exception: a first token that would have been late
-        without bulk too leaves the margin unchanged, because less bulk would not have helped and the margin would only
-        grow to its limit. A gap that is too long always widens the margin, because the margin shortens all steps.
+        A miss widens the margin, and a hit narrows it. There is one exception: if a first token would have been late
+        even without bulk, the margin stays the same. Less bulk would not have helped, and the margin would only grow to
+        its limit. A gap that is too long always widens the margin, because the margin for gaps shortens all steps.
         """
         target_s = self.target_s[kind]
         if target_s == NEVER_S:
@@ -131,7 +131,7 @@ class TierStats:
         return _worst(self.windows.values(), now, since_s)
 
     def worst_bulk_miss_share(self, now: float, since_s: float) -> float | None:
-        """Return the larger share as `worst_miss_share` does, but count only misses that bulk caused.
+        """Return the same share as `worst_miss_share`, but count only the misses that bulk caused.
 
         Bulk caused a miss if the latency would have met its target without bulk.
         """

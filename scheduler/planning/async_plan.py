@@ -39,7 +39,7 @@ def _ends(state: RequestState, max_model_len: int) -> bool:
 
 
 def _new_blocks(states: list[RequestState], num_tokens: int, view: EngineView) -> int:
-    """Return how many new KV blocks the sequences need in total, each for the last one of its next `num_tokens`."""
+    """Return the number of sequences that need a new KV block for the last one of their next `num_tokens` tokens."""
     size = view.block_size
     return sum(
         blocks_for(s.num_computed_tokens + num_tokens, size) - blocks_for(s.num_computed_tokens + num_tokens - 1, size)

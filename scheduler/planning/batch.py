@@ -24,10 +24,10 @@ from scheduler.planning.kv_budget import BlockBudget, EngineView
 from scheduler.planning.request_table import RequestTable
 from scheduler.request_state import RequestState, Status
 
-MAX_SORTED = 64  # number of prefills of an interactive tier that one plan looks at; all further ones wait
+MAX_SORTED = 64  # prefills of an interactive tier that one plan looks at; further prefills wait for a later plan
 MIN_CHUNK = 16  # tokens; a smaller prefill chunk is not worth a step's overhead
-# Share of a step's fixed cost. If the rest of a prompt takes less time than this, it joins the chunk before it even
-# beyond the limit of the step. Otherwise it would need a step of its own.
+# Share of a step's fixed cost. If the rest of a prompt takes no longer than this, it is added to the chunk even if the
+# step then exceeds its limit. Otherwise the rest would need a step of its own.
 REST_SHARE = 0.25
 
 
@@ -120,7 +120,7 @@ class _Draft:
                 self._preempt[state.id] = PreemptionMode.PAUSE
 
     def add_decodes(self, tier: str, budget: TierBudget, limit_s: float) -> int:
-        """Add one token for each decoding sequence that fits, and return how many sequences of the tier run.
+        """Add one token for each decoding sequence that fits; return how many of the tier's sequences are in the step.
 
         The sequence whose last run is the longest ago comes first.
         """
@@ -141,10 +141,12 @@ class _Draft:
         return self._num_run[tier]
 
     def add_prefills(self, tier: Tier, budget: TierBudget) -> None:
-        """Add prefill chunks of the tier. In a bulk tier, prefills that have begun go first, and then by deadline.
+        """Add prefill chunks of the tier.
 
-        In an interactive tier, prefills that can still be in time go before late prefills, but leave a share of the
-        time to the late ones. So one huge prompt neither makes all other requests late nor waits for ever.
+        In a bulk tier, prefills that have begun go first, then preempted sequences, then newcomers. Each of these
+        groups is sorted by deadline. In an interactive tier, prefills that can still be in time go before late
+        prefills, but leave a share of the time to the late ones. So one huge prompt neither makes all other requests
+        late nor waits for ever.
         """
         limit_s = budget.limit.prefills_s(self.planned_s, 0.0 if budget.guaranteed else self._guaranteed_s)
         pending = self._pending(tier, budget)
@@ -169,8 +171,8 @@ class _Draft:
         """Add chunks of `pending` in this order until slots, blocks or time run out.
 
         A sequence that is not resident may start or come back only if `is_open`. After the first such sequence that
-        does not fit, no other may start. Return whether more of them may start. With `in_order`, all resident sequences
-        come first in `pending`, so that the loop stops at the first sequence that may not start.
+        does not fit, no other sequence may start. Return whether further sequences may start. With `in_order`, all
+        resident sequences come first in `pending`, so the loop stops at the first sequence that may not start.
         """
         slots = budget.max_num_seqs - self._num_run[tier]
         for state in pending:

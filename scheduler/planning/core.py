@@ -205,7 +205,10 @@ class SchedulerCore:
     # -- one step ----------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan:
-        """Return the plan of the next step. The request states are already updated, so the caller must execute it."""
+        """Return the plan of the next step.
+
+        The request states are already updated, so the caller must execute the plan.
+        """
         return self._planner.plan(self.tiers, now)
 
     def plan_async(self, now: float) -> StepPlan | None:

@@ -43,7 +43,7 @@ class BlockBudget:
         self._cost = cost
         self._free = view.free_blocks
         self._free_swap = view.free_swap_blocks
-        self._reserved: dict[str, int] = {}  # blocks, by request id
+        self._reserved: dict[str, int] = {}  # number of reserved blocks, by request id
         for state in residents:
             self._reserved[state.id] = self._reservation(state)
         self._total_reserved = sum(self._reserved.values())

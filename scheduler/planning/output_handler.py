@@ -29,8 +29,8 @@ class OutputHandler:
     def apply(self, result: StepResult, bulk_total_s: float, now: float, report: StepReport) -> None:
         """Apply the result of a step to the request states, and add its consequences to `report`.
 
-        `bulk_total_s` is the engine time that bulk has used since the start. Results of abandoned sequences are
-        ignored, except that a sequence that has ended need not be aborted any more.
+        `bulk_total_s` is the engine time that bulk has used since the start. The results of abandoned sequences are
+        ignored. If an abandoned sequence has ended, it is removed from the sequences to abort.
         """
         states, engine = self._table.states, self._engine_state
         for seq_id, num_shared in result.shared_blocks:

@@ -1,8 +1,9 @@
 """The planner: it makes the plan of the next step, and chooses the sequences to evict from the step in flight.
 
-The planner updates the request states when it makes a plan, so the caller must execute the plan. An eviction lets the
-plan with a newly arrived request come sooner. The planner passes the controller's budgets, the free capacity of the
-engine and the request table to `form_batch`, which decides. `SchedulerCore` owns the planner.
+The planner updates the request states when it makes a plan, so the caller must execute the plan. An eviction ends or
+shortens the running step, so that the plan for a newly arrived request comes sooner. The planner passes the
+controller's budgets, the free capacity of the engine and the request table to `form_batch`, which decides.
+`SchedulerCore` owns the planner.
 """
 
 from collections import Counter

@@ -2,7 +2,7 @@
 
 All functions are pure: they read request states, and use no clock and no I/O. Each rule prevents a failure that
 schedulers have had:
-- A newcomer preempts only sequences of strictly lower priority.
+- A newcomer (a sequence that starts or comes back) preempts only sequences of strictly lower priority.
 - Within a tier, a sequence that needs another block may preempt only sequences with a later deadline. So two sequences
   never preempt each other in turn.
 - Sequences of the lowest priority are preempted first. Among equal priorities, nearly done sequences are preempted

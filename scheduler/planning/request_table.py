@@ -17,9 +17,8 @@ from scheduler.config import Tier
 from scheduler.planning.preemption import is_preemption_exhausted
 from scheduler.request_state import RequestState, Status
 
-_NotResidentKey = tuple[
-    bool, tuple[int, int, str]
-]  # preempted requests come first, then waiting ones; each by deadline
+# The sort key of a state without blocks: preempted requests come before waiting requests, each group by deadline.
+_NotResidentKey = tuple[bool, tuple[int, int, str]]
 
 
 class _Group(Enum):
@@ -135,7 +134,7 @@ class RequestTable:
 
     @property
     def any_pending(self) -> bool:
-        """Whether any request has tokens to compute that belong to its prompt or that a preemption lost."""
+        """Whether any request still has to compute tokens of its prompt or tokens that a preemption lost."""
         return any(index.prefills or index.not_resident for index in self._index.values())
 
     @property
@@ -147,7 +146,7 @@ class RequestTable:
             yield from index.residents()
 
     def reserved(self) -> Iterator[RequestState]:
-        """Return the resident sequences for which blocks may be reserved that they do not hold yet."""
+        """Return the resident sequences that may have blocks reserved in addition to the blocks that they hold."""
         for index in self._index.values():
             yield from (s for s in index.prefills.values() if s.id not in self._preemption_exhausted)
         yield from self._preemption_exhausted.values()

@@ -46,11 +46,11 @@ class _TrackedStep:
     wasted_s: float = 0.0  # bulk work that the requested eviction throws away
 
     def used_s(self, elapsed_s: float, was_evicted: bool) -> dict[str, float]:
-        """Return the part of `elapsed_s` that each tier used, divided by the predicted cost of the tiers' runs.
+        """Return the engine time that each tier used: `elapsed_s`, shared in proportion to predicted costs.
 
-        The fixed cost of the step is charged to the tiers whose sequences cannot be evicted. If there are none, it is
-        charged to the bulk tiers. After an eviction, the evicted tiers are charged nothing, since their work was
-        thrown away.
+        The predicted cost of a tier is that of its runs. The fixed cost of the step is added to the tiers whose
+        sequences cannot be evicted, or to the bulk tiers if there are no such tiers. After an eviction, the evicted
+        tiers are charged nothing, since their work was thrown away.
         """
         bulk = {evictable.tier for evictable in self.evictable}
         stayed = {tier: s for tier, s in self.runs_s.items() if not (was_evicted and tier in bulk)}
@@ -111,9 +111,11 @@ class RunningStep:
     def evictees(self, newcomer: RequestState, step_eviction: StepEviction, now: float) -> Sequence[str]:
         """Return the sequences to evict from the running step for `newcomer`: all evictable sequences, or none.
 
-        None are returned if an eviction does not pay or is not possible. It is not possible in these cases: the engine
-        cannot evict; the engine evicts only whole steps and the step has sequences that must stay; an evictable
-        sequence has at least the newcomer's priority; an eviction from this step was requested before.
+        The result is empty if an eviction does not pay or is not possible. It is not possible in these cases:
+        - The engine cannot evict.
+        - The engine can evict only whole steps, and the step has sequences that must stay.
+        - An evictable sequence has the newcomer's priority or a higher one.
+        - An eviction from this step was requested before.
         """
         step = self._oldest
         if step is None or step.is_eviction_requested or not step.evictable or step_eviction is StepEviction.NOTHING:
