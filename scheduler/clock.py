@@ -1,7 +1,8 @@
-"""Clocks. Policy gets `now` as an argument; only drivers hold a clock.
+"""The clock of the scheduler: the interface `Clock`, and `SystemClock` for production.
 
-The product runs on `SystemClock`, the simulator on a virtual clock with the same three methods. Nothing else in the
-scheduler calls `time.*` or `asyncio.sleep`.
+Code that decides something gets the time as the argument `now`. Only code that runs loops holds a clock. The simulator
+uses a virtual clock with the same three methods (`scheduler.virtual_time`). No other module of the scheduler calls
+`time.*` or `asyncio.sleep`.
 """
 
 import asyncio
@@ -13,11 +14,11 @@ NEVER_S = float("inf")
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Return monotonic seconds from an arbitrary origin, for durations."""
+        """Return the seconds since an arbitrary origin. The clock is monotonic: it serves to measure durations."""
         ...
 
     def wall_ms(self) -> int:
-        """Return Unix time in integer ms, which processes can compare: for deadlines and leases."""
+        """Return Unix time in whole ms. Different processes can compare it, so it is used for deadlines and leases."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...

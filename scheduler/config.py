@@ -1,7 +1,8 @@
-"""`tiers.yaml`, validated: the SLO of each tier and the bounds of its knobs.
+"""The tiers of a deployment: the models that validate `tiers.yaml`, and the functions that read it.
 
-Knows names, priorities and numbers; not which clients use a tier (the gateway's identity), nor what a knob does (the
-SLA controller). Errors name the key: `tiers.bulk.batch_size.start: …`.
+Knows the names and priorities of tiers, their SLOs, and the bounds of their knobs. Does not know which clients use a
+tier (`gateway.identity` does), nor how a knob is moved (`scheduler.control` does). Error messages name the wrong key,
+for example `tiers.bulk.batch_size.start: …`.
 """
 
 from pathlib import Path
@@ -12,7 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 
 class TierConfigError(Exception):
-    """tiers.yaml cannot be used; the message names file and keys. `key`: the first wrong key, or None if no key is."""
+    """An error in the tiers file; the message names the file and the wrong keys.
+
+    `key` is the first wrong key, or None if the error concerns no key.
+    """
 
     def __init__(self, message: str, key: str | None = None) -> None:
         super().__init__(message)
@@ -24,7 +28,7 @@ class _Strict(BaseModel):
 
 
 class Bounds(_Strict):
-    """Where a knob of the controller starts, and how far it may move."""
+    """The start value of a knob of the controller, and the range in which the controller may move the knob."""
 
     min: float = Field(ge=0)
     start: float = Field(ge=0)
@@ -38,17 +42,19 @@ class Bounds(_Strict):
 
 
 class CountBounds(Bounds):
+    """The bounds of a knob whose values are whole numbers."""
+
     min: int = Field(ge=1)
     start: int = Field(ge=1)
     max: int = Field(ge=1)
 
 
 class SLO(_Strict):
-    """Latency targets in ms; None where there is no target."""
+    """The latency targets of a tier in ms. None means that the tier has no such target."""
 
     ttft_p99_ms: float | None = Field(default=None, gt=0)
     itl_p99_ms: float | None = Field(default=None, gt=0)
-    tpot_ms: float | None = Field(default=None, gt=0)  # mean time per token of a whole answer, after the first
+    tpot_ms: float | None = Field(default=None, gt=0)  # mean time per token of a whole answer, without the first token
 
     @model_validator(mode="after")
     def _tpot_needs_ttft(self) -> Self:
@@ -66,7 +72,7 @@ TierName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
 
 
 class Pins(_Strict):
-    """Values of knobs that the controller must not move; None where it may move the knob."""
+    """Fixed values for knobs that the controller must not move. None means that it may move the knob."""
 
     max_wait_ms: float | None = Field(default=None, ge=0)
     batch_size: int | None = Field(default=None, ge=1)
@@ -74,31 +80,34 @@ class Pins(_Strict):
 
 
 class Admission(_Strict):
-    """What happens to a request that the tier cannot serve in time."""
+    """The rules for a request that the tier cannot serve in time."""
 
-    predict: bool = True  # whether the first token is predicted; else only the length of the queue counts
-    demote_to: str | None = None  # the lower tier that serves such a request; None: it is refused
-    reopen_at: float = Field(default=0.8, gt=0, le=1)  # of the TTFT SLO: a closed tier opens below it
+    predict: bool = True  # refuse requests that are predicted to be late; False: only the queue's length counts
+    demote_to: str | None = None  # the lower tier that serves such a request; None: the request is refused
+    reopen_at: float = Field(default=0.8, gt=0, le=1)  # a predicted TTFT below this share of the SLO reopens the tier
 
 
 class Retry(_Strict):
-    """How often work on a request may begin again."""
+    """The limits on how often work on a request may be started again."""
 
-    max_attempts: int = Field(default=5, ge=1)  # claims of a request that end without a result, before it fails
-    max_preemptions: int = Field(default=3, ge=0)  # times that a sequence may lose its KV blocks
+    max_attempts: int = Field(default=5, ge=1)  # a request fails after this many claims without a result
+    max_preemptions: int = Field(default=3, ge=0)  # number of times that a sequence may lose its KV blocks
 
 
 class ControllerSwitches(_Strict):
-    """What the SLA controller may do. With all but `dry_run` off, tiers are strict priorities with fixed budgets."""
+    """The switches of the SLA controller.
 
-    dry_run: bool = False  # compute and report every move of a knob, and make none
+    If `feed_forward`, `feedback` and `shed` are all off, the tiers are strict priorities with fixed budgets.
+    """
+
+    dry_run: bool = False  # compute and report every move of a knob, but do not make the move
     feed_forward: bool = True  # limit each step by the next-token deadlines of interactive sequences
-    feedback: bool = True  # move batch size and max-wait by the latencies observed
-    shed: bool = True  # evict bulk from a running step for an interactive arrival where waiting would cost more
+    feedback: bool = True  # move batch size and max-wait according to the observed latencies
+    shed: bool = True  # evict bulk from a running step when an interactive request arrives, if that pays
 
 
 class Tier(_Strict):
-    """One tier; the comments of tiers.yaml explain its keys."""
+    """One tier. The comments in tiers.yaml explain its keys."""
 
     name: str
     priority: int
@@ -120,7 +129,10 @@ class Tier(_Strict):
 
     @model_validator(mode="after")
     def _refuse_keys_without_effect(self) -> Self:
-        """Refuse keys that do nothing for this kind of tier: such a mistake would go unnoticed."""
+        """Raise `ValueError` if a key is set that has no effect on this kind of tier.
+
+        Without the error, such a mistake would go unnoticed.
+        """
         if self.is_interactive:
             kind, is_set = "without", {"floor": self.floor, "aging_ms": self.aging_ms, "urgent_ms": self.urgent_ms}
         else:
@@ -132,12 +144,15 @@ class Tier(_Strict):
 
     @property
     def can_be_urgent(self) -> bool:
-        """Whether its requests become urgent: when the deadline is near, or after a long wait."""
+        """Whether requests of this tier can become urgent, because of a near deadline or a long wait."""
         return not self.is_interactive and bool(self.urgent_ms or self.aging_ms)
 
     @property
     def is_interactive(self) -> bool:
-        """Whether it has a latency SLO. The other tiers, bulk, share what interactive tiers leave."""
+        """Whether the tier has a latency SLO. A tier without a latency SLO is a bulk tier.
+
+        Bulk tiers share the engine time that interactive tiers leave unused.
+        """
         return self.slo.is_interactive
 
 
@@ -184,7 +199,7 @@ class TierSet(_Strict):
 
     @property
     def by_priority(self) -> tuple[Tier, ...]:
-        """Highest first; ties by name, so that the order is total."""
+        """The tiers from the highest priority to the lowest. Tiers of equal priority are sorted by name."""
         return tuple(sorted(self.tiers.values(), key=lambda t: (-t.priority, t.name)))
 
     def __getitem__(self, name: str) -> Tier:
@@ -194,7 +209,10 @@ class TierSet(_Strict):
         return next((t for t in self.tiers.values() if service_tier in t.service_tiers), None)
 
     def document(self, *, defaults: bool) -> dict[str, Any]:
-        """Return plain data that `parse_tiers` reads back; with `defaults`, also the keys that are not set."""
+        """Return the tiers as plain data that `parse_tiers` can read.
+
+        With `defaults`, the data also has the keys that were not set.
+        """
         document = self.model_dump(mode="json", exclude_unset=not defaults)
         for tier in document["tiers"].values():
             del tier["name"]
@@ -202,7 +220,10 @@ class TierSet(_Strict):
 
 
 def load_tiers(path: Path) -> TierSet:
-    """Read and validate a tiers file. Raise `TierConfigError`, which names every wrong key."""
+    """Read and validate a tiers file.
+
+    Raises `TierConfigError` if the file cannot be read or is not valid. The message names every wrong key.
+    """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -213,6 +234,10 @@ def load_tiers(path: Path) -> TierSet:
 
 
 def parse_tiers(data: object, source: str = "tiers.yaml") -> TierSet:
+    """Validate the content of a tiers file. `source` names the file in error messages.
+
+    Raises `TierConfigError` if `data` is not valid. The message names every wrong key.
+    """
     if not isinstance(data, dict):
         raise TierConfigError(f"{source}: expected a mapping with the keys default_tier, batch_tier, tiers")
     try:

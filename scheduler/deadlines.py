@@ -1,12 +1,15 @@
-"""Deadlines: when the next token of an interactive request is due, and how urgent work without a latency SLO is.
+"""Deadlines: when the next token of an interactive request is due, and how urgent a request without a latency SLO is.
 
-Pure: request states, SLOs and predicted costs in; seconds and shares out. For interactive sequences
+All functions are pure: they compute seconds and shares from request states, SLOs and predicted costs. The next token
+of an interactive sequence has the deadline
 
     deadline = min(arrival + TTFT + (n - 1) · TPOT,  last token + ITL)
 
-with n the number of the next token; targets that the tier does not have are left out. For requests with a completion
-deadline, laxity is the time that they may still wait: with none left, a request must run in every step from now on.
-Urgent requests are boosted just above all others without an SLO, and the most urgent one raises its tier's min share.
+Here n is the number of the next token. A target that the tier does not have is left out.
+
+A request without a latency SLO has a completion deadline. Its laxity is the time that it may still wait: a request with
+laxity 0 must run in every step from now on. An urgent request gets a priority just above all tiers without a latency
+SLO. The most urgent request of a tier also raises the tier's min share.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +21,7 @@ from scheduler.request_state import RequestState
 
 
 def deadline_s(state: RequestState) -> float:
-    """Return when the next token is due, on the worker's clock; inf without a target for it."""
+    """Return when the next token is due, in seconds of the worker's clock; inf if the tier has no target for it."""
     slo = state.tier.slo
     due_s = NEVER_S
     if slo.ttft_p99_ms is not None and (slo.tpot_ms is not None or state.awaits_first_token):
@@ -30,31 +33,36 @@ def deadline_s(state: RequestState) -> float:
 
 
 def slack_s(decoding: Iterable[RequestState], now: float) -> float:
-    """Return the time until the earliest next-token deadline of `decoding`; inf if there are none."""
+    """Return the seconds until the earliest next-token deadline of `decoding`; inf if there is no deadline."""
     return min((deadline_s(state) for state in decoding), default=NEVER_S) - now
 
 
 def itl_cap_s(decoding: Iterable[RequestState]) -> float:
-    """Return the shortest ITL SLO of `decoding`; inf without any."""
+    """Return the shortest ITL SLO among the tiers of `decoding`, in seconds; inf if none of them has an ITL SLO."""
     return min((s.tier.slo.itl_p99_ms or NEVER_S for s in decoding), default=NEVER_S) / 1000
 
 
 def prefill_s(state: RequestState, cost: StepCost) -> float:
-    """Return how long the rest of the prefill takes."""
+    """Return the predicted seconds that the rest of the prefill takes."""
     return cost.prefill(state.num_uncomputed, state.num_computed_tokens)
 
 
 def is_late(state: RequestState, cost: StepCost, now: float) -> bool:
-    """Return whether the next token cannot be in time any more. Such a request waits for those that can be in time, and
-    admission does not count it as work ahead of a new one."""
+    """Return whether the next token will miss its deadline, even if the rest of the prefill runs now.
+
+    Requests that can still be in time go before a late request. Admission does not count a late request as work ahead
+    of a new request.
+    """
     return now + prefill_s(state, cost) > deadline_s(state)
 
 
 def split_by_deadline(
     states: Iterable[RequestState], cost: StepCost, now: float
 ) -> tuple[list[RequestState], list[RequestState]]:
-    """Return the states that can be in time and those that cannot. The former are sorted by deadline plus remaining
-    work, so that short prompts do not wait for a long one that is due at about the same time; the latter by deadline.
+    """Return the states that can still be in time, and the states that are late.
+
+    States in time are sorted by deadline plus remaining work, so that a short prompt does not wait for a long prompt
+    that is due at about the same time. Late states are sorted by deadline.
     """
     in_time: list[RequestState] = []
     late: list[RequestState] = []
@@ -68,33 +76,41 @@ def split_by_deadline(
 def laxity_s(
     left_s: float, remaining_prefill_tokens: int, remaining_output_tokens: int, cost: StepCost, context: int
 ) -> float:
-    """Return the seconds until the deadline (`left_s`) minus those that the rest of the work takes; negative if it is
-    too late already.
+    """Return the seconds that a request may still wait: `left_s` minus the time that the rest of its work takes.
 
-    `context`: tokens computed already. `remaining_output_tokens`: an upper bound; a request that ends sooner was urgent
-    too early rather than too late.
+    A negative result means that the request misses its deadline. `left_s` is the time until the deadline. `context` is
+    the number of computed tokens. `remaining_output_tokens` is an upper bound: a request that ends with fewer tokens
+    becomes urgent too early, but never too late.
     """
     return left_s - work_s(remaining_prefill_tokens, remaining_output_tokens, cost, context)
 
 
 def work_s(prefill_tokens: int, output_tokens: int, cost: StepCost, context: int = 0) -> float:
-    """Return the seconds that a request takes if it is in every step: its prefill as one chunk, which gives the first
-    output token, then a step for each other token. Smaller chunks attend over as much in total; they only cost more
-    steps."""
+    """Return the seconds that a request takes if it runs in every step.
+
+    The prefill is counted as one chunk, which gives the first output token. Each further output token takes one step.
+    A prefill in smaller chunks has the same attention work in total, and only takes more steps.
+    """
     prefill = cost.step_s + cost.prefill(prefill_tokens, context) if prefill_tokens else 0.0
     decodes = max(0, output_tokens - 1) if prefill_tokens else output_tokens
     return prefill + decodes * (cost.step_s + cost.decode(context + prefill_tokens + decodes // 2))
 
 
 def is_urgent(laxity: float, horizon_s: float) -> bool:
-    """Return whether a request must go before higher tiers now. A request that is late by more than the horizon is not
-    urgent: it is lost, and would make others late that can still be in time. With a horizon of 0, nothing is urgent."""
+    """Return whether the laxity of a request is so small that the request must be boosted now.
+
+    A request that is late by more than `horizon_s` is not urgent: its deadline is lost, and boosting it would delay
+    requests that can still be in time. With a horizon of 0, no request is urgent.
+    """
     return -horizon_s < laxity < horizon_s
 
 
 def urgency_of(state: RequestState, cost: StepCost, now: float) -> float:
-    """Return how urgent a request without a latency SLO is, in [0, 1]: how near it is to missing its deadline, or how
-    far its wait for a first token is past `aging_ms` (1 at twice that)."""
+    """Return how urgent a request without a latency SLO is, in [0, 1]. The result is the larger of two urgencies.
+
+    The first one grows as the laxity falls from `urgent_ms` to 0. The second one grows as the wait for the first token
+    rises from `aging_ms` to twice `aging_ms`.
+    """
     tier, urgency = state.tier, 0.0
     if tier.urgent_ms:
         outputs = state.request.sampling.max_tokens - len(state.output_token_ids)
@@ -108,7 +124,7 @@ def urgency_of(state: RequestState, cost: StepCost, now: float) -> float:
 
 
 def urgencies(tier: Tier, states: Iterable[RequestState], cost: StepCost, now: float) -> dict[str, float]:
-    """Return the urgency in (0, 1] of each urgent request of a tier without an SLO."""
+    """Return the urgent requests of a tier: request id → urgency in (0, 1]. Interactive tiers have none."""
     if not tier.can_be_urgent:
         return {}
     found = ((state.id, urgency_of(state, cost, now)) for state in states)
@@ -116,11 +132,14 @@ def urgencies(tier: Tier, states: Iterable[RequestState], cost: StepCost, now: f
 
 
 def boosted_priority(tiers: Sequence[Tier]) -> float:
-    """Return the priority of urgent requests: just above all tiers without an SLO."""
+    """Return the priority of urgent requests, which is just above all tiers without a latency SLO."""
     return max((tier.priority for tier in tiers if not tier.is_interactive), default=0) + 0.5
 
 
 def age_share(interactive: Iterable[RequestState], now: float) -> float:
-    """Return the longest wait for a first step so far, as a share of the TTFT SLO; 0 if no request waits."""
+    """Return the longest time that a request has waited for its first step so far, as a share of its TTFT SLO.
+
+    Return 0 if no request waits for its first step.
+    """
     waiting = (s for s in interactive if s.awaits_first_token and not s.first_scheduled_s and s.tier.slo.ttft_p99_ms)
     return max(((now - s.arrived_s) * 1000 / (s.tier.slo.ttft_p99_ms or NEVER_S) for s in waiting), default=0.0)

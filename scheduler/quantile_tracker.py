@@ -1,12 +1,16 @@
-"""A quantile that is followed sample by sample: up by a step for each sample above it, down by less for each other one.
+"""An estimate of a quantile that is updated with every sample, without storing samples.
 
-The value settles where steps up and down cancel: where one sample exceeds it for every 1 ÷ `odds` that do not. It moves
-on samples only, and reacts to an excess at once.
+Each sample above the estimate raises it by a step. Each other sample lowers it by `odds` times that step. The estimate
+settles when both movements cancel: one sample exceeds the estimate for every 1 ÷ `odds` samples that do not exceed it.
+The estimate changes only when a sample comes, and a sample that exceeds it takes effect at once.
 """
 
 
 class QuantileTracker:
-    """`value` stays inside [low, high]. With `relative`, steps are shares of the value itself."""
+    """An estimate (`value`) that follows a quantile and stays inside [low, high].
+
+    With `relative`, a step is a share of the value; without it, a step is added to the value.
+    """
 
     __slots__ = ("_high", "_low", "_relative", "_step_up", "value")
 
@@ -18,11 +22,14 @@ class QuantileTracker:
         self._relative = relative
 
     def up(self) -> None:
-        """A sample exceeded the value."""
+        """Raise the value, because a sample exceeded it."""
         self._move(self._step_up)
 
     def down(self, odds: float) -> None:
-        """A sample did not exceed the value. `odds`: how many samples may exceed it for each one that does not."""
+        """Lower the value, because a sample did not exceed it.
+
+        `odds` is the permitted number of samples above the value for each sample that is not above it.
+        """
         self._move(-self._step_up * odds)
 
     def _move(self, step: float) -> None:

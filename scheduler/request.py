@@ -1,7 +1,8 @@
-"""A request as it travels from gateway to worker, and the token events that travel back.
+"""The request that a gateway sends to a worker, and the token events that the worker sends back.
 
-Both are frozen, plain and msgpack-encodable. Requests know tokens and a tier's name; they do not know HTTP, text or the
-model's vocabulary. `RequestState` is the worker's own record of a claimed request.
+Both are frozen dataclasses with plain values that msgpack can encode. A request holds token ids and the name of a tier.
+It holds no HTTP, no text and nothing of the model's vocabulary. `RequestState` is the worker's own record of a claimed
+request.
 """
 
 from dataclasses import dataclass
@@ -11,25 +12,28 @@ from engine.interface import FinishReason, SamplingParams
 
 
 class Delivery(Enum):
-    """When tokens are reported back."""
+    """The times at which a worker reports new tokens to the gateway."""
 
-    EACH_STEP = "each_step"  # for streams, and where the gateway looks for stop strings
-    AT_END = "at_end"  # one event with all tokens, which costs the gateway nothing until then
+    EACH_STEP = "each_step"  # for streams, and for requests whose stop strings the gateway looks for
+    AT_END = "at_end"  # one event with all tokens, so that the gateway has no work before the request ends
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate; `n > 1` and lists of prompts become several requests. Times are wall-clock ms."""
+    """One sequence to generate. A call with `n > 1` or a list of prompts becomes several requests.
+
+    Times are wall-clock ms.
+    """
 
     id: str
     tier: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     arrival_ms: int  # at the gateway
-    deadline_ms: int  # score in the queue's sorted set: earliest deadline first inside a tier
+    deadline_ms: int  # the request's score in its tier's queue, a sorted set: the earliest deadline is claimed first
     reply_to: str  # id of the gateway that gets the token events
     delivery: Delivery = Delivery.EACH_STEP
-    cache_salt: str = ""  # requests share KV only if it is equal; it holds the caller's identity
+    cache_salt: str = ""  # requests share KV only if their salts are equal; the salt holds the caller's identity
 
     @property
     def max_total_tokens(self) -> int:
@@ -38,8 +42,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A request under lease. `fence` grows with every claim of the same request: a lease with an older fence can be
-    neither acked nor renewed. `attempt` counts claims from 1, without those that were released."""
+    """A request that a worker has claimed and holds a lease for.
+
+    `fence` grows with every claim of the same request: a lease with an older fence can be neither acknowledged nor
+    renewed. `attempt` is the number of this claim, counted from 1. Claims that were released do not count.
+    """
 
     request: Request
     fence: int
@@ -48,7 +55,7 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to work on a request, valid while `fence` is the newest."""
+    """The right to work on a request. It is valid until another claim of the request gets a newer fence."""
 
     request_id: str
     fence: int
@@ -56,15 +63,18 @@ class Lease:
 
 class EventKind(Enum):
     TOKENS = "tokens"
-    FINISHED = "finished"  # may carry the last tokens
-    FAILED = "failed"  # this request only; `error` says why
+    FINISHED = "finished"  # the event may carry the last tokens
+    FAILED = "failed"  # only this request failed; `error` says why
     CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """Progress of one request. `index` is the position of `token_ids[0]` in the whole output, so that after a requeue a
-    gateway can drop the tokens that it has already."""
+    """An event that reports new tokens of one request, its end, or both.
+
+    `index` is the position of `token_ids[0]` in the whole output. It lets a gateway drop the tokens that it already has
+    when another worker starts the request again.
+    """
 
     request_id: str
     kind: EventKind

@@ -1,6 +1,7 @@
-"""`RequestState`: what the worker knows about one claimed request. Owner: `SchedulerCore`; policy only reads it.
+"""`RequestState`: the worker's record of one claimed request, and the statuses that the request goes through.
 
-Times are monotonic seconds of the worker's clock, None for what has not happened.
+`SchedulerCore` owns the states. Code outside the core only reads them. Times are monotonic seconds of the worker's
+clock; None means that the event has not happened.
 """
 
 from dataclasses import dataclass, field
@@ -15,18 +16,19 @@ from scheduler.request import Lease, Request
 class Sample:
     """One observed latency, for metrics and the controller."""
 
-    kind: str  # "ttft" | "itl" | "e2e" | "queue" | "service": from its first step to its first token
+    # "ttft" | "itl" | "e2e" (arrival to end) | "queue" (arrival to first step) | "service" (first step to first token)
+    kind: str
     tier: str
     seconds: float
-    bulk_s: float = 0.0  # the part of it that the engine spent on bulk
+    bulk_s: float = 0.0  # the part of `seconds` that the engine spent on bulk
 
 
 class Status(Enum):
-    WAITING = "waiting"  # claimed, unknown to the engine
-    RUNNING = "running"  # KV on the device; may be in any step
-    PAUSED = "paused"  # KV on the device; in no step until it is resumed
-    SWAPPED = "swapped"  # KV in host memory, copied back when it runs again
-    PREEMPTED = "preempted"  # known to the engine, but its KV is lost and must be computed again
+    WAITING = "waiting"  # claimed; not yet known to the engine
+    RUNNING = "running"  # its KV is on the device, and it may be in any step
+    PAUSED = "paused"  # its KV is on the device, but it is in no step until it is resumed
+    SWAPPED = "swapped"  # its KV is in host memory, and is copied back when it runs again
+    PREEMPTED = "preempted"  # known to the engine, but its KV is lost and must be recomputed
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -47,18 +49,20 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
 
 
 class IllegalTransition(Exception):
-    """A bug in the scheduler: `TRANSITIONS` does not allow this change of status."""
+    """The error for a change of status that `TRANSITIONS` does not allow. It shows a bug in the scheduler."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
+    """The worker's record of one claimed request and of its sequence in the engine."""
+
     request: Request
     tier: Tier
     fence: int
     arrived_s: float
     claimed_s: float
     num_computed_tokens: int = 0
-    num_shared_blocks: int = 0  # of its KV blocks: held by other sequences too; preempting it frees the others only
+    num_shared_blocks: int = 0  # KV blocks that other sequences hold too: preempting this one does not free them
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it first ran
     output_token_ids: list[int] = field(default_factory=list)
     first_scheduled_s: float | None = None
@@ -67,13 +71,14 @@ class RequestState:
     ended_s: float | None = None
     num_reported: int = 0  # output tokens already sent to the gateway
     reported_s: float | None = None
-    last_step: int = -1  # id of the newest step it ran in
-    num_preemptions: int = 0  # times that it lost its KV blocks on the device; pauses do not count
-    gaps: int = 0  # between its tokens
-    gaps_missed: int = 0  # of them: longer than the ITL SLO
-    boosted_to: float | None = None  # the priority that a near deadline or a long wait gives it
-    bulk_seen_s: float = 0.0  # engine time spent on bulk, in total, when it arrived or got its last token
-    found_step_s: float = 0.0  # predicted time of the step that ran when it arrived; 0: none ran
+    last_step: int = -1  # id of the newest step that the sequence ran in
+    num_preemptions: int = 0  # number of times that the KV blocks on the device were lost; pauses do not count
+    gaps: int = 0  # number of gaps between output tokens
+    gaps_missed: int = 0  # number of gaps that were longer than the ITL SLO
+    boosted_to: float | None = None  # the higher priority that the request has while it is urgent
+    # Engine time that bulk had used in total when the newest token came, or at the arrival if there is no token yet.
+    bulk_seen_s: float = 0.0
+    found_step_s: float = 0.0  # predicted length of the step that ran when the request arrived; 0: no step ran
     _status: Status = Status.WAITING
 
     @property
@@ -99,12 +104,12 @@ class RequestState:
 
     @property
     def deadline_s(self) -> float:
-        """On the worker's clock."""
+        """The request's completion deadline, in seconds of the worker's clock."""
         return self.arrived_s + (self.request.deadline_ms - self.request.arrival_ms) / 1000
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far."""
+        """The number of prompt tokens and of output tokens so far, together."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
     @property
@@ -113,24 +118,26 @@ class RequestState:
 
     @property
     def reaction_steps(self) -> float | None:
-        """Time from arrival to its first step, in lengths of the step that ran when it arrived; None if no step ran
-        then, or if it has had none yet."""
+        """The time from the arrival to the first step, as a multiple of the step that ran when the request arrived.
+
+        None if no step ran at the arrival, or if the request has not run yet.
+        """
         if self.first_scheduled_s is None or not self.found_step_s:
             return None
         return (self.first_scheduled_s - self.arrived_s) / self.found_step_s
 
     @property
     def is_resident(self) -> bool:
-        """Whether it holds KV blocks on the device."""
+        """Whether the sequence holds KV blocks on the device."""
         return self._status in (Status.RUNNING, Status.PAUSED)
 
     @property
     def is_decode(self) -> bool:
-        """Whether its next run computes one token of its own output."""
+        """Whether the next run of the sequence is a decode: only its newest output token is not computed yet."""
         return self.is_resident and self.num_uncomputed == 1 and bool(self.output_token_ids)
 
     def ends_with(self, num_tokens: int) -> bool:
-        """Return whether a run of `num_tokens` gives it the last output token that it may have."""
+        """Return whether a run of `num_tokens` gives the last output token that `max_tokens` allows."""
         is_last = len(self.output_token_ids) + 1 >= self.request.sampling.max_tokens
         return is_last and self.num_uncomputed <= num_tokens
 
@@ -140,18 +147,21 @@ class RequestState:
 
     @property
     def edf_key(self) -> tuple[int, int, str]:
-        """Order inside a tier: earliest deadline first; no two requests are equal."""
+        """The sort key inside a tier: the earliest deadline comes first. No two requests have the same key."""
         return (self.request.deadline_ms, self.request.arrival_ms, self.request.id)
 
     def blocks_held(self, block_size: int) -> int:
         return blocks_for(self.num_computed_tokens, block_size) if self.is_resident else 0
 
     def own_blocks(self, block_size: int) -> int:
-        """Return how many of its blocks no other sequence holds: preempting it frees these."""
+        """Return the number of KV blocks that only this sequence holds. Preempting the sequence frees these blocks."""
         return self.blocks_held(block_size) - self.num_shared_blocks
 
     def lose_blocks(self, to: Status) -> None:
-        """Lose the KV blocks on the device: to host memory (`SWAPPED`), or to be computed again (`PREEMPTED`)."""
+        """Record that the sequence loses its KV blocks on the device.
+
+        With `SWAPPED`, the blocks are copied to host memory. With `PREEMPTED`, they must be recomputed later.
+        """
         self.move(to)
         self.num_preemptions += 1
         self.num_shared_blocks = 0
@@ -159,7 +169,10 @@ class RequestState:
             self.num_computed_tokens = 0
 
     def time_token(self, now: float, bulk_total_s: float = 0.0) -> list[Sample]:
-        """Note a token at `now`, when bulk had used `bulk_total_s` of engine time; return the latencies it ends."""
+        """Record that a token came at `now`, and return the latencies that end with this token.
+
+        `bulk_total_s` is the engine time that bulk has used in total so far.
+        """
         tier, last_s = self.tier.name, self.last_token_s
         bulk_s, self.bulk_seen_s = bulk_total_s - self.bulk_seen_s, bulk_total_s
         self.last_token_s = now
@@ -177,13 +190,13 @@ class RequestState:
         return [Sample("itl", tier, now - last_s, bulk_s)]
 
     def report_tokens(self, now: float) -> tuple[int, ...]:
-        """Return the output tokens not sent yet; from now on they count as sent."""
+        """Return the output tokens that have not been sent yet, and mark them as sent at `now`."""
         tokens = tuple(self.output_token_ids[self.num_reported :])
         self.num_reported, self.reported_s = len(self.output_token_ids), now
         return tokens
 
     def met_slo(self) -> bool:
-        """Return whether the first token was in time and at most one gap in a hundred too long."""
+        """Return whether the first token was in time and at most 1 % of the gaps between tokens were too long."""
         target = self.tier.slo.ttft_p99_ms
         if self.first_token_s is None:
             return False

@@ -1,7 +1,8 @@
-"""Virtual time for asyncio: when nothing is ready, the clock jumps to the next timer. An hour takes about a minute.
+"""Virtual time for asyncio: when no task is ready, the clock jumps to the next timer instead of sleeping.
 
-The shipped step loop, queue protocol and controller run on it unchanged. A program that waits for a socket or a thread
-would wait for ever here: `VirtualDeadlock` stops it.
+An hour of virtual time takes about a minute. The step loop, the queue protocol and the controller of production run on
+virtual time without changes. A program that waits for a socket or a thread would wait for ever in virtual time, so it
+is stopped with `VirtualDeadlock`.
 """
 
 import asyncio
@@ -15,11 +16,11 @@ EPOCH_MS = 1_700_000_000_000  # Unix time at which the virtual wall clock starts
 
 
 class VirtualDeadlock(Exception):
-    """No task is ready and no timer is set."""
+    """The error for a virtual loop in which no task is ready and no timer is set."""
 
 
 class _JumpingSelector(selectors.BaseSelector):
-    """Moves the clock (integer microseconds) where a real selector would sleep."""
+    """A selector that advances the virtual clock (in whole microseconds) instead of sleeping."""
 
     def __init__(self) -> None:
         self._inner = selectors.DefaultSelector()
@@ -46,6 +47,8 @@ class _JumpingSelector(selectors.BaseSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An asyncio event loop that runs in virtual time."""
+
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
@@ -55,7 +58,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualClock:
-    """`Clock` on the running virtual loop."""
+    """A `Clock` that shows the time of the running `VirtualTimeLoop`."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -68,6 +71,6 @@ class VirtualClock:
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to its end in virtual time, which starts at 0."""
+    """Run `main` to its end in virtual time and return its result. Virtual time starts at 0."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

@@ -1,4 +1,4 @@
-"""What the SLA controller tells batch formation: what each tier may do in the next step. Plain data."""
+"""The budgets that the SLA controller gives to batch formation: plain data on how much each tier may do in a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,21 +10,22 @@ from scheduler.control.step_limit import StepLimit
 
 @dataclass(frozen=True, slots=True)
 class TierBudget:
-    """What one tier may do in the next step."""
+    """The limits of one tier's work in the next step."""
 
     max_num_seqs: int
     max_tokens: int = 1 << 30
-    max_wait_s: float = 0.0  # how long newcomers may wait for others to share their first step
-    arrival_gap_s: float = NEVER_S  # between two arrivals, on average
-    limit: StepLimit = StepLimit()  # how long the step may take with work of this tier
-    decodes_only: bool = False  # a tier above awaits a first token: prefills wait, decodes add `limit.extra_share`
-    guaranteed: bool = False  # its min share is due: it goes first in this step
-    reserve_blocks: int = 0  # KV blocks that stay free when one of its sequences starts
+    max_wait_s: float = 0.0  # the longest time that a new request may wait for other requests to share its first step
+    arrival_gap_s: float = NEVER_S  # mean time between two arrivals
+    limit: StepLimit = StepLimit()  # the longest time that the step may take with work of this tier
+    # A request of a higher tier awaits its first token: prefills wait, and decodes may add only `limit.extra_share`.
+    decodes_only: bool = False
+    guaranteed: bool = False  # the tier's min share is due, so that the tier is served first in this step
+    reserve_blocks: int = 0  # KV blocks that must stay free when a sequence of this tier starts
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """The budgets of all tiers for one step, and the predicted costs that they were made with."""
+    """The budgets of all tiers for one step, and the predicted costs from which the budgets were computed."""
 
     tiers: Mapping[str, TierBudget]
     cost: StepCost

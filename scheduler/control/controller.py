@@ -1,11 +1,11 @@
-"""The SLA controller: turns observed latency into what each tier may do in the next step.
+"""The SLA controller: it decides from observed latencies how much each tier may do in the next step.
 
-Two loops. The inner one, `budgets`, runs before every step and looks forward: it limits the step by the deadlines of
-interactive sequences (scheduler.control.step_limit). The outer one, `update`, runs twice a second and looks back: it
-moves the knobs, batch size and max-wait, inside the bounds of tiers.yaml (scheduler.control.feedback). Every move is a
-`Decision` that names the signal behind it.
+The controller has two loops. The inner loop, `budgets`, runs before every step. It looks forward: it limits the step by
+the deadlines of interactive sequences (`scheduler.control.step_limit`). The outer loop, `update`, runs twice a second.
+It looks back: it moves the knobs (batch size and max-wait) inside the bounds of tiers.yaml
+(`scheduler.control.feedback`). Every move is reported as a `Decision`, which names the signal that caused the move.
 
-Knows tiers, latencies and predicted costs; reads no clock, touches no queue, no engine, no metrics.
+Knows tiers, latencies and predicted costs. Does not read a clock and does not use queues, the engine or metrics.
 """
 
 from collections import deque
@@ -34,12 +34,16 @@ from scheduler.control.step_limit import (
 from scheduler.control.tier_stats import TierStats
 from scheduler.request_state import RequestState
 
-TOOK_PART_SHARE = 2 * MAX_PREFILL_SLOWDOWN  # of a step: bulk that uses less only rode along with a first token
-OVERHEAD_WEIGHT = 0.05  # of the newest step, in the mean host time beside a step
-NUM_DECISIONS = 200  # newest moves of knobs that `explain` shows
+# Share of a step. If bulk uses less of a step, it was only added to a step that computed a first token, and does not
+# count as having taken part. The value is twice the share that bulk may add to such a step.
+TOOK_PART_SHARE = 2 * MAX_PREFILL_SLOWDOWN
+OVERHEAD_WEIGHT = 0.05  # weight of the newest step in the mean of the host time that a step takes besides engine time
+NUM_DECISIONS = 200  # number of newest decisions that `explain` shows
 
 
 class SLAController:
+    """The controller of one worker: it observes latencies, sets the budgets of steps and moves the knobs."""
+
     def __init__(self, tiers: TierSet, engine_eviction: StepEviction = StepEviction.NOTHING) -> None:
         self._engine_eviction = engine_eviction
         self._set_tiers(tiers)
@@ -58,7 +62,7 @@ class SLAController:
         self._interactive = [t for t in self._tiers if t.is_interactive]
 
     def reconfigure(self, tiers: TierSet) -> None:
-        """Use new bounds, SLOs, pins and switches; what was learned stays as far as they allow."""
+        """Use new bounds, SLOs, pins and switches. Learned values are kept if they still apply."""
         knobs, stats, deficits = self._knobs, self._stats, self._deficits
         slos = {tier.name: tier.slo for tier in self._tiers}
         self._set_tiers(tiers)
@@ -75,7 +79,7 @@ class SLAController:
     # -- the inner loop ----------------------------------------------------------------------------------------
 
     def budgets(self, states: Sequence[RequestState], cost: StepCost, now: float) -> Budgets:
-        """Return what each tier may do in the next step. `states` are the requests of interactive tiers."""
+        """Return the budgets of all tiers for the next step. `states` are the requests of interactive tiers."""
         self._cost = cost
         if not self._switches.feed_forward:
             return Budgets({t.name: self._fixed_budget(t) for t in self._tiers}, cost)
@@ -85,7 +89,10 @@ class SLAController:
         return Budgets({t.name: self._budget(t, limits, awaited) for t in self._tiers}, cost)
 
     def _budget(self, tier: Tier, limits: StepLimits, awaited: int | None) -> TierBudget:
-        """`awaited`: the highest priority of a request that awaits its first token."""
+        """Return the budget of `tier` under `limits`.
+
+        `awaited` is the highest priority among the requests that await their first token; None if there are none.
+        """
         fixed = self._fixed_budget(tier)
         if tier.is_interactive:
             return replace(fixed, limit=limits.interactive)
@@ -109,7 +116,7 @@ class SLAController:
         )
 
     def _traffic(self) -> InteractiveTraffic | None:
-        """None where no tier is interactive."""
+        """Return the observations of all interactive tiers together; None if no tier is interactive."""
         stats = {tier.name: self._stats[tier.name] for tier in self._interactive}
         if not stats:
             return None
@@ -125,14 +132,17 @@ class SLAController:
 
     @property
     def step_eviction(self) -> StepEviction:
-        """What bulk can be evicted from in the middle of a step: what the engine can do and tiers.yaml allows."""
+        """The kind of mid-step eviction in use: the engine's kind, or `NOTHING` if tiers.yaml switches eviction off."""
         return self._engine_eviction if self._switches.shed else StepEviction.NOTHING
 
     # -- observations ------------------------------------------------------------------------------------------
 
     def observe_latency(self, tier: str, kind: str, seconds: float, now: float, bulk_s: float = 0.0) -> None:
-        """Take in a TTFT ("ttft") or a gap between tokens ("itl") of one request, `bulk_s` of which the engine spent on
-        bulk; or the time from its first step to its first token ("service")."""
+        """Record a latency of one request.
+
+        `kind` is "ttft", "itl" (a gap between two tokens), or "service" (the time from the first step to the first
+        token). `bulk_s` is the part of `seconds` that the engine spent on bulk.
+        """
         if kind == "service":
             self._stats[tier].add_service(seconds)
         else:
@@ -142,7 +152,7 @@ class SLAController:
         self._stats[tier].arrivals.add(count)
 
     def observe_end(self, tier: str, met_slo: bool, gaps: int, now: float) -> None:
-        """Take in the end of a request that had so many gaps between its tokens."""
+        """Record the end of a request. `gaps` is the number of gaps between its tokens."""
         self._stats[tier].add_end(met_slo, gaps, now)
 
     def observe_step(
@@ -153,8 +163,11 @@ class SLAController:
         now: float,
         overhead_s: float,
     ) -> None:
-        """Take in a step that took the engine `elapsed_s`, of which each tier used so much, and the host `overhead_s`
-        more; `wanting` tiers have work."""
+        """Record a finished step that took the engine `elapsed_s`.
+
+        `used_s` is the part of this time that each tier used. `wanting` are the tiers that have work. `overhead_s` is
+        the time that the host needed in addition.
+        """
         self._deficits.add_step(elapsed_s, used_s, [name for name in wanting if name in self._stats])
         interactive = {tier.name for tier in self._interactive}
         if sum(s for tier, s in used_s.items() if tier not in interactive) > TOOK_PART_SHARE * elapsed_s:
@@ -162,17 +175,17 @@ class SLAController:
         self._overhead_s.add(overhead_s)
 
     def observe_blocks(self, held_by_interactive: int, num_blocks: int) -> None:
-        """Take in KV blocks held and existing, every `UPDATE_S`."""
+        """Record how many of the engine's `num_blocks` KV blocks interactive sequences hold. Call every `UPDATE_S`."""
         self._reserve.observe(held_by_interactive, num_blocks)
 
     def set_urgency(self, tier: str, urgency: float) -> None:
-        """`urgency` in [0, 1]: how urgent the tier's most urgent request is."""
+        """Set the urgency of the tier's most urgent request, in [0, 1]."""
         self._deficits.set_urgency(tier, urgency)
 
     # -- the outer loop ----------------------------------------------------------------------------------------
 
     def update(self, load: Load, now: float) -> list[Decision]:
-        """Move the knobs and return the moves; call every `UPDATE_S`."""
+        """Move the knobs and return the moves. Call every `UPDATE_S`."""
         for stats in self._stats.values():
             stats.rate_per_s = stats.arrivals.update(now)
         if not self._switches.feedback:
@@ -197,7 +210,7 @@ class SLAController:
             bulk_took_part=now - self._bulk_ran_s < 2 * UPDATE_S,
         )
 
-    # -- what others see ---------------------------------------------------------------------------------------
+    # -- readings ----------------------------------------------------------------------------------------------
 
     @property
     def kv_reserve_blocks(self) -> int:
@@ -210,7 +223,10 @@ class SLAController:
         return {name: tier_outputs(knobs, self._stats[name], now) for name, knobs in self._knobs.items()}
 
     def explain(self, now: float) -> dict[str, Any]:
-        """Return which signal moved which knob and why, as plain data. The keys are public: times are seconds."""
+        """Return the controller's state and its newest decisions with their reasons, as plain data.
+
+        The keys are part of the public API. Times are in seconds.
+        """
         traffic = self._traffic()
         return {
             "switches": self._switches.model_dump(),

@@ -1,4 +1,4 @@
-"""What the controller shows of one tier: numbers for metrics and heartbeats, and plain data for GET /admin/sla."""
+"""The controller's report on one tier: numbers for metrics and heartbeats, and plain data for GET /admin/sla."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,11 @@ from scheduler.control.tier_stats import TierStats
 
 @dataclass(frozen=True, slots=True)
 class TierOutputs:
-    """One tier's knobs and margin, and of the last 30 seconds the observed p99 and the share of ended requests that met
-    all targets (None: too little data)."""
+    """The knobs, the margin and the observed latencies of one tier.
+
+    The p99 values cover the last 30 seconds. `attainment` is the share of the requests that ended in the same time and
+    met all targets. None means that there is too little data.
+    """
 
     batch_size: int
     max_wait_s: float
@@ -39,7 +42,10 @@ def tier_outputs(knobs: TierKnobs, stats: TierStats, now: float) -> TierOutputs:
 def explain_tier(
     tier: str, knobs: TierKnobs, stats: TierStats, deficits: DeficitCounter, now: float
 ) -> dict[str, dict[str, Any]]:
-    """Return the knobs of a tier and the signals that move them. The keys are public: times are seconds."""
+    """Return the knobs of a tier and the signals that move them, as plain data.
+
+    The keys are part of the public API. Times are in seconds.
+    """
     return {
         "knobs": {knob.name: knob.explain() for knob in knobs},
         "signals": {

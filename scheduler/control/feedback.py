@@ -1,10 +1,11 @@
-"""The outer loop of the SLA controller: twice a second it moves batch size and max-wait by what was observed.
+"""The outer loop of the SLA controller: twice a second, it moves batch size and max-wait according to observations.
 
-A p99 over a window is slow and noisy: it moves nothing without enough data, inside a dead band, or twice for the same
-evidence. Bulk's batch size shrinks fast and grows slowly; it also shrinks when an interactive request waits for its
-first step, or KV blocks run out, which show at once.
+A p99 over a window is slow and noisy. So a p99 moves a knob only if there is enough data, if the value is outside a
+dead band, and if the same data has not moved the knob before. Bulk's batch size shrinks fast and grows slowly. It also
+shrinks when an interactive request waits long for its first step, or when KV blocks run out. Both signals show a
+problem without delay.
 
-Knows one tier's knobs and statistics and the load; decides nothing about single steps.
+Knows the knobs and statistics of one tier and the load; decides nothing about single steps.
 """
 
 from collections.abc import Mapping
@@ -15,37 +16,39 @@ from scheduler.control import max_wait
 from scheduler.control.knobs import Decision, Knob, TierKnobs
 from scheduler.control.tier_stats import MISS_TARGET, TierStats
 
-UPDATE_S = 0.5  # between two rounds of the outer loop
-KV_HIGH, KV_LOW = 0.85, 0.70  # of all KV blocks: above the first bulk shrinks, below the second it may grow
-AGE_HIGH = 0.5  # of the TTFT SLO: bulk shrinks when an interactive request has waited this long for its first step
-ITL_LOW = 0.7  # of the ITL SLO: the interactive batch grows while the observed p99 is below it
-GROWTH = 2  # sequences that a batch grows by at a time
-BULK_CUT, BULK_KV_CUT, INTERACTIVE_CUT = 0.5, 0.8, 0.8  # what a batch size is multiplied with when it shrinks
-DEAD_BAND = 0.1  # of max-wait's upper bound: a goal nearer than this moves nothing
+UPDATE_S = 0.5  # seconds between two rounds of the outer loop
+KV_HIGH, KV_LOW = 0.85, 0.70  # shares of all KV blocks: bulk shrinks above KV_HIGH, and may grow below KV_LOW
+AGE_HIGH = 0.5  # share of the TTFT SLO: bulk shrinks if an interactive request has waited longer for its first step
+ITL_LOW = 0.7  # share of the ITL SLO: an interactive batch grows while the observed p99 is below it
+GROWTH = 2  # number of sequences by which a batch size grows at a time
+BULK_CUT, BULK_KV_CUT, INTERACTIVE_CUT = 0.5, 0.8, 0.8  # factors that a batch size is multiplied by when it shrinks
+DEAD_BAND = 0.1  # share of max-wait's upper bound: max-wait does not move if its goal is nearer than this
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the outer loop sees of the present, by tier."""
+    """The present load of a worker. The mappings are by tier."""
 
-    kv_usage: float  # share of all KV blocks
-    held: Mapping[str, int]  # requests claimed and not ended
-    waiting: Mapping[str, int]  # requests in the queue
+    kv_usage: float  # share of all KV blocks in use
+    held: Mapping[str, int]  # number of requests that are claimed and have not ended
+    waiting: Mapping[str, int]  # number of requests in the queue
     age_share: float = 0.0  # the longest wait for a first step among interactive requests, as a share of the TTFT SLO
     step_s: float = 0.01  # fixed cost of a step
-    decodes_s: Mapping[str, float] = field(default_factory=dict)  # a step of an interactive tier's decodes alone
+    # Predicted length of a step that holds only the decodes of an interactive tier.
+    decodes_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class InteractiveLoad:
-    """What a bulk tier's moves depend on besides the tier itself."""
+    """The state of all interactive tiers, as far as the knobs of a bulk tier depend on it."""
 
-    is_absent: bool  # no interactive request anywhere
-    miss_share: float | None  # worst share of misses that bulk took part in, among the tiers; None: too little data
-    bulk_took_part: bool  # bulk ran lately
+    is_absent: bool  # no interactive request is held or queued
+    miss_share: float | None  # share of misses caused by bulk, in the worst interactive tier; None: too little data
+    bulk_took_part: bool  # bulk ran within the last two rounds
 
 
 def move_interactive(tier: Tier, knobs: TierKnobs, stats: TierStats, load: Load, now: float) -> list[Decision]:
+    """Move the batch size and max-wait of an interactive tier, and return the moves."""
     itl_ratio = stats.p99_ratio("itl", now, stats.answered_s)
     size = knobs.batch_size
     wants_more = load.waiting.get(tier.name, 0) > 0 or load.held.get(tier.name, 0) >= size.chosen
@@ -62,15 +65,22 @@ def move_interactive(tier: Tier, knobs: TierKnobs, stats: TierStats, load: Load,
 
 
 def _decodes_alone_are_late(tier: Tier, load: Load) -> bool:
-    """Return whether fewer sequences would help: else long gaps come from prefills, and the margin shortens those."""
+    """Return whether a step with only the tier's decodes takes longer than the ITL SLO.
+
+    If so, fewer sequences help. If not, long gaps between tokens come from prefills, and the margin limits prefills.
+    """
     return 1000 * load.decodes_s.get(tier.name, 0.0) > (tier.slo.itl_p99_ms or 0)
 
 
 def _move_wait(tier: Tier, knob: Knob, slots: float, stats: TierStats, load: Load, now: float) -> Decision | None:
-    """Move max-wait, which holds only on an idle engine, to what another arrival is worth."""
+    """Move the max-wait of an interactive tier, and return the move; None if it stays the same.
+
+    Max-wait applies only on an idle engine. It shrinks if first tokens are late although slots are free. Otherwise it
+    goes to the longest wait that the SLO permits if waiting for further arrivals pays, and else to its lower bound.
+    """
     ttft_ratio = stats.p99_ratio("ttft", now)
     has_slots = not load.waiting.get(tier.name, 0) and load.held.get(tier.name, 0) < slots
-    if ttft_ratio is not None and ttft_ratio > 1 and has_slots:  # without free slots, max-wait is not the cause
+    if ttft_ratio is not None and ttft_ratio > 1 and has_slots:  # if no slot is free, max-wait is not the cause
         return knob.move(knob.chosen / 2 - 0.5, "ttft_p99", "first tokens are late: wait less")
     if stats.rate_per_s <= 0:
         return None
@@ -84,8 +94,11 @@ def _move_wait(tier: Tier, knob: Knob, slots: float, stats: TierStats, load: Loa
 def move_bulk(
     tier: Tier, knobs: TierKnobs, stats: TierStats, load: Load, interactive: InteractiveLoad, now: float
 ) -> list[Decision]:
-    """Move bulk's batch size by additive increase and multiplicative decrease, and max-wait to the time a batch takes
-    to fill."""
+    """Move the batch size and max-wait of a bulk tier, and return the moves.
+
+    The batch size has additive increase and multiplicative decrease. Max-wait goes to the time that a batch takes to
+    fill.
+    """
     bounds = knobs.max_wait_ms.bounds
     moves = _move_bulk_size(tier, knobs, stats, load, interactive, now)
     goal_ms = max_wait.fill_ms(knobs.batch_size.value, stats.rate_per_s, bounds.min, bounds.max)
@@ -112,8 +125,8 @@ def _move_bulk_size(
 def _bulk_cut(
     held: int, size: float, stats: TierStats, load: Load, interactive: InteractiveLoad, now: float
 ) -> tuple[float, str, str] | None:
-    """Return a smaller batch size, and the signal and reason for it; None where there is none."""
-    if not 0 < held <= size:  # the tier holds nothing, or the last cut has not had its effect yet
+    """Return a smaller batch size with its signal and its reason; None if there is no reason for a cut."""
+    if not 0 < held <= size:  # the tier holds no request, or the last cut has not taken effect yet
         return None
     many_missed = interactive.miss_share is not None and interactive.miss_share > 2 * MISS_TARGET
     if many_missed and not interactive.is_absent:
@@ -126,14 +139,14 @@ def _bulk_cut(
 
 
 def _resize(knobs: TierKnobs, size: float, signal: str, reason: str) -> list[Decision | None]:
-    """Move both ceilings: slots, and tokens in proportion to them."""
+    """Move the batch size to `size` sequences and the batch tokens in proportion; return both moves."""
     slots, tokens = knobs.batch_size, knobs.batch_tokens
     move = slots.move(size, signal, reason)
     return [move, tokens.move(tokens.bounds.start * slots.chosen / slots.bounds.start, signal, reason)]
 
 
 def _towards(knob: Knob, goal_ms: float, reason: str) -> Decision | None:
-    """Move the knob half the way to its goal (slew limit), unless the goal is near (hysteresis)."""
+    """Move the knob half of the way to its goal (a slew limit). Return None if the goal is near (hysteresis)."""
     if abs(goal_ms - knob.chosen) < DEAD_BAND * max(knob.bounds.max, 1.0):
         return None
     return knob.move((knob.chosen + goal_ms) / 2, "arrival_rate", reason)

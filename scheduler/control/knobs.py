@@ -1,6 +1,6 @@
-"""The knobs that the SLA controller moves, each inside its bounds, and the record of every move.
+"""The knobs that the SLA controller moves inside their bounds, and the record of a move.
 
-Knows bounds, pins and the dry-run switch; nothing of what makes a knob move. Owner: the controller.
+Knows bounds, pins and the dry-run switch; does not know when a knob should move. The controller owns the knobs.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,10 @@ from scheduler.config import Bounds, Tier
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One move of one knob, and why. `acted` is False in a dry run, where the move is reported and not made."""
+    """One move of one knob, and the reason for it.
+
+    `acted` is False in a dry run: the move is only reported, and the knob keeps its value.
+    """
 
     tier: str
     knob: str  # "batch_size" | "batch_tokens" | "max_wait_ms"
@@ -28,8 +31,11 @@ class Decision:
 
 
 class Knob:
-    """`chosen` is the value that the controller wants. `value` is the one in force: the pinned value if there is one,
-    the start value in a dry run, else the chosen one."""
+    """One number of a tier that the controller may move inside its bounds.
+
+    `chosen` is the value that the controller wants. `value` is the value in use: the pinned value if the knob is
+    pinned, the start value in a dry run, and otherwise the chosen value.
+    """
 
     def __init__(self, tier: str, name: str, bounds: Bounds, pinned: float | None, dry_run: bool) -> None:
         self.tier, self.name = tier, name
@@ -46,7 +52,10 @@ class Knob:
         return self.bounds.start if self._dry_run else self.chosen
 
     def move(self, to: float, signal: str, reason: str) -> Decision | None:
-        """Move to `to`, as far as the bounds allow; return None if that changes nothing."""
+        """Move the knob to `to`, limited by its bounds, and return the decision.
+
+        Return None if the knob is pinned or if its chosen value stays the same.
+        """
         if self.pinned is not None:
             return None
         to = min(self.bounds.max, max(self.bounds.min, int(to) if self._is_count else to))
@@ -56,7 +65,10 @@ class Knob:
         return Decision(self.tier, self.name, old, to, signal, reason, acted=not self._dry_run)
 
     def take_over(self, before: "Knob") -> None:
-        """Go on from the value of `before`, unless the bounds differ: that value was learned for the old bounds."""
+        """Continue from the chosen value of `before`, if that knob was not pinned and its bounds are the same.
+
+        With other bounds, the value is not taken over, since it was learned for the old bounds.
+        """
         if self.bounds == before.bounds and before.pinned is None:
             self.chosen = before.chosen
 

@@ -1,29 +1,35 @@
-"""Min shares: the share of engine time that a tier gets even under a flood from above, counted as a deficit.
+"""Min shares: the share of engine time that a tier gets even if higher tiers have enough work to fill every step.
 
-A tier that has work and gets less than its share builds up a deficit; once that is worth a step, the tier goes first.
-Work that nears its deadline, or has waited too long, raises its tier's share. Owner: the controller.
+A tier that has work and gets less than its min share builds up a deficit. Once the deficit is worth a step, the tier is
+served first. A request that is near its deadline, or has waited too long, raises the share of its tier. The controller
+owns the counter.
 """
 
 from collections.abc import Iterable, Mapping
 
 from scheduler.config import Tier
 
-MAX_DEFICIT_S = 1.0  # of engine time: no long burst follows a long flood
-URGENT_SHARE = 0.5  # of engine time: the largest share, where work would miss its deadline otherwise
+MAX_DEFICIT_S = 1.0  # s of engine time; the limit prevents a long burst of bulk after a long interactive load
+URGENT_SHARE = 0.5  # the largest share of engine time that a tier gets because of an urgent request
 
 
 class DeficitCounter:
+    """The min share, the urgency and the deficit of each tier."""
+
     def __init__(self, tiers: Iterable[Tier]) -> None:
         self._min_share = {tier.name: tier.floor for tier in tiers}
         self._deficit_s = dict.fromkeys(self._min_share, 0.0)
         self._urgency = dict.fromkeys(self._min_share, 0.0)
 
     def set_urgency(self, tier: str, urgency: float) -> None:
-        """`urgency` in [0, 1]. 0: no work is urgent; 1: the tier needs the largest share that it may get."""
+        """Set the urgency of a tier, limited to [0, 1].
+
+        With 0, the tier gets its min share. With 1, it gets `URGENT_SHARE`, or its min share if that is larger.
+        """
         self._urgency[tier] = min(1.0, max(0.0, urgency))
 
     def share(self, tier: str) -> float:
-        """Return the share of engine time that `tier` is to get at present."""
+        """Return the share of engine time that `tier` must get at present: its min share, raised by its urgency."""
         min_share = self._min_share[tier]
         return min_share + max(0.0, URGENT_SHARE - min_share) * self._urgency[tier]
 
@@ -31,16 +37,19 @@ class DeficitCounter:
         return self._deficit_s[tier]
 
     def has_deficit(self, tier: str, step_s: float) -> bool:
-        """Return whether the deficit is worth a step of `step_s` seconds."""
+        """Return whether the deficit of `tier` is large enough for a step of `step_s` seconds."""
         return self.share(tier) > 0 and self._deficit_s[tier] >= min(step_s, MAX_DEFICIT_S)
 
     def add_step(self, elapsed_s: float, used_s: Mapping[str, float], wanting: Iterable[str]) -> None:
-        """Count a step of `elapsed_s`, of which each tier used so much; only `wanting` tiers have work."""
+        """Update the deficits after a step. `used_s` is the engine time that each tier used of `elapsed_s` seconds.
+
+        Only the `wanting` tiers have work; the deficits of the other tiers stay the same.
+        """
         for tier in wanting:
             deficit_s = self._deficit_s[tier] + self.share(tier) * elapsed_s - used_s.get(tier, 0.0)
             self._deficit_s[tier] = min(max(deficit_s, 0.0), MAX_DEFICIT_S)
 
     def take_over(self, before: "DeficitCounter") -> None:
-        """Go on with the deficits of `before`, for the tiers that are in both."""
+        """Copy the deficits of `before` for the tiers that both counters have."""
         for tier in self._deficit_s:
             self._deficit_s[tier] = before._deficit_s.get(tier, 0.0)

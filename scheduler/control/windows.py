@@ -1,7 +1,7 @@
-"""Sliding-window quantiles, shares and arrival rates. Time is passed in.
+"""Sliding windows of latencies and misses, and a smoothed arrival rate. The time is always passed in.
 
-The windows keep counts in half-second slices, never single samples: their memory is bounded at any rate of tokens, and
-the window is always the whole 30 seconds.
+The windows keep counts in half-second slices and store no single samples. Their memory is therefore bounded at any rate
+of tokens, and the window always covers the whole 30 seconds.
 """
 
 import math
@@ -12,32 +12,32 @@ from dataclasses import dataclass, field
 from engine.step_time.ewma import Ewma
 from scheduler.clock import NEVER_S
 
-WINDOW_S = 30.0  # what the controller remembers
-SLICE_S = 0.5  # in which samples are counted together
-MIN_SAMPLES = 20  # with fewer, a p99 or a share of misses says nothing
-BUCKET_WIDTH = 0.01  # of log(seconds): a quantile is right to half a percent
-SHORTEST_S = 1e-6  # shorter latencies count as this one
+WINDOW_S = 30.0  # length of the window, in seconds
+SLICE_S = 0.5  # samples that come within this many seconds are counted together
+MIN_SAMPLES = 20  # with fewer samples, a p99 or a share of misses has no meaning
+BUCKET_WIDTH = 0.01  # width of a histogram bucket in log(seconds), so that a quantile is exact to half a percent
+SHORTEST_S = 1e-6  # a shorter latency counts as this one, since the logarithm of 0 is not finite
 
 
 @dataclass(slots=True)
 class _Slice:
-    """Samples between `first_s` and `last_s`, which is less than `SLICE_S` later."""
+    """The counts of the samples between `first_s` and `last_s`, which are less than `SLICE_S` apart."""
 
     first_s: float
     last_s: float
     count: int = 0
     missed: int = 0
-    buckets: Counter[int] = field(default_factory=Counter)  # by round(log(seconds) / BUCKET_WIDTH)
+    buckets: Counter[int] = field(default_factory=Counter)  # number of samples by round(log(seconds) / BUCKET_WIDTH)
 
 
 class _Slices:
-    """The slices of the last `WINDOW_S` seconds. A slice begins with its first sample."""
+    """The slices of the last `WINDOW_S` seconds. A slice starts when its first sample comes."""
 
     def __init__(self) -> None:
         self._slices: deque[_Slice] = deque()
 
     def count(self, now: float, is_miss: bool) -> _Slice:
-        """Count one more sample; return the slice that it is counted in."""
+        """Count one more sample, and return the slice in which it was counted."""
         if not self._slices or now - self._slices[-1].first_s >= SLICE_S:
             self._expire(now)
             self._slices.append(_Slice(now, now))
@@ -52,7 +52,7 @@ class _Slices:
         return (s for s in self._slices if s.first_s >= since_s)
 
     def missed_share(self, now: float, since_s: float, min_samples: int) -> float | None:
-        """Return the share that missed; None with fewer samples than `min_samples`."""
+        """Return the share of misses among the samples since `since_s`; None if there are fewer than `min_samples`."""
         slices = list(self.since(now, since_s))
         total = sum(s.count for s in slices)
         return sum(s.missed for s in slices) / total if total >= min_samples else None
@@ -63,7 +63,7 @@ class _Slices:
 
 
 class LatencyWindow:
-    """The latencies of the last `WINDOW_S` seconds, against a target in seconds."""
+    """The latencies of the last `WINDOW_S` seconds, and which of them missed a target (in seconds)."""
 
     def __init__(self, target_s: float = NEVER_S) -> None:
         self._target_s = target_s
@@ -74,7 +74,7 @@ class LatencyWindow:
         counted.buckets[round(math.log(max(seconds, SHORTEST_S)) / BUCKET_WIDTH)] += 1
 
     def p99(self, now: float, since_s: float = -NEVER_S) -> float | None:
-        """Return the p99 in seconds, of the latencies since `since_s`; None without enough data."""
+        """Return the p99 in seconds of the latencies since `since_s`; None with fewer than `MIN_SAMPLES` samples."""
         buckets: Counter[int] = Counter()
         for counted in self._slices.since(now, since_s):
             buckets.update(counted.buckets)
@@ -89,12 +89,12 @@ class LatencyWindow:
         return math.exp(bucket * BUCKET_WIDTH)
 
     def miss_share(self, now: float, since_s: float) -> float | None:
-        """Return the share of latencies above the target since `since_s`; None without enough data."""
+        """Return the share of latencies since `since_s` that are above the target; None with too few samples."""
         return self._slices.missed_share(now, since_s, MIN_SAMPLES)
 
 
 class MissWindow:
-    """The share of samples of the last `WINDOW_S` seconds that missed."""
+    """The samples of the last `WINDOW_S` seconds, each of which is a hit or a miss."""
 
     def __init__(self) -> None:
         self._slices = _Slices()
@@ -103,12 +103,12 @@ class MissWindow:
         self._slices.count(now, is_miss)
 
     def miss_share(self, now: float, since_s: float = -NEVER_S, min_samples: int = MIN_SAMPLES) -> float | None:
-        """Return the share since `since_s`; None with fewer samples than `min_samples`."""
+        """Return the share of misses among the samples since `since_s`; None if there are fewer than `min_samples`."""
         return self._slices.missed_share(now, since_s, min_samples)
 
 
 class ArrivalRate:
-    """Arrivals per second, exponentially weighted with a time constant of `tau_s`."""
+    """The number of arrivals per second, smoothed exponentially with a time constant of `tau_s` seconds."""
 
     def __init__(self, tau_s: float = 5.0) -> None:
         self._tau_s = tau_s
@@ -120,7 +120,7 @@ class ArrivalRate:
         self._count += count
 
     def update(self, now: float) -> float:
-        """Close the interval since the last update; return the smoothed rate."""
+        """End the interval since the last update, and return the smoothed rate in arrivals per second."""
         if self._since_s is not None and now > self._since_s:
             interval_s = now - self._since_s
             self._per_s.add(self._count / interval_s, weight=1 - math.exp(-interval_s / self._tau_s))

@@ -1,8 +1,8 @@
-"""Async scheduling: the plan that follows the running step, made before that step's result is known, so that the
-device does not wait for the host.
+"""Async scheduling: the next plan is made before the result of the running step is known.
 
-Pure. Such a plan is made only when nothing is left to decide: every sequence that is held decodes, all of them are in
-the running step, and all may go on. Anything else waits for the result and for `form_batch`.
+So the device does not wait for the host between two steps. Such a plan is made only if nothing is left to decide: all
+sequences that the worker holds are decoding in the running step, and there are blocks for their next tokens. In all
+other cases, the worker waits for the result and calls `form_batch`. All functions are pure.
 """
 
 from engine.interface import Run, StepPlan, blocks_for
@@ -12,8 +12,11 @@ from scheduler.request_state import RequestState
 
 
 def async_plan(running: StepPlan, step_id: int, view: EngineView, table: RequestTable) -> StepPlan | None:
-    """Return one more token for each sequence of `running` that is not certain to end with it, or None if there is
-    anything to decide. `table` and `view` are as before that step."""
+    """Return the plan that follows `running`: one more token for each of its sequences that can continue.
+
+    Sequences that are certain to end with `running` are left out. Return None if there is anything to decide. `table`
+    and `view` show the state before the result of `running`.
+    """
     states = list(table)
     in_step = {run.seq_id for run in running.run}
     if len(states) != len(in_step) or any(s.id not in in_step or not s.is_decode for s in states):
@@ -27,13 +30,16 @@ def async_plan(running: StepPlan, step_id: int, view: EngineView, table: Request
 
 
 def _ends(state: RequestState, max_model_len: int) -> bool:
-    """Return whether the token of the running step is its last one. (A stop token may end it as well.)"""
+    """Return whether the sequence is certain to end with the token of the running step.
+
+    A sequence that is not certain to end may still end there, with a stop token.
+    """
     num_outputs = len(state.output_token_ids) + 1
     return num_outputs >= state.request.sampling.max_tokens or state.num_tokens + 1 >= max_model_len
 
 
 def _new_blocks(states: list[RequestState], num_tokens: int, view: EngineView) -> int:
-    """Count the blocks that the last of `num_tokens` more tokens of each sequence takes."""
+    """Return the number of sequences that need a new KV block for the last one of their next `num_tokens` tokens."""
     size = view.block_size
     return sum(
         blocks_for(s.num_computed_tokens + num_tokens, size) - blocks_for(s.num_computed_tokens + num_tokens - 1, size)

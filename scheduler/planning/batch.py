@@ -1,10 +1,12 @@
 """Batch formation: which sequences run in the next step, and for how many tokens.
 
-`form_batch` is pure: from the engine's view, the request table and the controller's budgets it makes one `StepPlan`.
-It reads no clock and changes nothing. Tiers are served from the highest priority down, after those whose min share is
-due. In a tier, decodes go before prefills, and prefills by deadline; of interactive prefills, those that can still be
-in time go first. Lower tiers fill what is left, as long as the predicted step time stays inside their limit: a bulk
-sequence that does not fit sits the step out and keeps its KV.
+`form_batch` is pure: it computes one `StepPlan` from the engine's view, the request table and the controller's budgets.
+It reads no clock and changes nothing.
+
+Tiers whose min share is due are served first, and then all other tiers from the highest priority to the lowest. In a
+tier, decodes go before prefills, and prefills are sorted by deadline. Interactive prefills that can still be in time go
+before late ones. Lower tiers may add work as long as the predicted step time stays inside their limit. A bulk sequence
+that does not fit is left out of the step and keeps its KV.
 """
 
 from collections import Counter
@@ -22,9 +24,11 @@ from scheduler.planning.kv_budget import BlockBudget, EngineView
 from scheduler.planning.request_table import RequestTable
 from scheduler.request_state import RequestState, Status
 
-MAX_SORTED = 64  # prefills of an interactive tier that are sorted by deadline; those behind them wait for a later step
+MAX_SORTED = 64  # prefills of an interactive tier that one plan looks at; further prefills wait for a later plan
 MIN_CHUNK = 16  # tokens; a smaller prefill chunk is not worth a step's overhead
-REST_SHARE = 0.25  # of a step's fixed cost: the rest of a prompt that takes less joins, or it would need its own step
+# Share of a step's fixed cost. If the rest of a prompt takes no longer than this, it is added to the chunk even if the
+# step then exceeds its limit. Otherwise the rest would need a step of its own.
+REST_SHARE = 0.25
 
 
 def form_batch(
@@ -36,13 +40,17 @@ def form_batch(
     now: float,
     barred: Container[str] = frozenset(),
 ) -> StepPlan:
-    """Return the plan of the next step. `tiers` come from the highest priority down; `table` holds all requests that
-    have not ended; those in `barred` may not run yet. Its cost grows with the work planned, not with the work that
-    waits."""
+    """Return the plan of the next step.
+
+    `tiers` are sorted from the highest priority to the lowest. `table` holds all requests that have not ended. Requests
+    in `barred` may not run yet. The computation takes time in proportion to the planned work, and not to the number of
+    waiting requests.
+    """
     draft = _Draft(view, budgets, table, now, barred)
     for tier in sorted(tiers, key=lambda t: not budgets.tiers[t.name].guaranteed):
         budget = budgets.tiers[tier.name]
-        if budget.decodes_only and draft.has_work:  # without work above, the tier runs as usual: an engine never idles
+        # If no higher tier has added work, the tier runs as usual, so that the engine does not stand idle.
+        if budget.decodes_only and draft.has_work:
             if not draft.add_decodes(tier.name, budget, budget.limit.extra_only_s(draft.planned_s)):
                 draft.pause(tier.name)
             continue
@@ -54,7 +62,7 @@ def form_batch(
 
 
 class _Draft:
-    """A plan being made: what it holds so far, and what is left of blocks and tokens."""
+    """An unfinished plan: the work added so far, and the blocks and tokens that are left."""
 
     def __init__(
         self, view: EngineView, budgets: Budgets, table: RequestTable, now: float, barred: Container[str]
@@ -65,18 +73,19 @@ class _Draft:
         self._table = table
         self._barred = barred
         self._blocks = BlockBudget(view, budgets.cost, table.reserved(), table.any_resident)
-        self._work_s = 0.0  # of all runs, without the step's fixed cost
-        self._guaranteed_s = 0.0  # the part of it that serves min shares
+        self._work_s = 0.0  # predicted time of all runs, without the step's fixed cost
+        self._guaranteed_s = 0.0  # the part of `_work_s` that serves min shares
         self._preempt: dict[str, PreemptionMode] = {}
         self._resume: list[str] = []
         self._start: list[NewSequence] = []
-        self._run: dict[str, int] = {}  # sequence → tokens
+        self._run: dict[str, int] = {}  # sequence id → number of tokens
         self._tokens_left = view.max_step_tokens
-        self._num_tokens: Counter[str] = Counter()  # these four by tier
+        # The next four counters are by tier.
+        self._num_tokens: Counter[str] = Counter()
         self._num_run: Counter[str] = Counter()
         self._num_started: Counter[str] = Counter()
         self._num_preempted: Counter[str] = Counter()
-        self._lacks_blocks = False  # a sequence waits for blocks: newcomers behind it may not take those that get free
+        self._lacks_blocks = False  # a sequence waits for blocks, so that newcomers after it may not take free blocks
 
     @property
     def has_work(self) -> bool:
@@ -84,11 +93,11 @@ class _Draft:
 
     @property
     def planned_s(self) -> float:
-        """How long the step is predicted to take so far."""
+        """The predicted length in seconds of the step with the work added so far."""
         return self._step_s(0.0)
 
     def _step_s(self, added_s: float) -> float:
-        """How long the step would take with `added_s` more work."""
+        """Return the predicted length of the step with `added_s` seconds of additional work."""
         return self._cost.step(self._work_s + added_s) + self._blocks.swap_s
 
     def plan(self, step_id: int) -> StepPlan:
@@ -101,18 +110,20 @@ class _Draft:
         )
 
     def note_guaranteed(self) -> None:
-        """All work added so far serves min shares."""
+        """Record that all work added so far serves min shares."""
         self._guaranteed_s = self._work_s
 
     def pause(self, tier: str) -> None:
-        """Pause the sequences that ran in the last step; those that sat it out are paused or swapped already."""
+        """Pause the tier's sequences that ran in the last step. Its other sequences keep their status."""
         for state in self._table.last_run(tier):
             if state.status is Status.RUNNING and state.id not in self._preempt:
                 self._preempt[state.id] = PreemptionMode.PAUSE
 
     def add_decodes(self, tier: str, budget: TierBudget, limit_s: float) -> int:
-        """Add one token for each sequence that decodes and fits, the one that sat out longest first; return how many
-        run in the step."""
+        """Add one token for each decoding sequence that fits; return how many of the tier's sequences are in the step.
+
+        The sequence whose last run is the longest ago comes first.
+        """
         slots = budget.max_num_seqs
         for state in self._table.decodes(tier):
             if slots <= 0 or self._tokens_left_of(tier, budget) < 1:
@@ -130,9 +141,13 @@ class _Draft:
         return self._num_run[tier]
 
     def add_prefills(self, tier: Tier, budget: TierBudget) -> None:
-        """Add chunks of prefills: sequences under way first, then by deadline. Interactive ones that can still be in
-        time go first, but leave a share of the time to those that cannot: one huge prompt must neither make all others
-        late nor wait for ever."""
+        """Add prefill chunks of the tier.
+
+        In a bulk tier, prefills that have begun go first, then preempted sequences, then newcomers. Each of these
+        groups is sorted by deadline. In an interactive tier, prefills that can still be in time go before late
+        prefills, but leave a share of the time to the late ones. So one huge prompt neither makes all other requests
+        late nor waits for ever.
+        """
         limit_s = budget.limit.prefills_s(self.planned_s, 0.0 if budget.guaranteed else self._guaranteed_s)
         pending = self._pending(tier, budget)
         if not tier.is_interactive:
@@ -153,9 +168,12 @@ class _Draft:
         in_order: bool = False,
         is_open: bool = True,
     ) -> bool:
-        """Add chunks of `pending`, in this order, as far as slots, blocks and time go. Newcomers may start only if
-        `is_open`, and none after one that could not: return whether more may start. `in_order`: no resident sequence
-        comes behind a newcomer."""
+        """Add chunks of `pending` in this order until slots, blocks or time run out.
+
+        A sequence that is not resident may start or come back only if `is_open`. After the first such sequence that
+        does not fit, no other sequence may start. Return whether further sequences may start. With `in_order`, all
+        resident sequences come first in `pending`, so the loop stops at the first sequence that may not start.
+        """
         slots = budget.max_num_seqs - self._num_run[tier]
         for state in pending:
             if state.id in self._preempt or state.id in self._barred:
@@ -174,6 +192,7 @@ class _Draft:
         return is_open
 
     def _pending(self, tier: Tier, budget: TierBudget) -> Iterable[RequestState]:
+        """Return the tier's prefills, then its preempted sequences, then its newcomers unless they must still wait."""
         table, name = self._table, tier.name
         batch = batching_delay.BatchSoFar(self._free_slots(name, budget), self._cost.step_s, self.has_work)
         newcomers = () if batching_delay.is_waiting(tier, table, budget, batch, self._now) else table.waiting(name)
@@ -183,7 +202,7 @@ class _Draft:
         return self._free_slots(tier, budget) > 0 and not self._lacks_blocks
 
     def _free_slots(self, tier: str, budget: TierBudget) -> int:
-        """Return how many sequences may still start or come back."""
+        """Return how many sequences of the tier may still start or come back."""
         held = self._table.num_resident(tier) + self._num_started[tier] - self._num_preempted[tier]
         return budget.max_num_seqs - held
 
@@ -191,7 +210,7 @@ class _Draft:
         return min(self._tokens_left, budget.max_tokens - self._num_tokens[tier])
 
     def _add_chunk(self, state: RequestState, budget: TierBudget, limit_s: float) -> bool:
-        """Run as much of the prefill as fits; return False if nothing does."""
+        """Add as many tokens of the prefill as fit; return False if none fits."""
         wanted = min(state.num_uncomputed, self._tokens_left_of(state.tier.name, budget))
         num_tokens = self._chunk(wanted, state.num_computed_tokens, limit_s)
         if num_tokens < 1:
@@ -207,8 +226,10 @@ class _Draft:
         return True
 
     def _chunk(self, wanted: int, context: int, limit_s: float) -> int:
-        """Return how many tokens of a prefill fit. A step that would be empty takes one small chunk whatever it costs,
-        so that something always runs."""
+        """Return how many of `wanted` tokens fit into the step.
+
+        An empty step always gets at least a small chunk, even beyond the limit, so that the engine always has work.
+        """
         left_s = limit_s - self._blocks.swap_s - self._cost.step_s - self._work_s
         return largest_chunk(wanted, context, left_s, self._cost) or (0 if self._run else min(wanted, MIN_CHUNK))
 
@@ -224,7 +245,10 @@ class _Draft:
         self._num_started[tier] += not state.is_resident
 
     def _get_blocks(self, state: RequestState, num_tokens: int, reserve_blocks: int) -> bool:
-        """Reserve the blocks of a run, with preemptions where these are allowed and enough; else change nothing."""
+        """Allocate the blocks for a run, if necessary with preemptions.
+
+        Return False and change nothing if there are not enough blocks.
+        """
         preempted = self._blocks.take(state, num_tokens, self._preemptible, reserve_blocks)
         if preempted is None:
             return False
@@ -234,7 +258,7 @@ class _Draft:
         return True
 
     def _preemptible(self) -> list[RequestState]:
-        """Return the sequences that hold blocks, and neither run in this step nor lose their blocks in it."""
+        """Return the sequences that hold blocks, do not run in this step, and do not lose their blocks in this step."""
         return [
             s
             for s in self._table.residents()
@@ -243,14 +267,17 @@ class _Draft:
 
 
 def largest_chunk(wanted: int, context: int, left_s: float, cost: StepCost) -> int:
-    """Return how many of `wanted` tokens behind `context` cached ones fit into `left_s` seconds; 0 if they are too few
-    to be worth it."""
+    """Return how many of `wanted` tokens, after `context` computed ones, can be computed in `left_s` seconds.
+
+    Return 0 if fewer than `MIN_CHUNK` of them fit. Return `wanted` also if the tokens that do not fit are only a short
+    rest (`REST_SHARE`).
+    """
     if wanted < 1 or cost.run(wanted, context) <= left_s:
         return max(0, wanted)
     if left_s <= 0 or cost.prefill(MIN_CHUNK, context) > left_s:
         return 0
     low, high = MIN_CHUNK, wanted
-    while low < high:  # prefill() grows with its tokens
+    while low < high:  # a binary search: prefill() grows with the number of tokens
         middle = (low + high + 1) // 2
         low, high = (middle, high) if cost.prefill(middle, context) <= left_s else (low, middle - 1)
     rest_s = cost.prefill(wanted - low, context + low)

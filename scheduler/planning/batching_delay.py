@@ -1,7 +1,8 @@
-"""Batching delay (wait-or-full): whether the newcomers of a tier wait for others before their batch begins. Pure.
+"""Batching delay (wait-or-full): whether the newcomers of a tier wait for further requests before their batch starts.
 
-A newcomer is a request that has not run yet. A flood of them fills the batch, and light traffic starts at once. Where
-steps cost the same however full they are, max-wait is the main knob.
+A newcomer is a request that has not run yet. If there are enough newcomers to fill the batch, they start at once. If
+traffic is light and the engine is idle, they also start at once, because waiting does not pay. On an engine whose step
+time does not depend on the batch size, max-wait is the main knob. All functions are pure.
 """
 
 from collections.abc import Sequence
@@ -16,16 +17,20 @@ from scheduler.planning.request_table import RequestTable
 
 @dataclass(frozen=True, slots=True)
 class BatchSoFar:
-    """The batch that a tier's newcomers would join."""
+    """The state of the batch that a tier's newcomers would join."""
 
-    slots: int  # free, of the tier
+    slots: int  # number of free slots of the tier
     fixed_s: float  # fixed cost of the step
     has_work: bool  # other sequences run in the step
 
 
 def is_waiting(tier: Tier, table: RequestTable, budget: TierBudget, batch: BatchSoFar, now: float) -> bool:
-    """Return whether the newcomers wait: until the batch is full, or the oldest has waited for max-wait. Beside other
-    work only bulk waits; on an idle engine all tiers do, if other requests arrive soon enough to be worth it."""
+    """Return whether the newcomers of `tier` must wait at `now`.
+
+    They wait until there are enough of them to fill the batch, or until the oldest one has waited for max-wait. If the
+    step has other work, only the newcomers of bulk tiers wait. On an idle engine, the newcomers of all tiers wait if
+    requests arrive often enough that waiting pays.
+    """
     if not budget.max_wait_s or not 0 < table.num_waiting(tier.name) < batch.slots:
         return False
     if batch.has_work:
@@ -37,8 +42,11 @@ def is_waiting(tier: Tier, table: RequestTable, budget: TierBudget, batch: Batch
 
 
 def idle_until_s(tiers: Sequence[Tier], table: RequestTable, budgets: Budgets, now: float) -> float:
-    """Return when the loop must look again after an empty plan: when the first max-wait ends. Requests past max-wait
-    are blocked on something else, whose event wakes the loop."""
+    """Return the time at which the step loop must plan again after an empty plan; inf if no max-wait is running.
+
+    This is the time at which the first max-wait ends. A request whose max-wait has ended waits for another event, and
+    that event wakes the loop.
+    """
     ends = (_max_wait_ends_s(table, t.name, budgets.tiers[t.name]) for t in tiers if table.num_waiting(t.name))
     return min((end_s for end_s in ends if end_s > now), default=NEVER_S)
 

@@ -1,7 +1,7 @@
-"""Claims: how many requests a worker takes from each tier's queue, and which of them it can never serve. Pure.
+"""Claims: how many requests a worker takes from each tier's queue, and which requests it can never serve.
 
-The worker holds few waiting requests and leaves the others in the store: only there are they in order with later ones,
-and other workers may be free sooner.
+The worker holds few waiting requests and leaves all others in the store. In the store, they stay sorted together with
+requests that arrive later, and another worker that is free sooner can claim them. All functions are pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,12 @@ from scheduler.control.budget import Budgets, TierBudget
 from scheduler.planning.request_table import RequestTable
 from scheduler.request import Claimed
 
-PREFETCH = 4  # interactive requests claimed beyond the free slots: a slot freed in a step is filled in the next
-KNOWN_WAITING = 2  # requests claimed from a paused tier that can be urgent: only a claimed request can be found urgent
+# Number of interactive requests that are claimed in addition to the free slots. If a sequence ends in one step, a
+# request that is claimed already fills its slot in the next step.
+PREFETCH = 4
+# Number of waiting requests that the worker holds of a tier that may start no prefills at present, if its requests can
+# become urgent. The worker can notice that a request is urgent only after it has claimed the request.
+KNOWN_WAITING = 2
 
 
 def claim_limits(
@@ -23,8 +27,11 @@ def claim_limits(
     max_step_tokens: int,
     ending: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
-    """Return how many requests to claim from each tier, without the tiers that need none. `ending`: by tier, how many
-    sequences are certain to end with the running step; the requests that follow them must be claimed by then."""
+    """Return how many requests to claim, by tier. Tiers that need no requests are left out.
+
+    `ending` is the number of sequences, by tier, that are certain to end with the running step. Requests for their
+    slots are claimed before the step ends.
+    """
     limits = {}
     for tier in tiers:
         num_ending = ending.get(tier.name, 0) if ending else 0
@@ -51,9 +58,11 @@ def _waiting_tokens(table: RequestTable, tier: str) -> int:
 
 
 def reason_against(claimed: Claimed, engine: EngineInfo, max_attempts: int) -> str:
-    """Return why the engine can never serve the request, as a sentence for the user; empty if it can. `max_attempts`:
-    claims that may end without a result."""
-    if claimed.attempt > max_attempts:  # a request that ends its worker each time would otherwise be retried for ever
+    """Return the reason why the engine can never serve the request, as a sentence for the user; empty if it can.
+
+    `max_attempts` is the number of claims after which a request without a result is given up.
+    """
+    if claimed.attempt > max_attempts:  # otherwise a request that crashes its worker each time is retried for ever
         return f"The request was given up: {max_attempts} attempts at it ended without a result."
     request = claimed.request
     capacity = engine.num_blocks * engine.block_size

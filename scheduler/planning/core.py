@@ -1,9 +1,11 @@
-"""The scheduler without I/O: takes requests in, plans steps, takes their results in, and says what to report.
+"""The scheduler without I/O: it accepts requests, plans steps, applies their results, and says what to report.
 
-`SchedulerCore` owns every `RequestState`; only parts that it owns itself (`table`, `_planner`, `_outputs`) write to
-them. It feeds the SLA controller, in `apply` and `review`. It knows tiers and tokens, and no queue, engine, clock or
-metrics: `scheduler.worker` connects these. Conservation holds at every instant: accepted = finished + failed +
-cancelled + released + held + refused but not reported yet.
+`SchedulerCore` owns every `RequestState`. Only its own parts (`table`, `_planner`, `_outputs`) write to the states. The
+core passes observations to the SLA controller in `apply` and `review`. Knows tiers and tokens; does not know queues,
+the engine, clocks or metrics. `scheduler.worker` connects the core with them.
+
+No request gets lost. At every instant, accepted = finished + failed + cancelled + released + held + refused but not
+reported yet.
 """
 
 from collections import Counter, defaultdict
@@ -30,6 +32,8 @@ from scheduler.request_state import RequestState, Status
 
 
 class SchedulerCore:
+    """The scheduler of one worker. It holds the state of every request that the worker has claimed."""
+
     def __init__(
         self, tiers: TierSet, engine: EngineInfo, controller: SLAController, step_time: StepTimeModel | None = None
     ) -> None:
@@ -45,20 +49,20 @@ class SchedulerCore:
         self._planner = Planner(engine, controller, self.step_time, self.table, self._engine_state, self.running)
         self._inputs = ControllerInputs(controller, self.table, engine)
         self._refused: list[tuple[RequestState, str]] = []
-        self.used_s: defaultdict[str, float] = defaultdict(float)  # engine time, by tier
-        self.counts: Counter[str] = Counter()  # requests: accepted, finished, failed, cancelled, released
+        self.used_s: defaultdict[str, float] = defaultdict(float)  # engine time since the start, by tier
+        self.counts: Counter[str] = Counter()  # numbers of requests: accepted, finished, failed, cancelled, released
         self._outputs = OutputHandler(self.table, self._engine_state, self.counts)
 
-    # -- what others may see -----------------------------------------------------------------------------------
+    # -- readings ----------------------------------------------------------------------------------------------
 
     @property
     def states(self) -> Iterable[RequestState]:
-        """All requests that are held. Only the core may change them."""
+        """The states of all requests that are held. Only the core may change them."""
         return self._states.values()
 
     @property
     def preemptions(self) -> Counter[tuple[str, str]]:
-        """By (tier, mode), since the start."""
+        """The number of preemptions since the start, by (tier, mode)."""
         return self._planner.preemptions
 
     @property
@@ -79,21 +83,21 @@ class SchedulerCore:
 
     @property
     def is_step_in_flight(self) -> bool:
-        """A plan was made whose result has not been applied."""
+        """Whether there is a plan whose result has not been applied yet."""
         return self._engine_state.is_step_in_flight
 
     @property
     def running_step_s(self) -> float:
-        """Predicted length of the step in flight; 0 where there is none."""
+        """The predicted length in seconds of the step that runs; 0 if no step runs."""
         return self.running.step_s
 
     @property
     def idle_until_s(self) -> float:
-        """When the newest plan was empty although requests wait: the time at which a batching delay ends."""
+        """The time at which the first batching delay ends, if the newest plan was empty; otherwise inf."""
         return self._planner.idle_until_s
 
     def status(self, now: float) -> CoreStatus:
-        """Return a snapshot. It looks at all states: for twice a second, not for every step."""
+        """Return a snapshot of the scheduler. It looks at all states, so call it twice a second, not in every step."""
         return CoreStatus(
             kv_usage=self.kv_usage,
             kv_reserve_blocks=self.controller.kv_reserve_blocks,
@@ -110,21 +114,25 @@ class SchedulerCore:
         )
 
     def explain(self, now: float) -> dict[str, Any]:
-        """Return what the controller does and why, as plain data."""
+        """Return the controller's state and its newest decisions with their reasons, as plain data."""
         return self.controller.explain(now)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
     def claim_limits(self, now: float) -> dict[str, int]:
-        """Return how many more requests of each tier to take from the queue, highest tier first."""
+        """Return how many more requests of each tier to claim from the queue. The highest tier comes first."""
         return self._planner.claim_limits(self.tiers, now)
 
     def accept(self, claimed: Sequence[Claimed], now: float, wall_ms: int) -> None:
-        """Take claimed requests in. `now` and `wall_ms` are the same instant on both clocks."""
+        """Accept claimed requests. `now` and `wall_ms` are the same instant on the monotonic and the wall clock.
+
+        A request that is held already only gets the newer fence. A request that the engine can never serve is refused:
+        `refuse` reports it.
+        """
         for item in claimed:
             self._inputs.note_claimed(item.request.tier)
             held = self._states.get(item.request.id)
-            if held is not None:  # our lease lapsed and we claimed the request again: go on under the newer lease
+            if held is not None:  # the lease expired, and this worker claimed the request again: use the newer lease
                 held.fence = item.fence
                 continue
             state = self._new_state(item, now, wall_ms)
@@ -148,7 +156,7 @@ class SchedulerCore:
         )
 
     def refuse(self, now: float) -> StepReport:
-        """Report the accepted requests that can never run."""
+        """Fail the accepted requests that the engine can never serve, and return the report on them."""
         report = StepReport()
         refused, self._refused = self._refused, []
         for state, reason in refused:
@@ -157,20 +165,25 @@ class SchedulerCore:
         return report
 
     def evictees_for(self, request_ids: Iterable[str], now: float) -> Sequence[str]:
-        """Return the sequences to evict from the step in flight so that one of these requests starts sooner. Empty if
-        that does not pay, or if none of the requests could be in the very next step."""
+        """Return the sequences to evict from the step in flight so that one of these requests starts sooner.
+
+        The result is empty if an eviction does not pay, or if no request could start in the next step.
+        """
         return self._planner.evictees_for(self.tiers, request_ids, now)
 
     def cancel(self, request_ids: Iterable[str]) -> list[RequestState]:
-        """Drop requests; the next plan aborts their sequences. Return the states of those that were held."""
+        """Drop requests, and return the states of the requests that were held. The next plan aborts their sequences."""
         return self._drop(request_ids, "cancelled")
 
     def release(self, request_ids: Iterable[str]) -> list[RequestState]:
-        """Leave unfinished requests to other workers (a lost lease). Return the states of those that were held."""
+        """Drop unfinished requests that other workers will serve, for example after a lost lease.
+
+        Return the states of the requests that were held. The next plan aborts their sequences.
+        """
         return self._drop(request_ids, "released")
 
     def release_all(self) -> list[Lease]:
-        """Give everything back unfinished, also requests that are refused but not reported yet. Return the leases."""
+        """Release all requests, and also those that are refused but not reported yet. Return their leases."""
         refused, self._refused = [state for state, _ in self._refused], []
         for state in refused:
             self._discard(state, "released")
@@ -192,15 +205,24 @@ class SchedulerCore:
     # -- one step ----------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan:
-        """Return the next step, already entered into the states: the caller must execute it."""
+        """Return the plan of the next step.
+
+        The request states are already updated, so the caller must execute the plan.
+        """
         return self._planner.plan(self.tiers, now)
 
     def plan_async(self, now: float) -> StepPlan | None:
-        """Return the step after the one in flight if it is certain already, entered into the states; else None."""
+        """Return the plan of the step after the one in flight, if there is nothing left to decide about it; else None.
+
+        The request states are already updated, so the caller must execute the plan.
+        """
         return None if self._refused else self._planner.plan_async(now)
 
     def apply(self, result: StepResult, now: float, overhead_s: float = 0.0) -> StepReport:
-        """Take a step's result in. `overhead_s`: what the host took for the step beside the engine's own time."""
+        """Apply the result of a step, and return the report on it.
+
+        `overhead_s` is the time that the host needed for the step in addition to the engine's time.
+        """
         report = StepReport()
         self._learn(result, report)
         if result.evicted:
@@ -210,7 +232,7 @@ class SchedulerCore:
         return report
 
     def observe_step_time(self, work: StepWork, elapsed_s: float) -> None:
-        """Learn from a step that was not planned here (the warm-up at start)."""
+        """Learn the time of a step that the core did not plan, such as a warm-up step at the start."""
         self.step_time.observe(work, elapsed_s)
 
     def _learn(self, result: StepResult, report: StepReport) -> None:
@@ -226,12 +248,14 @@ class SchedulerCore:
     # -- twice a second ----------------------------------------------------------------------------------------
 
     def review(self, depths: Mapping[str, int], now: float) -> list[Decision]:
-        """Boost urgent requests and let the controller move its knobs; return its decisions. `depths`: requests in the
-        queue, by tier."""
+        """Boost urgent requests, let the controller move its knobs, and return the controller's decisions.
+
+        `depths` is the number of requests in the queue, by tier.
+        """
         return self._inputs.review(self.tiers, depths, self.kv_usage, self.step_time, now)
 
     def reconfigure(self, tiers: TierSet) -> None:
-        """Adopt other SLOs, bounds, min shares and tiers. A tier that is gone must hold nothing."""
+        """Use new tiers with their SLOs, bounds and min shares. A tier that was removed must not hold requests."""
         self.tiers, self._tier_of = tiers.by_priority, tiers.tiers
         self.table.reconfigure(self._tier_of)
         self.controller.reconfigure(tiers)

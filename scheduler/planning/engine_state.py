@@ -1,6 +1,6 @@
-"""What the scheduler knows of its engine between two steps: free blocks, the steps in flight, sequences to abort.
+"""The scheduler's record of its engine: free blocks, the steps in flight, and the sequences to abort.
 
-Knows plans and results, and reads request states; decides nothing. Owner: `SchedulerCore`.
+Knows plans and results, and reads request states; decides nothing. `SchedulerCore` owns it.
 """
 
 from collections import Counter
@@ -12,12 +12,12 @@ from engine.step_time.cost import StepWork
 from scheduler.planning.kv_budget import EngineView
 from scheduler.request_state import RequestState, Status
 
-WATERMARK = 0.02  # share of all blocks that stays free when a sequence starts beside others
+WATERMARK = 0.02  # share of all blocks that stays free when a sequence starts while other sequences hold blocks
 
 
 @dataclass(slots=True)
 class _Abandoned:
-    """The blocks that an abandoned sequence holds at least, and how many of them others share."""
+    """The KV blocks that an abandoned sequence is known to hold, and how many of them other sequences share."""
 
     num_blocks: int
     num_shared: int
@@ -29,14 +29,16 @@ class _Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class _InFlightStep:
-    """A submitted step, and the computed tokens that each of its sequences had before it."""
+    """A submitted step whose result has not come yet."""
 
     plan: StepPlan
-    num_computed: dict[str, int]
-    swaps: bool
+    num_computed: dict[str, int]  # number of computed tokens before the step, by sequence
+    swaps: bool  # whether the step copies KV blocks to the host or back
 
 
 class EngineState:
+    """The free blocks of the engine, its steps in flight, and the sequences that it must abort."""
+
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
         self._free_blocks = info.num_blocks
@@ -53,7 +55,10 @@ class EngineState:
         return bool(self._in_flight)
 
     def view(self) -> EngineView:
-        """Return what the next plan can use. Its aborts come first, so that their blocks count as free."""
+        """Return the capacity that the next plan can use.
+
+        The blocks of sequences that the plan aborts count as free, because the engine executes aborts first.
+        """
         info = self._info
         return EngineView(
             free_blocks=self._free_blocks + sum(a.own_blocks for a in self._abandoned.values()),
@@ -68,7 +73,7 @@ class EngineState:
     # -- sequences that the engine holds and no request needs any more -----------------------------------------
 
     def abandon(self, state: RequestState) -> None:
-        """Have the next plan abort the sequence."""
+        """Add a sequence to the sequences that the next plan aborts."""
         self._abandoned[state.id] = _Abandoned(state.blocks_held(self._info.block_size), state.num_shared_blocks)
 
     @property
@@ -79,16 +84,16 @@ class EngineState:
         return request_id in self._abandoned
 
     def forget_abandoned(self, request_id: str) -> None:
-        """The sequence has ended by itself: nothing is left to abort."""
+        """Remove a sequence from the sequences to abort, because it has ended by itself."""
         del self._abandoned[request_id]
 
     @property
     def aborts(self) -> Iterable[str]:
-        """The sequences that the next plan is to abort."""
+        """The ids of the sequences that the next plan must abort."""
         return self._abandoned.keys()
 
     def take_aborts(self) -> tuple[str, ...]:
-        """Return the sequences to abort, and forget them: they are in a plan now."""
+        """Return the ids of the sequences to abort, and clear the list. The caller puts them into a plan."""
         aborts = tuple(sorted(self._abandoned))
         self._abandoned.clear()
         return aborts
@@ -97,27 +102,34 @@ class EngineState:
 
     @property
     def running(self) -> StepPlan | None:
-        """The step in flight, if there is exactly one."""
+        """The plan of the step in flight, if there is exactly one; otherwise None."""
         plans = [step.plan for step in self._in_flight.values()]
         return plans[0] if len(plans) == 1 else None
 
     def ending(self, states: Mapping[str, RequestState]) -> Counter[str]:
-        """Count by tier the sequences that are certain to end with the step in flight."""
+        """Return the number of sequences that are certain to end with the step in flight, by tier."""
         plan = self.running
         ran = ((run, states.get(run.seq_id)) for run in plan.run) if plan is not None else ()
         return Counter(s.tier.name for run, s in ran if s is not None and s.ends_with(run.num_tokens))
 
     def enter(self, plan: StepPlan, states: Mapping[str, RequestState]) -> None:
-        """Note a plan that is submitted. `states` are as before it; for an async plan, as before the running step."""
+        """Record a plan that is submitted.
+
+        `states` are the request states before the plan's step. For an async plan, they do not include the result of the
+        running step.
+        """
         swaps = any(p.mode is PreemptionMode.SWAP for p in plan.preempt)
         swaps = swaps or any(states[seq_id].status is Status.SWAPPED for seq_id in plan.resume)
-        # An async plan continues behind the one token that the running step gives each sequence.
+        # An async plan starts one token later, since the running step computes one token of each sequence.
         num_computed = {run.seq_id: states[run.seq_id].num_computed_tokens + plan.ahead for run in plan.run}
         self._in_flight[plan.step_id] = _InFlightStep(plan, num_computed, swaps)
 
     def settle(self, result: StepResult) -> StepWork | None:
-        """Take a result in. Return the work that was done, without tokens found in the prefix cache; None if the
-        step's time says nothing about its work: blocks were copied, or a sequence was evicted or failed half-way."""
+        """Record the result of a step, and return the work that the step did.
+
+        Tokens found in the prefix cache do not count as work. Return None if the step's time does not depend on its
+        work alone: blocks were copied, a sequence was evicted or failed, or no sequence ran.
+        """
         self._free_blocks, self._free_swap_blocks = result.free_blocks, result.free_swap_blocks
         self._update_abandoned(result)
         step = self._in_flight.pop(result.step_id, None)

@@ -1,12 +1,12 @@
-"""KV blocks while a plan is made: which are free, which are reserved, and which sequences are preempted for which.
+"""The budget of KV blocks while a plan is made: free blocks, reserved blocks, and preemptions that free more blocks.
 
-Knows blocks and request states; knows no tier budgets and no time limits. It is wrong on the safe side only, so that an
-engine never has to refuse a plan: blocks that a victim shares with others do not count as freed, and blocks that the
-prefix cache will spare a sequence are not counted on.
+Knows blocks and request states; does not know tier budgets or time limits. The budget errs only on the safe side, so
+that the engine never has to refuse a plan. Blocks that a victim shares with other sequences do not count as freed, and
+hits in the prefix cache do not reduce the number of blocks that a sequence needs.
 
-A sequence starts, or comes back, only with room for all tokens that it has so far; once its preemptions are exhausted
-(`scheduler.planning.preemption`), only with room for all tokens that it may ever have. The part of this room that is
-not allocated yet stays reserved for it.
+A sequence starts or comes back only if there is room for all tokens that it has so far. After its last permitted
+preemption (`scheduler.planning.preemption`), it comes back only if there is room for all tokens that it may ever have.
+The part of this room that is not allocated yet stays reserved for the sequence.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from scheduler.request_state import RequestState, Status
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What the engine can take now."""
+    """The capacity of the engine that the next plan can use: its limits, and the blocks that are free now."""
 
     free_blocks: int
     block_size: int
@@ -28,25 +28,28 @@ class EngineView:
     max_model_len: int
     watermark_blocks: int = 0  # kept free when a new sequence starts, so that running ones can grow
     free_swap_blocks: int = 0
-    swap_block_s: float = 0.0  # time to copy a block either way
+    swap_block_s: float = 0.0  # time to copy one block to the host or back
 
 
 class BlockBudget:
-    """The blocks of one plan. `residents`: the states that may have blocks reserved; `any_resident`: some sequence
-    holds blocks before the plan."""
+    """The blocks that are free and reserved while one plan is made.
+
+    `residents` are the states for which blocks may be reserved. `any_resident` says whether any sequence holds blocks
+    before the plan.
+    """
 
     def __init__(self, view: EngineView, cost: StepCost, residents: Iterable[RequestState], any_resident: bool) -> None:
         self._view = view
         self._cost = cost
         self._free = view.free_blocks
         self._free_swap = view.free_swap_blocks
-        self._reserved: dict[str, int] = {}  # blocks, by request id
+        self._reserved: dict[str, int] = {}  # number of reserved blocks, by request id
         for state in residents:
             self._reserved[state.id] = self._reservation(state)
         self._total_reserved = sum(self._reserved.values())
         self._any_resident = any_resident
         self._watermark = view.watermark_blocks if any_resident else 0
-        self.swap_s = 0.0  # time that the plan's copies take
+        self.swap_s = 0.0  # time in seconds that the plan's copies of blocks take
 
     def take(
         self,
@@ -55,9 +58,12 @@ class BlockBudget:
         candidates: Callable[[], Iterable[RequestState]],
         reserve_blocks: int = 0,
     ) -> list[tuple[RequestState, PreemptionMode]] | None:
-        """Allocate the blocks that `state` needs to run `num_tokens` more; return the victims among `candidates` that
-        are preempted for it, and how. Return None, with nothing changed, if the blocks cannot be had. `reserve_blocks`
-        stay free when a new sequence starts beside others."""
+        """Allocate the blocks that `state` needs to run `num_tokens` more tokens.
+
+        Return the sequences among `candidates` that are preempted to free blocks, each with the mode of its preemption.
+        Return None and change nothing if there are not enough blocks. If `state` holds no blocks yet and other
+        sequences do, at least `reserve_blocks` stay free.
+        """
         need, available = self._demand(state, num_tokens, reserve_blocks)
         victims = self._victims(state, need - available, candidates) if need > available else []
         if victims is None:
@@ -71,7 +77,7 @@ class BlockBudget:
         return preempted
 
     def _demand(self, state: RequestState, num_tokens: int, reserve_blocks: int) -> tuple[int, int]:
-        """Return the blocks that `state` needs, and the blocks that it may take without a preemption."""
+        """Return the number of blocks that `state` needs, and the number that it can get without a preemption."""
         size = self._view.block_size
         if not state.is_resident:
             kept_free = max(self._watermark, reserve_blocks if self._any_resident else 0)
@@ -81,13 +87,15 @@ class BlockBudget:
         return need, self._free if need <= own else self._free - self._total_reserved + own
 
     def _room_needed(self, state: RequestState) -> int:
-        """Return the blocks that `state` must have room for from its start on."""
+        """Return the number of blocks for which there must be room when `state` starts or comes back."""
         longest = min(state.request.max_total_tokens, self._view.max_model_len)
         return blocks_for(longest if is_preemption_exhausted(state) else state.num_tokens, self._view.block_size)
 
     def _reservation(self, state: RequestState) -> int:
-        """Return the part of a resident's room that it does not hold yet. A decode has all of it, unless its
-        preemptions are exhausted."""
+        """Return the number of blocks to reserve for a resident sequence: its room without the blocks that it holds.
+
+        A decode needs no reservation, unless its preemptions are exhausted.
+        """
         if state.is_decode and not is_preemption_exhausted(state):
             return 0
         return max(0, self._room_needed(state) - state.blocks_held(self._view.block_size))
@@ -100,7 +108,10 @@ class BlockBudget:
     def _victims(
         self, state: RequestState, missing: int, candidates: Callable[[], Iterable[RequestState]]
     ) -> list[RequestState] | None:
-        """Return enough victims for `missing` blocks, or None: no sequence is preempted for one that cannot run now."""
+        """Return the victims whose preemption frees `missing` blocks.
+
+        Return None if all victims together do not free enough: then `state` cannot run, and no sequence is preempted.
+        """
         choose = growth_victims if state.is_resident else newcomer_victims
         chosen: list[RequestState] = []
         for victim in choose(state, candidates()):
@@ -124,7 +135,10 @@ class BlockBudget:
 
 
 def has_blocks(newcomer: RequestState, view: EngineView, below: Iterable[RequestState]) -> bool:
-    """Return whether the free blocks, and those that `below` would give up, are enough for all its tokens."""
+    """Return whether there are enough blocks for all tokens of `newcomer`.
+
+    Blocks count if they are free, or if a preemption of the `below` sequences would free them.
+    """
     need = blocks_for(newcomer.num_tokens, view.block_size)
     if need <= view.free_blocks:
         return True

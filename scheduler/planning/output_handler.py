@@ -1,6 +1,7 @@
-"""Enters what the engine returned into the requests: new tokens, ends, failures.
+"""The handler of step results: it applies new tokens, ends and failures to the request states.
 
-Writes to request states and to the step's report. Knows neither plans nor budgets. Owner: `SchedulerCore`.
+Writes to request states and to the report on the step. Knows results and request states; does not know plans or
+budgets. `SchedulerCore` owns the handler.
 """
 
 from collections import Counter
@@ -15,7 +16,10 @@ from scheduler.request_state import RequestState, Sample, Status
 
 
 class OutputHandler:
-    """`counts` are the core's: finished and failed requests are added to them."""
+    """The part of the core that applies the results of steps.
+
+    It adds finished and failed requests to `counts`, the counters of the core.
+    """
 
     def __init__(self, table: RequestTable, engine_state: EngineState, counts: Counter[str]) -> None:
         self._table = table
@@ -23,8 +27,11 @@ class OutputHandler:
         self._counts = counts
 
     def apply(self, result: StepResult, bulk_total_s: float, now: float, report: StepReport) -> None:
-        """Enter a step's result. `bulk_total_s`: engine time that bulk has taken since the start. Sequences whose
-        request is not wanted any more are only noted as ended."""
+        """Apply the result of a step to the request states, and add its consequences to `report`.
+
+        `bulk_total_s` is the engine time that bulk has used since the start. The results of abandoned sequences are
+        ignored. If an abandoned sequence has ended, it is removed from the sequences to abort.
+        """
         states, engine = self._table.states, self._engine_state
         for seq_id, num_shared in result.shared_blocks:
             if seq_id in states and not engine.is_abandoned(seq_id):
@@ -43,7 +50,10 @@ class OutputHandler:
                 self.fail(state, failure.reason, now, report)
 
     def fail(self, state: RequestState, error: str, now: float, report: StepReport) -> None:
-        """End a request that is not in the table (any more). `error` is a sentence for its user."""
+        """End a request as failed. The caller has removed it from the table or never added it.
+
+        `error` is a sentence for the user.
+        """
         state.move(Status.FAILED)
         self._counts["failed"] += 1
         _end(state, step_report.failed_event(state, error), "failed", now, report)

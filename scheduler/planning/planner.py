@@ -1,8 +1,9 @@
-"""Makes the plan of the next step and enters it into the request states: the caller must execute it. Also says which
-sequences to evict from the step in flight, so that a newcomer's plan comes sooner.
+"""The planner: it makes the plan of the next step, and chooses the sequences to evict from the step in flight.
 
-Brings together the controller's budgets, what the engine has free and the request table; `form_batch` decides. Owner:
-`SchedulerCore`.
+The planner updates the request states when it makes a plan, so the caller must execute the plan. An eviction ends or
+shortens the running step, so that the plan for a newly arrived request comes sooner. The planner passes the
+controller's budgets, the free capacity of the engine and the request table to `form_batch`, which decides.
+`SchedulerCore` owns the planner.
 """
 
 from collections import Counter
@@ -28,6 +29,8 @@ from scheduler.request_state import RequestState, Status
 
 
 class Planner:
+    """The part of the core that makes plans and enters them into the request states."""
+
     def __init__(
         self,
         engine: EngineInfo,
@@ -45,18 +48,18 @@ class Planner:
         self._running = running
         self._next_step_id = 0
         self._guaranteed: frozenset[str] = frozenset()  # tiers whose min share the newest plan serves
-        self.idle_until_s = NEVER_S  # when the newest plan was empty: the time at which a batching delay ends
-        self.preemptions: Counter[tuple[str, str]] = Counter()  # by (tier, mode)
-        self.recomputed_tokens: Counter[str] = Counter()  # by tier
+        self.idle_until_s = NEVER_S  # if the newest plan was empty: the time at which the first batching delay ends
+        self.preemptions: Counter[tuple[str, str]] = Counter()  # number of preemptions, by (tier, mode)
+        self.recomputed_tokens: Counter[str] = Counter()  # number of tokens whose KV was lost, by tier
 
     def claim_limits(self, tiers: Sequence[Tier], now: float) -> dict[str, int]:
-        """Return how many more requests of each tier to take from the queue, highest tier first."""
+        """Return how many more requests of each tier to claim from the queue. The highest tier comes first."""
         ending = self._engine_state.ending(self._table.states)
         return claim_limits(tiers, self._table, self._budgets(now), self._engine.max_step_tokens, ending)
 
     def plan(self, tiers: Sequence[Tier], now: float) -> StepPlan:
-        """Return the next step. It is empty if nothing can run now."""
-        # A request that came back while its old sequence is to be aborted starts in the step after the abort.
+        """Return the plan of the next step. The plan is empty if no sequence can run now."""
+        # If a request came back before its old sequence is aborted, it starts in the step after the abort.
         barred, budgets, view = frozenset(self._engine_state.aborts), self._budgets(now), self._engine_state.view()
         plan = form_batch(self._next_step_id, view, tiers, self._table, budgets, now, barred)
         plan = replace(plan, abort=self._engine_state.take_aborts())
@@ -67,8 +70,10 @@ class Planner:
         return plan
 
     def plan_async(self, now: float) -> StepPlan | None:
-        """Return the step after the one in flight if it is certain already: the same decodes, without those that end.
-        Return None if there is anything to decide."""
+        """Return the plan of the step after the one in flight: the same decodes without the sequences that end.
+
+        Return None if there is anything to decide.
+        """
         running = self._engine_state.running
         if running is None or self._engine.steps_ahead < 1 or self._engine_state.num_abandoned:
             return None
@@ -78,8 +83,10 @@ class Planner:
         return plan
 
     def evictees_for(self, tiers: Sequence[Tier], request_ids: Iterable[str], now: float) -> Sequence[str]:
-        """Return the sequences to evict from the step in flight so that one of these requests starts sooner. Empty if
-        that does not pay, or if none of the requests could be in the very next step."""
+        """Return the sequences to evict from the step in flight so that one of these requests starts sooner.
+
+        The result is empty if an eviction does not pay, or if no request could start in the next step.
+        """
         if not self._engine_state.is_step_in_flight:
             return ()
         for request_id in request_ids:
@@ -91,7 +98,7 @@ class Planner:
         return ()
 
     def _could_start(self, state: RequestState, tiers: Sequence[Tier]) -> bool:
-        """Return whether the request has a slot, and blocks that are free or held by lower tiers."""
+        """Return whether the request could start: it has a slot, and enough blocks are free or held by lower tiers."""
         slots = self._controller.max_num_seqs(state.tier.name)
         below = (s for t in tiers if t.priority < state.priority for s in self._table.of_tier(t.name))
         has_slot = self._table.num_resident(state.tier.name) < slots
@@ -101,7 +108,7 @@ class Planner:
         return self._controller.budgets(list(self._table.interactive()), self._cost(), now)
 
     def _cost(self) -> StepCost:
-        """Return the costs of the kind of step that is likely next: with prefills, or of decodes only."""
+        """Return the predicted costs for the kind of step that is likely to be next: with prefills, or decodes only."""
         return self._step_time.cost(mixed=self._table.any_pending)
 
     def _enter(self, plan: StepPlan, now: float) -> None:

@@ -1,13 +1,15 @@
-"""Which sequences are preempted for which, and how. Pure choices over request states; no clock, no I/O.
+"""The rules of preemption: which sequences lose their KV blocks to another sequence, and in which mode.
 
-The rules, each of which prevents a failure that schedulers have had:
-- A newcomer preempts only sequences of strictly lower priority.
-- Within a tier, only an older sequence that must grow may preempt a newer one. Two equals never preempt each other in
-  turn.
-- The lowest tier gives way first, then the newest sequence (least work lost), sparing those that are nearly done.
-- A sequence loses its blocks at most `retry.max_preemptions` times, as its tier says. After the last time it returns
-  only when there is room for all tokens that it may ever have, and keeps this room to its end: a request that needs
-  these blocks waits no longer than until that sequence ends.
+All functions are pure: they read request states, and use no clock and no I/O. Each rule prevents a failure that
+schedulers have had:
+- A newcomer (a sequence that starts or comes back) preempts only sequences of strictly lower priority.
+- Within a tier, a sequence that needs another block may preempt only sequences with a later deadline. So two sequences
+  never preempt each other in turn.
+- Sequences of the lowest priority are preempted first. Among equal priorities, nearly done sequences are preempted
+  last, and otherwise the newest sequence is preempted first, because it loses the least work.
+- A sequence loses its blocks at most `retry.max_preemptions` times (a key of its tier). After the last time, it comes
+  back only when there is room for all tokens that it may ever have, and it keeps this room to its end. A request that
+  needs these blocks waits at most until that sequence ends.
 """
 
 from collections.abc import Iterable
@@ -16,31 +18,36 @@ from engine.interface import PreemptionMode
 from engine.step_time.cost import StepCost
 from scheduler.request_state import RequestState
 
-NEARLY_DONE = 0.9  # share of its max_tokens that a sequence has generated
+NEARLY_DONE = 0.9  # a sequence is nearly done when it has generated this share of its max_tokens
 
 
 def is_preemption_exhausted(state: RequestState) -> bool:
-    """Return whether a sequence may not lose its blocks again."""
+    """Return whether a sequence has lost its blocks as often as its tier allows."""
     return state.num_preemptions >= state.tier.retry.max_preemptions
 
 
 def newcomer_victims(newcomer: RequestState, resident: Iterable[RequestState]) -> list[RequestState]:
-    """Return the sequences that `newcomer` may preempt to start, best victim first."""
+    """Return the sequences that `newcomer` may preempt to start. The best victim is the first."""
     lower = (s for s in resident if s.priority < newcomer.priority)
     return sorted((s for s in lower if not is_preemption_exhausted(s)), key=_victim_key)
 
 
 def growth_victims(needy: RequestState, resident: Iterable[RequestState]) -> list[RequestState]:
-    """Return the sequences that the running `needy` may preempt to get its next block, best victim first: those of
-    lower tiers, and newer ones of its own."""
+    """Return the sequences that the running sequence `needy` may preempt to get more blocks.
+
+    These are sequences of lower priority, and sequences of the same priority with a later deadline. The best victim is
+    the first.
+    """
     return sorted((s for s in resident if _below(s, needy) and not is_preemption_exhausted(s)), key=_victim_key)
 
 
 def cheapest_mode(
     victim: RequestState, block_size: int, cost: StepCost, swap_block_s: float, free_swap_blocks: int
 ) -> PreemptionMode:
-    """Return whether the resident `victim` is swapped or computed again. Blocks that it shares with others stay on the
-    device: they are neither copied back nor computed again."""
+    """Return whether it is cheaper to swap the resident sequence `victim` or to recompute it.
+
+    Blocks that the victim shares with other sequences stay on the device: they are neither copied back nor recomputed.
+    """
     held, own = victim.blocks_held(block_size), victim.own_blocks(block_size)
     if not 0 < held <= free_swap_blocks:
         return PreemptionMode.RECOMPUTE

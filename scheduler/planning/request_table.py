@@ -1,8 +1,8 @@
-"""The requests that a worker holds, indexed by tier and by what the next plan may do with them.
+"""The request table: the requests that a worker holds, indexed by tier and by the kind of work that they need next.
 
-The index lets a plan look at only as many states as it can use, however many wait or sit out. Knows states and orders;
-decides nothing. Owner: `SchedulerCore` and its parts, which call `update` whenever a state's index entry may have
-changed; all others only read.
+With the index, a plan looks only at the states that it can use, even if many other requests wait. Knows states and
+their orders; decides nothing. `SchedulerCore` owns the table. The core and its parts call `update` whenever the index
+entry of a state may have changed. All other code only reads the table.
 """
 
 from collections import OrderedDict
@@ -17,11 +17,12 @@ from scheduler.config import Tier
 from scheduler.planning.preemption import is_preemption_exhausted
 from scheduler.request_state import RequestState, Status
 
-_NotResidentKey = tuple[bool, tuple[int, int, str]]  # waiting ones behind preempted ones, then by deadline
+# The sort key of a state without blocks: preempted requests come before waiting requests, each group by deadline.
+_NotResidentKey = tuple[bool, tuple[int, int, str]]
 
 
 class _Group(Enum):
-    """The part of the index that a state belongs to."""
+    """The part of a tier's index to which a state belongs."""
 
     DECODES = auto()
     PREFILLS = auto()
@@ -30,7 +31,9 @@ class _Group(Enum):
 
 @dataclass(slots=True)
 class _TierIndex:
-    decodes: OrderedDict[str, RequestState] = field(default_factory=OrderedDict)  # longest since its last run first
+    """The states of one tier, in groups. `decodes` starts with the sequence whose last run is the longest ago."""
+
+    decodes: OrderedDict[str, RequestState] = field(default_factory=OrderedDict)
     prefills: dict[str, RequestState] = field(default_factory=dict)
     not_resident: "SortedDict[_NotResidentKey, RequestState]" = field(default_factory=SortedDict)
 
@@ -48,12 +51,14 @@ class _TierIndex:
 
 
 class RequestTable:
+    """All requests that the worker holds, with an index by tier and group."""
+
     def __init__(self, tiers: Iterable[Tier]) -> None:
         self._tiers = tuple(tiers)
         self._index = {tier.name: _TierIndex() for tier in self._tiers}
         self._states: dict[str, RequestState] = {}
         self._entries: dict[str, tuple[_Group, _NotResidentKey]] = {}  # by request id
-        self._preemption_exhausted: dict[str, RequestState] = {}  # residents whose whole length must fit
+        self._preemption_exhausted: dict[str, RequestState] = {}  # residents that keep room for all their tokens
         self._last_run: Sequence[str] = ()
         self._boosted: frozenset[str] = frozenset()
 
@@ -61,7 +66,7 @@ class RequestTable:
 
     @property
     def states(self) -> Mapping[str, RequestState]:
-        """By request id."""
+        """The states of all requests, by request id."""
         return self._states
 
     def __len__(self) -> int:
@@ -75,7 +80,7 @@ class RequestTable:
         return index.num_resident + len(index.not_resident)
 
     def tiers_held(self) -> Iterator[str]:
-        """Tiers with requests in the table."""
+        """Return the names of the tiers that have requests in the table."""
         return (tier for tier in self._index if self.count(tier))
 
     def of_tier(self, tier: str) -> Iterator[RequestState]:
@@ -88,13 +93,17 @@ class RequestTable:
     # -- for a plan --------------------------------------------------------------------------------------------
 
     def decodes(self, tier: str) -> Iterable[RequestState]:
-        """Boosted sequences first, then by how long ago they ran; equals in the order of their last step."""
+        """Return the tier's decoding sequences. Boosted sequences come first.
+
+        Both boosted and other sequences are sorted by their last run, the longest ago first. Sequences that last ran in
+        the same step keep their order in that step.
+        """
         decodes = self._index[tier].decodes.values()
         boosted = [s for s in decodes if s.id in self._boosted] if self._boosted else []
         return chain(boosted, (s for s in decodes if s.id not in self._boosted)) if boosted else decodes
 
     def boost(self, request_ids: Collection[str], priority: float) -> None:
-        """Raise the priority of these requests, and of no others, from now on."""
+        """Give these requests the priority `priority`, and end the boost of all other requests."""
         for request_id in self._boosted:
             if request_id in self._states:
                 self._states[request_id].boosted_to = None
@@ -103,16 +112,16 @@ class RequestTable:
             self._states[request_id].boosted_to = priority
 
     def prefills(self, tier: str) -> list[RequestState]:
-        """Residents with tokens to catch up with, by deadline."""
+        """Return the tier's resident sequences that still have prefill tokens to compute, sorted by deadline."""
         return sorted(self._index[tier].prefills.values(), key=lambda s: s.edf_key)
 
     def preempted(self, tier: str) -> Iterable[RequestState]:
-        """Sequences that the engine knows without KV blocks on the device, by deadline."""
+        """Return the tier's sequences that the engine knows but that hold no KV blocks on the device, by deadline."""
         index = self._index[tier]
         return (index.not_resident.peekitem(i)[1] for i in range(index.num_preempted))
 
     def waiting(self, tier: str) -> Iterable[RequestState]:
-        """Requests that the engine does not know yet, by deadline."""
+        """Return the tier's requests that the engine does not know yet, sorted by deadline."""
         index = self._index[tier]
         return (index.not_resident.peekitem(i)[1] for i in range(index.num_preempted, len(index.not_resident)))
 
@@ -125,7 +134,7 @@ class RequestTable:
 
     @property
     def any_pending(self) -> bool:
-        """Some request has prompt tokens, or tokens lost by preemption, to compute."""
+        """Whether any request still has to compute tokens of its prompt or tokens that a preemption lost."""
         return any(index.prefills or index.not_resident for index in self._index.values())
 
     @property
@@ -137,13 +146,13 @@ class RequestTable:
             yield from index.residents()
 
     def reserved(self) -> Iterator[RequestState]:
-        """Residents that may have blocks reserved which they do not hold yet."""
+        """Return the resident sequences that may have blocks reserved in addition to the blocks that they hold."""
         for index in self._index.values():
             yield from (s for s in index.prefills.values() if s.id not in self._preemption_exhausted)
         yield from self._preemption_exhausted.values()
 
     def last_run(self, tier: str) -> Iterator[RequestState]:
-        """The sequences of the newest plan that have not ended."""
+        """Return the tier's sequences that are in the newest plan and have not ended."""
         for request_id in self._last_run:
             state = self._states.get(request_id)
             if state is not None and state.tier.name == tier:
@@ -152,7 +161,7 @@ class RequestTable:
     # -- changes -----------------------------------------------------------------------------------------------
 
     def update(self, state: RequestState) -> None:
-        """Add `state`, or move it to the part of the index where it belongs now."""
+        """Add `state` to the table, or move it to the group to which it belongs now."""
         group = _group_of(state)
         entry = self._entries.get(state.id)
         key = (state.status is Status.WAITING, state.edf_key)
@@ -181,25 +190,25 @@ class RequestTable:
             self._preemption_exhausted.pop(state.id, None)
 
     def note_run(self, request_ids: Sequence[str]) -> None:
-        """These sequences are in the newest plan: their next turn comes after all others."""
+        """Record that these sequences are in the newest plan, and put them at the end of the order of decodes."""
         self._last_run = request_ids
         for request_id in request_ids:
             if self._entries[request_id][0] is _Group.DECODES:
                 self._decodes_beside(request_id).move_to_end(request_id)
 
     def note_evicted(self, request_ids: Sequence[str]) -> None:
-        """These sequences were evicted from the newest step: their turn comes again, in the same order."""
+        """Put sequences that were evicted from a step back to the front of the order of decodes, in the same order."""
         for request_id in reversed(request_ids):
             entry = self._entries.get(request_id)
             if entry is not None and entry[0] is _Group.DECODES:
                 self._decodes_beside(request_id).move_to_end(request_id, last=False)
 
     def _decodes_beside(self, request_id: str) -> OrderedDict[str, RequestState]:
-        """All decodes of the request's tier."""
+        """Return all decodes of the request's tier."""
         return self._index[self._states[request_id].tier.name].decodes
 
     def reconfigure(self, tiers: Mapping[str, Tier]) -> None:
-        """Adopt other tiers. A tier that is gone must have no requests."""
+        """Use new tiers. A tier that was removed must have no requests in the table."""
         assert all(name in tiers or not self.count(name) for name in self._index), "a tier with requests cannot go"
         self._tiers = tuple(tiers.values())
         self._index = {name: self._index.get(name) or _TierIndex() for name in tiers}

@@ -1,7 +1,8 @@
-"""The step in flight: how its time is shared among the tiers, and which bulk sequences to evict from it.
+"""The step in flight: how its time is divided among the tiers, and which bulk sequences to evict from it.
 
-Knows the plan and the predicted cost of its runs; asks `step_eviction` whether an eviction pays. Sends nothing to the
-engine. With async scheduling a second step may be queued behind the running one. Owner: `SchedulerCore`.
+Knows the plan of the step and the predicted cost of its runs. Asks `step_eviction` whether an eviction pays. Sends
+nothing to the engine. With async scheduling, a second step may wait in the engine for the running one to end.
+`SchedulerCore` owns this object.
 """
 
 from collections import Counter, defaultdict
@@ -16,10 +17,10 @@ from scheduler.request_state import RequestState
 
 @dataclass(frozen=True, slots=True)
 class StepUsage:
-    """What a finished step was used for."""
+    """The use of a finished step: the number of sequences in it and the engine time that each tier used."""
 
-    sequences: Mapping[str, int] = field(default_factory=dict)  # planned to run, by tier
-    used_s: Mapping[str, float] = field(default_factory=dict)  # engine time by tier, without what was thrown away
+    sequences: Mapping[str, int] = field(default_factory=dict)  # number of sequences planned to run, by tier
+    used_s: Mapping[str, float] = field(default_factory=dict)  # engine time by tier, without the work thrown away
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +29,29 @@ class _Evictable:
 
     seq_id: str
     tier: str
-    run_s: float  # predicted
+    run_s: float  # predicted cost of its run
     priority: float
 
 
 @dataclass(slots=True)
 class _TrackedStep:
-    """A submitted step. Owner: `RunningStep`."""
+    """A submitted step whose result has not come yet. Owned by `RunningStep`."""
 
     timing: StepTiming
     evictable: list[_Evictable]
     runs_s: Mapping[str, float]  # predicted cost of the runs, by tier
-    sequences: Mapping[str, int]  # by tier
-    interactive: frozenset[str]  # the interactive tiers in it
+    sequences: Mapping[str, int]  # number of sequences, by tier
+    interactive: frozenset[str]  # the interactive tiers with sequences in the step
     is_eviction_requested: bool = False
     wasted_s: float = 0.0  # bulk work that the requested eviction throws away
 
     def used_s(self, elapsed_s: float, was_evicted: bool) -> dict[str, float]:
-        """Return how `elapsed_s` is shared among the tiers that were not evicted, by the predicted cost of their runs.
-        The step's fixed cost is charged to the tiers that cannot be evicted, if there are any: bulk only rides along
-        with them. What an evicted sequence had computed is of no use and charged to nobody."""
+        """Return the engine time that each tier used: `elapsed_s`, shared in proportion to predicted costs.
+
+        The predicted cost of a tier is that of its runs. The fixed cost of the step is added to the tiers whose
+        sequences cannot be evicted, or to the bulk tiers if there are no such tiers. After an eviction, the evicted
+        tiers are charged nothing, since their work was thrown away.
+        """
         bulk = {evictable.tier for evictable in self.evictable}
         stayed = {tier: s for tier, s in self.runs_s.items() if not (was_evicted and tier in bulk)}
         payers = (stayed.keys() - bulk) or set(stayed)
@@ -59,14 +63,16 @@ class _TrackedStep:
 
 
 class RunningStep:
+    """The submitted steps whose results have not come yet. The oldest of them is the running step."""
+
     def __init__(self) -> None:
         self.waste_budget = TokenBucket()
-        self.bulk_total_s = 0.0  # engine time that tiers without an SLO have taken, thrown away or not
-        self._steps: dict[int, _TrackedStep] = {}  # by step id; the first one runs
+        self.bulk_total_s = 0.0  # engine time that tiers without a latency SLO took, including work thrown away
+        self._steps: dict[int, _TrackedStep] = {}  # by step id; the first entry is the running step
 
     @property
     def step_s(self) -> float:
-        """Predicted length of the step that runs; 0 when none does."""
+        """The predicted length in seconds of the step that runs; 0 if no step runs."""
         step = self._oldest
         return step.timing.step_s if step is not None else 0.0
 
@@ -77,8 +83,10 @@ class RunningStep:
     def begin(
         self, plan: StepPlan, states: Mapping[str, RequestState], cost: StepCost, now: float, protected: Collection[str]
     ) -> None:
-        """Track a submitted step. `states` are as before the step. Sequences of `protected` tiers are not evicted:
-        the step serves their min share."""
+        """Track a submitted step. `states` are the request states before the step.
+
+        Sequences of `protected` tiers are not evicted, because the step serves the min share of these tiers.
+        """
         evictable: list[_Evictable] = []
         interactive: set[str] = set()
         runs_s: defaultdict[str, float] = defaultdict(float)
@@ -101,9 +109,14 @@ class RunningStep:
         self._steps[plan.step_id] = _TrackedStep(timing, evictable, runs_s, sequences, frozenset(interactive))
 
     def evictees(self, newcomer: RequestState, step_eviction: StepEviction, now: float) -> Sequence[str]:
-        """Return the sequences to evict from the running step for `newcomer`: all evictable ones or, where the eviction
-        does not pay or is not possible, none. It is not possible if the engine cannot evict, if an evictable sequence
-        has the newcomer's priority or a higher one, or if the step's eviction was requested before."""
+        """Return the sequences to evict from the running step for `newcomer`: all evictable sequences, or none.
+
+        The result is empty if an eviction does not pay or is not possible. It is not possible in these cases:
+        - The engine cannot evict.
+        - The engine can evict only whole steps, and the step has sequences that must stay.
+        - An evictable sequence has the newcomer's priority or a higher one.
+        - An eviction from this step was requested before.
+        """
         step = self._oldest
         if step is None or step.is_eviction_requested or not step.evictable or step_eviction is StepEviction.NOTHING:
             return ()
@@ -118,8 +131,10 @@ class RunningStep:
         return [evictable.seq_id for evictable in step.evictable]
 
     def end(self, result: StepResult) -> StepUsage:
-        """Stop tracking a finished step; return what it was used for. A requested eviction that came too late costs
-        nothing."""
+        """Stop tracking a finished step, and return its use.
+
+        A requested eviction that came too late threw no work away, so it takes nothing from the waste budget.
+        """
         step = self._steps.pop(result.step_id, None)
         if step is None or not step.timing.step_s:
             return StepUsage(step.sequences if step is not None else {})

@@ -1,4 +1,4 @@
-"""What a worker shows of its scheduler: plain data for the heartbeat, the metrics and the simulator."""
+"""The status of a worker's scheduler: plain data for the heartbeat, the metrics and the simulator."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from scheduler.request_state import RequestState, Status
 
 @dataclass(frozen=True, slots=True)
 class TierCounts:
-    """Requests of one tier that the worker holds, by what they are doing."""
+    """The number of requests of one tier that the worker holds in each status."""
 
     waiting: int
     running: int
@@ -21,20 +21,20 @@ class TierCounts:
 
 @dataclass(frozen=True, slots=True)
 class CoreStatus:
-    """The scheduler at one moment. Sums count from the start of the process."""
+    """A snapshot of the scheduler. Fields marked as sums count from the start of the process."""
 
     kv_usage: float  # share of KV blocks in use
     kv_reserve_blocks: int  # KV blocks that bulk leaves free for interactive sequences
-    step_cost: StepCost  # predicted, of a step with prefills
-    knows_step_times: bool  # enough steps were observed to predict others
+    step_cost: StepCost  # predicted costs in a step with prefills
+    knows_step_times: bool  # whether enough steps were observed to predict step times
     step_time_error: float  # mean |measured / predicted - 1| of recent steps
-    held: Mapping[str, TierCounts]  # by tier
-    outputs: Mapping[str, TierOutputs]  # of the controller, by tier
-    used_s: Mapping[str, float]  # engine time that was of use, by tier: a sum
-    preemptions: Mapping[tuple[str, str], int]  # by (tier, mode): a sum
-    recomputed_tokens: Mapping[str, int]  # by tier: a sum
-    num_step_evictions: int  # steps that bulk was evicted from: a sum
-    wasted_s: float  # engine time thrown away by these evictions: a sum
+    held: Mapping[str, TierCounts]  # requests that the worker holds, by tier
+    outputs: Mapping[str, TierOutputs]  # the controller's report, by tier
+    used_s: Mapping[str, float]  # sum: engine time by tier, without work thrown away
+    preemptions: Mapping[tuple[str, str], int]  # sum: number of preemptions by (tier, mode)
+    recomputed_tokens: Mapping[str, int]  # sum: tokens whose KV was lost and must be recomputed, by tier
+    num_step_evictions: int  # sum: number of steps from which bulk was evicted
+    wasted_s: float  # sum: engine time whose work these evictions threw away
 
 
 def count_by_status(states: Iterable[RequestState]) -> TierCounts:

@@ -1,36 +1,37 @@
-"""Whether to evict bulk sequences from the step in flight, for an interactive request that has just arrived.
+"""Mid-step eviction: whether to evict bulk sequences from the step in flight when an interactive request arrives.
 
-Pure. Eviction saves the newcomer the rest of the step, or of its bulk part, and throws away what the step has already
-computed for the evicted sequences. A second of interactive waiting counts for more than a second of bulk work. A token
-bucket bounds how much bulk may lose in all: bulk's own running time refills it.
+An eviction saves the newcomer the rest of the step, or the rest of its bulk part. It throws away the work that the step
+has already done for the evicted sequences. A second of interactive waiting counts for more than a second of bulk work.
+A token bucket limits the bulk work that is thrown away in total. Bulk's own running time refills the bucket.
+
+Decisions are made from numbers that are passed in; there is no clock and no I/O.
 """
 
 from dataclasses import dataclass
 
-INTERACTIVE_WEIGHT = 3.0  # seconds of bulk work that may be thrown away for each second that the newcomer is spared
+INTERACTIVE_WEIGHT = 3.0  # seconds of bulk work that may be thrown away to save the newcomer one second of waiting
 MIN_SAVED_S = 0.002  # s; a smaller saving is not worth an eviction
-BOUNDARY_SHARE = 1 / 30  # of a step: the time to its next layer boundary, where sequences can be evicted
-WASTE_SHARE = 0.025  # of bulk's running time that may be thrown away in the long run
-BUCKET_MAX_S, BUCKET_START_S = 1.0, 0.1  # s of bulk work: the bucket's size, and its level at start
+BOUNDARY_SHARE = 1 / 30  # share of a step until its next layer boundary, where sequences can be evicted
+WASTE_SHARE = 0.025  # share of bulk's running time that may be thrown away in the long run
+BUCKET_MAX_S, BUCKET_START_S = 1.0, 0.1  # size and first level of the token bucket, in seconds of bulk work
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """When a step began, the predicted length of the whole step, and the predicted length of a step of the sequences
-    that cannot be evicted (0: there are none). Seconds."""
+    """The start time and the predicted lengths of a step, in seconds."""
 
     started_s: float
-    step_s: float
-    kept_s: float
+    step_s: float  # predicted length of the whole step
+    kept_s: float  # predicted length of a step with only the sequences that cannot be evicted; 0 if there are none
 
     def progress(self, now: float) -> float:
-        """Return the share of the step that is done, in [0, 1], by the prediction."""
+        """Return the share of the step that is done at `now`, in [0, 1], if the predicted length is right."""
         return min(1.0, max(0.0, (now - self.started_s) / self.step_s)) if self.step_s > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionTradeoff:
-    """Seconds that an eviction now would save the newcomer, and seconds of bulk work that it would throw away."""
+    """The gain and the loss of an eviction: seconds saved for the newcomer, and seconds of bulk work thrown away."""
 
     saved_s: float
     wasted_s: float
@@ -48,22 +49,22 @@ def weigh_eviction(timing: StepTiming, now: float) -> EvictionTradeoff:
 
 
 class TokenBucket:
-    """Seconds of bulk work that may still be thrown away."""
+    """A token bucket for waste: its level is the seconds of bulk work that may still be thrown away."""
 
     def __init__(self) -> None:
         self._level_s = BUCKET_START_S
-        self.wasted_s = 0.0  # in all
-        self.num_evictions = 0  # steps that sequences were evicted from
+        self.wasted_s = 0.0  # seconds of work thrown away in total
+        self.num_evictions = 0  # number of steps from which sequences were evicted
 
     def refill(self, bulk_s: float) -> None:
-        """Add the share of `bulk_s`, seconds that bulk ran for."""
+        """Raise the level by `WASTE_SHARE` of `bulk_s`, the seconds that bulk ran."""
         self._level_s = min(BUCKET_MAX_S, self._level_s + WASTE_SHARE * bulk_s)
 
     def can_take(self, wasted_s: float) -> bool:
         return self._level_s >= wasted_s
 
     def take(self, wasted_s: float) -> None:
-        """Account for one step that sequences were evicted from, and `wasted_s` of engine time thrown away with it."""
+        """Record a step from which sequences were evicted, and lower the level by `wasted_s` seconds of lost work."""
         self._level_s -= wasted_s
         self.num_evictions += 1
         self.wasted_s += wasted_s

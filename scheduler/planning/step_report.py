@@ -1,7 +1,7 @@
-"""What one step means outside the core: events to send, leases to acknowledge, latencies to record.
+"""The report on one step: events to send, leases to acknowledge, and latencies to record.
 
-Plain data that the core makes and `scheduler.worker` distributes, and the functions that make it from a request's
-state. Knows neither queues nor metrics.
+The core makes these plain data, and `scheduler.worker` distributes them. The functions of this module make the data
+from the state of a request. Knows request states; does not know queues or metrics.
 """
 
 from collections import defaultdict
@@ -16,19 +16,19 @@ from scheduler.request_state import RequestState, Sample, Status
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that has ended."""
+    """The record of a request that has ended."""
 
     tier: str
     reason: str  # "stop" | "length" | "failed" | "cancelled"
     prompt_tokens: int
     output_tokens: int
     met_slo: bool
-    held_s: float = 0.0  # since it was claimed
+    held_s: float = 0.0  # time from the claim of the request to its end
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
-    """One prompt's lookup in the prefix cache, in tokens."""
+    """The lookup of one prompt in the prefix cache: how many tokens were looked up and how many were found."""
 
     tier: str
     queried_tokens: int
@@ -37,7 +37,7 @@ class PrefixLookup:
 
 @dataclass(frozen=True, slots=True)
 class Reaction:
-    """The time from an arrival during a step to the first step with that request, in lengths of the former step."""
+    """The time from a request's arrival to its first step, as a multiple of the step that ran when it arrived."""
 
     tier: str
     steps: float
@@ -45,31 +45,35 @@ class Reaction:
 
 @dataclass(slots=True)
 class StepReport:
+    """Everything that must be sent, acknowledged or recorded after one step."""
+
     events: dict[str, list[TokenEvent]] = field(default_factory=lambda: defaultdict(list))  # by gateway
-    leases: list[Lease] = field(default_factory=list)  # of ended requests: to be acknowledged
+    leases: list[Lease] = field(default_factory=list)  # leases of ended requests, to be acknowledged
     samples: list[Sample] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     lookups: list[PrefixLookup] = field(default_factory=list)
     reactions: list[Reaction] = field(default_factory=list)
-    sequences: Mapping[str, int] = field(default_factory=dict)  # sequences that ran, by tier
-    used_s: Mapping[str, float] = field(default_factory=dict)  # engine time that was of use, by tier
-    work: StepWork | None = None  # None: the step's time says nothing about its work
-    predicted_s: float = 0.0  # prediction of the time that `work` takes, from before the result
+    sequences: Mapping[str, int] = field(default_factory=dict)  # number of sequences that ran, by tier
+    used_s: Mapping[str, float] = field(default_factory=dict)  # engine time by tier, without work thrown away
+    work: StepWork | None = None  # None: the step's time does not depend on its work alone
+    predicted_s: float = 0.0  # time predicted for `work` before the step-time model learned from this step
 
     def absorb(self, later: "StepReport") -> None:
-        """Append a later step's events and leases."""
+        """Append the events and leases of the report on a later step."""
         for reply_to, events in later.events.items():
             self.events[reply_to] += events
         self.leases += later.leases
 
 
-BULK_REPORT_S = 0.1  # s between two token events of a stream without a latency SLO
+BULK_REPORT_S = 0.1  # minimum seconds between two token events of a stream without a latency SLO
 
 
 def is_due(state: RequestState, now: float) -> bool:
-    """Return whether new tokens of a running request are to be sent now. Streams without a latency SLO get several
-    tokens at a time: sent one by one, the tokens of a full bulk batch would keep the gateway busy while interactive
-    ones wait there."""
+    """Return whether the new tokens of a running request must be sent now.
+
+    A stream without a latency SLO gets several tokens in one event. With one event per token, a full bulk batch would
+    keep the gateway busy, and interactive tokens would wait in the gateway.
+    """
     if state.request.delivery is Delivery.AT_END:
         return False
     return state.tier.is_interactive or state.reported_s is None or now - state.reported_s >= BULK_REPORT_S
@@ -101,8 +105,10 @@ def failed_event(state: RequestState, error: str) -> TokenEvent:
 
 
 def lookup(state: RequestState) -> PrefixLookup | None:
-    """Return the lookup of a request's prompt, or None if its prompt is not looked up: prompt logprobs need every
-    prompt token computed."""
+    """Return the record of the prefix-cache lookup of a request's prompt.
+
+    Return None if the request asks for prompt logprobs: every prompt token must be computed, so there is no lookup.
+    """
     if state.request.sampling.prompt_logprobs is not None:
         return None
     return PrefixLookup(state.tier.name, len(state.request.prompt_token_ids), state.num_cached_tokens or 0)
