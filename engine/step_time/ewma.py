@@ -2,16 +2,19 @@
 
 
 class Ewma:
-    """`value` moves towards each sample by a share of their distance."""
+    """A moving average. Each sample moves `value` towards the sample by the share `weight` of their distance."""
 
     __slots__ = ("value", "weight")
 
     def __init__(self, weight: float, value: float = 0.0) -> None:
-        """`weight` of the newest sample, in (0, 1]; `value` before the first one."""
+        """`weight` is the weight of a new sample, in (0, 1]. `value` is the average before the first sample."""
         self.weight = weight
         self.value = value
 
     def add(self, sample: float, weight: float | None = None) -> float:
-        """Take in a sample, with `weight` in place of the usual one; return the new average."""
+        """Add a sample and return the new average.
+
+        `weight` replaces the usual weight for this sample; None: the usual weight.
+        """
         self.value += (self.weight if weight is None else weight) * (sample - self.value)
         return self.value

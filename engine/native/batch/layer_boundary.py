@@ -1,7 +1,8 @@
-"""The boundary between two layers of a forward pass: sequences are evicted there, and the rest goes on with fewer rows.
+"""The boundary between two layers of a forward pass: sequences are evicted at it, and the pass continues with fewer
+rows.
 
-Knows rows and tensors; not which sequences are evicted or why (`RunningChunks`). Tensors that the model's own code
-holds keep their length: the remaining rows move to the beginning of the residual stream, and the rows after them are
+Knows rows and tensors; does not know which sequences are evicted or why (`RunningChunks`). Tensors that the model's own
+code holds keep their length: the remaining rows move to the start of the residual stream, and the rows after them are
 unused.
 """
 
@@ -18,20 +19,25 @@ Evict = Callable[[], RemainingRows | None]
 
 
 class LayerBoundary:
-    """Called before each layer of one forward pass over `batch`. `wanted_rows` holds the rows whose logits are wanted.
-    The model reads this tensor after its last layer; an eviction resizes it in place."""
+    """The boundary of one forward pass over `batch`, called before each layer.
+
+    `wanted_rows` holds the numbers of the rows whose logits are wanted. The model reads this tensor after its last
+    layer, so an eviction resizes it in place.
+    """
 
     def __init__(
         self, batch: StepBatch, wanted_rows: Tensor, evict: Evict, upload: Callable[[StepBatch], UploadedStep]
     ) -> None:
-        self.batch = batch  # what remains in the pass
+        self.batch = batch  # the batch that remains in the pass
         self._wanted_rows = wanted_rows
         self._evict = evict
         self._upload = upload
 
     def __call__(self, step: StepTensors) -> tuple[StepTensors, Tensor] | None:
-        """Return the step that remains after an eviction and its row numbers in `step`; None without an eviction.
-        Raises `StepEvicted` if no sequence remains."""
+        """Evict sequences. Return the remaining step and the numbers of its rows in `step`; None if no row is evicted.
+
+        Raises `StepEvicted` if no sequence remains.
+        """
         remaining = self._evict()
         if remaining is None:
             return None
@@ -48,5 +54,5 @@ class LayerBoundary:
 
 
 def compact_rows(stream: Tensor, rows: Tensor) -> None:
-    """Move `rows` of `stream`, (T, hidden), to its beginning, in place."""
+    """Move the rows numbered `rows` of `stream`, (T, hidden), to the start of `stream`, in place."""
     stream[: len(rows)] = stream[rows]
