@@ -89,7 +89,7 @@ def _check_sizes(config: EngineConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """The loaded model, with its device, configuration and needs of memory."""
+    """The loaded model, with its device, dtype, configuration and memory needs."""
 
     device: torch.device
     dtype: torch.dtype
@@ -118,8 +118,9 @@ def _load(config: EngineConfig) -> _Loaded:
 def _set_threads(config: EngineConfig, model: nn.Module) -> None:
     """Set the number of CPU threads of an operator: the configured number, or 1 for a small model.
 
-    If neither applies, torch's default stays. The operators of a small model are too short to be divided among threads:
-    a second thread makes a step of the demo model only 1.2 times as fast, and occupies the core that the gateway needs.
+    For a larger model without a configured number, torch's default stays. The operators of a small model are too short
+    to be divided among threads: a second thread makes a step of the demo model only 1.2 times as fast, and occupies the
+    core that the gateway needs.
     """
     is_small = sum(p.numel() for p in model.parameters()) < _SMALL_MODEL
     if config.num_threads is not None or is_small:
@@ -129,7 +130,8 @@ def _set_threads(config: EngineConfig, model: nn.Module) -> None:
 def _measure(
     model: nn.Module, hf_config: Any, config: EngineConfig, device: torch.device
 ) -> tuple[list[LayerSpec], int]:
-    """Return the properties of each layer that attention needs, and the bytes of memory of the largest step.
+    """Return two values: the properties of each layer that attention needs, and the bytes of memory of the largest
+    step.
 
     On a CPU the number of bytes is 0: KV gets only a part of the free memory, and the rest is ample for a step.
     """
@@ -196,7 +198,7 @@ class _Memory:
 
 def _divide_memory(config: EngineConfig, loaded: _Loaded, kernels: _Kernels) -> _Memory:
     sizes = kernels.graph_sizes
-    max_blocks = blocks_for(loaded.wanted_len, config.block_size)  # of the longest sequence
+    max_blocks = blocks_for(loaded.wanted_len, config.block_size)  # blocks of the longest sequence
     for_graphs = graph_bytes(sizes, max_blocks, loaded.step_bytes) if sizes else 0
     one_block = block_bytes(loaded.layers, config.block_size, loaded.dtype)
     num_blocks = num_kv_blocks(config, loaded.wanted_len, one_block, loaded.step_bytes + for_graphs, loaded.device)

@@ -38,7 +38,7 @@ class PreemptionMode(Enum):
 class StepEviction(Enum):
     """The granularity at which an engine can evict sequences from a running step."""
 
-    NOTHING = "nothing"
+    NOTHING = "nothing"  # no sequence can be evicted
     STEPS = "steps"  # only all sequences of the step together, which ends the step
     ROWS = "rows"  # any sequences; the step continues with the remaining sequences
 
@@ -74,8 +74,8 @@ class SamplingParams:
     min_tokens: int = 0  # no end-of-sequence or stop token before this many tokens are generated
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence ids
     ignore_eos: bool = False  # continue after an end-of-sequence token
-    logprobs: int | None = None  # report the log probabilities of the token and of this many likeliest; None: no
-    prompt_logprobs: int | None = None  # as `logprobs`, for the tokens of the prompt
+    logprobs: int | None = None  # log probabilities of the token and of this many likeliest tokens; None: no
+    prompt_logprobs: int | None = None  # as `logprobs`, but for the tokens of the prompt
     grammar: str | None = None  # serialised llguidance grammar; only tokens that the grammar allows are generated
 
 
@@ -116,7 +116,8 @@ class Preempt:
 class StepPlan:
     """The plan of one step. The engine executes the fields in their order.
 
-    An engine raises `PlanError` if a plan breaks the rules. That is a bug of the scheduler, never a user's fault.
+    An engine raises `PlanError` if a plan breaks the rules. A broken rule is a bug of the scheduler, never a user's
+    fault.
     """
 
     step_id: int  # never reused while the engine lives
@@ -144,8 +145,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The natural log probabilities at one position, computed from the model's own logits: before temperature,
-    penalties, bias and grammar are applied."""
+    """The natural log probabilities at one position, as the model computed them.
+
+    Temperature, penalties, bias and grammar are not applied to them.
+    """
 
     token_id: int
     logprob: float
@@ -202,7 +205,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The properties and sizes of an engine. They do not change while the engine exists."""
+    """The properties and sizes of an engine. These values do not change while the engine exists."""
 
     model_path: str
     max_model_len: int  # maximum tokens in a sequence, prompt and output together
@@ -229,10 +232,10 @@ class PlanError(Exception):
 
 
 class EngineDead(Exception):
-    """The error of an engine that cannot continue, for example because the device is lost or the engine's thread has
-    ended.
+    """The error of an engine that cannot continue.
 
-    The process must then end with a non-zero exit status.
+    For example, the device is lost or the engine's thread has ended. The process must then end with a non-zero exit
+    status.
     """
 
 

@@ -65,10 +65,10 @@ class EngineThread:
     """
 
     def __init__(self, make: Callable[[], Stepper]) -> None:
-        """Start the thread, and wait until `make` has made the stepper on it. Raises the errors that `make` raises.
+        """Start the thread and wait until `make`, which runs on it, has made the stepper. Raises the errors of `make`.
 
-        The stepper is made on the same thread that runs its steps: OpenMP gives each computing thread its own thread
-        pool, and if the pools have more threads than there are cores, every operator has to wake its threads up.
+        The same thread makes the stepper and runs its steps, because OpenMP gives each computing thread its own thread
+        pool. If the pools have more threads than there are cores, every operator has to wake its threads up.
         """
         made: Future[Stepper] = Future()
         self._inbox: SimpleQueue[_Submitted | _Signal] = SimpleQueue()
@@ -153,10 +153,10 @@ class EngineThread:
             reply.send(EngineDead("another step failed"))
 
     def _launch_and_finalize(self, launcher: Launcher, launched: "deque[_Reply]") -> None:
-        """Launch each plan when it arrives. Finalize the oldest step when it has finished, or when it must be finalized
-        before the next launch.
+        """Launch each plan when it arrives, and finalize the launched steps.
 
-        Return after `close` or an error. After an error, `launched` holds the replies of the steps that have no result.
+        The oldest step is finalized when it has finished, or when no further step may be launched before. Return after
+        `close` or an error. After an error, `launched` holds the replies of the steps that have no result.
         """
         while (message := self._wait(launcher) if launched else self._inbox.get()) is not _Signal.CLOSE:
             if isinstance(message, _Submitted) and not _launch(launcher, message, launched):
@@ -178,9 +178,9 @@ class EngineThread:
 
 
 def _launch(launcher: Launcher, submitted: "_Submitted", launched: "deque[_Reply]") -> bool:
-    """Launch a plan and append its reply to `launched`; if the launch raises an error, send the error as the reply.
+    """Launch a plan and append its reply to `launched`. If the launch fails, send the error as the reply.
 
-    Return False if the error has ended the engine, which any error except `PlanError` does.
+    Every error except `PlanError` ends the engine. Return False in this case, otherwise True.
     """
     try:
         launcher.launch(submitted.plan)
@@ -195,9 +195,9 @@ def _launch(launcher: Launcher, submitted: "_Submitted", launched: "deque[_Reply
 
 
 def _send_result(reply: "_Reply", compute: Callable[[], StepResult]) -> bool:
-    """Send the result that `compute` returns, or the error that it raises, as the reply.
+    """Send the result of `compute`, or the error that `compute` raises, as the reply.
 
-    Return False if the error has ended the engine, which any error except `PlanError` does.
+    Every error except `PlanError` ends the engine. Return False in this case, otherwise True.
     """
     try:
         reply.send(compute())

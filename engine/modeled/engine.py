@@ -42,7 +42,7 @@ class Timer(Protocol):
 class _Step:
     """The running step.
 
-    The whole step takes `duration_s`. At `mark_s` seconds after its start, the share `progress` (0 … 1) of it was done.
+    The whole step takes `duration_s`. The share `progress` (0 … 1) of it was done `mark_s` seconds after its start.
     """
 
     step_id: int
@@ -61,16 +61,17 @@ class _Step:
 
 
 class ModeledEngine:
-    """An `Engine` whose steps only wait.
+    """An `Engine` that computes nothing: its steps only wait.
 
     Without a `timer`, `sleep` waits until a step ends: in virtual time in the simulator, in real time in a test of the
     real loop. With a `timer`, the timer waits instead. Sequences can then be evicted from a running step, as far as
-    `info.step_eviction` allows, at the next boundary between its `num_layers` layers. `drift` returns the factor on all
-    step times at a given time of the timer.
+    `info.step_eviction` allows, at the next boundary between two of the `num_layers` layers. `drift` is a function from
+    the timer's time to a factor on the time of a step.
 
     `cost` is the cost of steps that hold a prefill chunk. `decode_cost` is the cost of all other steps; None: the same
     as `cost`. `noise` is the standard deviation of a step's time, as a share of that time. The prefix cache is off by
-    default: traces contain lengths, not texts, and texts made up for them would find each other's blocks in the cache.
+    default: traces contain lengths, not texts, and texts made up for these lengths would share cached blocks by
+    mistake.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class ModeledEngine:
     async def collect(self) -> StepResult:
         """Wait for the step in flight and return its result. Raises `RuntimeError` if no step is in flight.
 
-        With a timer, a cancelled call loses nothing: the next call waits for the same end of the step.
+        With a timer, a call may be cancelled: the next call waits for the rest of the same step.
         """
         step = self._running
         if step is None:

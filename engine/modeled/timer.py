@@ -1,4 +1,4 @@
-"""A wait on the running event loop; the end of the wait can be moved during the wait.
+"""A timer on the running event loop: the end of a wait can be moved during the wait.
 
 Times are those of the loop's clock, which may be real or virtual. Knows the loop's clock and timers; does not know what
 the wait is for.

@@ -54,7 +54,7 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that can still be allocated on `device`.
 
-    On a CPU, this is the system's free memory, or the memory that the container's limit leaves if that is less.
+    On a CPU, these are the bytes that the system has free, or that the container's limit leaves if this is less.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])

@@ -46,7 +46,7 @@ class BlockPool:
         return self._holder[block] is None and block not in self._sharers
 
     def allocate(self, count: int, holder: str) -> list[int]:
-        """Return `count` blocks, which `holder` now holds. Their contents are unknown.
+        """Allocate `count` blocks for `holder` and return them. Their contents are unknown.
 
         Raises `MemoryError`, and allocates no block, if fewer than `count` blocks are free.
         """
@@ -74,8 +74,7 @@ class BlockPool:
     def free(self, blocks: Iterable[int], holder: str) -> None:
         """Release blocks that `holder` holds. A block becomes free if it has no other holder.
 
-        Raises `ValueError` if `holder` does not hold a block. Otherwise a block that is freed twice could be allocated
-        twice.
+        Raises `ValueError` if `holder` does not hold a block: a block that is freed twice would be allocated twice.
         """
         for block in blocks:
             if block in self._sharers:

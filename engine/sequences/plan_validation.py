@@ -1,4 +1,4 @@
-"""The rules of a `StepPlan`; an engine refuses a plan that breaks one of them.
+"""The rules of a `StepPlan`. An engine refuses a plan that breaks a rule.
 
 This module reads sequences and pools, and changes nothing. The check goes through the plan in the order of execution,
 on copies of the sequences that the plan changes. It ignores the prefix cache: a plan that passes has enough blocks even
@@ -48,7 +48,7 @@ class PlanCheck:
         self._num_swap_free = swap_pool.num_free
 
     def run(self, plan: StepPlan) -> None:
-        """Raise `PlanError` for the first rule that `plan`, executed in order, breaks."""
+        """Check `plan` in the order of its execution. Raises `PlanError` for the first rule that the plan breaks."""
         if plan.num_tokens > self._info.max_step_tokens:
             raise PlanError(f"{plan.num_tokens} tokens in a step, at most {self._info.max_step_tokens} allowed")
         for seq_id in plan.abort:
@@ -134,7 +134,7 @@ class PlanCheck:
             if known is None:
                 s = self._look_up(run.seq_id)
                 self._run(run, s.status, s.num_tokens, s.num_computed, s.num_blocks)
-            else:  # the plan only runs most sequences: these need no copy
+            else:  # the plan changes nothing else about this sequence, so no copy is needed
                 self._run(run, known.status, known.num_tokens, known.num_computed_tokens, len(known.block_table))
 
     def _run(self, run: Run, status: SequenceStatus, num_tokens: int, num_computed: int, num_blocks: int) -> None:

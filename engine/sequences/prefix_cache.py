@@ -13,7 +13,7 @@ DIGEST_BYTES = 32  # long enough that equal digests mean equal tokens: the token
 
 
 def root_digest(salt: str) -> bytes:
-    """Return the root of the hash chain of a text: the first block uses it as the digest of its parent.
+    """Return the root of the hash chain of a text: the digest that the first block has in place of a parent's digest.
 
     Texts with different `salt` share no blocks.
     """

@@ -18,11 +18,10 @@ class PrefixReuse:
         self._block_size = block_size
 
     def take_for_runs(self, runs: Seq[tuple[Sequence, int]]) -> list[int]:
-        """Give cached blocks to the sequences of `runs` that have no KV yet. Return the number of cached tokens for
-        each run.
+        """Give cached blocks to the sequences of `runs` that have no KV yet.
 
-        Each run is (sequence, planned tokens). Call this before a block is allocated for any run: the allocation could
-        evict a cached block that another run is about to find.
+        Return the number of cached tokens for each run. Each run is (sequence, planned tokens). Call this before a
+        block is allocated for any run: the allocation could evict a cached block that another run is about to find.
 
         A cached block without a holder counts as free until a sequence takes it. If a sequence finds more such blocks
         than the plan can spare, the sequence takes fewer, so that every run gets the blocks that it was planned with.
@@ -82,12 +81,12 @@ class PrefixReuse:
         return blocks
 
     def _limit(self, blocks: list[int], num_planned: int, num_known: int, spare: int) -> int:
-        """Drop the last of `blocks` until the plan can spare the free blocks that taking `blocks` costs. Return this
+        """Drop the last of `blocks` until the plan can spare the free blocks that taking `blocks` costs; return this
         cost.
 
-        The cost is the number of free blocks that the run needs with `blocks`, minus the number that the planned run of
-        `num_planned` tokens needs without them. It is at most `spare`; it is negative if taking `blocks` saves free
-        blocks.
+        The cost is the number of free blocks that the run needs if it takes `blocks`, minus the number that it needs
+        otherwise: as planned, with `num_planned` tokens to compute. It is at most `spare`, and negative if taking
+        `blocks` saves free blocks.
         """
         size = self._block_size
         num_idle = sum(self._pool.is_idle(block) for block in blocks)

@@ -55,12 +55,12 @@ class Sequence:
         self.num_computed_tokens = 0
         self.block_table = array("q")
         self.swap_table: list[int] = []  # blocks of host memory
-        self.num_known_blocks = 0  # the first blocks of `block_table` that the prefix cache has seen already
+        self.num_known_blocks = 0  # first blocks of `block_table` that are known to the prefix cache
         self.status = SequenceStatus.ACTIVE
         self._cache_salt = new.cache_salt
         self._digests: list[bytes] = []
         self.alters_logits = _alters_logits(new.sampling)
-        self.num_scored_tokens = 1  # prompt tokens that need no report any more; the first one has no log probability
+        self.num_scored_tokens = 1  # prompt tokens already reported; the first one has nothing to report
         # A grammar ends with an end-of-sequence token, and no token can follow this token, even with `ignore_eos`.
         eos = () if new.sampling.ignore_eos and new.sampling.grammar is None else eos_token_ids
         self.stop_ids = frozenset(new.sampling.stop_token_ids).union(eos)

@@ -81,7 +81,7 @@ class SequenceTable:
         return seq_id in self._sequences
 
     def check(self, plan: StepPlan) -> None:
-        """Raise `PlanError` for the first rule that `plan`, executed in order, breaks."""
+        """Check `plan` in the order of its execution. Raises `PlanError` for the first rule that the plan breaks."""
         PlanCheck(self._info, self._sequences, self.pool, self.swap_pool).run(plan)
 
     # --- methods that write: only after `check` ----------------------------------------------------------
@@ -120,9 +120,10 @@ class SequenceTable:
         return reason
 
     def evict_from_step(self, chunk: Chunk) -> None:
-        """Undo the chunk of a sequence that was evicted from the running step: free the blocks allocated for the chunk.
+        """Undo the chunk of a sequence that was evicted from the running step.
 
-        Tokens and blocks that the sequence took from the prefix cache stay.
+        The blocks allocated for the chunk are freed. Tokens and blocks that the sequence took from the prefix cache
+        stay.
         """
         sequence = chunk.sequence
         kept = blocks_for(chunk.start, self._info.block_size)
@@ -130,10 +131,10 @@ class SequenceTable:
         del sequence.block_table[kept:]
 
     def launch(self, chunk: Chunk, placeholder: int | None) -> None:
-        """Do the first half of `advance` while the device computes the chunk, so that the next plan can continue the
-        sequence.
+        """Do the first half of `advance` while the device computes the chunk.
 
-        `placeholder` stands for the token that the chunk samples; None if the chunk samples no token.
+        The next plan can then continue the sequence. `placeholder` stands for the token that the chunk samples; None if
+        the chunk samples no token.
         """
         chunk.sequence.num_computed_tokens = chunk.end
         if placeholder is not None:

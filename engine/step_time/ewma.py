@@ -2,19 +2,16 @@
 
 
 class Ewma:
-    """A moving average. Each sample moves `value` towards the sample by the share `weight` of their distance."""
+    """A moving average. Each sample moves `value` closer to the sample by a share of the distance between them."""
 
     __slots__ = ("value", "weight")
 
     def __init__(self, weight: float, value: float = 0.0) -> None:
-        """`weight` is the weight of a new sample, in (0, 1]. `value` is the average before the first sample."""
+        """Start with the average `value`. Each sample moves this average by the share `weight`, in (0, 1]."""
         self.weight = weight
         self.value = value
 
     def add(self, sample: float, weight: float | None = None) -> float:
-        """Add a sample and return the new average.
-
-        `weight` replaces the usual weight for this sample; None: the usual weight.
-        """
+        """Add a sample and return the new average. If given, `weight` replaces the usual share for this sample."""
         self.value += (self.weight if weight is None else weight) * (sample - self.value)
         return self.value

@@ -71,10 +71,10 @@ class StepKind:
         return min(self._min_step_s, MAX_MIN_STEP * one_decode_s * slowdown)
 
     def is_outlier(self, ratio: float) -> bool:
-        """Return whether to drop a step that took `ratio` times its prediction.
+        """Return whether to drop a step that took `ratio` times its predicted time.
 
-        A slow step after a normal step is dropped. A slow step after a slow step is kept: a single page fault does not
-        repeat, but an engine that has become slower is slow again at the next step of this kind.
+        A slow step after a normal step is dropped: it may be due to a page fault, which does not repeat. A slow step
+        after another slow step of this kind is kept: the engine has become slower.
         """
         was_slow, self._was_slow = self._was_slow, ratio > OUTLIER_RATIO
         return self._was_slow and not was_slow
@@ -120,6 +120,6 @@ def features(work: StepWork) -> tuple[float, float, float, float, float]:
 
 
 def theta_of(cost: StepCost) -> Vector:
-    """Return the coefficients of `cost` as θ, which belongs to scaled features."""
+    """Return the coefficients of `cost` as a vector θ for scaled features."""
     k = (cost.step_s, cost.prefill_token_s, cost.attend_s, cost.context_token_s, cost.decode_s)
     return np.array(k, dtype=np.float64) / _SCALE

@@ -1,8 +1,8 @@
 """A model of how long a step takes, learned online from measured steps.
 
-The formula is in `cost`. Decode-only steps and mixed steps have separate models (`kind`). If something makes all steps
-slower alike (a hot or shared machine), this is expressed by a single factor, the slowdown. A few steps suffice to learn
-the slowdown, while the coefficients take a few hundred steps.
+The formula is in `cost`. Decode-only steps and mixed steps have separate models (`kind`). If all steps become slower
+alike, for example on a hot or shared machine, a single factor changes: the slowdown. A few steps suffice to learn the
+slowdown, while the coefficients take a few hundred steps.
 
 Knows numbers only; does not know torch, tiers or clocks.
 """
@@ -17,19 +17,19 @@ ERROR_WINDOW = 256  # number of newest steps from which `mean_absolute_error` is
 # A measured time above this multiple of its prediction is lowered to this multiple. When errors are computed, a
 # prediction above this multiple of the measured time is lowered in the same way.
 CLIP_RATIO = 4.0
-SLOWDOWN_GAIN = 0.1  # a step multiplies the slowdown by (measured ÷ predicted) to the power of this
-MAX_SLOWDOWN_RATIO = 1.4  # measured ÷ predicted is first clipped to 1 ÷ this … this
+SLOWDOWN_GAIN = 0.1  # each step multiplies the slowdown by (measured ÷ predicted) ** SLOWDOWN_GAIN
+MAX_SLOWDOWN_RATIO = 1.4  # measured ÷ predicted is first clipped to this factor, up or down
 MIN_SLOWDOWN, MAX_SLOWDOWN = 0.25, 4.0  # bounds of the slowdown, which is 1 at the start
 
 
 class StepTimeModel:
-    """The step-time model of an engine, which owns the coefficients.
+    """The step-time model of an engine. It owns the coefficients.
 
     Call `observe` after each step, and `cost` before the next plan.
     """
 
     def __init__(self, prior: StepCost | None = None) -> None:
-        """`prior` holds the first coefficients; measured steps then change them. None: the defaults of `StepCost`."""
+        """Start with the coefficients `prior` (None: the defaults of `StepCost`). Observed steps change them."""
         theta = theta_of(prior or StepCost())
         self._all_steps = StepRegression(theta)
         self._kinds = (StepKind(theta), StepKind(theta))  # decode-only, mixed
@@ -86,6 +86,6 @@ class StepTimeModel:
         return sum(map(abs, self._errors)) / len(self._errors) if self._errors else 0.0
 
     def _adjust_slowdown(self, ratio: float) -> None:
-        """Adjust the slowdown by `ratio`, which is measured ÷ predicted time of one step."""
+        """Adjust the slowdown to a step whose measured ÷ predicted time is `ratio`."""
         change = min(max(ratio, 1.0 / MAX_SLOWDOWN_RATIO), MAX_SLOWDOWN_RATIO) ** SLOWDOWN_GAIN
         self._slowdown = min(max(self._slowdown * change, MIN_SLOWDOWN), MAX_SLOWDOWN)

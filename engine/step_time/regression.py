@@ -1,9 +1,9 @@
 """Online least squares with forgetting: learns the cost of each feature of a step from measured steps.
 
-The regression minimises the relative error: an error of 10 % counts the same in a decode of 10 ms and in a prefill of 1
-s. All coefficients are ≥ 0. A ridge term pulls each coefficient a little towards a prior, so the prior decides if the
-recent steps show nothing about a coefficient. The moments are stored rather than their inverse, because the inverse
-grows without bound while all steps look alike. Knows numbers only.
+The regression minimises the relative error: an error of 10 % counts the same in a short decode and in a long prefill,
+for example of 10 ms and of 1 s. All coefficients are ≥ 0. A ridge term pulls each coefficient a little towards a prior.
+If the recent steps show nothing about a coefficient, the prior decides its value. The moments are stored rather than
+their inverse, because the inverse grows without bound while all steps look alike. Knows numbers only.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
 
-FORGETTING = 0.995  # factor on a step's weight at each newer step; it halves after about 140 steps
+FORGETTING = 0.995  # factor on a step's weight at each newer step: the weight halves after about 140 steps
 RIDGE = 1e-3  # weight of a coefficient's prior, as a share of the weight that the steps give the coefficient
 MIN_RIDGE = 1e-9  # added to that weight, as a share of the largest weight; for coefficients that no step shows
 SOLVE_EVERY = 8  # number of steps between two solutions for θ
@@ -22,7 +22,7 @@ WARM_STEPS = 16  # number of first steps, each of which is followed by a solutio
 
 
 class StepRegression:
-    """The regression of step times T = θ·x with θ ≥ 0 on the features x of the steps.
+    """The regression T = θ·x with θ ≥ 0, where T is the time of a step and x are the features of the step.
 
     `theta` has the given value until the first step is observed.
     """
@@ -37,7 +37,7 @@ class StepRegression:
     def observe(self, x: Sequence[float], seconds: float, prior: Vector | None = None) -> None:
         """Learn from a step with features `x` that took `seconds` seconds.
 
-        `prior` is the θ that holds for features that the steps do not show; None: the present θ.
+        `prior` holds the coefficients for features that the steps do not show; None: the present θ.
         """
         self.num_observed += 1
         self._new.append([value / seconds for value in x])

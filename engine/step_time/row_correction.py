@@ -1,7 +1,7 @@
-"""A correction of the linear step-time model by the number of rows (tokens) in a step, for steps that it fits poorly.
+"""A correction of the linear step-time model by the number of rows (tokens) in a step.
 
-Step times are not linear in the number of rows: kernels work in tiles, use different code for different sizes, and have
-a minimum time. For example, four decodes on a CPU cost as much as one. The table keeps one ratio of measured ÷ linear
+The linear model fits some steps poorly: kernels work in tiles, use different code for different sizes, and have a
+minimum time. For example, four decodes on a CPU cost as much as one. The table keeps one ratio of measured ÷ linear
 prediction for each small number of rows, and one for each range of large numbers. The table is used only while its
 error is smaller than the error of the linear model alone. Knows numbers only.
 """
@@ -20,7 +20,7 @@ BETTER = 0.95  # the table is used while its error is below this share of the li
 
 
 class RowTable:
-    """A table of the ratio measured ÷ linear prediction by number of rows. Each entry is a cell."""
+    """A table of ratios by number of rows: measured ÷ linearly predicted time. Large numbers share a cell."""
 
     def __init__(self) -> None:
         self._cells: dict[int, tuple[float, Ewma]] = {}  # cell: (number of steps, mean ratio)

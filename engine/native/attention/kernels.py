@@ -36,7 +36,7 @@ class Scoring:
     scaling: float  # factor of each product of a query and a key
     softcap: float | None = None  # scores become softcap · tanh(score / softcap) (Gemma 2); None: unchanged
     window: int | None = None  # number of tokens that a row attends to, itself included; None: all
-    sinks: Tensor | None = None  # (heads,): for each head, an additional score in the softmax without a value (gpt-oss)
+    sinks: Tensor | None = None  # (heads,): one additional score per head in the softmax, without a value (gpt-oss)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,10 @@ def attention_forward(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Call the attention that `bind` stored on `module`. This function is registered in transformers'
-    `AttentionInterface`.
+    """Call the attention that `bind` stored on `module`.
 
-    Shapes are those of `LayerAttention`. The second item of the result takes the place of attention weights; it is
-    always None.
+    This function is registered in transformers' `AttentionInterface`. Shapes are those of `LayerAttention`. The second
+    item of the result takes the place of attention weights; it is always None.
     """
     attention: LayerAttention = getattr(module, _BINDING)
     return attention(module, query, key, value, attention_mask=attention_mask, **options), None
@@ -142,10 +141,10 @@ class PagedAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention of the T rows of the step, (T, heads, head_dim). Their keys and values are already in
-        the cache.
+        """Return the attention of the T rows of the step, (T, heads, head_dim).
 
-        `query` is (heads, T, head_dim), `key` and `value` are (kv_heads, T, head_dim).
+        The keys and values of these rows are already in the cache. `query` is (heads, T, head_dim), `key` and `value`
+        are (kv_heads, T, head_dim).
         """
         layer = self._cache.layers[layer_idx]
         scoring = self.scoring(layer_idx, scaling, softcap, sinks)
@@ -171,11 +170,10 @@ class PagedAttention:
     def _prefill(
         self, layer: LayerCache, group: PrefillGroup, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> list[Tensor]:
-        """Return the attention of all prefill chunks, in order: one tensor for all chunks, or one tensor for each
-        chunk.
+        """Return the attention of all prefill chunks, in order.
 
-        Each tensor is (tokens, heads, head_dim). `query` is (heads, T, head_dim), `key` and `value` are (kv_heads, T,
-        head_dim) of the whole step.
+        The result is one tensor for all chunks, or one tensor for each chunk; each tensor is (tokens, heads, head_dim).
+        `query` is (heads, T, head_dim), `key` and `value` are (kv_heads, T, head_dim) of the whole step.
         """
         kernels = self._kernels_for(query, layer)
         if kernels is not None:

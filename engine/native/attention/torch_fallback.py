@@ -16,10 +16,9 @@ from engine.native.kv.cache import LayerCache
 
 
 def decode(layer: LayerCache, group: DecodeTensors, query: Tensor, scoring: Scoring) -> Tensor:
-    """Return the attention (num_seqs, heads, head_dim) of one new token of each sequence of a group to its whole
-    context.
+    """Return the attention of one new token of each sequence of a group to the whole context of its sequence.
 
-    `query` is (heads, num_seqs, head_dim).
+    `query` is (heads, num_seqs, head_dim). The result is (num_seqs, heads, head_dim).
     """
     kv_heads, num_seqs = layer.shape.num_kv_heads, group.num_seqs
     keys, values = layer.gather(group.block_rows(kv_heads), num_seqs)
@@ -78,10 +77,10 @@ def _attend_by_sdpa(chunk: PrefillTensors, query: Tensor, keys: Tensor, values: 
 
 
 def _attend_by_products(chunk: PrefillTensors, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-    """Return the attention of a chunk, computed by matrix products, for scoring that SDPA does not support (softcap,
-    sinks).
+    """Return the attention of a chunk, computed by matrix products.
 
-    Shapes are those of `_attend_by_sdpa`. The query heads of a KV head are packed as rows of one product.
+    This is for scoring that SDPA does not support (softcap, sinks). Shapes are those of `_attend_by_sdpa`. The query
+    heads of a KV head are packed as rows of one product.
     """
     kv_heads, group, num_tokens, head_dim = query.shape
     packed = query.reshape(kv_heads, group * num_tokens, head_dim)

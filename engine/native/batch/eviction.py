@@ -21,8 +21,8 @@ class StepEvicted(Exception):
 class EvictionRequest:
     """The sequences to evict from one step.
 
-    Step ids are never reused. So a request may arrive before its step begins, and a request that arrives after the
-    step's end has no effect.
+    A request may arrive before its step begins. A request that arrives after the end of its step has no effect, because
+    step ids are never reused.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,8 @@
-"""The boundary between two layers of a forward pass: sequences are evicted at it, and the pass continues with fewer
-rows.
+"""The boundary between two layers of a forward pass, at which sequences are evicted.
 
-Knows rows and tensors; does not know which sequences are evicted or why (`RunningChunks`). Tensors that the model's own
-code holds keep their length: the remaining rows move to the start of the residual stream, and the rows after them are
-unused.
+After an eviction, the pass continues with fewer rows. Tensors that the model's own code holds keep their length: the
+remaining rows move to the start of the residual stream, and the rows after them are unused. Knows rows and tensors;
+does not know which sequences are evicted or why (`RunningChunks`).
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ Evict = Callable[[], RemainingRows | None]
 
 
 class LayerBoundary:
-    """The boundary of one forward pass over `batch`, called before each layer.
+    """The boundaries of one forward pass over `batch`; the pass calls this object before each layer.
 
     `wanted_rows` holds the numbers of the rows whose logits are wanted. The model reads this tensor after its last
     layer, so an eviction resizes it in place.
@@ -34,9 +33,9 @@ class LayerBoundary:
         self._upload = upload
 
     def __call__(self, step: StepTensors) -> tuple[StepTensors, Tensor] | None:
-        """Evict sequences. Return the remaining step and the numbers of its rows in `step`; None if no row is evicted.
+        """Evict the requested sequences. Return the remaining step and the row numbers that its rows have in `step`.
 
-        Raises `StepEvicted` if no sequence remains.
+        Return None if no row was evicted. Raises `StepEvicted` if no sequence remains.
         """
         remaining = self._evict()
         if remaining is None:
@@ -54,5 +53,5 @@ class LayerBoundary:
 
 
 def compact_rows(stream: Tensor, rows: Tensor) -> None:
-    """Move the rows numbered `rows` of `stream`, (T, hidden), to the start of `stream`, in place."""
+    """Move some rows of `stream`, (T, hidden), to its start, in place. `rows` holds the numbers of these rows."""
     stream[: len(rows)] = stream[rows]

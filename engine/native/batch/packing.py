@@ -22,8 +22,8 @@ from engine.sequences.sequence_table import Chunk
 
 Ints = npt.NDArray[np.int64]
 
-# Number of padding tokens. All contexts of a group are padded to the longest one. An additional group costs about five
-# operator calls per layer, which take about as long as copying the keys and values of this many padding tokens.
+# Number of padding tokens. All contexts of a group are padded to the longest context. An additional group costs about
+# five operator calls per layer, which take about as long as copying the keys and values of this many padding tokens.
 _PADDED_TOKENS_WORTH_A_GROUP = 1024
 
 
@@ -99,7 +99,9 @@ def pack_step(chunks: list[Chunk], block_size: int) -> StepBatch:
 
 
 def rows_of(some: list[Chunk], chunks: list[Chunk]) -> Ints:
-    """Return the row numbers of the chunks `some` in a batch of all `chunks`, in the order of a batch of `some` alone.
+    """Return the rows that the chunks `some` have in a batch of all `chunks`.
+
+    The row numbers are in the order of a batch of `some` alone.
     """
     names = {chunk.sequence.seq_id for chunk in some}
     decodes, prefills = _in_order(chunks)

@@ -21,7 +21,7 @@ class SampledTokens:
         if ids.device.type == "cuda":
             self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
             self._host.copy_(ids, non_blocking=True)
-            # The event is recorded here, so that waiting for it means waiting for the copy, but not for later work.
+            # The event is recorded right after the copy, so that `wait` waits for the copy and not for later work.
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 

@@ -99,7 +99,7 @@ class ModelRunner:
         return upload_step(batch, self._cache.num_blocks, self._cache.block_size, self._upload)
 
     def _paced(self, evict: Evict) -> Evict:
-        """Return `evict`; on CUDA, the returned function first waits for the device.
+        """Return `evict` itself, or on CUDA a function that waits for the device and then calls `evict`.
 
         The host may be many layers ahead of the device, and an eviction saves only layers that were not launched yet.
         """
@@ -114,7 +114,7 @@ class ModelRunner:
         return wait_and_evict
 
     def _sampled(self, logits: Tensor, batch: StepBatch) -> Tensor | None:
-        """Select from `logits`, which has one row per token, the rows to sample from; None if there are none.
+        """Return the rows of `logits` to sample from; None if there are none. `logits` has one row per token.
 
         In most steps every row is sampled, in the existing order.
         """
@@ -135,6 +135,6 @@ class ModelRunner:
             torch.cuda.synchronize(self._device)
 
     def release_memory(self) -> None:
-        """Release the memory that torch keeps for later allocations. This also ends its fragmentation."""
+        """Release the memory that torch keeps for later allocations. This also removes its fragmentation."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

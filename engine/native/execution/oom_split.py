@@ -29,8 +29,8 @@ _OUT_OF_MEMORY_TEXTS = (
 class PiecewiseComputation:
     """A computation of the chunks of a step that cuts the step into pieces if memory runs out.
 
-    `compute` computes chunks and raises an error if memory runs out; it may be called again for any of them. `release`
-    is called after such an error, and frees unused memory.
+    `compute` computes chunks and raises an error if memory runs out. It may be called again for the same chunks.
+    `release` is called after such an error, and frees unused memory.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PiecewiseComputation:
         self._block_size = block_size
 
     def __call__(self, chunks: list[Chunk]) -> Outcomes:
-        """Compute all chunks. Raises the errors of `compute`, except those of running out of memory."""
+        """Compute all chunks. Raises every error of `compute` except an out-of-memory error."""
         outcomes = self._attempt(chunks)
         if outcomes is None:
             num_tokens = sum(chunk.num_tokens for chunk in chunks)

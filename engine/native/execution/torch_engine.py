@@ -48,7 +48,7 @@ class InFlightStep:
 class TorchEngine:
     """The native engine. It owns sequences, block tables, blocks and KV.
 
-    They change only in `launch` and `finalize`.
+    All of these change only in `launch` and `finalize`.
     """
 
     def __init__(

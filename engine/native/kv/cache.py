@@ -1,10 +1,10 @@
-"""The tensors that hold keys and values, in blocks. Knows layers, blocks and slots; does not know sequences.
+"""The tensors that hold keys and values, in blocks.
 
-All layers of one shape have a common pool, laid out (layer, K|V, kv_head, block, slot in block, head_dim). The head
-comes before the block, so that gathering the blocks of a batch gives (K|V, kv_head × sequence, context, head_dim): a
-batched matrix product takes this without another copy. The part of a block that belongs to one head is contiguous, so
-gathering copies rows of block_size × head_dim numbers. Keys and values are in one tensor, so a layer needs only one
-gather and one scatter.
+All layers of one shape have a common pool with the dimensions (layer, K|V, kv_head, block, slot in block, head_dim).
+The head comes before the block, so that gathering the blocks of a batch gives (K|V, kv_head × sequence, context,
+head_dim): a batched matrix product takes this without another copy. The part of a block that belongs to one head is
+contiguous, so gathering copies rows of block_size × head_dim numbers. Keys and values are in one tensor, so a layer
+needs only one gather and one scatter. Knows layers, blocks and slots; does not know sequences.
 """
 
 import mmap
@@ -66,7 +66,7 @@ class LayerCache:
 class KVCache:
     """The keys and values of `num_blocks` blocks of `block_size` tokens, over all layers.
 
-    Making it raises torch's error or an `OSError` if the memory cannot be allocated.
+    The constructor raises the error of the allocation if there is not enough memory.
     """
 
     def __init__(
@@ -113,8 +113,7 @@ class KVCache:
 def head_rows(ids: Tensor, num_kv_heads: int, num_ids: int) -> Tensor:
     """Return the rows of a `LayerCache` view that belong to the blocks or slots `ids`: (2 × kv_heads × len(ids),).
 
-    They are the rows of the keys and of the values of every head. `num_ids` is the number of all blocks or slots of the
-    cache.
+    These are rows of keys and of values, for every head. `num_ids` is the number of all blocks or slots of the cache.
     """
     heads = torch.arange(2 * num_kv_heads, device=ids.device)
     return (heads[:, None] * num_ids + ids.reshape(1, -1)).view(-1)

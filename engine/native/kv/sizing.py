@@ -16,7 +16,7 @@ _GIB = 1 << 30
 
 
 def wanted_model_len(config: EngineConfig, limit: int | None) -> int:
-    """Return the configured `max_model_len`. If it is not configured, return the model's own `limit` in tokens.
+    """Return the configured `max_model_len`, or the model's own `limit` in tokens if no length is configured.
 
     Raises `EngineStartError` if the configured length is below 2 or above the limit.
     """
@@ -32,12 +32,12 @@ def wanted_model_len(config: EngineConfig, limit: int | None) -> int:
 def num_kv_blocks(
     config: EngineConfig, model_len: int, block_bytes: int, reserved_bytes: int, device: torch.device
 ) -> int:
-    """Return the number of KV blocks of `block_bytes` each. The bytes `reserved_bytes` of the free memory are left for
-    steps.
+    """Return the number of KV blocks, of `block_bytes` each.
 
-    If `kv_cache_bytes` is configured, it is the size of the KV cache. Otherwise a GPU uses most of its free memory for
-    KV. A CPU uses the memory that `max_num_seqs` sequences of full length need, but at most a share of its free memory.
-    Raises `EngineStartError` if the configured size or a single block does not fit into the free memory.
+    `reserved_bytes` of the free memory are left for steps. If `kv_cache_bytes` is configured, it is the size of the KV
+    cache. Otherwise a GPU uses most of its free memory for KV. A CPU uses the memory that `max_num_seqs` sequences of
+    full length need, but at most a share of its free memory. Raises `EngineStartError` if the configured size is not
+    free, or if the memory for KV is less than one block.
     """
     free = free_bytes(device) - reserved_bytes
     if config.kv_cache_bytes is not None:

@@ -44,7 +44,7 @@ def make_swap_space(config: EngineConfig, cache: KVCache, block_bytes: int, devi
 class SwapSpace:
     """A swap space of `num_blocks` blocks of host memory.
 
-    For each pool of the KV cache, it has one tensor (num_blocks, shape of a block …).
+    It has one tensor (num_blocks, shape of a block …) for each pool of the KV cache.
     """
 
     def __init__(self, cache: KVCache, num_blocks: int, device: torch.device) -> None:
