@@ -74,7 +74,8 @@ class SamplingParams:
     min_tokens: int = 0  # no end-of-sequence or stop token before this many tokens are generated
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence ids
     ignore_eos: bool = False  # continue after an end-of-sequence token
-    logprobs: int | None = None  # log probabilities of the token and of this many likeliest tokens; None: no
+    # Report the log probabilities of the sampled token and of this many of the likeliest tokens; None: no report.
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # as `logprobs`, but for the tokens of the prompt
     grammar: str | None = None  # serialised llguidance grammar; only tokens that the grammar allows are generated
 
@@ -280,5 +281,5 @@ class Engine(Protocol):
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Return the number of KV blocks that hold `num_tokens` tokens."""
+    """Return the number of KV blocks that `num_tokens` tokens need."""
     return -(-num_tokens // block_size)

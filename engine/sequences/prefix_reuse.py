@@ -11,7 +11,7 @@ from engine.sequences.sequence import Sequence
 
 
 class PrefixReuse:
-    """The prefix cache of one block pool, as the `SequenceTable` uses it."""
+    """The link between the sequences of a `SequenceTable` and the prefix cache of its block pool."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
