@@ -1,8 +1,13 @@
-"""Builds the engine that a configuration describes, on what the machine has, and logs what was chosen.
+"""Builds the engine that a configuration describes, for the hardware of this machine, and logs the choices made.
 
-The steps, in order: load the model; choose kernels; divide the memory; describe the engine (`EngineInfo`); replace
-layers by faster ones and capture graphs, each after a trial that nothing but speed changes; find out what can be
-evicted from a running step.
+These are the steps, in order:
+
+1. Load the model.
+2. Choose kernels.
+3. Divide the memory.
+4. Describe the engine (`EngineInfo`).
+5. Replace layers by faster ones, after a trial has shown that the results stay the same, and capture graphs.
+6. Find out what can be evicted from a running step.
 """
 
 import ctypes
@@ -41,16 +46,19 @@ from engine.native.startup.cuda_bring_up import (
 from engine.native.startup.fusion import is_same_model, trial_logits
 from engine.thread import EngineThread
 
-_SMALL_MODEL = 10_000_000  # parameters; see `_set_threads`
+_SMALL_MODEL = 10_000_000  # a model with fewer parameters is small; see `_set_threads`
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """Build an engine that runs on a thread of its own. Raises `EngineStartError`."""
+    """Build an engine that runs on its own thread. Raises `EngineStartError` if the engine cannot start."""
     return EngineThread(partial(build_torch_engine, config))
 
 
 def build_torch_engine(config: EngineConfig) -> TorchEngine:
-    """Build an engine that steps on the caller's thread, as calibration needs it. Raises `EngineStartError`."""
+    """Build an engine whose steps run on the caller's thread; calibration needs such an engine.
+
+    Raises `EngineStartError` if the engine cannot start.
+    """
     _check_sizes(config)
     loaded = _load(config)
     kernels = _choose_kernels(config, loaded)
@@ -81,15 +89,15 @@ def _check_sizes(config: EngineConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """The model in memory."""
+    """The loaded model, with its device, dtype, configuration and memory needs."""
 
     device: torch.device
     dtype: torch.dtype
     hf_config: Any
-    wanted_len: int  # tokens of the longest sequence, if the KV cache holds it
+    wanted_len: int  # maximum tokens in a sequence, if the KV cache has room for them
     model: nn.Module
-    specs: list[LayerSpec]  # by layer: what its attention needs
-    step_bytes: int  # device memory of the largest step, besides weights and KV; 0 on a CPU
+    specs: list[LayerSpec]  # one for each layer: the properties that attention needs
+    step_bytes: int  # device memory that the largest step needs beyond weights and KV; 0 on a CPU
 
     @property
     def layers(self) -> list[LayerShape]:
@@ -108,10 +116,11 @@ def _load(config: EngineConfig) -> _Loaded:
 
 
 def _set_threads(config: EngineConfig, model: nn.Module) -> None:
-    """Set the configured number of CPU threads; by default 1 for a small model.
+    """Set the number of CPU threads of an operator: the configured number, or 1 for a small model.
 
-    A small model's operators are too short to share: a second thread makes a step of the demo model 1.2 times as fast
-    and takes the core that the gateway needs.
+    For a larger model without a configured number, torch's default stays. The operators of a small model are too short
+    to be divided among threads: a second thread makes a step of the demo model only 1.2 times as fast, and occupies the
+    core that the gateway needs.
     """
     is_small = sum(p.numel() for p in model.parameters()) < _SMALL_MODEL
     if config.num_threads is not None or is_small:
@@ -121,8 +130,10 @@ def _set_threads(config: EngineConfig, model: nn.Module) -> None:
 def _measure(
     model: nn.Module, hf_config: Any, config: EngineConfig, device: torch.device
 ) -> tuple[list[LayerSpec], int]:
-    """Return what the layers' attention needs, and the bytes of the largest step. On a CPU that is 0: the share of
-    memory that KV does not get is ample."""
+    """Return the properties of each layer that attention needs, and the memory of the largest step in bytes.
+
+    On a CPU the number of bytes is 0: KV gets only a part of the free memory, and the rest is ample for a step.
+    """
     if device.type == "cpu":
         return probe_layers(model, hf_config, 1, 1, config.max_model_len), 0
     torch.cuda.reset_peak_memory_stats(device)
@@ -139,11 +150,11 @@ def _measure(
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    """Kernels of this project that the engine uses; without them torch's operators do the work."""
+    """The kernels of this project that the engine uses. If a kernel is missing, torch's operators do its work."""
 
-    library: ctypes.CDLL | None  # compiled C++, on a CPU
+    library: ctypes.CDLL | None  # compiled C++ library; only on a CPU
     attention: AttentionKernels | None
-    graph_sizes: list[int]  # batch sizes of the CUDA graphs to capture for decode steps; empty: none
+    graph_sizes: list[int]  # numbers of rows for which decode graphs are captured; empty: no graphs
 
     @property
     def attention_name(self) -> str:
@@ -175,22 +186,22 @@ def _attention_kernels(config: EngineConfig, loaded: _Loaded, library: ctypes.CD
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """The KV cache, and the host memory to swap to."""
+    """The KV cache, and the swap space in host memory."""
 
     num_blocks: int
-    block_bytes: int  # of one block, over all layers
-    graph_bytes: int  # reserved for CUDA graphs
+    block_bytes: int  # bytes of one block, over all layers
+    graph_bytes: int  # bytes reserved for CUDA graphs
     cache: KVCache
     swap: SwapSpace | None
 
 
 def _divide_memory(config: EngineConfig, loaded: _Loaded, kernels: _Kernels) -> _Memory:
     sizes = kernels.graph_sizes
-    max_blocks = blocks_for(loaded.wanted_len, config.block_size)  # of one sequence
+    max_blocks = blocks_for(loaded.wanted_len, config.block_size)  # blocks of the longest sequence
     for_graphs = graph_bytes(sizes, max_blocks, loaded.step_bytes) if sizes else 0
     one_block = block_bytes(loaded.layers, config.block_size, loaded.dtype)
     num_blocks = num_kv_blocks(config, loaded.wanted_len, one_block, loaded.step_bytes + for_graphs, loaded.device)
-    # A graph writes to one more block, which the block pool does not know, where a step has fewer rows than the graph.
+    # If a step has fewer rows than its graph, the padding rows write to one extra block, unknown to the block pool.
     cache = _make_cache(loaded, num_blocks + bool(sizes), config.block_size)
     swap = make_swap_space(config, cache, one_block, loaded.device)
     return _Memory(num_blocks, one_block, for_graphs, cache, swap)
@@ -244,11 +255,11 @@ def _log(info: EngineInfo, loaded: _Loaded, memory: _Memory) -> None:
     )
 
 
-# -- make it faster ------------------------------------------------------------------------------------------------
+# -- make the model faster ------------------------------------------------------------------------------------------
 
 
 def _optimize(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _Kernels) -> None:
-    """Replace layers by faster ones. Raises `EngineStartError` if the whole model then computes something else."""
+    """Replace layers by faster ones. Raises `EngineStartError` if this changes the results of the whole model."""
     before = trial_logits(runner, info)
     if loaded.device.type == "cpu":
         optimize_for_cpu(loaded.model, runner, kernels.library, info)
@@ -265,8 +276,11 @@ def _capture_graphs(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kern
 
 
 def _step_eviction(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _Kernels) -> StepEviction:
-    """Return what can be evicted from a running step: nothing with CUDA graphs, which are replayed whole, and nothing
-    with async scheduling, where the next step is launched already."""
+    """Return the granularity at which sequences can be evicted from a running step.
+
+    Nothing can be evicted with CUDA graphs, because a graph is always replayed as a whole, or with async scheduling,
+    because the next step has already been launched.
+    """
     if kernels.graph_sizes or info.steps_ahead:
         return StepEviction.NOTHING
     can_compact_rows = loaded.device.type == "cpu" and can_evict_rows(loaded.model, runner, info)

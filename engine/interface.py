@@ -1,21 +1,22 @@
-"""The interface between scheduler and engine: plain data, and one Protocol.
+"""The interface between scheduler and engine: plain data types, and the protocol `Engine`.
 
-A scheduler decides what each step computes; an engine computes it. A step goes down as a `StepPlan` and comes back as a
-`StepResult`, both immutable; neither side reads the other's state. Everything above this module can be tested without
-torch, and every engine (native, modeled, another one) is driven in the same way:
+A scheduler decides what each step computes; an engine computes it. The scheduler sends each step as a `StepPlan` and
+gets back a `StepResult`. Both are immutable, and neither side reads the other's state. Everything above this module can
+be tested without torch, and every engine (native, modeled or any other) is driven in the same way:
 
     engine.submit(StepPlan(step_id=7, start=(new,), run=(Run("a", 512), Run("b", 1))))
     result = await engine.collect()  # StepResult: new tokens, finished sequences, free blocks, seconds
 
 There is no prefill phase and no decode phase. A sequence is one list of known tokens, prompt and output, of which the
-first `num_computed_tokens` have their keys and values (KV) in the cache. `Run(seq_id, n)` computes the next n. When all
-known tokens are computed, the engine samples one new token. So a prefill chunk, a whole prefill and a decode are all
-runs; a decode is a run of one token.
+first `num_computed_tokens` have their keys and values (KV) in the cache. `Run(seq_id, n)` computes the next n known
+tokens. When all known tokens are computed, the engine samples one new token. So a prefill chunk, a whole prefill and a
+decode are all runs; a decode is a run of one token.
 
-KV lies in blocks of `EngineInfo.block_size` tokens. The engine allocates and shares blocks; the scheduler counts them
-and preempts sequences to get more.
+KV is stored in blocks of `EngineInfo.block_size` tokens. The engine allocates and shares blocks. The scheduler counts
+the free blocks, and preempts sequences to free more.
 
-This module imports nothing of the project. It knows sequences, tokens and steps; not torch, tiers, time or HTTP.
+This module imports nothing from the project. It knows sequences, tokens and steps; it does not know torch, tiers, time
+or HTTP.
 """
 
 from collections.abc import Collection
@@ -27,55 +28,56 @@ from typing import Protocol
 
 
 class PreemptionMode(Enum):
-    """The ways to preempt a sequence; they differ in what happens to its KV blocks."""
+    """A way to preempt a sequence. The modes differ in what happens to the sequence's KV blocks."""
 
-    PAUSE = "pause"  # they stay on the device; the sequence is not run until it is resumed
-    SWAP = "swap"  # they are copied to host memory and freed; the resume copies them back
-    RECOMPUTE = "recompute"  # they are freed; after the resume the tokens are computed again
+    PAUSE = "pause"  # the blocks stay on the device
+    SWAP = "swap"  # the blocks are copied to host memory and freed; resuming the sequence copies them back
+    RECOMPUTE = "recompute"  # the blocks are freed; after the sequence is resumed, its tokens are recomputed
 
 
 class StepEviction(Enum):
     """The granularity at which an engine can evict sequences from a running step."""
 
-    NOTHING = "nothing"
-    STEPS = "steps"  # all sequences of the step together, which ends it
-    ROWS = "rows"  # any sequences; the step goes on with the others
+    NOTHING = "nothing"  # no sequence can be evicted
+    STEPS = "steps"  # only all sequences of the step together, which ends the step
+    ROWS = "rows"  # any sequences; the step continues with the remaining sequences
 
 
 class FinishReason(Enum):
-    """The reasons why a sequence is finished; the values are those of OpenAI's API."""
+    """The reason why a sequence is finished. The values are those of OpenAI's API."""
 
     STOP = "stop"  # an end-of-sequence or stop token
-    LENGTH = "length"  # max_tokens, or the model's context is full
+    LENGTH = "length"  # max_tokens is reached, or the model's context is full
 
 
-# -- down: the plan of a step --------------------------------------------------------------------------------------
+# -- from scheduler to engine: the plan of a step ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The parameters that choose a sequence's tokens. Values with no effect are the defaults.
+    """The parameters of sampling for one sequence. The default of each parameter has no effect.
 
-    `seed` is always set (the gateway draws one if the user did not), so that a sequence that is computed again, on any
-    worker, gets the same tokens.
+    `seed` is always set (the gateway draws a seed if the user gave none), so that a recomputed sequence gets the same
+    tokens on any worker.
     """
 
-    max_tokens: int  # most tokens to generate
+    max_tokens: int  # maximum number of tokens to generate
     temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # keep the likeliest tokens whose probabilities sum up to this
-    top_k: int = 0  # keep this many of the likeliest tokens; 0: all
-    min_p: float = 0.0  # keep tokens with this share of the likeliest one's probability; 0: all
+    top_p: float = 1.0  # keep the likeliest tokens, until their probabilities add up to this
+    top_k: int = 0  # keep this many of the likeliest tokens; 0: keep all
+    min_p: float = 0.0  # keep tokens with at least this share of the likeliest token's probability; 0: keep all
     seed: int = 0
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
-    frequency_penalty: float = 0.0  # the same, times the token's count in the output
+    frequency_penalty: float = 0.0  # subtracted from a token's logit once per occurrence in the output
     repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens in prompt or output
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit)
     min_tokens: int = 0  # no end-of-sequence or stop token before this many tokens are generated
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence ids
-    ignore_eos: bool = False  # go on after an end-of-sequence token
-    logprobs: int | None = None  # report log probabilities: the token's and this many likeliest ones'; None: no report
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    grammar: str | None = None  # serialised llguidance grammar: only tokens that it allows are generated
+    ignore_eos: bool = False  # continue after an end-of-sequence token
+    # Report the log probabilities of the sampled token and of this many of the likeliest tokens; None: no report.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # as `logprobs`, but for the tokens of the prompt
+    grammar: str | None = None  # serialised llguidance grammar; only tokens that the grammar allows are generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +87,18 @@ class NewSequence:
     seq_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    # Sequences share the KV of equal prompt beginnings only within one salt: otherwise the time to a first token would
-    # tell a user what other users have asked.
+    # Sequences share the KV of equal prompt prefixes only if their salts are equal. Otherwise a user could learn from
+    # the TTFT what other users have asked.
     cache_salt: str = ""
-    retention: int = 0  # cached blocks of the lowest retention are reused first
+    retention: int = 0  # the prefix cache evicts blocks of the lowest retention first
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Compute the next `num_tokens` (≥ 1) known tokens of `seq_id`, or fewer if fewer are left.
+    """An instruction to compute the next `num_tokens` (≥ 1) known tokens of `seq_id`, or fewer if fewer are left.
 
-    A sequence without KV first takes what the prefix cache holds of its beginning; only the rest is left to compute.
+    A sequence without KV first takes the blocks of its prefix that are in the prefix cache. Only the remaining tokens
+    are computed.
     """
 
     seq_id: str
@@ -104,7 +107,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Take `seq_id` out of the running sequences until a plan resumes it."""
+    """An instruction to preempt `seq_id`. The sequence is not run again until a plan resumes it."""
 
     seq_id: str
     mode: PreemptionMode
@@ -112,13 +115,14 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. The engine executes it in the order of the fields.
+    """The plan of one step. The engine executes the fields in their order.
 
-    An engine raises `PlanError` for a plan that breaks the rules. That is a bug of the scheduler, never a user's fault.
+    An engine raises `PlanError` if a plan breaks the rules. A broken rule is a bug of the scheduler, never a user's
+    fault.
     """
 
     step_id: int  # never reused while the engine lives
-    abort: tuple[str, ...] = ()  # free these sequences
+    abort: tuple[str, ...] = ()  # sequences to free
     preempt: tuple[Preempt, ...] = ()
     resume: tuple[str, ...] = ()  # preempted sequences that may be run again
     start: tuple[NewSequence, ...] = ()
@@ -133,17 +137,19 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes, at most."""
+        """The maximum number of tokens that the step computes."""
         return sum(r.num_tokens for r in self.run)
 
 
-# -- up: the result of a step --------------------------------------------------------------------------------------
+# -- from engine to scheduler: the result of a step ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log probabilities at one position, as the model gave them: before temperature, penalties, bias and
-    grammar."""
+    """The natural log probabilities at one position, as the model computed them.
+
+    Temperature, penalties, bias and grammar are not applied to them.
+    """
 
     token_id: int
     logprob: float
@@ -155,19 +161,22 @@ class SequenceOutput:
     """The outcome of one `Run`."""
 
     seq_id: str
-    num_computed_tokens: int  # of the whole sequence, after the step
-    token_ids: tuple[int, ...] = ()  # newly sampled; empty while the prefill is incomplete
+    num_computed_tokens: int  # computed tokens of the whole sequence after the step
+    token_ids: tuple[int, ...] = ()  # newly sampled tokens; empty while the prefill is incomplete
     finish_reason: FinishReason | None = None  # if set, the engine has freed the sequence
-    num_cached_tokens: int = 0  # computed tokens that this step took from the prefix cache
+    num_cached_tokens: int = 0  # tokens whose KV this step took from the prefix cache
     logprobs: tuple[TokenLogprobs, ...] = ()  # one entry for each of `token_ids`, if requested
-    # One entry for each prompt token that follows a token of this run, if requested (so the prompt's first token has
-    # none). A sequence that requests them takes nothing from the prefix cache.
+    # If requested, one entry for each prompt token that follows a token of this run (so the prompt's first token has no
+    # entry). A sequence that requests prompt log probabilities takes nothing from the prefix cache.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceFailure:
-    """One sequence cannot go on (NaN logits, for example). The engine has freed it and goes on with the others."""
+    """The failure of one sequence, for example because of NaN logits.
+
+    The engine has freed this sequence and continues with the other sequences.
+    """
 
     seq_id: str
     reason: str
@@ -180,14 +189,15 @@ class StepResult:
     step_id: int
     outputs: tuple[SequenceOutput, ...] = ()  # in the order of the plan's runs
     failures: tuple[SequenceFailure, ...] = ()
-    free_blocks: int = 0  # KV blocks that a new sequence could get, unused blocks of the prefix cache included
+    free_blocks: int = 0  # KV blocks that a new sequence could get; cached blocks that no sequence holds are included
     elapsed_s: float = 0.0  # seconds that the device was busy with the step
     free_swap_blocks: int = 0
-    # (sequence, number of its blocks that other sequences hold as well), where that number has changed in this step.
-    # Freeing or preempting the sequence would not free these blocks.
+    # (sequence, number of its blocks that other sequences hold as well), for each sequence whose number has changed in
+    # this step. Freeing or preempting the sequence would not free these blocks.
     shared_blocks: tuple[tuple[str, int], ...] = ()
-    # Sequences that were evicted from the step (`Engine.evict`). Each has an output with the tokens computed before the
-    # step or taken from the prefix cache; nothing was sampled, and blocks allocated for the step are free again.
+    # Sequences that were evicted from the step (`Engine.evict`). Each of them has an output, which counts the tokens
+    # computed before the step or taken from the prefix cache. No token was sampled for them, and the blocks allocated
+    # to them for the step are free again.
     evicted: tuple[str, ...] = ()
 
 
@@ -196,14 +206,14 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The properties and sizes of an engine, constant while it lives."""
+    """The properties and sizes of an engine. These values do not change while the engine exists."""
 
     model_path: str
-    max_model_len: int  # most tokens of a sequence, prompt and output together
+    max_model_len: int  # maximum tokens in a sequence, prompt and output together
     vocab_size: int
-    block_size: int  # tokens of a KV block
+    block_size: int  # tokens in a KV block
     num_blocks: int  # KV blocks on the device
-    max_step_tokens: int  # most tokens that one plan may run
+    max_step_tokens: int  # maximum number of tokens that one plan may run
     eos_token_ids: tuple[int, ...] = ()
     device: str = "cpu"
     dtype: str = "float32"
@@ -211,42 +221,58 @@ class EngineInfo:
     preemption_modes: tuple[str, ...] = field(default=("pause", "recompute"))  # values of `PreemptionMode`
     num_swap_blocks: int = 0  # KV blocks of host memory, for swapped sequences
     swap_block_s: float = 0.0  # seconds to copy one block to the host or back, measured at the start
-    steps_ahead: int = 0  # async scheduling: plans that may be submitted while a step runs; 0: none
+    steps_ahead: int = 0  # async scheduling: number of plans that may be submitted while a step runs; 0: none
     step_eviction: StepEviction = StepEviction.NOTHING
 
 
 class PlanError(Exception):
-    """A plan breaks the rules: it names an unknown sequence, runs a paused one, or needs more blocks than are free."""
+    """The error of a plan that breaks the rules.
+
+    For example, the plan names an unknown sequence, runs a paused sequence, or needs more blocks than are free.
+    """
 
 
 class EngineDead(Exception):
-    """The engine cannot go on (device lost, thread ended). The process must end with a non-zero exit status."""
+    """The error of an engine that cannot continue.
+
+    For example, the device is lost or the engine's thread has ended. The process must then end with a non-zero exit
+    status.
+    """
 
 
 class Engine(Protocol):
-    """Executes plans one at a time, in the order of submission.
+    """An engine: it executes plans one at a time, in the order of submission.
 
-    One step is in flight at a time. With async scheduling, `info.steps_ahead` more may be, whose plans say `ahead`: the
-    host then plans step N+1 while the device computes step N.
+    Without async scheduling, at most one step is in flight. With async scheduling, up to `info.steps_ahead` more steps
+    may be in flight; the plans of these steps have `ahead` set. The host then plans step N+1 while the device computes
+    step N.
     """
 
     @property
     def info(self) -> EngineInfo: ...
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand over a plan and return at once. Raises `EngineDead`, and `RuntimeError` or `PlanError` if too many steps
-        are in flight."""
+        """Submit a plan and return at once.
+
+        Raises `EngineDead` if the engine has stopped, and `RuntimeError` or `PlanError` if too many steps are in
+        flight.
+        """
         ...
 
     async def collect(self) -> StepResult:
-        """Wait for the oldest step in flight and return its result. Cancelling it loses nothing. Raises `PlanError` if
-        the engine refused the plan, and `EngineDead`."""
+        """Wait for the oldest step in flight and return its result.
+
+        If this call is cancelled, the next call waits for the same step, so no result is lost. Raises `PlanError` if
+        the engine refused the plan, and `EngineDead` if the engine has stopped.
+        """
         ...
 
     def evict(self, seq_ids: Collection[str]) -> None:
-        """Ask to evict these sequences from the oldest step in flight at its next layer boundary, and return at once.
-        The request may come too late: the step's result says which sequences were evicted. A later run computes their
-        tokens of the step again."""
+        """Request the eviction of these sequences from the oldest step in flight, and return at once.
+
+        The engine evicts the sequences at the step's next layer boundary. The request may come too late: the step's
+        result says which sequences were evicted. A later run computes the tokens that an evicted sequence lost.
+        """
         ...
 
     def close(self) -> None:
@@ -255,5 +281,5 @@ class Engine(Protocol):
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Return the number of KV blocks that hold `num_tokens` tokens."""
+    """Return the number of KV blocks that `num_tokens` tokens need."""
     return -(-num_tokens // block_size)

@@ -1,7 +1,7 @@
-"""Runs an engine's blocking steps on a thread of their own, so that the event loop never waits for a device.
+"""Runs an engine's blocking steps on their own thread, so that the event loop never waits for a device.
 
-Knows threads and futures; not what a step computes. Steps run one at a time in the order of submission. With async
-scheduling (`EngineInfo.steps_ahead`), the next step is launched while the one before it still runs.
+Knows threads and futures; does not know what a step computes. Steps run one at a time in the order of submission. With
+async scheduling (`EngineInfo.steps_ahead`), the next step is launched while the previous step is still running.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from typing import Protocol, cast
 
 from engine.interface import EngineDead, EngineInfo, PlanError, StepEviction, StepPlan, StepResult
 
-_POLL_S = 0.0001  # seconds between two checks whether the running step has finished, while no plan comes
+_POLL_S = 0.0001  # seconds between two checks of whether the running step has finished, while no plan arrives
 
 
 class Stepper(Protocol):
-    """An engine whose `step` blocks until the device is done."""
+    """An engine whose method `step` blocks until the device has finished the step."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -30,20 +30,26 @@ class Stepper(Protocol):
     def step(self, plan: StepPlan) -> StepResult: ...
 
     def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
-        """Evict these sequences from step `step_id`, as far as `info.step_eviction` allows. May be called by another
-        thread than `step`: before that step, during it, or after it (then without effect)."""
+        """Evict these sequences from step `step_id`, as far as `info.step_eviction` allows.
+
+        May be called from another thread than `step`, before that step or during it. A call after the step has no
+        effect.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class Launcher(Stepper, Protocol):
-    """A stepper for async scheduling (`info.steps_ahead` ≥ 1): `launch` starts a step and returns while the device
-    computes it, `finalize` waits for the oldest launched step and returns its result."""
+    """A stepper for async scheduling (`info.steps_ahead` ≥ 1).
+
+    `launch` starts a step and returns while the device computes the step. `finalize` waits for the oldest launched step
+    and returns its result.
+    """
 
     @property
     def is_finished(self) -> bool:
-        """True if `finalize` would not wait."""
+        """True if `finalize` would return without waiting."""
         ...
 
     def launch(self, plan: StepPlan) -> None: ...
@@ -52,17 +58,17 @@ class Launcher(Stepper, Protocol):
 
 
 class EngineThread:
-    """The `Engine` protocol over a `Stepper`. Call `submit` and `collect` from one event loop.
+    """An `Engine` that runs a `Stepper` on its own thread. Call `submit` and `collect` from one event loop.
 
-    `collect` raises a step's `PlanError`, and the engine goes on. Any other error of a step ends the thread: `collect`
-    and all later calls raise `EngineDead`.
+    If a step raises `PlanError`, `collect` raises the same error and the engine continues. Any other error of a step
+    ends the thread: `collect` and all later calls of `submit` and `collect` raise `EngineDead`.
     """
 
     def __init__(self, make: Callable[[], Stepper]) -> None:
-        """Call `make` on the engine's thread and wait for it. Raises what `make` raises.
+        """Start the thread and wait until `make`, which runs on it, has made the stepper. Raises the errors of `make`.
 
-        The stepper is made on the thread that runs it: OpenMP gives each computing thread a pool of its own, and with
-        more pooled threads than cores every operator has to wake them up.
+        The same thread makes the stepper and runs its steps, because OpenMP gives each computing thread its own thread
+        pool. If the pools have more threads than there are cores, every operator has to wake its threads up.
         """
         made: Future[Stepper] = Future()
         self._inbox: SimpleQueue[_Submitted | _Signal] = SimpleQueue()
@@ -78,7 +84,10 @@ class EngineThread:
         return self._stepper.info
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand a plan to the thread. Raises `RuntimeError` while as many steps as allowed are in flight."""
+        """Hand a plan to the thread.
+
+        Raises `RuntimeError` if the maximum number of steps is in flight, and `EngineDead` if the engine has stopped.
+        """
         if self._death is not None or self._is_closed:
             raise EngineDead("the engine has stopped") from self._death
         if len(self._pending) > (self.info.steps_ahead if plan.ahead else 0):
@@ -87,7 +96,11 @@ class EngineThread:
         self._inbox.put(self._pending[-1])
 
     async def collect(self) -> StepResult:
-        """Return the result of the oldest step in flight. After a cancelled call, the next one returns it."""
+        """Wait for the oldest step in flight and return its result.
+
+        If this call is cancelled, the next call returns the result. Raises `PlanError` if the engine refused the plan,
+        `EngineDead` if the engine has stopped, and `RuntimeError` if no step is in flight.
+        """
         if self._death is not None:
             raise EngineDead("the engine has stopped") from self._death
         if not self._pending:
@@ -107,7 +120,7 @@ class EngineThread:
             self._stepper.evict(self._pending[0].plan.step_id, seq_ids)
 
     def close(self) -> None:
-        """Finish the steps in flight, then end the thread. Blocks; may be called twice."""
+        """Finish the steps in flight, then end the thread. Blocks until the thread has ended; may be called twice."""
         if not self._is_closed:
             self._is_closed = True
             self._inbox.put(_Signal.CLOSE)
@@ -118,7 +131,7 @@ class EngineThread:
     def _run(self, make: Callable[[], Stepper], made: "Future[Stepper]") -> None:
         try:
             stepper = make()
-        except BaseException as error:  # `__init__` waits for it and raises it
+        except BaseException as error:  # `__init__` waits for the error and raises it
             made.set_exception(error)
             return
         made.set_result(stepper)
@@ -136,12 +149,15 @@ class EngineThread:
     def _run_async(self, launcher: Launcher) -> None:
         launched: deque[_Reply] = deque()
         self._launch_and_finalize(launcher, launched)
-        for reply in launched:  # not empty after an error only
+        for reply in launched:  # there are replies left only after an error
             reply.send(EngineDead("another step failed"))
 
     def _launch_and_finalize(self, launcher: Launcher, launched: "deque[_Reply]") -> None:
-        """Launch each plan when it comes; finalize the oldest step when it has finished, or when no further one may be
-        launched before. Return after `close` or an error; `launched` then holds the steps without a result."""
+        """Launch each plan when it arrives, and finalize the launched steps.
+
+        The oldest step is finalized when it has finished, or when no further step may be launched before. Return after
+        `close` or an error. After an error, `launched` holds the replies of the steps that have no result.
+        """
         while (message := self._wait(launcher) if launched else self._inbox.get()) is not _Signal.CLOSE:
             if isinstance(message, _Submitted) and not _launch(launcher, message, launched):
                 return
@@ -152,7 +168,7 @@ class EngineThread:
             pass
 
     def _wait(self, launcher: Launcher) -> "_Submitted | _Signal":
-        """Return the next message, or STEP_FINISHED if the oldest launched step has finished before one came."""
+        """Return the next message, or STEP_FINISHED if the oldest launched step finishes before a message arrives."""
         while True:
             try:
                 return self._inbox.get(timeout=_POLL_S)
@@ -162,12 +178,15 @@ class EngineThread:
 
 
 def _launch(launcher: Launcher, submitted: "_Submitted", launched: "deque[_Reply]") -> bool:
-    """Launch a plan, and note its reply in `launched`. Return False if an error has ended the engine."""
+    """Launch a plan and append its reply to `launched`. If the launch fails, send the error as the reply.
+
+    Every error except `PlanError` ends the engine. Return False in this case, otherwise True.
+    """
     try:
         launcher.launch(submitted.plan)
     except PlanError as error:
         submitted.reply.send(error)
-    except BaseException as error:  # as in `_send_result`
+    except BaseException as error:  # the top of this thread, as in `_send_result`
         submitted.reply.send(error)
         return False
     else:
@@ -176,7 +195,10 @@ def _launch(launcher: Launcher, submitted: "_Submitted", launched: "deque[_Reply
 
 
 def _send_result(reply: "_Reply", compute: Callable[[], StepResult]) -> bool:
-    """Send what `compute` returns or raises. Return False if an error has ended the engine."""
+    """Send the result of `compute`, or the error that `compute` raises, as the reply.
+
+    Every error except `PlanError` ends the engine. Return False in this case, otherwise True.
+    """
     try:
         reply.send(compute())
     except PlanError as error:
@@ -188,7 +210,7 @@ def _send_result(reply: "_Reply", compute: Callable[[], StepResult]) -> bool:
 
 
 class _Reply:
-    """A future of the event loop, resolved by the engine's thread."""
+    """A future of the event loop that the engine's thread resolves."""
 
     __slots__ = ("_loop", "future")
 
@@ -197,7 +219,7 @@ class _Reply:
         self.future: asyncio.Future[StepResult | BaseException] = self._loop.create_future()
 
     def send(self, result: StepResult | BaseException) -> None:
-        with suppress(RuntimeError):  # the event loop is closed
+        with suppress(RuntimeError):  # the event loop is closed already
             self._loop.call_soon_threadsafe(self._resolve, result)
 
     def _resolve(self, result: StepResult | BaseException) -> None:
@@ -207,7 +229,7 @@ class _Reply:
 
 @dataclass(frozen=True, slots=True)
 class _Submitted:
-    """A plan, and where its result goes."""
+    """A submitted plan, and the reply that will get its result."""
 
     plan: StepPlan
     reply: _Reply
@@ -215,4 +237,4 @@ class _Submitted:
 
 class _Signal(Enum):
     CLOSE = auto()
-    STEP_FINISHED = auto()  # the oldest launched step
+    STEP_FINISHED = auto()  # the oldest launched step has finished

@@ -1,9 +1,9 @@
-"""An engine that computes nothing: a step takes a modeled time, and tokens are a hash of (seed, position).
+"""An engine that computes nothing: a step takes a modeled time, and each token is a hash of (seed, position).
 
-Sequences, blocks, finish reasons and the prefix cache are kept by the native engine's `SequenceTable`, so this engine
-refuses the same bad plans. The scheduler's loop can be run, tested and simulated with it without torch, on a
-real or a virtual clock. Coefficients, noise and drift of the modeled time are not shown to the controller, which has to
-learn them.
+The `SequenceTable` of the native engine keeps the sequences, blocks, finish reasons and the prefix cache, so both
+engines refuse the same bad plans. With this engine, the scheduler's loop can be run, tested and simulated without
+torch, on a real or a virtual clock. The coefficients, noise and drift of the modeled time are hidden from the
+controller, which has to learn them.
 """
 
 import random
@@ -15,18 +15,21 @@ from engine.interface import EngineInfo, PlanError, SequenceOutput, StepEviction
 from engine.sequences.sequence_table import Chunk, SequenceTable
 from engine.step_time.cost import StepCost
 
-FIRST_ORDINARY_TOKEN = 3  # ids below it are never generated: they stand for a model's special ids
+FIRST_ORDINARY_TOKEN = 3  # lower ids are never generated: they stand for a model's special tokens
 
 
 def modeled_token(seed: int, index: int, vocab_size: int) -> int:
-    """Return output token number `index` of a sequence with `seed`: the same on any engine, after any preemption."""
+    """Return output token number `index` of a sequence with `seed`.
+
+    The token is the same on every engine and after every preemption.
+    """
     mixed = (seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     mixed ^= mixed >> 31
     return FIRST_ORDINARY_TOKEN + mixed % (vocab_size - FIRST_ORDINARY_TOKEN)
 
 
 class Timer(Protocol):
-    """A clock, and a wait whose end can be moved while it lasts; `LoopTimer` is one."""
+    """A clock with a wait whose end can be moved during the wait. `LoopTimer` implements this protocol."""
 
     def now(self) -> float: ...
 
@@ -37,11 +40,14 @@ class Timer(Protocol):
 
 @dataclass(slots=True)
 class _Step:
-    """The running step. `mark_s` seconds after its start it was at `progress` (0 … 1); all of it takes `duration_s`."""
+    """The running step.
+
+    The whole step takes `duration_s`. The share `progress` (0 … 1) of it was done `mark_s` seconds after its start.
+    """
 
     step_id: int
     chunks: list[Chunk]
-    remaining: list[Chunk]  # without the evicted ones
+    remaining: list[Chunk]  # without the chunks of evicted sequences
     copying_s: float  # seconds to swap blocks, without slowdown
     slowdown: float  # noise and drift: a factor on all of the step's time
     duration_s: float
@@ -55,15 +61,17 @@ class _Step:
 
 
 class ModeledEngine:
-    """Implements `Engine`.
+    """An `Engine` that computes nothing: its steps only wait.
 
-    `sleep` waits for a step: in virtual time in the simulator, in real time in a test of the real loop. With a `timer`,
-    which then waits instead, sequences can be evicted from a running step as far as `info.step_eviction` allows, at the
-    next of `num_layers` layers. `drift` returns the factor on all times at an instant of the timer.
+    Without a `timer`, `sleep` waits until a step ends: in virtual time in the simulator, in real time in a test of the
+    real loop. With a `timer`, the timer waits instead. Sequences can then be evicted from a running step, as far as
+    `info.step_eviction` allows, at the next boundary between two of the `num_layers` layers. `drift` is a function from
+    the timer's time to a factor on the time of a step.
 
-    `cost` is the cost of steps with a prefill, `decode_cost` of the others (None: the same). `noise` is the standard
-    deviation of a step's time, as a share of it. The prefix cache is off by default: traces give lengths, not texts,
-    and texts made up for them would find each other in it.
+    `cost` is the cost of steps that hold a prefill chunk. `decode_cost` is the cost of all other steps; None: the same
+    as `cost`. `noise` is the standard deviation of a step's time, as a share of that time. The prefix cache is off by
+    default: traces contain lengths, not texts, and texts made up for these lengths would share cached blocks by
+    mistake.
     """
 
     def __init__(
@@ -80,7 +88,7 @@ class ModeledEngine:
         num_layers: int = 30,
         drift: Callable[[float], float] | None = None,
     ) -> None:
-        """Raises `ValueError` for a drift without a timer."""
+        """Make an engine without sequences. Raises `ValueError` if there is a drift but no timer."""
         if drift is not None and timer is None:
             raise ValueError("a drift over time needs a timer")
         self._info = info if timer is not None else replace(info, step_eviction=StepEviction.NOTHING)
@@ -95,7 +103,7 @@ class ModeledEngine:
         self._drift = drift
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
         self._running: _Step | None = None
-        self._evictees: set[str] = set()  # requested for the running step
+        self._evictees: set[str] = set()  # sequences to evict from the running step
 
     @property
     def info(self) -> EngineInfo:
@@ -110,7 +118,7 @@ class ModeledEngine:
         return self._table.swap_pool.num_used
 
     def submit(self, plan: StepPlan) -> None:
-        """Begin a step. Raises `PlanError` for a plan that breaks the rules, or while a step is in flight."""
+        """Begin a step. Raises `PlanError` if the plan breaks the rules or a step is in flight."""
         if self._running is not None:
             raise PlanError("a step is in flight already: collect it first")
         self._table.check(plan)
@@ -118,7 +126,10 @@ class ModeledEngine:
         self._running = self._begin(plan)
 
     async def collect(self) -> StepResult:
-        """Wait for the step and return its result. Cancelling it loses nothing if there is a timer."""
+        """Wait for the step in flight and return its result. Raises `RuntimeError` if no step is in flight.
+
+        With a timer, a call may be cancelled: the next call waits for the rest of the same step.
+        """
         step = self._running
         if step is None:
             raise RuntimeError("no step is in flight: submit one first")
@@ -130,7 +141,10 @@ class ModeledEngine:
         return self._result(step)
 
     def evict(self, seq_ids: Collection[str]) -> None:
-        """Evict at the next layer boundary. After the last boundary the request has no effect."""
+        """Evict these sequences at the next layer boundary of the running step.
+
+        After the last boundary, the call has no effect.
+        """
         step = self._running
         if step is None or self._timer is None or self._info.step_eviction is StepEviction.NOTHING:
             return
@@ -166,7 +180,10 @@ class ModeledEngine:
         return max(cost.min_step_s, cost.step_s + sum([run(chunk.num_tokens, chunk.start) for chunk in chunks]))
 
     def _shorten(self, step: _Step, remaining: list[Chunk], elapsed_s: float, progress: float) -> None:
-        """Compute the running layer with all chunks, and the layers after it with the remaining ones."""
+        """Shorten the running step after an eviction.
+
+        The running layer is computed with all chunks, and the layers after it with the remaining chunks.
+        """
         layer = 1 / self._num_layers
         layer_s = (step.duration_s - elapsed_s) / (1 - progress) * layer
         whole_s = (step.copying_s + self._computing_s(remaining)) * step.slowdown if remaining else 0.0

@@ -1,6 +1,7 @@
-"""A wait on the running event loop whose end can be moved while it lasts, in the loop's time: real or virtual.
+"""A timer on the running event loop: the end of a wait can be moved during the wait.
 
-Knows the loop's clock and timers; not what the wait is for.
+Times are those of the loop's clock, which may be real or virtual. Knows the loop's clock and timers; does not know what
+the wait is for.
 """
 
 import asyncio
@@ -18,7 +19,10 @@ class LoopTimer:
         return asyncio.get_running_loop().time()
 
     async def wait_until(self, when_s: float) -> None:
-        """Wait until the loop's time is `when_s`, or what `move` sets. Raises `RuntimeError` during another wait."""
+        """Wait until the loop's time is `when_s`, or the time set by `move`.
+
+        Raises `RuntimeError` if another wait is running.
+        """
         if self._done is not None:
             raise RuntimeError("another wait is going on already")
         self._done = asyncio.get_running_loop().create_future()
@@ -30,7 +34,7 @@ class LoopTimer:
             self._done = None
 
     def move(self, when_s: float) -> None:
-        """Let the present wait end at `when_s`; without a wait, do nothing."""
+        """Move the end of the present wait to `when_s`; without a wait, do nothing."""
         if self._done is not None:
             self._cancel()
             self._start(when_s)

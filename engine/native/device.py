@@ -1,6 +1,6 @@
-"""Choose the device and the dtype, and measure the free memory.
+"""Chooses the device and the dtype, and measures the free memory.
 
-Knows the hardware; does not know models. The engine asks once at start and logs the choice.
+Knows the hardware; does not know models. The engine asks once at its start and logs the choice.
 """
 
 import os
@@ -14,9 +14,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Return the device named `wanted`; "auto" is the first CUDA device, or the CPU without one.
+    """Return the device named `wanted`; "auto" is the first CUDA device, or the CPU if there is no CUDA device.
 
-    Raise `EngineStartError` for an unknown, unsupported or missing device.
+    Raises `EngineStartError` if the device is unknown, unsupported or missing.
     """
     if wanted == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -32,9 +32,9 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """Return the dtype named `wanted`; "auto" is bfloat16 if `device` multiplies it natively, else float32.
+    """Return the dtype named `wanted`; "auto" is bfloat16 if `device` multiplies bfloat16 natively, otherwise float32.
 
-    Raise `EngineStartError` for an unknown name.
+    Raises `EngineStartError` if the name is unknown.
     """
     if wanted == "auto":
         return torch.bfloat16 if _multiplies_bfloat16(device) else torch.float32
@@ -54,7 +54,7 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that can still be allocated on `device`.
 
-    On a CPU this is the smaller of the system's free memory and what the container's limit leaves.
+    On a CPU, these are the bytes that the system has free, or that the container's limit leaves if this is less.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -62,7 +62,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _system_free_bytes() -> int:
-    """Return Linux's MemAvailable, which includes the page cache; on other systems half of the physical memory."""
+    """Return the system's free memory in bytes.
+
+    On Linux this is MemAvailable, which includes the page cache. On other systems it is half of the physical memory.
+    """
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():

@@ -1,7 +1,7 @@
-"""The KV blocks of an engine: which are free, and which holders the others have. Knows block ids and names of holders;
-not what a holder is, nor a block's tensors.
+"""The KV blocks of an engine: which blocks are free, and which holders each used block has.
 
-A full block may have several holders. It is never written again, so nothing is ever copied on write.
+Knows block ids and names of holders; does not know what a holder is, or the tensors of a block. A full block may have
+several holders. A full block is never written again, so copy-on-write is not needed.
 """
 
 from collections import Counter
@@ -11,11 +11,14 @@ from engine.sequences.prefix_cache import PrefixCache
 
 
 class BlockPool:
-    """Block ids 0 … num_blocks-1. `num_free + num_used == num_blocks` after every call: a block with several holders
-    counts once, and a cached block without a holder is free.
+    """The pool of the blocks with ids 0 … num_blocks-1.
 
-    The free list is a stack: the block freed last is allocated first, so that a lightly loaded engine keeps using the
-    same memory, and memory that was never needed is never committed. Cached blocks are allocated when it is empty.
+    `num_free + num_used == num_blocks` after every call: a block with several holders counts once, and a cached block
+    without a holder counts as free.
+
+    The free list is a stack: the block freed last is allocated first. So a lightly loaded engine keeps using the same
+    memory, and memory that was never needed is never committed. If the free list is empty, cached blocks without a
+    holder are allocated.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -24,10 +27,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.cache = PrefixCache()
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._holder: list[str | None] = [None] * num_blocks  # the only holder; None also for a block with several
-        self._sharers: dict[int, set[str]] = {}  # block: its two or more holders
-        self._num_shared: Counter[str] = Counter()  # by holder: its blocks that others hold as well
-        self._changed: set[str] = set()  # holders whose number has changed since the last report
+        self._holder: list[str | None] = [None] * num_blocks  # by block: its only holder; None: no holder, or several
+        self._sharers: dict[int, set[str]] = {}  # by block: its holders, if there are two or more
+        self._num_shared: Counter[str] = Counter()  # by holder: number of its blocks that others hold as well
+        self._changed: set[str] = set()  # holders whose `_num_shared` has changed since `take_changes`
 
     @property
     def num_free(self) -> int:
@@ -35,7 +38,7 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks with a holder, counted block by block: O(num_blocks)."""
+        """The number of blocks that have a holder. Computing it takes O(num_blocks) time."""
         return sum(holder is not None for holder in self._holder) + len(self._sharers)
 
     def is_idle(self, block: int) -> bool:
@@ -43,8 +46,10 @@ class BlockPool:
         return self._holder[block] is None and block not in self._sharers
 
     def allocate(self, count: int, holder: str) -> list[int]:
-        """Return `count` blocks of unknown contents, now held by `holder`. Raises `MemoryError`, and allocates none, if
-        fewer are free."""
+        """Allocate `count` blocks for `holder` and return them. Their contents are unknown.
+
+        Raises `MemoryError`, and allocates no block, if fewer than `count` blocks are free.
+        """
         if count > self.num_free:
             raise MemoryError(f"{count} KV blocks are wanted and {self.num_free} are free")
         taken = [self._free.pop() if self._free else self.cache.evict() for _ in range(count)]
@@ -53,7 +58,7 @@ class BlockPool:
         return taken
 
     def share(self, block: int, holder: str) -> None:
-        """Let `holder` hold a cached block, together with the holders that it has."""
+        """Add `holder` to the present holders of a cached block."""
         first = self._holder[block]
         if block in self._sharers:
             self._sharers[block].add(holder)
@@ -67,8 +72,10 @@ class BlockPool:
             self._count_shared(holder, 1)
 
     def free(self, blocks: Iterable[int], holder: str) -> None:
-        """Release blocks that `holder` holds; blocks that it held alone become free. Raises `ValueError` for a block
-        that it does not hold: freed twice, a block would be allocated twice."""
+        """Release blocks that `holder` holds. A block becomes free if it has no other holder.
+
+        Raises `ValueError` if `holder` does not hold a block: a block that is freed twice would be allocated twice.
+        """
         for block in blocks:
             if block in self._sharers:
                 self._release_shared(block, holder)
@@ -82,13 +89,15 @@ class BlockPool:
                     self._free.append(block)
 
     def num_freed_by(self, tables: Iterable[Sequence[int]]) -> int:
-        """Return how many blocks become free if the holders of `tables` release all of them."""
+        """Return how many blocks become free if the holders of the block tables `tables` release all their blocks."""
         released = Counter(block for table in tables for block in table)
         return sum(count == len(self._sharers.get(block, (None,))) for block, count in released.items())
 
     def take_changes(self) -> tuple[tuple[str, int], ...]:
-        """Return (holder, number of its blocks that others hold as well) where that number has changed since the last
-        call."""
+        """Return the holders whose number of shared blocks has changed since the last call.
+
+        Each item is (holder, number of its blocks that others hold as well).
+        """
         if not self._changed:
             return ()
         changes = tuple((holder, self._num_shared[holder]) for holder in sorted(self._changed))

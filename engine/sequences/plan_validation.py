@@ -1,7 +1,8 @@
-"""The rules of a `StepPlan`: what makes an engine refuse one. Reads sequences and pools; changes nothing.
+"""The rules of a `StepPlan`. An engine refuses a plan that breaks a rule.
 
-The check follows the plan in its order, on copies of the sequences that it touches. It does not count on the prefix
-cache: a plan that passes has the blocks that it needs without any cached one.
+This module reads sequences and pools, and changes nothing. The check goes through the plan in the order of execution,
+on copies of the sequences that the plan changes. It ignores the prefix cache: a plan that passes has enough blocks even
+if no block is found in the cache.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,8 @@ from engine.interface import EngineInfo, NewSequence, PlanError, Preempt, Preemp
 from engine.sequences.block_pool import BlockPool
 from engine.sequences.sequence import Sequence, SequenceStatus
 
-# mode: (statuses before, status after). Swapping or recomputing a paused sequence frees its KV blocks.
+# mode: (allowed statuses before, status after). A paused sequence can be preempted again by swapping or recomputing,
+# which frees its KV blocks.
 _ON_DEVICE = frozenset({SequenceStatus.ACTIVE, SequenceStatus.PAUSED})
 PREEMPTIONS = {
     PreemptionMode.PAUSE: (frozenset({SequenceStatus.ACTIVE}), SequenceStatus.PAUSED),
@@ -22,7 +24,7 @@ PREEMPTIONS = {
 
 @dataclass(slots=True)
 class _SequenceCopy:
-    """A copy of a sequence, as it will be when the plan's runs begin."""
+    """The status and sizes that a sequence will have when the plan's runs begin."""
 
     status: SequenceStatus
     num_tokens: int
@@ -32,7 +34,7 @@ class _SequenceCopy:
 
 
 class PlanCheck:
-    """Checks one plan; `run` is called once."""
+    """The check of one plan. Call `run` only once."""
 
     def __init__(
         self, info: EngineInfo, sequences: Mapping[str, Sequence], pool: BlockPool, swap_pool: BlockPool
@@ -40,13 +42,13 @@ class PlanCheck:
         self._info = info
         self._sequences = sequences
         self._pool = pool
-        self._copies: dict[str, _SequenceCopy | None] = {}  # None: aborted
+        self._copies: dict[str, _SequenceCopy | None] = {}  # by sequence id; None: aborted by the plan
         self._releasing: list[Sequence] = []  # sequences that release all their blocks
-        self._num_needed = 0  # blocks
+        self._num_needed = 0  # KV blocks that the plan allocates
         self._num_swap_free = swap_pool.num_free
 
     def run(self, plan: StepPlan) -> None:
-        """Raise `PlanError` for the first rule that `plan`, executed in order, breaks."""
+        """Check `plan` in the order of its execution. Raises `PlanError` for the first rule that the plan breaks."""
         if plan.num_tokens > self._info.max_step_tokens:
             raise PlanError(f"{plan.num_tokens} tokens in a step, at most {self._info.max_step_tokens} allowed")
         for seq_id in plan.abort:
@@ -132,7 +134,7 @@ class PlanCheck:
             if known is None:
                 s = self._look_up(run.seq_id)
                 self._run(run, s.status, s.num_tokens, s.num_computed, s.num_blocks)
-            else:  # most sequences are only run by the plan, and need no copy
+            else:  # the plan changes nothing else about this sequence, so no copy is needed
                 self._run(run, known.status, known.num_tokens, known.num_computed_tokens, len(known.block_table))
 
     def _run(self, run: Run, status: SequenceStatus, num_tokens: int, num_computed: int, num_blocks: int) -> None:

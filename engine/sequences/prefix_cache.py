@@ -1,30 +1,36 @@
-"""The prefix cache: which full KV blocks hold which beginning of a text, and which idle block is reused first.
+"""The prefix cache: it finds the full KV blocks that hold a given prefix, and chooses which idle block is reused first.
 
-A block's digest covers its tokens and, through its parent's digest, all tokens before them. The chain begins with a
-salt, so that sequences of different salts never share a block. Knows digests and block ids; not sequences, tensors or a
-block's holders (`BlockPool`).
+A block's digest covers its own tokens and, through the digest of its parent, all tokens before them. The chain of
+digests begins with a salt, so sequences with different salts never share a block. Knows digests and block ids; does not
+know sequences, tensors or the holders of a block (`BlockPool`).
 """
 
 from array import array
 from collections import OrderedDict
 from hashlib import blake2b
 
-DIGEST_BYTES = 32  # long enough to take equal digests for equal tokens: nothing else is compared
+DIGEST_BYTES = 32  # long enough that equal digests mean equal tokens: the tokens are not compared
 
 
 def root_digest(salt: str) -> bytes:
-    """Return the digest that the first block of a text has as its parent."""
+    """Return the root of the hash chain of a text: the digest that the first block has in place of a parent's digest.
+
+    Texts with different `salt` share no blocks.
+    """
     return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=b"tidegate-kv-root").digest()
 
 
 def block_digest(parent: bytes, token_ids: "array[int]") -> bytes:
-    """Return the digest of a full block that follows the block with digest `parent`."""
+    """Return the digest of a full block with these tokens. `parent` is the digest of the block before it."""
     return blake2b(parent + token_ids.tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 class PrefixCache:
-    """Blocks by digest. A block is idle while no sequence holds it. Only idle blocks are evicted: the lowest retention
-    first, and of one retention the least recently used. All operations are O(1) in the number of blocks."""
+    """The cached blocks by their digests.
+
+    A block is idle while no sequence holds it. Only idle blocks are evicted: those of the lowest retention first, and
+    among equal retentions the least recently used first. All operations take O(1) time in the number of blocks.
+    """
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -44,27 +50,33 @@ class PrefixCache:
         return self._num_idle
 
     def find(self, digest: bytes) -> int | None:
-        """Return the block with this digest."""
+        """Return the block with this digest; None if there is none."""
         return self._block_of.get(digest)
 
     def add(self, block: int, digest: bytes, retention: int) -> None:
-        """Add a block in use. If another block has the digest already, that one stays and `block` is not cached."""
+        """Add a block in use.
+
+        If another block already has this digest, the other block stays in the cache and `block` is not added.
+        """
         if digest not in self._block_of:
             self._block_of[digest] = block
             self._digest_of[block] = digest
             self._retention[block] = retention
 
     def raise_retention(self, block: int, retention: int) -> None:
-        """Raise the retention of a block in use, which a sequence of `retention` has found."""
+        """Raise the retention of a block in use to at least `retention`.
+
+        This is the retention of a sequence that has found the block.
+        """
         self._retention[block] = max(self._retention[block], retention)
 
     def mark_idle(self, block: int) -> None:
-        """Note that the block's last holder has released it."""
+        """Record that the last holder of the block has released it."""
         self._idle.setdefault(self._retention[block], OrderedDict())[block] = None
         self._num_idle += 1
 
     def mark_in_use(self, block: int) -> None:
-        """Note that the idle block has a holder again."""
+        """Record that the idle block has a holder again."""
         retention = self._retention[block]
         level = self._idle[retention]
         del level[block]
@@ -80,7 +92,7 @@ class PrefixCache:
             del self._retention[block]
 
     def evict(self) -> int:
-        """Remove the idle block to reuse first, and return it. There must be an idle block."""
+        """Remove the idle block that is to be reused first, and return it. There must be an idle block."""
         block = next(iter(self._idle[min(self._idle)]))
         self.mark_in_use(block)
         self.forget(block)

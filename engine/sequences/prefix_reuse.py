@@ -1,6 +1,6 @@
-"""Gives sequences the cached KV blocks of their beginning, and adds their full blocks to the prefix cache.
+"""Gives sequences the cached KV blocks of their prefixes, and adds their full blocks to the prefix cache.
 
-Knows sequences, blocks and digests; not plans or tensors.
+Knows sequences, blocks and digests; does not know plans or tensors.
 """
 
 from collections.abc import Sequence as Seq
@@ -11,18 +11,20 @@ from engine.sequences.sequence import Sequence
 
 
 class PrefixReuse:
-    """The prefix cache of one block pool, as the `SequenceTable` uses it."""
+    """The link between the sequences of a `SequenceTable` and the prefix cache of its block pool."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
 
     def take_for_runs(self, runs: Seq[tuple[Sequence, int]]) -> list[int]:
-        """Give cached blocks to the sequences without KV, before any of `runs`, (sequence, planned tokens), allocates
-        one: an allocation could evict a block that another run is about to find. Return each run's cached tokens.
+        """Give cached blocks to the sequences of `runs` that have no KV yet.
 
-        A cached block without a holder is free until it is taken. If a first chunk finds more of them than the plan can
-        spare, it takes fewer: every run keeps the blocks that it was planned with.
+        Return the number of cached tokens for each run. Each run is (sequence, planned tokens). Call this before a
+        block is allocated for any run: the allocation could evict a cached block that another run is about to find.
+
+        A cached block without a holder counts as free until a sequence takes it. If a sequence finds more such blocks
+        than the plan can spare, the sequence takes fewer, so that every run gets the blocks that it was planned with.
         """
         if all(sequence.num_computed_tokens for sequence, _ in runs):
             return [0] * len(runs)
@@ -38,11 +40,14 @@ class PrefixReuse:
         return num_cached
 
     def take_for_resume(self, sequence: Sequence) -> None:
-        """Give a swapped sequence the full blocks of its computed tokens that are still cached."""
+        """Give a swapped sequence the full blocks of its computed tokens that are still in the cache."""
         self._take(sequence, self._find(sequence, sequence.num_computed_tokens // self._block_size))
 
     def add_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
-        """Add the blocks that have become full to the prefix cache: their contents are computed now."""
+        """Add the blocks of the sequence that have become full to the prefix cache.
+
+        `num_computed` is the number of computed tokens of the sequence.
+        """
         num_full = num_computed // self._block_size
         if num_full <= sequence.num_known_blocks:
             return
@@ -56,13 +61,16 @@ class PrefixReuse:
         return max(0, blocks_for(end, self._block_size) - len(sequence.block_table))
 
     def _find_for_start(self, sequence: Sequence) -> list[int]:
-        """Return cached blocks for a sequence without KV; at least one token is left to compute."""
+        """Return the cached blocks that a sequence without KV can start with.
+
+        At least one token is left to compute. A sequence that requests prompt log probabilities finds no blocks.
+        """
         if sequence.num_computed_tokens or sequence.sampling.prompt_logprobs is not None:
             return []
         return self._find(sequence, (sequence.num_tokens - 1) // self._block_size)
 
     def _find(self, sequence: Sequence, limit: int) -> list[int]:
-        """Return the longest cached chain of the sequence's first blocks, at most `limit`."""
+        """Return the longest cached chain of the first blocks of the sequence, at most `limit` blocks."""
         blocks: list[int] = []
         while len(blocks) < limit:
             digest = sequence.digests(len(blocks) + 1, self._block_size)[len(blocks)]
@@ -73,8 +81,13 @@ class PrefixReuse:
         return blocks
 
     def _limit(self, blocks: list[int], num_planned: int, num_known: int, spare: int) -> int:
-        """Drop the last of `blocks` until taking them needs at most `spare` free blocks more than the planned run of
-        `num_planned` tokens. Return that number; it is negative if taking them needs fewer."""
+        """Drop the last of `blocks` until the plan can spare the free blocks that taking `blocks` costs; return this
+        cost.
+
+        The cost is the number of free blocks that the run needs if it takes `blocks`, minus the number that it needs
+        otherwise: as planned, with `num_planned` tokens to compute. It is at most `spare`, and negative if taking
+        `blocks` saves free blocks.
+        """
         size = self._block_size
         num_idle = sum(self._pool.is_idle(block) for block in blocks)
         while True:
@@ -85,7 +98,7 @@ class PrefixReuse:
             num_idle -= self._pool.is_idle(blocks.pop())
 
     def _take(self, sequence: Sequence, blocks: list[int]) -> None:
-        """Begin the sequence's empty block table with cached blocks."""
+        """Fill the empty block table of the sequence with cached blocks, and make the sequence one of their holders."""
         for block in blocks:
             self._pool.share(block, sequence.seq_id)
             self._pool.cache.raise_retention(block, sequence.retention)

@@ -1,7 +1,7 @@
-"""One sequence as the engine sees it: its tokens, how many of them are computed, and which blocks hold their KV.
+"""One sequence of an engine: its tokens, how many of them are computed, and which blocks hold their KV.
 
-Knows when a sequence is finished; not how tokens are computed, nor what else is in the batch. The `SequenceTable` owns
-all sequences.
+Knows when a sequence is finished; does not know how tokens are computed, or which other sequences are in the batch. The
+`SequenceTable` owns all sequences.
 """
 
 from array import array
@@ -13,14 +13,17 @@ from engine.sequences.prefix_cache import block_digest, root_digest
 
 class SequenceStatus(Enum):
     ACTIVE = "active"  # may be run
-    PAUSED = "paused"  # KV resident; may not be run until resumed
+    PAUSED = "paused"  # KV on the device; may not be run until resumed
     SWAPPED = "swapped"  # KV in host memory; may not be run until resumed
     TO_RECOMPUTE = "to be recomputed"  # KV freed; may not be run until resumed
 
 
 class Sequence:
-    """Written by `SequenceTable` only. Prompt and output are one list of known tokens. The first `num_computed_tokens`
-    of them have their KV in `block_table`, or in `swap_table` while the sequence is swapped."""
+    """The tokens and blocks of one sequence. Only `SequenceTable` modifies it.
+
+    Prompt and output are one list of known tokens. The first `num_computed_tokens` of them have their KV in
+    `block_table`, or in `swap_table` while the sequence is swapped.
+    """
 
     __slots__ = (
         "seq_id",
@@ -52,13 +55,13 @@ class Sequence:
         self.num_computed_tokens = 0
         self.block_table = array("q")
         self.swap_table: list[int] = []  # blocks of host memory
-        self.num_known_blocks = 0  # the first blocks of `block_table`: already offered to the prefix cache
+        self.num_known_blocks = 0  # first blocks of `block_table` that are known to the prefix cache
         self.status = SequenceStatus.ACTIVE
         self._cache_salt = new.cache_salt
         self._digests: list[bytes] = []
         self.alters_logits = _alters_logits(new.sampling)
-        self.num_scored_tokens = 1  # prompt tokens whose log probabilities are reported; the first token has none
-        # The end of a grammar is an end-of-sequence token, and nothing can follow it, even with `ignore_eos`.
+        self.num_scored_tokens = 1  # prompt tokens already reported; the first one has nothing to report
+        # A grammar ends with an end-of-sequence token, and no token can follow this token, even with `ignore_eos`.
         eos = () if new.sampling.ignore_eos and new.sampling.grammar is None else eos_token_ids
         self.stop_ids = frozenset(new.sampling.stop_token_ids).union(eos)
         self._max_tokens_total = min(max_model_len, self.num_prompt_tokens + new.sampling.max_tokens)
@@ -76,8 +79,10 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     def digests(self, num_blocks: int, block_size: int) -> list[bytes]:
-        """Return the digests of at least the first `num_blocks` blocks, which must be full of known tokens. Each digest
-        is computed once."""
+        """Return the digests of at least the first `num_blocks` blocks, which must be full of known tokens.
+
+        Each digest is computed only once.
+        """
         known = self._digests
         for i in range(len(known), num_blocks):
             parent = known[-1] if known else root_digest(self._cache_salt)
@@ -85,16 +90,19 @@ class Sequence:
         return known
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Take a sampled token. Return why it was the last one; None if it was not."""
+        """Append a sampled token. Return why the sequence is finished; None if the sequence continues."""
         self.token_ids.append(token_id)
         return self._finish_reason(len(self.token_ids) - 1)
 
     def append_placeholder(self, placeholder: int) -> None:
-        """Take a token that only the device knows yet."""
+        """Append a placeholder for a token that only the device knows yet."""
         self.token_ids.append(placeholder)
 
     def replace_placeholder(self, index: int, token_id: int) -> FinishReason | None:
-        """Put the real token at `index`. Return why it was the last one; None if it was not."""
+        """Replace the placeholder at `index` by the real token.
+
+        Return why the sequence is finished; None if the sequence continues.
+        """
         self.token_ids[index] = token_id
         return self._finish_reason(index)
 
@@ -107,7 +115,7 @@ class Sequence:
 
 
 def _alters_logits(params: SamplingParams) -> bool:
-    """Return whether sampling changes the model's logits before a token is chosen."""
+    """Return whether the model's logits are changed before a token is sampled."""
     return bool(
         params.presence_penalty
         or params.frequency_penalty

@@ -1,10 +1,10 @@
-"""All sequences of an engine and their blocks, on the device and in host memory: what a plan does to them.
+"""All sequences of an engine and their blocks, on the device and in host memory, and how a plan changes them.
 
-Knows sequences, blocks and the order of a `StepPlan`; not tensors, not sampling. `check` only reads, so that a refused
-plan changes nothing; the other methods write.
+Knows sequences, blocks and the order of a `StepPlan`; does not know tensors or sampling. `check` only reads, so that a
+refused plan changes nothing; the other methods write.
 
-Only full blocks are shared, and a full block is never written again: tokens are appended, and a sequence that is
-computed again begins after the full blocks that it finds. So nothing is ever copied on write.
+Only full blocks are shared, and a full block is never written again: tokens are appended, and a recomputed sequence
+begins after the full blocks that it finds in the cache. So copy-on-write is not needed.
 """
 
 from dataclasses import dataclass, field
@@ -20,12 +20,12 @@ _NONE_SCORED = range(0)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One `Run` with its blocks allocated: tokens `start … start + num_tokens - 1` of `sequence`."""
+    """A `Run` whose blocks are allocated: the tokens `start … start + num_tokens - 1` of `sequence`."""
 
     sequence: Sequence
     start: int
     num_tokens: int
-    unfilled_block: int | None = None  # newly allocated, with slots that the chunk does not write
+    unfilled_block: int | None = None  # a newly allocated block with slots that the chunk does not write
     num_cached: int = 0  # tokens before `start` that this step took from the prefix cache
 
     @property
@@ -34,13 +34,15 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """True if all known tokens are computed with this chunk, so that a new one is sampled."""
+        """True if the chunk computes the last known token of the sequence, so that a new token is sampled."""
         return self.end == self.sequence.num_tokens
 
     @property
     def scored(self) -> range:
-        """Positions of prompt tokens whose log probabilities this chunk gives: those after one of its tokens that were
-        not reported yet."""
+        """The positions of the prompt tokens whose log probabilities this chunk gives.
+
+        These tokens follow a token of the chunk, and were not reported yet.
+        """
         sequence = self.sequence
         if sequence.sampling.prompt_logprobs is None:
             return _NONE_SCORED
@@ -49,7 +51,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class BlockCopies:
-    """Blocks to copy before a step's chunks are computed: first `out`, then `back`."""
+    """The blocks to copy before the chunks of a step are computed: first those in `out`, then those in `back`."""
 
     out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     back: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
@@ -59,14 +61,14 @@ class BlockCopies:
 
 
 class SequenceTable:
-    """Owner of all sequences; `pool` and `swap_pool` say which blocks are free."""
+    """The owner of all sequences. Its pools `pool` and `swap_pool` record which blocks are free."""
 
     def __init__(self, info: EngineInfo, *, prefix_cache: bool = False) -> None:
         self._info = info
         self.pool = BlockPool(info.num_blocks)
         self._prefixes = PrefixReuse(self.pool, info.block_size) if prefix_cache else None
         self.swap_pool = BlockPool(info.num_swap_blocks)
-        self.copies = BlockCopies()  # for the newest step
+        self.copies = BlockCopies()  # of the newest step
         self._sequences: dict[str, Sequence] = {}
 
     def __len__(self) -> int:
@@ -79,14 +81,16 @@ class SequenceTable:
         return seq_id in self._sequences
 
     def check(self, plan: StepPlan) -> None:
-        """Raise `PlanError` for the first rule that `plan`, executed in order, breaks."""
+        """Check `plan` in the order of its execution. Raises `PlanError` for the first rule that the plan breaks."""
         PlanCheck(self._info, self._sequences, self.pool, self.swap_pool).run(plan)
 
-    # --- writing: only after `check` ---------------------------------------------------------------------
+    # --- methods that write: only after `check` ----------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> list[Chunk]:
-        """Abort, preempt, resume and start; take cached blocks and allocate new ones for the runs. Return the chunks to
-        compute; `copies` must be copied before."""
+        """Abort, preempt, resume and start sequences; then take cached blocks and allocate new blocks for the runs.
+
+        Return the chunks to compute. The blocks listed in `copies` must be copied before the chunks are computed.
+        """
         self.copies = BlockCopies()
         for seq_id in plan.abort:
             self.free(seq_id)
@@ -100,8 +104,10 @@ class SequenceTable:
         return [self._allocate(run, cached) for run, cached in zip(plan.run, num_cached, strict=True)]
 
     def advance(self, chunk: Chunk, token_id: int | None) -> FinishReason | None:
-        """Take in a computed chunk and the token that it sampled. Return why the sequence is finished, which frees it;
-        None if it goes on."""
+        """Record that the chunk was computed, and append the token that it sampled, if any.
+
+        If the sequence is finished, free it and return why it is finished. Return None if the sequence continues.
+        """
         sequence, end = chunk.sequence, chunk.end
         if scored := chunk.scored:
             sequence.num_scored_tokens = scored.stop
@@ -114,22 +120,31 @@ class SequenceTable:
         return reason
 
     def evict_from_step(self, chunk: Chunk) -> None:
-        """Undo the chunk of a sequence that was evicted from the running step: free the blocks that were allocated for
-        the chunk. Tokens and blocks that the sequence found in the prefix cache stay."""
+        """Undo the chunk of a sequence that was evicted from the running step.
+
+        The blocks allocated for the chunk are freed. Tokens and blocks that the sequence took from the prefix cache
+        stay.
+        """
         sequence = chunk.sequence
         kept = blocks_for(chunk.start, self._info.block_size)
         self.pool.free(reversed(sequence.block_table[kept:]), sequence.seq_id)
         del sequence.block_table[kept:]
 
     def launch(self, chunk: Chunk, placeholder: int | None) -> None:
-        """Do the first half of `advance` while the device computes the chunk, so that the next plan can go on from it.
-        `placeholder` stands for the token that the chunk samples; None if it samples none."""
+        """Do the first half of `advance` while the device computes the chunk.
+
+        The next plan can then continue the sequence. `placeholder` stands for the token that the chunk samples; None if
+        the chunk samples no token.
+        """
         chunk.sequence.num_computed_tokens = chunk.end
         if placeholder is not None:
             chunk.sequence.append_placeholder(placeholder)
 
     def finalize(self, chunk: Chunk, token_id: int | None) -> FinishReason | None:
-        """Do the second half of `advance`: the device has computed the chunk, and its token is known."""
+        """Do the second half of `advance`, after the device has computed the chunk and the sampled token is known.
+
+        Return why the sequence is finished; None if the sequence continues.
+        """
         sequence = chunk.sequence
         reason = None if token_id is None else sequence.replace_placeholder(chunk.end, token_id)
         if self._prefixes is not None:
@@ -139,11 +154,11 @@ class SequenceTable:
         return reason
 
     def holds(self, sequence: Sequence) -> bool:
-        """Return whether the sequence is neither finished nor aborted nor failed."""
+        """Return whether the table holds this sequence: it is not finished, aborted or failed."""
         return self._sequences.get(sequence.seq_id) is sequence
 
     def free(self, seq_id: str) -> None:
-        """Free a sequence: its blocks are released, and the table knows it no more."""
+        """Release the blocks of a sequence and remove the sequence from the table."""
         sequence = self._sequences.pop(seq_id)
         self._free_blocks(sequence)
         self._free_swapped(sequence)
@@ -178,7 +193,7 @@ class SequenceTable:
         self._free_swapped(sequence)
 
     def _take_cached(self, runs: tuple[Run, ...]) -> list[int]:
-        """Return, for each run, the tokens that its sequence has taken from the prefix cache."""
+        """Take cached blocks for the runs. Return, for each run, the number of tokens that are in these blocks."""
         if self._prefixes is None:
             return [0] * len(runs)
         return self._prefixes.take_for_runs([(self._sequences[run.seq_id], run.num_tokens) for run in runs])
@@ -196,8 +211,8 @@ class SequenceTable:
         return Chunk(sequence, start, num_tokens, unfilled, num_cached)
 
     def _free_blocks(self, sequence: Sequence) -> None:
-        # The last block first: the pool then allocates them again in the order of the table, and the prefix cache
-        # evicts the end of a text before its beginning.
+        # Free the last block first. The pool then allocates the blocks again in the order of the table, and the prefix
+        # cache evicts the end of a text before its prefix.
         self.pool.free(reversed(sequence.block_table), sequence.seq_id)
         del sequence.block_table[:]
         sequence.num_known_blocks = 0

@@ -1,4 +1,4 @@
-"""The cost of a step: the features of its work, and the formula that turns them into seconds.
+"""The cost of a step: the features of its work, and the formula that computes seconds from these features.
 
     step time = max(min_step_s, step_s + prefill_token_s·P + attend_s·A + context_token_s·C + decode_s·D)
 
@@ -6,12 +6,12 @@
 |---|---|---|---|
 | 1: every step | – | `step_s` | s |
 | P: tokens of prefill chunks | tokens | `prefill_token_s` | s a token |
-| A: Σ p·(c + p/2) over chunks of p tokens after c computed ones | pairs of tokens | `attend_s` | s a pair |
+| A: Σ p·(c + p/2) over chunks of p tokens after c computed tokens | pairs of tokens | `attend_s` | s a pair |
 | C: Σ c over decodes with c computed tokens | tokens | `context_token_s` | s a token |
 | D: decodes | decodes | `decode_s` | s a decode |
 
-The time is a sum over the runs of a step: a planner adds runs to a step in O(1) each. Pure numbers; not torch, tiers or
-clocks.
+The time is a sum over the runs of a step, so a planner adds a run to a step in O(1). This module knows numbers only; it
+does not know torch, tiers or clocks.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StepWork:
-    """The features of one step, summed up while a plan is made."""
+    """The features of one step, added up while a plan is made."""
 
     prefill_tokens: int = 0  # P
     attended: float = 0.0  # A
@@ -28,7 +28,10 @@ class StepWork:
     prefills: int = 0  # prefill chunks
 
     def add(self, num_tokens: int, context: int) -> None:
-        """Add a run of `num_tokens` tokens after `context` computed ones; a run of one token is a decode."""
+        """Add a run of `num_tokens` tokens that follow `context` computed tokens.
+
+        A run of one token is a decode; a longer run is a prefill chunk.
+        """
         if num_tokens == 1:
             self.decodes += 1
             self.context_tokens += context
@@ -39,18 +42,18 @@ class StepWork:
 
     @property
     def rows(self) -> int:
-        """Tokens that the step computes."""
+        """The number of tokens that the step computes."""
         return self.prefill_tokens + self.decodes
 
     @property
     def is_mixed(self) -> bool:
-        """True if the step holds a prefill chunk, even without a decode."""
+        """True if the step holds a prefill chunk, even if it holds no decode."""
         return self.prefills > 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """The coefficients at one instant. All methods return seconds."""
+    """The coefficients of the formula at one moment. All methods return seconds."""
 
     step_s: float = 0.004
     prefill_token_s: float = 0.0002
@@ -60,29 +63,31 @@ class StepCost:
     min_step_s: float = 0.0  # no step is shorter, however little work it holds
 
     def prefill(self, num_tokens: int, context: int) -> float:
-        """A chunk of `num_tokens` tokens after `context` computed ones."""
+        """Return the cost of a prefill chunk of `num_tokens` tokens that follow `context` computed tokens."""
         return self.prefill_token_s * num_tokens + self.attend_s * attended_pairs(num_tokens, context)
 
     def decode(self, context: int) -> float:
-        """One token after `context` computed ones."""
+        """Return the cost of a decode: one token that follows `context` computed tokens."""
         return self.decode_s + self.context_token_s * context
 
     def run(self, num_tokens: int, context: int) -> float:
-        """A decode or a prefill chunk."""
+        """Return the cost of one run: a decode if `num_tokens` is 1, otherwise a prefill chunk."""
         return self.decode(context) if num_tokens == 1 else self.prefill(num_tokens, context)
 
     def step(self, work_s: float) -> float:
-        """A whole step whose runs take `work_s` seconds together."""
+        """Return the time of a whole step whose runs cost `work_s` seconds in total."""
         return max(self.min_step_s, self.step_s + work_s)
 
     def of(self, work: StepWork) -> float:
-        """A whole step with this work."""
+        """Return the time of a whole step with the features `work`."""
         prefills = self.prefill_token_s * work.prefill_tokens + self.attend_s * work.attended
         decodes = self.decode_s * work.decodes + self.context_token_s * work.context_tokens
         return self.step(prefills + decodes)
 
 
 def attended_pairs(num_tokens: int, context: int) -> float:
-    """Return how many pairs of tokens attend in a prefill chunk: each token sees the context and, on average, half of
-    the chunk."""
+    """Return the number of pairs of tokens in the attention of a prefill chunk.
+
+    Each token of the chunk attends to the context and, on average, to half of the chunk.
+    """
     return num_tokens * (context + num_tokens / 2)

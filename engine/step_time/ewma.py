@@ -2,16 +2,16 @@
 
 
 class Ewma:
-    """`value` moves towards each sample by a share of their distance."""
+    """A moving average. Each sample moves `value` closer to the sample by a share of the distance between them."""
 
     __slots__ = ("value", "weight")
 
     def __init__(self, weight: float, value: float = 0.0) -> None:
-        """`weight` of the newest sample, in (0, 1]; `value` before the first one."""
+        """Start with the average `value`. Each sample moves this average by the share `weight`, in (0, 1]."""
         self.weight = weight
         self.value = value
 
     def add(self, sample: float, weight: float | None = None) -> float:
-        """Take in a sample, with `weight` in place of the usual one; return the new average."""
+        """Add a sample and return the new average. If given, `weight` replaces the usual share for this sample."""
         self.value += (self.weight if weight is None else weight) * (sample - self.value)
         return self.value

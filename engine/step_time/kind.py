@@ -1,8 +1,8 @@
-"""The cost of one kind of step (decode-only or mixed), learned online from measured steps.
+"""The model of one kind of step (decode-only or mixed), learned online from measured steps.
 
-A linear model of the work (`StepRegression`) gives the coefficients. A correction by the number of rows replaces its
-prediction where it fits poorly (`RowTable`), no prediction is below the shortest step seen, and a safety factor raises
-the coefficients that a planner gets. Knows numbers only.
+A linear model of the work (`StepRegression`) gives the coefficients. If the linear model fits poorly, its predictions
+are multiplied by a correction that depends on the number of rows (`RowTable`). No prediction is below the shortest step
+seen. A safety factor raises the coefficients that a planner gets. Knows numbers only.
 """
 
 from collections import deque
@@ -14,27 +14,30 @@ from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.regression import StepRegression, Vector
 from engine.step_time.row_correction import RowTable
 
-SHORTEST_S = 1e-6  # seconds; no prediction and no measurement counts as less
-OUTLIER_RATIO = 3.0  # measured ÷ predicted; a step above it is dropped, unless the one before it was above, too
-SAFETY_QUANTILE = 0.95  # of measured ÷ predicted: the safety factor covers this share of the steps
-SAFETY_WINDOW = 256  # newest steps that the quantile is taken of
+SHORTEST_S = 1e-6  # seconds; shorter predictions and measurements count as this
+OUTLIER_RATIO = 3.0  # measured ÷ predicted; a step above this is dropped, unless the previous step was above it, too
+SAFETY_QUANTILE = 0.95  # quantile of measured ÷ predicted: the safety factor covers this share of steps
+SAFETY_WINDOW = 256  # number of newest steps from which the quantile is computed
 SAFETY_EVERY = 16  # steps between two updates of the safety factor
-MAX_SAFETY = 2.0
-MIN_STEP_GROWTH = (
-    1.002  # factor on the minimum step time at each step near it: a minimum no longer reached rises slowly
-)
-NEAR_MIN_STEP = 1.2  # a step is near the minimum if its linear prediction is below this multiple of it
-# The minimum step time is at most this multiple of one decode's linear prediction: if all steps seen were long, none of
-# them shows the minimum.
+MAX_SAFETY = 2.0  # upper bound of the safety factor
+# Each step near the minimum step time raises that minimum by this factor. So a minimum that is no longer reached rises
+# slowly.
+MIN_STEP_GROWTH = 1.002
+NEAR_MIN_STEP = 1.2  # a step is near the minimum if its linear prediction is below this multiple of the minimum
+# The minimum step time is at most this multiple of the linear prediction of one decode. The bound is needed if all
+# steps seen were long: then none of them shows the minimum.
 MAX_MIN_STEP = 2.0
 
-# Bring the features to comparable size: 1, P, A, C, D as in `cost`.
+# Factors that bring the features 1, P, A, C and D of `cost` to comparable sizes.
 _SCALE = (1.0, 1e-2, 1e-5, 1e-4, 1e-2)
 
 
 class StepKind:
-    """The model of one kind of step. Seconds passed to `learn` and `all_steps` are without the engine's slowdown;
-    everything else is as measured."""
+    """The model of one kind of step.
+
+    The arguments `seconds` and `all_steps` of `learn` do not include the engine's slowdown. All other times are as
+    measured: they include the slowdown.
+    """
 
     def __init__(self, theta: Vector) -> None:
         self._regression = StepRegression(theta)
@@ -51,27 +54,33 @@ class StepKind:
         return self._num_tracked > 0
 
     def cost(self, slowdown: float, min_step_s: float) -> StepCost:
-        """Return the present coefficients, times slowdown and safety factor."""
+        """Return the present coefficients, multiplied by the slowdown and by the safety factor."""
         k = [value * scale * slowdown * self._safety for value, scale in zip(self._theta, _SCALE, strict=True)]
         return StepCost(k[0], k[1], k[2], k[3], k[4], min_step_s * self._safety)
 
     def predict(self, x: Sequence[float], rows: int, slowdown: float) -> float:
-        """Return the expected seconds of a step with features `x` and `rows` tokens."""
+        """Return the expected seconds of a step with features `x` and `rows` rows (tokens)."""
         return max(self._linear_s(x) * self._correction.ratio(rows) * slowdown, self.min_step_s(slowdown), SHORTEST_S)
 
     def min_step_s(self, slowdown: float) -> float:
-        """Return the shortest step seen, within bounds."""
+        """Return the minimum step time in seconds.
+
+        It is the shortest step seen, but at most `MAX_MIN_STEP` times the linear prediction of one decode.
+        """
         one_decode_s = self._theta[0] + self._theta[4] * _SCALE[4]
         return min(self._min_step_s, MAX_MIN_STEP * one_decode_s * slowdown)
 
     def is_outlier(self, ratio: float) -> bool:
-        """Return whether to drop a step that took `ratio` times its prediction: a slow step after a normal one. A page
-        fault does not repeat; an engine that has become slower is slow again at the next step of this kind."""
+        """Return whether to drop a step that took `ratio` times its predicted time.
+
+        A slow step after a normal step is dropped: it may be due to a page fault, which does not repeat. A slow step
+        after another slow step of this kind is kept: the engine has become slower.
+        """
         was_slow, self._was_slow = self._was_slow, ratio > OUTLIER_RATIO
         return self._was_slow and not was_slow
 
     def track(self, x: Sequence[float], rows: int, elapsed_s: float, slowdown: float) -> None:
-        """Take in the error of the linear prediction for a step, before the step is learned."""
+        """Record the error of the linear prediction for a step. Call this before the step is learned."""
         linear_s = max(self._linear_s(x) * slowdown, SHORTEST_S)
         self._correction.observe(rows, elapsed_s / linear_s)
         self._track_min_step(elapsed_s, linear_s)
@@ -82,8 +91,11 @@ class StepKind:
             self._safety = min(max(quantile, 1.0), MAX_SAFETY)
 
     def learn(self, x: Sequence[float], seconds: float, all_steps: Vector, *, is_own: bool) -> None:
-        """Learn a step of this kind (`is_own`) or of the other one. `all_steps`: coefficients learned from both kinds,
-        which hold for what this kind has not shown."""
+        """Learn from a step of this kind (`is_own`) or of the other kind.
+
+        `all_steps` are coefficients learned from the steps of both kinds. They are used for features that the steps of
+        this kind have not shown yet.
+        """
         if is_own:
             self._regression.observe(x, seconds, all_steps)
             self._theta = tuple(self._regression.theta.tolist())
@@ -102,12 +114,12 @@ class StepKind:
 
 
 def features(work: StepWork) -> tuple[float, float, float, float, float]:
-    """Return the scaled features x of a step, so that its linear prediction is θ·x."""
+    """Return the scaled features x of a step, so that the step's linear prediction is θ·x."""
     s = _SCALE
     return (s[0], s[1] * work.prefill_tokens, s[2] * work.attended, s[3] * work.context_tokens, s[4] * work.decodes)
 
 
 def theta_of(cost: StepCost) -> Vector:
-    """Return the coefficients θ for scaled features."""
+    """Return the coefficients of `cost` as a vector θ for scaled features."""
     k = (cost.step_s, cost.prefill_token_s, cost.attend_s, cost.context_token_s, cost.decode_s)
     return np.array(k, dtype=np.float64) / _SCALE

@@ -1,8 +1,9 @@
-"""Least squares with forgetting: what a step's features cost, learned from the steps as they come.
+"""Online least squares with forgetting: learns the cost of each feature of a step from measured steps.
 
-Minimises the relative error (a decode of 10 ms and a prefill of 1 s count alike), with coefficients ≥ 0. A ridge term
-pulls each coefficient a little towards a prior, which decides where the recent steps show nothing. The moments are kept
-rather than their inverse: the inverse grows without bound while all steps look alike. Knows numbers only.
+The regression minimises the relative error: an error of 10 % counts the same in a short decode and in a long prefill,
+for example of 10 ms and of 1 s. All coefficients are ≥ 0. A ridge term pulls each coefficient a little towards a prior.
+If the recent steps show nothing about a coefficient, the prior decides its value. The moments are stored rather than
+their inverse, because the inverse grows without bound while all steps look alike. Knows numbers only.
 """
 
 from collections.abc import Sequence
@@ -13,15 +14,18 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
 
-FORGETTING = 0.995  # a step's weight halves after about 140 newer ones
-RIDGE = 1e-3  # weight of the prior of each coefficient, as a share of the steps' weight on it
-MIN_RIDGE = 1e-9  # the least weight, as a share of the largest weight of all: for a coefficient that no step has shown
-SOLVE_EVERY = 8  # steps between two solutions
-WARM_STEPS = 16  # first steps, each followed by a solution
+FORGETTING = 0.995  # factor on a step's weight at each newer step: the weight halves after about 140 steps
+RIDGE = 1e-3  # weight of a coefficient's prior, as a share of the weight that the steps give the coefficient
+MIN_RIDGE = 1e-9  # added to that weight, as a share of the largest weight; for coefficients that no step shows
+SOLVE_EVERY = 8  # number of steps between two solutions for θ
+WARM_STEPS = 16  # number of first steps, each of which is followed by a solution
 
 
 class StepRegression:
-    """T = θ·x with θ ≥ 0. `theta` is the given one until something else is observed."""
+    """The regression T = θ·x with θ ≥ 0, where T is the time of a step and x are the features of the step.
+
+    `theta` has the given value until the first step is observed.
+    """
 
     def __init__(self, theta: Vector) -> None:
         self.theta = theta
@@ -31,7 +35,10 @@ class StepRegression:
         self._new: list[Sequence[float]] = []  # x / T of steps that are not in the moments yet
 
     def observe(self, x: Sequence[float], seconds: float, prior: Vector | None = None) -> None:
-        """Take in a step with features `x`. `prior`: θ where the steps show nothing; None: the present one."""
+        """Learn from a step with features `x` that took `seconds` seconds.
+
+        `prior` holds the coefficients for features that the steps do not show; None: the present θ.
+        """
         self.num_observed += 1
         self._new.append([value / seconds for value in x])
         if len(self._new) == SOLVE_EVERY or self.num_observed <= WARM_STEPS:
@@ -56,8 +63,10 @@ class StepRegression:
 
 
 def solve_nonnegative(moments: Matrix, targets: Vector) -> Vector:
-    """Return θ ≥ 0 with moments · θ ≈ targets: negative coefficients are set to zero, and the others solved again.
-    `moments` must be symmetric and positive definite."""
+    """Return θ ≥ 0 with moments · θ ≈ targets. `moments` must be symmetric and positive definite.
+
+    Coefficients that come out negative are set to zero, and the remaining coefficients are solved again.
+    """
     free = np.ones(len(targets), dtype=bool)
     while True:
         theta = np.zeros(len(targets))

@@ -1,36 +1,39 @@
-"""A correction of the linear step-time model by the number of rows (tokens) in a step, for where the line fits poorly.
+"""A correction of the linear step-time model by the number of rows (tokens) in a step.
 
-Kernels work in tiles, use other code for other sizes, and have a minimum time: on a CPU four decodes cost as much as
-one. The table keeps one ratio of measured ÷ linear for each number of rows, and for ranges of large numbers. It is used
-only while its errors are smaller than those of the line alone. Knows numbers only.
+The linear model fits some steps poorly: kernels work in tiles, use different code for different sizes, and have a
+minimum time. For example, four decodes on a CPU cost as much as one. The table keeps one ratio of measured ÷ linear
+prediction for each small number of rows, and one for each range of large numbers. The table is used only while its
+error is smaller than the error of the linear model alone. Knows numbers only.
 """
 
 import math
 
 from engine.step_time.ewma import Ewma
 
-EXACT_ROWS = 32  # an own cell for each number up to here; then a quarter of an octave wide, and less
-CELLS_AN_OCTAVE = 8
-TRUST = 2.0  # steps; after n steps a cell corrects by the share n ÷ (n + this) of its ratio
-MEMORY = 100  # steps that a cell averages over, about
-LEAST, MOST = 0.5, 2.0  # bounds of a step's ratio
+EXACT_ROWS = 32  # each number of rows up to this has its own cell; larger numbers share cells
+CELLS_AN_OCTAVE = 8  # number of cells for each doubling of the rows above `EXACT_ROWS`
+TRUST = 2.0  # steps; after n steps, a cell applies the share n ÷ (n + `TRUST`) of its correction
+MEMORY = 100  # a cell averages over about this many steps
+LEAST, MOST = 0.5, 2.0  # bounds of the ratio of one step
 ERROR_WEIGHT = 0.02  # weight of a new error in the moving averages
-BETTER = 0.95  # the table is used while its error is below this share of the line's
+BETTER = 0.95  # the table is used while its error is below this share of the linear model's error
 
 
 class RowTable:
+    """A table of ratios by number of rows: measured ÷ linearly predicted time. Large numbers share a cell."""
+
     def __init__(self) -> None:
-        self._cells: dict[int, tuple[float, Ewma]] = {}  # cell → (steps, mean of measured ÷ linear)
+        self._cells: dict[int, tuple[float, Ewma]] = {}  # cell: (number of steps, mean ratio)
         self._line_error = Ewma(ERROR_WEIGHT)
         self._table_error = Ewma(ERROR_WEIGHT)
         self.is_used = False
 
     def ratio(self, rows: int) -> float:
-        """Return the factor for the linear prediction of a step with `rows`; 1 while the table is not used."""
+        """Return the factor on the linear prediction of a step with `rows` rows; 1 while the table is not used."""
         return self._ratio(_cell(rows)) if self.is_used else 1.0
 
     def observe(self, rows: int, ratio: float) -> None:
-        """A step with `rows` took `ratio` times the linear prediction."""
+        """Learn from a step with `rows` rows that took `ratio` times the linear prediction."""
         cell = _cell(rows)
         self._compare(ratio, ratio / self._ratio(cell))
         steps, mean = self._cells.get(cell, (0.0, Ewma(1.0, 1.0)))
@@ -45,7 +48,10 @@ class RowTable:
         return 1.0 + (mean.value - 1.0) * steps / (steps + TRUST)
 
     def _compare(self, of_line: float, of_table: float) -> None:
-        """Measured ÷ predicted, by the line alone and by the table."""
+        """Update the errors of the linear model and of the table, and choose whether to use the table.
+
+        `of_line` is measured ÷ predicted by the linear model alone; `of_table` is measured ÷ predicted by the table.
+        """
         line_error = self._line_error.add(min(abs(1.0 / of_line - 1.0), 1.0))
         table_error = self._table_error.add(min(abs(1.0 / of_table - 1.0), 1.0))
         self.is_used = table_error < BETTER * line_error

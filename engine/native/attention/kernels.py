@@ -11,7 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Number and size of a layer's attention heads. Widths count numbers in a row of all heads side by side."""
+    """The number and size of a layer's attention heads.
+
+    A width is the number of elements of one row in which all heads are concatenated.
+    """
 
     num_query_heads: int
     num_kv_heads: int
@@ -28,17 +31,17 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer turns the products of queries and keys into attention weights."""
+    """The parameters with which a layer turns the products of queries and keys into attention weights."""
 
     scaling: float  # factor of each product of a query and a key
     softcap: float | None = None  # scores become softcap · tanh(score / softcap) (Gemma 2); None: unchanged
     window: int | None = None  # number of tokens that a row attends to, itself included; None: all
-    sinks: Tensor | None = None  # (heads,): per head one more score of the softmax, with no value (gpt-oss)
+    sinks: Tensor | None = None  # (heads,): one additional score per head in the softmax, without a value (gpt-oss)
 
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """One layer's KV cache, and the blocks in which the contexts of some decode rows lie.
+    """One layer's KV cache, and the blocks that hold the contexts of some decode rows.
 
     A row whose context length is 0 is padding.
     """
@@ -72,15 +75,18 @@ class AttentionKernels(Protocol):
     """
 
     def can_attend(self, shape: HeadShape) -> bool:
-        """Return whether the kernels support layers of this shape. The other calls need a supported shape."""
+        """Return whether the kernels support layers of this shape. The other methods need a supported shape."""
         ...
 
     def paged_decode(self, query: Tensor, num_kv_heads: int, paged: PagedRows, scoring: Scoring) -> Tensor:
-        """Attend with each row to its own context. The result of a row of length 0 is undefined."""
+        """Return the attention of each row to its own context.
+
+        The result of a row of context length 0 is undefined.
+        """
         ...
 
     def paged_prefill(self, query: Tensor, num_kv_heads: int, chunks: PagedChunks, scoring: Scoring) -> Tensor | None:
-        """Attend with each row of a chunk to the sequence's tokens up to its own position.
+        """Return the attention of each row of a chunk to the tokens of its sequence up to the row's own position.
 
         Return None if there is no prefill kernel for this head size.
         """

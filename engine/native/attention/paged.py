@@ -1,7 +1,7 @@
 """Attention over paged KV, called by transformers' modeling code once per layer for the packed rows of a step.
 
-Knows rows, layers and backends: a backend's kernels read KV blocks in place; layers whose shape they do not support
-use torch's operators. Does not know sequences, sampling or the model around it.
+A backend's kernels read KV blocks in place. Layers whose shape the kernels do not support use torch's operators. Knows
+rows, layers and backends; does not know sequences, sampling or the rest of the model.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,11 @@ Boundary = Callable[[StepTensors], tuple[StepTensors, Tensor] | None]  # see `La
 
 
 class LayerAttention(Protocol):
-    """An attention function of one layer for a packed step of T rows.
+    """The attention function of one layer, for a packed step of T rows.
 
-    `query` is (1, heads, T, head_dim), `key` and `value` are (1, kv_heads, T, head_dim), all in the model's dtype. The
-    result is (1, T, heads, head_dim). `options` are the further arguments that the architecture passes to attention.
+    `query` is (1, heads, T, head_dim); `key` and `value` are (1, kv_heads, T, head_dim); all are in the model's dtype.
+    The result is (1, T, heads, head_dim). `options` are further arguments that the architecture passes to its
+    attention.
     """
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor: ...
@@ -39,9 +40,10 @@ def attention_forward(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Call the attention that `bind` stored on `module`. transformers' `AttentionInterface` has this function.
+    """Call the attention that `bind` stored on `module`.
 
-    Shapes are those of `LayerAttention`; the second item of the result stands for attention weights, always None.
+    This function is registered in transformers' `AttentionInterface`. Shapes are those of `LayerAttention`. The second
+    item of the result takes the place of attention weights; it is always None.
     """
     attention: LayerAttention = getattr(module, _BINDING)
     return attention(module, query, key, value, attention_mask=attention_mask, **options), None
@@ -50,7 +52,8 @@ def attention_forward(
 def bind(model: nn.Module, attention: LayerAttention) -> None:
     """Make all modules of `model` call `attention`.
 
-    It is stored on the modules because some architectures do not pass unknown arguments of `forward` to their layers.
+    The attention is stored on the modules, because some architectures do not pass unknown arguments of `forward` to
+    their layers.
     """
     for module in model.modules():
         setattr(module, _BINDING, attention)
@@ -68,13 +71,13 @@ class PagedAttention:
         self.decodes_in_kernels = kernels is not None  # becomes False when a layer's shape is not supported
 
     def begin(self, step: StepTensors, boundary: Boundary | None = None) -> None:
-        """Set the step of the next forward pass. `boundary` is called before each layer."""
+        """Set the step of the next forward pass. The pass calls `boundary` before each layer."""
         self._step, self._boundary = step, boundary
 
     def enter_layer(self) -> Tensor | None:
-        """Evict the sequences that were asked to leave the step. Each layer calls this before it reads `step`.
+        """Evict the sequences whose eviction was requested. Each layer calls this method before it reads `step`.
 
-        Return the indices (remaining rows,), int64, of the rows that remain, or None if no row was evicted. Raise
+        Return the indices of the remaining rows, (remaining rows,) int64; None if no row was evicted. Raises
         `StepEvicted` if no row remains.
         """
         changed = None if self._boundary is None else self._boundary(self.step)
@@ -85,7 +88,7 @@ class PagedAttention:
 
     @property
     def step(self) -> StepTensors:
-        """The tensors of the running step. Raise `RuntimeError` before the first `begin`."""
+        """The tensors of the running step. Raises `RuntimeError` before the first `begin`."""
         if self._step is None:
             raise RuntimeError("attention was called outside of a step")
         return self._step
@@ -100,7 +103,7 @@ class PagedAttention:
     def scoring(
         self, layer_idx: int, scaling: float, softcap: float | None = None, sinks: Tensor | None = None
     ) -> Scoring:
-        """Return the scoring of a layer; `sinks` are (heads,) or None."""
+        """Return the scoring of a layer. `sinks` are (heads,) or None."""
         return Scoring(scaling, softcap, self._windows[layer_idx], sinks)
 
     def __call__(
@@ -115,10 +118,10 @@ class PagedAttention:
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Write keys and values to the cache and attend; shapes are those of `LayerAttention`.
+        """Write keys and values to the cache, and return the attention. Shapes are those of `LayerAttention`.
 
-        `s_aux` are attention sinks (heads,). Raise `RuntimeError` if rows were evicted: layers of transformers cannot
-        continue with fewer rows.
+        `s_aux` are attention sinks (heads,). Raises `RuntimeError` if rows were evicted, because layers of transformers
+        cannot continue with fewer rows.
         """
         if self.enter_layer() is not None:
             raise RuntimeError("rows were evicted before a layer that cannot continue with fewer rows")
@@ -138,9 +141,10 @@ class PagedAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend with the T rows of the step, whose keys and values are already in the cache.
+        """Return the attention of the T rows of the step, (T, heads, head_dim).
 
-        `query` is (heads, T, head_dim), `key` and `value` are (kv_heads, T, head_dim). Return (T, heads, head_dim).
+        The keys and values of these rows are already in the cache. `query` is (heads, T, head_dim), `key` and `value`
+        are (kv_heads, T, head_dim).
         """
         layer = self._cache.layers[layer_idx]
         scoring = self.scoring(layer_idx, scaling, softcap, sinks)
@@ -150,12 +154,12 @@ class PagedAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _kernels_for(self, query: Tensor, layer: LayerCache) -> AttentionKernels | None:
-        """Return the kernels if they support the shape of `query` (heads, T, head_dim) and `layer`."""
+        """Return the kernels; None if they do not support the shape of `query` (heads, T, head_dim) and `layer`."""
         shape = HeadShape(query.shape[0], layer.shape.num_kv_heads, layer.shape.head_dim)
         return self._kernels if self._kernels is not None and self._kernels.can_attend(shape) else None
 
     def _decode(self, layer: LayerCache, group: DecodeTensors, query: Tensor, scoring: Scoring) -> Tensor:
-        """Return (rows, heads, head_dim) for the group's queries (heads, rows, head_dim)."""
+        """Return the attention (rows, heads, head_dim) of a group of decodes with queries (heads, rows, head_dim)."""
         kernels = self._kernels_for(query, layer)
         if kernels is None:
             self.decodes_in_kernels = False
@@ -166,8 +170,9 @@ class PagedAttention:
     def _prefill(
         self, layer: LayerCache, group: PrefillGroup, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     ) -> list[Tensor]:
-        """Return (tokens, heads, head_dim) of all chunks in one tensor, or one tensor per chunk, in order.
+        """Return the attention of all prefill chunks, in order.
 
+        The result is one tensor for all chunks, or one tensor for each chunk; each tensor is (tokens, heads, head_dim).
         `query` is (heads, T, head_dim), `key` and `value` are (kv_heads, T, head_dim) of the whole step.
         """
         kernels = self._kernels_for(query, layer)

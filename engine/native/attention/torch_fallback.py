@@ -1,8 +1,9 @@
 """Attention over paged KV with torch's operators, for every device and every kind of scoring.
 
-Knows rows, keys, values and scores; does not know layer indices or the model. The decode rows of a group are batched
-matrix products in which the query heads of a KV head are packed as rows: on a CPU this is two to seven times as fast
-as SDPA, which treats them as many tiny attentions. Prefill chunks go through SDPA one sequence at a time.
+The decode rows of a group are computed by batched matrix products, in which the query heads of a KV head are packed as
+rows. On a CPU this is two to seven times as fast as SDPA, which computes many tiny attentions instead. Prefill chunks
+are computed by SDPA, one sequence at a time. Knows rows, keys, values and scores; does not know layer indices or the
+model.
 """
 
 import torch
@@ -15,9 +16,9 @@ from engine.native.kv.cache import LayerCache
 
 
 def decode(layer: LayerCache, group: DecodeTensors, query: Tensor, scoring: Scoring) -> Tensor:
-    """Attend with one new token of each sequence of a group to the sequence's whole context.
+    """Return the attention of one new token of each sequence of a group to the whole context of its sequence.
 
-    `query` is (heads, num_seqs, head_dim). Return (num_seqs, heads, head_dim).
+    `query` is (heads, num_seqs, head_dim). The result is (num_seqs, heads, head_dim).
     """
     kv_heads, num_seqs = layer.shape.num_kv_heads, group.num_seqs
     keys, values = layer.gather(group.block_rows(kv_heads), num_seqs)
@@ -35,9 +36,9 @@ def decode(layer: LayerCache, group: DecodeTensors, query: Tensor, scoring: Scor
 def prefill(
     layer: LayerCache, chunk: PrefillTensors, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 ) -> Tensor:
-    """Attend with each token of one chunk to the sequence's tokens up to its own position.
+    """Return the attention of each token of a chunk to the tokens of its sequence up to its own position.
 
-    `query` is (heads, tokens, head_dim), `key` and `value` are (kv_heads, tokens, head_dim) of the chunk. Return
+    `query` is (heads, tokens, head_dim), `key` and `value` are (kv_heads, tokens, head_dim) of the chunk. The result is
     (tokens, heads, head_dim).
     """
     kv_heads = layer.shape.num_kv_heads
@@ -57,10 +58,11 @@ def _by_kv_head(query: Tensor, kv_heads: int) -> Tensor:
 
 
 def _attend_by_sdpa(chunk: PrefillTensors, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-    """Attend with SDPA: KV heads are the batch, and keys and values have stride 0 over a KV head's query heads.
+    """Return the attention of a chunk, computed by SDPA.
 
-    `query` and the result are (kv_heads, query heads per KV head, tokens, head_dim); `keys` and `values` are
-    (kv_heads, context, head_dim) and are not repeated in memory.
+    The KV heads are the batch dimension. Keys and values have stride 0 over the query heads of a KV head, so they are
+    not repeated in memory. `query` and the result are (kv_heads, query heads per KV head, tokens, head_dim); `keys` and
+    `values` are (kv_heads, context, head_dim).
     """
     group = query.shape[1]
     is_causal = chunk.is_plain_causal(scoring.window)
@@ -75,9 +77,10 @@ def _attend_by_sdpa(chunk: PrefillTensors, query: Tensor, keys: Tensor, values: 
 
 
 def _attend_by_products(chunk: PrefillTensors, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-    """Attend with matrix products, for scoring that SDPA does not support (softcap, sinks).
+    """Return the attention of a chunk, computed by matrix products.
 
-    Shapes are those of `_attend_by_sdpa`; the query heads of a KV head are packed as rows of one product.
+    This is for scoring that SDPA does not support (softcap, sinks). Shapes are those of `_attend_by_sdpa`. The query
+    heads of a KV head are packed as rows of one product.
     """
     kv_heads, group, num_tokens, head_dim = query.shape
     packed = query.reshape(kv_heads, group * num_tokens, head_dim)

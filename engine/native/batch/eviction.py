@@ -1,7 +1,7 @@
-"""Mid-step eviction: which sequences are to be evicted from a running step, and which rows of the step remain.
+"""Mid-step eviction: the sequences to evict from a running step, and the rows of the step that remain.
 
-`EvictionRequest` is written by one thread and read by another, once a layer. Knows chunks and rows; not layers,
-tensors, or why a sequence is evicted.
+One thread writes an `EvictionRequest`; another thread reads it once per layer. Knows chunks and rows; does not know
+layers, tensors, or why a sequence is evicted.
 """
 
 from collections.abc import Callable, Collection
@@ -15,30 +15,36 @@ _NO_EVICTEES: frozenset[str] = frozenset()
 
 
 class StepEvicted(Exception):
-    """All sequences were evicted from the running step: nothing is left to compute."""
+    """The exception of a step from which all sequences were evicted: nothing is left to compute."""
 
 
 class EvictionRequest:
-    """The sequences to evict from one step. Step ids are never reused: a request may arrive before its step begins, and
-    one that arrives after the step's end has no effect."""
+    """The sequences to evict from one step.
+
+    A request may arrive before its step begins. A request that arrives after the end of its step has no effect, because
+    step ids are never reused.
+    """
 
     def __init__(self) -> None:
         self._running_step_id: int | None = None
-        # Step id and evictees in one object, so that a reader never mixes two requests.
+        # The step id and the evictees are in one tuple, so that a reader never mixes two requests.
         self._requested: tuple[int, frozenset[str]] | None = None
 
     def request(self, step_id: int, seq_ids: Collection[str]) -> None:
-        """Add `seq_ids` to the evictees of step `step_id`. Call it from one thread only."""
+        """Add `seq_ids` to the sequences to evict from step `step_id`. Call this from one thread only."""
         before = self._requested
         others = before[1] if before is not None and before[0] == step_id else _NO_EVICTEES
         self._requested = (step_id, others.union(seq_ids))
 
     def begin(self, step_id: int) -> None:
-        """Note that step `step_id` is computed from now on."""
+        """Record that the step `step_id` is the running step from now on."""
         self._running_step_id = step_id
 
     def evictees(self) -> frozenset[str]:
-        """Return the sequences to evict from the running step: the same object until the request grows."""
+        """Return the sequences to evict from the running step.
+
+        The same object is returned until the request grows.
+        """
         requested = self._requested
         if requested is None or requested[0] != self._running_step_id:
             return _NO_EVICTEES
@@ -47,19 +53,22 @@ class EvictionRequest:
 
 @dataclass(frozen=True, slots=True)
 class RemainingRows:
-    """The rest of a batch after an eviction."""
+    """The rows and the batch that remain after an eviction."""
 
-    rows: Ints  # row numbers of the batch before the eviction, in the order of `batch`
+    rows: Ints  # for each row of `batch`: its row number before the eviction
     batch: StepBatch
 
 
 class RunningChunks:
-    """The chunks that one forward pass computes. `evictees` returns the sequences to evict, at any time."""
+    """The chunks that one forward pass computes.
+
+    `evictees` returns the sequences to evict; it may be called at any time.
+    """
 
     def __init__(
         self, chunks: list[Chunk], block_size: int, step_eviction: StepEviction, evictees: Callable[[], frozenset[str]]
     ) -> None:
-        self.chunks = chunks  # without the evicted ones
+        self.chunks = chunks  # without the chunks of evicted sequences
         self.batch = pack_step(chunks, block_size)
         self._block_size = block_size
         self._step_eviction = step_eviction
@@ -67,8 +76,10 @@ class RunningChunks:
         self._handled = _NO_EVICTEES
 
     def evict(self) -> RemainingRows | None:
-        """Evict the requested sequences; called at each layer boundary. Return None if the batch does not change.
-        Raises `StepEvicted` if no sequence remains."""
+        """Evict the requested sequences and return what remains. Call this at each layer boundary.
+
+        Return None if the batch does not change. Raises `StepEvicted` if no sequence remains.
+        """
         evictees = self._evictees()
         if evictees is self._handled:
             return None

@@ -1,8 +1,8 @@
-"""The boundary between two layers of a forward pass: sequences are evicted there, and the rest goes on with fewer rows.
+"""The boundary between two layers of a forward pass, at which sequences are evicted.
 
-Knows rows and tensors; not which sequences are evicted or why (`RunningChunks`). Tensors that the model's own code
-holds keep their length: the remaining rows move to the beginning of the residual stream, and the rows after them are
-unused.
+After an eviction, the pass continues with fewer rows. Tensors that the model's own code holds keep their length: the
+remaining rows move to the start of the residual stream, and the rows after them are unused. Knows rows and tensors;
+does not know which sequences are evicted or why (`RunningChunks`).
 """
 
 from collections.abc import Callable
@@ -18,20 +18,25 @@ Evict = Callable[[], RemainingRows | None]
 
 
 class LayerBoundary:
-    """Called before each layer of one forward pass over `batch`. `wanted_rows` holds the rows whose logits are wanted.
-    The model reads this tensor after its last layer; an eviction resizes it in place."""
+    """The boundaries of one forward pass over `batch`; the pass calls this object before each layer.
+
+    `wanted_rows` holds the numbers of the rows whose logits are wanted. The model reads this tensor after its last
+    layer, so an eviction resizes it in place.
+    """
 
     def __init__(
         self, batch: StepBatch, wanted_rows: Tensor, evict: Evict, upload: Callable[[StepBatch], UploadedStep]
     ) -> None:
-        self.batch = batch  # what remains in the pass
+        self.batch = batch  # the batch that remains in the pass
         self._wanted_rows = wanted_rows
         self._evict = evict
         self._upload = upload
 
     def __call__(self, step: StepTensors) -> tuple[StepTensors, Tensor] | None:
-        """Return the step that remains after an eviction and its row numbers in `step`; None without an eviction.
-        Raises `StepEvicted` if no sequence remains."""
+        """Evict the requested sequences. Return the remaining step and the row numbers that its rows have in `step`.
+
+        Return None if no row was evicted. Raises `StepEvicted` if no sequence remains.
+        """
         remaining = self._evict()
         if remaining is None:
             return None
@@ -48,5 +53,5 @@ class LayerBoundary:
 
 
 def compact_rows(stream: Tensor, rows: Tensor) -> None:
-    """Move `rows` of `stream`, (T, hidden), to its beginning, in place."""
+    """Move some rows of `stream`, (T, hidden), to its start, in place. `rows` holds the numbers of these rows."""
     stream[: len(rows)] = stream[rows]

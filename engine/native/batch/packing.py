@@ -1,12 +1,13 @@
-"""Packs a step's chunks into one row of tokens, with everything that the device must know about them as integers.
+"""Packs the chunks of a step into one list of rows, one row for each token, with all integers that the device needs.
 
-Host work with numpy, once a step; the result goes to the device in one copy. Knows chunks, block tables and rows; not
-tensors or layers.
+The host does this with numpy, once per step; the result is copied to the device at once. Knows chunks, block tables and
+rows; does not know tensors or layers.
 
     rows       | decode | decode | decode | prefill chunk ......... | prefill chunk .... |
                |<---- one group ---------->|
 
-Chunks of one token come first, the longest context first, so that a group of similar contexts is a slice of rows.
+Chunks of one token (decodes) come first, sorted from the longest context to the shortest. So a group of similar
+contexts is a slice of the rows.
 """
 
 from collections.abc import Iterator
@@ -21,14 +22,14 @@ from engine.sequences.sequence_table import Chunk
 
 Ints = npt.NDArray[np.int64]
 
-# Tokens. A group is padded to its longest context. One more group costs about five operator calls a layer: as long as
-# copying the keys and values of this many padding tokens.
+# Number of padding tokens. All contexts of a group are padded to the longest context. An additional group costs about
+# five operator calls per layer, which take about as long as copying the keys and values of this many padding tokens.
 _PADDED_TOKENS_WORTH_A_GROUP = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """One token each of `num_rows` sequences, in rows `first_row …`."""
+    """A group of decodes: one token of each of `num_rows` sequences, in the rows from `first_row` on."""
 
     first_row: int
     num_rows: int
@@ -38,7 +39,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Tokens `start … end - 1` (two at least) of one sequence, in rows `first_row …`."""
+    """A prefill chunk: the tokens `start … end - 1` (at least two) of one sequence, in the rows from `first_row` on."""
 
     first_row: int
     start: int
@@ -52,13 +53,13 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A packed step: one row for each token."""
+    """A packed step, with one row for each token."""
 
     token_ids: Ints
     positions: Ints
-    slots: Ints  # where a row's key and value go: block × block_size + offset
-    # Rows whose logits are wanted: the last row of each of `sampled_chunks`, then, for each of `scored_chunks`, the row
-    # before each of its `scored` prompt tokens.
+    slots: Ints  # the slot of each row's key and value: block × block_size + offset
+    # Rows whose logits are wanted: first the last row of each chunk in `sampled_chunks`; then, for each chunk in
+    # `scored_chunks`, the row before each of the chunk's `scored` prompt tokens.
     sampled_rows: Ints
     sampled_chunks: tuple[Chunk, ...]
     decode_groups: tuple[DecodeGroup, ...]
@@ -72,7 +73,7 @@ class StepBatch:
 
 
 def pack_step(chunks: list[Chunk], block_size: int) -> StepBatch:
-    """Pack the chunks of one step; there must be at least one."""
+    """Return the packed chunks of one step. There must be at least one chunk."""
     decodes, prefills = _in_order(chunks)
     ordered = decodes + prefills
     first_rows = list(accumulate((c.num_tokens for c in ordered), initial=0))
@@ -98,7 +99,10 @@ def pack_step(chunks: list[Chunk], block_size: int) -> StepBatch:
 
 
 def rows_of(some: list[Chunk], chunks: list[Chunk]) -> Ints:
-    """Return the rows of `some` in the batch of all `chunks`, in the order that a batch of `some` has."""
+    """Return the rows that the chunks `some` have in a batch of all `chunks`.
+
+    The row numbers are in the order of a batch of `some` alone.
+    """
     names = {chunk.sequence.seq_id for chunk in some}
     decodes, prefills = _in_order(chunks)
     ordered = decodes + prefills
@@ -107,8 +111,10 @@ def rows_of(some: list[Chunk], chunks: list[Chunk]) -> Ints:
 
 
 def in_one_group(batch: StepBatch) -> StepBatch:
-    """Return the batch with one decode group. For kernels that read no more than a row's own context: padding costs
-    them nothing, another call does."""
+    """Return the batch with all decodes in one group.
+
+    This is for kernels that read only a row's own context: padding costs them nothing, but each group costs a call.
+    """
     groups = batch.decode_groups
     if len(groups) < 2:
         return batch
@@ -120,7 +126,7 @@ def in_one_group(batch: StepBatch) -> StepBatch:
 
 
 def _in_order(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
-    """Return decodes and prefills in the order of their rows. A subset of the chunks has the same order."""
+    """Return decodes and prefill chunks, each in the order of their rows. A subset of chunks keeps this order."""
     decodes = sorted((c for c in chunks if c.num_tokens == 1), key=lambda c: -c.end)
     return decodes, [c for c in chunks if c.num_tokens > 1]
 
@@ -146,7 +152,7 @@ def _slots(chunk: Chunk, block_size: int) -> Ints:
 
 
 def _decode_groups(decodes: list[Chunk], block_size: int) -> Iterator[DecodeGroup]:
-    """Yield the groups; a new one begins where the padding of the present one would cost more than another group."""
+    """Yield the decode groups. A group ends where its padding would cost more than an additional group."""
     first, padding = 0, 0
     for i, chunk in enumerate(decodes):
         padding += decodes[first].end - chunk.end
@@ -162,9 +168,9 @@ def _decode_group(decodes: list[Chunk], first_row: int, block_size: int) -> Deco
     num_blocks = blocks_for(decodes[0].end, block_size)
     table = np.empty((len(decodes), num_blocks), dtype=np.int64)
     for row, chunk in zip(table, decodes, strict=True):
-        # If the chunk is a piece of a larger one, the table goes on with blocks that are not written yet.
+        # If the chunk is a piece of a larger chunk, its block table continues with blocks that are not written yet.
         own = chunk.sequence.block_table[: blocks_for(chunk.end, block_size)]
         row[: len(own)] = own
-        # The padding is masked. It names a block of the sequence itself, so that no other KV enters the arithmetic.
+        # The padding is masked. It repeats a block of the same sequence, so that no other KV enters the computation.
         row[len(own) :] = own[0]
     return DecodeGroup(first_row, len(decodes), table, context_lens)

@@ -1,7 +1,8 @@
-"""Token ids that a step has sampled: on the device, and being copied to the host while the device goes on.
+"""The token ids that a step has sampled. They are on the device, and are copied to the host asynchronously.
 
-With async scheduling the next step reads them on the device. A row of that step whose token the host does not know yet
-holds a placeholder: the number of the row that sampled it. Knows ids and their copy; not the sequences.
+With async scheduling, the next step reads these ids on the device. If the host does not know the input token of a row
+yet, the row holds a placeholder: the number of the row in the previous step that sampled the token. Knows token ids and
+how they are copied; does not know sequences.
 """
 
 import torch
@@ -9,7 +10,10 @@ from torch import Tensor
 
 
 class SampledTokens:
-    """`ids`: (rows,) on the device; below 0 for a row with broken logits."""
+    """The sampled token ids of one step, on the device and on the host.
+
+    `ids` is the tensor (rows,) on the device. An id below 0 marks a row with broken logits.
+    """
 
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids
@@ -17,29 +21,35 @@ class SampledTokens:
         if ids.device.type == "cuda":
             self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
             self._host.copy_(ids, non_blocking=True)
-            # Recorded here, the event waits for the copy only, not for what the stream gets after it.
+            # The event is recorded right after the copy, so that `wait` waits for the copy and not for later work.
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     @property
     def are_known(self) -> bool:
-        """True if `wait` would not wait."""
+        """True if `wait` would return without waiting."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[int | None]:
-        """Return the ids, on the host; None for a row with broken logits."""
+        """Wait for the copy and return the ids as a list; the item of a row with broken logits is None."""
         if self._event is not None:
             self._event.synchronize()
         return [token_id if token_id >= 0 else None for token_id in self._host.tolist()]
 
 
 def placeholder(row: int) -> int:
-    """Return the id, below 0, that stands for the token of `row` of the previous step until that token is known."""
+    """Return the placeholder for the token that `row` of the previous step samples.
+
+    The placeholder is below 0. It stands for the token until the host knows the token.
+    """
     return ~row
 
 
 def fill_in(token_ids: Tensor, previous: Tensor) -> Tensor:
-    """Return `token_ids` with placeholders replaced by the previous step's sampled ids `previous`, on the device."""
+    """Return `token_ids`, on the device, with each placeholder replaced by the token that it stands for.
+
+    `previous` holds the sampled ids of the previous step.
+    """
     rows = (~token_ids).clamp(min=0, max=len(previous) - 1)
-    # A row with broken logits has no token and its sequence ends. This step computes it all the same, with token 0.
+    # A row with broken logits has no token, and its sequence ends. This step still computes the row, with token 0.
     return torch.where(token_ids < 0, previous[rows].clamp(min=0), token_ids)

@@ -1,7 +1,8 @@
-"""A packed step on the device: indices and masks that all layers of a forward pass share.
+"""The tensors of a packed step on the device: indices and masks that all layers of a forward pass share.
 
-Knows rows, blocks and context lengths; not keys, values or scores. Everything arrives in one copy. Tensors that depend
-on a layer's shape or window are made for the first such layer and kept for the others.
+Knows rows, blocks and context lengths; does not know keys, values or scores. All integers of a step are copied to the
+device at once. Tensors that depend on a layer's shape or window are made for the first layer that needs them, and kept
+for later layers.
 """
 
 from collections.abc import Callable
@@ -15,12 +16,14 @@ from torch import Tensor
 from engine.native.batch.packing import Ints, PrefillChunk, StepBatch
 from engine.native.kv.cache import head_rows
 
-Upload = Callable[[Seq[Ints]], Tensor]  # copies arrays, end to end, to one int64 tensor on the device
+Upload = Callable[[Seq[Ints]], Tensor]  # copies arrays to the device, end to end in one int64 tensor
 
 
 class DecodeTensors:
-    """One token each of `num_seqs` sequences, in `rows`. `block_table`: (num_seqs, blocks); `context_lens`:
-    (num_seqs,)."""
+    """The tensors of a group of decodes: one token of each of `num_seqs` sequences, in the rows `rows`.
+
+    `block_table` is (num_seqs, blocks); `context_lens` is (num_seqs,).
+    """
 
     def __init__(self, first_row: int, block_table: Tensor, context_lens: Tensor, num_blocks: int) -> None:
         self.num_seqs = len(context_lens)
@@ -32,13 +35,16 @@ class DecodeTensors:
         self._biases: dict[tuple[int, int | None], Tensor] = {}
 
     def block_rows(self, num_kv_heads: int) -> Tensor:
-        """Return the index of the group's blocks for `LayerCache.gather`."""
+        """Return the index with which `LayerCache.gather` reads the blocks of the group."""
         if num_kv_heads not in self._block_rows:
             self._block_rows[num_kv_heads] = head_rows(self.block_table, num_kv_heads, self._num_blocks)
         return self._block_rows[num_kv_heads]
 
     def bias(self, num_kv_heads: int, window: int | None, padded_len: int, dtype: torch.dtype) -> Tensor:
-        """Return 0 where a row may attend and -inf elsewhere: (kv_heads × num_seqs, 1, padded_len)."""
+        """Return the mask that is added to the scores: (kv_heads × num_seqs, 1, padded_len).
+
+        It is 0 for the tokens that a row may attend to, and -inf for all other tokens.
+        """
         key = (num_kv_heads, window)
         if key not in self._biases:
             positions = torch.arange(padded_len, device=self.context_lens.device)
@@ -49,7 +55,7 @@ class DecodeTensors:
 
 
 class PrefillTensors:
-    """Tokens `start … end - 1` of one sequence, in `rows`."""
+    """The tensors of a prefill chunk: the tokens `start … end - 1` of one sequence, in the rows `rows`."""
 
     def __init__(self, chunk: PrefillChunk, block_table: Tensor, num_blocks: int) -> None:
         self.rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
@@ -61,17 +67,23 @@ class PrefillTensors:
         self._biases: dict[int | None, Tensor] = {}
 
     def block_rows(self, num_kv_heads: int) -> Tensor:
-        """Return the index of the sequence's blocks for `LayerCache.gather`."""
+        """Return the index with which `LayerCache.gather` reads the blocks of the sequence."""
         if num_kv_heads not in self._block_rows:
             self._block_rows[num_kv_heads] = head_rows(self._block_table, num_kv_heads, self._num_blocks)
         return self._block_rows[num_kv_heads]
 
     def is_plain_causal(self, window: int | None) -> bool:
-        """Return whether a square causal mask suffices: no token was computed before, and the window hides none."""
+        """Return whether a square causal mask suffices.
+
+        It suffices if no token was computed before the chunk and the window hides no token.
+        """
         return self.start == 0 and (window is None or window >= self.end)
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return 0 where a row may attend and -inf elsewhere: (end - start, end)."""
+        """Return the mask that is added to the scores: (end - start, end).
+
+        It is 0 for the tokens that a row may attend to, and -inf for all other tokens.
+        """
         if window not in self._biases:
             positions = torch.arange(self.end, device=self._block_table.device)
             own = positions[self.start :, None]
@@ -84,20 +96,23 @@ class PrefillGroup:
     """All prefill chunks of a step."""
 
     chunks: list[PrefillTensors]
-    rows: slice  # of all chunks
+    rows: slice  # the rows of all chunks
     tables: Tensor  # as in `PagedChunks`
     extents: Tensor  # as in `PagedChunks`
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest chunk."""
+        """The number of tokens of the longest chunk."""
         return max(chunk.rows.stop - chunk.rows.start for chunk in self.chunks)
 
 
 class StepTensors:
-    """A step as a forward pass needs it: a token, position and slot for each row, (T,) each, and what each row attends
-    to. `num_slots` is the number of slots of the cache. After an eviction, `origin` holds the row numbers that the
-    remaining rows had at the start of the pass; before, it is None."""
+    """The tensors of a step that a forward pass needs.
+
+    Each row has a token, a position and a slot: `token_ids`, `positions` and `slots` are (T,). `decode_groups` and
+    `prefills` say which tokens each row attends to. `num_slots` is the number of slots of the cache. `origin` is None
+    until rows are evicted; then it holds the row numbers that the remaining rows had at the start of the pass.
+    """
 
     def __init__(
         self,
@@ -118,11 +133,14 @@ class StepTensors:
         self._slot_rows: dict[int, Tensor] = {}
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        """Return the remaining rows of `rows`, which has one line for each row at the start of the pass."""
+        """Return the lines of `rows` that belong to the remaining rows of the step.
+
+        `rows` has one line for each row that the step had at the start of the pass.
+        """
         return rows if self.origin is None else rows[self.origin]
 
     def slot_rows(self, num_kv_heads: int) -> Tensor:
-        """Return the index of the new tokens' slots for `LayerCache.write`."""
+        """Return the index with which `LayerCache.write` writes the slots of the new tokens."""
         if num_kv_heads not in self._slot_rows:
             self._slot_rows[num_kv_heads] = head_rows(self.slots, num_kv_heads, self._num_slots)
         return self._slot_rows[num_kv_heads]
@@ -130,7 +148,7 @@ class StepTensors:
 
 @dataclass(frozen=True, slots=True)
 class UploadedStep:
-    """The device's copy of a `StepBatch`."""
+    """The copy of a `StepBatch` on the device."""
 
     step: StepTensors
     sampled_rows: Tensor
@@ -138,7 +156,7 @@ class UploadedStep:
 
 
 def upload_step(batch: StepBatch, num_blocks: int, block_size: int, upload: Upload) -> UploadedStep:
-    """Copy a packed step to the device, for a cache of `num_blocks` blocks."""
+    """Copy a packed step to the device. The KV cache has `num_blocks` blocks of `block_size` tokens."""
     groups, chunks = batch.decode_groups, batch.prefill_chunks
     first_row = chunks[0].first_row if chunks else batch.num_rows
     unfilled = np.array(batch.unfilled_blocks, dtype=np.int64)
@@ -162,7 +180,7 @@ def upload_step(batch: StepBatch, num_blocks: int, block_size: int, upload: Uplo
 
 
 def _extents(chunks: Seq[PrefillChunk], first_row: int) -> Ints:
-    """Return `PagedChunks.extents`, with rows counted from `first_row`."""
+    """Return `PagedChunks.extents` for these chunks; rows are counted from `first_row`."""
     starts = np.cumsum([0, *(chunk.block_table.size for chunk in chunks)])[:-1]
     rows = [
         (chunk.first_row - first_row, chunk.num_rows, chunk.start, int(at))
@@ -172,12 +190,15 @@ def _extents(chunks: Seq[PrefillChunk], first_row: int) -> Ints:
 
 
 def to_cpu(arrays: Seq[Ints]) -> Tensor:
-    """An `Upload` for the CPU."""
+    """Implements `Upload` for the CPU: return the arrays, end to end, as one tensor."""
     return torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
 
 
 def _hidden(positions: Tensor, own: Tensor, window: int | None) -> Tensor:
-    """Return True where a token at position `own` may not attend: after it, or `window` tokens or more before it."""
+    """Return a mask that is True for the positions to which a token at position `own` may not attend.
+
+    These are all positions after `own` and, if there is a window, those at least `window` tokens before `own`.
+    """
     ahead = positions > own
     return ahead if window is None else ahead | (positions <= own - window)
 

@@ -1,4 +1,7 @@
-"""Runs one forward pass over a packed step. Knows the model, its KV cache and the device; not sequences or sampling."""
+"""Runs one forward pass over a packed step.
+
+Knows the model, its KV cache and the device; does not know sequences or sampling.
+"""
 
 from contextlib import nullcontext
 
@@ -21,7 +24,10 @@ from engine.native.model.loader import forward
 
 
 class ModelRunner:
-    """A model with its paged attention. `windows`: tokens that a row of each layer attends to; None: all."""
+    """A model with its paged attention, ready to run steps.
+
+    `windows` holds, for each layer, the number of tokens that a row attends to; None: all tokens.
+    """
 
     def __init__(
         self,
@@ -44,7 +50,7 @@ class ModelRunner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format of model and cache."""
+        """The dtype of the model and of the KV cache."""
         return self._cache.dtype
 
     @property
@@ -52,16 +58,18 @@ class ModelRunner:
         return len(self._cache.layers)
 
     def use_graphs(self, graphs: DecodeGraphs) -> None:
-        """Run the steps that `graphs` can do with them from now on."""
+        """Use `graphs` from now on for the steps that they support."""
         self._graphs = graphs
 
     @torch.inference_mode()
     def run(self, batch: StepBatch, previous: Tensor | None = None, evict: Evict | None = None) -> Tensor | None:
-        """Write the batch's keys and values. Return the logits of its sampled rows, (rows, vocab), valid until the next
-        run; None if it has no sampled rows.
+        """Write the keys and values of the batch, and return the logits of its sampled rows, (rows, vocab).
 
-        `previous`: the sampled ids of the previous step, for placeholders among the batch's tokens. `evict` is called
-        before each layer; the logits are then those of the remaining rows. Raises `StepEvicted` if none remain.
+        The logits are valid until the next run. Return None if the batch has no sampled rows.
+
+        `previous` are the sampled ids of the previous step; they replace placeholders among the batch's tokens. `evict`
+        is called before each layer. After an eviction, the logits are those of the remaining sampled rows. Raises
+        `StepEvicted` if no row remains.
         """
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             logits = None if self._graphs is None else self._graphs.run(batch, previous)
@@ -72,8 +80,8 @@ class ModelRunner:
     def _run_eagerly(self, batch: StepBatch, previous: Tensor | None, evict: Evict | None) -> Tensor | None:
         uploaded = self._uploaded(batch)
         if batch.unfilled_blocks:
-            # Attention reads slots that are not written yet, and masks them. But a NaN that a former holder of the
-            # block wrote there stays NaN under a mask.
+            # Attention reads slots that are not written yet, and masks them. But if a former holder of the block has
+            # left a NaN in a slot, the mask does not remove the NaN.
             self._cache.clear(uploaded.unfilled_blocks)
         if previous is not None:
             uploaded.step.token_ids = fill_in(uploaded.step.token_ids, previous)
@@ -91,8 +99,10 @@ class ModelRunner:
         return upload_step(batch, self._cache.num_blocks, self._cache.block_size, self._upload)
 
     def _paced(self, evict: Evict) -> Evict:
-        """Return `evict`; on CUDA, let it first wait for the device. The host may be many layers ahead of the device,
-        and an eviction only saves layers that the device was not given yet."""
+        """Return `evict` itself, or on CUDA a function that waits for the device and then calls `evict`.
+
+        The host may be many layers ahead of the device, and an eviction saves only layers that were not launched yet.
+        """
         pace = self._pace
         if pace is None:
             return evict
@@ -104,7 +114,10 @@ class ModelRunner:
         return wait_and_evict
 
     def _sampled(self, logits: Tensor, batch: StepBatch) -> Tensor | None:
-        """Return the wanted rows of the logits of all rows: in most steps all of them, in their order."""
+        """Return the rows of `logits` to sample from; None if there are none. `logits` has one row per token.
+
+        In most steps every row is sampled, in the existing order.
+        """
         if np.array_equal(batch.sampled_rows, np.arange(len(logits))):
             return logits
         if not len(batch.sampled_rows):
@@ -112,7 +125,7 @@ class ModelRunner:
         return logits[self._upload([batch.sampled_rows])]
 
     def compute(self, step: StepTensors, rows: Tensor, boundary: Boundary | None = None) -> Tensor:
-        """Write the step's keys and values; return the logits of `rows`, (rows, vocab)."""
+        """Write the keys and values of the step, and return the logits of `rows`, (rows, vocab)."""
         self.attention.begin(step, boundary)
         return forward(self._model, step.token_ids, step.positions, rows)
 
@@ -122,6 +135,6 @@ class ModelRunner:
             torch.cuda.synchronize(self._device)
 
     def release_memory(self) -> None:
-        """Release the memory that torch keeps for later allocations; this also undoes its fragmentation."""
+        """Release the memory that torch keeps for later allocations. This also removes its fragmentation."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

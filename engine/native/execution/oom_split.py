@@ -1,7 +1,7 @@
-"""Computes a step that does not fit in memory in pieces: the same plan, only slower.
+"""Computes a step in smaller pieces if it does not fit into memory: the plan is the same, only slower.
 
-Knows chunks and how to cut them; not how a chunk is computed. A piece that fits is computed once. A sequence fails only
-if a single token of it does not fit; the others go on.
+Knows chunks and how to cut them; does not know how a chunk is computed. A piece that fits is computed once. A sequence
+fails only if a single token of it does not fit; the other sequences continue.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from engine.sequences.sequence_table import Chunk
 Outcomes = dict[str, Outcome]  # by sequence id
 
 _TOO_LARGE = Outcome(failure="not enough memory to compute a single token of it")
-# Parts of the messages of torch and of the libraries below it where they do not raise `OutOfMemoryError`.
+# Parts of the messages with which torch and its libraries report that memory ran out in a plain `RuntimeError`.
 _OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",
     "not enough memory",
@@ -27,8 +27,11 @@ _OUT_OF_MEMORY_TEXTS = (
 
 
 class PiecewiseComputation:
-    """`compute` computes the chunks of a step, may be called again for any of them, and raises if memory runs out;
-    `release` then frees unused memory."""
+    """A computation of the chunks of a step that cuts the step into pieces if memory runs out.
+
+    `compute` computes chunks and raises an error if memory runs out. It may be called again for the same chunks.
+    `release` is called after such an error, and frees unused memory.
+    """
 
     def __init__(
         self, compute: Callable[[list[Chunk]], Outcomes], release: Callable[[], None], block_size: int
@@ -38,7 +41,7 @@ class PiecewiseComputation:
         self._block_size = block_size
 
     def __call__(self, chunks: list[Chunk]) -> Outcomes:
-        """Compute all chunks. Raises errors of `compute` other than running out of memory."""
+        """Compute all chunks. Raises every error of `compute` except an out-of-memory error."""
         outcomes = self._attempt(chunks)
         if outcomes is None:
             num_tokens = sum(chunk.num_tokens for chunk in chunks)
@@ -49,7 +52,10 @@ class PiecewiseComputation:
         return outcomes
 
     def _attempt(self, chunks: list[Chunk]) -> Outcomes | None:
-        """Return None if the chunks do not fit. The error is freed by then, and with it the tensors that it held."""
+        """Compute the chunks; return None if they do not fit into memory.
+
+        In that case, the error and the tensors that it referenced have been freed when this method returns.
+        """
         try:
             return self._compute(chunks)
         except (RuntimeError, MemoryError) as error:
@@ -58,7 +64,10 @@ class PiecewiseComputation:
             return None
 
     def _in_halves(self, chunks: list[Chunk]) -> Outcomes:
-        """Compute chunks that do not fit together."""
+        """Compute chunks that are too large for memory in one pass, in two halves.
+
+        Several chunks are divided into two lists; a single chunk is cut into two chunks.
+        """
         self._release()
         if len(chunks) > 1:
             middle = len(chunks) // 2
@@ -79,8 +88,11 @@ class PiecewiseComputation:
 
 
 def cut(chunk: Chunk, block_size: int) -> tuple[Chunk, Chunk]:
-    """Return two chunks of about half the tokens each. If they share a block that is new to the sequence, the earlier
-    chunk clears it: for the later one it holds keys and values."""
+    """Cut a chunk into two chunks of about half the tokens each.
+
+    If both chunks use a block that is new to the sequence, only the earlier chunk clears the block: when the later
+    chunk runs, the block already holds keys and values.
+    """
     num_earlier = chunk.num_tokens // 2
     middle = chunk.start + num_earlier
     shared = chunk.sequence.block_table[middle // block_size] if middle % block_size else None
@@ -91,7 +103,10 @@ def cut(chunk: Chunk, block_size: int) -> tuple[Chunk, Chunk]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` means that memory ran out; torch's CPU allocator raises a plain `RuntimeError` then."""
+    """Return whether `error` means that memory ran out.
+
+    torch's CPU allocator raises a plain `RuntimeError` in this case, which is recognised by its message.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)

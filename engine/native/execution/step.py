@@ -1,7 +1,7 @@
-"""Computes the chunks of a step: forward pass, choice of tokens, log probabilities of the prompt.
+"""Computes the chunks of a step: the forward pass, sampling, and the log probabilities of prompt tokens.
 
-Knows rows, logits and outcomes; not the table of sequences. A computation keeps no state: it may be repeated for the
-same chunks or for some of them.
+Knows rows, logits and outcomes; does not know the table of sequences. A computation keeps no state: it may be repeated
+for the same chunks or for some of them.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,10 @@ from engine.sequences.sequence_table import Chunk
 
 
 class StepComputation:
-    """Computes chunks. `evictees` returns the sequences to evict from the running step, at any time."""
+    """The computation of chunks; call it with the chunks of a step.
+
+    `evictees` returns the sequences to evict from the running step; it may be called at any time.
+    """
 
     def __init__(
         self, info: EngineInfo, runner: ModelRunner, pipeline: SamplingPipeline, evictees: Callable[[], frozenset[str]]
@@ -57,7 +60,10 @@ class StepComputation:
 
 
 def _score_prompts(logits: Tensor, chunks: tuple[Chunk, ...]) -> list[tuple[Chunk, tuple[TokenLogprobs, ...]]]:
-    """Return the log probabilities of the prompt tokens that each chunk scores; `logits` has one row for each token."""
+    """Return each chunk together with the log probabilities of the prompt tokens that it scores.
+
+    `logits` has one row for each of these tokens, in the order of the chunks.
+    """
     scored = []
     first = 0
     for chunk in chunks:

@@ -1,9 +1,9 @@
 """Executes plans with torch, in order.
 
-A step prepares sequences and blocks, runs the forward pass, chooses tokens, and reports its result. There are two kinds
-of steps. A step of async scheduling is launched, stays on the device while the next one is launched, and is finalized
-later. Any other step is computed to its end at once. Knows neither tiers nor time, and not the thread that it runs on
-(`EngineThread`).
+A step prepares sequences and blocks, runs the forward pass, samples tokens, and reports its result. There are two kinds
+of steps. A step of async scheduling is launched, stays on the device while the next step is launched, and is finalized
+later. Any other step is computed to its end at once. This module does not know tiers, deadlines, or the thread on which
+it runs (`EngineThread`).
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ from engine.sequences.sequence_table import Chunk, SequenceTable
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A launched step that is not finalized yet. `tokens` has one row for each of the `sampled` chunks."""
+    """A launched step that is not finalized yet. `tokens` has one row for each chunk in `sampled`."""
 
     step_id: int
     chunks: list[Chunk]
@@ -46,7 +46,10 @@ class InFlightStep:
 
 
 class TorchEngine:
-    """Owns sequences, block tables, blocks and KV. They change in `launch` and `finalize` only."""
+    """The native engine. It owns sequences, block tables, blocks and KV.
+
+    All of these change only in `launch` and `finalize`.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class TorchEngine:
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
         self._in_flight: deque[InFlightStep] = deque()  # launched, not finalized; oldest first
         self._results: deque[StepResult] = deque()  # of finalized steps; oldest first
-        self._finalized_s = 0.0  # when the newest of them was finalized, by `perf_counter`
+        self._finalized_s = 0.0  # time by `perf_counter` at which the newest step was finalized
         self._eviction = EvictionRequest()
         compute = StepComputation(info, runner, SamplingPipeline(info, sampler), self._eviction.evictees)
         self._compute_all = PiecewiseComputation(compute, runner.release_memory, info.block_size)
@@ -85,14 +88,19 @@ class TorchEngine:
         return self._table.swap_pool.num_used
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Execute a plan to its end. Raises `PlanError` before anything changes; after any other error the engine must
-        not be used any more."""
+        """Execute a plan to its end and return the result.
+
+        Raises `PlanError` before anything changes. After any other error, the engine must not be used any more.
+        """
         self.launch(plan)
         return self.finalize()
 
     def launch(self, plan: StepPlan) -> None:
-        """Start a step. If its tokens can stay on the device, return while the device computes it; a plan with `ahead`
-        may follow. Otherwise compute it. Raises as `step` does."""
+        """Start a step. Raises the same errors as `step`.
+
+        If the step's tokens can stay on the device, return while the device computes the step; a plan with `ahead` may
+        follow. Otherwise compute the step before returning.
+        """
         started_s = perf_counter()
         if plan.ahead:
             plan = replace(plan, run=tuple(run for run in plan.run if run.seq_id in self._table))
@@ -106,7 +114,7 @@ class TorchEngine:
 
     @property
     def is_finished(self) -> bool:
-        """True if `finalize` would not wait."""
+        """True if `finalize` would return without waiting."""
         return bool(self._results) or (bool(self._in_flight) and self._in_flight[0].tokens.are_known)
 
     def finalize(self) -> StepResult:
@@ -116,8 +124,10 @@ class TorchEngine:
         return self._results.popleft()
 
     def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
-        """Evict these sequences from step `step_id` at its next layer, as far as `info.step_eviction` allows. Always
-        call it from the same thread, before the step begins or while it runs; afterwards it has no effect."""
+        """Evict these sequences from step `step_id` at its next layer, as far as `info.step_eviction` allows.
+
+        Always call this from the same thread, before the step begins or while it runs. A later call has no effect.
+        """
         self._eviction.request(step_id, seq_ids)
 
     def close(self) -> None:
@@ -131,8 +141,10 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _launch_step(self, plan: StepPlan, chunks: list[Chunk], started_s: float) -> bool:
-        """Launch a step whose tokens can stay on the device. Return False, with nothing done, if the step needs the
-        host or does not fit in memory."""
+        """Launch a step whose tokens can stay on the device, and return True.
+
+        Return False, with nothing changed, if the step needs the host or does not fit into memory.
+        """
         sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         if not self._info.steps_ahead or not sequences or not all(_is_simple(chunk) for chunk in chunks):
             return False
@@ -160,8 +172,11 @@ class TorchEngine:
             self._finalize_oldest()
 
     def _finalize_oldest(self) -> None:
-        """Wait for the oldest step and take in its tokens. A sequence that ended in the step before has no output:
-        it was run once more because this step was launched before its end was known."""
+        """Wait for the oldest step and record its tokens.
+
+        A sequence that ended in the previous step has no output here. It was run once more, because this step was
+        launched before the end of the sequence was known.
+        """
         step = self._in_flight.popleft()
         sampled = {c.sequence.seq_id: t for c, t in zip(step.sampled, step.tokens.wait(), strict=True)}
         outputs: list[SequenceOutput] = []
@@ -212,7 +227,7 @@ class TorchEngine:
         evicted: tuple[str, ...] = (),
     ) -> None:
         now_s = perf_counter()
-        busy_s = now_s - max(started_s, self._finalized_s)  # the device computes the step before it first
+        busy_s = now_s - max(started_s, self._finalized_s)  # the device computes the previous step first
         self._finalized_s = now_s
         self._results.append(
             StepResult(
@@ -229,7 +244,7 @@ class TorchEngine:
 
 
 def _is_simple(chunk: Chunk) -> bool:
-    """Return whether the chunk can be computed, sampled and reported without the host."""
+    """Return whether the chunk can be computed and its token sampled without the host."""
     sequence = chunk.sequence
     return not (chunk.scored or sequence.alters_logits or sequence.sampling.logprobs is not None)
 

@@ -1,9 +1,10 @@
-"""The tensors that hold keys and values, in blocks. Knows layers, blocks and slots; not sequences.
+"""The tensors that hold keys and values, in blocks.
 
-Each layer shape has one pool, laid out (layer, K|V, kv_head, block, slot in block, head_dim). The head comes before the
-block, so that gathering a batch's blocks gives (K|V, kv_head × sequence, context, head_dim): a batched matrix product
-takes that without another copy. A block of one head is contiguous: gathering copies rows of block_size × head_dim
-numbers. Keys and values lie in one tensor: a layer needs one gather and one scatter.
+All layers of one shape have a common pool with the dimensions (layer, K|V, kv_head, block, slot in block, head_dim).
+The head comes before the block, so that gathering the blocks of a batch gives (K|V, kv_head × sequence, context,
+head_dim): a batched matrix product takes this without another copy. The part of a block that belongs to one head is
+contiguous, so gathering copies rows of block_size × head_dim numbers. Keys and values are in one tensor, so a layer
+needs only one gather and one scatter. Knows layers, blocks and slots; does not know sequences.
 """
 
 import mmap
@@ -14,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-_BLOCK_DIM = 3  # dimension of a pool that counts blocks
+_BLOCK_DIM = 3  # index of the block dimension in the shape of a pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +36,38 @@ def block_bytes(layers: Seq[LayerShape], block_size: int, dtype: torch.dtype) ->
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer: two views of the same memory, keys before values, heads before blocks."""
+    """The KV cache of one layer: two views of the same memory.
+
+    In both views, all keys come before all values, and the rows of one head come before the rows of the next head.
+    """
 
     shape: LayerShape
     blocks: Tensor  # (2 × kv_heads × num_blocks, block_size × head_dim)
     slots: Tensor  # (2 × kv_heads × num_slots, head_dim)
 
     def write(self, key: Tensor, value: Tensor, index: Tensor) -> None:
-        """Write key and value, (1, kv_heads, T, head_dim) each, to `index`: `head_rows` of the T tokens' slots."""
+        """Write `key` and `value`, (1, kv_heads, T, head_dim) each, to the slots of T tokens.
+
+        `index` is the result of `head_rows` for these slots.
+        """
         rows = torch.cat((key, value)).view(-1, self.shape.head_dim)
         self.slots.index_copy_(0, index, rows)
 
     def gather(self, index: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values, (kv_heads × num_seqs, padded context, head_dim) each, of `index`: `head_rows` of the
-        sequences' block tables."""
+        """Return the keys and values of `num_seqs` sequences, (kv_heads × num_seqs, padded context, head_dim) each.
+
+        `index` is the result of `head_rows` for the block tables of the sequences.
+        """
         gathered = self.blocks.index_select(0, index)
         keys_values = gathered.view(2, self.shape.num_kv_heads * num_seqs, -1, self.shape.head_dim)
         return keys_values[0], keys_values[1]
 
 
 class KVCache:
-    """The KV of `num_blocks` blocks of `block_size` tokens, over all layers. Raises what the allocation raises."""
+    """The keys and values of `num_blocks` blocks of `block_size` tokens, over all layers.
+
+    The constructor raises the error of the allocation if there is not enough memory.
+    """
 
     def __init__(
         self,
@@ -89,24 +101,29 @@ class KVCache:
             pool.index_fill_(_BLOCK_DIM, blocks, 0)
 
     def read_blocks(self, blocks: Tensor) -> list[Tensor]:
-        """Return copies of whole blocks: for each pool one tensor (len(blocks), …)."""
+        """Return copies of whole blocks: one tensor (len(blocks), …) for each pool."""
         return [pool.index_select(_BLOCK_DIM, blocks).movedim(_BLOCK_DIM, 0).contiguous() for pool in self._pools]
 
     def write_blocks(self, blocks: Tensor, contents: Seq[Tensor]) -> None:
-        """Overwrite whole blocks with what `read_blocks` returned."""
+        """Overwrite whole blocks with `contents`, which `read_blocks` has returned."""
         for pool, content in zip(self._pools, contents, strict=True):
             pool.index_copy_(_BLOCK_DIM, blocks, content.movedim(0, _BLOCK_DIM))
 
 
 def head_rows(ids: Tensor, num_kv_heads: int, num_ids: int) -> Tensor:
-    """Return the rows of a `LayerCache` view that hold the blocks or slots `ids` of every head, keys and values:
-    (2 × kv_heads × len(ids),). `num_ids` is the number of blocks or slots of the cache."""
+    """Return the rows of a `LayerCache` view that belong to the blocks or slots `ids`: (2 × kv_heads × len(ids),).
+
+    These are rows of keys and of values, for every head. `num_ids` is the number of all blocks or slots of the cache.
+    """
     heads = torch.arange(2 * num_kv_heads, device=ids.device)
     return (heads[:, None] * num_ids + ids.reshape(1, -1)).view(-1)
 
 
 def _allocate(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an empty tensor; on a CPU in anonymous memory, where pages that are never used are never committed."""
+    """Return a tensor of this size with undefined contents.
+
+    On a CPU the tensor is in anonymous memory, where pages that are never used are never committed.
+    """
     if device.type != "cpu":
         return torch.empty(size, dtype=dtype, device=device)
     memory = mmap.mmap(-1, prod(size) * dtype.itemsize)

@@ -1,6 +1,6 @@
-"""The number of KV blocks of an engine, and the longest sequence that they allow.
+"""Computes the number of KV blocks of an engine, and the longest sequence that these blocks allow.
 
-Knows bytes, blocks and the configuration; not the model, and not the tensors (`KVCache`).
+Knows bytes, blocks and the configuration; does not know the model or the tensors (`KVCache`).
 """
 
 import torch
@@ -10,14 +10,16 @@ from engine.interface import blocks_for
 from engine.native.device import free_bytes
 
 _DEFAULT_MAX_MODEL_LEN = 4096  # tokens; for a model that declares no limit
-_CPU_SHARE = 0.25  # of the free memory, for KV
-_CUDA_SHARE = 0.92  # of the memory that the weights and the largest step leave, for KV
+_CPU_SHARE = 0.25  # share of the free memory that is used for KV
+_CUDA_SHARE = 0.92  # share for KV of the memory that the weights and the largest step leave free
 _GIB = 1 << 30
 
 
 def wanted_model_len(config: EngineConfig, limit: int | None) -> int:
-    """Return the configured `max_model_len`, or the model's own `limit` in tokens. Raises `EngineStartError` if the
-    model cannot do what is configured."""
+    """Return the configured `max_model_len`, or the model's own `limit` in tokens if no length is configured.
+
+    Raises `EngineStartError` if the configured length is below 2 or above the limit.
+    """
     if config.max_model_len is None:
         return limit or _DEFAULT_MAX_MODEL_LEN
     if config.max_model_len < 2:
@@ -30,10 +32,12 @@ def wanted_model_len(config: EngineConfig, limit: int | None) -> int:
 def num_kv_blocks(
     config: EngineConfig, model_len: int, block_bytes: int, reserved_bytes: int, device: torch.device
 ) -> int:
-    """Return the number of KV blocks of `block_bytes` each, with `reserved_bytes` of the free memory left for steps.
+    """Return the number of KV blocks, of `block_bytes` each.
 
-    A configured `kv_cache_bytes` decides. Otherwise a GPU gives most of its free memory; a CPU gives what
-    `max_num_seqs` sequences of full length need, within a share of its free memory. Raises `EngineStartError`.
+    `reserved_bytes` of the free memory are left for steps. If `kv_cache_bytes` is configured, it is the size of the KV
+    cache. Otherwise a GPU uses most of its free memory for KV. A CPU uses the memory that `max_num_seqs` sequences of
+    full length need, but at most a share of its free memory. Raises `EngineStartError` if the configured size is not
+    free, or if the memory for KV is less than one block.
     """
     free = free_bytes(device) - reserved_bytes
     if config.kv_cache_bytes is not None:
@@ -51,8 +55,11 @@ def num_kv_blocks(
 
 
 def fitting_model_len(config: EngineConfig, model_len: int, num_blocks: int) -> int:
-    """Return `model_len`, or less: the KV cache must hold a sequence of full length, or it could never finish. Raises
-    `EngineStartError` if that is less than configured."""
+    """Return the maximum sequence length: `model_len`, or the number of tokens that the KV cache holds if that is less.
+
+    A sequence that does not fit into the KV cache could never finish. Raises `EngineStartError` if the configured
+    length, or two tokens, do not fit.
+    """
     room = num_blocks * config.block_size
     if config.max_model_len is not None and room < model_len:
         raise EngineStartError(f"not enough memory: the KV cache holds {room} tokens and max_model_len is {model_len}")

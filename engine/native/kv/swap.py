@@ -1,8 +1,8 @@
-"""Host memory for the KV of swapped sequences, and copies of blocks to it and back.
+"""The swap space: host memory for the KV of swapped sequences, and copies of blocks to it and back.
 
-Knows block numbers and the KV cache; not sequences, nor which host blocks are free (`SequenceTable`). On CUDA the
-memory is pinned, and copies are queued on the computing stream in the order of the calls: a block is copied out before
-its next holder writes to it, and copied back before a step reads it.
+Knows block numbers and the KV cache; does not know sequences, or which host blocks are free (`SequenceTable`). On CUDA
+the memory is pinned, and copies are queued on the computing stream in the order of the calls. So a block is copied out
+before its next holder writes to it, and is copied back before a step reads it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,19 +17,19 @@ from engine.native.device import free_bytes
 from engine.native.kv.cache import KVCache
 from engine.sequences.sequence_table import BlockCopies
 
-_CUDA_BYTES = 4 << 30  # bytes; the default on CUDA …
-_HOST_SHARE = 0.25  # … but at most this share of the free host memory
-_GROUP = 64  # blocks in one copy, which bounds the device memory that the copy needs
-_MEASURED = 16  # blocks that are copied to measure the time
+_CUDA_BYTES = 4 << 30  # bytes; the default size on CUDA
+_HOST_SHARE = 0.25  # the default size is at most this share of the free host memory
+_GROUP = 64  # maximum number of blocks in one copy; it limits the device memory that the copy needs
+_MEASURED = 16  # number of blocks that are copied to measure the time
 
 Pair = tuple[int, int]  # as in `BlockCopies`
 
 
 def make_swap_space(config: EngineConfig, cache: KVCache, block_bytes: int, device: torch.device) -> "SwapSpace | None":
-    """Return swap space of the configured size; None if not even one block fits.
+    """Return a swap space of the configured size; None if the size is less than one block.
 
-    By default a GPU gets a share of the host memory and a CPU gets none, since its KV is in host memory already. Raises
-    `EngineStartError` if the configured size does not fit.
+    By default, a GPU gets a share of the host memory. A CPU gets no swap space, since its KV is in host memory already.
+    Raises `EngineStartError` if the configured size is more than the free host memory.
     """
     free = free_bytes(torch.device("cpu"))
     wanted = config.swap_bytes
@@ -42,7 +42,10 @@ def make_swap_space(config: EngineConfig, cache: KVCache, block_bytes: int, devi
 
 
 class SwapSpace:
-    """`num_blocks` blocks of host memory: for each pool of the cache one tensor (num_blocks, shape of a block …)."""
+    """A swap space of `num_blocks` blocks of host memory.
+
+    It has one tensor (num_blocks, shape of a block …) for each pool of the KV cache.
+    """
 
     def __init__(self, cache: KVCache, num_blocks: int, device: torch.device) -> None:
         self._cache = cache
@@ -55,17 +58,17 @@ class SwapSpace:
             raise EngineStartError(f"not enough host memory to swap {num_blocks} KV blocks") from error
 
     def copy(self, copies: BlockCopies) -> None:
-        """Copy blocks from device to host, then from host to device."""
+        """Copy the blocks `copies.out` from device to host, then the blocks `copies.back` from host to device."""
         for group in _groups(copies.out):
             self._copy_out([device for device, _ in group], [host for _, host in group])
         for group in _groups(copies.back):
             self._copy_back([host for host, _ in group], [device for _, device in group])
 
     def measure(self) -> float:
-        """Return the seconds to copy one block, to the host or back. Call it while the cache is unused."""
+        """Return the measured seconds to copy one block, to the host or back. Call this while the cache is unused."""
         count = min(_MEASURED, self.num_blocks, self._cache.num_blocks)
         copies = BlockCopies(out=[(i, i) for i in range(count)], back=[(i, i) for i in range(count)])
-        self.copy(copies)  # not measured: the first copy sets things up
+        self.copy(copies)  # not measured, because the first copy includes work that is done once
         self._synchronize()
         started = perf_counter()
         self.copy(copies)
@@ -101,6 +104,9 @@ def _groups(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
 
 
 def _consecutive(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the slices of `blocks` in which each number is one more than the one before: each is one copy."""
+    """Yield the slices (start, end) of `blocks` in which the block numbers are consecutive.
+
+    Each slice is copied as a whole.
+    """
     cuts = [i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1]
     return pairwise((0, *cuts, len(blocks)))
