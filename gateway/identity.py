@@ -51,7 +51,10 @@ class Keyring:
         return not self._keys
 
     def objection(self, tiers: TierSet) -> str:
-        """Return a sentence about the first key that names a tier missing in `tiers`; an empty string if none does."""
+        """Return a sentence about the first key that names a tier missing in `tiers`.
+
+        Return an empty string if there is no such key.
+        """
         for key in self._keys:
             named = (key.tiers or frozenset()) | ({key.default_tier} if key.default_tier else set())
             if missing := sorted(named - set(tiers.tiers)):
@@ -110,7 +113,7 @@ def demotion_of(tier: Tier, key: ApiKey | None, tiers: TierSet) -> ResolvedTier 
 
 
 def service_tier_of(tier: Tier) -> str:
-    """Return the `service_tier` to report in an answer of `tier` if the requested value is not one of this tier."""
+    """Return the `service_tier` that an answer of `tier` reports if the request did not ask for this tier by name."""
     named = next((name for name in tier.service_tiers if name in RESPONSE_SERVICE_TIERS), None)
     return named or tier.answers_as or "default"
 

@@ -49,7 +49,7 @@ class InputReport:
 
 
 def input_path(directory: Path) -> Path:
-    """Return the path of the batch's own copy of its input, in the batch's directory."""
+    """Return the path of a batch's own copy of its input. `directory` is the directory of the batch."""
     return directory / "input.jsonl"
 
 
@@ -84,7 +84,7 @@ def read_chunks(path: Path) -> Iterator[list[BatchLine]]:
 
 
 async def next_chunk(chunks: Iterator[list[BatchLine]]) -> list[BatchLine]:
-    """Read the next of `chunks` in a thread. Return an empty list at the end."""
+    """Return the next chunk, or an empty list after the last chunk. The chunk is read in a thread."""
     return await asyncio.to_thread(next, chunks, [])
 
 

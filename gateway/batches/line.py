@@ -96,7 +96,8 @@ class LineRunner:
 def _pause_s(pauses: int) -> float:
     """Return the seconds of the next pause, after `pauses` earlier pauses.
 
-    Each pause is twice as long as the one before, less up to 25 % at random, so that lines do not retry all at once.
+    Each pause is twice as long as the one before, up to `LONGEST_PAUSE_S`. It is then shortened by a random part of up
+    to 25 %, so that lines do not retry all at once.
     """
     pause_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(pauses, 20))
     return pause_s * random.uniform(0.75, 1.0)

@@ -69,7 +69,10 @@ class LineExecution:
         self._fault: BaseException | None = None
 
     async def run(self) -> None:
-        """Run the lines until every line has a result or `stop` is called. Then all results are in the store."""
+        """Run the lines until every line has a result or `stop` is called.
+
+        When this returns, all results are in the store.
+        """
         feeder = self._feeder = asyncio.create_task(self._feed())
         recorder = asyncio.create_task(self._record_as_they_finish())
         try:
@@ -88,7 +91,7 @@ class LineExecution:
             self._feeder.cancel()
 
     async def _feed(self) -> None:
-        """Run the lines that have no result. The number of lines that run at the same time is limited by the window."""
+        """Run the lines that have no result. The window limits how many lines run at the same time."""
         done = await self._store.finished_lines(self._batch.id)
         chunks = read_chunks(self._path)
         while chunk := await next_chunk(chunks):

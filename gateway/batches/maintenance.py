@@ -98,7 +98,10 @@ class BatchMaintenance:
         task.add_done_callback(self._on_end)
 
     def check(self, batch_id: str, status: BatchStatus) -> None:
-        """Pass `status`, which was read from the store, to the run of this batch, if this gateway runs the batch."""
+        """Tell the run of a batch that the store has `status` for this batch.
+
+        This has no effect if this gateway does not run the batch.
+        """
         if batch_id in self._runs:
             self._runs[batch_id][0].check(status)
 
@@ -143,7 +146,7 @@ class BatchMaintenance:
     async def _end_lost(self) -> None:
         """End the batches whose input is still missing long after their completion window.
 
-        To end such a batch, it is run: a run that finds no input ends its batch.
+        Such a batch is ended by a run: a run that finds no input ends its batch.
         """
         missing = [i for i in await self._store.unfinished() if not (self._directory / i).exists()]
         for batch in await self._store.get_all(missing):

@@ -54,8 +54,8 @@ async def write_files(
     """Write the files of a batch. Return `{"output_file_id": …, "error_file_id": …}`, without the key of an empty file.
 
     `unfinished` is the error (code, message) of lines without a result; None if every line has a result. Raises
-    `OwnershipLost` if the number of results differs from the counts in the batch's record. The reason is then that
-    another owner of the batch has removed results.
+    `OwnershipLost` if the number of results differs from the counts in the batch's record. This happens if another
+    owner of the batch has already removed results.
     """
     mark = secrets.token_hex(4)  # for unique file names: a former owner may be writing at the same time
     paths = {kind: directory / f"{kind}-{mark}.jsonl" for kind in ("output", "error")}

@@ -1,4 +1,4 @@
-"""Run one batch to its end. A run begins with the state that the store has, and keeps nothing from an earlier run.
+"""Run one batch to its end. A run starts from the state that is in the store, and keeps nothing from an earlier run.
 
 A run holds the batch's lock and does the work of each state. Every step can be repeated. If a run ends early (crash,
 lost lock, closed gateway), the next run can therefore continue the batch, on this gateway or on another one.
@@ -77,9 +77,10 @@ class BatchRun:
             await self._release()
 
     def is_lost(self, batch: Batch) -> bool:
-        """Whether the batch's input is lost: it is not on this machine, and the batch is `LOST_S` seconds overdue.
+        """Whether the batch's input is lost.
 
-        If another gateway had the input, it would have finished the batch by then.
+        The input is lost if it is not on this machine, and no other gateway has finished the batch until `LOST_S`
+        seconds after its completion window.
         """
         return self._now_s() >= batch.expires_at + LOST_S and not input_path(self._directory).exists()
 
@@ -116,7 +117,7 @@ class BatchRun:
                 await self._finish(BatchStatus.CANCELLED, batch, BATCH_CANCELLED)
 
     async def _give_up(self, batch: Batch) -> None:
-        """End a batch whose input is lost. No files are written, because the order of the lines is not known."""
+        """End a batch whose input is lost. No files are written: without the input, the order of lines is unknown."""
         is_cancelling = batch.status is BatchStatus.CANCELLING
         log.error("the input of batch %s is lost; the batch ends without files", self._id)
         error = LineError("input_lost", "The server has lost the input of this batch.")

@@ -39,7 +39,7 @@ class NotCancellable:
 class BatchService:
     """The service that creates, runs, lists and cancels the batches of one gateway.
 
-    `max_lines_in_flight` limits the lines of all batches together that run at the same time. `lock_ttl_s` is the
+    `max_lines_in_flight` limits how many lines of all batches together run at the same time. `lock_ttl_s` is the
     lifetime of a batch's lock in seconds.
     """
 
@@ -115,7 +115,7 @@ class BatchService:
     async def cancel(self, batch_id: str, *, owner: str | None) -> Batch | NotCancellable | None:
         """Cancel a batch, and return its new record. A repeated call changes nothing.
 
-        Return `NotCancellable` if the batch is too far to be cancelled, and None if `owner` has no such batch.
+        Return `NotCancellable` if the status of the batch does not allow it, and None if `owner` has no such batch.
         """
         if await self.retrieve(batch_id, owner=owner) is None:
             return None

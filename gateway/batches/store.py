@@ -101,7 +101,7 @@ class BatchStore:
         return {int(number) for number in await self._redis.hkeys(_results_key(batch_id))}
 
     async def results(self, batch_id: str, numbers: Sequence[int]) -> "list[tuple[bool, bytes] | None]":
-        """Return (succeeded, text) of each line, or None for a line without a result."""
+        """Return the result of each line as (succeeded, text); None for a line that has no result."""
         values = await self._redis.hmget(_results_key(batch_id), [str(n) for n in numbers])
         return [None if v is None else (v[:1] == b"1", v[1:]) for v in map(_bytes, values)]
 
@@ -150,7 +150,7 @@ def _as_dict(batch: Batch) -> dict[str, Any]:
 
 
 def _flat(fields: Mapping[str, Any]) -> list[str | bytes]:
-    """Return `fields` as a flat list: name, value, name, value, … Values are JSON. Fields with None are left out."""
+    """Return `fields` as a list: name, value, name, value, and so on. Values are JSON. None values are left out."""
     present = {name: value for name, value in fields.items() if value is not None}
     return [part for name, value in present.items() for part in (name, msgspec.json.encode(value))]
 

@@ -23,7 +23,7 @@ class ModelLimits:
 
 
 def model_limits(workers: Iterable[WorkerStatus], tokenizer: Tokenizer) -> ModelLimits:
-    """Return limits that every live worker can serve, because any worker may claim the request."""
+    """Return the smallest limits of all live workers, because any of them may claim the request."""
     alive = list(workers)
     return ModelLimits(
         min((w.max_model_len for w in alive), default=tokenizer.max_model_len or DEFAULT_CONTEXT),

@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 class Demotion:
     """The lower tier that serves a request if its own tier cannot serve it in time.
 
-    `answer` and `deadline_ms` replace those of the request's own tier.
+    `answer` and `deadline_ms` replace the values for the request's own tier.
     """
 
     tier: Tier
@@ -172,7 +172,10 @@ class ResponseStream:
         return b"".join(frames)
 
     def _usage(self) -> Usage:
-        """Return the token counts. A prompt and its cached part are counted once, even if it has several choices."""
+        """Return the token counts of the answer.
+
+        A prompt and its cached part are counted only once, even if the prompt has several choices.
+        """
         choices = list(self._choices.values())
         first_of_prompt = slice(None, None, self._prepared.n)
         return Usage(

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 INLINE_CHARS = 8_000  # characters, about 2 ms of encoding; longer input is encoded in a thread, off the event loop
 TEXT_CHARS = 50  # fixed cost of each text (call and template), as the number of characters that cost the same time
-MAX_PENDING = 16  # tokens without text; a character has fewer bytes, so the bytes of more tokens cannot be UTF-8
+MAX_PENDING = 16  # maximum tokens held back; no character has so many bytes, so the bytes of more are not UTF-8
 
 
 class ChatTemplateError(Exception):

@@ -36,7 +36,8 @@ def index_of(index: str, owner: str | None) -> str:
 def tombstone_key(index: str, member: str) -> str:
     """Return the Redis key that stores the position of a deleted member for a while.
 
-    A client may delete each file that it lists. It needs the position of the last file to read the next page.
+    A client may delete each file that it lists. The cursor for the next page is then a deleted file, so the position of
+    that file is still needed.
     """
     return f"{index}:was_at:{member}"
 
@@ -63,5 +64,5 @@ async def page_of_ids(redis: Redis, index: str, *, after: float | None, limit: i
 
 
 def text(value: Any) -> str:
-    """Return a Redis reply as text. It is bytes or text already, depending on the settings of the client."""
+    """Return a Redis reply as text. The reply is bytes, or already text if the client decodes replies."""
     return value.decode() if isinstance(value, bytes) else str(value)

@@ -57,7 +57,10 @@ class StoredFile:
 
 
 class FileStore:
-    """The store of uploaded files and of batch results. It owns the files directory and the keys `tidegate:file*`."""
+    """The store of uploads and of the output files of batches.
+
+    It owns the files directory and the Redis keys `tidegate:file*`.
+    """
 
     def __init__(self, redis: Redis, data_dir: Path, clock: Clock) -> None:
         self._redis = redis
@@ -223,5 +226,8 @@ def _purpose_index(purpose: str, owner: str | None) -> str:
 
 
 def _indexes(record: StoredFile) -> list[str]:
-    """Return the keys of the two indexes that list a file: its owner's files, and those of them with its purpose."""
+    """Return the keys of the two indexes that list a file.
+
+    One index lists all files of the owner, the other the owner's files with the same purpose.
+    """
     return [index_of(INDEX, record.owner), _purpose_index(record.purpose, record.owner)]

@@ -22,8 +22,10 @@ async def until_disconnect(receive: Receive) -> AsyncIterator[None]:
 
     If the client hangs up, the block is cancelled and `ClientDisconnected` is raised. The request's body must have been
     read before. `asyncio.timeout` cancels the block, because it can distinguish its own cancellation from other
-    cancellations: a disconnect sets its deadline to now. Entering the block does not suspend, so a disconnect cannot
-    cancel the block before it has opened its first resource and can close that resource again.
+    cancellations: a disconnect sets its deadline to now.
+
+    Entering this context does not suspend, so a disconnect cannot cancel the block before its first statement. A block
+    that begins with `async with resource` therefore always closes the resource.
     """
     loop = asyncio.get_running_loop()
 

@@ -54,7 +54,7 @@ class MalformedUpload(Exception):
 async def receive_upload(chunks: AsyncIterator[bytes], content_type: str, directory: Path, limit: Limit) -> Upload:
     """Read a multipart form from `chunks`, write its part `file` into `directory`, and return the parts.
 
-    The file may have at most `limit(fields)` bytes, for the fields that came before it in the form. Raises
+    `limit` takes the fields that came before the file in the form, and returns the maximum bytes of the file. Raises
     `UploadTooLarge` if the file is larger, and `MalformedUpload` if the form is invalid. No file is left on the disk
     after an error, or after the client hangs up.
     """

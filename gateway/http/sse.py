@@ -32,7 +32,7 @@ Write = Callable[[bytes], Awaitable[None]]
 
 
 def error_frame(error: ApiError) -> bytes:
-    """Return the frame that ends a stream which failed. No `[DONE]` is sent after this frame."""
+    """Return the last frame of a stream that fails. The stream sends no `[DONE]` after this frame."""
     return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
 
 

@@ -132,7 +132,7 @@ def rejected(reason: Rejected, tier: Tier) -> ApiError:
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """Return the header `retry-after` in whole seconds, and `retry-after-ms`, which the openai client reads first."""
+    """Return the headers `retry-after` (in whole seconds) and `retry-after-ms`, which the openai client reads first."""
     seconds = min(float(MAX_RETRY_AFTER_S), max(0.001, seconds))
     return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
 

@@ -47,8 +47,8 @@ def _well_formed(text: str) -> str:
 def _tag(value: Any) -> str | None:
     """Return the tag of the union member as which `value` is validated; None if no member fits.
 
-    The choice depends only on the type of `value` and of its first item. With one member chosen, an error names the
-    path of the wrong item.
+    The choice depends only on the type of `value` and of its first item. If all members were tried instead, the first
+    error could come from the wrong member.
     """
     if value is None or isinstance(value, str):
         return "<text>"
@@ -68,7 +68,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail
 
 
 def _few_pairs(value: Any) -> Any:
-    """Refuse a mapping with too many pairs before its items are checked. Pydantic would check the length afterwards."""
+    """Refuse a mapping with too many pairs before its items are checked. Pydantic would check the items first."""
     if isinstance(value, dict) and len(value) > MAX_PAIRS:
         raise ValueError(f"must have at most {MAX_PAIRS} pairs")
     return value
@@ -237,7 +237,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts as a list with one entry per prompt, for each of the four forms that `prompt` may have."""
+        """All prompts of the request as a list, whichever of its four forms `prompt` has."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):

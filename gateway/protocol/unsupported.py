@@ -86,7 +86,7 @@ HARMLESS: dict[str, Harmless] = {
 
 
 def refuse_unsupported(body: dict[str, Any]) -> None:
-    """Check that `body` has no unsupported parameter which would change the answer.
+    """Refuse a body with an unsupported parameter that would change the answer.
 
     Raises `ApiError` 400 `unsupported_parameter` for the first such parameter.
     """

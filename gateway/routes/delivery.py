@@ -1,4 +1,6 @@
-"""Answer one completion request over HTTP, as a stream or as one object. It is cancelled if the client hangs up.
+"""Answer one completion request over HTTP, as a stream or as one object.
+
+If the client hangs up, the generation is cancelled.
 
 Knows HTTP and the completion service; does not know the format of answers.
 """
@@ -24,7 +26,7 @@ async def deliver(
 ) -> Response:
     """Read a body with the schema `kind`, submit the request in its tier, and return the response.
 
-    Raises `ApiError` if the request is refused. No header has been sent then.
+    If the request is refused, the function raises `ApiError` before any header is sent.
     """
     body: AnyRequest = await read_object(request, partial(parse_generation, kind))
     stream = await _submit(request, body, key)

@@ -56,7 +56,10 @@ Administrator = Depends(administrator)
 
 
 def _is_cross_site(origin: str | None, host: str) -> bool:
-    """Whether a web page of another origin sent the request. The origin `null` of sandboxed pages counts as another."""
+    """Whether a web page of another origin sent the request.
+
+    The origin `null`, which sandboxed pages have, counts as another origin.
+    """
     if origin is None:
         return False
     try:

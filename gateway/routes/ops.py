@@ -71,7 +71,7 @@ async def _readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
 
 
 async def _depths(client: SchedulerClient) -> dict[str, int] | None:
-    """Return the number of waiting requests per tier, or None if the store does not answer."""
+    """Return the number of waiting requests per tier; None if the store does not answer."""
     try:
         async with asyncio.timeout(STORE_TIMEOUT_S):
             return await client.depths()

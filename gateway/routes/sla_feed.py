@@ -36,7 +36,10 @@ SEND_TIMEOUT_S = 5.0  # seconds for a client to accept an event after the socket
 
 
 async def explain(client: SchedulerClient, backlogs: Mapping[str, Backlog]) -> dict[str, Any]:
-    """Return the explanation in each worker's last heartbeat, and the predicted TTFT of a short request per tier."""
+    """Return the explanation that each worker sent with its last heartbeat, and predicted TTFTs.
+
+    A predicted TTFT is that of a short request. There is one for each tier that has a prediction.
+    """
     explanations = await client.worker_sla()
     workers = [{"id": worker_id, **json.loads(text)} for worker_id, text in explanations.items()]
     return {"predicted_ttft_s": client.predicted_ttfts_s(backlogs), "workers": workers}
