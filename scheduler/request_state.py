@@ -136,10 +136,15 @@ class RequestState:
         """Whether the next run of the sequence is a decode: only its newest output token is not computed yet."""
         return self.is_resident and self.num_uncomputed == 1 and bool(self.output_token_ids)
 
-    def ends_with(self, num_tokens: int) -> bool:
-        """Return whether a run of `num_tokens` gives the last output token that `max_tokens` allows."""
+    def ends_with(self, num_tokens: int, max_model_len: int) -> bool:
+        """Return whether a run of `num_tokens` is certain to end the sequence.
+
+        It is certain if the run gives the last output token that `max_tokens` or the model's context allows. Other
+        sequences may end too, with a stop token.
+        """
         is_last = len(self.output_token_ids) + 1 >= self.request.sampling.max_tokens
-        return is_last and self.num_uncomputed <= num_tokens
+        fills_context = self.num_tokens + 1 >= max_model_len
+        return (is_last or fills_context) and self.num_uncomputed <= num_tokens
 
     @property
     def awaits_first_token(self) -> bool:

@@ -196,7 +196,7 @@ class SLAController:
             if tier.is_interactive:
                 decisions += move_interactive(tier, knobs, stats, load, now)
             else:
-                interactive = self._interactive_load(stats.answered_s, load, now)
+                interactive = self._interactive_load(stats.last_cut_s, load, now)
                 decisions += move_bulk(tier, knobs, stats, load, interactive, now)
         self._decisions.extend((now, decision) for decision in decisions)
         return decisions

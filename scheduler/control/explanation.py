@@ -51,7 +51,7 @@ def explain_tier(
         "signals": {
             "ttft_p99_s": stats.p99_s("ttft", now),
             "itl_p99_s": stats.p99_s("itl", now),
-            "miss_share": stats.worst_miss_share(now, stats.answered_s),
+            "miss_share": stats.worst_miss_share(now, stats.last_cut_s),
             "attainment": stats.attainment(now),
             "margins": {kind: margin.value for kind, margin in stats.margin_of.items()},
             "arrivals_per_s": stats.rate_per_s,

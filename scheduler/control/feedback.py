@@ -49,12 +49,12 @@ class InteractiveLoad:
 
 def move_interactive(tier: Tier, knobs: TierKnobs, stats: TierStats, load: Load, now: float) -> list[Decision]:
     """Move the batch size and max-wait of an interactive tier, and return the moves."""
-    itl_ratio = stats.p99_ratio("itl", now, stats.answered_s)
+    itl_ratio = stats.p99_ratio("itl", now, stats.last_cut_s)
     size = knobs.batch_size
     wants_more = load.waiting.get(tier.name, 0) > 0 or load.held.get(tier.name, 0) >= size.chosen
     moves: list[Decision | None] = []
     if itl_ratio is not None and itl_ratio > 1 and _decodes_alone_are_late(tier, load):
-        stats.answered_s = now
+        stats.last_cut_s = now
         reason = "tokens come too slowly: fewer sequences a step"
         moves.append(size.move(size.chosen * INTERACTIVE_CUT, "itl_p99", reason))
     elif wants_more and (tier.slo.itl_p99_ms is None or _below(itl_ratio, ITL_LOW)):
@@ -113,7 +113,7 @@ def _move_bulk_size(
     held, size = load.held.get(tier.name, 0), knobs.batch_size.chosen
     cut = _bulk_cut(held, size, stats, load, interactive, now)
     if cut is not None:
-        stats.answered_s = now
+        stats.last_cut_s = now
         return _resize(knobs, *cut)
     wants_more = load.waiting.get(tier.name, 0) > 0 or held >= size
     harms_none = interactive.is_absent or _below(interactive.miss_share, MISS_TARGET / 2)
@@ -131,7 +131,7 @@ def _bulk_cut(
     many_missed = interactive.miss_share is not None and interactive.miss_share > 2 * MISS_TARGET
     if many_missed and not interactive.is_absent:
         return size * BULK_CUT, "slo_misses", "interactive tiers miss their targets"
-    if interactive.bulk_took_part and load.age_share > AGE_HIGH and now - stats.answered_s > UPDATE_S:
+    if interactive.bulk_took_part and load.age_share > AGE_HIGH and now - stats.last_cut_s > UPDATE_S:
         return size * BULK_CUT, "queue_age", "interactive requests wait for their first step"
     if load.kv_usage > KV_HIGH:
         return min(size, held) * BULK_KV_CUT, "kv_usage", "KV blocks run out"

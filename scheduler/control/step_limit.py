@@ -37,7 +37,7 @@ DELAY_SHARE = 0.07
 # of the step. If bulk can be evicted, its steps may be longer for the same mean delay.
 MEAN_RESIDUAL = {StepEviction.NOTHING: 0.5, StepEviction.STEPS: 0.25, StepEviction.ROWS: 1 / 16}
 # Share of bulk's time that mid-step evictions may waste. This is the goal of the co-serving benchmark on a CPU.
-WASTED_SHARE = 0.03
+MAX_WASTED_SHARE = 0.03
 EXPECTED_WASTE = 0.3  # share of a step's time that is wasted if a request that arrives evicts bulk from the step
 
 
@@ -160,10 +160,10 @@ def _max_bulk_s(traffic: InteractiveTraffic, step_eviction: StepEviction) -> flo
     """Return the longest time that bulk may use in one step.
 
     If bulk used more, a request that arrives would be delayed too much, or evictions would waste more than
-    `WASTED_SHARE` of bulk's time.
+    `MAX_WASTED_SHARE` of bulk's time.
     """
     for_delay_s = DELAY_SHARE * traffic.service_s / MEAN_RESIDUAL[step_eviction]
     for_waste_s = NEVER_S
     if step_eviction is not StepEviction.NOTHING and traffic.arrivals_per_s > 0:
-        for_waste_s = WASTED_SHARE / (EXPECTED_WASTE * traffic.arrivals_per_s)
+        for_waste_s = MAX_WASTED_SHARE / (EXPECTED_WASTE * traffic.arrivals_per_s)
     return min(LONGEST_STEP_S, for_delay_s, for_waste_s) * (1 - traffic.ttft_margin)

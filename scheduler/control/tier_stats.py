@@ -37,7 +37,7 @@ class TierStats:
         self.arrivals = ArrivalRate()
         self._ended = MissWindow()
         self._gaps = Ewma(GAPS_WEIGHT, START_GAPS)  # mean number of gaps between the tokens of a request
-        self.answered_s = -NEVER_S  # time of the newest cut of a knob: earlier misses are no reason for another cut
+        self.last_cut_s = -NEVER_S  # time of the newest cut of a knob: earlier misses are no reason for another cut
         self.retarget(tier)
 
     def retarget(self, tier: Tier) -> None:

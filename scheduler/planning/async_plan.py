@@ -21,21 +21,12 @@ def async_plan(running: StepPlan, step_id: int, view: EngineView, table: Request
     in_step = {run.seq_id for run in running.run}
     if len(states) != len(in_step) or any(s.id not in in_step or not s.is_decode for s in states):
         return None
-    continuing = [s for s in states if not _ends(s, view.max_model_len)]
+    continuing = [s for s in states if not s.ends_with(1, view.max_model_len)]
     if not continuing or _new_blocks(states, 1, view) + _new_blocks(continuing, 2, view) > view.free_blocks:
         return None
     order = {run.seq_id: i for i, run in enumerate(running.run)}
     continuing.sort(key=lambda s: order[s.id])
     return StepPlan(step_id, run=tuple(Run(s.id, 1) for s in continuing), ahead=True)
-
-
-def _ends(state: RequestState, max_model_len: int) -> bool:
-    """Return whether the sequence is certain to end with the token of the running step.
-
-    A sequence that is not certain to end may still end there, with a stop token.
-    """
-    num_outputs = len(state.output_token_ids) + 1
-    return num_outputs >= state.request.sampling.max_tokens or state.num_tokens + 1 >= max_model_len
 
 
 def _new_blocks(states: list[RequestState], num_tokens: int, view: EngineView) -> int:

@@ -110,7 +110,9 @@ class EngineState:
         """Return the number of sequences that are certain to end with the step in flight, by tier."""
         plan = self.running
         ran = ((run, states.get(run.seq_id)) for run in plan.run) if plan is not None else ()
-        return Counter(s.tier.name for run, s in ran if s is not None and s.ends_with(run.num_tokens))
+        return Counter(
+            s.tier.name for run, s in ran if s is not None and s.ends_with(run.num_tokens, self._info.max_model_len)
+        )
 
     def enter(self, plan: StepPlan, states: Mapping[str, RequestState]) -> None:
         """Record a plan that is submitted.

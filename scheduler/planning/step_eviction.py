@@ -12,7 +12,7 @@ from dataclasses import dataclass
 INTERACTIVE_WEIGHT = 3.0  # seconds of bulk work that may be thrown away to save the newcomer one second of waiting
 MIN_SAVED_S = 0.002  # s; a smaller saving is not worth an eviction
 BOUNDARY_SHARE = 1 / 30  # share of a step until its next layer boundary, where sequences can be evicted
-WASTE_SHARE = 0.025  # share of bulk's running time that may be thrown away in the long run
+BUCKET_REFILL_SHARE = 0.025  # share of bulk's running time that may be thrown away in the long run
 BUCKET_MAX_S, BUCKET_START_S = 1.0, 0.1  # size and first level of the token bucket, in seconds of bulk work
 
 
@@ -57,8 +57,8 @@ class TokenBucket:
         self.num_evictions = 0  # number of steps from which sequences were evicted
 
     def refill(self, bulk_s: float) -> None:
-        """Raise the level by `WASTE_SHARE` of `bulk_s`, the seconds that bulk ran."""
-        self._level_s = min(BUCKET_MAX_S, self._level_s + WASTE_SHARE * bulk_s)
+        """Raise the level by `BUCKET_REFILL_SHARE` of `bulk_s`, the seconds that bulk ran."""
+        self._level_s = min(BUCKET_MAX_S, self._level_s + BUCKET_REFILL_SHARE * bulk_s)
 
     def can_take(self, wasted_s: float) -> bool:
         return self._level_s >= wasted_s

@@ -19,7 +19,7 @@ local QUEUE, WAITING, REQUEST = '{keys.QUEUE_PREFIX}', '{keys.WAITING_PREFIX}', 
 local LEASES, SEQUENCE, WAKE = '{keys.LEASES}', '{keys.SEQUENCE}', '{keys.WAKE}'
 """
 
-NO_LIMIT = 1e15  # stands for infinity, which not every version of Lua can parse
+INFINITY = 1e15  # stands for infinity, which not every version of Lua can parse
 
 
 class Scripts:
@@ -51,8 +51,8 @@ class Scripts:
         Each item of `requests` is (id, deadline_ms, prompt tokens, maximum output tokens, payload).
         """
         bounds = (
-            min(ahead.max_requests, NO_LIMIT),
-            min(ahead.max_s, NO_LIMIT),
+            min(ahead.max_requests, INFINITY),
+            min(ahead.max_s, INFINITY),
             ahead.prompt_token_s,
             ahead.output_token_s,
         )

@@ -78,3 +78,15 @@ def test_without_an_slo_any_first_token_meets_it() -> None:
     state = make_state("r", "bulk")
     state.first_token_s = state.arrived_s + 3600
     assert state.met_slo()
+
+
+def test_a_run_is_certain_to_end_a_sequence_at_its_last_token_or_at_the_end_of_the_context() -> None:
+    last, usual = make_decode("last", prompt=10, output=4, max_tokens=5), make_decode("usual", prompt=10, output=4)
+    assert last.ends_with(1, 4096) and not usual.ends_with(1, 4096)
+    assert usual.ends_with(1, max_model_len=usual.num_tokens + 1)
+    assert not usual.ends_with(1, max_model_len=usual.num_tokens + 2)
+
+
+def test_a_chunk_that_leaves_tokens_of_the_prompt_uncomputed_ends_nothing() -> None:
+    state = make_state("r", prompt=20, max_tokens=1)
+    assert state.ends_with(20, 4096) and not state.ends_with(19, 4096)
