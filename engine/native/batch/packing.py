@@ -57,10 +57,10 @@ class StepBatch:
 
     token_ids: Ints
     positions: Ints
-    slots: Ints  # the slot of each row's key and value: block × block_size + offset
+    slot_ids: Ints  # the slot of each row's key and value: block × block_size + offset
     # Rows whose logits are wanted: first the last row of each chunk in `sampled_chunks`; then, for each chunk in
     # `scored_chunks`, the row before each of the chunk's `scored` prompt tokens.
-    sampled_rows: Ints
+    logit_rows: Ints
     sampled_chunks: tuple[Chunk, ...]
     decode_groups: tuple[DecodeGroup, ...]
     prefill_chunks: tuple[PrefillChunk, ...]
@@ -82,8 +82,8 @@ def pack_step(chunks: list[Chunk], block_size: int) -> StepBatch:
     return StepBatch(
         token_ids=_concatenate([_tokens(c) for c in prefills], [c.sequence.token_ids[c.start] for c in decodes]),
         positions=_concatenate([np.arange(c.start, c.end) for c in prefills], [c.start for c in decodes]),
-        slots=_concatenate([_slots(c, block_size) for c in prefills], [_slot(c, block_size) for c in decodes]),
-        sampled_rows=_concatenate(
+        slot_ids=_concatenate([_slots(c, block_size) for c in prefills], [_slot(c, block_size) for c in decodes]),
+        logit_rows=_concatenate(
             [np.array(ordered[i].scored) - 1 - ordered[i].start + first_rows[i] for i in scored],
             [first_rows[i + 1] - 1 for i in sampled],
         ),

@@ -109,7 +109,7 @@ class PrefillGroup:
 class StepTensors:
     """The tensors of a step that a forward pass needs.
 
-    Each row has a token, a position and a slot: `token_ids`, `positions` and `slots` are (T,). `decode_groups` and
+    Each row has a token, a position and a slot: `token_ids`, `positions` and `slot_ids` are (T,). `decode_groups` and
     `prefills` say which tokens each row attends to. `num_slots` is the number of slots of the cache. `origin` is None
     until rows are evicted; then it holds the row numbers that the remaining rows had at the start of the pass.
     """
@@ -118,14 +118,14 @@ class StepTensors:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        slots: Tensor,
+        slot_ids: Tensor,
         num_slots: int,
         decode_groups: list[DecodeTensors],
         prefills: PrefillGroup | None = None,
     ) -> None:
         self.token_ids = token_ids[None]
         self.positions = positions[None]
-        self.slots = slots
+        self.slot_ids = slot_ids
         self.decode_groups = decode_groups
         self.prefills = prefills
         self.origin: Tensor | None = None
@@ -142,7 +142,7 @@ class StepTensors:
     def slot_rows(self, num_kv_heads: int) -> Tensor:
         """Return the index with which `LayerCache.write` writes the slots of the new tokens."""
         if num_kv_heads not in self._slot_rows:
-            self._slot_rows[num_kv_heads] = head_rows(self.slots, num_kv_heads, self._num_slots)
+            self._slot_rows[num_kv_heads] = head_rows(self.slot_ids, num_kv_heads, self._num_slots)
         return self._slot_rows[num_kv_heads]
 
 
@@ -151,7 +151,7 @@ class UploadedStep:
     """The copy of a `StepBatch` on the device."""
 
     step: StepTensors
-    sampled_rows: Tensor
+    logit_rows: Tensor
     unfilled_blocks: Tensor
 
 
@@ -160,12 +160,12 @@ def upload_step(batch: StepBatch, num_blocks: int, block_size: int, upload: Uplo
     groups, chunks = batch.decode_groups, batch.prefill_chunks
     first_row = chunks[0].first_row if chunks else batch.num_rows
     unfilled = np.array(batch.unfilled_blocks, dtype=np.int64)
-    arrays = [batch.token_ids, batch.positions, batch.slots, batch.sampled_rows, unfilled]
+    arrays = [batch.token_ids, batch.positions, batch.slot_ids, batch.logit_rows, unfilled]
     arrays += [array for group in groups for array in (group.block_table, group.context_lens)]
     arrays += [_extents(chunks, first_row), *(chunk.block_table for chunk in chunks)]
     buffer = upload(arrays)
     tensors = iter(torch.split(buffer, [array.size for array in arrays]))
-    token_ids, positions, slots, sampled_rows, unfilled_blocks = (next(tensors) for _ in range(5))
+    token_ids, positions, slot_ids, logit_rows, unfilled_blocks = (next(tensors) for _ in range(5))
     decode_groups = [
         DecodeTensors(g.first_row, next(tensors).view(g.block_table.shape), next(tensors), num_blocks) for g in groups
     ]
@@ -175,8 +175,8 @@ def upload_step(batch: StepBatch, num_blocks: int, block_size: int, upload: Uplo
         tables = buffer[-sum(chunk.block_table.size for chunk in chunks) :]
         own = [PrefillTensors(chunk, next(tensors), num_blocks) for chunk in chunks]
         prefills = PrefillGroup(own, slice(first_row, batch.num_rows), tables, extents)
-    step = StepTensors(token_ids, positions, slots, num_blocks * block_size, decode_groups, prefills)
-    return UploadedStep(step, sampled_rows, unfilled_blocks)
+    step = StepTensors(token_ids, positions, slot_ids, num_blocks * block_size, decode_groups, prefills)
+    return UploadedStep(step, logit_rows, unfilled_blocks)
 
 
 def _extents(chunks: Seq[PrefillChunk], first_row: int) -> Ints:

@@ -96,7 +96,7 @@ class SharedStep:
         cosines, sines = (step.own_rows(t[0]).to(torch.bfloat16).contiguous() for t in position_embeddings)
         self._kept = (cosines, sines)  # keeps these tensors alive: C++ has only their addresses
         arguments = self._arguments
-        arguments.rows, arguments.slots = len(step.slots), step.slots.data_ptr()
+        arguments.rows, arguments.slots = len(step.slot_ids), step.slot_ids.data_ptr()
         arguments.cosines, arguments.sines = cosines.data_ptr(), sines.data_ptr()
         arguments.decode_rows = arguments.num_chunks = 0
         for group in step.decode_groups:  # at most one group on a CPU

@@ -161,7 +161,7 @@ class DecodeGraphs:
         buffer = self._next_lines(size)
         lines = buffer.numpy()
         used = lines[: batch.num_rows]
-        used[:, _TOKEN], used[:, _POSITION], used[:, _SLOT] = batch.token_ids, batch.positions, batch.slots
+        used[:, _TOKEN], used[:, _POSITION], used[:, _SLOT] = batch.token_ids, batch.positions, batch.slot_ids
         for group in batch.decode_groups:
             rows = used[group.first_row : group.first_row + group.num_rows]
             rows[:, _CONTEXT] = group.context_lens

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from engine.native.attention.kernels import AttentionKernels
 from engine.native.attention.paged import Boundary, PagedAttention, bind
-from engine.native.batch.eviction import RemainingRows
-from engine.native.batch.layer_boundary import Evict, LayerBoundary
+from engine.native.batch.eviction import RunningChunks
+from engine.native.batch.layer_boundary import LayerBoundary
 from engine.native.batch.packing import StepBatch, in_one_group
 from engine.native.batch.sampled_tokens import fill_in
 from engine.native.batch.tensors import StepTensors, Upload, UploadedStep, to_cpu, upload_step
@@ -62,22 +62,24 @@ class ModelRunner:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch, previous: Tensor | None = None, evict: Evict | None = None) -> Tensor | None:
+    def run(
+        self, batch: StepBatch, previous: Tensor | None = None, running: RunningChunks | None = None
+    ) -> Tensor | None:
         """Write the keys and values of the batch, and return the logits of its sampled rows, (rows, vocab).
 
         The logits are valid until the next run. Return None if the batch has no sampled rows.
 
-        `previous` are the sampled ids of the previous step; they replace placeholders among the batch's tokens. `evict`
-        is called before each layer. After an eviction, the logits are those of the remaining sampled rows. Raises
-        `StepEvicted` if no row remains.
+        `previous` are the sampled ids of the previous step; they replace placeholders among the batch's tokens. With
+        `running`, whose batch this is, sequences can be evicted before each layer. The logits are then those of the
+        remaining sampled rows. Raises `StepEvicted` if no row remains.
         """
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             logits = None if self._graphs is None else self._graphs.run(batch, previous)
             if logits is None:
-                return self._run_eagerly(batch, previous, evict)
+                return self._run_eagerly(batch, previous, running)
             return self._sampled(logits, batch)
 
-    def _run_eagerly(self, batch: StepBatch, previous: Tensor | None, evict: Evict | None) -> Tensor | None:
+    def _run_eagerly(self, batch: StepBatch, previous: Tensor | None, running: RunningChunks | None) -> Tensor | None:
         uploaded = self._uploaded(batch)
         if batch.unfilled_blocks:
             # Attention reads slots that are not written yet, and masks them. But if a former holder of the block has
@@ -85,44 +87,29 @@ class ModelRunner:
             self._cache.clear(uploaded.unfilled_blocks)
         if previous is not None:
             uploaded.step.token_ids = fill_in(uploaded.step.token_ids, previous)
-        rows = uploaded.sampled_rows if len(batch.sampled_rows) else self._first_row
-        if evict is None:
+        rows = uploaded.logit_rows if len(batch.logit_rows) else self._first_row
+        if running is None:
             logits = self.compute(uploaded.step, rows)
-            return logits if len(batch.sampled_rows) else None
-        boundary = LayerBoundary(batch, rows, self._paced(evict), self._uploaded)
+            return logits if len(batch.logit_rows) else None
+        boundary = LayerBoundary(running, rows, self._uploaded, self._pace.next_layer if self._pace else None)
         logits = self.compute(uploaded.step, rows, boundary)
-        return logits if len(boundary.batch.sampled_rows) else None
+        return logits if len(running.batch.logit_rows) else None
 
     def _uploaded(self, batch: StepBatch) -> UploadedStep:
         if self._kernels is not None:
             batch = in_one_group(batch)
         return upload_step(batch, self._cache.num_blocks, self._cache.block_size, self._upload)
 
-    def _paced(self, evict: Evict) -> Evict:
-        """Return `evict` itself, or on CUDA a function that waits for the device and then calls `evict`.
-
-        The host may be many layers ahead of the device, and an eviction saves only layers that were not launched yet.
-        """
-        pace = self._pace
-        if pace is None:
-            return evict
-
-        def wait_and_evict() -> RemainingRows | None:
-            pace.next_layer()
-            return evict()
-
-        return wait_and_evict
-
     def _sampled(self, logits: Tensor, batch: StepBatch) -> Tensor | None:
         """Return the rows of `logits` to sample from; None if there are none. `logits` has one row per token.
 
         In most steps every row is sampled, in the existing order.
         """
-        if np.array_equal(batch.sampled_rows, np.arange(len(logits))):
+        if np.array_equal(batch.logit_rows, np.arange(len(logits))):
             return logits
-        if not len(batch.sampled_rows):
+        if not len(batch.logit_rows):
             return None
-        return logits[self._upload([batch.sampled_rows])]
+        return logits[self._upload([batch.logit_rows])]
 
     def compute(self, step: StepTensors, rows: Tensor, boundary: Boundary | None = None) -> Tensor:
         """Write the keys and values of the step, and return the logits of `rows`, (rows, vocab)."""

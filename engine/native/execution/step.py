@@ -38,9 +38,9 @@ class StepComputation:
     def __call__(self, chunks: list[Chunk]) -> Outcomes:
         running = RunningChunks(chunks, self._info.block_size, self._info.step_eviction, self._evictees)
         outcomes = {chunk.sequence.seq_id: Outcome(is_evicted=True) for chunk in chunks}
-        evict = None if self._info.step_eviction is StepEviction.NOTHING else running.evict
+        can_evict = self._info.step_eviction is not StepEviction.NOTHING
         try:
-            logits = self._runner.run(running.batch, evict=evict)
+            logits = self._runner.run(running.batch, running=running if can_evict else None)
         except StepEvicted:
             return outcomes
         batch = running.batch

@@ -53,7 +53,7 @@ class FusedDecoderLayer(nn.Module):
         if (remaining := self._attention.enter_layer()) is not None:
             compact_rows(residual, remaining)
         if self._attention.step.origin is not None:
-            residual = residual[: len(self._attention.step.slots)]
+            residual = residual[: len(self._attention.step.slot_ids)]
         attended = self._attend(self._kernels.rms_norm(residual, self._input_norm), position_embeddings)
         normed = self._kernels.add_rms_norm(residual, self._out(attended), self._mlp_norm)
         activated = self._kernels.silu_and_mul(self._gate_up(normed))
@@ -67,7 +67,7 @@ class FusedDecoderLayer(nn.Module):
         cosines, sines = (attention.step.own_rows(t[0]).to(qkv.dtype).contiguous() for t in position_embeddings)
         slots = attention.layer(self._layer_idx).slots
         self._kernels.rotate_and_write(
-            qkv, shape, slots, attention.step.slots, cosines, sines, self._query_norm, self._key_norm
+            qkv, shape, slots, attention.step.slot_ids, cosines, sines, self._query_norm, self._key_norm
         )
         widths = (shape.query_width, shape.kv_width, shape.kv_width)
         query, key, value = (

@@ -51,7 +51,7 @@ def _remaining_rows_agree(runner: ModelRunner, info: EngineInfo, chunks: list[Ch
     early = [frozenset(), *[frozenset({first})] * runner.num_layers]
     requests = _ScriptedRequests([*early[: runner.num_layers - 1], frozenset({first, second})])
     running = RunningChunks(chunks, info.block_size, StepEviction.ROWS, requests.next)
-    found = runner.run(running.batch, evict=running.evict)
+    found = runner.run(running.batch, running=running)
     if found is None or requests.num_left or len(found) != 1:
         return False
     wanted = expected[names.index(last)][None]

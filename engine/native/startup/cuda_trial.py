@@ -78,8 +78,8 @@ def _trial_step(device: torch.device) -> StepTensors:
     batch = StepBatch(
         token_ids=zeros,
         positions=zeros,
-        slots=zeros,
-        sampled_rows=zeros[:0],
+        slot_ids=zeros,
+        logit_rows=zeros[:0],
         sampled_chunks=(),
         decode_groups=(DecodeGroup(0, len(contexts), tables, contexts),),
         prefill_chunks=(PrefillChunk(len(contexts), start, end, np.array([2, 0])),),

@@ -29,10 +29,10 @@ def test_decodes_come_first_in_the_order_of_their_contexts() -> None:
     assert batch.token_ids.tolist() == [24 + 11, 12 + 3, 0, 1, 2, 3, 4]
     assert batch.positions.tolist() == [11, 3, 0, 1, 2, 3, 4]
     assert [c.sequence.seq_id for c in batch.sampled_chunks] == ["c"]
-    assert batch.sampled_rows.tolist() == [0]
+    assert batch.logit_rows.tolist() == [0]
     b_block, *c_blocks = 0, 1, 2, 3
     a_blocks = (4, 5)
-    assert batch.slots.tolist() == [
+    assert batch.slot_ids.tolist() == [
         4 * c_blocks[2] + 3,
         4 * b_block + 3,
         *(4 * a_blocks[0] + k for k in range(4)),
@@ -49,7 +49,7 @@ def test_decodes_come_first_in_the_order_of_their_contexts() -> None:
 def test_the_last_row_of_a_finished_prefill_is_sampled() -> None:
     table = make_table(a=4, b=0)
     batch = pack_step(table.begin(StepPlan(1, run=(Run("b", 12), Run("a", 8)))), INFO.block_size)
-    assert batch.sampled_rows.tolist() == [11, 19]
+    assert batch.logit_rows.tolist() == [11, 19]
     assert [c.sequence.seq_id for c in batch.sampled_chunks] == ["b", "a"]
     assert batch.decode_groups == ()
 
@@ -86,4 +86,4 @@ def test_rows_of_some_chunks_are_in_the_order_of_their_own_batch() -> None:
         own = pack_step(some, INFO.block_size)
         rows = rows_of(some, chunks)
         assert whole.token_ids[rows].tolist() == own.token_ids.tolist()
-        assert whole.slots[rows].tolist() == own.slots.tolist()
+        assert whole.slot_ids[rows].tolist() == own.slot_ids.tolist()
