@@ -38,7 +38,7 @@ class ComparisonReport:
             "unavailable": comparison.unavailable,
             "idle_cpu_shares": comparison.idle_cpu_shares,
             "warnings": self.warnings(),
-            "floors": self._roofline(),
+            "rooflines": self._roofline(),
         }
 
     def record(self) -> Record:
@@ -88,7 +88,7 @@ class ComparisonReport:
             "system": system,
             "tokens_per_s": _estimate(geometric_mean([s.tokens_per_s for s in own.values()])),
             "ours_over_it": _ratio([ours[r].tokens_per_s for r in both], rates) if system != OURS else None,
-            "share_of_floor": self._share_of_roofline(own.values()),
+            "share_of_roofline": self._share_of_roofline(own.values()),
             "agreement_with_ours": agreement,
             "rounds": [{"round": r, "tokens": s.tokens, "elapsed_s": s.elapsed_s} for r, s in sorted(own.items())],
         }
@@ -114,8 +114,8 @@ class ComparisonReport:
             "streams": streams,
             "system": system,
             "step_s": _estimate(mean) if mean else None,
-            "floor_s": roofline_s,
-            "share_of_floor": roofline_s / mean.value if mean and roofline_s is not None else None,
+            "roofline_s": roofline_s,
+            "share_of_roofline": roofline_s / mean.value if mean and roofline_s is not None else None,
             "rounds": times,
         }
 
@@ -146,7 +146,7 @@ def _jobs_table(rows: Sequence[dict[str, Any]]) -> Table:
                 row["system"],
                 f"{row['tokens_per_s']['value']:.1f}",
                 _interval(row["ours_over_it"]),
-                _percent(row["share_of_floor"]),
+                _percent(row["share_of_roofline"]),
                 _percent(row["agreement_with_ours"]),
             )
             for row in rows
@@ -163,8 +163,8 @@ def _steps_table(rows: Sequence[dict[str, Any]]) -> Table:
                 str(row["streams"]),
                 row["system"],
                 _interval(row["step_s"], 1e3),
-                ABSENT if row["floor_s"] is None else f"{1e3 * row['floor_s']:.2f}",
-                _percent(row["share_of_floor"]),
+                ABSENT if row["roofline_s"] is None else f"{1e3 * row['roofline_s']:.2f}",
+                _percent(row["share_of_roofline"]),
             )
             for row in rows
         ],

@@ -58,7 +58,7 @@ class Machine:
 class GrowthPoint:
     """The measurement of a decode step with `streams` sequences of `context` tokens.
 
-    `prefill_tokens_per_s` is the rate at which the prompts were computed. `floor_s` is the roofline time of the step;
+    `prefill_tokens_per_s` is the rate at which the prompts were computed. `roofline_s` is the least time of the step;
     None if the roofline is not known.
     """
 
@@ -68,7 +68,7 @@ class GrowthPoint:
     context: int
     step_s: float
     prefill_tokens_per_s: float
-    floor_s: float | None
+    roofline_s: float | None
 
     @property
     def tokens_per_s(self) -> float:
@@ -110,8 +110,8 @@ class GrowthBench:
         for streams, context in cells:
             self._report_progress(f"{axis}: {shape}, {streams} streams, {context} tokens of context")
             step_s, prefill_s = self._measure(engine, streams, context)
-            floor_s = self._floor_s(model, streams, context)
-            points.append(GrowthPoint(axis, shape, streams, context, step_s, streams * context / prefill_s, floor_s))
+            roofline_s = self._roofline_s(model, streams, context)
+            points.append(GrowthPoint(axis, shape, streams, context, step_s, streams * context / prefill_s, roofline_s))
         engine.close()
         return points
 
@@ -124,7 +124,7 @@ class GrowthBench:
             generate_offline(engine, job.prompts, job.new_tokens, watch)
         return median(watch.decode_s), watch.prefill_s
 
-    def _floor_s(self, model: ModelShape | None, streams: int, context: int) -> float | None:
+    def _roofline_s(self, model: ModelShape | None, streams: int, context: int) -> float | None:
         if model is None or self._machine.peaks is None:
             return None
         return decode_step(streams, context + DECODE_STEPS // 2).roofline_s(model, self._machine.peaks)

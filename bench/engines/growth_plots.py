@@ -23,7 +23,7 @@ def plot_growth(growth: Growth, directory: Path) -> list[Path]:
         rates, steps = figure.subplots(1, 2)
         _plot_points(rates, axis, label, points, [p.tokens_per_s for p in points], "tokens/s")
         _plot_points(steps, axis, label, points, [1e3 * p.step_s for p in points], "ms a decode step")
-        least_ms = [1e3 * p.floor_s for p in points if p.floor_s is not None]
+        least_ms = [1e3 * p.roofline_s for p in points if p.roofline_s is not None]
         if len(least_ms) == len(points):
             steps.plot(_positions(axis, points), least_ms, linestyle="--", label="roofline")
             steps.legend()

@@ -35,8 +35,8 @@ def _points_table(growth: Growth) -> Table:
             str(point.streams),
             str(point.context),
             f"{1e3 * point.step_s:.2f}",
-            ABSENT if point.floor_s is None else f"{1e3 * point.floor_s:.2f}",
-            ABSENT if point.floor_s is None else f"{point.floor_s / point.step_s:.0%}",
+            ABSENT if point.roofline_s is None else f"{1e3 * point.roofline_s:.2f}",
+            ABSENT if point.roofline_s is None else f"{point.roofline_s / point.step_s:.0%}",
             f"{point.tokens_per_s:.1f}",
             f"{point.prefill_tokens_per_s:.0f}",
         )

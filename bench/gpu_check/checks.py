@@ -39,7 +39,7 @@ STREAMS = 64  # batch size for which the goals are stated
 OURS = ("tidegate", "tidegate-loop")
 GOALS = {
     "throughput ÷ generate_batch": 1.3,
-    "decode step's share of the memory floor": 0.6,
+    "decode step's share of the memory roofline": 0.6,
     "GPU busy share": 0.95,
 }
 
@@ -57,7 +57,7 @@ def parts(out: Path, weights: Path) -> list[Part]:
     )  # fmt: skip
     probe = (python, "-m", "bench.engines.device_probe")
     isolation = (python, "-m", "bench", "isolation", "--shape", "135m", "--arms", "A0,A1,OURS")
-    small, large, shared = out / "engine-135m.json", out / "engine-8b.json", out / "coserve.json"
+    small, large, shared = out / "engine-135m.json", out / "engine-8b.json", out / "isolation.json"
     return [
         Part(
             "cuda-tests",
@@ -92,11 +92,11 @@ def parts(out: Path, weights: Path) -> list[Part]:
             needs=(*ENGINE, *COMMANDS),
         ),
         Part(
-            "coserve-135m",
+            "isolation-135m",
             # A short search for the solo goodput sets the load, so that the load fits a fast GPU and a slow one.
             (*isolation, "--search-seconds", "4", "--search-budget", "30", "--duration", "16", "--rounds", "1")
             + ("--lead", "3", "--server-flags", "--device cuda", "--json", str(shared))
-            + ("--report", str(out / "coserve")),
+            + ("--report", str(out / "isolation")),
             150,
             result_file=shared,
             needs=(*ENGINE, *COMMANDS, *SERVER, "matplotlib"),
@@ -128,7 +128,7 @@ def measured_goals(results: dict[str, dict[str, Any]]) -> dict[str, float | None
     steps = [row for row in table.get("steps", []) if row["system"] in OURS and row["streams"] == STREAMS]
     values = (
         ours / theirs if ours and theirs else None,
-        max((row["share_of_floor"] for row in steps if row["share_of_floor"] is not None), default=None),
+        max((row["share_of_roofline"] for row in steps if row["share_of_roofline"] is not None), default=None),
         results.get("gpu-busy", {}).get("share_of_plain"),
     )
     return dict(zip(GOALS, values, strict=True))

@@ -116,8 +116,7 @@ def _comparison_as_dict(comparison: Comparison) -> dict[str, Any]:
 
 
 def _goal_as_dict(goal: Goal) -> dict[str, Any]:
-    described = asdict(goal)
-    return described | {"floor": described.pop("target"), "value": goal.value, "verdict": goal.verdict}
+    return asdict(goal) | {"value": goal.value, "verdict": goal.verdict}
 
 
 def requests_of(rounds: Rounds, slos: Mapping[str, Targets]) -> list[dict[str, Any]]:

@@ -110,11 +110,11 @@ class ModeledEngine:
         return self._info
 
     @property
-    def used_blocks(self) -> int:
+    def num_used_blocks(self) -> int:
         return self._table.pool.num_used
 
     @property
-    def used_swap_blocks(self) -> int:
+    def num_used_swap_blocks(self) -> int:
         return self._table.swap_pool.num_used
 
     def submit(self, plan: StepPlan) -> None:

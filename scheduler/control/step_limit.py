@@ -36,7 +36,7 @@ DELAY_SHARE = 0.07
 # Mean share of a running bulk step for which a request that arrives must wait. Without mid-step eviction this is half
 # of the step. If bulk can be evicted, its steps may be longer for the same mean delay.
 MEAN_RESIDUAL = {StepEviction.NOTHING: 0.5, StepEviction.STEPS: 0.25, StepEviction.ROWS: 1 / 16}
-# Share of bulk's time that mid-step evictions may waste. This is the goal of the co-serving benchmark on a CPU.
+# Share of bulk's time that mid-step evictions may waste. This is the goal of the isolation benchmark on a CPU.
 MAX_WASTED_SHARE = 0.03
 EXPECTED_WASTE = 0.3  # share of a step's time that is wasted if a request that arrives evicts bulk from the step
 

@@ -18,7 +18,7 @@ START_GAPS = 10.0  # number of gaps between the tokens of a request that is assu
 MAX_GAPS = 100.0
 GAPS_WEIGHT = 0.02  # weight of the newest request in the mean number of gaps
 # The first margins: shares of the allowed time that are kept in reserve. With 5 % for gaps, 6 of 67 chats of a
-# co-serving run on a CPU had a gap of 103–120 ms under an SLO of 100 ms. With 15 %, no chat had such a gap.
+# isolation run on a CPU had a gap of 103–120 ms under an SLO of 100 ms. With 15 %, no chat had such a gap.
 START_MARGIN = {"ttft": 0.0, "itl": 0.15}
 MARGIN_STEP = 0.05  # added to a margin by a miss: η in margin ← clip(margin + η·(miss − ε), 0, MAX_MARGIN)
 MAX_MARGIN = 0.6  # upper limit of a margin, as a share of the allowed time

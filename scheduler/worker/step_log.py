@@ -176,9 +176,8 @@ def _parsed(line: str, place: str) -> StepEntry | EngineInfo:
 def _engine(record: dict[str, Any]) -> EngineInfo:
     known = {f.name for f in fields(EngineInfo)}
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items() if k in known}
-    eviction = record.get("step_eviction", record.get("sheds"))  # `sheds` was the name until version 0.1
-    if eviction is not None:
-        values["step_eviction"] = StepEviction(eviction)
+    if "step_eviction" in values:
+        values["step_eviction"] = StepEviction(values["step_eviction"])
     return EngineInfo(**values)
 
 

@@ -164,7 +164,7 @@ def assert_everything_ended(world: World) -> None:
     counts = world.core.counts
     assert counts["accepted"] == counts["finished"] + counts["cancelled"]
     assert world.core.num_held == 0
-    assert (world.engine.used_blocks, world.engine.used_swap_blocks) == (0, 0)
+    assert (world.engine.num_used_blocks, world.engine.num_used_swap_blocks) == (0, 0)
     assert not world.queue._shared.records
 
 

@@ -148,7 +148,7 @@ def test_the_engine_outlives_an_outage_of_the_store_and_every_answer_is_complete
         assert rig.loops > 1
         rig.ending()
         await serving
-        assert rig.engine.used_blocks == 0, "dropped sequences are gone from the engine"
+        assert rig.engine.num_used_blocks == 0, "dropped sequences are gone from the engine"
         assert rig.core.counts == {"accepted": 12, "finished": 6, "released": 6}
         assert await rig.registry.workers() == [], "withdrawn"
 

@@ -36,7 +36,15 @@ ENGINE_SCHEMA = {
             "type": "array",
             "minItems": 1,
             "items": {
-                "required": ["work", "streams", "system", "tokens_per_s", "ours_over_it", "share_of_floor", "rounds"],
+                "required": [
+                    "work",
+                    "streams",
+                    "system",
+                    "tokens_per_s",
+                    "ours_over_it",
+                    "share_of_roofline",
+                    "rounds",
+                ],
                 "properties": {
                     "work": {"enum": ["decode", "prefill", "mixed"]},
                     "streams": {"type": "integer", "minimum": 1},
@@ -45,10 +53,10 @@ ENGINE_SCHEMA = {
                 },
             },
         },
-        "steps": {"type": "array", "items": {"required": ["streams", "system", "step_s", "floor_s"]}},
+        "steps": {"type": "array", "items": {"required": ["streams", "system", "step_s", "roofline_s"]}},
         "settings": {"type": "object", "additionalProperties": {"type": "string"}},
         "unavailable": {"type": "object", "additionalProperties": {"type": "string"}},
-        "floors": {"type": ["object", "null"], "required": ["peaks", "shape", "decode_step"]},
+        "rooflines": {"type": ["object", "null"], "required": ["peaks", "shape", "decode_step"]},
     },
 }
 
@@ -91,7 +99,7 @@ def test_engine_as_a_command_writes_its_table_and_json(tiny: Path, tmp_path: Pat
     }
     assert result["unavailable"] == {"vllm": "no --vllm-python was given"}
     assert "NOT MEASURED: vllm" in done.stdout and "ours ÷ it" in done.stdout
-    assert result["floors"]["peaks"]["bytes_per_s"] > 0 and "bench engines" in result["command"]
+    assert result["rooflines"]["peaks"]["bytes_per_s"] > 0 and "bench engines" in result["command"]
 
 
 @pytest.mark.parametrize("name", ["tidegate", "tidegate-loop", "generate_batch", "generate"])

@@ -52,14 +52,14 @@ def test_the_table_has_every_system_kind_of_work_and_number_of_streams() -> None
     assert all(len(row["rounds"]) == 3 for row in result["jobs"])
     ratios = [row["ours_over_it"]["value"] for row in result["jobs"] if row["system"] == "vllm"]
     assert ratios == pytest.approx([2.0] * 4)
-    assert all(row["share_of_floor"] > 0 for row in result["jobs"])
+    assert all(row["share_of_roofline"] > 0 for row in result["jobs"])
 
 
 def test_a_step_is_the_difference_of_two_jobs() -> None:
     result = ComparisonReport(run(Pretender("tidegate", 0.01)), None, None).as_dict()
     steps = {row["streams"]: row["step_s"]["value"] for row in result["steps"]}
     assert steps == pytest.approx({1: 0.01, 4: 0.04})  # 4 tokens a step
-    assert STEP_TOKENS > 1 and all(row["share_of_floor"] is None for row in result["steps"])
+    assert STEP_TOKENS > 1 and all(row["share_of_roofline"] is None for row in result["steps"])
 
 
 def test_all_systems_get_the_same_jobs_and_a_serial_one_a_part_of_them() -> None:

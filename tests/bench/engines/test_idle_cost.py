@@ -14,7 +14,7 @@ def test_bulk_is_held_and_sits_out_every_measured_step(kind: str, resident: int)
     assert [len(part) for part in (cost.times.plan, cost.times.engine, cost.times.apply)] == [5, 5, 5]
     assert len(cost.times.steps) == 5
     assert "batch.py" in cost.profile and "/" not in cost.profile.split("batch.py")[0][-1:]
-    assert stepper.engine.used_blocks == 0
+    assert stepper.engine.num_used_blocks == 0
 
 
 def test_no_idle_requests_is_a_measurement_too() -> None:

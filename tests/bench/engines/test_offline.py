@@ -15,7 +15,7 @@ def test_everybody_gets_exactly_as_many_tokens_as_asked_for() -> None:
     outputs = generate_offline(stepper, prompts, wanted, lambda plan, result: seen.append(result.step_id))
     assert [len(tokens) for tokens in outputs] == wanted
     assert seen == [plan.step_id for plan in stepper.plans]
-    assert stepper.engine.used_blocks == 0
+    assert stepper.engine.num_used_blocks == 0
 
 
 def test_decodes_go_first_and_prompts_fill_what_is_left_of_a_step() -> None:

@@ -27,7 +27,7 @@ def make_result(rss: tuple[int, ...], blocks_lost: int = 0, finished: int = 3) -
 def test_plans_are_legal_and_every_block_comes_back(seed: int) -> None:
     stepper = ModeledStepper(num_blocks=80)
     result = make_soak(stepper, seed).run(seconds=0.4)
-    assert result.blocks_lost == 0 and stepper.engine.used_blocks == 0
+    assert result.blocks_lost == 0 and stepper.engine.num_used_blocks == 0
     assert result.finished > 0 and result.aborted > 0
     assert min(result.preemptions.values()) > 0 and set(result.preemptions) == {"pause", "recompute"}
     assert result.steps == len(stepper.plans) - 1 and len(result.rss_bytes) > 2

@@ -191,8 +191,8 @@ def test_goals_are_read_from_the_parts_results() -> None:
             job("generate_batch", 1, 1.0),
         ],
         "steps": [
-            {"system": "tidegate", "streams": STREAMS, "share_of_floor": 0.7},
-            {"system": "generate_batch", "streams": STREAMS, "share_of_floor": 0.8},
+            {"system": "tidegate", "streams": STREAMS, "share_of_roofline": 0.7},
+            {"system": "generate_batch", "streams": STREAMS, "share_of_roofline": 0.8},
         ],
     }
     goals = measured_goals({"engine-8b": table, "gpu-busy": {"share_of_plain": 0.96}})

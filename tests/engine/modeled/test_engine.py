@@ -62,7 +62,7 @@ async def test_a_sequence_from_its_prompt_to_its_last_token() -> None:
         tokens += result.outputs[0].token_ids
     assert tokens == [modeled_token(5, i, 100) for i in range(3)]
     assert result.outputs[0].finish_reason is FinishReason.LENGTH
-    assert result.free_blocks == 20 and driver.engine.used_blocks == 0
+    assert result.free_blocks == 20 and driver.engine.num_used_blocks == 0
 
 
 async def test_a_token_is_sampled_when_the_prefill_has_caught_up() -> None:
@@ -78,10 +78,10 @@ async def test_preemption_delays_tokens_and_changes_none(mode: PreemptionMode) -
     driver = Driver(info=SWAPPING)
     tokens = list((await driver.start(seed=9)).outputs[0].token_ids)
     tokens += (await driver.step(run=(Run("s", 1),))).outputs[0].token_ids
-    used = driver.engine.used_blocks
+    used = driver.engine.num_used_blocks
     result = await driver.step(preempt=(Preempt("s", mode),))
-    assert driver.engine.used_blocks == (used if mode is PAUSE else 0)
-    assert driver.engine.used_swap_blocks == (3 if mode is SWAP else 0)
+    assert driver.engine.num_used_blocks == (used if mode is PAUSE else 0)
+    assert driver.engine.num_used_swap_blocks == (3 if mode is SWAP else 0)
     copying_s = 3 * SWAPPING.swap_block_s if mode is SWAP else 0.0
     assert result.elapsed_s == copying_s
     num_tokens = 8 + 2 if mode is RECOMPUTE else 1
@@ -171,7 +171,7 @@ async def test_a_plan_that_breaks_the_rules_is_refused_and_leaves_no_trace(plan:
     await driver.start(prompt=8)
     with pytest.raises(PlanError):
         await driver.step(**plan)
-    assert driver.engine.used_blocks == 2
+    assert driver.engine.num_used_blocks == 2
     assert (await driver.step(run=(Run("s", 1),))).outputs[0].seq_id == "s"
 
 
@@ -202,4 +202,4 @@ async def test_closing_frees_all_sequences() -> None:
     driver = Driver()
     await driver.start()
     driver.engine.close()
-    assert driver.engine.used_blocks == 0
+    assert driver.engine.num_used_blocks == 0

@@ -155,7 +155,7 @@ class Stepper:
             coroutine.send(None)
         result: StepResult = stop.value.value
         self.trace.append(result)
-        assert result.free_blocks + self.engine.used_blocks == self.info.num_blocks
+        assert result.free_blocks + self.engine.num_used_blocks == self.info.num_blocks
         return result
 
     # -- the engine's timer: a wait ends at once
@@ -182,7 +182,7 @@ def run_evicting(seed: int, step_eviction: StepEviction) -> tuple[dict[str, list
     news = [make_new(f"s{i}", [1] * rng.randint(1, 20) + [2 + i], max_tokens=6, seed=i) for i in range(6)]
     stepper = Stepper(rng, step_eviction)
     driven = drive(stepper, news, random_chunks(rng, 9), arrivals_a_step=2)
-    assert stepper.engine.used_blocks == 0
+    assert stepper.engine.num_used_blocks == 0
     return {k: d.output for k, d in driven.items()}, stepper.trace
 
 

@@ -55,9 +55,9 @@ def test_it_fits_small_engines_and_leaves_nothing(change: dict[str, int]) -> Non
     stepper = make_stepper(**change)
     sweep = Sweep(stepper, SweepLimits(3.0, 8, 500), 1, ticking())
     assert len(list(sweep.run())) > 100
-    assert stepper.engine.used_blocks == 0
+    assert stepper.engine.num_used_blocks == 0
     sweep.repeat()
-    assert stepper.engine.used_blocks == 0
+    assert stepper.engine.num_used_blocks == 0
 
 
 def test_a_slow_engine_gets_shorter_chunks_so_that_there_are_enough_steps() -> None:

@@ -1,10 +1,10 @@
-"""What reaches the SLA controller by itself while the core takes requests in and applies results."""
+"""What reaches the SLA controller by itself while the stepped takes requests in and applies results."""
 
 import pytest
 
 from scheduler.control.controller import SLAController
-from tests.scheduler.bench import Bench
 from tests.scheduler.builders import make_request
+from tests.scheduler.stepped_core import SteppedCore
 
 
 @pytest.fixture
@@ -21,31 +21,31 @@ def arrivals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def test_claimed_and_newly_queued_requests_have_arrived(arrivals: list[tuple[str, int]]) -> None:
-    bench = Bench()
-    bench.accept(make_request("a"), make_request("b"), make_request("c", "bulk"))
-    bench.core.review({"realtime": 3, "bulk": 0, "batch": 0}, bench.now)
+    stepped = SteppedCore()
+    stepped.accept(make_request("a"), make_request("b"), make_request("c", "bulk"))
+    stepped.core.review({"realtime": 3, "bulk": 0, "batch": 0}, stepped.now)
     assert arrivals == [("realtime", 5), ("bulk", 1)]
 
 
 def test_a_request_that_moves_from_the_queue_to_the_worker_arrives_once(arrivals: list[tuple[str, int]]) -> None:
-    bench = Bench()
-    bench.core.review({"realtime": 2}, bench.now)
-    bench.accept(make_request("a"), make_request("b"))
-    bench.core.review({"realtime": 0}, bench.now)
+    stepped = SteppedCore()
+    stepped.core.review({"realtime": 2}, stepped.now)
+    stepped.accept(make_request("a"), make_request("b"))
+    stepped.core.review({"realtime": 0}, stepped.now)
     assert arrivals == [("realtime", 2)]
 
 
 def test_a_queue_that_other_workers_empty_is_no_arrival(arrivals: list[tuple[str, int]]) -> None:
-    bench = Bench()
-    bench.core.review({"bulk": 9}, bench.now)
-    bench.core.review({"bulk": 4}, bench.now)
+    stepped = SteppedCore()
+    stepped.core.review({"bulk": 9}, stepped.now)
+    stepped.core.review({"bulk": 4}, stepped.now)
     assert arrivals == [("bulk", 9)]
 
 
 def test_latencies_and_ends_of_requests_are_observed() -> None:
-    bench = Bench()
-    bench.accept(*(make_request(f"r{i}", max_tokens=30) for i in range(30)))
-    bench.run()
-    output = bench.core.status(bench.now).outputs["realtime"]
+    stepped = SteppedCore()
+    stepped.accept(*(make_request(f"r{i}", max_tokens=30) for i in range(30)))
+    stepped.run()
+    output = stepped.core.status(stepped.now).outputs["realtime"]
     assert output.ttft_p99_s is not None and output.itl_p99_s is not None
     assert output.attainment == 1.0

@@ -11,8 +11,8 @@ from scheduler.registry.worker_status import TierCapacity
 from scheduler.request import Claimed
 from scheduler.virtual_time import EPOCH_MS
 from scheduler.worker.capacity import MIN_REQUESTS, CapacityEstimator
-from tests.scheduler.bench import Bench
 from tests.scheduler.builders import CheckedCore, make_core, make_info, make_request
+from tests.scheduler.stepped_core import SteppedCore
 
 COST = StepCost(step_s=0.01, prefill_token_s=0.001, attend_s=0.0, context_token_s=0.0, decode_s=0.002)
 
@@ -65,7 +65,7 @@ def test_prefills_run_beside_decodes_as_far_as_their_slo_allows() -> None:
     """85 ms of an ITL SLO of 100 ms may be used; ten decodes and the fixed cost of the step take 30 of them."""
     estimator, core = make_estimator()
     hold(core, 10, prompt=10)
-    Bench(core, COST).step()
+    SteppedCore(core, COST).step()
     capacity = measure(estimator, core)["realtime"]
     assert capacity.step_s == pytest.approx(0.01 + 10 * 0.002)
     assert capacity.prefill_tokens_per_s == pytest.approx(0.055 / 0.085 / 0.001)

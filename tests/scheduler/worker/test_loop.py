@@ -123,7 +123,7 @@ def test_requests_of_a_gateway_that_is_gone_are_dropped() -> None:
         await world.queue.put([world.request("orphan", max_tokens=400, reply_to="gone")])
         await world.clock.sleep(5 * STEP_S)
         assert world.core.num_held == 0
-        assert world.engine.used_blocks == 0
+        assert world.engine.num_used_blocks == 0
         assert not world.queue._shared.records
         assert world.core.counts["cancelled"] == 1
 

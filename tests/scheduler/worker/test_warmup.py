@@ -33,11 +33,11 @@ def test_warm_up_trains_the_step_time_model() -> None:
 
 def test_warm_up_leaves_no_sequence_behind_and_keeps_to_its_time() -> None:
     engine, _, took_s = warmed(make_info(), budget_s=0.5)
-    assert engine.used_blocks == 0
+    assert engine.num_used_blocks == 0
     assert took_s < 1.0
 
 
 @pytest.mark.parametrize("change", [{"max_step_tokens": 16}, {"max_model_len": 64}, {"num_blocks": 4}])
 def test_warm_up_fits_small_engines(change: dict[str, int]) -> None:
     engine, _, _ = warmed(make_info(**change), budget_s=60.0)
-    assert engine.used_blocks == 0
+    assert engine.num_used_blocks == 0

@@ -23,7 +23,7 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("the coroutine waits for something")
 
 
-class Bench:
+class SteppedCore:
     """A core and a modeled engine, stepped by hand. Each step moves the time by its length."""
 
     def __init__(
