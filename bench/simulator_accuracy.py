@@ -40,10 +40,12 @@ class SimulatorAccuracy(BaseModel):
     """
 
     result: CliPositionalArg[Path] = Field(description="The JSON file of `python -m bench isolation`.")
-    arm: str = Field("OURS", description="Which of its arms.")
+    arm: str = Field("OURS", description="The arm of that result to simulate.")
     model_shape: str = Field("135m-cpu", description="A shipped cost card, or one that `loadtest calibrate` wrote.")
-    gateway_ms: float = Field(0.0, ge=0, description="What HTTP and the gateway add to a first token.")
-    within: float = Field(0.0, ge=0, description="Exit 1 where a ratio is further from 1; 0: it is only shown.")
+    gateway_ms: float = Field(0.0, ge=0, description="Milliseconds that HTTP and the gateway add to a first token.")
+    within: float = Field(
+        0.0, ge=0, description="Exit with 1 if a ratio is further than this from 1; 0: only show the ratios."
+    )
 
     def cli_cmd(self) -> None:
         log_errors_only()

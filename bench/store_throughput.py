@@ -79,10 +79,14 @@ class Store(BaseModel):
     """Requests per second that a real store can put, claim and ack, compared with the rate that is needed."""
 
     redis_url: str = Field("", description="redis://… or unix://… of a store to measure; empty: one is started.")
-    requests: int = Field(20_000, ge=64, le=1_000_000, description="Requests a round.")
-    batches: str = Field("1,64", pattern=r"^[1-9]\d*(,[1-9]\d*)*$", description="Requests a call, a round for each.")
-    prompt_tokens: int = Field(128, ge=1, le=100_000, description="Tokens of each.")
-    needed: float = Field(10_000, gt=0, description="Requests a second to compare with.")
+    requests: int = Field(20_000, ge=64, le=1_000_000, description="Number of requests in a round.")
+    batches: str = Field(
+        "1,64",
+        pattern=r"^[1-9]\d*(,[1-9]\d*)*$",
+        description="Numbers of requests in one call; each number gets a round.",
+    )
+    prompt_tokens: int = Field(128, ge=1, le=100_000, description="Prompt tokens of each request.")
+    needed: float = Field(10_000, gt=0, description="Requests a second to compare the result with.")
 
     def cli_cmd(self) -> None:
         # redis-py raises ValueError for a URL that it cannot read.

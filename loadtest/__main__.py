@@ -67,9 +67,9 @@ class Mixed(_AgainstServer):
 
     scenario: str = Field("chat-and-bulk", description="A shipped scenario, or a YAML file.")
     bulk_pool: str = Field("", description="A shipped bulk pool in place of the scenario's own bulk.")
-    scale: float = Field(1.0, gt=0, le=10, description="Lengths × this, for models of a shorter context.")
+    scale: float = Field(1.0, gt=0, le=10, description="Factor of all lengths, for models with a shorter context.")
     duration: float = Field(30.0, gt=0, le=3600, description="Seconds measured of each arm.")
-    rounds: int = Field(2, ge=1, le=100, description="Parts that each arm's duration is cut into.")
+    rounds: int = Field(2, ge=1, le=100, description="Number of parts that each arm's duration is divided into.")
     lead: float = Field(3.0, ge=0, le=60, description="Seconds of bulk before each part is measured.")
     settle: float = Field(1.0, ge=0, le=60, description="Seconds of rest before each part.")
 
@@ -96,9 +96,9 @@ class Nonce(_AgainstServer):
     The exit code is 1 unless every answer is exactly the nonce of its request.
     """
 
-    requests: int = Field(64, ge=1, le=512, description="Requests, all at once.")
+    requests: int = Field(64, ge=1, le=512, description="Number of requests, sent all at once.")
     service_tiers: str = Field("default,flex", description="Values of `service_tier` to alternate between.")
-    timeout: float = Field(120.0, gt=0, le=3600, description="Seconds for all of them.")
+    timeout: float = Field(120.0, gt=0, le=3600, description="Seconds for all requests together.")
 
     def cli_cmd(self) -> None:
         run_to_end(self._verify())
@@ -122,13 +122,13 @@ class Streams(_AgainstServer):
     Prints the tokens per second of both ways, and their ratio.
     """
 
-    streams: int = Field(32, ge=1, le=512, description="Requests, and how many run at once.")
+    streams: int = Field(32, ge=1, le=512, description="Number of requests, which all run at once.")
     prompt_tokens: int = Field(32, ge=1, le=100_000, description="Tokens of each prompt.")
     output_tokens: int = Field(64, ge=1, le=100_000, description="Tokens of each answer.")
-    rounds: int = Field(2, ge=1, le=32, description="Times that all are sent at once.")
+    rounds: int = Field(2, ge=1, le=32, description="Number of times that all requests are sent at once.")
     service_tier: str = Field("default", description="`service_tier` of the requests.")
-    at_least: float = Field(0.0, ge=0, description="Exit 1 where the ratio is smaller.")
-    timeout: float = Field(600.0, gt=0, le=3600, description="Seconds for all of it.")
+    at_least: float = Field(0.0, ge=0, description="Exit with 1 if the ratio is smaller than this.")
+    timeout: float = Field(600.0, gt=0, le=3600, description="Seconds for the whole measurement.")
 
     def cli_cmd(self) -> None:
         run_to_end(self._compare())

@@ -23,7 +23,7 @@ class ModelCommand(BaseModel):
     device: str = Field("cpu", description="cpu, cuda or cuda:1 …")
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of each system; 0: as many as cores.")
     seed: int = Field(1, ge=0, description="The same seed makes the same weights and prompts.")
-    quick: bool = Field(False, description="The demo model and a little work: to see that everything runs.")
+    quick: bool = Field(False, description="Use the demo model and little work, to see that everything runs.")
     json_file: Path | None = Field(
         None, validation_alias=AliasChoices("json"), description="Also write the result to this file."
     )

@@ -31,13 +31,17 @@ class Engines(ModelCommand):
     The systems run the same jobs in turn. Reports throughput, ratios, times of decode steps and shares of the roofline.
     """
 
-    systems: str = Field("tidegate,tidegate-loop,generate_batch,generate,vllm", description="Which ones, by name.")
+    systems: str = Field(
+        "tidegate,tidegate-loop,generate_batch,generate,vllm", description="The names of the systems to measure."
+    )
     vllm_python: str = Field("", description="Python of an environment that has vLLM; without it vLLM is left out.")
-    work: str = Field("decode,prefill,mixed", description="Kinds of work.")
-    streams: str = Field("1,8,32", description="Requests at once.")
+    work: str = Field("decode,prefill,mixed", description="The kinds of work to measure.")
+    streams: str = Field("1,8,32", description="Numbers of requests that run at once.")
     rounds: int = Field(5, ge=1, le=100, description="Times that every system gets every kind of work.")
-    serial_requests: int = Field(2, ge=1, description="Requests a job for the system that takes one at a time.")
-    logs: Path | None = Field(None, description="Directory for the systems' logs; without it they are not kept.")
+    serial_requests: int = Field(
+        2, ge=1, description="Requests of a job for the system that serves one request at a time."
+    )
+    logs: Path | None = Field(None, description="Directory for the systems' logs; unset: the logs are not kept.")
 
     def cli_cmd(self) -> None:
         with one_sentence(ShapeError, ValueError), tempfile.TemporaryDirectory() as scratch:
@@ -136,7 +140,7 @@ class Soak(ModelCommand):
     """
 
     minutes: float = Field(10.0, gt=0, le=24 * 60, description="Minutes of load.")
-    kv_mib: int = Field(64, ge=1, description="KV memory; little, so that blocks are scarce.")
+    kv_mib: int = Field(64, ge=1, description="KV memory in MiB. The default is small, so that blocks are scarce.")
 
     def cli_cmd(self) -> None:
         with one_sentence(ShapeError, ValueError):

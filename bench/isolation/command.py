@@ -63,25 +63,36 @@ class Isolation(BaseModel):
     scenario: str = Field("", description="A shipped scenario, or a YAML file; empty: the experiment's.")
     bulk_pool: str = Field("", description="A shipped bulk pool in place of the scenario's own bulk.")
     streams: int = Field(0, ge=0, le=900, description="Streams of each bulk backlog; 0: the scenario's.")
-    scale: float = Field(0.0, ge=0, le=10, description="Lengths × this; 0: what fits the model's context.")
-    context: int = Field(0, ge=0, description="The model's context in tokens; 0: from its config, if it is here.")
-    clients: float = Field(
-        0.0, ge=0, description="In place of the solo goodput, in multiples of the scenario's load; 0: that is searched."
+    scale: float = Field(
+        0.0, ge=0, le=10, description="Factor of all lengths; 0: chosen so that they fit the model's context."
     )
-    load: float = Field(0.0, ge=0, le=10, description="Of the solo goodput; 0: the experiment's (isolation: 0.5).")
+    context: int = Field(0, ge=0, description="The model's context in tokens; 0: from its config, if it is here.")
+    clients: float = Field(0.0, ge=0, description="Solo goodput in multiples of the scenario's load; 0: search for it.")
+    load: float = Field(
+        0.0, ge=0, le=10, description="Share of the solo goodput to offer; 0: the experiment's (isolation: 0.5)."
+    )
     ttft_ms: float = Field(0.0, ge=0, description="SLO of the first token, for all arms; 0: that of the tiers.")
     itl_ms: float = Field(0.0, ge=0, description="SLO of the gaps between tokens, for all arms; 0: that of the tiers.")
     duration: float = Field(60.0, gt=0, le=7200, description="Seconds measured of each arm.")
-    rounds: int = Field(2, ge=1, le=100, description="Parts that each arm's duration is cut into.")
+    rounds: int = Field(2, ge=1, le=100, description="Number of parts that each arm's duration is divided into.")
     lead: float = Field(5.0, ge=0, le=120, description="Seconds of bulk before each part is measured.")
     settle: float = Field(1.0, ge=0, le=60, description="Seconds of rest before each part.")
-    drain: float = Field(20.0, ge=0, le=600, description="Seconds that interactive requests may still take after it.")
-    search_seconds: float = Field(
-        12.0, gt=0, le=600, description="Of a try of the search for the solo goodput; up to 3 × as long, to see enough."
+    drain: float = Field(
+        20.0, ge=0, le=600, description="Seconds that interactive requests may take after the end of a part."
     )
-    search_budget: float = Field(180.0, gt=0, le=7200, description="Seconds after which that search begins no new try.")
-    sweep_seconds: float = Field(8.0, gt=0, le=600, description="Of each static budget that is tried.")
-    threads: int = Field(0, ge=0, description="CPU threads of the servers that are started; 0: as they like.")
+    search_seconds: float = Field(
+        12.0,
+        gt=0,
+        le=600,
+        description="Seconds of one try in the search for the solo goodput; tripled if it saw too little.",
+    )
+    search_budget: float = Field(
+        180.0, gt=0, le=7200, description="Seconds after which the search for the solo goodput begins no new try."
+    )
+    sweep_seconds: float = Field(8.0, gt=0, le=600, description="Seconds of each static budget that is tried.")
+    threads: int = Field(
+        0, ge=0, description="CPU threads of the servers that are started; 0: the servers' own choice."
+    )
     allow_remote: bool = Field(False, description="Accept a URL that is not this machine.")
     seed: int = Field(1, ge=0, description="The same seed sends the same requests.")
     json_file: Path | None = Field(

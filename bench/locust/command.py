@@ -32,8 +32,8 @@ class Locust(BaseModel):
     server_flags: str = Field("", description="More flags for `tidegate serve`, in one string.")
     users: int = Field(50, ge=1, le=500, description="Locust users, of the realtime and the bulk tier.")
     spawn_rate: float = Field(10.0, gt=0, description="Users that start each second.")
-    seconds: float = Field(60.0, gt=0, le=3600, description="Of each of the two runs.")
-    threads: int = Field(0, ge=0, description="CPU threads of the server that is started; 0: as it likes.")
+    seconds: float = Field(60.0, gt=0, le=3600, description="Seconds of each of the two runs.")
+    threads: int = Field(0, ge=0, description="CPU threads of the server that is started; 0: the server's own choice.")
     allow_remote: bool = Field(False, description="Accept a URL that is not this machine.")
     report_dir: Path = Field(
         Path("locust-report"), validation_alias=AliasChoices("report"), description="Directory for index.html."

@@ -43,15 +43,17 @@ class Calibrate(ModelCommand):
     A sweep runs an engine in this process through random steps of many sizes.
     """
 
-    step_log: Path | None = Field(None, description="What `tidegate worker --step-log` wrote; without it: a sweep.")
+    step_log: Path | None = Field(
+        None, description="File that `tidegate worker --step-log` wrote; unset: measure a sweep of steps."
+    )
     out: Path = Field(Path("cost-card.json"), description="Where the card is written.")
     plot: Path | None = Field(None, description="Also draw predicted against measured to this PNG.")
     name: str = Field("", description="The card's name; default: the model's.")
-    price_per_hour: float = Field(0.0, ge=0, description="Of one worker; the simulator computes costs with it.")
+    price_per_hour: float = Field(0.0, ge=0, description="Price of one worker; the simulator computes costs from it.")
     seconds: float = Field(60.0, gt=0, le=3600, description="Length of the sweep.")
-    max_decodes: int = Field(64, ge=1, le=4096, description="Most decodes in one step of the sweep.")
-    max_context: int = Field(4096, ge=32, description="Longest sequence of the sweep.")
-    kv_mib: int = Field(0, ge=0, description="KV memory of the sweep's engine; 0: the engine's default.")
+    max_decodes: int = Field(64, ge=1, le=4096, description="Largest number of decodes in one step of the sweep.")
+    max_context: int = Field(4096, ge=32, description="Length of the longest sequence of the sweep, in tokens.")
+    kv_mib: int = Field(0, ge=0, description="KV memory of the sweep's engine in MiB; 0: the engine's default.")
 
     def cli_cmd(self) -> None:
         with one_sentence(ShapeError, ValueError, OSError):

@@ -40,14 +40,20 @@ class Simulate(BaseModel):
     trace: Path | None = Field(None, description="JSONL or CSV of requests, in place of a scenario.")
     tiers: str = Field("", description="The tiers file; unset: the shipped tiers.yaml.")
     model_shape: str = Field("135m-cpu", description="A shipped cost card, or one that `loadtest calibrate` wrote.")
-    duration: float = Field(120.0, gt=0, le=7 * 86400, description="Seconds of load; virtual ones.")
-    workers: str = Field("1", pattern=r"^([1-9][0-9]{0,3}|auto)$", description="How many engines; auto: the fewest.")
-    rate: float = Field(1.0, gt=0, le=1000, description="Times as many clients: more or fewer, never faster ones.")
+    duration: float = Field(120.0, gt=0, le=7 * 86400, description="Virtual seconds of load.")
+    workers: str = Field(
+        "1", pattern=r"^([1-9][0-9]{0,3}|auto)$", description="Number of engines; auto: the fewest that keep all SLOs."
+    )
+    rate: float = Field(
+        1.0, gt=0, le=1000, description="Factor of the number of clients; each client stays as fast as it is."
+    )
     find_capacity: Literal["", "workers", "rate"] = Field(
         "", description="Search for the fewest workers, or the highest rate, that keep all SLOs."
     )
     drain: float = Field(DRAIN_S, ge=0, le=86400, description="Seconds that requests have to end after the load.")
-    gather_ms: float = Field(0.0, ge=0, le=1000, description="Arrivals within as much enter the queue together.")
+    gather_ms: float = Field(
+        0.0, ge=0, le=1000, description="Requests that arrive within this many milliseconds enter the queue together."
+    )
     drift: float = Field(1.0, gt=0, le=10, description="Step times are multiplied by this in the second half.")
     seed: int = Field(1, ge=0, description="The same seed gives the same report, to the byte.")
     json_file: Path | None = Field(

@@ -1,4 +1,4 @@
-"""What reaches the SLA controller by itself while the stepped takes requests in and applies results."""
+"""What reaches the SLA controller by itself while the core takes requests in and applies results."""
 
 import pytest
 
