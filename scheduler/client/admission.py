@@ -41,7 +41,7 @@ class Ticket:
 
         Return why the requests are refused; None if they are accepted.
         """
-        return self._admission._settle(self, reply)
+        return self._admission.settle(self, reply)
 
 
 class Admission:
@@ -83,7 +83,7 @@ class Admission:
         ahead = forecast.limit(self._above[tier.name]) if forecast is not None else None
         return Ticket(tier, requests, forecast, ahead, self)
 
-    def _settle(self, ticket: Ticket, reply: QueueFull | TooFarBehind | None) -> Rejected | None:
+    def settle(self, ticket: Ticket, reply: QueueFull | TooFarBehind | None) -> Rejected | None:
         if reply is None:
             if ticket.forecast is not None:
                 self._closed.discard(ticket.tier.name)
