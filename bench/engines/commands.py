@@ -1,4 +1,4 @@
-"""The commands that measure an engine without a server, in processes on this machine: engines, growth and soak.
+"""The commands `engines`, `growth` and `soak`: they measure an engine without a server, in processes on this machine.
 
 Knows flags, files and exit codes; the measurements are in modules that the commands import when they run.
 """

@@ -158,7 +158,8 @@ class IdleCostBench:
 class _KnownCost(StepTimeModel):
     """A step-time model that learns nothing, so that plans do not depend on this machine's speed.
 
-    A decode costs as much as an empty step, so that the planner adds no bulk to the step of an interactive prompt.
+    A decode costs as much as an empty step. So a bulk decode would make the step of an interactive prompt twice as
+    long, and the planner adds no bulk to that step.
     """
 
     def __init__(self) -> None:

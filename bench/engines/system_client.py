@@ -80,7 +80,7 @@ class SystemClient:
 
     @property
     def idle_cpu_share(self) -> float | None:
-        """The share of a core that the process took between its orders; None if its pauses were too short."""
+        """The CPU time of the process between its orders ÷ the length of these pauses; None if they were too short."""
         pauses = self._idle[1:]  # without the pause before the first order, in which the system may still be starting
         idle_s = sum(pause_s for pause_s, _ in pauses)
         return sum(cpu_s for _, cpu_s in pauses) / idle_s if idle_s >= MIN_IDLE_S else None

@@ -18,8 +18,8 @@ OVERLOAD_S = 60.0  # seconds of overload for which the goal is stated
 class LoadProfile:
     """The load during a part of the run.
 
-    The load is `base_load`, a multiple of the solo goodput. From `from_share` of the part's time on, it is `factor`
-    times that for `for_s` seconds (None: until the end of the part).
+    The load is `base_load`, a multiple of the solo goodput. When the share `from_share` of the part's time has
+    passed, the load is multiplied by `factor` for `for_s` seconds (None: until the end of the part).
     """
 
     base_load: float

@@ -123,10 +123,10 @@ def _check_answers(part: Part) -> None:
 
 
 async def _unit_of_load(config: ExperimentConfig, trials: Trials, builder: ArmBuilder) -> tuple[Goodput | None, float]:
-    """Return the search for the solo goodput (None if there was no search), and the unit of load.
+    """Return the result of the search for the solo goodput (None without a search), and the unit of load.
 
-    The unit is a multiple of the scenario's load. It is `config.clients` if that is given. Otherwise, it is the solo
-    goodput, or the lowest load that was tried if no load held.
+    The unit is expressed as a multiple of the scenario's load. It is `config.clients` if that is given. Otherwise, it
+    is the solo goodput, or the lowest load that was tried if no load held.
     """
     if config.clients is not None:
         return None, config.clients

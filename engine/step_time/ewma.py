@@ -7,7 +7,10 @@ class Ewma:
     __slots__ = ("value", "weight")
 
     def __init__(self, weight: float, value: float = 0.0) -> None:
-        """Start with the average `value`. Each sample moves this average by the share `weight`, in (0, 1]."""
+        """Start with the average `value`.
+
+        Each sample moves the average towards the sample, by the share `weight`, in (0, 1], of their difference.
+        """
         self.weight = weight
         self.value = value
 

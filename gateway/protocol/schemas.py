@@ -45,7 +45,7 @@ def _well_formed(text: str) -> str:
 
 
 def _tag(value: Any) -> str | None:
-    """Return the tag of the union member as which `value` is validated; None if no member fits.
+    """Return the tag of the union member that will validate `value`; None if no member fits.
 
     The choice depends only on the type of `value` and of its first item. If all members were tried instead, the first
     error could come from the wrong member.

@@ -11,7 +11,7 @@ import msgspec
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of one request. Owned by the exchange that sends it, until `finished_s` or `error` is set.
+    """The result of one request. While the request is under way, only the `send` call that sends it may change it.
 
     `progress` holds (time, completion tokens so far) for each event that brought tokens. TTFT and E2E count from the
     time at which the request was due: a client that falls behind must not make the server look faster.

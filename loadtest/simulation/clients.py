@@ -1,8 +1,8 @@
 """Simulated clients, which send traffic through the gateway's own `SchedulerClient` and record the answers.
 
-Arrivals do not wait for earlier answers. A client gives up after the timeout of its tier in tiers.yaml, and does not
-repeat a rejected request. A backlog waits for the time that the rejection names, and then sends its next request. Knows
-requests and time; does not know workers.
+Arrivals do not wait for earlier answers, but a backlog sends its next request only after an answer. A client gives up
+after the timeout of its tier in tiers.yaml, and does not repeat a rejected request. After a rejection, a backlog waits
+for the time that the rejection names before it sends its next request. Knows requests and time; does not know workers.
 """
 
 import asyncio

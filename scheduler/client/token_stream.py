@@ -106,7 +106,7 @@ class TokenStream:
         """Return whether `event` contradicts the received tokens or leaves a gap after them.
 
         After a requeue, the tokens are sent again from index 0. The same seed normally gives the same tokens. If it
-        gives different tokens, the answer would be a mixture of two generations.
+        gives different tokens, the request must fail, because its answer would be a mixture of two generations.
         """
         overlap = self._overlap(event)
         return list(event.token_ids[: len(overlap)]) != overlap or event.index > len(self._received[event.request_id])

@@ -54,7 +54,7 @@ class Forecast:
 
     @property
     def counts_all_own_work(self) -> bool:
-        """Whether `own_s` counts the requests' own work in full, because it is below `MAX_OWN_SHARE` of the target."""
+        """Whether `own_s` is below `MAX_OWN_SHARE` of the target, so that it counts the requests' own work in full."""
         return self.own_s < MAX_OWN_SHARE * self.target_s
 
     def slowed(self, factor: float) -> "Forecast":

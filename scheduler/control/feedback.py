@@ -75,8 +75,9 @@ def _decodes_alone_are_late(tier: Tier, load: Load) -> bool:
 def _move_wait(tier: Tier, knob: Knob, slots: float, stats: TierStats, load: Load, now: float) -> Decision | None:
     """Move the max-wait of an interactive tier, and return the move; None if it stays the same.
 
-    Max-wait applies only on an idle engine. It shrinks if first tokens are late although slots are free. Otherwise it
-    goes to the longest wait that the SLO permits if waiting for further arrivals pays, and else to its lower bound.
+    Max-wait applies only on an idle engine. It shrinks if first tokens are late although slots are free. Otherwise, if
+    waiting for further arrivals pays, it goes to the longest wait that the SLO permits. If waiting does not pay, it
+    goes to its lower bound.
     """
     ttft_ratio = stats.p99_ratio("ttft", now)
     has_slots = not load.waiting.get(tier.name, 0) and load.held.get(tier.name, 0) < slots

@@ -45,8 +45,8 @@ EXPECTED_WASTE = 0.3  # share of a step's time that is wasted if a request that 
 class StepLimit:
     """The longest predicted time that a step may have after the work of one tier was added to it.
 
-    `base_s` is known before the step is formed. The methods compute the limits that depend on the step itself. Their
-    argument `planned_s` is the predicted time of the step before the tier's work is added.
+    `base_s` is the limit that is known before the step is formed. The methods compute the limits that depend on the
+    step itself. Their argument `planned_s` is the predicted time of the step with the work planned so far.
     """
 
     base_s: float = NEVER_S

@@ -38,11 +38,11 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class AheadLimit:
-    """The limit of the work that waits ahead of the requests of a put.
+    """The limit of the work that may wait ahead of new requests when `put` adds them to the queue.
 
-    The work ahead is the requests of their own tier that are due no later, and all requests of the tiers `above`.
-    `max_requests` limits the number of requests of their own tier. `max_s` limits the time that the tokens of all
-    requests ahead may take; a token takes `prompt_token_s` or `output_token_s` seconds.
+    The work ahead is the waiting requests of the same tier that are due no later than the new requests, and all waiting
+    requests of the tiers `above`. `max_requests` limits the number of requests ahead in the same tier. `max_s` limits
+    the time that the tokens of all requests ahead may take; a token takes `prompt_token_s` or `output_token_s` seconds.
     """
 
     max_requests: float

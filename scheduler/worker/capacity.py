@@ -182,7 +182,7 @@ class CapacityEstimator:
 
 
 def _prompt_token_s(history: _TierHistory, cost: StepCost) -> float:
-    """Return the seconds per token of an average prompt, attention included. The size of the chunks does not matter."""
+    """Return the seconds per token of an average prompt, attention included. They are the same for every chunk size."""
     return cost.prefill_token_s + cost.attend_s * (history.prompt_tokens.value or FIRST_PROMPT) / 2
 
 

@@ -47,8 +47,8 @@ class LeaseKeeper:
     async def give_back(self, leases: Iterable[Lease] = ()) -> None:
         """Put all requests that are leased to this worker back into the queue, at their old places.
 
-        These are `leases`, the requests that the core still holds, and requests that an interrupted claim or a dead
-        process with the same worker id has taken.
+        There are three groups: the requests of `leases`; the requests that the core still holds; and the requests that
+        were taken by an interrupted claim or by a dead process with the same worker id.
         """
         await self._queue.release([*leases, *self._core.release_all()])
         await self._queue.requeue_worker(self._worker_id)

@@ -178,7 +178,7 @@ class DecodeGraphs:
         self._send(buffer)
 
     def _next_lines(self, size: int) -> Tensor:
-        """Return a host buffer (size, columns), int64."""
+        """Return the next host buffer, (size, columns) int64, for `size` rows of a step; it may hold old data."""
         return self._ring.next_buffer(size * self._rows.shape[1]).view(size, -1)
 
     def _send(self, lines: Tensor) -> None:

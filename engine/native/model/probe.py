@@ -134,7 +134,7 @@ class _MaskDescriptions:
         self._observers = (context - 1, context * 7 // 8)
 
     def describe(self, *_: Any, mask_function: Callable[..., Tensor], device: torch.device, **__: Any) -> Tensor:
-        """Return the two mask rows (1, 1, 2, context), bool: true for each token that is attended to."""
+        """Return the mask rows of two observers, (1, 1, 2, context) bool: true for the tokens that each attends to."""
         positions = torch.arange(self._context, device=device)
         zero = torch.zeros((), dtype=torch.int64, device=device)
         views = [mask_function(zero, zero, positions[observer], positions) for observer in self._observers]
