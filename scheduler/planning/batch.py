@@ -47,9 +47,10 @@ def form_batch(
     waiting requests.
     """
     draft = _Draft(view, budgets, table, now, barred)
-    for tier in sorted(tiers, key=lambda t: not budgets.tiers[t.name].guaranteed):
+    due_first = sorted(tiers, key=lambda t: not budgets.tiers[t.name].guaranteed)  # stable: else in order of priority
+    for tier in due_first:
         budget = budgets.tiers[tier.name]
-        # If no higher tier has added work, the tier runs as usual, so that the engine does not stand idle.
+        # If the step holds no work yet, the tier runs as usual, so that the engine does not stand idle.
         if budget.decodes_only and draft.has_work:
             if not draft.add_decodes(tier.name, budget, budget.limit.extra_only_s(draft.planned_s)):
                 draft.pause(tier.name)
