@@ -1,8 +1,9 @@
 """`python -m bench simulator-accuracy`: simulates one arm of an isolation result and compares it with the measurement.
 
 The simulation uses a cost card. It sends the same requests at the same times to the same tiers, and each request
-generates the number of tokens that was measured. A bulk backlog stays a backlog. Two latencies of the interactive
-classes are compared: TTFT, and each request's mean gap between tokens. Knows the result's JSON; measures nothing.
+generates the number of tokens that was measured. A bulk backlog has no fixed times: in the simulation too, each answer
+starts the next request. Two latencies of the interactive classes are compared: TTFT, and each request's mean gap
+between tokens. Knows the result's JSON; measures nothing.
 """
 
 import json

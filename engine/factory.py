@@ -130,7 +130,7 @@ def _set_threads(config: EngineConfig, model: nn.Module) -> None:
 def _measure(
     model: nn.Module, hf_config: Any, config: EngineConfig, device: torch.device
 ) -> tuple[list[LayerSpec], int]:
-    """Return the properties of each layer that attention needs, and the memory of the largest step in bytes.
+    """Return for each layer the properties that attention needs, and the memory of the largest step in bytes.
 
     On a CPU the number of bytes is 0: KV gets only a part of the free memory, and the rest is ample for a step.
     """

@@ -155,8 +155,9 @@ class EngineThread:
     def _launch_and_finalize(self, launcher: Launcher, launched: "deque[_Reply]") -> None:
         """Launch each plan when it arrives, and finalize the launched steps.
 
-        The oldest step is finalized when it has finished, or when no further step may be launched before. Return after
-        `close` or an error. After an error, `launched` holds the replies of the steps that have no result.
+        The oldest step is finalized when it has finished, or as soon as more than `info.steps_ahead` steps are in
+        flight, because no further step may be launched then. Return after `close` or an error. After an error,
+        `launched` holds the replies of the steps that have no result.
         """
         while (message := self._wait(launcher) if launched else self._inbox.get()) is not _Signal.CLOSE:
             if isinstance(message, _Submitted) and not _launch(launcher, message, launched):

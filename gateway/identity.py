@@ -88,9 +88,10 @@ class ResolvedTier:
 
 
 def resolve_tier(service_tier: str | None, key: ApiKey | None, tiers: TierSet) -> ResolvedTier:
-    """Return the tier that `service_tier` requests. If `key` may not use it, return the highest tier that it may use.
+    """Return the tier that `service_tier` requests.
 
-    Raises `ApiError` 400 if `service_tier` is unknown.
+    If `key` may not use this tier, return the highest tier that `key` may use. Raises `ApiError` 400 if `service_tier`
+    is unknown.
     """
     tier = _requested_tier(service_tier, key, tiers)
     if key is not None and not key.may_use(tier):

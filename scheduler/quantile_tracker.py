@@ -9,7 +9,7 @@ The estimate changes only when a sample comes, and a sample that exceeds it take
 class QuantileTracker:
     """An estimate (`value`) that follows a quantile and stays inside [low, high].
 
-    With `relative`, a step is a share of the value; without it, a step is added to the value.
+    With `relative`, the size of a step is a share of the value; without it, the size is an absolute amount.
     """
 
     __slots__ = ("_high", "_low", "_relative", "_step_up", "value")

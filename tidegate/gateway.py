@@ -135,9 +135,10 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
 
 
 def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
-    """Return the model's tokenizer. Raises `NoTokenizer` if it cannot be loaded.
+    """Return the model's tokenizer.
 
-    If it cannot be loaded and the model's weights are dummies, return the tokenizer of the demo model instead.
+    If it cannot be loaded, return the tokenizer of the demo model if the model's weights are dummies, and raise
+    `NoTokenizer` otherwise.
     """
     try:
         return Tokenizer.load(settings.model_path)

@@ -1,8 +1,8 @@
 """The interleaved run: every system gets every job, in several rounds.
 
-For each job, the systems run one after another, in random order. A system that fails is removed from the run and its
-reason is recorded; the run continues with the other systems. Knows jobs, clients and what is recorded of each job; does
-not know how systems work or how results are shown.
+For each job, the systems run one after another, in random order. If a system fails, it is removed from the run and the
+reason of the failure is recorded; the run continues with the other systems. Knows jobs, clients and what is recorded of
+each job; does not know how systems work or how results are shown.
 """
 
 import random
@@ -24,7 +24,7 @@ class Plan:
     """The plan of a run: kinds of work, numbers of streams, and rounds.
 
     A system that serves one request at a time gets only `serial_requests` requests of each job, since its rate does not
-    depend on the number of waiting requests. These requests differ from round to round.
+    depend on the number of waiting requests. Which requests of a job it gets changes from round to round.
     """
 
     works: tuple[WorkKind, ...]

@@ -65,7 +65,10 @@ def _profiles(costs: Sequence[IdleCost]) -> list[Section]:
 
 
 def _over_none(cost: IdleCost, costs: Sequence[IdleCost]) -> float:
-    """Return the median time of a step ÷ the median with the fewest idle requests (zero) of the same kind."""
+    """Return the ratio of two median step times: that of `cost` ÷ that with the fewest idle requests (zero).
+
+    Only entries of `costs` with the same kind as `cost` are compared.
+    """
     least = min((c for c in costs if c.kind == cost.kind), key=lambda c: c.wanted)
     return median(cost.times.steps) / median(least.times.steps)
 

@@ -49,8 +49,9 @@ class Ready:
 class Done:
     """The reply to an order: its tokens, and the seconds that generating them took.
 
-    `idle_s` is the time since the order before, and `idle_cpu_s` is the CPU time that the process took in it. A process
-    that takes CPU time while another system is measured distorts the comparison.
+    `idle_s` is the time from the end of the previous order (for the first order: of loading) to the start of this one.
+    `idle_cpu_s` is the CPU time that the process took during that time. A process that takes CPU time while another
+    system is measured distorts the comparison.
     """
 
     tokens: list[list[int]]

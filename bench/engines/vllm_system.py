@@ -1,6 +1,7 @@
 """vLLM's offline generation on the same weights, in the Python interpreter of vLLM's own environment.
 
-Of our modules, it imports only `protocol`, so that its versions of torch and other packages need not match ours.
+Of our modules, this one imports only `protocol`, so that the versions of torch and other packages in vLLM's environment
+need not match ours.
 """
 
 import os

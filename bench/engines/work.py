@@ -61,7 +61,7 @@ class Job:
     def ring(self, first: int, count: int) -> list[int]:
         """Return the indices of `count` consecutive requests from `first` on.
 
-        After the last request, the first one follows. No index is returned twice.
+        After the last request of the job, counting goes on with index 0. No index is returned twice.
         """
         total = len(self.prompts)
         return [(first + i) % total for i in range(min(count, total))]

@@ -107,8 +107,8 @@ def parts(out: Path, weights: Path) -> list[Part]:
 def _pytest_flags() -> tuple[str, ...]:
     """Return pytest flags that ignore the project's settings and its top conftest.
 
-    The settings need plugins that may be missing, and turn warnings into errors, which fails with other versions of
-    torch. The top conftest starts servers.
+    The settings need plugins that may be missing. They also turn warnings into errors, so that tests would fail with
+    other versions of torch. The top conftest starts servers.
     """
     settings = ("-o", "addopts=", "-o", "filterwarnings=default", "--confcutdir", "tests/engine")
     return ("-q", "-rs", "--tb=short", "-p", "no:cacheprovider", *settings)

@@ -42,7 +42,8 @@ class Timer(Protocol):
 class _Step:
     """The running step.
 
-    The whole step takes `duration_s`. The share `progress` (0 … 1) of it was done `mark_s` seconds after its start.
+    The whole step takes `duration_s` seconds. At `mark_s` seconds after the start of the step, the share `progress`
+    (0 … 1) of the step was done.
     """
 
     step_id: int

@@ -66,7 +66,7 @@ class PrefixCache:
     def raise_retention(self, block: int, retention: int) -> None:
         """Raise the retention of a block in use to at least `retention`.
 
-        This is the retention of a sequence that has found the block.
+        `retention` is the retention of a sequence that has found the block.
         """
         self._retention[block] = max(self._retention[block], retention)
 

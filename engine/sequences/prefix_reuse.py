@@ -81,12 +81,12 @@ class PrefixReuse:
         return blocks
 
     def _limit(self, blocks: list[int], num_planned: int, num_known: int, spare: int) -> int:
-        """Drop the last of `blocks` until the plan can spare the free blocks that taking `blocks` costs; return this
-        cost.
+        """Shorten `blocks`, in place, until taking them costs at most `spare` free blocks; return the cost.
 
-        The cost is the number of free blocks that the run needs if it takes `blocks`, minus the number that it needs
-        otherwise: as planned, with `num_planned` tokens to compute. It is at most `spare`, and negative if taking
-        `blocks` saves free blocks.
+        Blocks are dropped from the end of `blocks`. The cost is the number of free blocks that the run needs if it
+        takes `blocks`, minus the number that the run was planned with (`num_planned` tokens to compute, no cached
+        blocks). The cost is negative if taking `blocks` saves free blocks. `num_known` is the number of known tokens of
+        the sequence, and `spare` is the number of free blocks that the plan can spare.
         """
         size = self._block_size
         num_idle = sum(self._pool.is_idle(block) for block in blocks)

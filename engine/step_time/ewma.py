@@ -9,7 +9,8 @@ class Ewma:
     def __init__(self, weight: float, value: float = 0.0) -> None:
         """Start with the average `value`.
 
-        Each sample moves the average towards the sample, by the share `weight`, in (0, 1], of their difference.
+        Each sample moves the average towards the sample by `weight` times the difference between sample and average.
+        `weight` is in (0, 1].
         """
         self.weight = weight
         self.value = value

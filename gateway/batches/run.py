@@ -79,8 +79,8 @@ class BatchRun:
     def is_lost(self, batch: Batch) -> bool:
         """Whether the batch's input is lost.
 
-        The input is lost if it is not on this machine, and no other gateway has finished the batch until `LOST_S`
-        seconds after its completion window.
+        The input of an unfinished batch is lost if it is not on this machine and `LOST_S` seconds have passed since the
+        end of the completion window. Until then, another gateway that has the input may still finish the batch.
         """
         return self._now_s() >= batch.expires_at + LOST_S and not input_path(self._directory).exists()
 
@@ -89,7 +89,7 @@ class BatchRun:
         return self._lock.local.token is not None
 
     async def renew(self) -> bool:
-        """Renew the lock for its whole lifetime. Return False if the lock is lost."""
+        """Renew the lock, so that its full lifetime begins again. Return False if the lock is lost."""
         try:
             return bool(await self._lock.reacquire())
         except LockError:

@@ -110,8 +110,8 @@ class Tokenizer:
 class IncrementalDecoder:
     """A decoder for one growing output. An incomplete character is held back until its last token arrives.
 
-    `DecodeStream` does the decoding, but it would hold back bytes that are not UTF-8 for ever. This class returns such
-    bytes as U+FFFD after `MAX_PENDING` tokens, or in `flush`.
+    `DecodeStream` does the decoding, but on its own it would never release bytes that are not UTF-8. This class returns
+    such bytes as U+FFFD after `MAX_PENDING` tokens, or in `flush`.
     """
 
     def __init__(self, backend: Any) -> None:

@@ -21,8 +21,8 @@ async def until_disconnect(receive: Receive) -> AsyncIterator[None]:
     """Run the block while the client is connected.
 
     If the client hangs up, the block is cancelled and `ClientDisconnected` is raised. The request's body must have been
-    read before. `asyncio.timeout` cancels the block, because it can distinguish its own cancellation from other
-    cancellations: a disconnect sets its deadline to now.
+    read before. The block runs in an `asyncio.timeout` without a deadline, and a disconnect sets the deadline to now.
+    `asyncio.timeout` is used because it can distinguish its own cancellation of the block from other cancellations.
 
     Entering this context does not suspend, so a disconnect cannot cancel the block before its first statement. A block
     that begins with `async with resource` therefore always closes the resource.

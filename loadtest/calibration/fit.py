@@ -177,6 +177,9 @@ def _spread(ratios: Sequence[float]) -> float:
 
 
 def _host_overhead(entries: Sequence[StepEntry]) -> float:
-    """Return the median time between two steps in which the engine was idle although there was work, in seconds."""
+    """Return the median time between two steps in seconds: the engine is idle then, although there is work.
+
+    Gaps of `IDLE_S` or more are left out, because there was no work in them.
+    """
     gaps = (after.t - before.t - after.elapsed_s for before, after in zip(entries, entries[1:], strict=False))
     return max(0.0, median([gap for gap in gaps if gap < IDLE_S] or [0.0]))

@@ -1,8 +1,8 @@
 """Drive an engine through random steps of every kind, to measure their times. A cost card is fitted to these data.
 
 Decode-only, prefill-only and mixed steps alternate. Their numbers of sequences and tokens are drawn log-uniformly, from
-a pool of sequences of many lengths. This prevents the correlations between the features of steps that real load has.
-Knows the engine's interface; does not know which model is fitted.
+a pool of sequences of many lengths. Under real load, the features of steps are correlated; the random draws prevent
+this. Knows the engine's interface; does not know which model is fitted.
 """
 
 import random

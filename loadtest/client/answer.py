@@ -144,7 +144,7 @@ class AnswerReader:
         self._streamed = False
 
     def finish(self, now_s: float) -> None:
-        """Complete the outcome when the response has ended as HTTP requires."""
+        """Complete the outcome. Called only if the response is complete by the rules of HTTP."""
         outcome = self.outcome
         if not self._streamed:
             self._read_whole_answer(now_s)

@@ -63,9 +63,9 @@ class Timeline:
     readings: list[Reading] = field(default_factory=list)
 
     def within(self, start_s: float, end_s: float) -> "Timeline":
-        """Return the readings from `start_s` to `end_s`.
+        """Return the readings between `start_s` and `end_s`, with one more reading on each side if there is one.
 
-        They begin with the last reading before `start_s` and end with the first reading after `end_s`.
+        These two are the last reading at or before `start_s` and the first reading at or after `end_s`.
         """
         before = [r for r in self.readings if r.at_s <= start_s][-1:]
         after = [r for r in self.readings if r.at_s >= end_s][:1]
@@ -147,9 +147,9 @@ async def read_metrics(target: Target) -> Reading:
 
 
 async def engine_busy_s(target: Target) -> float | None:
-    """Return the engine seconds since the server's start, summed over all workers.
+    """Return the seconds that engines have spent in steps since the server's start, summed over all workers.
 
-    Return None if the server does not export them.
+    Return None if the server does not export these seconds.
     """
     try:
         return (await read_metrics(target)).total(STEP_SECONDS)

@@ -27,8 +27,8 @@ SHIPPED = ""  # this name means the shipped tiers.yaml
 class Experiment:
     """The options of one experiment.
 
-    `rate` multiplies the clients of the scenario's interactive classes, or those of a trace. `drift` multiplies step
-    times in the second half of the load.
+    `rate` multiplies the number of clients in the scenario's interactive classes, or the whole load of a trace. `drift`
+    multiplies step times in the second half of the load.
     """
 
     tiers: TierSet

@@ -70,8 +70,8 @@ class WatchedEngine:
     def _note_evicted(self, plan: StepPlan, result: StepResult) -> None:
         """Record the evicted rows, and count their share of the step's time as wasted.
 
-        The share is that of their tokens. The result is an upper bound, because the rows left before the end of the
-        step.
+        Their share of the time is their share of the step's tokens. The wasted time is an upper bound, because the
+        evicted rows left before the end of the step.
         """
         evicted = set(result.evicted)
         evicted_tokens = sum(run.num_tokens for run in plan.run if run.seq_id in evicted)

@@ -188,7 +188,7 @@ class Admission:
     def _own_requests(self, tier: Tier) -> Backlog:
         """Return the number of this gateway's open requests of `tier`, and the prompt tokens ahead of a new request.
 
-        The tokens are those of all requests of `tier` and of the tiers above that have no first token yet.
+        The prompt tokens are those of all requests that have no first token yet, in `tier` and in the tiers above it.
         """
         tokens = self._in_flight.unanswered_tokens((*self._above[tier.name], tier.name))
         return Backlog(self._in_flight.num_open(tier.name), tokens)

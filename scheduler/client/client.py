@@ -176,7 +176,10 @@ class SchedulerClient:
             self._admission.forget(request_id)
 
     def _withdraw(self, request_ids: Sequence[str]) -> None:
-        """Cancel requests in the background after an interrupted `put`, which may have enqueued them all the same."""
+        """Cancel requests in the background after an interrupted `put`.
+
+        Although it was interrupted, the `put` may have enqueued the requests.
+        """
 
         async def withdraw() -> None:
             try:
@@ -244,8 +247,8 @@ class SchedulerClient:
         """Fail the requests that the queue did not know at two checks in a row.
 
         Such a request is lost: a failover of the store may have lost its record, or its last event was in an event
-        stream that expired. If the queue does not know a request at only one check, the request may just have ended,
-        and its last event may still be on the way.
+        stream that expired. One check is not enough: a request that the queue does not know may just have ended, and
+        its last event may still be on the way.
         """
         asked = [i for i in self._open if i not in self._being_put]
         known = await self._queue.known(asked) if asked else []

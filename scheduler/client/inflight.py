@@ -37,7 +37,7 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """The usual token counts of a tier's requests, as shares."""
+    """The share of a tier's prompt tokens that is usually cached, and of `max_tokens` that is usually generated."""
 
     cached_share: float = 0.0  # prompt tokens found in the prefix cache ÷ prompt tokens
     output_share: float | None = None  # output tokens ÷ `max_tokens`; None: too few requests have ended
@@ -55,8 +55,8 @@ class InFlight:
     def add(self, requests: Iterable[Request], *, are_passed: bool = False) -> None:
         """Count `requests` as open.
 
-        If `are_passed` is true, other requests are scheduled before these requests. Their prompts then delay no other
-        request and are not counted.
+        If `are_passed` is true, other requests are scheduled before `requests`. The prompts of `requests` then delay no
+        other request, so these prompts are not counted.
         """
         for request in requests:
             if request.id in self._requests:

@@ -63,7 +63,8 @@ def overloaded(tier: Tier, predicted_s: float) -> Rejected:
 def too_late(tier: Tier, predicted_s: float, left_s: float, own_s: float) -> Rejected:
     """Return the rejection of a request that would end after its deadline, which is `left_s` seconds from now.
 
-    `predicted_s` is the predicted time until the request ends. `own_s` is the part of it that its own work takes.
+    `predicted_s` is the predicted time until the request ends, and `own_s` is the part of `predicted_s` that the
+    request's own work takes.
     """
     wait_s, is_final = _clamped(predicted_s - left_s), own_s > left_s
     message = (

@@ -44,7 +44,7 @@ class Forecast:
         return max(self.held_s + waiting_s, slot_s)
 
     def limit(self, above: Sequence[str]) -> AheadLimit:
-        """Return the limit of the work ahead under which the target is met.
+        """Return the limit that the work ahead must not exceed if the target is to be met.
 
         `above` names the tiers of higher priority.
         """
@@ -54,7 +54,7 @@ class Forecast:
 
     @property
     def counts_all_own_work(self) -> bool:
-        """Whether `own_s` is below `MAX_OWN_SHARE` of the target, so that it counts the requests' own work in full."""
+        """Whether `own_s` counts the requests' own work in full: it is below its cap, `MAX_OWN_SHARE` of the target."""
         return self.own_s < MAX_OWN_SHARE * self.target_s
 
     def slowed(self, factor: float) -> "Forecast":

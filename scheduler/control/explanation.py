@@ -12,8 +12,8 @@ from scheduler.control.tier_stats import TierStats
 class TierOutputs:
     """The knobs, the margin and the observed latencies of one tier.
 
-    The p99 values cover the last 30 seconds. `attainment` is the share of the requests that ended in the same time and
-    met all targets. None means that there is too little data.
+    The p99 values and `attainment` cover the last 30 seconds. `attainment` is the share of the ended requests that met
+    all targets. None means that there is too little data.
     """
 
     batch_size: int

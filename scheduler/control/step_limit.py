@@ -66,8 +66,9 @@ class StepLimit:
     def prefills_s(self, planned_s: float, guaranteed_s: float) -> float:
         """Return the limit for prefills of the tier.
 
-        `guaranteed_s` is the time of the work in this step that serves min shares; 0 if there is none. Prefills add at
-        most that time to such a step. Without this rule, the min share would be a small share of a long step.
+        `guaranteed_s` is the predicted time of the work in this step that serves min shares; 0 if there is none. If
+        there is such work, prefills may lengthen the step by at most `guaranteed_s`. Without this rule, the step could
+        become so long that this work would be only a small share of it.
         """
         limit_s = self.total_s(planned_s)
         return min(limit_s, planned_s + guaranteed_s) if guaranteed_s else limit_s

@@ -97,8 +97,8 @@ class RedisEventChannel:
     async def _heartbeat(self, reader: Redis, gateway_id: str) -> None:
         """Refresh the stream's TTL and remove the entries that were read.
 
-        If the stream is gone, because this process was suspended or the store was emptied, then publishing has failed
-        since that time. In this case, open a new stream.
+        If the stream is gone, open a new one. The reason may be that this process was suspended or that the store was
+        emptied. Publishing has failed since the stream disappeared.
         """
         pipeline = reader.pipeline(transaction=False)
         pipeline.pexpire(keys.events(gateway_id), self._ttl_ms)
@@ -119,7 +119,8 @@ class RedisEventChannel:
     async def _unless_closed(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of `work`; None if `close` is called first.
 
-        The reader waits without a limit for a server that does not answer. `close` must not wait for it.
+        The reader sets no time limit, so `work` may wait for ever for a server that does not answer. `close` must not
+        wait for `work`.
         """
         if self._closed:
             work.close()

@@ -32,7 +32,7 @@ class EngineView:
 
 
 class BlockBudget:
-    """The blocks that are free and reserved while one plan is made.
+    """The free blocks and the reserved blocks while one plan is made.
 
     `residents` are the states for which blocks may be reserved. `any_resident` says whether any sequence holds blocks
     before the plan.
@@ -92,9 +92,10 @@ class BlockBudget:
         return blocks_for(longest if is_preemption_exhausted(state) else state.num_tokens, self._view.block_size)
 
     def _reservation(self, state: RequestState) -> int:
-        """Return the number of blocks to reserve for a resident sequence: its room without the blocks that it holds.
+        """Return the number of blocks to reserve for a resident sequence.
 
-        A decode needs no reservation, unless its preemptions are exhausted.
+        These are the blocks of the room that the sequence needs, minus the blocks that it holds already. A decode
+        needs no reservation, unless its preemptions are exhausted.
         """
         if state.is_decode and not is_preemption_exhausted(state):
             return 0

@@ -44,7 +44,7 @@ def growth_victims(needy: RequestState, resident: Iterable[RequestState]) -> lis
 def cheapest_mode(
     victim: RequestState, block_size: int, cost: StepCost, swap_block_s: float, free_swap_blocks: int
 ) -> PreemptionMode:
-    """Return whether it is cheaper to swap the resident sequence `victim` or to recompute it.
+    """Return the cheaper of two modes for the resident sequence `victim`: swap or recompute.
 
     Blocks that the victim shares with other sequences stay on the device: they are neither copied back nor recomputed.
     """

@@ -197,7 +197,10 @@ class RequestTable:
                 self._decodes_beside(request_id).move_to_end(request_id)
 
     def note_evicted(self, request_ids: Sequence[str]) -> None:
-        """Put sequences that were evicted from a step back to the front of the order of decodes, in the same order."""
+        """Move the sequences that were evicted from a step to the front of the order of decodes again.
+
+        They keep the order of `request_ids`.
+        """
         for request_id in reversed(request_ids):
             entry = self._entries.get(request_id)
             if entry is not None and entry[0] is _Group.DECODES:

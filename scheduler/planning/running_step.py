@@ -17,7 +17,7 @@ from scheduler.request_state import RequestState
 
 @dataclass(frozen=True, slots=True)
 class StepUsage:
-    """The use of a finished step: the number of sequences in it and the engine time that each tier used."""
+    """The use of a finished step, by tier: the number of sequences in the step, and the engine time used."""
 
     sequences: Mapping[str, int] = field(default_factory=dict)  # number of sequences planned to run, by tier
     used_s: Mapping[str, float] = field(default_factory=dict)  # engine time by tier, without the work thrown away
@@ -48,9 +48,9 @@ class _TrackedStep:
     def used_s(self, elapsed_s: float, was_evicted: bool) -> dict[str, float]:
         """Return the engine time that each tier used: `elapsed_s`, shared in proportion to predicted costs.
 
-        The predicted cost of a tier is that of its runs. The fixed cost of the step is added to the tiers whose
-        sequences cannot be evicted, or to the bulk tiers if there are no such tiers. After an eviction, the evicted
-        tiers are charged nothing, since their work was thrown away.
+        The predicted cost of a tier is the cost of its runs plus its part of the step's fixed cost. The fixed cost is
+        divided among the tiers whose sequences cannot be evicted, or among the bulk tiers if there are no such tiers.
+        After an eviction, the evicted tiers are charged nothing, since their work was thrown away.
         """
         bulk = {evictable.tier for evictable in self.evictable}
         stayed = {tier: s for tier, s in self.runs_s.items() if not (was_evicted and tier in bulk)}

@@ -45,10 +45,10 @@ class _TierHistory:
     used_s: float = 0.0  # seconds of engine time since the start
 
     def add_ended(self, ended: Sequence[Ended]) -> None:
-        """Add the mean of requests that ended.
+        """Update the averages with requests that ended.
 
-        Its weight is the same as if the requests were added one after the other. The first requests replace the initial
-        values.
+        The mean of `ended` is added once, with the total weight that its requests would have if they were added one
+        after the other. The first requests replace the initial values.
         """
         if ended:
             weight = 1 - (1 - ENDED_WEIGHT) ** len(ended) if self.num_ended else 1.0

@@ -1,8 +1,8 @@
 """The token ids that a step has sampled. They are on the device, and are copied to the host asynchronously.
 
 With async scheduling, the next step reads these ids on the device. If the host does not know the input token of a row
-yet, the row holds a placeholder: the number of the row in the previous step that sampled the token. Knows token ids and
-how they are copied; does not know sequences.
+yet, the row holds a placeholder, which says which row of the previous step samples the token. Knows token ids and how
+they are copied; does not know sequences.
 """
 
 import torch

@@ -62,7 +62,7 @@ class PinnedRing:
         return self._buffers[self._turn][:size]
 
     def mark_sent(self) -> None:
-        """Note that the copy from the latest buffer that `next_buffer` returned has been started."""
+        """Record that the copy from the buffer that `next_buffer` returned last has been started."""
         event = self._events[self._turn]
         if event is None:
             event = self._events[self._turn] = self._make_event()

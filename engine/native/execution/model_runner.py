@@ -69,9 +69,9 @@ class ModelRunner:
 
         The logits are valid until the next run. Return None if the batch has no sampled rows.
 
-        `previous` are the sampled ids of the previous step; they replace placeholders among the batch's tokens. With
-        `running`, whose batch this is, sequences can be evicted before each layer. The logits are then those of the
-        remaining sampled rows. Raises `StepEvicted` if no row remains.
+        `previous` are the sampled ids of the previous step; they replace placeholders among the batch's tokens. If
+        `running` is given, `batch` must be the batch of `running`, and sequences can be evicted before each layer. The
+        logits are then those of the remaining sampled rows. Raises `StepEvicted` if no row remains.
         """
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             logits = None if self._graphs is None else self._graphs.run(batch, previous)
@@ -103,7 +103,7 @@ class ModelRunner:
     def _sampled(self, logits: Tensor, batch: StepBatch) -> Tensor | None:
         """Return the rows of `logits` to sample from; None if there are none. `logits` has one row per token.
 
-        In most steps every row is sampled, in the existing order.
+        If every row is sampled, in the existing order, as in most steps, return `logits` itself without a copy.
         """
         if np.array_equal(batch.logit_rows, np.arange(len(logits))):
             return logits

@@ -51,9 +51,11 @@ def probe_layers(
 ) -> list[LayerSpec]:
     """Return the specifications of the layers of `model`, in order.
 
-    The forward pass of the probe has `num_tokens` rows and computes logits for `num_rows` of them. On CUDA, its memory
-    peak is therefore that of the largest step without KV. Raises `EngineStartError` if the model's results would be
-    wrong within `max_model_len` tokens, or within its whole context if `max_model_len` is None.
+    The forward pass of the probe has `num_tokens` rows and computes logits for `num_rows` of them. On CUDA, the memory
+    peak of this pass is therefore the memory, apart from KV, that the engine's largest step needs.
+
+    Raises `EngineStartError` if the model's results would be wrong within `max_model_len` tokens, or within its whole
+    context if `max_model_len` is None.
     """
     context = context_limit(hf_config) or _MAX_WINDOW
     try:
@@ -134,7 +136,10 @@ class _MaskDescriptions:
         self._observers = (context - 1, context * 7 // 8)
 
     def describe(self, *_: Any, mask_function: Callable[..., Tensor], device: torch.device, **__: Any) -> Tensor:
-        """Return the mask rows of two observers, (1, 1, 2, context) bool: true for the tokens that each attends to."""
+        """Return the mask rows of two tokens (the observers), (1, 1, 2, context) bool.
+
+        An item is true if the observer attends to the token at that position.
+        """
         positions = torch.arange(self._context, device=device)
         zero = torch.zeros((), dtype=torch.int64, device=device)
         views = [mask_function(zero, zero, positions[observer], positions) for observer in self._observers]

@@ -94,7 +94,10 @@ class Grammars:
 
 
 def forbid_tokens(bits: Bits, token_ids: Iterable[int]) -> None:
-    """Clear the bits of `token_ids` in one row (words,) of a mask, unless no other token is allowed."""
+    """Clear the bits of `token_ids` in `bits`, one row (words,) of a mask, in place.
+
+    If the mask allows no other token, do nothing.
+    """
     rest = bits.view(np.uint32).copy()
     for token_id in token_ids:
         if 0 <= token_id < 32 * len(rest):

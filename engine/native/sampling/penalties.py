@@ -103,7 +103,10 @@ def _reductions(params: SamplingParams, counts: npt.NDArray[np.float32]) -> npt.
 
 
 def _flat_index(logits: Tensor, rows: list[int], ids: list[Ids]) -> Tensor:
-    """Return the places (int64), in the flattened `logits`, of the tokens `ids[i]` in row `rows[i]`, for each i."""
+    """Return the indices of some logits in the flattened `logits`, int64, concatenated.
+
+    For each i, these are the logits of the tokens `ids[i]` in row `rows[i]`.
+    """
     vocab_size = logits.shape[-1]
     flat = [row_ids + row * vocab_size for row, row_ids in zip(rows, ids, strict=True)]
     return torch.from_numpy(np.concatenate(flat)).to(logits.device)

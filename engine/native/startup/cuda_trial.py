@@ -69,7 +69,7 @@ def _error(
 
 
 def _trial_step(device: torch.device) -> StepTensors:
-    """Return a step of two decode rows and one prefill chunk whose KV blocks are not in order."""
+    """Return a step of two decode rows and one prefill chunk. The KV blocks of its sequences are not in order."""
     tables = np.array([[4, 1, 3], [5, 5, 5]])
     contexts = np.array(_CONTEXTS)
     start, end = _CHUNK

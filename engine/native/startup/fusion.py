@@ -90,8 +90,9 @@ def trial_logits(runner: ModelRunner, info: EngineInfo) -> Tensor | None:
 def is_same_model(before: Tensor | None, after: Tensor | None, dtype: torch.dtype) -> bool:
     """Return whether the `trial_logits` before and after a change agree.
 
-    Return True if they cannot be compared, because one of them is None or the logits before are not finite. The model
-    may change although each of its layers agrees: it may keep an input that a replaced layer overwrites.
+    Return True if they cannot be compared, because one of them is None or the logits before are not finite. The
+    model's logits may change although each replaced layer computes the same as before: the model may read a layer's
+    input again, after the replacement has overwritten this input.
     """
     if before is None or after is None or not before.isfinite().all():
         return True
