@@ -3,7 +3,10 @@
 import asyncio
 import io
 import json
+import os
 import random
+import signal
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
@@ -14,6 +17,8 @@ from tests.system.nonces import ask, ask_streamed, body, make_nonce
 from tests.system.server import Server, make_client, running, wait_for
 
 pytestmark = pytest.mark.timeout(180)
+
+NUM_LINES = 900
 
 
 def batch_input(nonces: list[str]) -> io.BytesIO:
@@ -59,32 +64,72 @@ def expected(nonces: list[str]) -> list[tuple[str, str]]:
     return [(f"line-{i}", nonce) for i, nonce in enumerate(nonces)]
 
 
+async def run_until(server: Server, condition: Callable[[], Awaitable[bool]]) -> None:
+    """Let the worker run in short slices until `condition`, which is checked while the worker is stopped.
+
+    The worker is left stopped, so the condition still holds afterwards.
+    """
+    worker = server.pid_of("worker")
+    async with asyncio.timeout(90):
+        while True:
+            os.kill(worker, signal.SIGSTOP)
+            if await condition():
+                return
+            os.kill(worker, signal.SIGCONT)
+            await asyncio.sleep(0.02)
+
+
+class Load:
+    """Bulk requests, chats and batches, of which some are always unfinished."""
+
+    def __init__(self, client: AsyncOpenAI) -> None:
+        self._client = client
+        self._rng = random.Random(1)
+        self.bulk: dict[str, asyncio.Task[str]] = {}  # by nonce
+        self.chats: dict[str, asyncio.Task[str | APIError]] = {}
+        self.batches: dict[str, list[str]] = {}  # nonces of the lines, by batch id
+
+    async def is_half_done(self) -> bool:
+        """Return whether some bulk requests and some lines of the newest batch have ended, but not all of them.
+
+        Submits more if all have ended.
+        """
+        if not self.batches or await self._num_completed() == NUM_LINES:
+            lines = self._nonces(NUM_LINES)
+            self.batches[await submit_batch(self._client, lines)] = lines
+        num_lines = await self._num_completed()
+        num_done = sum(request.done() for request in self.bulk.values())
+        if num_done == len(self.bulk):
+            self.bulk |= {n: asyncio.create_task(ask(self._client, n, service_tier="flex")) for n in self._nonces(96)}
+            self.chats |= {n: asyncio.create_task(self._chat(n)) for n in self._nonces(16)}
+        return 0 < num_lines < NUM_LINES and 0 < num_done < len(self.bulk)
+
+    def _nonces(self, count: int) -> list[str]:
+        return [make_nonce(self._rng) for _ in range(count)]
+
+    async def _num_completed(self) -> int:
+        counts = (await self._client.batches.retrieve(list(self.batches)[-1])).request_counts
+        return counts.completed if counts else 0
+
+    async def _chat(self, nonce: str) -> str | APIError:
+        try:
+            return await ask_streamed(self._client, nonce)
+        except APIError as error:  # a clean error is allowed, half an answer is not
+            return error
+
+
 async def test_a_killed_worker_loses_no_bulk_request_and_no_batch_line(own_server: Server) -> None:
-    rng = random.Random(1)
-    bulk, chats, lines = ([make_nonce(rng) for _ in range(n)] for n in (96, 16, 900))
     async with make_client(own_server) as client:
-        batch_id = await submit_batch(client, lines)
-
-        async def chat(nonce: str) -> str | APIError:
-            try:
-                return await ask_streamed(client, nonce)
-            except APIError as error:  # a clean error is allowed, half an answer is not
-                return error
-
-        asking = [asyncio.create_task(ask(client, nonce, service_tier="flex")) for nonce in bulk]
-        chatting = [asyncio.create_task(chat(nonce)) for nonce in chats]
-        await wait_for_lines(client, batch_id, 1)
+        load = Load(client)
+        await run_until(own_server, load.is_half_done)
         killed = own_server.kill("worker")
-        counts = (await client.batches.retrieve(batch_id)).request_counts
-        assert counts is not None
-        assert counts.completed < len(lines), "too late: the batch was done before the kill"
-        assert not all(request.done() for request in asking), "too late: bulk was done before the kill"
         # While the new worker loads its engine, the announcement of the dead one must not be taken for it.
         await asyncio.to_thread(wait_for, lambda: not own_server.is_ready(), 15, "the gateway to miss its worker")
-        assert await asyncio.gather(*asking) == bulk
-        for nonce, answer in zip(chats, await asyncio.gather(*chatting), strict=True):
+        assert await asyncio.gather(*load.bulk.values()) == list(load.bulk)
+        for nonce, answer in zip(load.chats, await asyncio.gather(*load.chats.values()), strict=True):
             assert answer == nonce or isinstance(answer, APIError)
-        assert await batch_answers(client, batch_id) == expected(lines)
+        for batch_id, lines in load.batches.items():
+            assert await batch_answers(client, batch_id) == expected(lines)
         assert await ask(client, "still-here") == "still-here"
     await asyncio.to_thread(wait_for, own_server.is_ready, 10, "the gateway to see its new worker")
     assert own_server.pid_of("worker") != killed
