@@ -2,18 +2,25 @@
 
 import asyncio
 import random
+import re
+import signal
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
 from redis.asyncio import Redis
 
 from tests.system.nonces import MODEL, ask, ask_streamed, make_nonce
-from tests.system.server import Server
+from tests.system.server import Server, make_client, running, wait_for
+from tests.system.streams import ended_by_the_server, long_streams
 
 TIERS = ("realtime", "bulk", "batch")
+README = Path(__file__).parents[2] / "README.md"
+DEFAULT_URL = "http://127.0.0.1:8000/v1"
 
 
 async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -158,3 +165,62 @@ async def test_too_long_a_prompt_is_refused_with_its_reason(client: AsyncOpenAI)
 async def test_an_unknown_model_is_not_found(client: AsyncOpenAI) -> None:
     with pytest.raises(NotFoundError):
         await client.models.retrieve("nope")
+
+
+def snippet() -> str:
+    """Return the Python of the README."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 1
+    return str(blocks[0])
+
+
+async def test_the_readmes_python_does_what_the_readme_says(server: Server) -> None:
+    await asyncio.to_thread(server.wait_until_ready)
+    program = snippet()
+    assert DEFAULT_URL in program
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        program.replace(DEFAULT_URL, server.base_url),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    printed, complaints = await process.communicate()
+    assert process.returncode == 0, complaints.decode()
+    assert printed.decode().splitlines() == ["default k7Qz-09ab", "flex k7Qz-09ab"]
+
+
+def test_two_servers_cannot_share_a_data_directory(server: Server) -> None:
+    with running(server.data_dir) as second:
+        assert second.process.wait(60) == 78
+        assert str(server.process.pid) in second.log.read_text()
+    assert server.is_ready()
+
+
+@pytest.mark.timeout(180)
+async def test_parts_run_alone_on_an_existing_store(server: Server, tmp_path: Path) -> None:
+    """`tidegate gateway` and `tidegate worker` on the Valkey of a running server, which they do not disturb."""
+    store = ("--redis-url", server.socket_url)
+    with (
+        running(tmp_path / "second", *store, command="gateway") as gateway,
+        running(tmp_path / "w", *store, command="worker") as worker,
+    ):
+        gateway.wait_until_ready()
+        workers_url = f"{gateway.root}/ready"
+        wait_for(lambda: len(httpx.get(workers_url).json()["workers"]) == 2, 60, "the second worker")
+        async with make_client(gateway) as client:
+            nonces = [make_nonce(random.Random(i)) for i in range(24)]
+            assert await asyncio.gather(*(ask(client, n, service_tier="flex") for n in nonces)) == nonces
+            go_on = asyncio.Event()
+            async with long_streams(client, 16, go_on) as streams:
+                gateway.process.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(wait_for, lambda: not gateway.is_listening(), 10, "the gateway to drain")
+                gateway.process.send_signal(signal.SIGTERM)  # at once, not after 30 s
+                assert await asyncio.to_thread(gateway.process.wait, 15) == 0
+                go_on.set()
+                answers = await asyncio.gather(*streams)
+        assert all(ended_by_the_server(answer) for answer in answers)
+        assert any(isinstance(answer, APIError) for answer in answers), "no request was cut short"
+        worker.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.process.wait, 60) == 0
+    assert server.is_ready() and len(server.workers()) == 1
