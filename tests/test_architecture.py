@@ -47,6 +47,7 @@ TORCH_ROOMS = {"engine.native", "engine.factory", "demo_model", "loadtest.random
 # Decisions without clocks, I/O, logs, metrics or tensors: only drivers have those.
 PURE_ROOMS = (
     "scheduler.config",
+    "scheduler.quantile_tracker",
     "scheduler.request",
     "scheduler.request_state",
     "scheduler.deadlines",

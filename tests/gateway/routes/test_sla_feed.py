@@ -62,10 +62,14 @@ async def test_events_over_a_real_server() -> None:
             assert set(data["waiting"]) == set(stand.gateway.tiers.tiers)
             assert {k: v for k, v in data.items() if k not in ("at_ms", "waiting")} == explained
             await announce(stand, 2_000, {"first": 1.5, "second": 0.5})
-            _, later = await anext(events)
-            assert later["at_ms"] > data["at_ms"]
+            knobs, later = knobs_of(data), data
+            while later["workers"][0]["at_ms"] < 2_000:  # events that were read before the announcement
+                before_ms = later["at_ms"]
+                _, later = await anext(events)
+                assert later["at_ms"] > before_ms
+                knobs += knobs_of(later)
             assert later["workers"][0]["tiers"] == data["workers"][0]["tiers"]
-            assert (knobs_of(data), knobs_of(later)) == (["first"], ["second"]), "no decision comes twice"
+            assert knobs == ["first", "second"], "no decision comes twice"
             assert is_reading()
         await until(lambda: not is_reading())
 
@@ -76,7 +80,7 @@ async def test_a_drain_ends_the_stream() -> None:
         await anext(events)
         stand.gateway.client.drain()
         async with asyncio.timeout(5):
-            assert [name async for name, _ in events] in ([], ["sla"])
+            assert {name async for name, _ in events} <= {"sla"}
         assert not is_reading()
 
 
