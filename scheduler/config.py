@@ -114,6 +114,7 @@ class Tier(_Strict):
     service_tiers: tuple[str, ...] = ()
     answers_as: ServiceTierAnswer | None = None
     slo: SLO = SLO()
+    max_slowdown: float | None = Field(default=None, ge=1)  # of whole answers, as a multiple of their time alone
     max_wait_ms: Bounds = Bounds(min=0, start=0, max=0)
     batch_size: CountBounds = CountBounds(min=1, start=64, max=256)
     batch_tokens: CountBounds = CountBounds(min=16, start=2048, max=65536)
@@ -136,7 +137,13 @@ class Tier(_Strict):
         if self.is_interactive:
             kind, is_set = "without", {"floor": self.floor, "aging_ms": self.aging_ms, "urgent_ms": self.urgent_ms}
         else:
-            kind, is_set = "with", {"admission.reopen_at": self.admission.reopen_at != Admission().reopen_at}
+            kind, is_set = (
+                "with",
+                {
+                    "max_slowdown": self.max_slowdown,
+                    "admission.reopen_at": self.admission.reopen_at != Admission().reopen_at,
+                },
+            )
         useless = next((key for key, value in is_set.items() if value), None)
         if useless is not None:
             raise ValueError(f"{useless} is for tiers {kind} a latency SLO: remove it from {self.name!r}")

@@ -47,6 +47,12 @@ def prefill_s(state: RequestState, cost: StepCost) -> float:
     return cost.prefill(state.num_uncomputed, state.num_computed_tokens)
 
 
+def is_too_long(state: RequestState, cost: StepCost) -> bool:
+    """Return whether the prompt takes longer than the TTFT SLO even if it has the engine for itself."""
+    ttft_ms = state.tier.slo.ttft_p99_ms
+    return ttft_ms is not None and 1000 * cost.prefill(len(state.request.prompt_token_ids), 0) > ttft_ms
+
+
 def is_late(state: RequestState, cost: StepCost, now: float) -> bool:
     """Return whether the next token will miss its deadline, even if the rest of the prefill runs now.
 
@@ -71,6 +77,13 @@ def split_by_deadline(
     in_time.sort(key=lambda s: (deadline_s(s) + prefill_s(s, cost), s.edf_key))
     late.sort(key=lambda s: s.edf_key)
     return in_time, late
+
+
+def split_by_length(states: Iterable[RequestState], cost: StepCost) -> tuple[list[RequestState], list[RequestState]]:
+    """Return the states whose prompts are short enough for the SLO, and the others, both sorted by deadline."""
+    in_order = sorted(states, key=lambda s: s.edf_key)
+    too_long = {s.id for s in in_order if is_too_long(s, cost)}
+    return [s for s in in_order if s.id not in too_long], [s for s in in_order if s.id in too_long]
 
 
 def laxity_s(

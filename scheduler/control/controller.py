@@ -25,19 +25,22 @@ from scheduler.control.knobs import Decision, TierKnobs
 from scheduler.control.kv_reserve import KVReserve
 from scheduler.control.min_share import DeficitCounter
 from scheduler.control.step_limit import (
-    MAX_PREFILL_SLOWDOWN,
     InteractiveTraffic,
+    InteractiveWork,
     StepLimits,
     bulk_alone_s,
+    is_overloaded,
     step_limits,
 )
 from scheduler.control.tier_stats import TierStats
+from scheduler.control.windows import LatencyWindow
+from scheduler.deadlines import deadline_s
 from scheduler.request_state import RequestState
 
-# Share of a step. If bulk uses less of a step, it was only added to a step that computed a first token, and does not
-# count as having taken part. The value is twice the share that bulk may add to such a step.
-TOOK_PART_SHARE = 2 * MAX_PREFILL_SLOWDOWN
 OVERHEAD_WEIGHT = 0.05  # weight of the newest step in the mean of the host time that a step takes besides engine time
+# Share of the time until the next token is due that is kept in reserve. The margin is what would have kept 99 % of the
+# newest steps inside their limits: 1 - 1 / p99 of measured ÷ predicted step times. It is never outside these bounds.
+MIN_MARGIN, START_MARGIN, MAX_MARGIN = 0.05, 0.15, 0.3
 NUM_DECISIONS = 200  # number of newest decisions that `explain` shows
 
 
@@ -52,6 +55,9 @@ class SLAController:
         self._deficits = DeficitCounter(self._tiers)
         self._reserve = KVReserve()
         self._overhead_s = Ewma(OVERHEAD_WEIGHT)
+        self._step_errors = LatencyWindow()  # measured ÷ predicted times of the newest steps
+        self._margin = START_MARGIN
+        self._overloaded: frozenset[str] = frozenset()
         self._bulk_ran_s = -NEVER_S
         self._cost = StepCost()
         self._decisions: deque[tuple[float, Decision]] = deque(maxlen=NUM_DECISIONS)
@@ -83,27 +89,38 @@ class SLAController:
         self._cost = cost
         if not self._switches.feed_forward:
             return Budgets({t.name: self._fixed_budget(t) for t in self._tiers}, cost)
-        decoding = [s for s in states if not s.awaits_first_token]
-        awaited = max((s.tier.priority for s in states if s.awaits_first_token), default=None)
-        limits = step_limits(self._traffic(), self.step_eviction, decoding, cost, now)
-        return Budgets({t.name: self._budget(t, limits, awaited) for t in self._tiers}, cost)
+        work = InteractiveWork.of(states, cost)
+        limits = step_limits(self._traffic(), self.step_eviction, work, cost, now)
+        overloaded = (t for t in self._interactive if is_overloaded(t, limits.interactive, work, cost, now))
+        self._overloaded = frozenset(tier.name for tier in overloaded)
+        return Budgets({t.name: self._budget(t, limits, work, now) for t in self._tiers}, cost)
 
-    def _budget(self, tier: Tier, limits: StepLimits, awaited: int | None) -> TierBudget:
-        """Return the budget of `tier` under `limits`.
-
-        `awaited` is the highest priority among the requests that await their first token; None if there are none.
-        """
+    def _budget(self, tier: Tier, limits: StepLimits, work: InteractiveWork, now: float) -> TierBudget:
         fixed = self._fixed_budget(tier)
         if tier.is_interactive:
-            return replace(fixed, limit=limits.interactive)
+            return self._interactive_budget(tier, replace(fixed, limit=limits.interactive), work, now)
         if self._deficits.has_deficit(tier.name, limits.guaranteed.base_s):
             return replace(fixed, limit=limits.guaranteed, guaranteed=True)
+        awaited = work.awaited_priority
         return replace(
             fixed,
             limit=limits.bulk,
             decodes_only=awaited is not None and awaited > tier.priority,
             reserve_blocks=self._reserve.num_blocks if self._interactive else 0,
         )
+
+    def _interactive_budget(self, tier: Tier, budget: TierBudget, work: InteractiveWork, now: float) -> TierBudget:
+        """Return `budget` without the limits that keep SLOs, as far as they cannot be kept.
+
+        If a first token is late, the batch size does not hold it back. If the tier is overloaded, its prefills run in
+        order, and may add as much as the TTFT SLO to the step.
+        """
+        if any(s.tier.name == tier.name and deadline_s(s) < now for s in work.awaiting):
+            budget = replace(budget, max_num_seqs=tier.pinned.batch_size or tier.batch_size.max)
+        if tier.name in self._overloaded:
+            limit = replace(budget.limit, extra_s=(tier.slo.ttft_p99_ms or 0) / 1000)
+            budget = replace(budget, overloaded=True, limit=limit)
+        return budget
 
     def _fixed_budget(self, tier: Tier) -> TierBudget:
         """Return the part of a budget that does not depend on the step."""
@@ -125,8 +142,7 @@ class SLAController:
             ttft_slo_s=min(t.slo.ttft_p99_ms or NEVER_S for t in self._interactive) / 1000,
             service_s=min((s for s in services_s if s is not None), default=NEVER_S),
             arrivals_per_s=sum(s.rate_per_s for s in stats.values()),
-            ttft_margin=max(s.margin_of["ttft"].value for s in stats.values()),
-            itl_margin_of={name: s.margin_of["itl"].value for name, s in stats.items()},
+            margin=self._margin,
             overhead_s=self._overhead_s.value,
         )
 
@@ -151,28 +167,30 @@ class SLAController:
     def observe_arrivals(self, tier: str, count: int) -> None:
         self._stats[tier].arrivals.add(count)
 
-    def observe_end(self, tier: str, met_slo: bool, gaps: int, now: float) -> None:
-        """Record the end of a request. `gaps` is the number of gaps between its tokens."""
-        self._stats[tier].add_end(met_slo, gaps, now)
+    def observe_end(self, tier: str, met_slo: bool, now: float) -> None:
+        self._stats[tier].add_end(met_slo, now)
 
     def observe_step(
         self,
         elapsed_s: float,
+        predicted_s: float,
         used_s: Mapping[str, float],
         wanting: Iterable[str],
         now: float,
         overhead_s: float,
     ) -> None:
-        """Record a finished step that took the engine `elapsed_s`.
+        """Record a finished step that took the engine `elapsed_s` and was planned to take `predicted_s`.
 
-        `used_s` is the part of this time that each tier used. `wanting` are the tiers that have work. `overhead_s` is
-        the time that the host needed in addition.
+        `predicted_s` is 0 if the step did not run as planned. `used_s` is the part of `elapsed_s` that each tier used.
+        `wanting` are the tiers that have work. `overhead_s` is the time that the host needed in addition.
         """
         self._deficits.add_step(elapsed_s, used_s, [name for name in wanting if name in self._stats])
         interactive = {tier.name for tier in self._interactive}
-        if sum(s for tier, s in used_s.items() if tier not in interactive) > TOOK_PART_SHARE * elapsed_s:
+        if any(s > 0 for tier, s in used_s.items() if tier not in interactive):
             self._bulk_ran_s = now
         self._overhead_s.add(overhead_s)
+        if predicted_s:
+            self._step_errors.add(now, elapsed_s / predicted_s)
 
     def observe_blocks(self, held_by_interactive: int, num_blocks: int) -> None:
         """Record how many of the engine's `num_blocks` KV blocks interactive sequences hold. Call every `UPDATE_S`."""
@@ -188,13 +206,16 @@ class SLAController:
         """Move the knobs and return the moves. Call every `UPDATE_S`."""
         for stats in self._stats.values():
             stats.rate_per_s = stats.arrivals.update(now)
+        error = self._step_errors.p99(now)
+        if error is not None:
+            self._margin = min(MAX_MARGIN, max(MIN_MARGIN, 1 - 1 / error))
         if not self._switches.feedback:
             return []
         decisions: list[Decision] = []
         for tier in self._tiers:
             knobs, stats = self._knobs[tier.name], self._stats[tier.name]
             if tier.is_interactive:
-                decisions += move_interactive(tier, knobs, stats, load, now)
+                decisions += move_interactive(tier, knobs, stats, load, tier.name in self._overloaded, now)
             else:
                 interactive = self._interactive_load(stats.last_cut_s, load, now)
                 decisions += move_bulk(tier, knobs, stats, load, interactive, now)
@@ -220,7 +241,7 @@ class SLAController:
         return int(self._knobs[tier].batch_size.value)
 
     def outputs(self, now: float) -> dict[str, TierOutputs]:
-        return {name: tier_outputs(knobs, self._stats[name], now) for name, knobs in self._knobs.items()}
+        return {name: tier_outputs(knobs, self._stats[name], self._margin, now) for name, knobs in self._knobs.items()}
 
     def explain(self, now: float) -> dict[str, Any]:
         """Return the controller's state and its newest decisions with their reasons, as plain data.
@@ -232,6 +253,8 @@ class SLAController:
             "switches": self._switches.model_dump(),
             "kv_reserve_blocks": self._reserve.num_blocks,
             "host_overhead_s": self._overhead_s.value,
+            "margin": self._margin,
+            "overloaded": sorted(self._overloaded),
             "bulk_step_s": bulk_alone_s(traffic, self.step_eviction, self._cost) if traffic else None,
             "step_cost": asdict(self._cost),
             "tiers": {

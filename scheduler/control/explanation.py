@@ -26,11 +26,11 @@ class TierOutputs:
     arrivals_per_s: float = 0.0
 
 
-def tier_outputs(knobs: TierKnobs, stats: TierStats, now: float) -> TierOutputs:
+def tier_outputs(knobs: TierKnobs, stats: TierStats, margin: float, now: float) -> TierOutputs:
     return TierOutputs(
         batch_size=int(knobs.batch_size.value),
         max_wait_s=knobs.max_wait_ms.value / 1000,
-        margin=stats.margin,
+        margin=margin,
         ttft_p99_s=stats.p99_s("ttft", now),
         itl_p99_s=stats.p99_s("itl", now),
         attainment=stats.attainment(now),
@@ -53,7 +53,6 @@ def explain_tier(
             "itl_p99_s": stats.p99_s("itl", now),
             "miss_share": stats.worst_miss_share(now, stats.last_cut_s),
             "attainment": stats.attainment(now),
-            "margins": {kind: margin.value for kind, margin in stats.margin_of.items()},
             "arrivals_per_s": stats.rate_per_s,
             "first_token_service_s": stats.service_s,
             "floor_share": deficits.share(tier),

@@ -47,13 +47,20 @@ class InteractiveLoad:
     bulk_took_part: bool  # bulk ran within the last two rounds
 
 
-def move_interactive(tier: Tier, knobs: TierKnobs, stats: TierStats, load: Load, now: float) -> list[Decision]:
-    """Move the batch size and max-wait of an interactive tier, and return the moves."""
+def move_interactive(
+    tier: Tier, knobs: TierKnobs, stats: TierStats, load: Load, is_overloaded: bool, now: float
+) -> list[Decision]:
+    """Move the batch size and max-wait of an interactive tier, and return the moves.
+
+    The batch size does not shrink while the tier is overloaded: fewer sequences would not keep the SLO then.
+    """
     itl_ratio = stats.p99_ratio("itl", now, stats.last_cut_s)
     size = knobs.batch_size
     wants_more = load.waiting.get(tier.name, 0) > 0 or load.held.get(tier.name, 0) >= size.chosen
     moves: list[Decision | None] = []
-    if itl_ratio is not None and itl_ratio > 1 and _decodes_alone_are_late(tier, load):
+    if is_overloaded:
+        stats.last_cut_s = now
+    elif itl_ratio is not None and itl_ratio > 1 and _decodes_alone_are_late(tier, size.chosen, load):
         stats.last_cut_s = now
         reason = "tokens come too slowly: fewer sequences a step"
         moves.append(size.move(size.chosen * INTERACTIVE_CUT, "itl_p99", reason))
@@ -64,12 +71,14 @@ def move_interactive(tier: Tier, knobs: TierKnobs, stats: TierStats, load: Load,
     return [move for move in moves if move is not None]
 
 
-def _decodes_alone_are_late(tier: Tier, load: Load) -> bool:
+def _decodes_alone_are_late(tier: Tier, size: float, load: Load) -> bool:
     """Return whether a step with only the tier's decodes takes longer than the ITL SLO.
 
-    If so, fewer sequences help. If not, long gaps between tokens come from prefills, and the margin limits prefills.
+    If so, fewer sequences help. If not, long gaps between tokens come from other work in the steps. While the tier
+    holds more requests than `size`, the last cut has not taken effect yet.
     """
-    return 1000 * load.decodes_s.get(tier.name, 0.0) > (tier.slo.itl_p99_ms or 0)
+    too_long = 1000 * load.decodes_s.get(tier.name, 0.0) > (tier.slo.itl_p99_ms or 0)
+    return too_long and load.held.get(tier.name, 0) <= size
 
 
 def _move_wait(tier: Tier, knob: Knob, slots: float, stats: TierStats, load: Load, now: float) -> Decision | None:

@@ -1,19 +1,25 @@
 """Step limits: the longest predicted time in seconds that a step may take. The controller's inner loop uses them.
 
-A step with interactive decodes must end before the first of their next tokens is due. Bulk may make a step only so much
-longer that interactive requests hardly notice it. This holds for the requests that decode in the step, and for the
-requests that arrive while the step runs.
+Two limits hold at the same time. The hard limit follows from deadlines: a step with interactive decodes must end before
+the first of their next tokens is due. The slowdown limit says how much longer bulk may make a step, in three cases:
+
+| what interactive requests do | limit of a step with bulk |
+|---|---|
+| nothing: bulk is alone | a request that arrives is delayed by `DELAY_SHARE` of its usual first-token service |
+| decode | the tier's `max_slowdown` times the step without bulk |
+| await a first token | `AWAITED_SHARE` of that slowdown; bulk only decodes |
 
 All functions are pure: they compute limits from request states, predicted costs and observed rates.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.interface import StepEviction
 from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
-from scheduler.deadlines import itl_cap_s, slack_s
+from scheduler.config import Tier
+from scheduler.deadlines import is_too_long, itl_cap_s, slack_s
 from scheduler.request_state import RequestState
 
 # For interactive tiers.
@@ -21,24 +27,22 @@ from scheduler.request_state import RequestState
 FIRST_STEP_SHARE = 0.25
 # Share of the step: the time that prefills may always add to a step. Without it, late decodes would starve prefills.
 PREFILL_EXTRA_SHARE = 0.25
-LATE_SHARE = 0.2  # share of the time left for prefills that is kept for prefills whose deadline is already missed
+LATE_SHARE = 0.5  # share of the time left for prefills that is kept for prefills whose deadline is already missed
+# Multiple of the TTFT SLO. A tier is overloaded if the last of its awaited first tokens would come later than this.
+OVERLOAD = 4.0
 
 # For bulk tiers.
 # A bulk step may always last this many times the fixed cost of a step, since a shorter step is mostly overhead.
 AMORTISE = 3.0
-MAX_ITL_SHARE = 0.5  # share of the ITL SLO: the limit of a step with interactive decodes and bulk
-# The limit of a step with interactive decodes and bulk, as a multiple of the time of a step with these decodes only.
-MAX_DECODE_SLOWDOWN = 1.5
-MAX_PREFILL_SLOWDOWN = 0.03  # share by which bulk may lengthen a step that computes a first token
-LONGEST_STEP_S = 0.25  # the limit of a bulk step, in seconds, if no other limit is shorter
+AWAITED_SHARE = 0.1  # share of the slowdown of decodes by which bulk may lengthen a step that computes a first token
 # Share of the usual time from first step to first token: the mean delay that bulk may cause to a request that arrives.
-DELAY_SHARE = 0.07
-# Mean share of a running bulk step for which a request that arrives must wait. Without mid-step eviction this is half
-# of the step. If bulk can be evicted, its steps may be longer for the same mean delay.
-MEAN_RESIDUAL = {StepEviction.NOTHING: 0.5, StepEviction.STEPS: 0.25, StepEviction.ROWS: 1 / 16}
-# Share of bulk's time that mid-step evictions may waste. This is the goal of the isolation benchmark on a CPU.
-MAX_WASTED_SHARE = 0.03
-EXPECTED_WASTE = 0.3  # share of a step's time that is wasted if a request that arrives evicts bulk from the step
+DELAY_SHARE = 0.15
+# Mean share of a running bulk step for which a request that arrives must wait: half of the step, or half a layer of 30
+# if bulk can be evicted at the next layer boundary.
+MEAN_RESIDUAL = {StepEviction.NOTHING: 1 / 2, StepEviction.STEPS: 1 / 60, StepEviction.ROWS: 1 / 60}
+MAX_WASTED_SHARE = 0.025  # share of bulk's running time that mid-step evictions may throw away in the long run
+# Share of a step that an eviction throws away on average: evictions pay in the first three quarters of a step.
+EXPECTED_WASTE = 0.28
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +54,18 @@ class StepLimit:
     """
 
     base_s: float = NEVER_S
-    extra_share: float = 0.0  # share of `planned_s` that the tier may add even if the step then exceeds `base_s`
-    hard_limit_s: float = (
-        NEVER_S  # limit of the step with that extra; in a longer step, interactive tokens would be late
-    )
+    # The tier may add this share of `planned_s`, and this many seconds, even if the step then exceeds `base_s`.
+    extra_share: float = 0.0
+    hard_limit_s: float = NEVER_S  # limit of the step with that extra: if it lasts longer, interactive tokens are late
+    extra_s: float = 0.0
 
     def total_s(self, planned_s: float) -> float:
-        """Return the limit of the step: `base_s`, or the limit with the extra share if that is longer."""
+        """Return the limit of the step: `base_s`, or the limit with the extra if that is longer."""
         return max(self.base_s, self.extra_only_s(planned_s))
 
     def extra_only_s(self, planned_s: float) -> float:
-        """Return the limit for a tier that may add only its extra share."""
-        return min((1 + self.extra_share) * planned_s, self.hard_limit_s)
+        """Return the limit for a tier that may add only its extra."""
+        return min((1 + self.extra_share) * planned_s + self.extra_s, self.hard_limit_s)
 
     def prefills_s(self, planned_s: float, guaranteed_s: float) -> float:
         """Return the limit for prefills of the tier.
@@ -74,8 +78,8 @@ class StepLimit:
         return min(limit_s, planned_s + guaranteed_s) if guaranteed_s else limit_s
 
 
-def in_time_limit_s(limit_s: float, planned_s: float) -> float:
-    """Return the limit for prefills that can still be in time, if late prefills wait too.
+def first_limit_s(limit_s: float, planned_s: float) -> float:
+    """Return the limit for the prefills that go first, if late prefills wait too.
 
     The rest of the time up to `limit_s` is for the late prefills.
     """
@@ -89,9 +93,33 @@ class InteractiveTraffic:
     ttft_slo_s: float  # the shortest TTFT SLO
     service_s: float  # usual time from first step to first token in the fastest tier; NEVER_S: unknown
     arrivals_per_s: float  # of all interactive tiers together
-    ttft_margin: float  # share by which bulk's steps are shortened
-    itl_margin_of: Mapping[str, float]  # by tier: share of the time until the next token that is kept in reserve
+    margin: float  # share of the time until the next token that is kept in reserve
     overhead_s: float  # time that the host needs for a step in addition to the engine's time
+
+
+@dataclass(frozen=True, slots=True)
+class InteractiveWork:
+    """The interactive requests that a worker holds, as far as step limits depend on them."""
+
+    decoding: Sequence[RequestState]  # have their first token
+    awaiting: Sequence[RequestState]  # await their first token
+    decodes_s: float  # predicted time of a step with only the decodes of `decoding`; at least a step's fixed cost
+
+    @classmethod
+    def of(cls, states: Sequence[RequestState], cost: StepCost) -> "InteractiveWork":
+        decoding = [s for s in states if not s.awaits_first_token]
+        decodes_s = cost.step(sum(cost.decode(s.num_computed_tokens) for s in decoding))
+        return cls(decoding, [s for s in states if s.awaits_first_token], decodes_s)
+
+    @property
+    def awaited_priority(self) -> int | None:
+        """The highest priority among the requests that await their first token; None if there are none."""
+        return max((s.tier.priority for s in self.awaiting), default=None)
+
+    @property
+    def max_slowdown(self) -> float:
+        """The smallest `max_slowdown` among the tiers that have requests; `NEVER_S` if none of them has one."""
+        return min((s.tier.max_slowdown or NEVER_S for s in (*self.decoding, *self.awaiting)), default=NEVER_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,64 +135,59 @@ class StepLimits:
 
 
 def step_limits(
-    traffic: InteractiveTraffic | None,
-    step_eviction: StepEviction,
-    decoding: Sequence[RequestState],
-    cost: StepCost,
-    now: float,
+    traffic: InteractiveTraffic | None, step_eviction: StepEviction, work: InteractiveWork, cost: StepCost, now: float
 ) -> StepLimits:
-    """Return the limits of the next step.
-
-    `traffic` is None if no tier is interactive. `decoding` are the interactive sequences that have their first token.
-    """
+    """Return the limits of the next step. `traffic` is None if no tier is interactive."""
     guaranteed = StepLimit(AMORTISE * cost.step_s)
     if traffic is None:
         return StepLimits(StepLimit(), StepLimit(), guaranteed)
-    if decoding:
-        interactive_s = _decodes_limit_s(decoding, traffic, now)
-        bulk_s = _bulk_beside_s(decoding, traffic, step_eviction, cost)
-        bulk_s = max(min(interactive_s, bulk_s), cost.step_s)
-    else:
-        interactive_s = FIRST_STEP_SHARE * traffic.ttft_slo_s
-        bulk_s = bulk_alone_s(traffic, step_eviction, cost)
+    alone_s = bulk_alone_s(traffic, step_eviction, cost)
+    hard_s = _hard_limit_s(work, traffic, now)
+    bulk_s = alone_s
+    if work.decoding:
+        bulk_s = max(cost.step_s, min(hard_s, work.max_slowdown * work.decodes_s, work.decodes_s + alone_s))
+    awaited_share = min(1.0, AWAITED_SHARE * (work.max_slowdown - 1)) if work.awaiting else 0.0
     return StepLimits(
-        StepLimit(interactive_s, extra_share=PREFILL_EXTRA_SHARE),
-        StepLimit(bulk_s, extra_share=MAX_PREFILL_SLOWDOWN, hard_limit_s=interactive_s),
+        StepLimit(hard_s, extra_share=PREFILL_EXTRA_SHARE),
+        StepLimit(bulk_s, extra_share=awaited_share, hard_limit_s=hard_s),
         guaranteed,
     )
 
 
+def _hard_limit_s(work: InteractiveWork, traffic: InteractiveTraffic, now: float) -> float:
+    """Return the longest time that the step may take so that the next interactive tokens are in time."""
+    if not work.decoding:
+        return FIRST_STEP_SHARE * traffic.ttft_slo_s
+    left_s = min(slack_s(work.decoding, now), itl_cap_s(work.decoding))
+    return left_s * (1 - traffic.margin) - traffic.overhead_s
+
+
 def bulk_alone_s(traffic: InteractiveTraffic, step_eviction: StepEviction, cost: StepCost) -> float:
-    """Return the longest time that a step may take if it holds only bulk."""
-    return max(AMORTISE * cost.step_s, _max_bulk_s(traffic, step_eviction))
+    """Return the longest time that a step may take if it holds only bulk.
 
-
-def _decodes_limit_s(decoding: Sequence[RequestState], traffic: InteractiveTraffic, now: float) -> float:
-    """Return the longest time that the step may take so that the next tokens of `decoding` are in time."""
-    margin = max(traffic.itl_margin_of[name] for name in {s.tier.name for s in decoding})
-    return min(slack_s(decoding, now), itl_cap_s(decoding)) * (1 - margin) - traffic.overhead_s
-
-
-def _bulk_beside_s(
-    decoding: Sequence[RequestState], traffic: InteractiveTraffic, step_eviction: StepEviction, cost: StepCost
-) -> float:
-    """Return the longest time that a step with interactive decodes and bulk may take.
-
-    In a longer step, the bulk would slow down the interactive tokens too much.
-    """
-    decodes_s = cost.step(sum(cost.decode(s.num_computed_tokens) for s in decoding))
-    longest_s = min(MAX_DECODE_SLOWDOWN * decodes_s, MAX_ITL_SHARE * itl_cap_s(decoding))
-    return max(decodes_s, min(decodes_s + _max_bulk_s(traffic, step_eviction), longest_s))
-
-
-def _max_bulk_s(traffic: InteractiveTraffic, step_eviction: StepEviction) -> float:
-    """Return the longest time that bulk may use in one step.
-
-    If bulk used more, a request that arrives would be delayed too much, or evictions would waste more than
-    `MAX_WASTED_SHARE` of bulk's time.
+    In a longer step, a request that arrives would be delayed too much, or evictions would waste more than
+    `MAX_WASTED_SHARE` of bulk's time, or a request that cannot evict would miss its TTFT SLO.
     """
     for_delay_s = DELAY_SHARE * traffic.service_s / MEAN_RESIDUAL[step_eviction]
     for_waste_s = NEVER_S
     if step_eviction is not StepEviction.NOTHING and traffic.arrivals_per_s > 0:
         for_waste_s = MAX_WASTED_SHARE / (EXPECTED_WASTE * traffic.arrivals_per_s)
-    return min(LONGEST_STEP_S, for_delay_s, for_waste_s) * (1 - traffic.ttft_margin)
+    return max(AMORTISE * cost.step_s, min(traffic.ttft_slo_s, for_delay_s, for_waste_s))
+
+
+def is_overloaded(tier: Tier, limit: StepLimit, work: InteractiveWork, cost: StepCost, now: float) -> bool:
+    """Return whether `tier` cannot keep its SLO: a first token would come later than `OVERLOAD` times its target.
+
+    The prediction is the time that all prefills of the tier take in steps as long as `limit`, or the age of the oldest
+    request if that is longer. Prompts that are too long for the SLO in any case do not count. A tier is never
+    overloaded while requests of a higher tier decode: their SLO goes first.
+    """
+    if tier.slo.ttft_p99_ms is None or any(s.tier.priority > tier.priority for s in work.decoding):
+        return False
+    awaiting = [s for s in work.awaiting if s.tier.name == tier.name and not is_too_long(s, cost)]
+    if not awaiting:
+        return False
+    prefills_s = sum(cost.prefill(s.num_uncomputed, s.num_computed_tokens) for s in awaiting)
+    pace = 1 - work.decodes_s / limit.total_s(work.decodes_s)  # the share of a step that is left for prefills
+    oldest_s = now - min(s.arrived_s for s in awaiting)
+    return max(oldest_s, prefills_s / pace) * 1000 > OVERLOAD * tier.slo.ttft_p99_ms

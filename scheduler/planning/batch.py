@@ -15,10 +15,11 @@ from itertools import chain, islice
 
 from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan
 from engine.step_time.cost import StepCost
+from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
-from scheduler.control.step_limit import in_time_limit_s
-from scheduler.deadlines import split_by_deadline
+from scheduler.control.step_limit import first_limit_s
+from scheduler.deadlines import split_by_deadline, split_by_length
 from scheduler.planning import batching_delay
 from scheduler.planning.kv_budget import BlockBudget, EngineView
 from scheduler.planning.request_table import RequestTable
@@ -55,7 +56,10 @@ def form_batch(
             if not draft.add_decodes(tier.name, budget, budget.limit.extra_only_s(draft.planned_s)):
                 draft.pause(tier.name)
             continue
-        draft.add_decodes(tier.name, budget, budget.limit.total_s(draft.planned_s))
+        if tier.is_interactive:
+            draft.add_all_decodes(tier.name, budget)
+        else:
+            draft.add_decodes(tier.name, budget, budget.limit.total_s(draft.planned_s))
         draft.add_prefills(tier, budget)
         if budget.guaranteed:
             draft.note_guaranteed()
@@ -120,12 +124,23 @@ class _Draft:
             if state.status is Status.RUNNING and state.id not in self._preempt:
                 self._preempt[state.id] = PreemptionMode.PAUSE
 
+    def add_all_decodes(self, tier: str, budget: TierBudget) -> None:
+        """Add one token for each decoding sequence of an interactive tier.
+
+        Neither the limit of the step nor the batch size stops a sequence that has begun to answer: it would only be
+        later. Both limit what else runs, and what starts.
+        """
+        self._add_decodes(tier, budget, NEVER_S, self._table.num_resident(tier))
+
     def add_decodes(self, tier: str, budget: TierBudget, limit_s: float) -> int:
-        """Add one token for each decoding sequence that fits; return how many of the tier's sequences are in the step.
+        """Add one token for each decoding sequence of a bulk tier that fits; return how many of them are in the step.
 
         The sequence whose last run is the longest ago comes first.
         """
-        slots = budget.max_num_seqs
+        self._add_decodes(tier, budget, limit_s, budget.max_num_seqs)
+        return self._num_run[tier]
+
+    def _add_decodes(self, tier: str, budget: TierBudget, limit_s: float, slots: int) -> None:
         for state in self._table.decodes(tier):
             if slots <= 0 or self._tokens_left_of(tier, budget) < 1:
                 break
@@ -139,25 +154,29 @@ class _Draft:
                 slots -= 1
             else:
                 self._lacks_blocks = True
-        return self._num_run[tier]
 
     def add_prefills(self, tier: Tier, budget: TierBudget) -> None:
         """Add prefill chunks of the tier.
 
         In a bulk tier, prefills that have begun go first, then preempted sequences, then newcomers. Each of these
         groups is sorted by deadline. In an interactive tier, prefills that can still be in time go before late
-        prefills, but leave a share of the time to the late ones. So one huge prompt neither makes all other requests
-        late nor waits for ever.
+        prefills, but leave a share of the time to the late ones. If the tier is overloaded, all prefills go in order,
+        but prompts that are too long for the SLO in any case count as late. So one huge prompt neither makes all other
+        requests late nor waits for ever.
         """
         limit_s = budget.limit.prefills_s(self.planned_s, 0.0 if budget.guaranteed else self._guaranteed_s)
         pending = self._pending(tier, budget)
         if not tier.is_interactive:
             self._fill(tier.name, pending, budget, limit_s, in_order=True)
             return
-        in_time, late = split_by_deadline(islice(pending, MAX_SORTED), self._cost, self._now)
-        in_time_s = in_time_limit_s(limit_s, self.planned_s) if late else limit_s
-        is_open = self._fill(tier.name, in_time, budget, in_time_s)
-        self._fill(tier.name, late, budget, limit_s, is_open=is_open)
+        pending = islice(pending, MAX_SORTED)
+        if budget.overloaded:
+            first, last = split_by_length(pending, self._cost)
+        else:
+            first, last = split_by_deadline(pending, self._cost, self._now)
+        first_s = first_limit_s(limit_s, self.planned_s) if last else limit_s
+        is_open = self._fill(tier.name, first, budget, first_s)
+        self._fill(tier.name, last, budget, limit_s, is_open=is_open)
 
     def _fill(
         self,

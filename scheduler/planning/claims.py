@@ -45,6 +45,7 @@ def _claim_limit(tier: Tier, table: RequestTable, budget: TierBudget, max_step_t
     free = budget.max_num_seqs - table.count(tier.name) + num_ending
     num_waiting = table.num_waiting(tier.name)
     if tier.is_interactive:
+        free = max(free, -num_waiting)  # a few are always claimed, so that the worker notices when they are late
         if num_waiting <= PREFETCH + num_ending:
             return free + PREFETCH
         return min(free + PREFETCH, PREFETCH) if _waiting_tokens(table, tier.name) < max_step_tokens else 0

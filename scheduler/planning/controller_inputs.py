@@ -41,7 +41,7 @@ class ControllerInputs:
         """
         if report.sequences:
             wanting = {*report.sequences, *self._table.tiers_held(), *(t for t, depth in self._queued.items() if depth)}
-            self._controller.observe_step(elapsed_s, report.used_s, wanting, now, overhead_s)
+            self._controller.observe_step(elapsed_s, report.planned_s, report.used_s, wanting, now, overhead_s)
         self.tell_requests(report, now)
 
     def tell_requests(self, report: StepReport, now: float) -> None:
@@ -50,7 +50,7 @@ class ControllerInputs:
             if sample.kind in LATENCIES:
                 self._controller.observe_latency(sample.tier, sample.kind, sample.seconds, now, sample.bulk_s)
         for end in report.ended:
-            self._controller.observe_end(end.tier, end.met_slo, max(0, end.output_tokens - 1), now)
+            self._controller.observe_end(end.tier, end.met_slo, now)
 
     def review(
         self, tiers: tuple[Tier, ...], depths: Mapping[str, int], kv_usage: float, step_time: StepTimeModel, now: float

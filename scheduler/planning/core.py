@@ -241,7 +241,7 @@ class SchedulerCore:
             report.work, report.predicted_s = work, self.step_time.predict(work)
             self.step_time.observe(work, result.elapsed_s)
         usage = self.running.end(result)
-        report.sequences, report.used_s = usage.sequences, usage.used_s
+        report.sequences, report.used_s, report.planned_s = usage.sequences, usage.used_s, usage.planned_s
         for tier, seconds in usage.used_s.items():
             self.used_s[tier] += seconds
 

@@ -21,6 +21,7 @@ class StepUsage:
 
     sequences: Mapping[str, int] = field(default_factory=dict)  # number of sequences planned to run, by tier
     used_s: Mapping[str, float] = field(default_factory=dict)  # engine time by tier, without the work thrown away
+    planned_s: float = 0.0  # time for which the step was planned; 0 if sequences were evicted from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,4 +145,4 @@ class RunningStep:
         else:
             self.waste_budget.refill(sum(used_s[tier] for tier in {e.tier for e in step.evictable}))
         self.bulk_total_s += result.elapsed_s - sum(used_s.get(tier, 0.0) for tier in step.interactive)
-        return StepUsage(step.sequences, used_s)
+        return StepUsage(step.sequences, used_s, 0.0 if result.evicted else step.timing.step_s)

@@ -9,11 +9,12 @@ Decisions are made from numbers that are passed in; there is no clock and no I/O
 
 from dataclasses import dataclass
 
+from scheduler.control.step_limit import MAX_WASTED_SHARE
+
 INTERACTIVE_WEIGHT = 3.0  # seconds of bulk work that may be thrown away to save the newcomer one second of waiting
 MIN_SAVED_S = 0.002  # s; a smaller saving is not worth an eviction
 BOUNDARY_SHARE = 1 / 30  # share of a step until its next layer boundary, where sequences can be evicted
-BUCKET_REFILL_SHARE = 0.025  # share of bulk's running time that may be thrown away in the long run
-BUCKET_MAX_S, BUCKET_START_S = 1.0, 0.1  # size and first level of the token bucket, in seconds of bulk work
+BUCKET_S = 0.5  # size of the token bucket, in seconds of bulk work
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,13 @@ class TokenBucket:
     """A token bucket for waste: its level is the seconds of bulk work that may still be thrown away."""
 
     def __init__(self) -> None:
-        self._level_s = BUCKET_START_S
+        self._level_s = BUCKET_S
         self.wasted_s = 0.0  # seconds of work thrown away in total
         self.num_evictions = 0  # number of steps from which sequences were evicted
 
     def refill(self, bulk_s: float) -> None:
-        """Raise the level by `BUCKET_REFILL_SHARE` of `bulk_s`, the seconds that bulk ran."""
-        self._level_s = min(BUCKET_MAX_S, self._level_s + BUCKET_REFILL_SHARE * bulk_s)
+        """Raise the level by `MAX_WASTED_SHARE` of `bulk_s`, the seconds that bulk ran."""
+        self._level_s = min(BUCKET_S, self._level_s + MAX_WASTED_SHARE * bulk_s)
 
     def can_take(self, wasted_s: float) -> bool:
         return self._level_s >= wasted_s

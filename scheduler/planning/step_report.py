@@ -56,6 +56,7 @@ class StepReport:
     sequences: Mapping[str, int] = field(default_factory=dict)  # number of sequences that ran, by tier
     used_s: Mapping[str, float] = field(default_factory=dict)  # engine time by tier, without work thrown away
     work: StepWork | None = None  # None: the step's time does not depend on its work alone
+    planned_s: float = 0.0  # time for which the step was planned; 0 if sequences were evicted from it
     predicted_s: float = 0.0  # time predicted for `work` before the step-time model learned from this step
 
     def absorb(self, later: "StepReport") -> None:

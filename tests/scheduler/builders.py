@@ -26,6 +26,7 @@ _TIERS: dict[str, dict[str, Any]] = {
         "priority": 100,
         "service_tiers": ["default"],
         "slo": {"ttft_p99_ms": 500, "itl_p99_ms": 100},
+        "max_slowdown": 1.25,
         "max_wait_ms": {"min": 0, "start": 0, "max": 20},
         "batch_size": {"min": 4, "start": 64, "max": 256},
         "queue_limit": 100,
@@ -63,6 +64,8 @@ def make_tiers(**changes: dict[str, Any]) -> TierSet:
     document = tiers_document(_TIERS, changes)
     for keys in document["tiers"].values():
         keys.setdefault("admission", {"predict": False})
+        if not keys.get("slo"):
+            keys.pop("max_slowdown", None)
     return parse_tiers(document)
 
 

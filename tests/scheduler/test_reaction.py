@@ -79,7 +79,8 @@ def test_bulk_is_evicted_from_a_step_that_interactive_decodes_finish() -> None:
         assert second.token_ids == expected_tokens(second.request)
         await asyncio.gather(*bulk)
 
-    run_world(story, known=FAST, info=make_info(step_eviction=StepEviction.ROWS))
+    tiers = make_tiers(realtime={"max_slowdown": 4})  # with less, there is little to evict
+    run_world(story, known=FAST, info=make_info(step_eviction=StepEviction.ROWS), tiers=tiers)
 
 
 @pytest.mark.trap(2)

@@ -34,7 +34,7 @@ def observe(
 
 def run_bulk(controller: SLAController, now: float = 0.0) -> None:
     """Bulk has just used the engine: it took part in what is missed."""
-    controller.observe_step(0.1, {"bulk": 0.1}, [], now, 0.0)
+    controller.observe_step(0.1, 0.1, {"bulk": 0.1}, [], now, 0.0)
 
 
 class OuterLoop:

@@ -22,18 +22,18 @@ def test_a_starved_tier_is_guaranteed_its_min_share_and_is_then_not_paused() -> 
     controller = SLAController(make_tiers(bulk={"floor": 0.02}, batch={"floor": 0.0}))
     states = [make_state("rt"), make_decode("b")]
     for _ in range(30):
-        controller.observe_step(0.1, {"realtime": 0.1}, ["realtime", *BULK], 0.0, 0.0)
+        controller.observe_step(0.1, 0.1, {"realtime": 0.1}, ["realtime", *BULK], 0.0, 0.0)
     assert budgets_of(controller, states)["bulk"].guaranteed
     assert not budgets_of(controller, states)["bulk"].decodes_only
     assert budgets_of(controller, states)["batch"].decodes_only, "without a min share there is no deficit"
-    controller.observe_step(0.1, {"bulk": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
+    controller.observe_step(0.1, 0.1, {"bulk": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
     assert not budgets_of(controller, states)["bulk"].guaranteed, "the deficit is gone"
 
 
 def test_a_tier_without_work_is_guaranteed_nothing() -> None:
     controller = SLAController(make_tiers(bulk={"floor": 0.1}))
     for _ in range(1000):
-        controller.observe_step(0.1, {"realtime": 0.1}, ["realtime"], 0.0, 0.0)
+        controller.observe_step(0.1, 0.1, {"realtime": 0.1}, ["realtime"], 0.0, 0.0)
     assert not budgets_of(controller, [make_state("rt")])["bulk"].guaranteed
 
 
@@ -42,10 +42,10 @@ def test_the_deficit_reaches_its_threshold_whatever_the_slo_and_no_long_burst_fo
     controller = SLAController(make_tiers(realtime={"slo": slo}, bulk={"floor": 0.02}))
     states = [make_state("rt"), make_decode("b")]
     for _ in range(10_000):
-        controller.observe_step(0.1, {"realtime": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
+        controller.observe_step(0.1, 0.1, {"realtime": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
     burst_s = 0.0
     while budgets_of(controller, states)["bulk"].guaranteed:
-        controller.observe_step(0.1, {"bulk": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
+        controller.observe_step(0.1, 0.1, {"bulk": 0.1}, ["realtime", "bulk"], 0.0, 0.0)
         burst_s += 0.1
     assert 0 < burst_s < 2, "after a quarter of an hour of flood"
 
@@ -85,6 +85,51 @@ def test_a_knob_that_keeps_its_bounds_goes_on_and_one_with_others_begins_anew() 
     assert outer.batch_size("bulk") == 10
 
 
+# -- the margin ----------------------------------------------------------------------------------------------------
+
+
+def margin_after(controller: SLAController, ratios: list[float], from_s: float) -> float:
+    """The margin after steps of 0.1 s that took these multiples of their predicted times."""
+    for i, ratio in enumerate(ratios):
+        controller.observe_step(0.1 * ratio, 0.1, {}, [], from_s + 0.1 * i, 0.0)
+    now = from_s + 0.1 * len(ratios)
+    controller.update(make_load(), now)
+    return controller.outputs(now)["realtime"].margin
+
+
+def test_the_margin_keeps_steps_in_time_as_far_as_they_were_predicted_wrongly() -> None:
+    controller = SLAController(make_tiers())
+    assert margin_after(controller, [1.25] * 100, from_s=0.0) == pytest.approx(1 - 1 / 1.25, abs=0.01)
+    assert 0 < margin_after(controller, [0.9] * 400, from_s=10.0) < 0.1, "predictions are never too short any more"
+
+
+def test_a_disturbance_of_minutes_ago_leaves_no_margin_and_a_great_one_is_not_planned_for() -> None:
+    """Shorter steps would not help against step times that are a multiple of what is planned."""
+    controller = SLAController(make_tiers())
+    disturbed = margin_after(controller, [1.0] * 50 + [5.0] * 50, from_s=0.0)
+    assert 0.2 < disturbed < 0.5
+    assert margin_after(controller, [1.01] * 10 * 30, from_s=11.0) < 0.1, "30 s later"
+
+
+@pytest.mark.trap(8)
+def test_the_margin_does_not_move_without_data() -> None:
+    """Trap 8."""
+    controller = SLAController(make_tiers())
+    before = controller.outputs(0.0)["realtime"].margin
+    assert margin_after(controller, [2.0] * 5, from_s=0.0) == before > 0, "too few steps"
+    moved = margin_after(controller, [1.2] * 100, from_s=1.0)
+    assert margin_after(controller, [], from_s=1000.0) == moved
+
+
+def test_a_step_that_did_not_run_as_planned_says_nothing_about_predictions() -> None:
+    controller = SLAController(make_tiers())
+    before = controller.outputs(0.0)["realtime"].margin
+    for _ in range(100):
+        controller.observe_step(0.5, 0.0, {}, [], 0.0, 0.0)
+    controller.update(make_load(), 0.5)
+    assert controller.outputs(0.5)["realtime"].margin == before
+
+
 # -- what it shows -------------------------------------------------------------------------------------------------
 
 
@@ -101,8 +146,8 @@ def test_the_explanation_is_plain_data() -> None:
 def test_outputs_show_what_was_observed() -> None:
     outer = OuterLoop()
     observe(outer.controller, "ttft", 200)
-    outer.controller.observe_end("realtime", met_slo=True, gaps=9, now=0.0)
-    outer.controller.observe_end("realtime", met_slo=False, gaps=9, now=0.0)
+    outer.controller.observe_end("realtime", met_slo=True, now=0.0)
+    outer.controller.observe_end("realtime", met_slo=False, now=0.0)
     shown = outer.controller.outputs(0.0)
     assert shown["realtime"].ttft_p99_s == pytest.approx(0.2, rel=0.01)
     assert shown["realtime"].itl_p99_s is None

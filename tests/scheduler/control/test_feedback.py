@@ -6,8 +6,8 @@ import pytest
 
 from scheduler.control.controller import SLAController
 from scheduler.control.knobs import Decision
-from tests.scheduler.builders import make_tiers
-from tests.scheduler.control.builders import BULK, OuterLoop, make_load, observe, run_bulk
+from tests.scheduler.builders import make_state, make_tiers
+from tests.scheduler.control.builders import BULK, OuterLoop, budgets_of, make_load, observe, run_bulk
 
 BULK_WAITS = make_load(held={"bulk": 64}, bulk=100)
 MIXED = make_load(held={"bulk": 64, "realtime": 4}, bulk=100)
@@ -129,23 +129,34 @@ def test_full_kv_cuts_bulk_below_what_it_holds_once() -> None:
 def test_slow_tokens_shrink_the_interactive_batch_once_per_evidence() -> None:
     """The p99 window remembers 30 s: without this, one slow second would cut the batch to its minimum."""
     outer = OuterLoop()
-    slow = replace(make_load(held={"realtime": 64}), decodes_s={"realtime": 0.138})
     for _ in range(2):
         observe(outer.controller, "itl", 150, now=max(0.4, outer.now))
         before = outer.batch_size("realtime")
+        slow = replace(make_load(held={"realtime": before}), decodes_s={"realtime": 0.138})
         [decision] = of_tier(outer.update(slow, rounds=20), "realtime")
         assert (decision.knob, decision.old, decision.signal) == ("batch_size", before, "itl_p99")
         assert 0.5 * before < decision.new < before
 
 
 def test_prefills_that_make_gaps_long_do_not_cost_the_interactive_tier_its_slots() -> None:
-    """Fewer slots would let requests wait, and shorten no gap: the margin does."""
+    """Fewer slots would let requests wait, and shorten no gap."""
     outer = OuterLoop()
-    before = outer.controller.outputs(0.0)["realtime"].margin
     observe(outer.controller, "itl", 150, now=0.4)
     quick = replace(make_load(held={"realtime": 64}), decodes_s={"realtime": 0.023})
     assert not [d for d in outer.update(quick, rounds=20) if d.knob == "batch_size" and d.direction == "down"]
-    assert outer.controller.outputs(outer.now)["realtime"].margin > before
+
+
+def test_an_overloaded_tier_keeps_its_slots() -> None:
+    """With fewer slots, requests would wait even longer, and none would keep its SLO."""
+    outer = OuterLoop()
+    waiting = [make_state(f"rt{i}", claimed_s=-10.0) for i in range(4)]
+    slow = replace(make_load(held={"realtime": 64}, realtime=50), decodes_s={"realtime": 0.138})
+    observe(outer.controller, "itl", 150, now=0.4)
+    budgets_of(outer.controller, waiting)
+    assert not [d for d in outer.update(slow, rounds=5) if d.tier == "realtime"]
+    budgets_of(outer.controller, [])
+    observe(outer.controller, "itl", 150, now=outer.now + 0.1)
+    assert [d.direction for d in of_tier(outer.update(slow), "realtime")] == ["down"], "no longer overloaded"
 
 
 def test_waiting_requests_and_quick_tokens_grow_the_interactive_batch() -> None:

@@ -272,7 +272,7 @@ def test_prefix_hits_of_a_recomputed_victim_are_not_reported() -> None:
 
 def test_a_sequence_carries_its_salt_and_the_retention_of_its_tier() -> None:
     stepped = SteppedCore()
-    stepped.accept(make_request("rt", cache_salt="s"), make_request("b", "bulk"))
+    stepped.accept(make_request("rt", cache_salt="s", max_tokens=1), make_request("b", "bulk"))
     starts = [new for _ in range(3) for new in stepped.step().start]
     assert [(n.seq_id, n.cache_salt, n.retention) for n in starts] == [("rt", "s", 100), ("b", "", 10)]
 

@@ -7,7 +7,7 @@ import pytest
 from engine.interface import Run, StepEviction, StepPlan, StepResult
 from engine.step_time.cost import StepCost
 from scheduler.planning.running_step import RunningStep
-from scheduler.planning.step_eviction import BUCKET_START_S
+from scheduler.planning.step_eviction import BUCKET_S
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import make_decode, make_state, make_tiers
 
@@ -92,7 +92,7 @@ def test_an_eviction_that_comes_too_late_costs_nothing() -> None:
     assert late.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
     late.end(result())  # it ended before the eviction
     assert late.waste_budget.num_evictions == 0 and late.waste_budget.wasted_s == 0
-    late.waste_budget.take(BUCKET_START_S)
+    late.waste_budget.take(BUCKET_S)
     assert late.waste_budget.can_take(0.0), "the initial level, and what the step has refilled"
 
 
