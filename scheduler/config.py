@@ -80,11 +80,16 @@ class Pins(_Strict):
 
 
 class Admission(_Strict):
-    """The rules for a request that the tier cannot serve in time."""
+    """The rules for a request that the tier cannot serve in time.
 
-    predict: bool = True  # refuse requests that are predicted to be late; False: only the queue's length counts
-    demote_to: str | None = None  # the lower tier that serves such a request; None: the request is refused
-    reopen_at: float = Field(default=0.8, gt=0, le=1)  # a predicted TTFT below this share of the SLO reopens the tier
+    An interactive tier refuses a request whose first token is predicted to come after a limit: the tier's patience, or
+    the TTFT SLO if `predict` is set. A bulk tier refuses a request that is predicted to end after its deadline.
+    """
+
+    patience_ms: float | None = Field(default=10_000, gt=0)  # None: requests wait however long it takes
+    predict: bool = False  # the strict form: the limit is the TTFT SLO instead of the patience
+    demote_to: str | None = None  # the lower tier that serves a refused request; None: it is not served
+    reopen_at: float = Field(default=0.8, gt=0, le=1)  # a predicted TTFT below this share of the limit reopens the tier
 
 
 class Retry(_Strict):
@@ -137,22 +142,28 @@ class Tier(_Strict):
         if self.is_interactive:
             kind, is_set = "without", {"floor": self.floor, "aging_ms": self.aging_ms, "urgent_ms": self.urgent_ms}
         else:
-            kind, is_set = (
-                "with",
-                {
-                    "max_slowdown": self.max_slowdown,
-                    "admission.reopen_at": self.admission.reopen_at != Admission().reopen_at,
-                },
-            )
+            kind, default = "with", Admission()
+            is_set = {"max_slowdown": self.max_slowdown} | {
+                f"admission.{key}": getattr(self.admission, key) != getattr(default, key)
+                for key in ("patience_ms", "predict", "reopen_at")
+            }
         useless = next((key for key, value in is_set.items() if value), None)
         if useless is not None:
             raise ValueError(f"{useless} is for tiers {kind} a latency SLO: remove it from {self.name!r}")
+        if self.admission.predict and self.slo.ttft_p99_ms is None:
+            raise ValueError(f"admission.predict refuses by slo.ttft_p99_ms, which is missing in {self.name!r}")
         return self
 
     @property
     def can_be_urgent(self) -> bool:
         """Whether requests of this tier can become urgent, because of a near deadline or a long wait."""
         return not self.is_interactive and bool(self.urgent_ms or self.aging_ms)
+
+    @property
+    def ttft_limit_s(self) -> float | None:
+        """The predicted time to the first token in seconds beyond which a request is refused; None: no such limit."""
+        limit_ms = self.slo.ttft_p99_ms if self.admission.predict else self.admission.patience_ms
+        return None if limit_ms is None else limit_ms / 1000
 
     @property
     def is_interactive(self) -> bool:

@@ -1,20 +1,22 @@
-"""Admission control of one gateway: refuses requests that are predicted to miss their latency SLO or deadline.
+"""Admission control of one gateway: refuses requests that are predicted to wait too long.
 
 Keeps the newest heartbeats of the workers, this gateway's own requests in flight, and the set of closed tiers. An
-interactive tier closes when a first token is predicted to come later than the tier's TTFT SLO. The tier opens again
-when the prediction falls below the share `admission.reopen_at` of the SLO. Requests wait only behind requests of their
-own tier and of tiers of higher priority, so bulk work never closes an interactive tier. If the data for a prediction is
-missing, admission refuses no request.
+interactive tier closes when a first token is predicted to come after the tier's limit, which is its patience, or its
+TTFT SLO in the strict form (`admission.predict`). The tier opens again when the prediction falls below the share
+`admission.reopen_at` of the limit. A bulk request is refused if it is predicted to end after its deadline. Requests
+wait only behind requests of their own tier and of tiers of higher priority, so bulk work never closes an interactive
+tier. If the data for a prediction is missing, admission refuses no request.
 
 The module is pure: `now` and the wall clock are arguments. The client talks to the queue and passes the queue's reply
 to `Ticket.settle`.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler.client import rejection
-from scheduler.client.forecast_correction import ForecastCorrection
+from scheduler.client.forecast_correction import MEDIAN_EXCEEDED_SHARE, SLO_EXCEEDED_SHARE, ForecastCorrection
 from scheduler.client.inflight import InFlight
 from scheduler.client.rejection import Rejected
 from scheduler.client.ttft_forecast import Forecast, Heartbeats, completion, first_token
@@ -23,8 +25,6 @@ from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.registry.worker_status import TierCapacity, WorkerStatus
 from scheduler.request import Request, TokenEvent
 
-MIN_LEARNED_SHARE = 0.1  # share of the SLO; shorter predicted waits say too little to correct later predictions
-
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
@@ -32,7 +32,7 @@ class Ticket:
 
     tier: Tier
     requests: Sequence[Request]
-    forecast: Forecast | None  # None: no prediction is possible or wanted
+    forecast: Forecast | None  # None: no prediction is possible
     ahead: AheadLimit | None  # limit of the work that may wait ahead of `requests` in the queue; None: no limit
     _admission: "Admission" = field(repr=False)
 
@@ -48,12 +48,13 @@ class Admission:
     def __init__(self, tiers: TierSet) -> None:
         self._in_flight = InFlight()
         self._heartbeats = Heartbeats()
+        self._backlogs: Mapping[str, Backlog] = {}
         self._correction = ForecastCorrection()
         self._closed: set[str] = set()
         self.reconfigure(tiers)
 
     def reconfigure(self, tiers: TierSet) -> None:
-        """Use `tiers` from now on. All tiers are opened, because their SLOs may have changed."""
+        """Use `tiers` from now on. All tiers are opened, because their limits may have changed."""
         self._tiers = tiers
         order = [tier.name for tier in tiers.by_priority]
         self._above = {name: tuple(order[:n]) for n, name in enumerate(order)}
@@ -79,7 +80,7 @@ class Admission:
             return rejected
         if forecast is not None:
             self._expect_first_token(tier, requests, forecast, now)
-        self._in_flight.add(requests, are_passed=forecast is not None and forecast.is_always_late)
+        self._in_flight.add(requests)
         ahead = forecast.limit(self._above[tier.name]) if forecast is not None else None
         return Ticket(tier, requests, forecast, ahead, self)
 
@@ -108,9 +109,12 @@ class Admission:
         if event.is_last:
             self._correction.forget(event.request_id)
 
-    def on_heartbeat(self, workers: Iterable[WorkerStatus], now: float, wall_ms: int) -> None:
-        """Store the newest status of every live worker."""
+    def on_heartbeat(
+        self, workers: Iterable[WorkerStatus], backlogs: Mapping[str, Backlog], now: float, wall_ms: int
+    ) -> None:
+        """Store the newest status of every live worker, and the waiting requests and tokens of each tier."""
         self._heartbeats.update(workers, now, wall_ms)
+        self._backlogs = backlogs
 
     # -- predictions -------------------------------------------------------------------------------------------
 
@@ -122,25 +126,32 @@ class Admission:
         forecast = self._forecast(tier, (), now, 0) if tier.is_interactive else None
         if forecast is None:
             return None
-        tokens = sum(backlogs[name].prompt_tokens for name in (*self._above[tier.name], tier.name) if name in backlogs)
+        return forecast.own_s + self._wait_s(forecast, tier, backlogs)
+
+    def _wait_s(self, forecast: Forecast, tier: Tier, backlogs: Mapping[str, Backlog]) -> float:
+        """Return the predicted wait behind the requests in `backlogs` or behind this gateway's own requests.
+
+        The longer wait counts: `backlogs` holds the requests of other gateways, and the own requests are up to date.
+        """
+        tiers = (*self._above[tier.name], tier.name)
+        tokens = sum(backlogs[name].prompt_tokens for name in tiers if name in backlogs)
         ahead = Backlog(backlogs[tier.name].requests, tokens) if tier.name in backlogs else Backlog()
-        return max(forecast.seconds(ahead), forecast.behind_own_requests().seconds(self._own_requests(tier)))
+        return max(forecast.wait_s(ahead), forecast.behind_own_requests().wait_s(self._own_requests(tier)))
 
     def _forecast(self, tier: Tier, requests: Sequence[Request], now: float, wall_ms: int) -> Forecast | None:
-        """Return the forecast for `requests` of `tier`; None if no prediction is possible or wanted."""
-        capacity = self._heartbeats.capacity(tier.name, now) if tier.admission.predict else None
+        """Return the forecast for `requests` of `tier`; None if no prediction is possible."""
+        capacity = self._heartbeats.capacity(tier.name, now)
         if capacity is None:
             return None
         if tier.is_interactive:
             return self._first_token_forecast(tier, requests, capacity)
         return self._completion_forecast(tier, requests, capacity, wall_ms)
 
-    def _first_token_forecast(self, tier: Tier, requests: Sequence[Request], capacity: TierCapacity) -> Forecast | None:
-        if tier.slo.ttft_p99_ms is None:
-            return None
+    def _first_token_forecast(self, tier: Tier, requests: Sequence[Request], capacity: TierCapacity) -> Forecast:
+        limit_s = math.inf if tier.ttft_limit_s is None else tier.ttft_limit_s
         share = tier.admission.reopen_at if self.is_closed(tier.name) else 1.0
         slots, usage = self._heartbeats.slots(tier.name), self._in_flight.usage(tier.name)
-        forecast = first_token(requests, capacity, slots, usage, share * tier.slo.ttft_p99_ms / 1000)
+        forecast = first_token(requests, capacity, slots, usage, share * limit_s)
         return forecast.slowed(self._correction.factor(tier.name))
 
     def _completion_forecast(
@@ -178,12 +189,12 @@ class Admission:
 
     def _expect_first_token(self, tier: Tier, requests: Sequence[Request], forecast: Forecast, now: float) -> None:
         """Remember the predicted wait, so that it can be compared with the measured wait."""
-        if not (tier.is_interactive and forecast.counts_all_own_work):
+        if not (tier.is_interactive and forecast.is_complete):
             return
-        own_s = forecast.behind_own_requests().wait_s(self._own_requests(tier))
-        wait_s = max(forecast.held_s, own_s) / self._correction.factor(tier.name)
-        if wait_s > MIN_LEARNED_SHARE * forecast.target_s:
-            self._correction.expect(requests[-1].id, tier.name, now, forecast.own_s, wait_s)
+        wait_s = self._wait_s(forecast, tier, self._backlogs) / self._correction.factor(tier.name)
+        if wait_s > forecast.own_s:  # the measured time of a shorter wait is mostly that of the request's own work
+            exceeded_share = SLO_EXCEEDED_SHARE if tier.admission.predict else MEDIAN_EXCEEDED_SHARE
+            self._correction.expect(requests[-1].id, tier.name, now, forecast.own_s, wait_s, exceeded_share)
 
     def _own_requests(self, tier: Tier) -> Backlog:
         """Return the number of this gateway's open requests of `tier`, and the prompt tokens ahead of a new request.

@@ -239,7 +239,7 @@ class SchedulerClient:
 
     async def _refresh(self) -> None:
         self._workers = await self._registry.workers()
-        self._admission.on_heartbeat(self._workers, self._clock.now(), self._clock.wall_ms())
+        self._admission.on_heartbeat(self._workers, await self.backlogs(), self._clock.now(), self._clock.wall_ms())
         if self._workers:
             self._worker_seen_s = self._clock.now()
 

@@ -1,8 +1,9 @@
-"""The correction of predicted waits by a learned factor, so that few requests wait longer than predicted.
+"""The correction of predicted waits by a learned factor: measured ÷ predicted wait, one factor per tier.
 
-The factor is learned from earlier predictions. It accounts for effects that a prediction cannot know: how workers share
-the work, and what else a step holds. It follows a quantile of measured ÷ predicted wait per tier, and rises faster than
-it falls. While no first token arrives, the factor does not change.
+The factor accounts for effects that a prediction cannot know: how workers share the work, and what else a step holds.
+It follows a quantile of the ratio. A limit that is an SLO needs a high quantile, so that few admitted requests are
+late. A limit that is a patience needs the median, so that predictions are right on average. While no first token
+arrives, the factor does not change.
 """
 
 from collections import defaultdict
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 
 from scheduler.quantile_tracker import QuantileTracker
 
-EXCEEDED_SHARE = 0.02  # share of the waits that may be longer than predicted
+# Shares of the waits that may be longer than predicted.
+SLO_EXCEEDED_SHARE = 0.01
+MEDIAN_EXCEEDED_SHARE = 0.5
 STEP_UP = 0.06  # relative rise of the factor after a wait that was longer than predicted
-MIN_FACTOR, MAX_FACTOR = 0.5, 4.0
+MAX_FACTOR = 4.0  # upper limit of the factor; the lower limit is 1 ÷ MAX_FACTOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +24,11 @@ class _Expectation:
     entered_s: float
     own_s: float
     wait_s: float  # predicted wait behind other requests, without the factor
+    exceeded_share: float
 
 
 def _new_factor() -> QuantileTracker:
-    return QuantileTracker(1.0, STEP_UP, MIN_FACTOR, MAX_FACTOR, relative=True)
+    return QuantileTracker(1.0, STEP_UP, 1 / MAX_FACTOR, MAX_FACTOR, relative=True)
 
 
 class ForecastCorrection:
@@ -35,9 +39,14 @@ class ForecastCorrection:
     def factor(self, tier: str) -> float:
         return self._factors[tier].value
 
-    def expect(self, request_id: str, tier: str, now: float, own_s: float, wait_s: float) -> None:
-        """Remember the prediction that the first token comes within `own_s` + factor · `wait_s` seconds."""
-        self._expected[request_id] = _Expectation(tier, now, own_s, wait_s)
+    def expect(
+        self, request_id: str, tier: str, now: float, own_s: float, wait_s: float, exceeded_share: float
+    ) -> None:
+        """Remember the prediction that the first token comes within `own_s` + factor · `wait_s` seconds.
+
+        The factor settles where a share `exceeded_share` of the first tokens comes later than predicted.
+        """
+        self._expected[request_id] = _Expectation(tier, now, own_s, wait_s, exceeded_share)
 
     def first_token(self, request_id: str, now: float) -> None:
         expected = self._expected.pop(request_id, None)
@@ -47,7 +56,7 @@ class ForecastCorrection:
         if now - expected.entered_s > expected.own_s + factor.value * expected.wait_s:
             factor.up()
         else:
-            factor.down(EXCEEDED_SHARE / (1 - EXCEEDED_SHARE))
+            factor.down(expected.exceeded_share / (1 - expected.exceeded_share))
 
     def forget(self, request_id: str) -> None:
         """Drop the prediction for a request that ended without a first token."""

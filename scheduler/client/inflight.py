@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 from scheduler.request import Delivery, EventKind, Request, TokenEvent
 
-# Each newer request multiplies the weight of the older requests by this factor. The averages thus cover about 64
-# requests.
-DECAY = 63 / 64
-MIN_SAMPLES = 8  # minimum number of requests before a share is used
-MAX_CACHED_SHARE = 0.95  # upper bound of the cached share, because the next prompts may be different
+# Each newer request multiplies the weight of the older requests by this factor. The shares are thus as steady as
+# those of 63 requests with equal weights.
+DECAY = 31 / 32
 
 
 @dataclass(slots=True)
@@ -23,16 +21,14 @@ class _Share:
 
     part: float = 0.0
     whole: float = 0.0
-    count: int = 0
 
     def add(self, part: int, whole: int) -> None:
         self.part = DECAY * self.part + part
         self.whole = DECAY * self.whole + whole
-        self.count += 1
 
     @property
     def value(self) -> float | None:
-        return self.part / self.whole if self.count >= MIN_SAMPLES and self.whole > 0 else None
+        return self.part / self.whole if self.whole > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +36,7 @@ class TierUsage:
     """The share of a tier's prompt tokens that is usually cached, and of `max_tokens` that is usually generated."""
 
     cached_share: float = 0.0  # prompt tokens found in the prefix cache ÷ prompt tokens
-    output_share: float | None = None  # output tokens ÷ `max_tokens`; None: too few requests have ended
+    output_share: float | None = None  # output tokens ÷ `max_tokens`; None: no request has ended
 
 
 class InFlight:
@@ -52,12 +48,8 @@ class InFlight:
         self._cached: defaultdict[str, _Share] = defaultdict(_Share)
         self._output: defaultdict[str, _Share] = defaultdict(_Share)
 
-    def add(self, requests: Iterable[Request], *, are_passed: bool = False) -> None:
-        """Count `requests` as open.
-
-        If `are_passed` is true, other requests are scheduled before `requests`. The prompts of `requests` then delay no
-        other request, so these prompts are not counted.
-        """
+    def add(self, requests: Iterable[Request]) -> None:
+        """Count `requests` as open."""
         for request in requests:
             if request.id in self._requests:
                 continue
@@ -65,7 +57,7 @@ class InFlight:
             self._num_open[request.tier] += 1
             # A request with another delivery mode sends no event at its first token, so it is never counted as
             # unanswered.
-            if request.delivery is Delivery.EACH_STEP and not are_passed:
+            if request.delivery is Delivery.EACH_STEP:
                 self._unanswered.add(request.id)
                 self._prompt_tokens[request.tier] += len(request.prompt_token_ids)
 
@@ -117,5 +109,4 @@ class InFlight:
         return sum(len(r.prompt_token_ids) for r in running), sum(r.sampling.max_tokens for r in running)
 
     def usage(self, tier: str) -> TierUsage:
-        cached = self._cached[tier].value or 0.0
-        return TierUsage(min(cached, MAX_CACHED_SHARE), self._output[tier].value)
+        return TierUsage(self._cached[tier].value or 0.0, self._output[tier].value)

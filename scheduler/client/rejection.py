@@ -19,7 +19,7 @@ RESTART_S = 5.0  # seconds; typical time until a restarted server serves again
 
 class RejectReason(Enum):
     QUEUE_FULL = "queue_full"  # the tier's `queue_limit` is reached: clients sent too many requests
-    OVERLOADED = "overloaded"  # a first token would come after the tier's TTFT SLO
+    OVERLOADED = "overloaded"  # a first token would come after the tier's patience, or after its TTFT SLO
     DEADLINE = "deadline"  # the request would end after its deadline
     NO_ENGINE = "no_engine"  # no worker is alive
     DRAINING = "draining"
@@ -52,10 +52,11 @@ def overloaded(tier: Tier, predicted_s: float) -> Rejected:
 
     The client may try again when the tier opens again.
     """
-    slo_s = (tier.slo.ttft_p99_ms or 0.0) / 1000
-    reopens_s = tier.admission.reopen_at * slo_s
+    limit_s = tier.ttft_limit_s or 0.0
+    reopens_s = tier.admission.reopen_at * limit_s
     wait_s = _clamped(predicted_s - reopens_s)
-    rule = f"the SLO is {_text(slo_s)}" if predicted_s > slo_s else f"the tier opens again at {_text(reopens_s)}"
+    limit = f"the {'SLO' if tier.admission.predict else 'patience'} is {_text(limit_s)}"
+    rule = limit if predicted_s > limit_s else f"the tier opens again at {_text(reopens_s)}"
     message = f"The {tier.name} tier is overloaded: a first token would take about {_text(predicted_s)}, and {rule}."
     return Rejected(RejectReason.OVERLOADED, f"{message} {_again(wait_s)}", wait_s)
 

@@ -14,9 +14,9 @@ from scheduler.registry.worker_status import TierCapacity, WorkerStatus
 from scheduler.request import Request
 
 STALE_S = 3.0  # seconds; heartbeats come every second, and an older one is not used
-MAX_LAG_S = 1.0  # seconds; the longest time between two reads of the heartbeats
+MAX_LAG_S = 1.0  # seconds; the time between two reads of the heartbeats
 # Upper bound of a request's own work, as a share of its target. Without this bound, a request that is too long for its
-# target would never be admitted.
+# target would never be admitted. With it, the request is admitted if its wait takes no more than the other half.
 MAX_OWN_SHARE = 0.5
 
 
@@ -24,7 +24,7 @@ MAX_OWN_SHARE = 0.5
 class Forecast:
     """Predicted time until the first token, or until the end, of requests that are about to be put into the queue."""
 
-    target_s: float  # time until the first token (TTFT SLO) or the end (deadline) is due
+    target_s: float  # time in which the first token, or the end, must come
     own_s: float  # predicted time if nothing is ahead
     held_s: float  # time for the work that workers hold already
     prompt_token_s: float  # time for each prompt token that waits ahead
@@ -32,7 +32,6 @@ class Forecast:
     slots: float = 0.0  # batch slots of all workers, without the slots that these requests will take
     slots_free: float = 0.0  # the free slots among `slots`
     drain_per_s: float = 0.0  # slots that become free per second; 0: not known, or slots do not limit these requests
-    is_always_late: bool = False  # late even if nothing is ahead; requests that can be in time are scheduled first
 
     def seconds(self, ahead: Backlog) -> float:
         return self.own_s + self.wait_s(ahead)
@@ -53,9 +52,9 @@ class Forecast:
         return AheadLimit(max_requests, left_s - self.held_s, self.prompt_token_s, self.output_token_s, tuple(above))
 
     @property
-    def counts_all_own_work(self) -> bool:
-        """Whether `own_s` counts the requests' own work in full: it is below its cap, `MAX_OWN_SHARE` of the target."""
-        return self.own_s < MAX_OWN_SHARE * self.target_s
+    def is_complete(self) -> bool:
+        """Whether the forecast counts everything: own work in full (below its cap), and the wait for a slot."""
+        return self.own_s < MAX_OWN_SHARE * self.target_s and self.drain_per_s > 0
 
     def slowed(self, factor: float) -> "Forecast":
         """Return a copy of the forecast in which every wait is `factor` times as long."""
@@ -81,7 +80,7 @@ def first_token(
     """Return the forecast for the first token of the last request of `requests` (all of one tier).
 
     The work of all `requests` counts. `slots` is the number of batch slots of all workers, and `target_s` is the time
-    in which the first token is due.
+    in which the first token must come.
     """
     token_s = (1 - usage.cached_share) / capacity.prefill_tokens_per_s
     own_s = capacity.step_s + token_s * sum(len(r.prompt_token_ids) for r in requests)
@@ -95,7 +94,6 @@ def first_token(
         slots=slots - own_slots,
         slots_free=capacity.slots_free - own_slots,
         drain_per_s=capacity.drain_per_s,
-        is_always_late=own_s > target_s,
     )
 
 

@@ -89,4 +89,4 @@ def _end(state: RequestState, event: TokenEvent, reason: str, now: float, report
     state.ended_s = now
     report.events[state.request.reply_to].append(event)
     report.leases.append(state.lease)
-    report.ended.append(step_report.ended(state, reason, now))
+    report.ended.append(step_report.ended(state, reason))

@@ -23,7 +23,7 @@ class Ended:
     prompt_tokens: int
     output_tokens: int
     met_slo: bool
-    held_s: float = 0.0  # time from the claim of the request to its end
+    cached_tokens: int = 0  # prompt tokens that were found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def lookup(state: RequestState) -> PrefixLookup | None:
     return PrefixLookup(state.tier.name, len(state.request.prompt_token_ids), state.num_cached_tokens or 0)
 
 
-def ended(state: RequestState, reason: str, now: float) -> Ended:
+def ended(state: RequestState, reason: str) -> Ended:
     prompt, output = len(state.request.prompt_token_ids), len(state.output_token_ids)
     met_slo = state.status is Status.FINISHED and state.met_slo()
-    return Ended(state.tier.name, reason, prompt, output, met_slo, now - state.claimed_s)
+    return Ended(state.tier.name, reason, prompt, output, met_slo, state.num_cached_tokens or 0)

@@ -17,19 +17,17 @@ from engine.step_time.cost import StepCost
 from engine.step_time.ewma import Ewma
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
-from scheduler.control.step_limit import PREFILL_EXTRA_SHARE
-from scheduler.deadlines import is_late
 from scheduler.planning.status import CoreStatus
 from scheduler.planning.step_report import Ended
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.request_state import RequestState, Status
 
-USED_SHARE_WEIGHT = 0.1  # weight of the newest heartbeat in the average share of engine time that a tier uses
-ENDED_WEIGHT = 1 / 32  # weight of each ended request in the averages over ended requests
-FIRST_PROMPT = 256  # tokens; stands for the average prompt until a request has ended
-MIN_REQUESTS = 8  # number of requests that must be seen before the time that a request keeps its slot is estimated
-# The smallest share of the time that counts as left to a tier. With a smaller one, admission could refuse the tier for
-# ever.
+# Weight of the newest heartbeat in the average share of engine time that a tier uses: about the last ten seconds.
+USED_SHARE_WEIGHT = 0.1
+# Weight of each ended request in the averages over ended requests. They are as steady as means of 63 requests.
+ENDED_WEIGHT = 1 / 32
+# The smallest share of the time that counts as left to a tier without a min share. A share of 0 would be a rate of 0,
+# which means that the rate is not known.
 MIN_SHARE_LEFT = 0.02
 
 
@@ -39,8 +37,8 @@ class _TierHistory:
 
     num_ended: int = 0
     prompt_tokens: Ewma = field(default_factory=lambda: Ewma(ENDED_WEIGHT))
+    computed_tokens: Ewma = field(default_factory=lambda: Ewma(ENDED_WEIGHT))  # prompt tokens that were not cached
     output_tokens: Ewma = field(default_factory=lambda: Ewma(ENDED_WEIGHT))
-    held_s: Ewma = field(default_factory=lambda: Ewma(ENDED_WEIGHT))
     used_share: Ewma = field(default_factory=lambda: Ewma(USED_SHARE_WEIGHT))  # share of the engine's time
     used_s: float = 0.0  # seconds of engine time since the start
 
@@ -54,8 +52,8 @@ class _TierHistory:
             weight = 1 - (1 - ENDED_WEIGHT) ** len(ended) if self.num_ended else 1.0
             self.num_ended += len(ended)
             self.prompt_tokens.add(fmean(e.prompt_tokens for e in ended), weight)
+            self.computed_tokens.add(fmean(e.prompt_tokens - e.cached_tokens for e in ended), weight)
             self.output_tokens.add(fmean(e.output_tokens for e in ended), weight)
-            self.held_s.add(fmean(e.held_s for e in ended), weight)
 
     def add_used(self, used_s: float, interval_s: float) -> None:
         """Update the share of engine time that the tier uses.
@@ -94,7 +92,6 @@ class CapacityEstimator:
         tiers: Sequence[Tier],
         requests: Iterable[RequestState],
         status: CoreStatus,
-        now: float,
         interval_s: float,
     ) -> dict[str, TierCapacity]:
         """Return the capacity for each tier, by name.
@@ -110,9 +107,8 @@ class CapacityEstimator:
         for tier in tiers:
             name, output = tier.name, status.outputs[tier.name]
             share_left = max(1 - backlog.used_share, tier.floor, MIN_SHARE_LEFT)
-            self._add_to(backlog, states[name], tier, cost, output.margin, now)
-            ages_s = [now - state.claimed_s for state in states[name]]
-            capacity = self._capacity(tier, output.batch_size, ages_s, cost, backlog, share_left)
+            self._add_to(backlog, states[name], tier, cost, output.margin)
+            capacity = self._capacity(tier, output.batch_size, states[name], cost, backlog, share_left)
             capacities[name] = capacity if status.knows_step_times else replace(capacity, prefill_tokens_per_s=0.0)
         return capacities
 
@@ -133,14 +129,10 @@ class CapacityEstimator:
         tier: Tier,
         cost: StepCost,
         margin: float,
-        now: float,
     ) -> None:
-        """Add a tier's requests to `backlog`.
-
-        Prompts that are late already do not count, because new requests are scheduled before them.
-        """
+        """Add a tier's requests to `backlog`."""
         decodes = [s for s in states if s.is_decode and s.status is Status.RUNNING]
-        backlog.prompt_tokens += sum(s.num_uncomputed for s in states if not (s.is_decode or is_late(s, cost, now)))
+        backlog.prompt_tokens += sum(s.num_uncomputed for s in states if not s.is_decode)
         backlog.output_tokens += sum(s.request.sampling.max_tokens - len(s.output_token_ids) for s in states)
         backlog.decode_s += sum(cost.decode(s.num_computed_tokens) for s in decodes)
         if decodes and tier.slo.itl_p99_ms is not None:
@@ -148,7 +140,13 @@ class CapacityEstimator:
         backlog.used_share += self._history[tier.name].used_share.value
 
     def _capacity(
-        self, tier: Tier, slots: int, ages_s: Sequence[float], cost: StepCost, backlog: _Backlog, share_left: float
+        self,
+        tier: Tier,
+        slots: int,
+        states: Sequence[RequestState],
+        cost: StepCost,
+        backlog: _Backlog,
+        share_left: float,
     ) -> TierCapacity:
         history = self._history[tier.name]
         prompt_s, output_s = _prompt_token_s(history, cost), _output_token_s(history, cost, slots)
@@ -162,8 +160,8 @@ class CapacityEstimator:
             prompt_tokens=backlog.prompt_tokens,
             output_tokens=backlog.output_tokens,
             step_s=cost.step_s + backlog.decode_s,
-            slots_free=slots - len(ages_s),
-            drain_per_s=_per_s(slots, _slot_s(history, ages_s)),
+            slots_free=slots - len(states),
+            drain_per_s=_per_s(share_left, _request_s(history, states, prompt_s, output_s)),
             prefill_tokens_per_s=prefill_per_s,
             output_tokens_per_s=_per_s(share_left, output_s),
         )
@@ -171,11 +169,11 @@ class CapacityEstimator:
     def _prefill_beside_decodes_per_s(self, backlog: _Backlog, cost: StepCost, prompt_token_s: float) -> float:
         """Return the prompt tokens per second in steps that also hold the decodes.
 
-        Such a step lasts as long as the ITL SLO of the decodes allows. If the SLO leaves too little time for prefill,
-        the prefill gets `PREFILL_EXTRA_SHARE` of the time that a step with only the decodes takes.
+        Such a step lasts as long as the ITL SLO of the decodes allows. If the SLO leaves less than half of the step for
+        prefill, first tokens are late soon, and the prefill gets half of the step.
         """
         decodes_s = cost.step_s + backlog.decode_s
-        room_s = max(backlog.itl_s - decodes_s, PREFILL_EXTRA_SHARE * decodes_s)
+        room_s = max(backlog.itl_s - decodes_s, decodes_s)
         full_s = self._max_step_tokens * prompt_token_s
         chunk = self._max_step_tokens * (room_s / full_s if full_s > room_s else 1.0)
         return _per_s(chunk, decodes_s + chunk * prompt_token_s)
@@ -183,7 +181,7 @@ class CapacityEstimator:
 
 def _prompt_token_s(history: _TierHistory, cost: StepCost) -> float:
     """Return the seconds per token of an average prompt, attention included. They are the same for every chunk size."""
-    return cost.prefill_token_s + cost.attend_s * (history.prompt_tokens.value or FIRST_PROMPT) / 2
+    return cost.prefill_token_s + cost.attend_s * history.prompt_tokens.value / 2
 
 
 def _output_token_s(history: _TierHistory, cost: StepCost, batch: int) -> float:
@@ -195,14 +193,19 @@ def _output_token_s(history: _TierHistory, cost: StepCost, batch: int) -> float:
     return cost.decode(context) + cost.step_s / batch
 
 
-def _slot_s(history: _TierHistory, ages_s: Sequence[float]) -> float:
-    """Return how many seconds a request keeps its slot; 0 if too few requests were seen.
+def _request_s(
+    history: _TierHistory, states: Sequence[RequestState], prompt_token_s: float, output_token_s: float
+) -> float:
+    """Return the engine time of an average request while all slots are in use; 0 if no output is known.
 
-    The result is at least the mean age of the held requests.
+    Until a request has ended, the requests that the worker decodes now stand for ended ones.
     """
-    if history.num_ended + len(ages_s) < MIN_REQUESTS:
-        return 0.0
-    return max(history.held_s.value, fmean(ages_s) if ages_s else 0.0)
+    computed_tokens, output_tokens = history.computed_tokens.value, history.output_tokens.value
+    decodes = [s for s in states if s.is_decode]
+    if not history.num_ended and decodes:
+        computed_tokens = fmean(len(s.request.prompt_token_ids) - (s.num_cached_tokens or 0) for s in decodes)
+        output_tokens = fmean(len(s.output_token_ids) for s in decodes)
+    return computed_tokens * prompt_token_s + output_tokens * output_token_s if output_tokens else 0.0
 
 
 def _per_s(amount: float, seconds: float) -> float:

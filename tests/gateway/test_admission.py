@@ -20,6 +20,9 @@ from tests.waiting import until
 SLOW = TierCapacity(step_s=0.01, slots_free=64, prefill_tokens_per_s=10.0, output_tokens_per_s=10.0)
 # One chat meets the realtime tier's SLO of 500 ms; a second one behind it does not.
 JUST = replace(SLOW, prefill_tokens_per_s=25.0)
+# Two ways to refuse what comes later than 500 ms: the strict form, and the tier's own patience.
+STRICT: dict[str, Any] = {"predict": True}
+IMPATIENT: dict[str, Any] = {"patience_ms": 500}
 BULK = {**CHAT, "service_tier": "flex"}
 HELLO = answer_with("Hello!")
 
@@ -43,8 +46,10 @@ async def occupy(stand: Stand, body: dict[str, Any] = CHAT) -> "asyncio.Task[Any
     return waiting
 
 
-async def test_an_overloaded_tier_refuses_with_a_reason_and_retry_after() -> None:
-    async with running_stand(silent_above, capacity=JUST) as stand:
+@pytest.mark.parametrize("admission", [STRICT, IMPATIENT])
+async def test_an_overloaded_tier_refuses_with_a_reason_and_retry_after(admission: dict[str, Any]) -> None:
+    tiers = make_tiers(realtime={"admission": admission})
+    async with running_stand(silent_above, capacity=JUST, tiers=tiers) as stand:
         first = await occupy(stand)
         response = await stand.post("/v1/chat/completions", {**CHAT, "stream": True})
         with pytest.raises(openai.InternalServerError) as raised:
@@ -64,8 +69,17 @@ async def test_an_overloaded_tier_refuses_with_a_reason_and_retry_after() -> Non
     assert 'tidegate_queued_tokens{kind="prompt",tier="bulk"} 0.0' in metrics
 
 
-async def test_the_openai_client_retries_by_itself_and_is_served() -> None:
+async def test_a_late_request_waits_its_turn_while_its_tier_is_patient() -> None:
     async with running_stand(silent_above, capacity=JUST) as stand:
+        waiting = [await occupy(stand) for _ in range(5)]
+        assert stand.metric("tidegate_requests_rejected_total", tier="realtime", reason="overloaded") == 0
+        for task in waiting:
+            task.cancel()
+
+
+async def test_the_openai_client_retries_by_itself_and_is_served() -> None:
+    tiers = make_tiers(realtime={"admission": STRICT})
+    async with running_stand(silent_above, capacity=JUST, tiers=tiers) as stand:
         first = await occupy(stand)
         patient = stand.client.with_options(max_retries=2)
         asking = asyncio.create_task(patient.chat.completions.create(**CHAT))
@@ -76,8 +90,9 @@ async def test_the_openai_client_retries_by_itself_and_is_served() -> None:
     assert answer.choices[0].message.content == "Hello!"
 
 
-async def test_a_request_that_is_demoted_is_served_and_reports_the_lower_tier() -> None:
-    tiers = make_tiers(realtime={"admission": {"demote_to": "bulk"}})
+@pytest.mark.parametrize("admission", [STRICT, IMPATIENT])
+async def test_a_request_that_is_demoted_is_served_and_reports_the_lower_tier(admission: dict[str, Any]) -> None:
+    tiers = make_tiers(realtime={"admission": {**admission, "demote_to": "bulk"}})
     async with running_stand(silent_above, capacity=JUST, tiers=tiers) as stand:
         first = await occupy(stand)
         whole = await stand.client.chat.completions.create(**CHAT)
@@ -93,7 +108,7 @@ async def test_a_request_that_is_demoted_is_served_and_reports_the_lower_tier() 
 
 
 async def test_no_request_is_demoted_into_a_full_queue() -> None:
-    tiers = make_tiers(realtime={"admission": {"demote_to": "bulk"}}, bulk={"queue_limit": 1})
+    tiers = make_tiers(realtime={"admission": {**STRICT, "demote_to": "bulk"}}, bulk={"queue_limit": 1})
     async with running_stand(silent_above, capacity=JUST, tiers=tiers) as stand:
         stand.worker.claims = False
         waiting = [await occupy(stand), await occupy(stand)]
@@ -137,7 +152,8 @@ async def test_trap_12_a_priority_number_opens_no_tier_that_the_key_may_not_use(
 async def test_trap_15_n_choices_take_n_places_and_n_prompts() -> None:
     """A prompt is served in time behind one other, but not behind four."""
     fast = TierCapacity(step_s=0.0, slots_free=64, prefill_tokens_per_s=60.0, output_tokens_per_s=60.0)
-    async with running_stand(silent_above, capacity=fast) as stand:
+    tiers = make_tiers(realtime={"admission": STRICT})
+    async with running_stand(silent_above, capacity=fast, tiers=tiers) as stand:
         stand.worker.claims = False
         singles = [await occupy(stand), await occupy(stand)]
         tokens = (await stand.gateway.client.backlogs())["realtime"].prompt_tokens // 2

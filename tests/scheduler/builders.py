@@ -59,12 +59,13 @@ def tiers_document(
 
 
 def make_tiers(**changes: dict[str, Any]) -> TierSet:
-    """Return the three usual tiers; `bulk={"floor": 0}` changes a key, `gold={…}` adds a tier. Admission does not
-    predict unless a change says so, so that floods reach the scheduler."""
+    """Return the three usual tiers; `bulk={"floor": 0}` changes a key, `gold={…}` adds a tier. Interactive tiers have
+    endless patience unless a change says otherwise, so that floods reach the scheduler."""
     document = tiers_document(_TIERS, changes)
     for keys in document["tiers"].values():
-        keys.setdefault("admission", {"predict": False})
-        if not keys.get("slo"):
+        if keys.get("slo"):
+            keys.setdefault("admission", {"patience_ms": None})
+        else:
             keys.pop("max_slowdown", None)
     return parse_tiers(document)
 

@@ -29,6 +29,17 @@ def test_the_shipped_tiers() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("admission", "limit_s"),
+    [({}, 10.0), ({"patience_ms": 2500}, 2.5), ({"patience_ms": None}, None), ({"predict": True}, 0.5)],
+)
+def test_a_request_may_wait_for_the_patience_or_in_the_strict_form_for_the_slo(
+    admission: dict[str, Any], limit_s: float | None
+) -> None:
+    strict = parse_tiers(tier(slo={"ttft_p99_ms": 500}, admission=admission))
+    assert strict["t"].ttft_limit_s == limit_s
+
+
 def test_any_number_of_tiers_under_any_names() -> None:
     gold = make_tiers(gold={"priority": 200}, **{f"t{i}": {"priority": i} for i in range(20)})
     assert gold.by_priority[0].name == "gold"
@@ -60,6 +71,12 @@ def tier(**changes: Any) -> dict[str, Any]:
         (tier(slo={"itl_p99_ms": 50}, aging_ms=9), "tiers.t: aging_ms is for tiers without a latency SLO"),
         (tier(slo={"itl_p99_ms": 50}, urgent_ms=9), "tiers.t: urgent_ms is for tiers without a latency SLO"),
         (tier(admission={"reopen_at": 0.5}), "tiers.t: admission.reopen_at is for tiers with a latency SLO"),
+        (tier(admission={"patience_ms": 9}), "tiers.t: admission.patience_ms is for tiers with a latency SLO"),
+        (tier(admission={"predict": True}), "tiers.t: admission.predict is for tiers with a latency SLO"),
+        (
+            tier(slo={"itl_p99_ms": 50}, admission={"predict": True}),
+            "tiers.t: admission.predict refuses by slo.ttft_p99_ms, which is missing",
+        ),
         (tier(prioritiy=1), "tiers.t.prioritiy: Extra inputs are not permitted"),
         (tier(answers_as="bulk"), "tiers.t.answers_as: "),
         ({**tier(), "default_tier": "x"}, "default_tier: there is no tier 'x'"),

@@ -10,8 +10,8 @@ from scheduler.client.rejection import Rejected, RejectReason
 from tests.scheduler.builders import FAST, make_tiers
 from tests.scheduler.world import World, run_world
 
-LASTS_S = 12.0
-LEARNING_S = 5.0  # at first it is not known how long requests stay
+LASTS_S = 20.0
+LEARNING_S = 10.0  # at first it is not known how long requests stay
 TTFT_SLO_S = 0.5
 
 
@@ -46,7 +46,8 @@ async def ask(world: World, request_id: str, prompt: int, max_tokens: int, outco
 
 def overload(predict: bool, rate_per_s: float, prompt: int, max_tokens: int) -> tuple[float, float]:
     """Return the share that was admitted, and the share of those that was too late; after `LEARNING_S`."""
-    tiers = make_tiers(realtime={"admission": {"predict": predict}, "batch_size": {"min": 16, "start": 16, "max": 16}})
+    admission = {"predict": True} if predict else {"patience_ms": None}
+    tiers = make_tiers(realtime={"admission": admission, "batch_size": {"min": 16, "start": 16, "max": 16}})
 
     async def story(world: World) -> list[Outcome]:
         return await offer(world, rate_per_s, prompt, max_tokens)

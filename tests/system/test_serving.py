@@ -71,6 +71,18 @@ async def test_a_common_prompt_prefix_is_computed_once_for_each_cache_salt(clien
     assert await cached_tokens("theirs") == 0
 
 
+async def test_two_hundred_requests_at_once_see_no_error(client: AsyncOpenAI) -> None:
+    """They miss the SLO and wait their turn."""
+
+    async def tokens(n: int) -> int:
+        answer = await client.completions.create(
+            model=MODEL, prompt=[5 + n, 6, 7], max_tokens=16, extra_body={"ignore_eos": True}
+        )
+        return answer.usage.completion_tokens if answer.usage else 0
+
+    assert await asyncio.gather(*(tokens(n) for n in range(200))) == [16] * 200
+
+
 async def test_seeded_sampling_repeats_itself(client: AsyncOpenAI) -> None:
     async def sample(seed: int) -> str:
         answer = await client.completions.create(

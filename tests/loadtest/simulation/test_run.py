@@ -68,7 +68,7 @@ def test_the_hosts_time_between_steps_is_not_the_engines() -> None:
 def test_two_workers_share_one_queue() -> None:
     """Work for one worker and a third: one falls further and further behind, two have time left."""
     trace = make_trace(160, 0.125, prompt=256, output=2)
-    tiers = make_tiers(realtime={"admission": {"predict": False}})  # all shall wait, however long
+    tiers = make_tiers(realtime={"admission": {"patience_ms": None}})  # all shall wait, however long
     one, two = (make_experiment(trace, workers=n, tiers=tiers).run()[0] for n in (1, 2))
     assert one.engines.busy_share > 0.95 and 0.6 < two.engines.busy_share < 0.9
     assert two.classes[0].done == 160
@@ -98,7 +98,7 @@ def test_batches_of_an_engine_that_takes_fixed_ones_are_full_under_a_flood() -> 
 
 
 def test_a_full_queue_refuses_and_the_refused_are_counted() -> None:
-    tiers = make_tiers(realtime={"queue_limit": 5, "admission": {"predict": False}})
+    tiers = make_tiers(realtime={"queue_limit": 5, "admission": {"patience_ms": None}})
     summary, _ = make_experiment(make_trace(300, 0.01, prompt=512), tiers=tiers).run()
     (chat,) = summary.classes
     assert set(chat.rejected) == {"queue_full"} and chat.done > 5
@@ -106,7 +106,7 @@ def test_a_full_queue_refuses_and_the_refused_are_counted() -> None:
 
 
 def test_patience_ends_where_the_tier_says() -> None:
-    tiers = make_tiers(realtime={"timeout_ms": 2000, "admission": {"predict": False}})
+    tiers = make_tiers(realtime={"timeout_ms": 2000, "admission": {"patience_ms": None}})
     summary, observation = make_experiment(make_trace(200, 0.01, prompt=512), tiers=tiers).run()
     timed_out = [r for r in observation.requests if r.failed == TIMED_OUT]
     answered = [r.ttft_s for r in observation.requests if r.is_done and r.ttft_s is not None]

@@ -16,11 +16,11 @@ from scheduler.virtual_time import EPOCH_MS
 from tests.scheduler.builders import make_request, make_tiers
 
 IDLE = TierCapacity(step_s=0.0, slots_free=8, drain_per_s=2.0, prefill_tokens_per_s=1000.0, output_tokens_per_s=1000.0)
-PREDICTS: dict[str, Any] = {"admission": {"predict": True}}
 
 
 def tiers(**more: Any) -> TierSet:
-    return make_tiers(realtime={**PREDICTS, **more}, bulk=PREDICTS)
+    """Return tiers in which `realtime` has the strict form of admission: its limit is the SLO of 0.5 s."""
+    return make_tiers(realtime={"admission": {"predict": True}, **more})
 
 
 def make_admission(tiers: TierSet, realtime: TierCapacity | None = IDLE, bulk: TierCapacity | None = IDLE) -> Admission:
@@ -33,9 +33,11 @@ def make_admission(tiers: TierSet, realtime: TierCapacity | None = IDLE, bulk: T
     return admission
 
 
-def heartbeat(admission: Admission, statuses: dict[str, TierStatus], second: int) -> None:
+def heartbeat(
+    admission: Admission, statuses: dict[str, TierStatus], second: int, backlogs: dict[str, Backlog] | None = None
+) -> None:
     status = WorkerStatus("w", ("m",), 512, 1000, 0, tiers=statuses, at_ms=1000 * second)
-    admission.on_heartbeat([status], now=second, wall_ms=1000 * second)
+    admission.on_heartbeat([status], backlogs or {}, now=second, wall_ms=1000 * second)
 
 
 def submit(
@@ -86,6 +88,33 @@ def test_a_closed_tier_opens_again_at_a_part_of_its_slo() -> None:
     assert attempt(admission, request, ahead=Backlog(1, 390)) is None
     assert not admission.is_closed("realtime")
     assert attempt(admission, request, ahead=Backlog(1, 450)) is None
+
+
+def test_a_patient_tier_refuses_where_the_wait_exceeds_its_patience() -> None:
+    """The SLO is 0.5 s, the patience 10 s; the tier opens again at 8 s."""
+    admission, request = make_admission(make_tiers(realtime={"admission": {}})), make_request("a", prompt=0)
+    assert attempt(admission, request, ahead=Backlog(1, 9_900)) is None
+    rejected = attempt(admission, request, ahead=Backlog(1, 14_000))
+    assert rejected is not None and rejected.reason is RejectReason.OVERLOADED
+    assert "about 14 s, and the patience is 10 s" in rejected.message
+    assert rejected.retry_after_s == pytest.approx(6, abs=0.1), "until the tier opens again"
+    assert attempt(admission, request, ahead=Backlog(1, 9_000)) is not None
+    assert attempt(admission, request, ahead=Backlog(1, 7_900)) is None
+
+
+def test_a_tier_without_a_ttft_slo_has_patience_too() -> None:
+    patient = make_tiers(realtime={"slo": {"itl_p99_ms": 100}, "admission": {"patience_ms": 2000}})
+    admission, request = make_admission(patient), make_request("a", prompt=0)
+    assert attempt(admission, request, ahead=Backlog(1, 1900)) is None
+    assert attempt(admission, request, ahead=Backlog(1, 2100)) is not None
+
+
+def test_prompts_that_are_late_by_themselves_are_ahead_too() -> None:
+    """They are served in the order of their arrival, like all others."""
+    patient = make_tiers(realtime={"admission": {}})
+    admission = make_admission(patient)
+    assert isinstance(submit(admission, make_request("long", prompt=4000)), Ticket)
+    assert admission.predicted_ttft_s(patient["realtime"], {}, 0.0) == pytest.approx(4.0)
 
 
 def test_other_tiers_open_what_was_closed_before() -> None:
@@ -146,12 +175,9 @@ def test_trap_7_only_tiers_of_higher_priority_are_ahead() -> None:
 
 
 @pytest.mark.trap(8)
-@pytest.mark.parametrize("unknown", ["nothing", "stale", "off", "no SLO"])
+@pytest.mark.parametrize("unknown", ["nothing", "stale", "endless patience"])
 def test_trap_8_without_a_prediction_nothing_is_refused(unknown: str) -> None:
-    known = {
-        "off": tiers(admission={"predict": False}),
-        "no SLO": tiers(slo={"itl_p99_ms": 100}),
-    }.get(unknown, tiers())
+    known = tiers(admission={"patience_ms": None}) if unknown == "endless patience" else tiers()
     admission = make_admission(known, realtime=None if unknown == "nothing" else IDLE)
     now = 60.0 if unknown == "stale" else 0.0
     assert attempt(admission, make_request("a", prompt=10**5), ahead=Backlog(10**5, 10**8), now=now) is None
@@ -184,6 +210,21 @@ def test_waits_that_turn_out_longer_are_predicted_longer() -> None:
         admission.on_event(TokenEvent(f"a{n}", EventKind.FINISHED, 0, (1,)), n + 0.2)
         admission.on_event(TokenEvent(f"b{n}", EventKind.FINISHED, 0, (1,)), n + 0.6)
     assert forecast_of(admission, now=60).prompt_token_s > 2 * before
+
+
+@pytest.mark.parametrize("gateways", [1, 4])
+def test_a_gateway_learns_from_the_whole_queue_and_not_from_its_own_part(gateways: int) -> None:
+    """The waits are as predicted, whoever sent what waits ahead: there is nothing to correct."""
+    admission = make_admission(make_tiers(realtime={"admission": {}}))
+    before = forecast_of(admission).prompt_token_s
+    for n in range(50):
+        waiting = {"realtime": Backlog(4, 2000)}
+        heartbeat(admission, {"realtime": TierStatus(batch_size=8, capacity=IDLE)}, second=10 * n, backlogs=waiting)
+        submit(admission, make_request(f"ahead{n}", prompt=2000 // gateways), now=10 * n)
+        submit(admission, make_request(f"r{n}", prompt=1), now=10 * n)
+        admission.on_event(TokenEvent(f"r{n}", EventKind.FINISHED, 0, (1,)), 10 * n + 2.0)
+        admission.forget(f"ahead{n}")
+    assert forecast_of(admission, now=490).prompt_token_s == pytest.approx(before, rel=0.15)
 
 
 def test_predicted_ttft_is_that_of_a_short_request_that_arrives_now() -> None:

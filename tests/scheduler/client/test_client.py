@@ -403,7 +403,7 @@ def test_trap_4_a_burst_of_submits_does_not_exceed_the_queue_limit() -> None:
 
 
 CAPACITY = TierCapacity(slots_free=64, drain_per_s=1.0, prefill_tokens_per_s=1000.0, output_tokens_per_s=1000.0)
-PREDICTING = make_tiers(realtime={"admission": {"predict": True}}, bulk={"admission": {"predict": True}})
+PREDICTING = make_tiers(realtime={"admission": {"predict": True}})
 
 
 async def predicting_client(stage: Stage, gateway_id: str) -> SchedulerClient:

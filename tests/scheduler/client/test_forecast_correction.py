@@ -4,16 +4,27 @@ import random
 
 import pytest
 
-from scheduler.client.forecast_correction import MAX_FACTOR, MIN_FACTOR, ForecastCorrection
+from scheduler.client.forecast_correction import (
+    MAX_FACTOR,
+    MEDIAN_EXCEEDED_SHARE,
+    SLO_EXCEEDED_SHARE,
+    ForecastCorrection,
+)
 
 
-def serve(correction: ForecastCorrection, ratio: float, count: int = 2000, spread: float = 0.1) -> list[bool]:
+def serve(
+    correction: ForecastCorrection,
+    ratio: float,
+    count: int = 4000,
+    spread: float = 0.1,
+    exceeded_share: float = SLO_EXCEEDED_SHARE,
+) -> list[bool]:
     """Serve `count` requests that wait `ratio` times what was predicted; return which exceeded the corrected wait."""
     rng, late = random.Random(1), []
     for n in range(count):
         actual_s = 0.1 + 0.3 * ratio * rng.uniform(1 - spread, 1 + spread)
         late.append(actual_s > 0.1 + 0.3 * correction.factor("realtime"))
-        correction.expect(f"r{n}", "realtime", float(n), own_s=0.1, wait_s=0.3)
+        correction.expect(f"r{n}", "realtime", float(n), own_s=0.1, wait_s=0.3, exceeded_share=exceeded_share)
         correction.first_token(f"r{n}", n + actual_s)
     return late
 
@@ -26,7 +37,15 @@ def test_few_waits_are_longer_than_the_factor_says_once_it_is_learned(ratio: flo
     assert sum(late[-1000:]) <= 50
 
 
-@pytest.mark.parametrize(("ratio", "bound"), [(0.01, MIN_FACTOR), (100.0, MAX_FACTOR)])
+@pytest.mark.parametrize("ratio", [0.7, 1.0, 2.5])
+def test_the_median_is_exceeded_by_half_of_the_waits(ratio: float) -> None:
+    correction = ForecastCorrection()
+    late = serve(correction, ratio, exceeded_share=MEDIAN_EXCEEDED_SHARE)
+    assert correction.factor("realtime") == pytest.approx(ratio, rel=0.15)
+    assert 0.4 < sum(late[-1000:]) / 1000 < 0.6
+
+
+@pytest.mark.parametrize(("ratio", "bound"), [(0.01, 1 / MAX_FACTOR), (100.0, MAX_FACTOR)])
 def test_the_factor_is_bounded(ratio: float, bound: float) -> None:
     correction = ForecastCorrection()
     serve(correction, ratio)
@@ -36,17 +55,17 @@ def test_the_factor_is_bounded(ratio: float, bound: float) -> None:
 def test_it_recovers_from_a_stall() -> None:
     correction = ForecastCorrection()
     serve(correction, 50.0, count=100)
-    serve(correction, 1.0, count=4000)
+    serve(correction, 1.0, count=6000)
     assert correction.factor("realtime") < 1.3
 
 
 def test_only_first_tokens_of_predicted_requests_move_the_factor() -> None:
     correction = ForecastCorrection()
     correction.first_token("unknown", 5.0)
-    correction.expect("gone", "realtime", 0.0, 0.1, 0.1)
+    correction.expect("gone", "realtime", 0.0, 0.1, 0.1, SLO_EXCEEDED_SHARE)
     correction.forget("gone")
     correction.first_token("gone", 50.0)
-    correction.expect("twice", "realtime", 0.0, 0.1, 0.1)
+    correction.expect("twice", "realtime", 0.0, 0.1, 0.1, SLO_EXCEEDED_SHARE)
     correction.first_token("twice", 0.15)
     once = correction.factor("realtime")
     correction.first_token("twice", 50.0)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.interface import FinishReason
-from scheduler.client.inflight import MIN_SAMPLES, InFlight, TierUsage
+from scheduler.client.inflight import InFlight, TierUsage
 from scheduler.request import Delivery, EventKind, TokenEvent
 from tests.scheduler.builders import make_request
 
@@ -45,10 +45,10 @@ def test_a_request_delivered_at_its_end_does_not_count_as_unanswered() -> None:
     assert (in_flight.num_open("realtime"), in_flight.unanswered_tokens(["realtime"])) == (1, 0)
 
 
-def test_usage_is_known_after_enough_requests() -> None:
+def test_usage_is_that_of_the_requests_that_ended() -> None:
     in_flight = InFlight()
-    for n in range(MIN_SAMPLES):
-        assert in_flight.usage("realtime") == TierUsage(0.0, None)
+    assert in_flight.usage("realtime") == TierUsage(0.0, None)
+    for n in range(8):
         in_flight.add([make_request(f"r{n}", prompt=100, max_tokens=40)])
         in_flight.on_event(token(f"r{n}", cached=25))
         in_flight.on_event(last(f"r{n}", index=1, count=9))

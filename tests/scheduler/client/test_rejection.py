@@ -12,7 +12,8 @@ def worker(worker_id: str, per_s: float, tier: str = "realtime") -> WorkerStatus
     return WorkerStatus(worker_id, ("m",), 512, 1000, 0, tiers={tier: TierStatus(finished_per_s=per_s)})
 
 
-TIERS = make_tiers(realtime={"queue_limit": 1000})
+TIERS = make_tiers(realtime={"queue_limit": 1000, "admission": {"predict": True}})
+PATIENT = make_tiers(realtime={"admission": {"patience_ms": 10_000}})["realtime"]
 TIER, BULK = TIERS["realtime"], TIERS["bulk"]
 
 
@@ -39,6 +40,12 @@ def test_an_overloaded_tier_says_what_was_predicted_and_when_to_try_again() -> N
         "The realtime tier is overloaded: a first token would take about 4.4 s, and the SLO is 0.5 s. Try again in 4 s."
     )
     assert (rejected.reason, rejected.retry_after_s) == (RejectReason.OVERLOADED, pytest.approx(4.0))
+
+
+def test_a_patient_tier_names_its_patience() -> None:
+    rejected = rejection.overloaded(PATIENT, 44.0)
+    assert "about 44 s, and the patience is 10 s." in rejected.message
+    assert rejected.retry_after_s == pytest.approx(36), "until the prediction is at 80 % of the patience"
 
 
 def test_a_closed_tier_says_when_it_opens_again() -> None:

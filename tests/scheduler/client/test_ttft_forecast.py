@@ -84,7 +84,7 @@ def test_a_request_too_long_for_the_slo_is_admitted_when_little_waits() -> None:
     forecast = first_token(
         [make_request(prompt=400)] * 64, replace(CAPACITY, prompt_tokens=0, slots_free=8), 8, TierUsage(), 0.5
     )
-    assert forecast.own_s == 0.25 and not forecast.counts_all_own_work
+    assert forecast.own_s == 0.25 and not forecast.is_complete
     assert forecast.limit(()).admits(Backlog())
     assert forecast.limit(()).admits(Backlog(0, 249, 0))
     assert not forecast.limit(()).admits(Backlog(0, 251, 0))

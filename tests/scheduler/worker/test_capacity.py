@@ -10,7 +10,7 @@ from scheduler.planning.step_report import Ended
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.request import Claimed
 from scheduler.virtual_time import EPOCH_MS
-from scheduler.worker.capacity import MIN_REQUESTS, CapacityEstimator
+from scheduler.worker.capacity import CapacityEstimator
 from tests.scheduler.builders import CheckedCore, make_core, make_info, make_request
 from tests.scheduler.stepped_core import SteppedCore
 
@@ -21,7 +21,7 @@ def measure(
     estimator: CapacityEstimator, core: CheckedCore, now: float = 1.0, times: int = 1
 ) -> dict[str, TierCapacity]:
     for _ in range(times):
-        capacities = estimator.measure(core.tiers, core.states, core.status(now), now, interval_s=1.0)
+        capacities = estimator.measure(core.tiers, core.states, core.status(now), interval_s=1.0)
     return capacities
 
 
@@ -35,8 +35,8 @@ def hold(core: CheckedCore, count: int, tier: str = "realtime", prompt: int = 10
     core.accept([Claimed(request, fence=1) for request in requests], 0.0, EPOCH_MS)
 
 
-def end(estimator: CapacityEstimator, count: int, tier: str = "realtime", **more: float) -> None:
-    ended = Ended(tier, "stop", prompt_tokens=100, output_tokens=50, met_slo=True, held_s=2.0)
+def end(estimator: CapacityEstimator, count: int, tier: str = "realtime", **more: int) -> None:
+    ended = Ended(tier, "stop", prompt_tokens=100, output_tokens=50, met_slo=True)
     for _ in range(count):
         estimator.note_ended(replace(ended, **more))  # type: ignore[arg-type]
 
@@ -81,8 +81,8 @@ def test_backlog_of_higher_tiers_counts_for_lower_ones_but_not_the_other_way_rou
     assert [capacities[t].output_tokens for t in ("realtime", "bulk", "batch")] == [150, 250, 250]
     assert [capacities[t].slots_free for t in ("realtime", "bulk", "batch")] == [61, 62, 64]
     late = measure(estimator, core, now=1.0)
-    assert [late[t].prompt_tokens for t in ("realtime", "bulk", "batch")] == [0, 200, 200], (
-        "late prompts wait for newcomers"
+    assert [late[t].prompt_tokens for t in ("realtime", "bulk", "batch")] == [300, 500, 500], (
+        "late prompts are served in order, so they are ahead of newcomers"
     )
 
 
@@ -114,21 +114,28 @@ def test_long_prompts_attend_to_more() -> None:
     assert measure(estimator, core)["realtime"].prefill_tokens_per_s < short / 2
 
 
-def test_slots_become_free_as_fast_as_requests_usually_end() -> None:
+def test_slots_become_free_as_fast_as_a_full_batch_computes_requests() -> None:
+    """A prompt of 100 tokens takes 0.1 s; 50 outputs take 2 ms each, and their part of the fixed cost of steps."""
     estimator, core = make_estimator()
-    end(estimator, MIN_REQUESTS - 1)
-    assert measure(estimator, core)["realtime"].drain_per_s == 0, "too few to say"
+    assert measure(estimator, core)["realtime"].drain_per_s == 0, "no output is known"
     end(estimator, 1)
-    assert measure(estimator, core)["realtime"].drain_per_s == pytest.approx(64 / 2.0)
+    assert measure(estimator, core)["realtime"].drain_per_s == pytest.approx(1 / (0.1 + 50 * (0.002 + 0.01 / 64)))
 
 
-def test_slots_are_kept_at_least_as_long_as_by_the_requests_held_now() -> None:
-    """Soon after the start only short requests have ended."""
+def test_cached_prompt_tokens_keep_no_slot_busy() -> None:
     estimator, core = make_estimator()
-    hold(core, 20)
-    end(estimator, 20)
-    assert measure(estimator, core, now=1.0)["realtime"].drain_per_s == pytest.approx(64 / 2.0)
-    assert measure(estimator, core, now=8.0)["realtime"].drain_per_s == pytest.approx(64 / 8.0)
+    end(estimator, 20, cached_tokens=100)
+    assert measure(estimator, core)["realtime"].drain_per_s == pytest.approx(1 / (50 * (0.002 + 0.01 / 64)))
+
+
+def test_until_a_request_has_ended_the_running_ones_stand_for_it() -> None:
+    estimator, core = make_estimator()
+    hold(core, 4, prompt=10)
+    stepped, drains = SteppedCore(core, COST), []
+    for _ in range(3):
+        stepped.step()
+        drains.append(measure(estimator, core)["realtime"].drain_per_s)
+    assert drains[0] > drains[1] > drains[2] > 0, "longer and longer answers"
 
 
 def test_failed_requests_do_not_count() -> None:
