@@ -1,287 +1,43 @@
-"""Builds the engine that a configuration describes, for the hardware of this machine, and logs the choices made.
+"""Builds an engine. Importing this module does not import torch; building an engine does.
 
-These are the steps, in order:
-
-1. Load the model.
-2. Choose kernels.
-3. Divide the memory.
-4. Describe the engine (`EngineInfo`).
-5. Replace layers by faster ones, after a trial has shown that the results stay the same, and capture graphs.
-6. Find out what can be evicted from a running step.
+torch loads the OpenMP library of the CPU's threads (libgomp), which reads its environment variables only once, when it
+is loaded. So this module sets them before it imports torch. Our own kernels are linked with the same library.
 """
 
-import ctypes
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
-import structlog
-import torch
-from torch import nn
-
-from engine.config import EngineConfig, EngineStartError
-from engine.interface import Engine, EngineInfo, StepEviction, blocks_for
-from engine.native.attention.kernels import AttentionKernels
-from engine.native.cpu.build import load_library
-from engine.native.cpu.kernels import CpuKernels
-from engine.native.cpu.sampler import CpuSampler
-from engine.native.device import choose_device, choose_dtype
-from engine.native.execution.model_runner import ModelRunner
-from engine.native.execution.torch_engine import TorchEngine
-from engine.native.kv.cache import KVCache, LayerShape, block_bytes
-from engine.native.kv.sizing import fitting_model_len, num_kv_blocks, wanted_model_len
-from engine.native.kv.swap import SwapSpace, make_swap_space
-from engine.native.model.loader import context_limit, eos_token_ids, is_quantised, load_config, load_model
-from engine.native.model.probe import LayerSpec, probe_layers
-from engine.native.sampling.sampler import sample
-from engine.native.startup.cpu_eviction_trial import can_evict_rows
-from engine.native.startup.cpu_optimize import optimize_for_cpu
-from engine.native.startup.cuda_bring_up import (
-    capture_graphs,
-    graph_bytes,
-    graph_sizes,
-    optimize_for_cuda,
-    working_kernels,
-)
-from engine.native.startup.fusion import is_same_model, trial_logits
+from engine.config import EngineConfig
+from engine.interface import Engine
 from engine.thread import EngineThread
 
-_SMALL_MODEL = 10_000_000  # a model with fewer parameters is small; see `_set_threads`
+if TYPE_CHECKING:
+    from engine.native.execution.torch_engine import TorchEngine
+
+# Number of times that a thread that waits at a barrier looks before it sleeps. libgomp's default of 300,000 takes
+# milliseconds, for which the thread keeps its core from the gateway and from other processes.
+SPIN_COUNT = 2000
 
 
 def build_engine(config: EngineConfig) -> Engine:
     """Build an engine that runs on its own thread. Raises `EngineStartError` if the engine cannot start."""
-    return EngineThread(partial(build_torch_engine, config))
+    return EngineThread(partial(_load_builder(), config))
 
 
-def build_torch_engine(config: EngineConfig) -> TorchEngine:
+def build_torch_engine(config: EngineConfig) -> "TorchEngine":
     """Build an engine whose steps run on the caller's thread; calibration needs such an engine.
 
     Raises `EngineStartError` if the engine cannot start.
     """
-    _check_sizes(config)
-    loaded = _load(config)
-    kernels = _choose_kernels(config, loaded)
-    memory = _divide_memory(config, loaded, kernels)
-    info = _describe(config, loaded, kernels, memory)
-    runner = ModelRunner(
-        loaded.model, memory.cache, [spec.window for spec in loaded.specs], loaded.device, kernels.attention
-    )
-    if config.optimize and not is_quantised(loaded.model):
-        _optimize(runner, info, loaded, kernels)
-    if kernels.graph_sizes:
-        _capture_graphs(runner, info, loaded, kernels, memory)
-    info = replace(info, step_eviction=_step_eviction(runner, info, loaded, kernels))
-    _log(info, loaded, memory)
-    sampler = sample if kernels.library is None else CpuSampler(kernels.library)
-    return TorchEngine(info, runner, memory.swap, sampler=sampler, prefix_cache=config.prefix_cache)
+    return _load_builder()(config)
 
 
-def _check_sizes(config: EngineConfig) -> None:
-    for name in ("block_size", "max_num_seqs", "max_step_tokens", "max_model_len", "kv_cache_bytes", "num_threads"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise EngineStartError(f"{name} is {value}: it must be at least 1")
+def _load_builder() -> "Callable[[EngineConfig], TorchEngine]":
+    """Return the function that builds the native engine. If torch was imported before, `SPIN_COUNT` has no effect."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+    from engine.native.startup.engine_builder import build_native_engine  # imports torch
 
-
-# -- load the model ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """The loaded model, with its device, dtype, configuration and memory needs."""
-
-    device: torch.device
-    dtype: torch.dtype
-    hf_config: Any
-    wanted_len: int  # maximum tokens in a sequence, if the KV cache has room for them
-    model: nn.Module
-    specs: list[LayerSpec]  # one for each layer: the properties that attention needs
-    step_bytes: int  # device memory that the largest step needs beyond weights and KV; 0 on a CPU
-
-    @property
-    def layers(self) -> list[LayerShape]:
-        return [spec.shape for spec in self.specs]
-
-
-def _load(config: EngineConfig) -> _Loaded:
-    device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
-    hf_config = load_config(config)
-    wanted_len = wanted_model_len(config, context_limit(hf_config))
-    model = load_model(config, hf_config, dtype, device)
-    _set_threads(config, model)
-    specs, step_bytes = _measure(model, hf_config, config, device)
-    return _Loaded(device, dtype, hf_config, wanted_len, model, specs, step_bytes)
-
-
-def _set_threads(config: EngineConfig, model: nn.Module) -> None:
-    """Set the number of CPU threads of an operator: the configured number, or 1 for a small model.
-
-    For a larger model without a configured number, torch's default stays. The operators of a small model are too short
-    to be divided among threads: a second thread makes a step of the demo model only 1.2 times as fast, and occupies the
-    core that the gateway needs.
-    """
-    is_small = sum(p.numel() for p in model.parameters()) < _SMALL_MODEL
-    if config.num_threads is not None or is_small:
-        torch.set_num_threads(config.num_threads or 1)
-
-
-def _measure(
-    model: nn.Module, hf_config: Any, config: EngineConfig, device: torch.device
-) -> tuple[list[LayerSpec], int]:
-    """Return for each layer the properties that attention needs, and the memory of the largest step in bytes.
-
-    On a CPU the number of bytes is 0: KV gets only a part of the free memory, and the rest is ample for a step.
-    """
-    if device.type == "cpu":
-        return probe_layers(model, hf_config, 1, 1, config.max_model_len), 0
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    num_rows = min(config.max_num_seqs, config.max_step_tokens)
-    specs = probe_layers(model, hf_config, config.max_step_tokens, num_rows, config.max_model_len)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
-    return specs, peak
-
-
-# -- choose kernels ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Kernels:
-    """The kernels of this project that the engine uses. If a kernel is missing, torch's operators do its work."""
-
-    library: ctypes.CDLL | None  # compiled C++ library; only on a CPU
-    attention: AttentionKernels | None
-    graph_sizes: list[int]  # numbers of rows for which decode graphs are captured; empty: no graphs
-
-    @property
-    def attention_name(self) -> str:
-        if self.attention is None:
-            return "matrix products (decode), SDPA (prefill)"
-        return "own Triton kernels" if self.library is None else "own C++ kernels"
-
-
-def _choose_kernels(config: EngineConfig, loaded: _Loaded) -> _Kernels:
-    library = load_library() if loaded.device.type == "cpu" and config.optimize else None
-    attention = _attention_kernels(config, loaded, library)
-    wants_graphs = config.cuda_graphs and loaded.device.type == "cuda" and attention is not None
-    return _Kernels(
-        library, attention, graph_sizes(config.max_num_seqs, config.max_step_tokens) if wants_graphs else []
-    )
-
-
-def _attention_kernels(config: EngineConfig, loaded: _Loaded, library: ctypes.CDLL | None) -> AttentionKernels | None:
-    if loaded.device.type == "cuda" and config.optimize:
-        num_heads = getattr(loaded.hf_config.get_text_config(decoder=True), "num_attention_heads", None)
-        return working_kernels(
-            loaded.specs, num_heads if isinstance(num_heads, int) else 1, loaded.dtype, loaded.device
-        )
-    return CpuKernels(library, loaded.dtype) if library is not None and CpuKernels.supports(loaded.dtype) else None
-
-
-# -- divide the memory ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """The KV cache, and the swap space in host memory."""
-
-    num_blocks: int
-    block_bytes: int  # bytes of one block, over all layers
-    graph_bytes: int  # bytes reserved for CUDA graphs
-    cache: KVCache
-    swap: SwapSpace | None
-
-
-def _divide_memory(config: EngineConfig, loaded: _Loaded, kernels: _Kernels) -> _Memory:
-    sizes = kernels.graph_sizes
-    max_blocks = blocks_for(loaded.wanted_len, config.block_size)  # blocks of the longest sequence
-    for_graphs = graph_bytes(sizes, max_blocks, loaded.step_bytes) if sizes else 0
-    one_block = block_bytes(loaded.layers, config.block_size, loaded.dtype)
-    num_blocks = num_kv_blocks(config, loaded.wanted_len, one_block, loaded.step_bytes + for_graphs, loaded.device)
-    # If a step has fewer rows than its graph, the padding rows write to one extra block, unknown to the block pool.
-    cache = _make_cache(loaded, num_blocks + bool(sizes), config.block_size)
-    swap = make_swap_space(config, cache, one_block, loaded.device)
-    return _Memory(num_blocks, one_block, for_graphs, cache, swap)
-
-
-def _make_cache(loaded: _Loaded, num_blocks: int, block_size: int) -> KVCache:
-    try:
-        return KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
-    except (torch.OutOfMemoryError, MemoryError, OSError) as error:
-        raise EngineStartError(f"not enough memory for {num_blocks} KV blocks") from error
-
-
-# -- describe the engine -------------------------------------------------------------------------------------------
-
-
-def _describe(config: EngineConfig, loaded: _Loaded, kernels: _Kernels, memory: _Memory) -> EngineInfo:
-    device, swap = loaded.device, memory.swap
-    return EngineInfo(
-        model_path=config.model,
-        max_model_len=fitting_model_len(config, loaded.wanted_len, memory.num_blocks),
-        vocab_size=loaded.hf_config.get_text_config(decoder=True).vocab_size,
-        block_size=config.block_size,
-        num_blocks=memory.num_blocks,
-        max_step_tokens=config.max_step_tokens,
-        eos_token_ids=eos_token_ids(loaded.model, loaded.hf_config),
-        device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        attention_backend=kernels.attention_name,
-        preemption_modes=("pause", "swap", "recompute") if swap else ("pause", "recompute"),
-        num_swap_blocks=swap.num_blocks if swap else 0,
-        swap_block_s=swap.measure() if swap else 0.0,
-        steps_ahead=int(device.type == "cuda") if config.steps_ahead is None else config.steps_ahead,
-    )
-
-
-def _log(info: EngineInfo, loaded: _Loaded, memory: _Memory) -> None:
-    structlog.get_logger(__name__).info(
-        "engine ready",
-        model=info.model_path,
-        architecture=type(loaded.hf_config).__name__.removesuffix("Config"),
-        device=info.device,
-        dtype=info.dtype,
-        attention=info.attention_backend,
-        max_model_len=info.max_model_len,
-        kv_blocks=info.num_blocks,
-        block_size=info.block_size,
-        kv_cache_mib=round(info.num_blocks * memory.block_bytes / (1 << 20)),
-        swap_blocks=info.num_swap_blocks,
-        cpu_threads=torch.get_num_threads(),
-        step_eviction=info.step_eviction.value,
-    )
-
-
-# -- make the model faster ------------------------------------------------------------------------------------------
-
-
-def _optimize(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _Kernels) -> None:
-    """Replace layers by faster ones. Raises `EngineStartError` if this changes the results of the whole model."""
-    before = trial_logits(runner, info)
-    if loaded.device.type == "cpu":
-        optimize_for_cpu(loaded.model, runner, kernels.library, info)
-    elif kernels.attention is not None:
-        optimize_for_cuda(loaded.model, runner, info)
-    if not is_same_model(before, trial_logits(runner, info), runner.dtype):
-        raise EngineStartError(f"{info.model_path} computes something else with faster layers: use --no-optimize")
-
-
-def _capture_graphs(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _Kernels, memory: _Memory) -> None:
-    graphs = capture_graphs(runner, memory.cache, info, kernels.graph_sizes, memory.graph_bytes, loaded.device)
-    if graphs is not None:
-        runner.use_graphs(graphs)
-
-
-def _step_eviction(runner: ModelRunner, info: EngineInfo, loaded: _Loaded, kernels: _Kernels) -> StepEviction:
-    """Return the granularity at which sequences can be evicted from a running step.
-
-    Nothing can be evicted with CUDA graphs, because a graph is always replayed as a whole, or with async scheduling,
-    because the next step has already been launched.
-    """
-    if kernels.graph_sizes or info.steps_ahead:
-        return StepEviction.NOTHING
-    can_compact_rows = loaded.device.type == "cpu" and can_evict_rows(loaded.model, runner, info)
-    return StepEviction.ROWS if can_compact_rows else StepEviction.STEPS
+    return build_native_engine

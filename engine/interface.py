@@ -223,6 +223,7 @@ class EngineInfo:
     swap_block_s: float = 0.0  # seconds to copy one block to the host or back, measured at the start
     steps_ahead: int = 0  # async scheduling: number of plans that may be submitted while a step runs; 0: none
     step_eviction: StepEviction = StepEviction.NOTHING
+    num_layers: int = 30  # of the model; sequences are evicted from a running step between two layers
 
 
 class PlanError(Exception):

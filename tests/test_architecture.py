@@ -43,7 +43,7 @@ HOUSES = {
 }
 # Where tensors live. What is elsewhere must start without torch; the model's trainer is a program of its own, and
 # the device probe runs in a process of its own.
-TORCH_ROOMS = {"engine.native", "engine.factory", "demo_model", "loadtest.random_weights", "bench.engines.device_probe"}
+TORCH_ROOMS = {"engine.native", "demo_model", "loadtest.random_weights", "bench.engines.device_probe"}
 # Decisions without clocks, I/O, logs, metrics or tensors: only drivers have those.
 PURE_ROOMS = (
     "scheduler.config",

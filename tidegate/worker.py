@@ -20,6 +20,7 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 
 from engine.config import EngineConfig, EngineStartError
+from engine.factory import build_engine
 from engine.interface import Engine, EngineDead, PlanError
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers
@@ -75,8 +76,6 @@ def run_worker(settings: WorkerSettings) -> int:
 
 
 def _start_engine(settings: WorkerSettings) -> Engine:
-    from engine.factory import build_engine  # imports torch: only a worker pays for that
-
     config = EngineConfig(
         model=settings.model_path,
         load_format=settings.load_format,

@@ -119,7 +119,7 @@ class Growth(ModelCommand):
     def cli_cmd(self) -> None:
         with one_sentence():
             require(PLOTS, "growth")
-        from bench.engines.growth import QUICK_SWEEP, GrowthBench, Machine, Sweep  # imports torch
+        from bench.engines.growth import QUICK_SWEEP, GrowthBench, Machine, Sweep
         from bench.engines.growth_plots import plot_growth  # imports matplotlib
         from bench.engines.growth_report import growth_record
 

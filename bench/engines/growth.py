@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from bench.engines.idle_cost import BULK_PROMPT, BULK_TOKENS, IdleCost, IdleCostBench
 from bench.engines.offline import generate_offline
@@ -17,8 +18,10 @@ from bench.engines.work import WorkShape, make_job
 from engine.config import EngineConfig
 from engine.factory import build_torch_engine
 from engine.interface import StepPlan, StepResult
-from engine.native.execution.torch_engine import TorchEngine
 from loadtest.model_shapes import read_config, write_shape
+
+if TYPE_CHECKING:  # the import of torch is left to the factory
+    from engine.native.execution.torch_engine import TorchEngine
 
 PROMPT_TOKENS = 32  # tokens of each prompt when streams or the model are varied
 DECODE_STEPS = 8  # measured steps of each point
@@ -115,7 +118,7 @@ class GrowthBench:
         engine.close()
         return points
 
-    def _measure(self, engine: TorchEngine, streams: int, context: int) -> tuple[float, float]:
+    def _measure(self, engine: "TorchEngine", streams: int, context: int) -> tuple[float, float]:
         """Return (median seconds of a decode step, seconds until all prompts are computed) after a warm-up."""
         for new_tokens in (WARM_UP_TOKENS, 1 + DECODE_STEPS):
             shape = WorkShape((context, context), (new_tokens, new_tokens))
@@ -142,7 +145,7 @@ class GrowthBench:
 
     def _build(
         self, shape: str, longest: int, kv_tokens: int, max_num_seqs: int, max_step_tokens: int = 2048
-    ) -> tuple[TorchEngine, ModelShape | None]:
+    ) -> tuple["TorchEngine", ModelShape | None]:
         directory = write_shape(self._scratch / f"{shape}-{longest}", shape, max_position_embeddings=longest)
         model = ModelShape.from_config(read_config(directory), self._machine.dtype)
         kv_token_bytes = model.kv_token_bytes if model else 0

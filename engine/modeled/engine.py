@@ -66,8 +66,8 @@ class ModeledEngine:
 
     Without a `timer`, `sleep` waits until a step ends: in virtual time in the simulator, in real time in a test of the
     real loop. With a `timer`, the timer waits instead. Sequences can then be evicted from a running step, as far as
-    `info.step_eviction` allows, at the next boundary between two of the `num_layers` layers. `drift` is a function from
-    the timer's time to a factor on the time of a step.
+    `info.step_eviction` allows, at the next boundary between two layers. `drift` is a function from the timer's time to
+    a factor on the time of a step.
 
     `cost` is the cost of steps that hold a prefill chunk. `decode_cost` is the cost of all other steps; None: the same
     as `cost`. `noise` is the standard deviation of a step's time, as a share of that time. The prefix cache is off by
@@ -86,7 +86,6 @@ class ModeledEngine:
         decode_cost: StepCost | None = None,
         prefix_cache: bool = False,
         timer: Timer | None = None,
-        num_layers: int = 30,
         drift: Callable[[float], float] | None = None,
     ) -> None:
         """Make an engine without sequences. Raises `ValueError` if there is a drift but no timer."""
@@ -100,7 +99,6 @@ class ModeledEngine:
         self._random = random.Random(seed)
         self._prefix_cache = prefix_cache
         self._timer = timer
-        self._num_layers = num_layers
         self._drift = drift
         self._table = SequenceTable(info, prefix_cache=prefix_cache)
         self._running: _Step | None = None
@@ -155,7 +153,7 @@ class ModeledEngine:
             return
         elapsed_s = self._timer.now() - step.started_s
         progress = step.progress_at(elapsed_s)
-        if progress < 1 - 1 / self._num_layers:
+        if progress < 1 - 1 / self.info.num_layers:
             self._shorten(step, remaining, elapsed_s, progress)
             self._timer.move(step.started_s + step.duration_s)
 
@@ -185,7 +183,7 @@ class ModeledEngine:
 
         The running layer is computed with all chunks, and the layers after it with the remaining chunks.
         """
-        layer = 1 / self._num_layers
+        layer = 1 / self.info.num_layers
         layer_s = (step.duration_s - elapsed_s) / (1 - progress) * layer
         whole_s = (step.copying_s + self._computing_s(remaining)) * step.slowdown if remaining else 0.0
         step.mark_s, step.progress, step.remaining = elapsed_s, progress, remaining

@@ -15,9 +15,9 @@ from engine.step_time.regression import StepRegression, Vector
 from engine.step_time.row_correction import RowTable
 
 SHORTEST_S = 1e-6  # seconds; shorter predictions and measurements count as this
-OUTLIER_RATIO = 3.0  # measured ÷ predicted; a step above this is dropped, unless the previous step was above it, too
+KNOWN_STEPS = 64  # steps of a kind after which a deviation is no longer taken for an error of the coefficients
 SAFETY_QUANTILE = 0.95  # quantile of measured ÷ predicted: the safety factor covers this share of steps
-SAFETY_WINDOW = 256  # number of newest steps from which the quantile is computed
+SAFETY_WINDOW = 128  # number of newest steps from which the quantile is computed
 SAFETY_EVERY = 16  # steps between two updates of the safety factor
 MAX_SAFETY = 2.0  # upper bound of the safety factor
 # Each step near the minimum step time raises that minimum by this factor. So a minimum that is no longer reached rises
@@ -35,8 +35,7 @@ _SCALE = (1.0, 1e-2, 1e-5, 1e-4, 1e-2)
 class StepKind:
     """The model of one kind of step.
 
-    The arguments `seconds` and `all_steps` of `learn` do not include the engine's slowdown. All other times are as
-    measured: they include the slowdown.
+    All times are without the engine's slowdown, except those of `cost`, which include it.
     """
 
     def __init__(self, theta: Vector) -> None:
@@ -47,7 +46,10 @@ class StepKind:
         self._ratios: deque[float] = deque(maxlen=SAFETY_WINDOW)  # measured ÷ predicted
         self._num_tracked = 0
         self._safety = 1.0
-        self._was_slow = False
+
+    def knows(self, rows: int) -> bool:
+        """Return whether the steps learned so far say how long a step with `rows` rows takes."""
+        return self._num_tracked >= KNOWN_STEPS and self._correction.has_seen(rows)
 
     @property
     def is_tracked(self) -> bool:
@@ -56,39 +58,35 @@ class StepKind:
     def cost(self, slowdown: float, min_step_s: float) -> StepCost:
         """Return the present coefficients, multiplied by the slowdown and by the safety factor."""
         k = [value * scale * slowdown * self._safety for value, scale in zip(self._theta, _SCALE, strict=True)]
-        return StepCost(k[0], k[1], k[2], k[3], k[4], min_step_s * self._safety)
+        return StepCost(k[0], k[1], k[2], k[3], k[4], min_step_s * slowdown * self._safety)
 
-    def predict(self, x: Sequence[float], rows: int, slowdown: float) -> float:
+    def predict(self, x: Sequence[float], rows: int) -> float:
         """Return the expected seconds of a step with features `x` and `rows` rows (tokens)."""
-        return max(self._linear_s(x) * self._correction.ratio(rows) * slowdown, self.min_step_s(slowdown), SHORTEST_S)
+        return max(self._linear_s(x) * self._correction.ratio(rows), self.min_step_s, SHORTEST_S)
 
-    def min_step_s(self, slowdown: float) -> float:
-        """Return the minimum step time in seconds.
+    @property
+    def min_step_s(self) -> float:
+        """The minimum step time in seconds.
 
         It is the shortest step seen, but at most `MAX_MIN_STEP` times the linear prediction of one decode.
         """
         one_decode_s = self._theta[0] + self._theta[4] * _SCALE[4]
-        return min(self._min_step_s, MAX_MIN_STEP * one_decode_s * slowdown)
+        return min(self._min_step_s, MAX_MIN_STEP * one_decode_s)
 
-    def is_outlier(self, ratio: float) -> bool:
-        """Return whether to drop a step that took `ratio` times its predicted time.
-
-        A slow step after a normal step is dropped: it may be due to a page fault, which does not repeat. A slow step
-        after another slow step of this kind is kept: the engine has become slower.
-        """
-        was_slow, self._was_slow = self._was_slow, ratio > OUTLIER_RATIO
-        return self._was_slow and not was_slow
-
-    def track(self, x: Sequence[float], rows: int, elapsed_s: float, slowdown: float) -> None:
+    def track(self, x: Sequence[float], rows: int, seconds: float) -> None:
         """Record the error of the linear prediction for a step. Call this before the step is learned."""
-        linear_s = max(self._linear_s(x) * slowdown, SHORTEST_S)
-        self._correction.observe(rows, elapsed_s / linear_s)
-        self._track_min_step(elapsed_s, linear_s)
-        self._ratios.append(elapsed_s / max(linear_s, self.min_step_s(slowdown)))
+        linear_s = max(self._linear_s(x), SHORTEST_S)
+        self._correction.observe(rows, seconds / linear_s)
+        self._track_min_step(seconds, linear_s)
+        self._ratios.append(seconds / max(linear_s, self.min_step_s))
         self._num_tracked += 1
         if self._num_tracked % SAFETY_EVERY == 0:
-            quantile = sorted(self._ratios)[int(SAFETY_QUANTILE * len(self._ratios))]
+            quantile = sorted(self._ratios)[int(SAFETY_QUANTILE * (len(self._ratios) - 1))]
             self._safety = min(max(quantile, 1.0), MAX_SAFETY)
+
+    def forget_errors(self) -> None:
+        """Compute the next safety factor from the steps that follow only."""
+        self._ratios.clear()
 
     def learn(self, x: Sequence[float], seconds: float, all_steps: Vector, *, is_own: bool) -> None:
         """Learn from a step of this kind (`is_own`) or of the other kind.
@@ -102,9 +100,9 @@ class StepKind:
         elif not self._regression.num_observed:
             self._theta = tuple(all_steps.tolist())
 
-    def _track_min_step(self, elapsed_s: float, linear_s: float) -> None:
-        if not self._min_step_s or elapsed_s < self._min_step_s:
-            self._min_step_s = elapsed_s
+    def _track_min_step(self, seconds: float, linear_s: float) -> None:
+        if not self._min_step_s or seconds < self._min_step_s:
+            self._min_step_s = seconds
         elif linear_s < NEAR_MIN_STEP * self._min_step_s:
             self._min_step_s *= MIN_STEP_GROWTH
 

@@ -1,25 +1,43 @@
 """A model of how long a step takes, learned online from measured steps.
 
 The formula is in `cost`. Decode-only steps and mixed steps have separate models (`kind`). If all steps become slower
-alike, for example on a hot or shared machine, a single factor changes: the slowdown. A few steps suffice to learn the
-slowdown, while the coefficients take a few hundred steps.
+alike, for example because another program uses the machine, a single factor changes: the slowdown. A few steps suffice
+to learn the slowdown, while the coefficients take a few hundred steps.
 
-Knows numbers only; does not know torch, tiers or clocks.
+A step far from its prediction is held back until the next steps tell what it was. If they are as far off, the engine
+has another pace: the slowdown changes at once, and the coefficients stay. Otherwise the step is learned like any other.
+Long outliers need no other treatment, because the regression minimises the relative error: a step of ten times the
+usual length weighs a hundredth. Knows numbers only; does not know torch, tiers or clocks.
 """
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
 
 from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.kind import SHORTEST_S, StepKind, features, theta_of
 from engine.step_time.regression import WARM_STEPS, StepRegression
 
 ERROR_WINDOW = 256  # number of newest steps from which `mean_absolute_error` is computed
-# A measured time above this multiple of its prediction is lowered to this multiple. When errors are computed, a
-# prediction above this multiple of the measured time is lowered in the same way.
-CLIP_RATIO = 4.0
-SLOWDOWN_GAIN = 0.1  # each step multiplies the slowdown by (measured ÷ predicted) ** SLOWDOWN_GAIN
-MAX_SLOWDOWN_RATIO = 1.4  # measured ÷ predicted is first clipped to this factor, up or down
-MIN_SLOWDOWN, MAX_SLOWDOWN = 0.25, 4.0  # bounds of the slowdown, which is 1 at the start
+# A step deviates if its measured time is more than `PACE_CHANGE` times its predicted time, or less than the predicted
+# time divided by `PACE_CHANGE`. `PACE_STEPS` deviating steps in a row, all slower or all faster, are another pace.
+PACE_CHANGE = 1.5
+PACE_STEPS = 5
+# Any other step of known length, and from the second step in a row any that deviates, multiplies the slowdown by
+# (measured ÷ predicted) ** DRIFT_GAIN, where the ratio is limited to `PACE_CHANGE`.
+DRIFT_GAIN = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A measured step, and what the model says of it."""
+
+    kind: StepKind
+    x: Sequence[float]  # features
+    rows: int
+    elapsed_s: float
+    pace: float  # the slowdown with which the prediction would have been exact
 
 
 class StepTimeModel:
@@ -34,6 +52,7 @@ class StepTimeModel:
         self._all_steps = StepRegression(theta)
         self._kinds = (StepKind(theta), StepKind(theta))  # decode-only, mixed
         self._slowdown = 1.0
+        self._deviating: list[_Step] = []  # the newest steps, if they deviate in the same direction; not learned yet
         self._errors: deque[float] = deque(maxlen=ERROR_WINDOW)
         self._costs: list[StepCost | None] = [None, None]  # results of `cost`, until the next step is observed
         self.num_observed = 0
@@ -46,31 +65,33 @@ class StepTimeModel:
         cost = self._costs[mixed]
         if cost is None:
             # Take the smaller minimum of both kinds: even the shortest mixed step seen may have held much work.
-            minima = (kind.min_step_s(self._slowdown) for kind in self._kinds if kind.is_tracked)
-            cost = self._costs[mixed] = self._kinds[mixed].cost(self._slowdown, min(minima, default=0.0))
+            min_step_s = min((kind.min_step_s for kind in self._kinds if kind.is_tracked), default=0.0)
+            cost = self._costs[mixed] = self._kinds[mixed].cost(self._slowdown, min_step_s)
         return cost
 
     def predict(self, work: StepWork) -> float:
         """Return the expected time of a step in seconds, without a safety factor."""
-        return self._kinds[work.is_mixed].predict(features(work), work.rows, self._slowdown)
+        return self._kinds[work.is_mixed].predict(features(work), work.rows) * self._slowdown
 
     def observe(self, work: StepWork, elapsed_s: float) -> None:
         """Learn from a step that took `elapsed_s` seconds."""
-        kind, x = self._kinds[work.is_mixed], features(work)
         elapsed_s = max(elapsed_s, SHORTEST_S)
-        predicted = kind.predict(x, work.rows, self._slowdown)
+        kind, x = self._kinds[work.is_mixed], features(work)
+        step = _Step(kind, x, work.rows, elapsed_s, elapsed_s / kind.predict(x, work.rows))
         self.num_observed += 1
         self._costs = [None, None]
-        if self.is_warm:
-            self._errors.append(min(predicted, CLIP_RATIO * elapsed_s) / elapsed_s - 1.0)
-            if kind.is_outlier(elapsed_s / predicted):
-                return
-            elapsed_s = min(elapsed_s, CLIP_RATIO * predicted)
-            kind.track(x, work.rows, elapsed_s, self._slowdown)
-            self._adjust_slowdown(elapsed_s / predicted)
-        self._all_steps.observe(x, elapsed_s / self._slowdown)
-        for each in self._kinds:
-            each.learn(x, elapsed_s / self._slowdown, self._all_steps.theta, is_own=each is kind)
+        if not self.is_warm:
+            self._learn(step)
+            return
+        self._errors.append(self._slowdown / step.pace - 1.0)
+        if not kind.knows(work.rows):
+            self._track(step)  # even if it deviates: the coefficients may be wrong
+        elif self._deviates(step):
+            self._hold(step)
+        else:
+            self._release()
+            self._drift(step)
+            self._track(step)
 
     @property
     def is_warm(self) -> bool:
@@ -85,7 +106,44 @@ class StepTimeModel:
         """
         return sum(map(abs, self._errors)) / len(self._errors) if self._errors else 0.0
 
-    def _adjust_slowdown(self, ratio: float) -> None:
-        """Adjust the slowdown to a step whose measured ÷ predicted time is `ratio`."""
-        change = min(max(ratio, 1.0 / MAX_SLOWDOWN_RATIO), MAX_SLOWDOWN_RATIO) ** SLOWDOWN_GAIN
-        self._slowdown = min(max(self._slowdown * change, MIN_SLOWDOWN), MAX_SLOWDOWN)
+    # -- the engine's pace -------------------------------------------------------------------------------------------
+
+    def _deviates(self, step: _Step) -> bool:
+        return not 1 / PACE_CHANGE <= step.pace / self._slowdown <= PACE_CHANGE
+
+    def _hold(self, step: _Step) -> None:
+        """Hold a deviating step back. With enough of them in a row, set the slowdown to the new pace.
+
+        These steps are not learned, because the engine may have changed its pace during one of them.
+        """
+        is_slower = step.pace > self._slowdown
+        if self._deviating and (self._deviating[0].pace > self._slowdown) != is_slower:
+            self._release()
+        if self._deviating:  # a single deviating step may be due to a page fault: it moves nothing
+            self._drift(step)
+        self._deviating.append(step)
+        if len(self._deviating) == PACE_STEPS:
+            self._slowdown = median(each.pace for each in self._deviating)
+            self._deviating.clear()
+            for kind in self._kinds:
+                kind.forget_errors()
+
+    def _drift(self, step: _Step) -> None:
+        ratio = min(max(step.pace / self._slowdown, 1 / PACE_CHANGE), PACE_CHANGE)
+        self._slowdown *= ratio**DRIFT_GAIN
+
+    def _release(self) -> None:
+        """Learn the steps that were held back: the engine's pace is the same as before."""
+        for step in self._deviating:
+            self._track(step)
+        self._deviating.clear()
+
+    def _track(self, step: _Step) -> None:
+        step.kind.track(step.x, step.rows, step.elapsed_s / self._slowdown)
+        self._learn(step)
+
+    def _learn(self, step: _Step) -> None:
+        seconds = step.elapsed_s / self._slowdown
+        self._all_steps.observe(step.x, seconds)
+        for kind in self._kinds:
+            kind.learn(step.x, seconds, self._all_steps.theta, is_own=kind is step.kind)

@@ -32,6 +32,10 @@ class RowTable:
         """Return the factor on the linear prediction of a step with `rows` rows; 1 while the table is not used."""
         return self._ratio(_cell(rows)) if self.is_used else 1.0
 
+    def has_seen(self, rows: int) -> bool:
+        """Return whether a step has been observed in the cell of `rows`."""
+        return _cell(rows) in self._cells
+
     def observe(self, rows: int, ratio: float) -> None:
         """Learn from a step with `rows` rows that took `ratio` times the linear prediction."""
         cell = _cell(rows)

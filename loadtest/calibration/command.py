@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import Field
 
 from engine.config import EngineConfig
+from engine.factory import build_torch_engine
 from engine.interface import EngineInfo
 from loadtest.calibration.fit import Calibration, calibrate
 from loadtest.calibration.report import calibration_record, cost_card
@@ -88,8 +89,6 @@ class Calibrate(ModelCommand):
         return _Measured(records.engine, records.entries)
 
     def _sweep(self) -> _Measured:
-        from engine.factory import build_torch_engine  # imports torch
-
         config = EngineConfig(
             model=str(self.model_dir()),
             dtype=self.dtype,

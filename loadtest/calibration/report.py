@@ -29,6 +29,7 @@ def cost_card(
         max_step_tokens=info.max_step_tokens,
         max_model_len=info.max_model_len,
         sheds=info.step_eviction,
+        num_layers=info.num_layers,
         host_overhead_s=calibration.host_overhead_s,
         num_swap_blocks=info.num_swap_blocks,
         swap_block_s=info.swap_block_s,

@@ -52,6 +52,7 @@ class CostCard(_Strict):
     max_step_tokens: int = Field(ge=1)
     max_model_len: int = Field(ge=2)
     sheds: StepEviction = StepEviction.NOTHING
+    num_layers: int = Field(default=30, ge=1, description="of the model; a step can be interrupted after each")
     host_overhead_s: float = Field(default=0.0, ge=0, description="between two steps, with the engine idle")
     num_swap_blocks: int = Field(default=0, ge=0)
     swap_block_s: float = Field(default=0.0, ge=0)
@@ -76,6 +77,7 @@ class CostCard(_Strict):
             num_swap_blocks=self.num_swap_blocks,
             swap_block_s=self.swap_block_s,
             step_eviction=self.sheds,
+            num_layers=self.num_layers,
         )
 
 

@@ -61,7 +61,7 @@ def test_info_says_what_was_built(make_engine: MakeEngine) -> None:
     info = make_engine("llama", max_model_len=64, max_step_tokens=33).info
     assert (info.max_model_len, info.vocab_size, info.block_size, info.max_step_tokens) == (64, 97, 4, 33)
     assert info.num_blocks == 16 * 64 // 4  # max_num_seqs sequences at full length
-    assert (info.device, info.dtype) == ("cpu", "float32")
+    assert (info.device, info.dtype, info.num_layers) == ("cpu", "float32", CONFIGS["llama"]().num_hidden_layers)
     assert info.preemption_modes == ("pause", "recompute")
     assert info.eos_token_ids == ()
 

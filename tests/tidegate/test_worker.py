@@ -1,6 +1,10 @@
 """The worker process around its loop: outages of the store, signals, and ends before it has served."""
 
 import asyncio
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis.exceptions import ConnectionError as StoreUnreachable
 
+from engine.factory import SPIN_COUNT
 from engine.interface import EngineDead, EngineInfo, PlanError, StepPlan, StepResult
 from engine.modeled.engine import ModeledEngine
+from engine.native.cpu.build import torch_openmp
 from scheduler.client.client import SchedulerClient
 from scheduler.client.token_stream import TokenStream
 from scheduler.events.memory import MemoryEventChannel
@@ -303,3 +309,25 @@ def test_an_interrupt_while_the_model_loads_is_an_ordinary_end(
 
     monkeypatch.setattr(worker, "_start_engine", interrupted)
     assert run_worker(settings) == 0
+
+
+# -- the threads of its engine ---------------------------------------------------------------------------------------
+
+
+def spin_count(settings: WorkerSettings, **environment: str) -> str:
+    """Return the spin count that libgomp reads when a worker's process loads it. The worker has no model to serve."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    command = (sys.executable, "-m", "tidegate", "worker", "--redis-url", str(settings.redis_url), "--model", "./none")
+    done = subprocess.run(
+        command, env={**clean, **environment, "OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == EX_CONFIG, done.stderr
+    (count,) = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    return str(count)
+
+
+@pytest.mark.skipif(torch_openmp() is None, reason="this torch does not use GNU OpenMP")
+def test_the_threads_of_a_workers_engine_spin_only_briefly(settings: WorkerSettings) -> None:
+    assert spin_count(settings) == str(SPIN_COUNT)
+    assert spin_count(settings, GOMP_SPINCOUNT="77") == "77"
+    assert int(spin_count(settings, OMP_WAIT_POLICY="active")) > 1000 * SPIN_COUNT, "the user's choice"

@@ -58,7 +58,7 @@ def load_library() -> ctypes.CDLL | None:
 
 def _built(compiler: str) -> Path:
     """Return the path of the library; compile it if it does not exist. Compiler errors pass through."""
-    openmp = _torch_openmp()
+    openmp = torch_openmp()
     library = _cache_directory() / f"kernels-{_fingerprint(compiler, openmp)}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
@@ -91,7 +91,7 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _torch_openmp() -> Path | None:
+def torch_openmp() -> Path | None:
     """Return the path of the GNU OpenMP library in torch's wheel.
 
     Return None if the wheel has none; the kernels then use one thread.

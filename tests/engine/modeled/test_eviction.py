@@ -20,11 +20,11 @@ from tests.engine.modeled.test_engine import new
 
 T = TypeVar("T")
 
-INFO = EngineInfo("m", 64, 100, 4, 40, max_step_tokens=64, step_eviction=StepEviction.ROWS)
+LAYERS = 10
+INFO = EngineInfo("m", 64, 100, 4, 40, max_step_tokens=64, step_eviction=StepEviction.ROWS, num_layers=LAYERS)
 COST = StepCost(step_s=1.0, prefill_token_s=0.1, attend_s=0.0, context_token_s=0.0, decode_s=0.01)
 START = StepPlan(0, start=(new("a", 10, max_tokens=9), new("b", 20, max_tokens=9)), run=(Run("a", 10), Run("b", 20)))
 TOGETHER_S, A_S, B_S = 4.0, 2.0, 3.0  # seconds of the step with both sequences, and with each alone
-LAYERS = 10
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Bench:
 
 def on_bench(scenario: Callable[[Bench], Awaitable[T]], info: EngineInfo = INFO, **options: Any) -> T:
     async def main() -> T:
-        settings = {"noise": 0.0, "timer": LoopTimer(), "num_layers": LAYERS, **options}
+        settings = {"noise": 0.0, "timer": LoopTimer(), **options}
         return await scenario(Bench(ModeledEngine(info, asyncio.sleep, COST, **settings)))
 
     return run_virtual(main())

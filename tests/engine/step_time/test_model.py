@@ -231,7 +231,7 @@ def test_a_drift_seen_in_decodes_applies_to_prefills() -> None:
     assert model.predict(make_work(*prefill)) == pytest.approx(1.3 * duration(TRUTH, *prefill), rel=0.08)
 
 
-def test_one_slow_step_is_dropped_and_a_second_in_a_row_is_learned() -> None:
+def test_one_slow_step_moves_nothing_and_a_lasting_slowness_is_learned() -> None:
     model, work = StepTimeModel(), make_work((1, 300), (1, 200))
     teach(model, TRUTH, 500, noise=0.0)
     before = model.predict(work)

@@ -57,6 +57,13 @@ def test_large_numbers_of_rows_share_a_cell_and_small_ones_do_not() -> None:
     assert table.ratio(4) != table.ratio(5)
 
 
+def test_it_has_seen_the_numbers_of_rows_that_share_a_cell() -> None:
+    table = RowTable()
+    table.observe(4, 1.0)
+    table.observe(1000, 1.0)
+    assert [rows for rows in (3, 4, 5, 500, 1000, 1010) if table.has_seen(rows)] == [4, 1000, 1010]
+
+
 def test_it_forgets() -> None:
     table = taught(3000)
     for _ in range(600):

@@ -20,7 +20,9 @@ from tests.loadtest.calibration.test_fit import DECODE, MIXED, make_steps
 from tests.loadtest.calibration.test_sweep import ticking
 from tests.loadtest.modeled_stepper import ModeledStepper
 
-ENGINE = EngineInfo("models/m", 4096, 512, 16, 900, 1024, dtype="bfloat16", step_eviction=StepEviction.ROWS)
+ENGINE = EngineInfo(
+    "models/m", 4096, 512, 16, 900, 1024, dtype="bfloat16", step_eviction=StepEviction.ROWS, num_layers=12
+)
 
 
 def test_a_card_from_a_step_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +36,7 @@ def test_a_card_from_a_step_log(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     card = load_cost_card(str(out))
     assert (card.name, card.price_per_hour, card.num_blocks, card.sheds) == ("mine", 2.5, 900, StepEviction.ROWS)
+    assert card.num_layers == card.engine_info().num_layers == 12
     assert card.decode.decode_s == pytest.approx(DECODE.decode_s, rel=0.2)
     assert card.mixed.prefill_token_s == pytest.approx(MIXED.prefill_token_s, rel=0.2)
     assert "m, bfloat16 on cpu" in card.measured_on
@@ -53,7 +56,7 @@ def counted_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("counted_steps")
 def test_a_sweep_finds_what_the_engines_steps_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stepper = ModeledStepper(MIXED, DECODE, max_model_len=600, num_blocks=400, max_step_tokens=256)
-    monkeypatch.setattr("engine.factory.build_torch_engine", lambda config: stepper)
+    monkeypatch.setattr(command, "build_torch_engine", lambda config: stepper)
     out = tmp_path / "card.json"
     main(["calibrate", "--model", str(tmp_path), "--out", str(out), "--seconds", "12", "--max-context", "500"])
     card = load_cost_card(str(out))

@@ -235,9 +235,11 @@ def test_quantised_weights_generate(llama: Path) -> None:
 
 def test_layers_with_quantised_weights_are_not_replaced(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     optimized: list[Any] = []
-    monkeypatch.setattr("engine.factory.optimize_for_cpu", lambda model, *_: optimized.append(model))
+    monkeypatch.setattr(
+        "engine.native.startup.engine_builder.optimize_for_cpu", lambda model, *_: optimized.append(model)
+    )
     build_torch_engine(make_config(llama))
     assert len(optimized) == 1
-    monkeypatch.setattr("engine.factory.is_quantised", lambda model: True)
+    monkeypatch.setattr("engine.native.startup.engine_builder.is_quantised", lambda model: True)
     build_torch_engine(make_config(llama))
     assert len(optimized) == 1

@@ -8,10 +8,10 @@ import torch
 from structlog.testing import capture_logs
 from torch import nn
 
-from engine import factory
 from engine.config import EngineConfig, EngineStartError
 from engine.factory import build_torch_engine
 from engine.native.cpu.packed_linear import PackedLinear, can_pack
+from engine.native.startup import engine_builder
 from tests.engine.drive import drive, make_new
 from tests.engine.models import CONFIGS, save_model
 from tests.engine.native.cpu.compiled import compiled_library
@@ -110,14 +110,14 @@ class KeepsItsEmbedding(nn.Module):
 def test_a_model_that_reuses_an_input_of_its_layers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fused layer is right, but it overwrites in place the embeddings that the model has kept."""
     save_model(tmp_path, CONFIGS["llama"]())
-    load = factory.load_model
+    load = engine_builder.load_model
 
     def load_wrapped(*args: Any) -> Any:
         model: Any = load(*args)
         model.model = KeepsItsEmbedding(model.model)
         return model
 
-    monkeypatch.setattr(factory, "load_model", load_wrapped)
+    monkeypatch.setattr(engine_builder, "load_model", load_wrapped)
     with pytest.raises(EngineStartError, match="--no-optimize"):
         build(tmp_path)
     build(tmp_path, optimize=False)
