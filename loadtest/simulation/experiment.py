@@ -32,7 +32,8 @@ class Experiment:
     `rate` multiplies the number of clients in the scenario's interactive classes, or the whole load of a trace.
     `service_tier` is the tier that these classes ask for instead of their own. `drift` multiplies step times in the
     second half of the load. `neighbour` slows the engines down for `NEIGHBOUR_S` in the middle of the load, as other
-    programs on the machine do: each step takes a random factor between 1 and this longer.
+    programs on the machine do: each step takes a random factor between 1 and this longer. If `interactive_only`, the
+    bulk classes of the scenario are left out.
     """
 
     tiers: TierSet
@@ -49,6 +50,7 @@ class Experiment:
     drift: float = 1.0
     service_tier: str = ""
     neighbour: float = 1.0
+    interactive_only: bool = False
 
     def run(self) -> tuple[Summary, Observation]:
         traffic = self.traffic()
@@ -70,6 +72,8 @@ class Experiment:
         scenario = load_scenario(self.scenario, self.bulk_pool, needed=()).with_load_scaled(self.rate)
         if self.service_tier:
             scenario = scenario.with_service_tier(self.service_tier)
+        if self.interactive_only:
+            scenario = scenario.model_copy(update={"classes": {c.name: c for c in scenario.with_role("interactive")}})
         scenario = scenario.with_lengths_scaled(scenario.scale_for(self.card.max_model_len))
         return scenario_traffic(scenario, self.tiers, self.duration_s, self.seed)
 
