@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from pydantic_settings import BaseSettings, CliApp, CliSubCommand, SettingsConfigDict
 
+from bench.ablation import Ablation
 from bench.engines.commands import Engines, Growth, Soak
 from bench.isolation.command import Isolation
 from bench.locust.command import Locust
@@ -29,7 +30,7 @@ class Bench(BaseSettings):
     context or model size grow. soak: an engine under random load for a long time.
 
     Other experiments. store: the requests per second of a real store. simulator-accuracy: a measured run compared with
-    its simulation.
+    its simulation. ablation: simulated loads with each part of the controller switched off.
 
     Plots and Locust need `pip install 'tidegate[loadtest]'`. `python -m bench.gpu_check` runs the checks that need a
     GPU."""
@@ -49,6 +50,7 @@ class Bench(BaseSettings):
     soak: CliSubCommand[Soak]
     store: CliSubCommand[Store]
     simulator_accuracy: CliSubCommand[SimulatorAccuracy]
+    ablation: CliSubCommand[Ablation]
 
     def cli_cmd(self) -> None:
         CliApp.run_subcommand(self)

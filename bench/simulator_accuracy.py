@@ -25,7 +25,7 @@ from loadtest.simulation.deployment import Setting
 from loadtest.simulation.observation import RequestRecord
 from loadtest.simulation.run import simulate
 from loadtest.simulation.summary import Spread, spread
-from loadtest.simulation.traffic import Backlog, OfferedRequest, Traffic, TrafficError, scenario_traffic
+from loadtest.simulation.traffic import OfferedRequest, Traffic, TrafficError, scenario_traffic
 from loadtest.traffic.scenario import Scenario
 from scheduler.config import TierConfigError, parse_tiers
 
@@ -184,7 +184,7 @@ def _simulated(result: MeasuredResult, arm: str, round_: int, card: CostCard) ->
         for r in result.requests
         if r.arm == arm and r.round_ == round_ and r.error is None and r.output_tokens
     }
-    lead_s = timing.lead_s if traffic.backlogs else 0.0
+    lead_s = timing.lead_s if traffic.loops else 0.0
     setting = Setting(tiers, card, seed=round_, prefix_cache=traffic.shares_prefixes, lead_s=lead_s)
     return simulate(setting, _with_measured_lengths(traffic, ended), part_s, drain_s=timing.drain_s).requests
 
@@ -201,8 +201,8 @@ def _with_measured_lengths(traffic: Traffic, ended: Mapping[str, int]) -> Traffi
     def cut(offered: OfferedRequest) -> OfferedRequest:
         return replace(offered, output_tokens=ended.get(offered.id, offered.output_tokens))
 
-    backlogs = [Backlog(b.traffic_class, b.streams, map(cut, b.requests)) for b in traffic.backlogs]
-    return replace(traffic, arrivals=[cut(r) for r in traffic.arrivals], backlogs=backlogs)
+    loops = [replace(loop, requests=map(cut, loop.requests)) for loop in traffic.loops]
+    return replace(traffic, arrivals=[cut(r) for r in traffic.arrivals], loops=loops)
 
 
 def accuracy_record(arm: str, card: CostCard, compared: Sequence[Compared]) -> Record:

@@ -1,8 +1,9 @@
 """Simulated clients, which send traffic through the gateway's own `SchedulerClient` and record the answers.
 
-Arrivals do not wait for earlier answers, but a backlog sends its next request only after an answer. A client gives up
-after the timeout of its tier in tiers.yaml, and does not repeat a rejected request. After a rejection, a backlog waits
-for the time that the rejection names before it sends its next request. Knows requests and time; does not know workers.
+Arrivals do not wait for earlier answers, but a closed loop sends its next request only after an answer. A client gives
+up after the timeout of its tier in tiers.yaml, and does not repeat a rejected request. After a rejection, a closed loop
+waits for the time that the rejection names before it sends its next request. Knows requests and time; does not know
+workers.
 """
 
 import asyncio
@@ -10,11 +11,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from engine.interface import SamplingParams
 from loadtest.simulation.deployment import Deployment
 from loadtest.simulation.observation import Observation, RequestRecord
-from loadtest.simulation.traffic import Backlog, OfferedRequest, Traffic
+from loadtest.simulation.traffic import OfferedRequest, RequestLoop, Traffic
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
 from scheduler.request import EventKind, Request, TokenEvent
@@ -37,17 +39,21 @@ class SimulatedClients:
         self._tiers = deployment.tiers
         self._observation = observation
         self._gather_s = gather_s
-        self._asking: dict[asyncio.Task[object], None] = {}  # used as an ordered set, in the order of their start
-        self._streams: list[asyncio.Task[None]] = []
+        self._asking: dict[asyncio.Task[Any], None] = {}  # used as an ordered set, in the order of their start
+        self._backlogs: list[asyncio.Task[None]] = []  # streams that go on after the load
         self._broken: list[BaseException] = []
 
     def fill(self, traffic: Traffic) -> None:
-        """Start the backlogs, which fill the engines before the load begins."""
+        """Start the closed loops, which fill the engines before the load begins."""
         for name in traffic.classes:
             self._observation.gaps_s[name] = array("d")
-        self._streams = [
-            asyncio.create_task(self._stream(backlog)) for backlog in traffic.backlogs for _ in range(backlog.streams)
-        ]
+        for loop in traffic.loops:
+            for _ in range(loop.streams):
+                stream = asyncio.create_task(self._stream(loop))
+                if loop.ends_with_load:
+                    self._await(stream)
+                else:
+                    self._backlogs.append(stream)
 
     async def offer(self, arrivals: Sequence[OfferedRequest], duration_s: float) -> None:
         """Send all `arrivals` at their times. Return when `duration_s` has passed."""
@@ -55,13 +61,13 @@ class SimulatedClients:
         await self._sleep_until(duration_s)
 
     async def finish(self, drain_s: float) -> None:
-        """Wait up to `drain_s` for the answers to requests that have arrived. The backlogs go on meanwhile.
+        """Wait up to `drain_s` for the answers to requests that have arrived. Backlogs go on meanwhile.
 
         Then cancel all unfinished requests. Raises the clients' errors.
         """
         if self._asking:
             await asyncio.wait(self._asking, timeout=drain_s)
-        left = [*self._asking, *self._streams]
+        left = [*self._asking, *self._backlogs]
         for task in left:
             task.cancel()
         ended = await asyncio.gather(*left, return_exceptions=True)
@@ -84,18 +90,23 @@ class SimulatedClients:
                 self._start(group)
 
     def _start(self, group: Sequence[OfferedRequest]) -> None:
-        task: asyncio.Task[object] = asyncio.create_task(self._ask(group))
+        self._await(asyncio.create_task(self._ask(group)))
+
+    def _await(self, task: "asyncio.Task[Any]") -> None:
+        """Let `finish` wait for this task, and raise its error."""
         self._asking[task] = None
         task.add_done_callback(self._forget)
 
-    def _forget(self, task: "asyncio.Task[object]") -> None:
+    def _forget(self, task: "asyncio.Task[Any]") -> None:
         self._asking.pop(task, None)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._broken.append(error)
 
-    async def _stream(self, backlog: Backlog) -> None:
-        for offered in backlog.requests:
+    async def _stream(self, loop: RequestLoop) -> None:
+        for offered in loop.requests:
+            if loop.ends_with_load and self._now_s() >= self._observation.duration_s:
+                return
             rejected = await self._ask([offered], at_s=self._now_s())
             if rejected is not None:
                 await self._clock.sleep(rejected.retry_after_s)

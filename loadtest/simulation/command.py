@@ -17,7 +17,7 @@ from loadtest.reporting.record import Record, Section, Table
 from loadtest.running import one_sentence, print_progress
 from loadtest.simulation.capacity import Capacity, Probe, fewest_workers, highest_rate
 from loadtest.simulation.cost_card import CostCardError, load_cost_card
-from loadtest.simulation.experiment import Experiment, find_tiers, read_whole_trace
+from loadtest.simulation.experiment import NEIGHBOUR_S, Experiment, find_tiers, read_whole_trace
 from loadtest.simulation.report import simulation_record
 from loadtest.simulation.run import DRAIN_S
 from loadtest.simulation.summary import Summary
@@ -54,7 +54,11 @@ class Simulate(BaseModel):
     gather_ms: float = Field(
         0.0, ge=0, le=1000, description="Requests that arrive within this many milliseconds enter the queue together."
     )
+    service_tier: str = Field("", description="`service_tier` of all interactive classes; empty: the scenario's own.")
     drift: float = Field(1.0, gt=0, le=10, description="Step times are multiplied by this in the second half.")
+    neighbour: float = Field(
+        1.0, ge=1, le=10, description=f"Each step of {NEIGHBOUR_S:g} s in the middle is up to this many times longer."
+    )
     seed: int = Field(1, ge=0, description="The same seed gives the same report, to the byte.")
     json_file: Path | None = Field(
         None, validation_alias=AliasChoices("json"), description="Also write everything to this file."
@@ -81,6 +85,8 @@ class Simulate(BaseModel):
             drain_s=self.drain,
             gather_s=self.gather_ms / 1000,
             drift=self.drift,
+            service_tier=self.service_tier,
+            neighbour=self.neighbour,
         )
 
     def _answer(self, experiment: Experiment) -> bool:

@@ -45,8 +45,8 @@ def build_core(tiers: TierSet, info: EngineInfo) -> SchedulerCore:
 class Setting:
     """The settings of a run, except its traffic.
 
-    Backlogs fill the engines for `lead_s` before the load begins. `drift` maps the seconds since the load began to a
-    factor on step times.
+    Closed loops fill the engines for `lead_s` before the load begins. `drift` maps the seconds since the load began to
+    a factor on step times.
     """
 
     tiers: TierSet

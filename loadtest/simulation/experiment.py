@@ -4,6 +4,7 @@ A search runs many experiments. This module connects the parts of the simulator:
 and tiers come from; it does not know flags or text.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -21,14 +22,18 @@ from loadtest.traffic.scenario import load_scenario
 from scheduler.config import TierSet, load_tiers
 
 SHIPPED = ""  # this name means the shipped tiers.yaml
+NEIGHBOUR_S = 20.0  # seconds for which a busy neighbour stays
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
     """The options of one experiment.
 
-    `rate` multiplies the number of clients in the scenario's interactive classes, or the whole load of a trace. `drift`
-    multiplies step times in the second half of the load.
+    `rate` multiplies the number of clients in the scenario's interactive classes, or the whole load of a trace.
+    `service_tier` is the tier that these classes ask for instead of their own. `drift` multiplies step times in the
+    second half of the load. `neighbour` slows the engines down for `NEIGHBOUR_S` in the middle of the load, as other
+    programs on the machine do: each step takes a random factor between 1 and this longer. If `interactive_only`, the
+    bulk classes of the scenario are left out.
     """
 
     tiers: TierSet
@@ -43,6 +48,9 @@ class Experiment:
     drain_s: float = DRAIN_S
     gather_s: float = 0.0
     drift: float = 1.0
+    service_tier: str = ""
+    neighbour: float = 1.0
+    interactive_only: bool = False
 
     def run(self) -> tuple[Summary, Observation]:
         traffic = self.traffic()
@@ -52,7 +60,7 @@ class Experiment:
             workers=self.workers,
             seed=self.seed,
             prefix_cache=traffic.shares_prefixes,
-            drift=self._drift() if self.drift != 1.0 else None,
+            drift=self._slowdown() if (self.drift, self.neighbour) != (1.0, 1.0) else None,
         )
         observation = simulate(setting, traffic, self.duration_s, drain_s=self.drain_s, gather_s=self.gather_s)
         return summarize(observation, self.tiers), observation
@@ -61,7 +69,11 @@ class Experiment:
         """Return the traffic of the load. Raises `ScenarioError` or `TrafficError`."""
         if self.trace:
             return trace_traffic(self.trace, self.tiers, self.duration_s, self.seed, self.rate)
-        scenario = load_scenario(self.scenario, self.bulk_pool).with_load_scaled(self.rate)
+        scenario = load_scenario(self.scenario, self.bulk_pool, needed=()).with_load_scaled(self.rate)
+        if self.service_tier:
+            scenario = scenario.with_service_tier(self.service_tier)
+        if self.interactive_only:
+            scenario = scenario.model_copy(update={"classes": {c.name: c for c in scenario.with_role("interactive")}})
         scenario = scenario.with_lengths_scaled(scenario.scale_for(self.card.max_model_len))
         return scenario_traffic(scenario, self.tiers, self.duration_s, self.seed)
 
@@ -71,8 +83,16 @@ class Experiment:
     def with_rate(self, rate: float) -> "Experiment":
         return replace(self, rate=rate)
 
-    def _drift(self) -> Callable[[float], float]:
-        return lambda since_s: self.drift if since_s >= self.duration_s / 2 else 1.0
+    def _slowdown(self) -> Callable[[float], float]:
+        """Return the factor on the time of a step, as a function of its start."""
+        rng = random.Random(self.seed)
+
+        def slowdown(since_s: float) -> float:
+            drift = self.drift if since_s >= self.duration_s / 2 else 1.0
+            has_neighbour = abs(since_s - self.duration_s / 2) <= NEIGHBOUR_S / 2
+            return drift * rng.uniform(1.0, self.neighbour) if has_neighbour else drift
+
+        return slowdown
 
 
 def read_whole_trace(path: Path) -> "tuple[TraceRow, ...]":

@@ -1,4 +1,4 @@
-"""The traffic of a simulated run: requests with arrival times, and backlogs that refill themselves.
+"""The traffic of a simulated run: requests with arrival times, and closed loops, which send a request after an answer.
 
 The traffic is made from a scenario, by the functions that also plan real load (see `workload`), or from a trace. A
 higher load has more clients, and a lower load has fewer clients or sends only a part of their requests; time is never
@@ -26,7 +26,7 @@ class TrafficError(Exception):
 class OfferedRequest:
     """One request of the simulated traffic.
 
-    `at_s` counts from the start of the load and is 0 in a backlog. `deadline_s` counts from arrival; None means the
+    `at_s` counts from the start of the load and is 0 in a closed loop. `deadline_s` counts from arrival; None means the
     deadline of the tier.
     """
 
@@ -41,12 +41,17 @@ class OfferedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
-    """A backlog: `streams` requests are always in flight, and each answer starts the next request."""
+class RequestLoop:
+    """A closed loop: `streams` requests are always in flight, and each answer starts the next request.
+
+    A backlog of bulk goes on until the last other request has been answered. If `ends_with_load`, the loop sends
+    nothing after the load, and its last requests may finish.
+    """
 
     traffic_class: str
     streams: int
     requests: Iterator[OfferedRequest]
+    ends_with_load: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class Traffic:
 
     classes: dict[str, str]
     arrivals: Sequence[OfferedRequest]
-    backlogs: Sequence[Backlog]
+    loops: Sequence[RequestLoop]
     shares_prefixes: bool
 
 
@@ -68,15 +73,15 @@ def scenario_traffic(scenario: Scenario, tiers: TierSet, duration_s: float, seed
     shares = any(c.prefixes is not None or c.sessions is not None for c in scenario.classes.values())
     prompts = _Prompts(shares)
     arrivals: list[OfferedRequest] = []
-    backlogs = []
+    loops = []
     for name, traffic in scenario.classes.items():
         if isinstance(traffic.arrivals, ClosedLoop):
             plan = (_offered(classes[name], p, prompts) for p in plan_closed_loop(traffic, seed, round_))
-            backlogs.append(Backlog(name, traffic.arrivals.streams, plan))
+            loops.append(RequestLoop(name, traffic.arrivals.streams, plan, traffic.role == "interactive"))
         else:
             arrivals += [_offered(classes[name], p, prompts) for p in plan_open_loop(traffic, duration_s, seed, round_)]
     arrivals.sort(key=lambda r: r.at_s)
-    return Traffic(classes, arrivals, backlogs, shares)
+    return Traffic(classes, arrivals, loops, shares)
 
 
 def trace_traffic(rows: Sequence[TraceRow], tiers: TierSet, duration_s: float, seed: int, rate: float = 1.0) -> Traffic:

@@ -4,6 +4,7 @@ Knows names, rates and lengths. Does not know how a class becomes requests (see 
 (see `runner`). Error messages name the wrong key: `classes.bulk.output_tokens: …`.
 """
 
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,6 +15,8 @@ from pydantic import Field, ValidationError, model_validator
 from loadtest.traffic.scenario_arrivals import ClosedLoop, OpenLoop, Strict
 
 POOLS = "pools"  # folder of the shipped bulk pools
+Role = Literal["interactive", "bulk"]
+BOTH_ROLES: tuple[Role, ...] = ("interactive", "bulk")
 
 
 class ScenarioError(Exception):
@@ -97,7 +100,7 @@ class Targets(Strict):
 class TrafficClass(Strict):
     name: str
     # Isolation compares interactive classes while bulk classes run with interactive classes alone.
-    role: Literal["interactive", "bulk"]
+    role: Role
     service_tier: str | None = None  # the request field of this name; None: the field is left out
     arrivals: OpenLoop | ClosedLoop
     prompt_tokens: Lengths  # without the shared prefix, if there is one
@@ -135,11 +138,11 @@ class TrafficClass(Strict):
         return self.model_copy(update=changes)
 
     def with_load_scaled(self, factor: float) -> Self:
-        """Return a copy of the class with `factor` times the load.
+        """Return a copy of the class with `factor` times the clients of an open loop, or streams of a closed loop.
 
-        A closed loop is returned unchanged, since its backlog is full at any load.
+        A closed loop of bulk is returned unchanged, since its backlog is full at any load.
         """
-        if isinstance(self.arrivals, ClosedLoop):
+        if isinstance(self.arrivals, ClosedLoop) and self.role == "bulk":
             return self
         return self.model_copy(update={"arrivals": self.arrivals.scaled(factor)})
 
@@ -159,13 +162,7 @@ class Scenario(Strict):
         named = {n: {"name": n, **c} if isinstance(c, dict) else c for n, c in classes.items()}
         return {**data, "classes": named}
 
-    @model_validator(mode="after")
-    def _both_roles(self) -> Self:
-        if {c.role for c in self.classes.values()} != {"interactive", "bulk"}:
-            raise ValueError("classes: needs at least one class of each role, interactive and bulk")
-        return self
-
-    def with_role(self, role: str) -> tuple[TrafficClass, ...]:
+    def with_role(self, role: Role) -> tuple[TrafficClass, ...]:
         return tuple(c for c in self.classes.values() if c.role == role)
 
     def scale_for(self, max_model_len: int | None) -> float:
@@ -186,8 +183,13 @@ class Scenario(Strict):
         context = None if self.context is None else max(16, round(factor * self.context))
         return self.model_copy(update={"classes": classes, "context": context})
 
-    def with_load_scaled(self, factor: float, role: str = "interactive") -> Self:
-        """Return a copy in which the open loops of the classes with this role have `factor` times the clients."""
+    def with_service_tier(self, service_tier: str) -> Self:
+        """Return a copy whose interactive classes ask for this service tier."""
+        changed = {c.name: c.model_copy(update={"service_tier": service_tier}) for c in self.with_role("interactive")}
+        return self.model_copy(update={"classes": {**self.classes, **changed}})
+
+    def with_load_scaled(self, factor: float, role: Role = "interactive") -> Self:
+        """Return a copy in which the classes with this role have `factor` times the clients."""
         classes = {n: c.with_load_scaled(factor) if c.role == role else c for n, c in self.classes.items()}
         return self.model_copy(update={"classes": classes})
 
@@ -200,22 +202,26 @@ def shipped_pools() -> list[str]:
     return _shipped("scenarios", POOLS)
 
 
-def load_scenario(name_or_path: str, bulk_pool: str = "") -> Scenario:
+def load_scenario(name_or_path: str, bulk_pool: str = "", needed: Sequence[Role] = BOTH_ROLES) -> Scenario:
     """Return the shipped scenario of this name, or the scenario in the file at this path.
 
-    If `bulk_pool` is given, it replaces the bulk classes of the scenario. Raises `ScenarioError`.
+    If `bulk_pool` is given, it replaces the bulk classes of the scenario. Raises `ScenarioError`, also if the scenario
+    has no class of a `needed` role.
     """
     if name_or_path in shipped_scenarios():
         text = (files("loadtest") / "traffic" / "scenarios" / f"{name_or_path}.yaml").read_text(encoding="utf-8")
     else:
         text = _read(Path(name_or_path))
     try:
-        return Scenario.model_validate(_with_pool(yaml.safe_load(text), bulk_pool))
+        scenario = Scenario.model_validate(_with_pool(yaml.safe_load(text), bulk_pool))
     except yaml.YAMLError as error:
         raise ScenarioError(f"{name_or_path}: not YAML: {error}") from error
     except ValidationError as error:
         lines = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
         raise ScenarioError(f"{name_or_path}: " + "; ".join(lines)) from error
+    if missing := [role for role in needed if not scenario.with_role(role)]:
+        raise ScenarioError(f"{name_or_path}: classes: no class has the role {missing[0]}, which is needed here")
+    return scenario
 
 
 def _with_pool(data: Any, wanted: str) -> Any:

@@ -1,4 +1,4 @@
-"""The arrival processes of a scenario: open loops, with a rate and its changes over time, and endless backlogs.
+"""The arrival processes of a scenario: open loops, with a rate and its changes over time, and closed loops.
 
 Holds validated declarations only; all functions are pure. Knows the parameters of each process; `workload_arrivals`
 draws the times. `rate_per_s` is the rate of one client. The load is changed with the number of clients: time is never
@@ -90,6 +90,13 @@ class OpenLoop(Strict):
 
 
 class ClosedLoop(Strict):
-    """A backlog: `streams` requests are always in flight, and each answer starts the next request."""
+    """`streams` requests are always in flight, and each answer starts the next request.
+
+    In a bulk class this is an endless backlog; in an interactive class, clients that each wait for their answer.
+    """
 
     streams: int = Field(ge=1, le=900)
+
+    def scaled(self, factor: float) -> Self:
+        """Return a copy with `factor` times the streams, but at least one."""
+        return self.model_copy(update={"streams": max(1, round(self.streams * factor))})

@@ -133,6 +133,32 @@ def test_a_drift_slows_the_second_half_down() -> None:
     assert busy(drifted, 1) == pytest.approx(2 * busy(even, 1), rel=0.1)
 
 
+def test_a_busy_neighbour_slows_twenty_seconds_in_the_middle_down() -> None:
+    trace = make_trace(160, 0.25, prompt=16)  # too short to be divided over steps
+    experiment = make_experiment(trace, 40.0, card=make_card(noise=0.0))
+    even, disturbed = experiment.run()[1], replace(experiment, neighbour=3.0).run()[1]
+
+    def busy(observation: Observation, from_s: int, to_s: int) -> float:
+        return sum(m.busy_share for m in observation.moments[from_s:to_s])
+
+    assert busy(disturbed, 10, 30) == pytest.approx(2 * busy(even, 10, 30), rel=0.1), "from 1 to 3 times, at random"
+    for from_s, to_s in ((0, 9), (31, 40)):
+        assert busy(disturbed, from_s, to_s) == pytest.approx(busy(even, from_s, to_s), rel=0.05)
+
+
+def test_a_closed_loop_of_chats_keeps_its_streams_in_flight_and_finishes_its_last_requests() -> None:
+    tiers = make_tiers(realtime={"admission": {"predict": False}})
+    experiment = Experiment(tiers, make_card(), 20.0, scenario="saturation", rate=0.25)
+    summary, observation = experiment.run()
+    (chat,) = summary.classes
+    assert chat.done == chat.offered > 40
+    last_s = max(r.arrived_s for r in observation.requests)
+    ended_s = sorted(r.ended_s for r in observation.requests if r.ended_s is not None)
+    assert last_s <= 20.0 < ended_s[-8], "those in flight at the end of the load are answered"
+    assert all(m.tiers["realtime"].held + m.tiers["realtime"].queued <= 8 for m in observation.moments)
+    assert {r.tier for r in replace(experiment, service_tier="flex").run()[1].requests} == {"bulk"}
+
+
 def test_arrivals_gathered_into_one_put_are_as_old_as_they_are() -> None:
     """Two or three a tenth of a second: 60 ms in the middle, and then a step of all of them."""
     trace, card = make_trace(100, 0.04, prompt=16, output=1), make_card(noise=0.0)

@@ -23,15 +23,22 @@ def trace(rate: float, rows: list[TraceRow]) -> Traffic:
     return trace_traffic(rows, make_tiers(), 100, seed=3, rate=rate)
 
 
-def test_a_scenario_becomes_arrivals_and_backlogs() -> None:
+def test_a_scenario_becomes_arrivals_and_closed_loops() -> None:
     traffic = scenario_traffic(make_scenario(rate_per_s=5), make_tiers(), 20, seed=1)
     assert traffic.classes == {"chat": "realtime", "bulk": "bulk"}
     assert 60 < len(traffic.arrivals) < 140
     assert [r.at_s for r in traffic.arrivals] == sorted(r.at_s for r in traffic.arrivals)
-    (backlog,) = traffic.backlogs
+    (backlog,) = traffic.loops
     first = list(islice(backlog.requests, 300))
     assert backlog.streams == 32 and len({r.id for r in first}) == 300
     assert {r.tier for r in first} == {"bulk"}
+
+
+def test_a_closed_loop_of_chats_ends_with_the_load_and_one_of_bulk_does_not() -> None:
+    scenario = load_scenario("saturation", bulk_pool="b3-synthesis")
+    chats, bulk = scenario_traffic(scenario, make_tiers(), 20, seed=1).loops
+    assert (chats.traffic_class, chats.streams, chats.ends_with_load) == ("chat", 32, True)
+    assert not bulk.ends_with_load
 
 
 def test_half_the_rate_is_half_of_the_same_requests() -> None:

@@ -10,9 +10,8 @@ from loadtest.traffic.scenario_arrivals import ClosedLoop, OpenLoop
 
 @pytest.mark.parametrize("name", shipped_scenarios())
 def test_shipped_scenarios_load_and_say_what_they_are(name: str) -> None:
-    scenario = load_scenario(name)
+    scenario = load_scenario(name, needed=["interactive"])
     assert scenario.description
-    assert scenario.with_role("interactive") and scenario.with_role("bulk")
 
 
 def test_the_peers_scenario_is_the_load_that_was_published() -> None:
@@ -26,7 +25,7 @@ def test_the_peers_scenario_is_the_load_that_was_published() -> None:
     [
         ("classes: {}", "classes: "),
         ("classes: {a: {role: bulk, arrivals: {streams: 0}}}", "classes.a.arrivals"),
-        ("classes: {a: {role: bulk, arrivals: {streams: 1}, prompt_tokens: 1, output_tokens: 1}}", "each role"),
+        ("classes: {a: {role: bulk, arrivals: {streams: 1}, prompt_tokens: 1, output_tokens: 1}}", "role interactive"),
         ("classes: {a: {rolle: bulk}}", "classes.a.rolle"),
         ("{bulk_pool: b9, classes: {}}", "b1-summaries"),
         (
@@ -69,6 +68,26 @@ def test_scaling_of_lengths_leaves_spread_and_load() -> None:
     assert agent.prefixes is not None and (agent.prefixes.tokens.min, agent.prefixes.count) == (50, 8)
     assert agent.sessions is not None and agent.sessions.max_tokens == 1024
     assert scenario.scale_for(None) == scenario.scale_for(10**6) == 1.0 and scenario.scale_for(1024) == 0.125
+
+
+def test_a_scenario_without_bulk_loads_where_none_is_needed() -> None:
+    with pytest.raises(ScenarioError, match="role bulk"):
+        load_scenario("saturation")
+    assert load_scenario("saturation", bulk_pool="b3-synthesis").with_role("bulk")
+    assert load_scenario("saturation", needed=()).with_role("bulk") == ()
+
+
+def test_scaling_of_load_scales_the_streams_of_interactive_closed_loops() -> None:
+    saturation = load_scenario("saturation", needed=())
+    scaled = [saturation.with_load_scaled(rate).classes["chat"].arrivals for rate in (0.001, 0.25, 4.0)]
+    assert scaled == [ClosedLoop(streams=streams) for streams in (1, 8, 128)]
+
+
+def test_another_service_tier_is_asked_for_by_interactive_classes_only() -> None:
+    scenario = load_scenario("bursts")
+    moved = scenario.with_service_tier("flex")
+    assert {c.service_tier for c in moved.with_role("interactive")} == {"flex"}
+    assert moved.with_role("bulk") == scenario.with_role("bulk") and list(moved.classes) == list(scenario.classes)
 
 
 def test_scaling_of_load_leaves_backlogs_and_the_other_role() -> None:
