@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, CliApp, CliSubCommand, SettingsConfi
 from bench.engines.commands import Engines, Growth, Soak
 from bench.isolation.command import Isolation
 from bench.locust.command import Locust
+from bench.peers.commands import ClosedLoops
 from bench.simulator_accuracy import SimulatorAccuracy
 from bench.store_throughput import Store
 from loadtest.running import run_cli
@@ -24,6 +25,8 @@ class Bench(BaseSettings):
 
     Experiments on a server. isolation: interactive and bulk traffic together under several policies, judged by goals.
     locust: continuous batching compared with one request at a time.
+
+    Experiments on our server and vLLM's, which take turns. closed-loops: throughput and first tokens with many streams.
 
     Experiments on an engine. engines: our engine compared with other systems. growth: the time of a step as streams,
     context or model size grow. soak: an engine under random load for a long time.
@@ -44,6 +47,7 @@ class Bench(BaseSettings):
 
     isolation: CliSubCommand[Isolation]
     locust: CliSubCommand[Locust]
+    closed_loops: CliSubCommand[ClosedLoops]
     engines: CliSubCommand[Engines]
     growth: CliSubCommand[Growth]
     soak: CliSubCommand[Soak]
