@@ -1,16 +1,29 @@
 """The commands that compare our server with vLLM's over HTTP, and the flags of each."""
 
 import re
+from contextlib import AsyncExitStack
+from pathlib import Path
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
-from bench.peers.arms import ARMS, parse_arms
+from bench.isolation.admin import tiers_restored
+from bench.isolation.slos import slos_by_class
+from bench.isolation.summary import summarize_arms
+from bench.peers.arms import ARMS, DEFAULT, VLLM, parse_arms
 from bench.peers.closed_loops import Loops, run_closed_loops
 from bench.peers.closed_loops_report import loops_record
 from bench.peers.command import PeerCommand
+from bench.peers.frontier import frontier_arms, points_of, run_frontier
+from bench.peers.frontier_report import frontier_record
+from bench.reporting.page import write_page
 from loadtest.client.http import TargetError
-from loadtest.client.runner import MAX_IN_FLIGHT
+from loadtest.client.runner import MAX_IN_FLIGHT, Timing
+from loadtest.extras import PLOTS, require
+from loadtest.reporting.record import Drawing
 from loadtest.running import print_progress
+from loadtest.shipped_tiers import read_shipped_tiers
+from loadtest.traffic.scenario import Targets, load_scenario
+from scheduler.config import parse_tiers
 
 ARMS_HELP = "Arms to compare: default and flex are our service tiers."
 
@@ -49,6 +62,58 @@ class ClosedLoops(PeerCommand):
             self.settle,
             self.seed,
         )
+
+
+class Frontier(PeerCommand):
+    """Bulk's harvest against the slowdown of interactive traffic, for some values of `max_slowdown` and for vLLM.
+
+    The arms take turns on the same weights. vLLM takes part with --vllm-python or --peer-url.
+    """
+
+    slowdowns: str = Field(
+        "1.1,1.25,1.5,2,4",
+        pattern=r"^([1-9]\d*(\.\d+)?(,[1-9]\d*(\.\d+)?)*)?$",
+        description="Values of `max_slowdown`; may be empty.",
+    )
+    scenario: str = Field("peers", description="A shipped scenario, or a YAML file.")
+    duration: float = Field(60.0, gt=0, le=7200, description="Seconds measured of each arm.")
+    rounds: int = Field(2, ge=1, le=100, description="Number of parts that each arm's duration is divided into.")
+    lead: float = Field(5.0, ge=0, le=120, description="Seconds of bulk before each part is measured.")
+    drain: float = Field(
+        20.0, ge=0, le=600, description="Seconds that interactive requests may take after the end of a part."
+    )
+    report_dir: Path | None = Field(
+        None, validation_alias=AliasChoices("report"), description="Also write a page, index.html, into this directory."
+    )
+
+    async def measure(self) -> None:
+        if self.report_dir is not None:
+            require(PLOTS, "--report")
+        has_vllm = bool(self.peer_url) or self.vllm_python is not None
+        tiers, scenario, timing = read_shipped_tiers(), load_scenario(self.scenario), self._timing()
+        arms = frontier_arms(tiers, [float(value) for value in self.slowdowns.split(",") if value], has_vllm)
+        slos = slos_by_class(scenario, parse_tiers(tiers), Targets())
+        async with AsyncExitStack() as stack:
+            needed = (DEFAULT, VLLM) if has_vllm else (DEFAULT,)
+            servers = await stack.enter_async_context(self.servers(needed, policy="priority"))
+            if self.url:
+                await stack.enter_async_context(tiers_restored(servers.target(DEFAULT)))
+            run = await run_frontier(servers, arms, scenario, timing, self.seed, print_progress)
+        measured = summarize_arms(run.rounds, scenario, slos)
+        drawings: tuple[Drawing, ...] = ()
+        if self.report_dir is not None:
+            from bench.peers.frontier_plot import draw_frontier  # imports matplotlib
+
+            drawings = (Drawing(draw_frontier(points_of(measured))),)
+        record = frontier_record(run, measured, scenario, timing, slos, drawings)
+        record = self.conclude(record, servers.target(DEFAULT).model)
+        if self.report_dir is not None:
+            print(f"\nwritten: {write_page(self.report_dir, record)}")
+
+    def _timing(self) -> Timing:
+        if self.quick:
+            return Timing(3.0, 1, 0.5, self.settle, self.drain)
+        return Timing(self.duration, self.rounds, self.lead, self.settle, self.drain)
 
 
 def parse_range(text: str) -> tuple[int, int]:
