@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, CliApp, CliSubCommand, SettingsConfi
 from bench.engines.commands import Engines, Growth, Soak
 from bench.isolation.command import Isolation
 from bench.locust.command import Locust
-from bench.peers.commands import ClosedLoops, Frontier
+from bench.peers.commands import BusyNeighbour, ClosedLoops, Frontier
 from bench.simulator_accuracy import SimulatorAccuracy
 from bench.store_throughput import Store
 from loadtest.running import run_cli
@@ -27,7 +27,8 @@ class Bench(BaseSettings):
     locust: continuous batching compared with one request at a time.
 
     Experiments on our server and vLLM's, which take turns. closed-loops: throughput and first tokens with many streams.
-    frontier: what bulk gets against how much slower interactive answers become.
+    frontier: what bulk gets against how much slower interactive answers become. neighbour: chats while busy loops take
+    the CPU.
 
     Experiments on an engine. engines: our engine compared with other systems. growth: the time of a step as streams,
     context or model size grow. soak: an engine under random load for a long time.
@@ -50,6 +51,7 @@ class Bench(BaseSettings):
     locust: CliSubCommand[Locust]
     closed_loops: CliSubCommand[ClosedLoops]
     frontier: CliSubCommand[Frontier]
+    neighbour: CliSubCommand[BusyNeighbour]
     engines: CliSubCommand[Engines]
     growth: CliSubCommand[Growth]
     soak: CliSubCommand[Soak]

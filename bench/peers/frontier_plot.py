@@ -11,7 +11,10 @@ from loadtest.estimates import Estimate
 
 
 def draw_frontier(points: Sequence[Point]) -> str:
-    """Return an `<svg>` element. Points further up and to the left are better; crosses are the goals."""
+    """Return an `<svg>` element. Points further up and to the left are better; crosses are the goals.
+
+    A point with a number only is the one with this `max_slowdown`.
+    """
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2, sharey=True)
@@ -35,5 +38,6 @@ def _draw_points(axes: Axes, points: Sequence[Point], value: Callable[[Point], E
         mine = [(x, y) for x, y, p in shown if p.is_ours is is_ours]
         axes.scatter([x for x, _ in mine], [y for _, y in mine], color=colour, s=50, zorder=3, label=label)
     for x, y, point in shown:
-        axes.annotate(point.name, (x, y), (6, -4), textcoords="offset points", fontsize=8)
+        axes.annotate(point.name.removeprefix("max_slowdown "), (x, y), (6, -4), textcoords="offset points", fontsize=8)
     log_ms(axes.xaxis, axes.set_xscale)
+    axes.set_xlim(0.95, 2 * max((x for x, _, _ in shown), default=4.0))  # with room for the names on the right
