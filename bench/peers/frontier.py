@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.isolation.admin import Systems
+from bench.isolation.admin import Systems, wait_until_quiet
 from bench.isolation.arms import BOTH, BULK, INTERACTIVE, Arm, Document, has_slo
 from bench.isolation.goals import Goal
 from bench.isolation.rounds import Progress, Rounds, order_of_round, run_part
@@ -108,6 +108,8 @@ async def run_frontier(
     for round_ in range(timing.rounds):
         for arm in order_of_round(arms, round_):
             progress(f"round {round_ + 1} of {timing.rounds}: {arm.name} ({timing.part_s:g} s)")
+            for server in servers.all:  # what a server still does for its last arm is not its idle cost
+                await wait_until_quiet(server.target, 0.0)
             others = CpuMeter(servers.others(VLLM if arm.is_peer else DEFAULT))
             run.rounds.add(await run_part(systems, arm, scenario, timing, seed, round_))
             run.other_cores.append((arm.name, others.cores()))

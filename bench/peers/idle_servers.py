@@ -8,10 +8,12 @@ Used = Sequence[tuple[str, float | None]]  # (arm, cores that the other servers 
 
 
 def idle_facts(used: Used) -> tuple[tuple[str, str], ...]:
-    """Return, for each arm, the largest number of cores that the other servers used in one of its parts."""
-    return tuple(
-        (f"cores used by the other servers, {arm}", f"at most {cores:.3f}") for arm, cores in _largest(used).items()
-    )
+    """Return the largest number of cores that idle servers used in a part, with the arm of this part."""
+    largest = _largest(used)
+    if not largest:
+        return ()
+    arm = max(largest, key=lambda name: largest[name])
+    return (("CPU cores used by the idle servers", f"at most {largest[arm]:.3f}, beside {arm}"),)
 
 
 def idle_warnings(used: Used) -> list[str]:

@@ -1,12 +1,10 @@
-"""What the processes of a server cost while another server is measured. Needs psutil.
+"""What the processes of a server cost while another server is measured.
 
-Knows processes; does not know what a server does.
+Knows processes; does not know what a server does. Imports psutil, an optional package, only when it is used.
 """
 
 from contextlib import suppress
 from time import perf_counter
-
-import psutil
 
 from bench.isolation.servers import Server
 
@@ -30,6 +28,8 @@ class CpuMeter:
 
 def tree_cpu_s(pid: int) -> float:
     """Return the CPU seconds of a process and of all its descendants that are alive; 0 if it has ended."""
+    import psutil
+
     used_s = 0.0
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)

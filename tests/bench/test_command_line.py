@@ -62,8 +62,9 @@ def test_a_store_that_is_not_there_is_one_sentence(tmp_path: Path, capsys: pytes
         assert line.startswith("store: ") and sentence in line
 
 
-def test_the_commands_load_no_plotting_library() -> None:
-    program = "import bench.__main__, bench.isolation.run, sys\nsys.exit('matplotlib' in sys.modules)"
+def test_the_commands_load_no_optional_package() -> None:
+    loaded = "{'matplotlib', 'psutil'} & set(sys.modules)"
+    program = f"import bench.__main__, bench.isolation.run, sys\nsys.exit(len({loaded}))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

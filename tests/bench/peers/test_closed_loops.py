@@ -170,7 +170,7 @@ def test_a_server_that_is_not_idle_is_shown() -> None:
     assert [w for w in record.warnings if "not idle" in w] == [
         "flex: the other servers used 0.60 cores while it was measured: they were not idle"
     ]
-    assert "cores used by the other servers, vllm: at most 0.001" in render_text(record)
+    assert "CPU cores used by the idle servers: at most 0.600, beside flex" in render_text(record)
 
 
 def test_the_cpu_time_of_the_others_is_that_of_their_processes() -> None:
