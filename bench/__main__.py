@@ -12,6 +12,7 @@ from bench.ablation import Ablation
 from bench.engines.commands import Engines, Growth, Soak
 from bench.isolation.command import Isolation
 from bench.locust.command import Locust
+from bench.peers.commands import BusyNeighbour, ClosedLoops, Frontier
 from bench.simulator_accuracy import SimulatorAccuracy
 from bench.store_throughput import Store
 from loadtest.running import run_cli
@@ -25,6 +26,10 @@ class Bench(BaseSettings):
 
     Experiments on a server. isolation: interactive and bulk traffic together under several policies, judged by goals.
     locust: continuous batching compared with one request at a time.
+
+    Experiments on our server and vLLM's, which take turns. closed-loops: throughput and first tokens with many streams.
+    frontier: what bulk gets against how much slower interactive answers become. neighbour: chats while busy loops take
+    the CPU.
 
     Experiments on an engine. engines: our engine compared with other systems. growth: the time of a step as streams,
     context or model size grow. soak: an engine under random load for a long time.
@@ -45,6 +50,9 @@ class Bench(BaseSettings):
 
     isolation: CliSubCommand[Isolation]
     locust: CliSubCommand[Locust]
+    closed_loops: CliSubCommand[ClosedLoops]
+    frontier: CliSubCommand[Frontier]
+    neighbour: CliSubCommand[BusyNeighbour]
     engines: CliSubCommand[Engines]
     growth: CliSubCommand[Growth]
     soak: CliSubCommand[Soak]

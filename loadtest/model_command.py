@@ -40,11 +40,13 @@ class ModelCommand(BaseModel):
             return DEMO_MODEL
         return shape_with_weights(self.shape, self.dtype, self.device, self.seed, self.weights_dir)
 
-    def conclude(self, record: Record, model: str) -> None:
+    def conclude(self, record: Record, model: str) -> Record:
         """Print the record and, if the user asked for JSON, write it to a file.
 
-        The flags that describe the model become part of the record.
+        Return the record as it was written: with its provenance, and with the flags that describe the model.
         """
         options = {"threads": self.num_threads, "dtype": self.dtype, "device": self.device}
         provenance = Provenance.of_this_run(model, self.seed)
-        publish(replace(record, data={**options, **record.data}, provenance=provenance), self.json_file)
+        published = replace(record, data={**options, **record.data}, provenance=provenance)
+        publish(published, self.json_file)
+        return published

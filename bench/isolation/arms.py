@@ -65,7 +65,8 @@ class Arm:
 
     @property
     def title(self) -> str:
-        return TITLES[self.name]
+        """The arm's description in a report; empty if its name says everything."""
+        return TITLES.get(self.name, "")
 
     @property
     def is_peer(self) -> bool:

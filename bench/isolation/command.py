@@ -145,7 +145,8 @@ class Isolation(BaseModel):
             return await running_server(self.url, self.allow_remote)
         print_progress("starting tidegate serve")
         flags = shlex.split(self.server_flags)
-        return await stack.enter_async_context(serving_tidegate(model_dir, self._format, folder, self.threads, flags))
+        serving_ours = serving_tidegate(model_dir, self._format, folder, self.threads, flags)
+        return (await stack.enter_async_context(serving_ours)).target
 
     async def _peer(self, stack: AsyncExitStack, folder: Path, model_dir: Path | None) -> Target | None:
         if self.peer_url:
@@ -158,7 +159,8 @@ class Isolation(BaseModel):
         command = vllm_command(self.vllm_python, model_dir, self._format, shlex.split(self.vllm_flags))
         kv_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
         environment = vllm_environment(self.threads or len(usable_cores()), kv_gib)
-        return await stack.enter_async_context(serving(command, folder / "vllm.log", "/health", environment))
+        serving_vllm = serving(command, folder / "vllm.log", "/health", environment)
+        return (await stack.enter_async_context(serving_vllm)).target
 
     async def _config(self, ours: Target, model_dir: Path | None) -> ExperimentConfig:
         experiment = EXPERIMENTS[self.experiment]

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from bench.isolation.admin import Systems, put_tiers, wait_until_quiet
 from bench.isolation.arms import Arm
@@ -18,6 +19,7 @@ from loadtest.client.server_metrics import STEP_SECONDS, Timeline, watch
 from loadtest.traffic.scenario import Scenario, TrafficClass
 
 Progress = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -101,7 +103,7 @@ def _with_salt(traffic: TrafficClass, salt: str, omitted: Sequence[str]) -> Traf
     return traffic.model_copy(update={"extra_body": {**fields, "cache_salt": salt}})
 
 
-def order_of_round(arms: Sequence[Arm], round_: int) -> list[Arm]:
+def order_of_round(arms: Sequence[T], round_: int) -> list[T]:
     """Return the arms in the order of a round.
 
     Every second round reverses the order of the one before, which balances drift within a round. The first arm changes

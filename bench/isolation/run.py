@@ -112,14 +112,15 @@ async def _warm_up(config: ExperimentConfig, systems: Systems, builder: ArmBuild
     scenario, seed = config.scenario, config.seed
     for name in (OURS, PEER) if systems.peer is not None else (OURS,):
         part = await run_part(systems, builder.build(name), scenario, short, seed, WARM_UP_ROUND, "warm-up-")
-        _check_answers(part)
+        check_answers(part)
 
 
-def _check_answers(part: Part) -> None:
+def check_answers(part: Part) -> None:
+    """Raise `TargetError` if no request of a class was served."""
     for name, outcomes in part.run.outcomes.items():
         ended = [o for o in outcomes if o.error != UNFINISHED]
         if ended and not any(o.is_complete for o in ended):
-            raise TargetError(f"{part.arm.title}: no request of {name!r} was served: {ended[0].error}")
+            raise TargetError(f"{part.arm.title or part.arm.name}: no request of {name!r} was served: {ended[0].error}")
 
 
 async def _unit_of_load(config: ExperimentConfig, trials: Trials, builder: ArmBuilder) -> tuple[Goodput | None, float]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -27,6 +27,14 @@ from loadtest.model_shapes import read_config, write_shape
 START_TIMEOUT_S = 600.0  # vLLM compiles for more than a minute the first time
 END_TIMEOUT_S = 45.0  # seconds that a server has to end after SIGTERM; then it gets SIGKILL
 LOG_TAIL = 600  # characters of the log's end in an error message
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server to measure. `pid` is its main process; None if the server was already running."""
+
+    target: Target
+    pid: int | None = None
 
 
 def write_served_shape(directory: Path, name: str, max_position_embeddings: int) -> Path:
@@ -112,7 +120,7 @@ def tidegate_environment() -> dict[str, str]:
 
 def serving_tidegate(
     model_dir: Path | None, load_format: str, folder: Path, num_threads: int, flags: Sequence[str]
-) -> AbstractAsyncContextManager[Target]:
+) -> AbstractAsyncContextManager[Server]:
     """Run `tidegate serve` until the block ends, with its data and its log in `folder`.
 
     With `num_threads` = 0, the server chooses the number of threads.
@@ -124,10 +132,10 @@ def serving_tidegate(
 @asynccontextmanager
 async def serving(
     command: Sequence[str], log_file: Path, ready_path: str, environment: Mapping[str, str]
-) -> AsyncIterator[Target]:
+) -> AsyncIterator[Server]:
     """Run `command` with a free `--port` until the block ends.
 
-    Yields the server's address once `ready_path` answers 200. Raises `TargetError` if the server ends or does not
+    Yields the server once `ready_path` answers 200. Raises `TargetError` if the server ends or does not
     become ready.
     """
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -144,7 +152,7 @@ async def serving(
     try:
         target = Target("127.0.0.1", port)
         await _wait_until_ready(process, target, ready_path, log_file)
-        yield replace(target, model=await discover_model(target))
+        yield Server(replace(target, model=await discover_model(target)), process.pid)
     finally:
         await asyncio.to_thread(_end, process)
 

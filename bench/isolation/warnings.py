@@ -10,11 +10,11 @@ BULK_NOISE = 1.05  # bulk throughput of a mixed arm ÷ that of bulk alone; a rat
 
 
 def warnings_of(result: Result) -> list[str]:
-    found = [w for arm in result.arms.values() for w in _arm_warnings(arm)]
+    found = [w for arm in result.arms.values() for w in arm_warnings(arm)]
     return [*found, *_bulk_warnings(result), *_load_warnings(result), *_slo_warnings(result)]
 
 
-def _arm_warnings(arm: ArmSummary) -> list[str]:
+def arm_warnings(arm: ArmSummary) -> list[str]:
     name = arm.arm.name
     found = [f"{name}: {warning}" for warning in client_warnings(arm.lag_p99_s, arm.client_cpu_share)]
     if not arm.was_quiet:

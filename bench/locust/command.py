@@ -68,7 +68,7 @@ class Locust(BaseModel):
         if self.url:
             return await running_server(self.url, self.allow_remote)
         flags = shlex.split(self.server_flags)
-        return await stack.enter_async_context(serving_tidegate(None, "auto", folder, self.threads, flags))
+        return (await stack.enter_async_context(serving_tidegate(None, "auto", folder, self.threads, flags))).target
 
     def _conclude(self, runs: list[LocustRun], users: Users, target: Target) -> None:
         from bench.locust.plot import draw_runs  # imports matplotlib

@@ -41,6 +41,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
         (["isolation", "--report", "page"], "matplotlib"),
         (["coserve", "--report", "page"], "matplotlib"),
         (["soak"], "psutil"),
+        (["closed-loops"], "psutil"),
     ],
 )
 def test_a_missing_package_is_named_before_anything_runs(
@@ -61,8 +62,9 @@ def test_a_store_that_is_not_there_is_one_sentence(tmp_path: Path, capsys: pytes
         assert line.startswith("store: ") and sentence in line
 
 
-def test_the_commands_load_no_plotting_library() -> None:
-    program = "import bench.__main__, bench.isolation.run, sys\nsys.exit('matplotlib' in sys.modules)"
+def test_the_commands_load_no_optional_package() -> None:
+    loaded = "{'matplotlib', 'psutil'} & set(sys.modules)"
+    program = f"import bench.__main__, bench.isolation.run, sys\nsys.exit(len({loaded}))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
@@ -71,4 +73,4 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
         main(["--help"])
     about, _, listed = capsys.readouterr().out.partition("subcommands:")
     commands = [line.split()[0] for line in listed.splitlines()[2:] if line.strip()]
-    assert len(commands) == 8 and all(f" {command}: " in about.replace("\n", " ") for command in commands)
+    assert len(commands) == 11 and all(f" {command}: " in about.replace("\n", " ") for command in commands)

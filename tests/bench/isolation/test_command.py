@@ -173,9 +173,10 @@ async def test_a_server_is_ended_with_its_block_and_one_that_does_not_start_says
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
         "http.server.HTTPServer(('127.0.0.1', int(sys.argv[-1])), Ok).serve_forever()\n"
     )
-    async with serving([sys.executable, "-c", program], tmp_path / "log", "/ready", dict(os.environ)) as target:
-        assert target.model == "m"
+    async with serving([sys.executable, "-c", program], tmp_path / "log", "/ready", dict(os.environ)) as server:
+        assert server.target.model == "m"
         pid = int((tmp_path / "pid").read_text())
+        assert pid == server.pid
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     with pytest.raises(TargetError, match="broken on purpose"):
