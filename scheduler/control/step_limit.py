@@ -29,7 +29,7 @@ FIRST_STEP_SHARE = 0.25
 PREFILL_EXTRA_SHARE = 0.25
 LATE_SHARE = 0.5  # share of the time left for prefills that is kept for prefills whose deadline is already missed
 # Multiple of the TTFT SLO. A tier is overloaded if the last of its awaited first tokens would come later than this.
-OVERLOAD = 4.0
+OVERLOAD = 2.0
 
 # For bulk tiers.
 # A bulk step may always last this many times the fixed cost of a step, since a shorter step is mostly overhead.
@@ -41,8 +41,7 @@ DELAY_SHARE = 0.15
 # if bulk can be evicted at the next layer boundary.
 MEAN_RESIDUAL = {StepEviction.NOTHING: 1 / 2, StepEviction.STEPS: 1 / 60, StepEviction.ROWS: 1 / 60}
 MAX_WASTED_SHARE = 0.025  # share of bulk's running time that mid-step evictions may throw away in the long run
-# Share of a step that an eviction throws away on average: evictions pay in the first three quarters of a step.
-EXPECTED_WASTE = 0.28
+EXPECTED_WASTE = 0.2  # share of a bulk step that an arrival throws away on average
 
 
 @dataclass(frozen=True, slots=True)

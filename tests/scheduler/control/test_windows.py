@@ -97,8 +97,20 @@ def test_the_arrival_rate_settles_and_decays() -> None:
         rate.add(10)
         per_s = rate.update(i * 0.5)
     assert per_s == pytest.approx(20, rel=0.01)
-    assert rate.update(50.0 + 5.0) == pytest.approx(20 / 2.718, rel=0.02)
     assert rate.update(500.0) == pytest.approx(0, abs=1e-6)
+
+
+def test_after_a_silence_the_rate_is_low_however_high_it_was() -> None:
+    """Of a thousand requests a second, none for a second is news; at one in two seconds it is not."""
+    for per_interval in (500, 1):
+        rate = ArrivalRate(tau_s=5.0)
+        for i in range(100):
+            if i % 4 == 0 or per_interval > 1:
+                rate.add(per_interval)
+            settled = rate.update(i * 0.5)
+        assert rate.update(99 * 0.5 + 1.0) < (settled / 100 if per_interval > 1 else 1.01 * settled)
+        if per_interval == 1:
+            assert rate.update(99 * 0.5 + 2.0) > settled / 3
 
 
 def test_the_rate_starts_with_the_first_interval() -> None:
