@@ -80,10 +80,15 @@ def split_by_deadline(
 
 
 def split_by_length(states: Iterable[RequestState], cost: StepCost) -> tuple[list[RequestState], list[RequestState]]:
-    """Return the states whose prompts are short enough for the SLO, and the others, both sorted by deadline."""
-    in_order = sorted(states, key=lambda s: s.edf_key)
-    too_long = {s.id for s in in_order if is_too_long(s, cost)}
-    return [s for s in in_order if s.id not in too_long], [s for s in in_order if s.id in too_long]
+    """Return the states whose prompts are short enough for the SLO, and the others.
+
+    Both are sorted by deadline plus remaining work: of requests that came together, the shortest prompt goes first.
+    """
+    short: list[RequestState] = []
+    too_long: list[RequestState] = []
+    for state in sorted(states, key=lambda s: (deadline_s(s) + prefill_s(s, cost), s.edf_key)):
+        (too_long if is_too_long(state, cost) else short).append(state)
+    return short, too_long
 
 
 def laxity_s(
@@ -126,14 +131,23 @@ def urgency_of(state: RequestState, cost: StepCost, now: float) -> float:
     """
     tier, urgency = state.tier, 0.0
     if tier.urgent_ms:
-        outputs = state.request.sampling.max_tokens - len(state.output_token_ids)
-        laxity = laxity_s(state.deadline_s - now, state.num_uncomputed, outputs, cost, state.num_computed_tokens)
+        laxity = _laxity_of(state, cost, now)
         horizon_s = tier.urgent_ms / 1000
         if is_urgent(laxity, horizon_s):
             urgency = min(1.0, 1 - laxity / horizon_s)
     if tier.aging_ms and state.awaits_first_token:
         urgency = max(urgency, min(1.0, (now - state.arrived_s) * 1000 / tier.aging_ms - 1))
     return urgency
+
+
+def _laxity_of(state: RequestState, cost: StepCost, now: float) -> float:
+    outputs = state.request.sampling.max_tokens - len(state.output_token_ids)
+    return laxity_s(state.deadline_s - now, state.num_uncomputed, outputs, cost, state.num_computed_tokens)
+
+
+def count_missing(states: Iterable[RequestState], cost: StepCost, now: float) -> int:
+    """Return how many requests miss their completion deadlines, even if they run in every step from now on."""
+    return sum(_laxity_of(state, cost, now) < 0 for state in states)
 
 
 def urgencies(tier: Tier, states: Iterable[RequestState], cost: StepCost, now: float) -> dict[str, float]:

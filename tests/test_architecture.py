@@ -33,7 +33,7 @@ MAY_IMPORT = {
 HOUSES = {
     "tidegate": "background logs process settings → supervisor valkey → demo gateway serve worker → cli",
     "gateway": "protocol files → http identity → completion batches → state → routes → app",
-    "scheduler": "clock config quantile_tracker request virtual_time → store → queue events registry reload"
+    "scheduler": "clock config request virtual_time → store → queue events registry reload"
     " → request_state → deadlines → client control → planning → worker",
     "engine": "interface config → step_time sequences thread → modeled native → factory",
     "loadtest": "machine extras child_environment random_weights shipped_tiers traffic → client model_shapes"
@@ -47,7 +47,7 @@ TORCH_ROOMS = {"engine.native", "demo_model", "loadtest.random_weights", "bench.
 # Decisions without clocks, I/O, logs, metrics or tensors: only drivers have those.
 PURE_ROOMS = (
     "scheduler.config",
-    "scheduler.quantile_tracker",
+    "scheduler.client.quantile_tracker",
     "scheduler.request",
     "scheduler.request_state",
     "scheduler.deadlines",

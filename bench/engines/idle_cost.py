@@ -69,7 +69,9 @@ class IdleCostBench:
         self._count = count
         self._kind = kind
         tiers = _tiers(max(count, 1))
-        self._core = SchedulerCore(tiers, engine.info, SLAController(tiers, engine.info.step_eviction), _KnownCost())
+        self._core = SchedulerCore(
+            tiers, engine.info, SLAController(tiers, engine.info.step_eviction, engine.info.num_layers), _KnownCost()
+        )
         self._now = 0.0
         self._fence = 0
 

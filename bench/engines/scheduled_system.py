@@ -42,7 +42,9 @@ class ScheduledEngine:
         self._events = MemoryEventChannel()
         self._tiers = one_tier(spec.max_num_seqs)
         self._core = SchedulerCore(
-            self._tiers, self._engine.info, SLAController(self._tiers, self._engine.info.step_eviction)
+            self._tiers,
+            self._engine.info,
+            SLAController(self._tiers, self._engine.info.step_eviction, self._engine.info.num_layers),
         )
         self._numbers = count()
         self._asyncio = asyncio.Runner()

@@ -38,7 +38,7 @@ BuildCore = Callable[[TierSet, EngineInfo], SchedulerCore]
 
 def build_core(tiers: TierSet, info: EngineInfo) -> SchedulerCore:
     """Return the shipped scheduler core. Its step-time model has not observed any step of its engine yet."""
-    return SchedulerCore(tiers, info, SLAController(tiers, info.step_eviction))
+    return SchedulerCore(tiers, info, SLAController(tiers, info.step_eviction, info.num_layers))
 
 
 @dataclass(frozen=True, slots=True)

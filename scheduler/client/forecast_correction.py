@@ -9,7 +9,7 @@ arrives, the factor does not change.
 from collections import defaultdict
 from dataclasses import dataclass
 
-from scheduler.quantile_tracker import QuantileTracker
+from scheduler.client.quantile_tracker import QuantileTracker
 
 # Shares of the waits that may be longer than predicted.
 SLO_EXCEEDED_SHARE = 0.01

@@ -25,6 +25,7 @@ from scheduler.control.knobs import Decision, TierKnobs
 from scheduler.control.kv_reserve import KVReserve
 from scheduler.control.min_share import DeficitCounter
 from scheduler.control.step_limit import (
+    NO_EVICTION_RESIDUAL,
     InteractiveTraffic,
     InteractiveWork,
     StepLimits,
@@ -47,8 +48,12 @@ NUM_DECISIONS = 200  # number of newest decisions that `explain` shows
 class SLAController:
     """The controller of one worker: it observes latencies, sets the budgets of steps and moves the knobs."""
 
-    def __init__(self, tiers: TierSet, engine_eviction: StepEviction = StepEviction.NOTHING) -> None:
+    def __init__(
+        self, tiers: TierSet, engine_eviction: StepEviction = StepEviction.NOTHING, num_layers: int = 30
+    ) -> None:
+        """`num_layers` is the number of layers after which sequences may be evicted from a running step."""
         self._engine_eviction = engine_eviction
+        self._num_layers = num_layers
         self._set_tiers(tiers)
         self._knobs = {t.name: TierKnobs(t, tiers.controller.dry_run) for t in self._tiers}
         self._stats = {t.name: TierStats(t) for t in self._tiers}
@@ -90,9 +95,10 @@ class SLAController:
         if not self._switches.feed_forward:
             return Budgets({t.name: self._fixed_budget(t) for t in self._tiers}, cost)
         work = InteractiveWork.of(states, cost)
-        limits = step_limits(self._traffic(), self.step_eviction, work, cost, now)
+        limits = step_limits(self._traffic(), work, cost, now)
         overloaded = (t for t in self._interactive if is_overloaded(t, limits.interactive, work, cost, now))
         self._overloaded = frozenset(tier.name for tier in overloaded)
+        self._deficits.is_overload = bool(self._overloaded)
         return Budgets({t.name: self._budget(t, limits, work, now) for t in self._tiers}, cost)
 
     def _budget(self, tier: Tier, limits: StepLimits, work: InteractiveWork, now: float) -> TierBudget:
@@ -104,7 +110,7 @@ class SLAController:
         awaited = work.awaited_priority
         return replace(
             fixed,
-            limit=limits.bulk,
+            limit=limits.bulk.towards(limits.urgent, self._deficits.urgency(tier.name)),
             decodes_only=awaited is not None and awaited > tier.priority,
             reserve_blocks=self._reserve.num_blocks if self._interactive else 0,
         )
@@ -141,6 +147,7 @@ class SLAController:
         return InteractiveTraffic(
             ttft_slo_s=min(t.slo.ttft_p99_ms or NEVER_S for t in self._interactive) / 1000,
             service_s=min((s for s in services_s if s is not None), default=NEVER_S),
+            residual=NO_EVICTION_RESIDUAL if not self._can_evict else NO_EVICTION_RESIDUAL / self._num_layers,
             arrivals_per_s=sum(s.rate_per_s for s in stats.values()),
             margin=self._margin,
             overhead_s=self._overhead_s.value,
@@ -150,6 +157,10 @@ class SLAController:
     def step_eviction(self) -> StepEviction:
         """The kind of mid-step eviction in use: the engine's kind, or `NOTHING` if tiers.yaml switches eviction off."""
         return self._engine_eviction if self._switches.shed else StepEviction.NOTHING
+
+    @property
+    def _can_evict(self) -> bool:
+        return self.step_eviction is not StepEviction.NOTHING
 
     # -- observations ------------------------------------------------------------------------------------------
 
@@ -241,7 +252,10 @@ class SLAController:
         return int(self._knobs[tier].batch_size.value)
 
     def outputs(self, now: float) -> dict[str, TierOutputs]:
-        return {name: tier_outputs(knobs, self._stats[name], self._margin, now) for name, knobs in self._knobs.items()}
+        return {
+            name: tier_outputs(knobs, self._stats[name], self._margin, name in self._overloaded, now)
+            for name, knobs in self._knobs.items()
+        }
 
     def explain(self, now: float) -> dict[str, Any]:
         """Return the controller's state and its newest decisions with their reasons, as plain data.
@@ -255,7 +269,7 @@ class SLAController:
             "host_overhead_s": self._overhead_s.value,
             "margin": self._margin,
             "overloaded": sorted(self._overloaded),
-            "bulk_step_s": bulk_alone_s(traffic, self.step_eviction, self._cost) if traffic else None,
+            "bulk_step_s": bulk_alone_s(traffic, self._cost) if traffic else None,
             "step_cost": asdict(self._cost),
             "tiers": {
                 name: explain_tier(name, knobs, self._stats[name], self._deficits, now)

@@ -24,9 +24,10 @@ class TierOutputs:
     attainment: float | None
     batch_tokens: int = 0
     arrivals_per_s: float = 0.0
+    is_overloaded: bool = False  # first tokens would come much too late, so that the tier is served in order
 
 
-def tier_outputs(knobs: TierKnobs, stats: TierStats, margin: float, now: float) -> TierOutputs:
+def tier_outputs(knobs: TierKnobs, stats: TierStats, margin: float, is_overloaded: bool, now: float) -> TierOutputs:
     return TierOutputs(
         batch_size=int(knobs.batch_size.value),
         max_wait_s=knobs.max_wait_ms.value / 1000,
@@ -36,6 +37,7 @@ def tier_outputs(knobs: TierKnobs, stats: TierStats, margin: float, now: float) 
         attainment=stats.attainment(now),
         batch_tokens=int(knobs.batch_tokens.value),
         arrivals_per_s=stats.rate_per_s,
+        is_overloaded=is_overloaded,
     )
 
 

@@ -1,8 +1,8 @@
 """Min shares: the share of engine time that a tier gets even if higher tiers have enough work to fill every step.
 
 A tier that has work and gets less than its min share builds up a deficit. Once the deficit is worth a step, the tier is
-served first. A request that is near its deadline, or has waited too long, raises the share of its tier. The controller
-owns the counter.
+served first. While an interactive tier is overloaded, a request that is near its deadline or has waited too long raises
+the share of its tier: the SLO is lost then, and the deadline is not. The controller owns the counter.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from scheduler.config import Tier
 
 MAX_DEFICIT_S = 1.0  # s of engine time; the limit prevents a long burst of bulk after a long interactive load
-URGENT_SHARE = 0.5  # the largest share of engine time that a tier gets because of an urgent request
+URGENT_SHARE = 0.5  # the largest share of engine time that a tier gets because of an urgent request, in an overload
 
 
 class DeficitCounter:
@@ -20,18 +20,23 @@ class DeficitCounter:
         self._min_share = {tier.name: tier.floor for tier in tiers}
         self._deficit_s = dict.fromkeys(self._min_share, 0.0)
         self._urgency = dict.fromkeys(self._min_share, 0.0)
+        self.is_overload = False  # whether an interactive tier is overloaded
 
     def set_urgency(self, tier: str, urgency: float) -> None:
-        """Set the urgency of a tier, limited to [0, 1].
-
-        With 0, the tier gets its min share. With 1, it gets `URGENT_SHARE`, or its min share if that is larger.
-        """
+        """Set the urgency of a tier, limited to [0, 1]."""
         self._urgency[tier] = min(1.0, max(0.0, urgency))
 
+    def urgency(self, tier: str) -> float:
+        return self._urgency[tier]
+
     def share(self, tier: str) -> float:
-        """Return the share of engine time that `tier` must get at present: its min share, raised by its urgency."""
-        min_share = self._min_share[tier]
-        return min_share + max(0.0, URGENT_SHARE - min_share) * self._urgency[tier]
+        """Return the share of engine time that `tier` must get at present.
+
+        This is its min share. In an overload, urgency raises it: with an urgency of 1, the tier gets `URGENT_SHARE`, or
+        its min share if that is larger.
+        """
+        min_share, urgency = self._min_share[tier], self._urgency[tier] if self.is_overload else 0.0
+        return min_share + max(0.0, URGENT_SHARE - min_share) * urgency
 
     def deficit_s(self, tier: str) -> float:
         return self._deficit_s[tier]

@@ -15,7 +15,6 @@ All functions are pure: they compute limits from request states, predicted costs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.interface import StepEviction
 from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
@@ -37,9 +36,7 @@ AMORTISE = 3.0
 AWAITED_SHARE = 0.1  # share of the slowdown of decodes by which bulk may lengthen a step that computes a first token
 # Share of the usual time from first step to first token: the mean delay that bulk may cause to a request that arrives.
 DELAY_SHARE = 0.15
-# Mean share of a running bulk step for which a request that arrives must wait: half of the step, or half a layer of 30
-# if bulk can be evicted at the next layer boundary.
-MEAN_RESIDUAL = {StepEviction.NOTHING: 1 / 2, StepEviction.STEPS: 1 / 60, StepEviction.ROWS: 1 / 60}
+NO_EVICTION_RESIDUAL = 0.5  # mean share of a running step for which an arrival waits if nothing can be evicted from it
 MAX_WASTED_SHARE = 0.025  # share of bulk's running time that mid-step evictions may throw away in the long run
 EXPECTED_WASTE = 0.2  # share of a bulk step that an arrival throws away on average
 
@@ -66,6 +63,14 @@ class StepLimit:
         """Return the limit for a tier that may add only its extra."""
         return min((1 + self.extra_share) * planned_s + self.extra_s, self.hard_limit_s)
 
+    def towards(self, other: "StepLimit", share: float) -> "StepLimit":
+        """Return the limit that lies between this one and `other`: this one for a share of 0, `other` for 1."""
+        if share == 0 or self.base_s == NEVER_S:
+            return self
+        base_s = NEVER_S if other.base_s == NEVER_S else (1 - share) * self.base_s + share * other.base_s
+        extra_share = (1 - share) * self.extra_share + share * other.extra_share
+        return StepLimit(base_s, extra_share, self.hard_limit_s)
+
     def prefills_s(self, planned_s: float, guaranteed_s: float) -> float:
         """Return the limit for prefills of the tier.
 
@@ -91,6 +96,7 @@ class InteractiveTraffic:
 
     ttft_slo_s: float  # the shortest TTFT SLO
     service_s: float  # usual time from first step to first token in the fastest tier; NEVER_S: unknown
+    residual: float  # mean share of a running bulk step for which a request that arrives waits
     arrivals_per_s: float  # of all interactive tiers together
     margin: float  # share of the time until the next token that is kept in reserve
     overhead_s: float  # time that the host needs for a step in addition to the engine's time
@@ -123,34 +129,36 @@ class InteractiveWork:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The limits of one step for each kind of tier that adds work to it.
-
-    `guaranteed` is the limit for a bulk tier whose min share is due.
-    """
+    """The limits of one step for each kind of tier that adds work to it."""
 
     interactive: StepLimit
     bulk: StepLimit
-    guaranteed: StepLimit
+    urgent: StepLimit  # for a bulk tier with the highest urgency: deadlines of interactive tokens are its only limit
+    guaranteed: StepLimit  # for a bulk tier whose min share is due
 
 
-def step_limits(
-    traffic: InteractiveTraffic | None, step_eviction: StepEviction, work: InteractiveWork, cost: StepCost, now: float
-) -> StepLimits:
+def step_limits(traffic: InteractiveTraffic | None, work: InteractiveWork, cost: StepCost, now: float) -> StepLimits:
     """Return the limits of the next step. `traffic` is None if no tier is interactive."""
     guaranteed = StepLimit(AMORTISE * cost.step_s)
     if traffic is None:
-        return StepLimits(StepLimit(), StepLimit(), guaranteed)
-    alone_s = bulk_alone_s(traffic, step_eviction, cost)
+        return StepLimits(StepLimit(), StepLimit(), StepLimit(), guaranteed)
+    alone_s = bulk_alone_s(traffic, cost)
     hard_s = _hard_limit_s(work, traffic, now)
-    bulk_s = alone_s
-    if work.decoding:
-        bulk_s = max(cost.step_s, min(hard_s, work.max_slowdown * work.decodes_s, work.decodes_s + alone_s))
-    awaited_share = min(1.0, AWAITED_SHARE * (work.max_slowdown - 1)) if work.awaiting else 0.0
     return StepLimits(
         StepLimit(hard_s, extra_share=PREFILL_EXTRA_SHARE),
-        StepLimit(bulk_s, extra_share=awaited_share, hard_limit_s=hard_s),
+        _bulk_limit(work, work.max_slowdown, alone_s, hard_s, cost),
+        _bulk_limit(work, NEVER_S, alone_s, hard_s, cost),
         guaranteed,
     )
+
+
+def _bulk_limit(work: InteractiveWork, slowdown: float, alone_s: float, hard_s: float, cost: StepCost) -> StepLimit:
+    """Return the limit of bulk that may make the answers of `work` take `slowdown` times as long."""
+    base_s = alone_s
+    if work.decoding:
+        base_s = max(cost.step_s, min(hard_s, slowdown * work.decodes_s, work.decodes_s + alone_s))
+    awaited_share = min(1.0, AWAITED_SHARE * (slowdown - 1)) if work.awaiting else 0.0
+    return StepLimit(base_s, extra_share=awaited_share, hard_limit_s=hard_s)
 
 
 def _hard_limit_s(work: InteractiveWork, traffic: InteractiveTraffic, now: float) -> float:
@@ -161,15 +169,15 @@ def _hard_limit_s(work: InteractiveWork, traffic: InteractiveTraffic, now: float
     return left_s * (1 - traffic.margin) - traffic.overhead_s
 
 
-def bulk_alone_s(traffic: InteractiveTraffic, step_eviction: StepEviction, cost: StepCost) -> float:
+def bulk_alone_s(traffic: InteractiveTraffic, cost: StepCost) -> float:
     """Return the longest time that a step may take if it holds only bulk.
 
     In a longer step, a request that arrives would be delayed too much, or evictions would waste more than
     `MAX_WASTED_SHARE` of bulk's time, or a request that cannot evict would miss its TTFT SLO.
     """
-    for_delay_s = DELAY_SHARE * traffic.service_s / MEAN_RESIDUAL[step_eviction]
+    for_delay_s = DELAY_SHARE * traffic.service_s / traffic.residual
     for_waste_s = NEVER_S
-    if step_eviction is not StepEviction.NOTHING and traffic.arrivals_per_s > 0:
+    if traffic.residual < NO_EVICTION_RESIDUAL and traffic.arrivals_per_s > 0:
         for_waste_s = MAX_WASTED_SHARE / (EXPECTED_WASTE * traffic.arrivals_per_s)
     return max(AMORTISE * cost.step_s, min(traffic.ttft_slo_s, for_delay_s, for_waste_s))
 

@@ -14,7 +14,7 @@ from scheduler.config import Tier
 from scheduler.control.controller import SLAController
 from scheduler.control.feedback import Load
 from scheduler.control.knobs import Decision
-from scheduler.deadlines import age_share, boosted_priority, urgencies
+from scheduler.deadlines import age_share, boosted_priority, count_missing, urgencies
 from scheduler.planning.request_table import RequestTable
 from scheduler.planning.step_report import StepReport
 
@@ -30,6 +30,8 @@ class ControllerInputs:
         self._engine = engine
         self._queued: Mapping[str, int] = {}  # number of requests in the queue at the newest review, by tier
         self._claimed: Counter[str] = Counter()  # number of requests claimed since the newest review, by tier
+        # Number of bulk requests that cannot end by their deadlines any more, by tier, at the newest review.
+        self.missing_deadlines: Mapping[str, int] = {}
 
     def note_claimed(self, tier: str) -> None:
         self._claimed[tier] += 1
@@ -83,6 +85,9 @@ class ControllerInputs:
         Also tell the controller the urgency of each tier.
         """
         boosted: list[str] = []
+        self.missing_deadlines = {
+            tier.name: count_missing(self._table.of_tier(tier.name), cost, now) for tier in tiers if tier.urgent_ms
+        }
         for tier in tiers:
             urgent = urgencies(tier, self._table.of_tier(tier.name), cost, now)
             self._controller.set_urgency(tier.name, max(urgent.values(), default=0.0))

@@ -42,7 +42,7 @@ class SchedulerCore:
         self._engine = engine
         self.controller = controller
         self.step_time = step_time or StepTimeModel()
-        self.running = RunningStep()
+        self.running = RunningStep(engine.num_layers)
         self.table = RequestTable(self.tiers)
         self._states = self.table.states
         self._engine_state = EngineState(engine)
@@ -111,6 +111,7 @@ class SchedulerCore:
             recomputed_tokens=self._planner.recomputed_tokens,
             num_step_evictions=self.running.waste_budget.num_evictions,
             wasted_s=self.running.waste_budget.wasted_s,
+            missing_deadlines=self._inputs.missing_deadlines,
         )
 
     def explain(self, now: float) -> dict[str, Any]:

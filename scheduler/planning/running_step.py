@@ -66,7 +66,8 @@ class _TrackedStep:
 class RunningStep:
     """The submitted steps whose results have not come yet. The oldest of them is the running step."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
         self.waste_budget = TokenBucket()
         self.bulk_total_s = 0.0  # engine time that tiers without a latency SLO took, including work thrown away
         self._steps: dict[int, _TrackedStep] = {}  # by step id; the first entry is the running step
@@ -125,7 +126,7 @@ class RunningStep:
             return ()
         if step.timing.kept_s and step_eviction is not StepEviction.ROWS:
             return ()
-        tradeoff = weigh_eviction(step.timing, now)
+        tradeoff = weigh_eviction(step.timing, now, self._num_layers)
         if not tradeoff.pays or not self.waste_budget.can_take(tradeoff.wasted_s):
             return ()
         step.is_eviction_requested, step.wasted_s = True, tradeoff.wasted_s

@@ -35,6 +35,7 @@ class CoreStatus:
     recomputed_tokens: Mapping[str, int]  # sum: tokens whose KV was lost and must be recomputed, by tier
     num_step_evictions: int  # sum: number of steps from which bulk was evicted
     wasted_s: float  # sum: engine time whose work these evictions threw away
+    missing_deadlines: Mapping[str, int]  # bulk requests that cannot end by their deadlines any more, by tier
 
 
 def count_by_status(states: Iterable[RequestState]) -> TierCounts:

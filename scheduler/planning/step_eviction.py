@@ -13,7 +13,6 @@ from scheduler.control.step_limit import MAX_WASTED_SHARE
 
 INTERACTIVE_WEIGHT = 3.0  # seconds of bulk work that may be thrown away to save the newcomer one second of waiting
 MIN_SAVED_S = 0.002  # s; a smaller saving is not worth an eviction
-BOUNDARY_SHARE = 1 / 30  # share of a step until its next layer boundary, where sequences can be evicted
 BUCKET_S = 0.5  # size of the token bucket, in seconds of bulk work
 
 
@@ -42,10 +41,11 @@ class EvictionTradeoff:
         return self.saved_s >= MIN_SAVED_S and INTERACTIVE_WEIGHT * self.saved_s > self.wasted_s
 
 
-def weigh_eviction(timing: StepTiming, now: float) -> EvictionTradeoff:
+def weigh_eviction(timing: StepTiming, now: float, num_layers: int) -> EvictionTradeoff:
+    """Weigh an eviction at the next layer boundary of a step, in a model of `num_layers` layers."""
     progress = timing.progress(now)
     bulk_s = max(0.0, timing.step_s - timing.kept_s)
-    saved_s = (1 - progress) * bulk_s - BOUNDARY_SHARE * timing.step_s
+    saved_s = (1 - progress) * bulk_s - timing.step_s / num_layers
     return EvictionTradeoff(max(0.0, saved_s), progress * bulk_s)
 
 

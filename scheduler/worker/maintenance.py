@@ -36,6 +36,7 @@ class Maintenance:
         self._heartbeat = heartbeat
         self._held = held
         self._clock = clock
+        self._missing: frozenset[str] = frozenset()  # tiers with requests that cannot end by their deadlines
 
     async def run(self) -> None:
         """Run the rounds until this task is cancelled."""
@@ -59,4 +60,15 @@ class Maintenance:
             said = "knob moved" if d.acted else "knob would move"
             log.info(said, tier=d.tier, knob=d.knob, old=d.old, new=d.new, signal=d.signal, reason=d.reason)
         self._metrics.record_decisions(decisions)
-        self._metrics.record_state(self._core.status(now), depths)
+        status = self._core.status(now)
+        self._metrics.record_state(status, depths)
+        self._warn_of_deadlines({tier: count for tier, count in status.missing_deadlines.items() if count})
+
+    def _warn_of_deadlines(self, missing: Mapping[str, int]) -> None:
+        """Log the tiers in which requests begin to miss their deadlines, or have stopped to do so."""
+        for tier in missing.keys() - self._missing:
+            hint = "interactive SLOs go first: add a worker, or lower the load"
+            log.warning("deadlines cannot be kept", tier=tier, requests=missing[tier], hint=hint)
+        for tier in self._missing - missing.keys():
+            log.info("deadlines can be kept again", tier=tier)
+        self._missing = frozenset(missing)

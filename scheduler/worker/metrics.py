@@ -74,6 +74,14 @@ class SchedulerMetrics:
         self._margin = gauge(
             "controller_margin_ratio", "Share of an SLO that the controller keeps as a margin.", "tier"
         )
+        self._overloaded = gauge(
+            "controller_overloaded",
+            "1 while first tokens would come much too late: the tier is served in order.",
+            "tier",
+        )
+        self._missing = gauge(
+            "missing_deadlines", "Bulk requests on this worker that cannot end by their deadlines any more.", "tier"
+        )
         self._arriving = gauge("arrivals_per_second", "Smoothed arrival rate, as this worker sees it.", "tier")
         self._reserve = gauge("kv_reserve_blocks", "KV blocks that bulk leaves free for interactive sequences.")
         self._error = gauge("step_time_error_ratio", "Mean |measured / predicted - 1| of recent steps.")
@@ -117,7 +125,7 @@ class SchedulerMetrics:
         for name in set(self._tiers.tiers) - set(tiers.tiers):
             held = (self._waiting, self._running, self._paused, self._swapped)
             knobs = (self._max_wait, self._batch_size, self._batch_tokens, self._margin)
-            for gauge in (*held, *knobs, self._arriving, self._attainment):
+            for gauge in (*held, *knobs, self._overloaded, self._missing, self._arriving, self._attainment):
                 gauge.remove(name)
             for metric in ("ttft", "itl"):
                 self._target.remove(name, metric, "0.99")
@@ -167,6 +175,7 @@ class SchedulerMetrics:
             self._paused.labels(tier).set(held.paused)
             self._swapped.labels(tier).set(held.swapped)
             self._record_outputs(tier, status.outputs[tier])
+            self._missing.labels(tier).set(status.missing_deadlines.get(tier, 0))
         for key, count in status.preemptions.items():
             self._count_up(self._preempted.labels(*key), ("preempted", *key), count)
         for tier, count in status.recomputed_tokens.items():
@@ -186,6 +195,7 @@ class SchedulerMetrics:
         self._batch_size.labels(tier).set(output.batch_size)
         self._batch_tokens.labels(tier).set(output.batch_tokens)
         self._margin.labels(tier).set(output.margin)
+        self._overloaded.labels(tier).set(output.is_overloaded)
         self._arriving.labels(tier).set(output.arrivals_per_s)
         for metric, seconds in (("ttft", output.ttft_p99_s), ("itl", output.itl_p99_s)):
             _set_or_remove(self._observed, (tier, metric, "0.99"), seconds)

@@ -279,7 +279,7 @@ def make_core(
     info = info or make_info()
     if cost is not None and step_time is None:
         step_time = KnownStepTime(cost)
-    return CheckedCore(tiers, info, SLAController(tiers, info.step_eviction), step_time)
+    return CheckedCore(tiers, info, SLAController(tiers, info.step_eviction, info.num_layers), step_time)
 
 
 def ran(plan: StepPlan) -> dict[str, int]:

@@ -37,7 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def build_core(tiers: TierSet, info: EngineInfo) -> SchedulerCore:
     step_time = KnownStepTime(CARD.step_cost(mixed=True))
-    return SchedulerCore(tiers, info, SLAController(tiers, info.step_eviction), step_time)
+    return SchedulerCore(tiers, info, SLAController(tiers, info.step_eviction, info.num_layers), step_time)
 
 
 @pytest.mark.parametrize("name", RUNS)

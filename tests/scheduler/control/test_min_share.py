@@ -34,8 +34,12 @@ def test_a_long_flood_leaves_no_larger_deficit_than_a_short_one() -> None:
     assert deficits_s[0] < deficits_s[1] == deficits_s[2] < 5
 
 
-def test_urgent_work_raises_the_share_up_to_a_limit() -> None:
+def test_in_an_overload_urgent_work_raises_the_share_up_to_a_limit() -> None:
+    """Else it would take from tiers that keep their SLOs."""
     counter = make_counter(0.02)
+    counter.set_urgency("bulk", 1.0)
+    assert counter.share("bulk") == 0.02
+    counter.is_overload = True
     shares = []
     for urgency in (0.0, 0.5, 1.0, 7.0):
         counter.set_urgency("bulk", urgency)
@@ -45,6 +49,7 @@ def test_urgent_work_raises_the_share_up_to_a_limit() -> None:
 
 def test_urgency_gives_a_share_to_a_tier_without_a_min_share() -> None:
     counter = make_counter(0.0)
+    counter.is_overload = True
     counter.add_step(10.0, {}, ["bulk"])
     assert not counter.has_deficit("bulk", STEP_S)
     counter.set_urgency("bulk", 1.0)

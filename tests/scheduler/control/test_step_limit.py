@@ -116,6 +116,25 @@ def test_a_first_token_is_slowed_down_less_than_the_answer() -> None:
         assert budgets_of(controller, [])["bulk"].limit.extra_share == 0, "there is no first token to slow down"
 
 
+def test_urgent_bulk_may_use_all_that_the_slo_leaves() -> None:
+    """The more urgent, the more; a deadline does not make an interactive token late."""
+    controller, found = SLAController(make_tiers(), StepEviction.ROWS), []
+    decoding = [make_decode("a", "realtime", last_token_s=1.0)]
+    for urgency in (0.0, 0.5, 1.0):
+        controller.set_urgency("bulk", urgency)
+        found.append(limit_s(controller, decoding, COST, 1.0))
+    assert found[0] < found[1] < found[2] == limit_s(controller, decoding, COST, 1.0, "realtime")
+    assert limit_s(controller, decoding, COST, 1.0, "batch") == found[0], "it is the other tier's deadline"
+
+
+def test_urgent_bulk_slows_first_tokens_down_more() -> None:
+    controller, extra = SLAController(make_tiers()), []
+    for urgency in (0.0, 1.0):
+        controller.set_urgency("bulk", urgency)
+        extra.append(budgets_of(controller, [make_state("rt")])["bulk"].limit.extra_share)
+    assert 0 < extra[0] < extra[1] <= 1
+
+
 # -- what cannot be in time ----------------------------------------------------------------------------------------
 
 

@@ -13,35 +13,38 @@ from scheduler.planning.step_eviction import (
     weigh_eviction,
 )
 
+LAYERS = 30
 BULK_ONLY = StepTiming(started_s=1.0, step_s=0.06, kept_s=0.0)
 MIXED = StepTiming(started_s=1.0, step_s=0.06, kept_s=0.015)
 
 
 def test_eviction_pays_early_in_a_step_and_not_late() -> None:
-    assert weigh_eviction(BULK_ONLY, 1.001).pays
-    assert weigh_eviction(BULK_ONLY, 1.03).pays, "half-way, as much is saved as wasted, and saved time counts for more"
-    assert not weigh_eviction(BULK_ONLY, 1.055).pays
+    assert weigh_eviction(BULK_ONLY, 1.001, LAYERS).pays
+    assert weigh_eviction(BULK_ONLY, 1.03, LAYERS).pays, (
+        "half-way, as much is saved as wasted, and saved time counts for more"
+    )
+    assert not weigh_eviction(BULK_ONLY, 1.055, LAYERS).pays
 
 
 def test_only_bulks_part_of_the_step_is_saved_and_wasted() -> None:
-    half = weigh_eviction(MIXED, 1.03)
+    half = weigh_eviction(MIXED, 1.03, LAYERS)
     assert half.wasted_s == pytest.approx(0.5 * 0.045)
     assert half.saved_s == pytest.approx(0.5 * 0.045 - 0.06 / 30)
 
 
 def test_a_step_that_lasts_longer_than_predicted_is_about_to_end() -> None:
-    assert not weigh_eviction(BULK_ONLY, 1.5).pays
+    assert not weigh_eviction(BULK_ONLY, 1.5, LAYERS).pays
 
 
 def test_a_tiny_saving_is_not_worth_an_eviction() -> None:
-    assert not weigh_eviction(StepTiming(1.0, 0.002, 0.0), 1.0).pays
+    assert not weigh_eviction(StepTiming(1.0, 0.002, 0.0), 1.0, LAYERS).pays
 
 
 @given(st.floats(0, 1), st.floats(0.001, 1), st.floats(0, 1))
 def test_an_eviction_that_pays_never_wastes_more_than_it_is_worth(
     progress: float, step_s: float, kept_share: float
 ) -> None:
-    tradeoff = weigh_eviction(StepTiming(0.0, step_s, kept_share * step_s), progress * step_s)
+    tradeoff = weigh_eviction(StepTiming(0.0, step_s, kept_share * step_s), progress * step_s, LAYERS)
     assert not tradeoff.pays or tradeoff.wasted_s < INTERACTIVE_WEIGHT * tradeoff.saved_s
     assert tradeoff.saved_s + tradeoff.wasted_s <= step_s + 1e-9
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from scheduler.quantile_tracker import QuantileTracker
+from scheduler.client.quantile_tracker import QuantileTracker
 
 
 def exceeding_share(tracker: QuantileTracker, share: float, count: int = 20_000) -> float:
