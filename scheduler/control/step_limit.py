@@ -28,7 +28,7 @@ FIRST_STEP_SHARE = 0.25
 PREFILL_EXTRA_SHARE = 0.25
 LATE_SHARE = 0.5  # share of the time left for prefills that is kept for prefills whose deadline is already missed
 # Multiple of the TTFT SLO. A tier is overloaded if the last of its awaited first tokens would come later than this.
-OVERLOAD = 2.0
+OVERLOAD = 1.5
 
 # For bulk tiers.
 # A bulk step may always last this many times the fixed cost of a step, since a shorter step is mostly overhead.
