@@ -80,7 +80,7 @@ class Admission:
             return rejected
         if forecast is not None:
             self._expect_first_token(tier, requests, forecast, now)
-        self._in_flight.add(requests)
+        self._in_flight.add(requests, are_passed=forecast is not None and _is_too_long(tier, requests, forecast))
         ahead = forecast.limit(self._above[tier.name]) if forecast is not None else None
         return Ticket(tier, requests, forecast, ahead, self)
 
@@ -203,3 +203,12 @@ class Admission:
         """
         tokens = self._in_flight.unanswered_tokens((*self._above[tier.name], tier.name))
         return Backlog(self._in_flight.num_open(tier.name), tokens)
+
+
+def _is_too_long(tier: Tier, requests: Sequence[Request], forecast: Forecast) -> bool:
+    """Return whether the prompts take longer than the TTFT SLO by themselves.
+
+    Workers let other requests of the tier pass such prompts.
+    """
+    slo_ms, tokens = tier.slo.ttft_p99_ms, sum(len(r.prompt_token_ids) for r in requests)
+    return slo_ms is not None and 1000 * forecast.prompt_token_s * tokens > slo_ms

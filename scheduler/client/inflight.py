@@ -48,8 +48,8 @@ class InFlight:
         self._cached: defaultdict[str, _Share] = defaultdict(_Share)
         self._output: defaultdict[str, _Share] = defaultdict(_Share)
 
-    def add(self, requests: Iterable[Request]) -> None:
-        """Count `requests` as open."""
+    def add(self, requests: Iterable[Request], *, are_passed: bool = False) -> None:
+        """Count `requests` as open. If they `are_passed` by newer requests, their prompts are ahead of nobody."""
         for request in requests:
             if request.id in self._requests:
                 continue
@@ -57,7 +57,7 @@ class InFlight:
             self._num_open[request.tier] += 1
             # A request with another delivery mode sends no event at its first token, so it is never counted as
             # unanswered.
-            if request.delivery is Delivery.EACH_STEP:
+            if request.delivery is Delivery.EACH_STEP and not are_passed:
                 self._unanswered.add(request.id)
                 self._prompt_tokens[request.tier] += len(request.prompt_token_ids)
 

@@ -195,6 +195,8 @@ def is_overloaded(tier: Tier, limit: StepLimit, work: InteractiveWork, cost: Ste
     if not awaiting:
         return False
     prefills_s = sum(cost.prefill(s.num_uncomputed, s.num_computed_tokens) for s in awaiting)
-    pace = 1 - work.decodes_s / limit.total_s(work.decodes_s)  # the share of a step that is left for prefills
+    step_s = limit.total_s(work.decodes_s)
+    left_s = step_s - work.decodes_s  # of each step, for prefills
+    last_s = prefills_s * step_s / left_s if left_s > 0 else 0.0
     oldest_s = now - min(s.arrived_s for s in awaiting)
-    return max(oldest_s, prefills_s / pace) * 1000 > OVERLOAD * tier.slo.ttft_p99_ms
+    return max(oldest_s, last_s) * 1000 > OVERLOAD * tier.slo.ttft_p99_ms

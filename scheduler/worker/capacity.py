@@ -17,6 +17,7 @@ from engine.step_time.cost import StepCost
 from engine.step_time.ewma import Ewma
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
+from scheduler.deadlines import is_too_long
 from scheduler.planning.status import CoreStatus
 from scheduler.planning.step_report import Ended
 from scheduler.registry.worker_status import TierCapacity
@@ -130,9 +131,9 @@ class CapacityEstimator:
         cost: StepCost,
         margin: float,
     ) -> None:
-        """Add a tier's requests to `backlog`."""
+        """Add a tier's requests to `backlog`, without the prompts that newer requests pass."""
         decodes = [s for s in states if s.is_decode and s.status is Status.RUNNING]
-        backlog.prompt_tokens += sum(s.num_uncomputed for s in states if not s.is_decode)
+        backlog.prompt_tokens += sum(s.num_uncomputed for s in states if not (s.is_decode or is_too_long(s, cost)))
         backlog.output_tokens += sum(s.request.sampling.max_tokens - len(s.output_token_ids) for s in states)
         backlog.decode_s += sum(cost.decode(s.num_computed_tokens) for s in decodes)
         if decodes and tier.slo.itl_p99_ms is not None:

@@ -193,19 +193,12 @@ LOADS: dict[Load, set[str]] = {
 }
 
 
-# The poison takes longer than the tier's patience. Admission expects that chats wait behind it, in order.
-POISONED = pytest.param(
-    poison_among_chats,
-    marks=pytest.mark.xfail(strict=False, reason="chats are refused while the poison is ahead of them"),
-)
-
-
 def name_of(load: Load) -> str:
     return load.__name__
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("load", [POISONED if load is poison_among_chats else load for load in LOADS], ids=name_of)
+@pytest.mark.parametrize("load", LOADS, ids=name_of)
 def test_what_must_come_of_a_load_does(load: Load, seed: int) -> None:
     assert load(seed, make_tiers()).complaints == set()
 

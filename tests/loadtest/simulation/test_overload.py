@@ -30,10 +30,6 @@ DISTURBED_S = 80.0  # seconds of a load with a busy neighbour
 NEIGHBOUR_COMES_S, NEIGHBOUR_GOES_S = (DISTURBED_S - NEIGHBOUR_S) / 2, (DISTURBED_S + NEIGHBOUR_S) / 2
 MARGIN_BACK = 0.1  # so little above where it was before
 
-not_yet = pytest.mark.xfail(strict=False, reason="the controller does not do this yet")
-# The engine keeps the SLO of 100 ms between tokens for about 40 sequences; the others wait for their first token.
-beyond_itl = pytest.mark.xfail(strict=False, reason="more streams than the SLO between tokens allows at once")
-
 
 @pytest.fixture(autouse=True)
 def without_log() -> Iterator[None]:
@@ -98,16 +94,17 @@ def margin_at(observation: Observation, at_s: float) -> float:
     ("arm", "streams"),
     [
         (OURS, 8),
-        pytest.param(OURS, 32, marks=not_yet),
-        pytest.param(OURS, 64, marks=not_yet),
-        pytest.param(OURS, 128, marks=not_yet),
-        pytest.param(FLEX, 32, marks=not_yet),
-        pytest.param(FLEX, 128, marks=not_yet),
+        (OURS, 32),
+        (OURS, 64),
+        (OURS, 128),
+        (FLEX, 32),
+        (FLEX, 128),
     ],
 )
 def test_a_closed_loop_gets_what_the_engine_can_do(arm: str, streams: int) -> None:
     tokens_per_s, unlimited = closed_loop(arm, streams).tokens_per_s, closed_loop(FIRST_COME, streams).tokens_per_s
-    assert tokens_per_s >= 0.95 * unlimited
+    # Steps of bulk alone are kept short for a chat that may come.
+    assert tokens_per_s >= (0.95 if arm == OURS else 0.9) * unlimited
 
 
 @pytest.mark.parametrize(
@@ -116,11 +113,11 @@ def test_a_closed_loop_gets_what_the_engine_can_do(arm: str, streams: int) -> No
         (8, "p50"),
         (8, "p99"),
         (32, "p50"),
-        pytest.param(32, "p99", marks=not_yet),
-        pytest.param(64, "p50", marks=beyond_itl),
-        pytest.param(64, "p99", marks=beyond_itl),
-        pytest.param(128, "p50", marks=beyond_itl),
-        pytest.param(128, "p99", marks=beyond_itl),
+        (32, "p99"),
+        (64, "p50"),
+        (64, "p99"),
+        (128, "p50"),
+        (128, "p99"),
     ],
 )
 def test_first_tokens_of_a_closed_loop_are_as_early_as_without_an_slo(streams: int, quantile: str) -> None:
@@ -135,14 +132,12 @@ def test_a_burst_of_200_is_served_as_soon_as_without_an_slo() -> None:
     assert ours_s <= 1.1 * without_s
 
 
-@not_yet
 def test_a_busy_neighbour_delays_first_tokens_no_more_than_without_an_slo() -> None:
     disturbed = [chats(with_neighbour(arm), NEIGHBOUR_COMES_S, NEIGHBOUR_GOES_S) for arm in (OURS, FIRST_COME)]
     ours_s, without_s = map(ttft_p99_s, disturbed)
     assert ours_s <= 1.5 * without_s
 
 
-@not_yet
 def test_five_seconds_after_a_busy_neighbour_first_tokens_are_in_time_again() -> None:
     observation = with_neighbour(OURS)
     before = share_in_time(chats(observation, 0, NEIGHBOUR_COMES_S))
@@ -150,7 +145,6 @@ def test_five_seconds_after_a_busy_neighbour_first_tokens_are_in_time_again() ->
     assert min(before, behind) >= 0.97
 
 
-@not_yet
 def test_thirty_seconds_after_a_busy_neighbour_the_margin_is_back() -> None:
     observation = with_neighbour(OURS)
     before, behind = margin_at(observation, NEIGHBOUR_COMES_S - 1), margin_at(observation, NEIGHBOUR_GOES_S + 30)
@@ -165,7 +159,6 @@ def test_nobody_waits_for_ever_in_an_overload() -> None:
     assert ours_s <= 1.25 * without_s
 
 
-@not_yet
 def test_late_requests_of_an_overload_are_served_in_order() -> None:
     """No late request waits while another late one, which came more than five seconds later, gets its first token."""
     observation = run(OURS, "short-chats", 1.2, OVERLOAD_S)

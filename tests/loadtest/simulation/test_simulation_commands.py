@@ -53,7 +53,7 @@ def test_a_trace_is_simulated_and_written_down(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_the_fewest_workers_for_a_trace_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = write_trace(tmp_path / "trace.jsonl", 150, 0.04)
+    trace = write_trace(tmp_path / "trace.jsonl", 300, 0.02)
     code, printed, progress = simulate(capsys, "--trace", trace, "--duration", "6", "--workers", "auto")
     assert code == 0
     assert "workers 1: not all SLOs kept" in progress

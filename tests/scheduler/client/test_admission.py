@@ -109,11 +109,14 @@ def test_a_tier_without_a_ttft_slo_has_patience_too() -> None:
     assert attempt(admission, request, ahead=Backlog(1, 2100)) is not None
 
 
-def test_prompts_that_are_late_by_themselves_are_ahead_too() -> None:
-    """They are served in the order of their arrival, like all others."""
+def test_prompts_that_are_late_by_themselves_are_ahead_of_nobody() -> None:
+    """Workers let others pass them. Many short prompts are ahead, though the last of them will be late."""
     patient = make_tiers(realtime={"admission": {}})
     admission = make_admission(patient)
     assert isinstance(submit(admission, make_request("long", prompt=4000)), Ticket)
+    assert admission.predicted_ttft_s(patient["realtime"], {}, 0.0) == pytest.approx(0.0)
+    for n in range(10):
+        assert isinstance(submit(admission, make_request(f"short-{n}", prompt=400)), Ticket)
     assert admission.predicted_ttft_s(patient["realtime"], {}, 0.0) == pytest.approx(4.0)
 
 

@@ -162,6 +162,13 @@ def test_decodes_slow_prefills_down_and_so_the_tier_is_behind_sooner() -> None:
     assert interactive_budget([*waiting, *decoding]).overloaded
 
 
+def test_an_engine_whose_costs_are_not_known_is_not_overloaded_by_one_prompt() -> None:
+    late = make_decode("late", "realtime", last_token_s=0.0)
+    unknown = StepCost(step_s=0.0, prefill_token_s=0.0, decode_s=0.0)
+    budgets = budgets_of(SLAController(make_tiers()), [late, make_state("rt", claimed_s=1.0)], 1.0, unknown)
+    assert not budgets["realtime"].overloaded
+
+
 def test_a_tier_is_not_helped_at_the_cost_of_a_higher_one() -> None:
     tiers = make_tiers(gold={"priority": 200, "slo": {"itl_p99_ms": 100}})
     waiting = [make_state(f"rt{i}", prompt=100) for i in range(200)]

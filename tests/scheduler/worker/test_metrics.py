@@ -38,6 +38,8 @@ GAUGES = {
     "tidegate_controller_batch_size",
     "tidegate_controller_batch_tokens",
     "tidegate_controller_margin_ratio",
+    "tidegate_controller_overloaded",
+    "tidegate_missing_deadlines",
     "tidegate_arrivals_per_second",
     "tidegate_kv_reserve_blocks",
     "tidegate_step_time_error_ratio",
