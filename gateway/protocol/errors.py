@@ -118,8 +118,8 @@ def store_unreachable() -> ApiError:
 def rejected(reason: Rejected, tier: Tier) -> ApiError:
     """Return the error for a request that admission rejected.
 
-    The status is 429 if the tier's queue is full or the request's deadline is too near. It is 503 if the server cannot
-    serve the tier at the moment.
+    The status is 503 if the server cannot serve the tier at the moment. It is 429 in a bulk tier if its queue is full
+    or the request's deadline is too near.
     """
     headers = retry_after(reason.retry_after_s) | ({"x-should-retry": "false"} if reason.is_final else {})
     if reason.reason in (RejectReason.DRAINING, RejectReason.OVERLOADED, RejectReason.TIER_GONE):
@@ -127,7 +127,7 @@ def rejected(reason: Rejected, tier: Tier) -> ApiError:
     if reason.reason is RejectReason.NO_ENGINE:
         return ApiError(503, reason.message, "server_error", code="engine_overloaded", headers=headers)
     if tier.is_interactive:
-        return ApiError(429, reason.message, "requests", code="rate_limit_exceeded", headers=headers)
+        return ApiError(503, reason.message, "server_error", code="server_overloaded", headers=headers)
     return ApiError(429, reason.message, "resource_unavailable", code="resource_unavailable", headers=headers)
 
 

@@ -280,19 +280,19 @@ async def fill(stand: Stand, service_tier: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("service_tier", "tier", "type_", "code", "room_in_s"),
+    ("service_tier", "tier", "expected", "room_in_s"),
     [
-        ("default", "realtime", "requests", "rate_limit_exceeded", 10),
-        ("flex", "bulk", "resource_unavailable", "resource_unavailable", 20),
+        ("default", "realtime", (503, "server_error", "server_overloaded"), 10),
+        ("flex", "bulk", (429, "resource_unavailable", "resource_unavailable"), 20),
     ],
 )
-async def test_a_full_queue(service_tier: str, tier: str, type_: str, code: str, room_in_s: int) -> None:
+async def test_a_full_queue(service_tier: str, tier: str, expected: tuple[int, str, str], room_in_s: int) -> None:
     tiers = make_tiers(realtime={"queue_limit": 1}, bulk={"queue_limit": 1})
     async with running_stand(tiers=tiers) as stand:
         response = await fill(stand, service_tier)
         refused = stand.metric("tidegate_requests_rejected_total", tier=tier, reason="queue_full")
-    error = error_of(response, 429)
-    assert (error["type"], error["code"]) == (type_, code)
+    error = error_of(response, expected[0])
+    assert (error["type"], error["code"]) == expected[1:]
     # The worker finishes FINISHED_PER_S requests of the tier: one leaves the queue in so many seconds.
     assert response.headers["retry-after"] == str(room_in_s)
     assert response.headers["retry-after-ms"] == str(1000 * room_in_s)
@@ -355,13 +355,14 @@ def test_retry_after_stays_within_what_clients_obey(seconds: float, whole: str, 
 
 
 def test_every_reason_to_reject_has_its_status() -> None:
-    tier = make_tiers()["realtime"]
-    statuses = {r: rejected(Rejected(r, "x", 1), tier).status for r in RejectReason}
-    assert statuses == {
-        RejectReason.QUEUE_FULL: 429,
-        RejectReason.OVERLOADED: 503,
-        RejectReason.DEADLINE: 429,
-        RejectReason.NO_ENGINE: 503,
-        RejectReason.DRAINING: 503,
-        RejectReason.TIER_GONE: 503,
-    }
+    tiers = make_tiers()
+    for tier, refused in (("realtime", 503), ("bulk", 429)):
+        statuses = {r: rejected(Rejected(r, "x", 1), tiers[tier]).status for r in RejectReason}
+        assert statuses == {
+            RejectReason.QUEUE_FULL: refused,
+            RejectReason.OVERLOADED: 503,
+            RejectReason.DEADLINE: refused,
+            RejectReason.NO_ENGINE: 503,
+            RejectReason.DRAINING: 503,
+            RejectReason.TIER_GONE: 503,
+        }

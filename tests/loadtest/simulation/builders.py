@@ -1,13 +1,14 @@
 """What the simulator's tests are built from: a card of round figures, small loads, and the laws of every run."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from loadtest.simulation.cost_card import CostCard
 from loadtest.simulation.deployment import Setting
 from loadtest.simulation.observation import Observation, RequestRecord
 from loadtest.simulation.run import simulate
-from loadtest.simulation.traffic import Traffic, scenario_traffic
+from loadtest.simulation.traffic import OfferedRequest, Traffic, scenario_traffic
 from loadtest.traffic.scenario import Scenario
 from scheduler.config import TierSet, parse_tiers
 from tests.scheduler.builders import tiers_document
@@ -134,6 +135,18 @@ def share_in_time(records: Sequence[RequestRecord], target_s: float = TTFT_S) ->
     """Return the share of all offered requests whose first token came in time."""
     assert records, "nothing was offered then"
     return sum(r.ttft_s is not None and r.ttft_s <= target_s for r in records) / len(records)
+
+
+def add(*requests: OfferedRequest) -> Callable[[Traffic], Traffic]:
+    """Return a function that adds these requests to the traffic."""
+
+    def alter(traffic: Traffic) -> Traffic:
+        arrivals = sorted([*traffic.arrivals, *requests], key=lambda r: r.at_s)
+        return replace(
+            traffic, classes={**traffic.classes, **{r.traffic_class: r.tier for r in requests}}, arrivals=arrivals
+        )
+
+    return alter
 
 
 def tokens_ended(observation: Observation, name: str, from_s: float, to_s: float) -> int:

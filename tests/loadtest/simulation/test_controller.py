@@ -7,16 +7,17 @@ without a min share, and then the test must complain about what suffers: this sh
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from loadtest.simulation.observation import Observation
-from loadtest.simulation.traffic import OfferedRequest, Traffic
+from loadtest.simulation.traffic import OfferedRequest
 from scheduler.config import TierSet
 from tests.loadtest.simulation.builders import (
     ITL_S,
+    add,
     chats,
     make_card,
     make_scenario,
@@ -141,16 +142,6 @@ def scarce_kv(seed: int, tiers: TierSet) -> Verdict:
     lost, planned = sum(e.lost_tokens for e in engines), sum(e.planned_tokens for e in engines)
     seen.expect(lost <= 0.07 * planned, "evicted again and again")
     return seen
-
-
-def add(*requests: OfferedRequest) -> Callable[[Traffic], Traffic]:
-    def alter(traffic: Traffic) -> Traffic:
-        arrivals = sorted([*traffic.arrivals, *requests], key=lambda r: r.at_s)
-        return replace(
-            traffic, classes={**traffic.classes, **{r.traffic_class: r.tier for r in requests}}, arrivals=arrivals
-        )
-
-    return alter
 
 
 def _poison(seed: int, tiers: TierSet, tier: str) -> Verdict:

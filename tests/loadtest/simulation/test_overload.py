@@ -16,10 +16,11 @@ from loadtest.simulation.cost_card import load_cost_card
 from loadtest.simulation.experiment import NEIGHBOUR_S, Experiment, find_tiers
 from loadtest.simulation.observation import Observation, RequestRecord
 from loadtest.simulation.summary import ClassSummary, spread, summarize
+from loadtest.simulation.traffic import OfferedRequest
 from loadtest.traffic.scenario import load_scenario
 from loadtest.traffic.scenario_arrivals import OpenLoop, Spike
 from scheduler.config import Admission, TierSet, parse_tiers
-from tests.loadtest.simulation.builders import chats, check_laws, run_scenario, share_in_time
+from tests.loadtest.simulation.builders import add, chats, check_laws, make_scenario, run_scenario, share_in_time
 from tests.test_architecture import ROOT
 
 OURS, FLEX, FIRST_COME = "ours", "flex", "first come"
@@ -184,3 +185,30 @@ def test_everything_comes_back_after_an_overload() -> None:
     assert behind >= 0.97
     margin_before, margin_behind = margin_at(observation, 9), margin_at(observation, 130)
     assert margin_behind <= margin_before + MARGIN_BACK
+
+
+@cache
+def beside_urgent_bulk(chats_per_s: float) -> Observation:
+    """Chats beside 60 jobs that come at once and are due after 40 s, of about 15 s of the engine's time."""
+    document = tiers_of(OURS).document(defaults=False)
+    document["tiers"]["batch"] |= {
+        "urgent_ms": 60_000,
+        "deadline_ms": 40_000,
+        "max_wait_ms": {"min": 0, "start": 0, "max": 0},
+    }
+    scenario = make_scenario(rate_per_s=chats_per_s, streams=1)
+    only_chats = scenario.model_copy(update={"classes": {"chat": scenario.classes["chat"]}})
+    jobs = [OfferedRequest(f"job-{i}", "job", "batch", 20.0, (7,) * 128, 160, i) for i in range(60)]
+    return run_scenario(only_chats, 70.0, tiers=parse_tiers(document), card=CARD, alter=add(*jobs), drain_s=300)
+
+
+@pytest.mark.parametrize("chats_per_s", [2.0, 8.0])
+def test_urgent_bulk_costs_no_slo_and_is_in_time_where_there_is_room(chats_per_s: float) -> None:
+    """With eight chats a second, both cannot be had: the SLO goes first."""
+    observation = beside_urgent_bulk(chats_per_s)
+    beside = chats(observation, 20, 60)
+    kept = sum(r.ttft_s is not None and r.ttft_s <= 0.5 and 100 * r.gaps_missed <= r.gaps for r in beside)
+    assert kept >= 0.95 * len(beside)
+    jobs = chats(observation, name="job")
+    in_time = sum(r.ended_s is not None and r.ended_s - r.arrived_s <= 40.0 for r in jobs) / len(jobs)
+    assert in_time == 1.0 if chats_per_s < 3 else in_time < 1.0
