@@ -183,6 +183,7 @@ def _tiers(batch_size: int) -> TierSet:
         "priority": 100,
         "service_tiers": ["default"],
         "slo": {"ttft_p99_ms": 60_000, "itl_p99_ms": 60_000},
+        "max_slowdown": 1,  # so that no bulk rides along
         "max_wait_ms": no_wait,
     }
     bulk = {"priority": 10, "service_tiers": ["flex"], "batch_size": knob, "max_wait_ms": no_wait}

@@ -56,6 +56,7 @@ class Worker:
             recomputed_tokens=dict.fromkeys(TIERS.tiers, 32 * self._rounds),
             num_step_evictions=self._rounds,
             wasted_s=0.02 * self._rounds,
+            missing_deadlines=dict.fromkeys(TIERS.tiers, 1),
         )
         self.metrics.record_state(status, dict.fromkeys(TIERS.tiers, 7))
 
