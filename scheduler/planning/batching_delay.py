@@ -14,6 +14,10 @@ from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.max_wait import is_worth_it
 from scheduler.planning.request_table import RequestTable
 
+MIN_WAIT_S = (
+    1e-6  # seconds; a shorter wait is over, or a timer could end before it by a rounding error, again and again
+)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchSoFar:
@@ -38,7 +42,7 @@ def is_waiting(tier: Tier, table: RequestTable, budget: TierBudget, batch: Batch
             return False
     elif table.any_resident or not is_worth_it(budget.arrival_gap_s, batch.fixed_s):
         return False
-    return now < _max_wait_ends_s(table, tier.name, budget)
+    return now + MIN_WAIT_S < _max_wait_ends_s(table, tier.name, budget)
 
 
 def idle_until_s(tiers: Sequence[Tier], table: RequestTable, budgets: Budgets, now: float) -> float:
@@ -48,7 +52,7 @@ def idle_until_s(tiers: Sequence[Tier], table: RequestTable, budgets: Budgets, n
     that event wakes the loop.
     """
     ends = (_max_wait_ends_s(table, t.name, budgets.tiers[t.name]) for t in tiers if table.num_waiting(t.name))
-    return min((end_s for end_s in ends if end_s > now), default=NEVER_S)
+    return min((end_s for end_s in ends if end_s > now + MIN_WAIT_S), default=NEVER_S)
 
 
 def _max_wait_ends_s(table: RequestTable, tier: str, budget: TierBudget) -> float:

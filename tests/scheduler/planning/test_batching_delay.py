@@ -1,12 +1,14 @@
 """Wait-or-full: when another arrival is worth waiting for."""
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.clock import NEVER_S
 from scheduler.control.budget import Budgets, TierBudget
 from scheduler.control.max_wait import fill_ms, is_worth_it, longest_wait_ms
-from scheduler.planning.batching_delay import idle_until_s
+from scheduler.planning.batching_delay import BatchSoFar, idle_until_s, is_waiting
 from tests.scheduler.builders import FAST, make_state, make_table, make_tiers
 
 positive = st.floats(1e-4, 1e4)
@@ -49,3 +51,16 @@ def test_an_idle_loop_sleeps_until_the_next_max_wait_ends() -> None:
     table = make_table(tiers, states)
     ends_s = [idle_until_s(tiers.by_priority, table, budgets, now) for now in (1.2, 1.5, 2.9, 3.0)]
     assert ends_s == [1.5, 3.0, 3.0, NEVER_S], "the oldest of a tier is the one that counts"
+
+
+def test_a_wait_that_ends_a_rounding_error_from_now_is_over() -> None:
+    """Else a timer would fire at once, again and again, and virtual time would stand still."""
+    tiers, now = make_tiers(), 9.7275
+    tier = tiers["bulk"]
+    table = make_table(tiers, [make_state("b", "bulk", claimed_s=now - 0.05)])
+    batch = BatchSoFar(slots=8, fixed_s=0.1, has_work=True)
+    for rest_s, is_over in ((math.ulp(now), True), (0.001, False)):
+        budget = TierBudget(8, max_wait_s=0.05 + rest_s)
+        assert is_waiting(tier, table, budget, batch, now) is not is_over
+        ends_s = idle_until_s([tier], table, Budgets({"bulk": budget}, FAST), now)
+        assert (ends_s == NEVER_S) is is_over
