@@ -91,7 +91,7 @@ class SLAController:
 
     def budgets(self, states: Sequence[RequestState], cost: StepCost, now: float) -> Budgets:
         """Return the budgets of all tiers for the next step. `states` are the requests of interactive tiers."""
-        self._cost = cost
+        self._cost, self._overloaded = cost, frozenset()
         if not self._switches.feed_forward:
             return Budgets({t.name: self._fixed_budget(t) for t in self._tiers}, cost)
         work = InteractiveWork.of(states, cost)
