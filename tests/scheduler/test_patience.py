@@ -16,7 +16,7 @@ from tests.scheduler.world import World, run_world
 
 SHIPPED = load_tiers(Path(__file__).parents[2] / "tiers.yaml")
 PATIENT = make_tiers(realtime={"queue_limit": 10_000})  # no wait is too long
-LASTS_S = 20.0
+LASTS_S = 10.0
 # About 1.8 k tokens of prompt a second on a CPU, and 50 k on a GPU.
 CPU = StepCost(step_s=0.008, prefill_token_s=0.00054, attend_s=0.0, context_token_s=2e-6, decode_s=0.00077)
 GPU = StepCost(step_s=0.008, prefill_token_s=0.00002, attend_s=0.0, context_token_s=2e-8, decode_s=0.00002)
