@@ -3,8 +3,9 @@
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
-from scheduler.deadlines import age_share, boosted_priority, urgencies
+from scheduler.deadlines import age_share, boosted_priority, count_missing, urgencies
 from scheduler.virtual_time import EPOCH_MS
 from tests.scheduler.builders import FAST, make_decode, make_state, make_tiers, ran
 from tests.scheduler.world import World, run_world
@@ -76,3 +77,30 @@ def test_an_urgent_request_goes_first_in_its_tier() -> None:
         await asyncio.gather(*tasks)
 
     run_world(story, tiers=make_tiers(batch={"urgent_ms": 20_000}), known=FAST)
+
+
+def test_requests_that_miss_their_deadlines_in_any_case_are_counted() -> None:
+    """Ten tokens take at least 100 ms."""
+    states = [
+        make_decode(f"in {left_ms}", "batch", tiers=TIERS, max_tokens=11, deadline_ms=EPOCH_MS + left_ms)
+        for left_ms in (-1000, 50, 60_000)
+    ]
+    assert count_missing(states, FAST, 0.0) == 2
+
+
+def test_a_deadline_that_cannot_be_kept_is_logged_once_and_so_is_its_end() -> None:
+    """It shows in the metrics meanwhile. Admission would refuse the job: it comes from elsewhere."""
+
+    async def story(world: World) -> None:
+        due_ms = world.clock.wall_ms() + 1000
+        job = world.request("job", "batch", prompt=64, max_tokens=400, deadline_ms=due_ms)
+        with capture_logs() as logs:
+            await world.queue.put([job])
+            await world.clock.sleep(2.0)
+            assert world.prometheus.get_sample_value("tidegate_missing_deadlines", {"tier": "batch"}) == 1
+            await world.clock.sleep(20.0)
+            assert world.prometheus.get_sample_value("tidegate_missing_deadlines", {"tier": "batch"}) == 0
+        said = [(log["event"], log["tier"]) for log in logs if log["event"].startswith("deadlines")]
+        assert said == [("deadlines cannot be kept", "batch"), ("deadlines can be kept again", "batch")]
+
+    run_world(story, tiers=make_tiers(batch={"urgent_ms": 10_000}), known=FAST)

@@ -143,6 +143,14 @@ def test_the_explanation_is_plain_data() -> None:
         assert [d["signal"] for d in explained["decisions"]] == ["queue"] * len(explained["decisions"]) != []
 
 
+def test_an_overload_is_shown_while_it_lasts() -> None:
+    controller = SLAController(make_tiers())
+    for states, shown in (([make_state("rt", claimed_s=-10.0)], ["realtime"]), ([], [])):
+        budgets_of(controller, states)
+        assert [name for name, output in controller.outputs(0.0).items() if output.is_overloaded] == shown
+        assert controller.explain(0.0)["overloaded"] == shown
+
+
 def test_outputs_show_what_was_observed() -> None:
     outer = OuterLoop()
     observe(outer.controller, "ttft", 200)

@@ -1,5 +1,7 @@
 """Sliding windows and the arrival rate."""
 
+import math
+
 import pytest
 
 from scheduler.control.windows import (
@@ -100,17 +102,26 @@ def test_the_arrival_rate_settles_and_decays() -> None:
     assert rate.update(500.0) == pytest.approx(0, abs=1e-6)
 
 
+def settled_rate(per_interval: int, every: int) -> tuple[ArrivalRate, float]:
+    """The rate after 50 s in which `per_interval` requests came in every `every`-th interval of 0.5 s."""
+    rate = ArrivalRate(tau_s=5.0)
+    for i in range(101):
+        if i % every == 0:
+            rate.add(per_interval)
+        per_s = rate.update(i * 0.5)
+    return rate, per_s
+
+
 def test_after_a_silence_the_rate_is_low_however_high_it_was() -> None:
-    """Of a thousand requests a second, none for a second is news; at one in two seconds it is not."""
-    for per_interval in (500, 1):
-        rate = ArrivalRate(tau_s=5.0)
-        for i in range(100):
-            if i % 4 == 0 or per_interval > 1:
-                rate.add(per_interval)
-            settled = rate.update(i * 0.5)
-        assert rate.update(99 * 0.5 + 1.0) < (settled / 100 if per_interval > 1 else 1.01 * settled)
-        if per_interval == 1:
-            assert rate.update(99 * 0.5 + 2.0) > settled / 3
+    rate, per_s = settled_rate(per_interval=500, every=1)
+    assert per_s == pytest.approx(1000, rel=0.01)
+    assert rate.update(51.0) < 10, "of a thousand requests a second, none came for a second"
+
+
+def test_a_silence_as_long_as_usual_does_not_lower_the_rate_more_than_time_does() -> None:
+    """One request in two seconds came: another second without one says nothing."""
+    rate, per_s = settled_rate(per_interval=1, every=4)
+    assert rate.update(51.0) == pytest.approx(per_s * math.exp(-1 / 5))
 
 
 def test_the_rate_starts_with_the_first_interval() -> None:
