@@ -32,6 +32,13 @@ def test_requests_that_the_next_step_could_not_begin_stay_in_the_store() -> None
     assert 0 < limits([make_state(f"w{i}", prompt=2) for i in range(6)])["realtime"] < 8
 
 
+def test_without_a_free_slot_a_few_interactive_requests_are_claimed() -> None:
+    """The worker can notice that a request is late only after it has claimed the request."""
+    full = [make_decode(f"d{i}", "realtime") for i in range(30)]
+    assert 0 < limits(full)["realtime"] < 8
+    assert "realtime" not in limits([*full, *(make_state(f"w{i}") for i in range(8))])
+
+
 def test_nothing_is_claimed_from_a_paused_tier() -> None:
     paused = TierBudget(max_num_seqs=8, decodes_only=True)
     assert set(limits([], bulk=paused)) == {"realtime", "batch"}

@@ -83,7 +83,9 @@ def test_the_fixed_cost_is_charged_to_interactive_tiers() -> None:
 def test_time_that_was_thrown_away_is_charged_to_no_tier() -> None:
     running = begin(*BULK)
     running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
-    assert running.end(result(evicted=tuple(s.id for s in BULK))).used_s == {}
+    usage = running.end(result(evicted=tuple(s.id for s in BULK)))
+    assert usage.used_s == {} and usage.planned_s == 0, "nor does the step tell how good the prediction was"
+    assert begin(*BULK).end(result()).planned_s == pytest.approx(0.03)
     assert running.waste_budget.num_evictions == 1 and running.waste_budget.wasted_s == pytest.approx(0.01)
 
 
