@@ -1,11 +1,12 @@
-"""One choice of an answer: turns the token events of one scheduler request into text, until the choice ends.
+"""One choice of an answer: turns the token events of one scheduler request into pieces, until the choice ends.
 
-Knows token events, decoding and stop strings; does not know the answer's format.
+Knows token events, decoding, stop strings and parsers; does not know the answer's format.
 """
 
 from dataclasses import dataclass
 
 from engine.interface import FinishReason
+from gateway.completion.piece import OutputParser, Piece
 from gateway.completion.stop_strings import StopMatcher
 from gateway.completion.tokenizer import IncrementalDecoder
 from scheduler.request import EventKind, TokenEvent
@@ -22,12 +23,14 @@ class Choice:
     index: int
     decoder: IncrementalDecoder
     stops: StopMatcher | None
+    parser: OutputParser | None = None  # None: all of the output is text
     num_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: str | None = None
+    has_tool_calls: bool = False
 
-    def feed(self, event: TokenEvent) -> str:
-        """Return the text that `event` adds to the choice.
+    def feed(self, event: TokenEvent) -> Piece:
+        """Return what `event` adds to the choice.
 
         `event` has new tokens, or reports the regular end. The caller handles failures and cancellations.
         """
@@ -35,12 +38,23 @@ class Choice:
         text = self._decode(event.token_ids)
         if event.kind is EventKind.FINISHED and self.finish_reason is None:
             text += self._end(event.finish_reason)
-        return text
+        return self._parse(text)
 
     @property
     def stopped_early(self) -> bool:
         """Whether a stop string was found. The worker does not know this, so the request must be cancelled there."""
         return self.stops is not None and self.stops.matched
+
+    def _parse(self, text: str) -> Piece:
+        if self.parser is None:
+            return Piece(text)
+        piece = self.parser.feed(text)
+        if self.finish_reason is not None:
+            piece.extend(self.parser.flush())
+        self.has_tool_calls = self.has_tool_calls or bool(piece.tool_calls)
+        if self.finish_reason == "stop" and self.has_tool_calls:
+            self.finish_reason = "tool_calls"
+        return piece
 
     def _decode(self, token_ids: tuple[int, ...]) -> str:
         if self.stops is None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from gateway.completion.choice import Choice
+from gateway.completion.piece import Piece, ToolCallDelta, whole_tool_calls
 
 encode_json = msgspec.json.encode
 
@@ -55,16 +56,16 @@ class ChatAnswer:
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
 
-    def response(self, choices: Sequence[tuple[Choice, str]], usage: Usage) -> dict[str, Any]:
+    def response(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
         return _object(self._head, "chat.completion") | {
             "choices": [
                 {
                     "index": choice.index,
-                    "message": {"role": "assistant", "content": text, "refusal": None},
+                    "message": _message(piece),
                     "logprobs": None,
                     "finish_reason": choice.finish_reason,
                 }
-                for choice, text in choices
+                for choice, piece in choices
             ],
             "usage": usage.to_dict(),
         }
@@ -75,6 +76,8 @@ class ChatAnswer:
             head,
             opening=b'"delta":{"role":"assistant","content":"","refusal":null}',
             text=(b'"delta":{"content":', b"}"),
+            reasoning=(b'"delta":{"reasoning_content":', b"}"),
+            tool_calls=(b'"delta":{"tool_calls":', b"}"),
             closing=b'"delta":{}',
             usage_key=usage_key,
         )
@@ -88,18 +91,21 @@ class TextAnswer:
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
 
-    def response(self, choices: Sequence[tuple[Choice, str]], usage: Usage) -> dict[str, Any]:
+    def response(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
         return _object(self._head, "text_completion") | {
             "choices": [
-                {"index": choice.index, "text": text, "logprobs": None, "finish_reason": choice.finish_reason}
-                for choice, text in choices
+                {"index": choice.index, "text": piece.text, "logprobs": None, "finish_reason": choice.finish_reason}
+                for choice, piece in choices
             ],
             "usage": usage.to_dict(),
         }
 
     def chunks(self, usage_key: bool) -> "ChunkEncoder":
         head = _object(self._head, "text_completion")
-        return ChunkEncoder(head, opening=None, text=(b'"text":', b""), closing=b'"text":""', usage_key=usage_key)
+        text = (b'"text":', b"")  # plain completions are not parsed, so there is nothing but text
+        return ChunkEncoder(
+            head, opening=None, text=text, reasoning=text, tool_calls=text, closing=b'"text":""', usage_key=usage_key
+        )
 
 
 Answer = ChatAnswer | TextAnswer
@@ -117,12 +123,16 @@ class ChunkEncoder:
         *,
         opening: bytes | None,
         text: tuple[bytes, bytes],
+        reasoning: tuple[bytes, bytes],
+        tool_calls: tuple[bytes, bytes],
         closing: bytes,
         usage_key: bool,
     ) -> None:
         self._before = b"data: " + encode_json(head)[:-1] + b',"choices":['
         self._opening = opening
         self._text = text
+        self._reasoning = reasoning
+        self._tool_calls = tool_calls
         self._closing = closing
         self._usage_key = usage_key
 
@@ -130,9 +140,19 @@ class ChunkEncoder:
         """Return the first frame of a choice; no bytes if the endpoint has no such frame."""
         return b"" if self._opening is None else self._frame(index, self._opening, b"null", usage)
 
-    def text(self, index: int, text: str, usage: Usage | None = None) -> bytes:
-        before, after = self._text
-        return self._frame(index, before + encode_json(text) + after, b"null", usage)
+    def piece(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
+        """Return the frames of a piece: none if it is empty, else one for each of its kinds of output."""
+        frames = b""
+        if piece.reasoning:
+            frames += self._content(index, self._reasoning, piece.reasoning, usage)
+        if piece.text:
+            frames += self._content(index, self._text, piece.text, usage)
+        for delta in piece.tool_calls:
+            frames += self._content(index, self._tool_calls, [_tool_call_delta(delta)], usage)
+        return frames
+
+    def _content(self, index: int, around: tuple[bytes, bytes], value: Any, usage: Usage | None) -> bytes:
+        return self._frame(index, around[0] + encode_json(value) + around[1], b"null", usage)
 
     def closing(self, index: int, finish_reason: str | None, usage: Usage | None = None) -> bytes:
         return self._frame(index, self._closing, encode_json(finish_reason), usage)
@@ -149,6 +169,31 @@ class ChunkEncoder:
         if usage is not None:
             return b',"usage":' + encode_json(usage.to_dict()) + b"}\n\n"
         return b',"usage":null}\n\n' if self._usage_key else b"}\n\n"
+
+
+def _message(piece: Piece) -> dict[str, Any]:
+    """Return the assistant's message. Keys for reasoning and tool calls are present only if there are any."""
+    calls = whole_tool_calls(piece.tool_calls)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": piece.text if piece.text or not calls else None,
+        "refusal": None,
+    }
+    if piece.reasoning:
+        message["reasoning_content"] = piece.reasoning
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message
+
+
+def _tool_call_delta(delta: ToolCallDelta) -> dict[str, Any]:
+    if not delta.id:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
 
 
 def _object(head: AnswerHead, name: str) -> dict[str, Any]:

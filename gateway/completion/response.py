@@ -12,6 +12,7 @@ import structlog
 
 from gateway.completion.choice import Choice
 from gateway.completion.openai_objects import Answer, ChunkEncoder, Usage
+from gateway.completion.piece import Piece
 from gateway.completion.stop_strings import StopMatcher
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.sse import DONE, PING, Write
@@ -88,13 +89,13 @@ class ResponseStream:
 
         Raises `ApiError` if the generation fails, or if no event arrives during the tier's timeout.
         """
-        texts: dict[int, str] = {choice.index: "" for choice in self._choices.values()}
+        outputs: dict[int, Piece] = {choice.index: Piece() for choice in self._choices.values()}
         async with self._tokens:
             while self._num_open:
-                for choice, text in await self._advance(None):
-                    texts[choice.index] += text
+                for choice, piece in await self._advance(None):
+                    outputs[choice.index].extend(piece)
         self._log_usage()
-        choices = [(choice, texts[choice.index]) for choice in self._choices.values()]
+        choices = [(choice, outputs[choice.index]) for choice in self._choices.values()]
         return self._prepared.answer.response(choices, self._usage())
 
     async def stream(self, write: Write) -> None:
@@ -116,8 +117,8 @@ class ResponseStream:
         await write(last + DONE)
         self._log_usage()
 
-    async def _advance(self, timeout_s: float | None) -> list[tuple[Choice, str]]:
-        """Wait for events, and return the text that they add to each choice.
+    async def _advance(self, timeout_s: float | None) -> list[tuple[Choice, Piece]]:
+        """Wait for events, and return what they add to each choice.
 
         Returns an empty list if no event arrives within `timeout_s` seconds (None: no limit). Raises `ApiError` if the
         generation fails, or if the tier's timeout has passed since the last event.
@@ -127,25 +128,25 @@ class ResponseStream:
             raise timed_out(self._prepared.tier.name)
         if events:
             self._last_event_s = self._clock.now()
-        texts: dict[str, str] = {}
+        pieces: dict[str, Piece] = {}
         for event in events:
             choice = self._choices[event.request_id]
             if choice.finish_reason is None:
-                texts[event.request_id] = texts.get(event.request_id, "") + self._feed(choice, event)
-        for request_id in texts:
+                pieces.setdefault(event.request_id, Piece()).extend(self._feed(choice, event))
+        for request_id in pieces:
             if self._choices[request_id].stopped_early:
                 await self._tokens.cancel(request_id)
-        return [(self._choices[request_id], text) for request_id, text in texts.items()]
+        return [(self._choices[request_id], piece) for request_id, piece in pieces.items()]
 
-    def _feed(self, choice: Choice, event: TokenEvent) -> str:
+    def _feed(self, choice: Choice, event: TokenEvent) -> Piece:
         if event.kind is EventKind.FAILED:
             log.warning("generation_failed", sequence=event.request_id, reason=event.error)
             raise internal_error("The generation was interrupted by an error of the server.")
         if event.kind is EventKind.CANCELLED:
             raise ApiError(503, "The server cancelled the request.", "server_error", code="server_overloaded")
-        text = choice.feed(event)
+        piece = choice.feed(event)
         self._num_open -= choice.finish_reason is not None
-        return text
+        return piece
 
     def _wait_s(self, timeout_s: float | None) -> float | None:
         """Return the seconds to wait for the next event: `timeout_s`, or less if the tier's timeout ends earlier.
@@ -158,15 +159,15 @@ class ResponseStream:
         left_s = max(0.0, self._last_event_s + tier_timeout_ms / 1000 - self._clock.now())
         return left_s if timeout_s is None else min(timeout_s, left_s)
 
-    def _frames(self, pieces: Sequence[tuple[Choice, str]], chunks: ChunkEncoder, opened: set[int]) -> bytes:
+    def _frames(self, pieces: Sequence[tuple[Choice, Piece]], chunks: ChunkEncoder, opened: set[int]) -> bytes:
         usage = self._usage() if self._prepared.continuous_usage else None
         frames = []
-        for choice, text in pieces:
+        for choice, piece in pieces:
             if choice.index not in opened:
                 opened.add(choice.index)
                 frames.append(chunks.opening(choice.index, usage))
-            if text:
-                frames.append(chunks.text(choice.index, text, usage))
+            if piece:
+                frames.append(chunks.piece(choice.index, piece, usage))
             if choice.finish_reason is not None:
                 frames.append(chunks.closing(choice.index, choice.finish_reason, usage))
         return b"".join(frames)

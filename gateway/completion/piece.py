@@ -1,0 +1,62 @@
+"""The parts that an output is split into: text, reasoning, tool calls, and the log probabilities of its tokens.
+
+Knows no tokens' text, no format of answers and no model. An `OutputParser` splits the text of one model family.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.interface import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """More of one tool call. The first delta of a call has its `id` and `name`; later ones have only `arguments`."""
+
+    index: int  # of the call in its choice
+    id: str = ""
+    name: str = ""
+    arguments: str = ""  # the next part of the arguments, which together are one JSON object
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of one choice's output, or all of it. Reasoning comes before text, and text before tool calls."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens of this piece, if requested
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.tool_calls or self.logprobs)
+
+    def extend(self, later: "Piece") -> None:
+        """Append what `later` adds to the output."""
+        self.text += later.text
+        self.reasoning += later.reasoning
+        self.tool_calls += later.tool_calls
+        self.logprobs += later.logprobs
+
+
+class OutputParser(Protocol):
+    """A parser of one growing output. The result does not depend on how the text is cut into parts."""
+
+    def feed(self, text: str) -> Piece:
+        """Add text. Return what is certain now; text that may begin a marker is held back."""
+        ...
+
+    def flush(self) -> Piece:
+        """Return what is still held back. Call this at the end of the output."""
+        ...
+
+
+def whole_tool_calls(deltas: list[ToolCallDelta]) -> list[ToolCallDelta]:
+    """Return each tool call of `deltas` as one delta with all of its arguments, in the order of the calls."""
+    calls: dict[int, ToolCallDelta] = {}
+    for delta in deltas:
+        call = calls.get(delta.index, ToolCallDelta(delta.index))
+        calls[delta.index] = ToolCallDelta(
+            delta.index, call.id or delta.id, call.name or delta.name, call.arguments + delta.arguments
+        )
+    return [calls[index] for index in sorted(calls)]
