@@ -19,7 +19,6 @@ from scheduler.control.tier_stats import MISS_TARGET, TierStats
 UPDATE_S = 0.5  # seconds between two rounds of the outer loop
 KV_HIGH, KV_LOW = 0.85, 0.70  # shares of all KV blocks: bulk shrinks above KV_HIGH, and may grow below KV_LOW
 AGE_HIGH = 0.5  # share of the TTFT SLO: bulk shrinks if an interactive request has waited longer for its first step
-ITL_LOW = 0.7  # share of the ITL SLO: an interactive batch grows while the observed p99 is below it
 GROWTH = 2  # number of sequences by which a batch size grows at a time
 BULK_CUT, BULK_KV_CUT, INTERACTIVE_CUT = 0.5, 0.8, 0.8  # factors that a batch size is multiplied by when it shrinks
 DEAD_BAND = 0.1  # share of max-wait's upper bound: max-wait does not move if its goal is nearer than this
@@ -64,7 +63,7 @@ def move_interactive(
         stats.last_cut_s = now
         reason = "tokens come too slowly: fewer sequences a step"
         moves.append(size.move(size.chosen * INTERACTIVE_CUT, "itl_p99", reason))
-    elif wants_more and (tier.slo.itl_p99_ms is None or _below(itl_ratio, ITL_LOW)):
+    elif wants_more and (tier.slo.itl_p99_ms is None or _below(itl_ratio, 1.0)):
         reason = "requests wait and tokens come in time: more sequences a step"
         moves.append(size.move(size.chosen + GROWTH, "queue", reason))
     moves.append(_move_wait(tier, knobs.max_wait_ms, size.value, stats, load, now))

@@ -12,8 +12,6 @@ from engine.step_time.cost import StepWork
 from scheduler.planning.kv_budget import EngineView
 from scheduler.request_state import RequestState, Status
 
-WATERMARK = 0.02  # share of all blocks that stays free when a sequence starts while other sequences hold blocks
-
 
 @dataclass(slots=True)
 class _Abandoned:
@@ -65,7 +63,6 @@ class EngineState:
             block_size=info.block_size,
             max_step_tokens=info.max_step_tokens,
             max_model_len=info.max_model_len,
-            watermark_blocks=int(WATERMARK * info.num_blocks),
             free_swap_blocks=self._free_swap_blocks,
             swap_block_s=info.swap_block_s,
         )

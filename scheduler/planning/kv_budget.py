@@ -26,7 +26,6 @@ class EngineView:
     block_size: int
     max_step_tokens: int
     max_model_len: int
-    watermark_blocks: int = 0  # kept free when a new sequence starts, so that running ones can grow
     free_swap_blocks: int = 0
     swap_block_s: float = 0.0  # time to copy one block to the host or back
 
@@ -48,7 +47,6 @@ class BlockBudget:
             self._reserved[state.id] = self._reservation(state)
         self._total_reserved = sum(self._reserved.values())
         self._any_resident = any_resident
-        self._watermark = view.watermark_blocks if any_resident else 0
         self.swap_s = 0.0  # time in seconds that the plan's copies of blocks take
 
     def take(
@@ -80,7 +78,7 @@ class BlockBudget:
         """Return the number of blocks that `state` needs, and the number that it can get without a preemption."""
         size = self._view.block_size
         if not state.is_resident:
-            kept_free = max(self._watermark, reserve_blocks if self._any_resident else 0)
+            kept_free = reserve_blocks if self._any_resident else 0
             return self._room_needed(state), self._free - self._total_reserved - kept_free
         need = max(0, blocks_for(state.num_computed_tokens + num_tokens, size) - state.blocks_held(size))
         own = self._reserved.get(state.id, 0)

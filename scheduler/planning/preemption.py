@@ -5,8 +5,8 @@ schedulers have had:
 - A newcomer (a sequence that starts or comes back) preempts only sequences of strictly lower priority.
 - Within a tier, a sequence that needs another block may preempt only sequences with a later deadline. So two sequences
   never preempt each other in turn.
-- Sequences of the lowest priority are preempted first. Among equal priorities, nearly done sequences are preempted
-  last, and otherwise the newest sequence is preempted first, because it loses the least work.
+- Sequences of the lowest priority are preempted first. Among equal priorities, the newest sequence is preempted first,
+  because it loses the least work.
 - A sequence loses its blocks at most `retry.max_preemptions` times (a key of its tier). After the last time, it comes
   back only when there is room for all tokens that it may ever have, and it keeps this room to its end. A request that
   needs these blocks waits at most until that sequence ends.
@@ -17,8 +17,6 @@ from collections.abc import Iterable
 from engine.interface import PreemptionMode
 from engine.step_time.cost import StepCost
 from scheduler.request_state import RequestState
-
-NEARLY_DONE = 0.9  # a sequence is nearly done when it has generated this share of its max_tokens
 
 
 def is_preemption_exhausted(state: RequestState) -> bool:
@@ -63,9 +61,5 @@ def _below(victim: RequestState, needy: RequestState) -> bool:
     return victim.edf_key > needy.edf_key
 
 
-def _victim_key(state: RequestState) -> tuple[float, bool, float, str]:
-    return (state.priority, _is_nearly_done(state), -state.claimed_s, state.id)
-
-
-def _is_nearly_done(state: RequestState) -> bool:
-    return len(state.output_token_ids) >= NEARLY_DONE * state.request.sampling.max_tokens
+def _victim_key(state: RequestState) -> tuple[float, float, str]:
+    return (state.priority, -state.claimed_s, state.id)

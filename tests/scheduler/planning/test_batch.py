@@ -270,16 +270,6 @@ def test_prefills_beside_guaranteed_work_are_no_longer_than_it() -> None:
 # -- blocks and preemption -------------------------------------------------------------------------------------------
 
 
-def test_a_newcomer_leaves_a_watermark_for_those_that_grow() -> None:
-    states = [make_decode("d", "realtime", prompt=31), make_state("new", "realtime", prompt=64)]
-    assert "new" in ran(form(states, view={"free_blocks": 5, "watermark_blocks": 1}))
-    assert "new" not in ran(form(states, view={"free_blocks": 5, "watermark_blocks": 2}))
-
-
-def test_an_empty_engine_needs_no_watermark() -> None:
-    assert ran(form([make_state("new", prompt=64)], view={"free_blocks": 4, "watermark_blocks": 3})) == {"new": 64}
-
-
 @pytest.mark.trap(1)
 def test_equal_priorities_never_preempt_each_other_for_a_start() -> None:
     """Trap 1."""

@@ -79,12 +79,6 @@ def test_a_sequence_with_exhausted_preemptions_keeps_its_room_while_others_start
     assert budget.take(exhausted, 1) == {}
 
 
-def test_the_watermark_counts_only_beside_other_sequences() -> None:
-    assert Budget(free_blocks=4, watermark_blocks=1).take(make_state("r", prompt=64), 64) == {}
-    beside = Budget(make_decode("d", prompt=33), free_blocks=4, watermark_blocks=1)
-    assert beside.take(make_state("r", "bulk", prompt=64), 64) is None
-
-
 def test_only_blocks_that_a_victim_does_not_share_count_as_freed() -> None:
     shared = make_decode("b", prompt=160, shared=8)
     assert Budget(shared, free_blocks=1).take(make_state("rt", prompt=49), 49) is None

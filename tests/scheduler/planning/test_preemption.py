@@ -31,13 +31,6 @@ def test_victims_are_of_the_lowest_tier_first_then_the_newest() -> None:
 
 
 @pytest.mark.trap(5)
-def test_a_nearly_done_sequence_is_spared_within_its_tier() -> None:
-    """Trap 5."""
-    nearly = make_decode("nearly done", output=90, max_tokens=100, claimed_s=9)
-    fresh = make_decode("fresh", output=5, max_tokens=100, claimed_s=1)
-    assert ids(newcomer_victims(make_state("rt"), [nearly, fresh])) == ["fresh", "nearly done"]
-
-
 @pytest.mark.trap(1)
 def test_a_newcomer_preempts_only_strictly_lower_tiers() -> None:
     """Trap 1."""
