@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pydantic_settings import BaseSettings, CliApp, CliSubCommand, SettingsConfigDict
 
 from bench.ablation import Ablation
+from bench.conformance.command import Conformance
 from bench.engines.commands import Engines, Growth, Soak
 from bench.isolation.command import Isolation
 from bench.locust.command import Locust
@@ -35,7 +36,8 @@ class Bench(BaseSettings):
     context or model size grow. soak: an engine under random load for a long time.
 
     Other experiments. store: the requests per second of a real store. simulator-accuracy: a measured run compared with
-    its simulation. ablation: simulated loads with each part of the controller switched off.
+    its simulation. ablation: simulated loads with each part of the controller switched off. conformance: clients that
+    people use, in their default modes.
 
     Plots and Locust need `pip install 'tidegate[loadtest]'`. `python -m bench.gpu_check` runs the checks that need a
     GPU."""
@@ -59,6 +61,7 @@ class Bench(BaseSettings):
     store: CliSubCommand[Store]
     simulator_accuracy: CliSubCommand[SimulatorAccuracy]
     ablation: CliSubCommand[Ablation]
+    conformance: CliSubCommand[Conformance]
 
     def cli_cmd(self) -> None:
         CliApp.run_subcommand(self)
