@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -22,6 +22,7 @@ from demo_model.location import demo_model_path
 
 CONFIG_VARIABLE = "TIDEGATE_CONFIG"
 STORE_VARIABLE = "TIDEGATE_REDIS_URL"
+KEY_VARIABLE = "TIDEGATE_API_KEY"
 DEMO_MODEL = "tidegate-demo"
 
 
@@ -124,7 +125,7 @@ class CommonSettings(BaseSettings):
         flags: list[str] = []
         for name in kind.model_fields:
             value = getattr(self, name)
-            if value is None or name == "redis_url":
+            if value is None or name in ("redis_url", "api_key"):
                 continue
             flag = name.replace("_", "-")
             if isinstance(value, bool):
@@ -176,11 +177,32 @@ class GatewaySettings(CommonSettings):
     api_keys: Path | None = Field(
         default=None, description="YAML file with API keys and their tiers; unset: no key is needed"
     )
+    api_key: SecretStr | None = Field(
+        default=None,
+        description="the operator's own API key, or several with commas; better set as TIDEGATE_API_KEY, because other "
+        "users of the machine can read flags",
+    )
+    answer_cache_ttl_s: int = Field(
+        default=86_400, ge=1, description="the longest time that a request may keep its answer in the answer cache"
+    )
+    answer_cache_mb: int = Field(
+        default=64, ge=0, description="largest size of the answer cache in the store, in MB; 0: no answer is kept"
+    )
     max_body_mb: int = Field(default=16, ge=1, description="largest JSON body of a request, in MB")
     sampling_defaults: Literal["model", "openai"] = Field(
         default="model",
         description="for what a request leaves out; model: its generation_config.json, openai: temperature 1",
     )
+
+    @property
+    def operator_keys(self) -> list[str]:
+        secrets = self.api_key.get_secret_value() if self.api_key is not None else ""
+        return [secret.strip() for secret in secrets.split(",") if secret.strip()]
+
+    @property
+    def secret_env(self) -> dict[str, str]:
+        own = {KEY_VARIABLE: self.api_key.get_secret_value()} if self.api_key is not None else {}
+        return super().secret_env | own
 
 
 class ServeSettings(GatewaySettings, WorkerSettings):

@@ -4,13 +4,15 @@ Knows choices, the answer's format and the tier's timeout; does not know HTTP re
 owns its token stream: when the `ResponseStream` ends, the scheduler requests that have not finished are cancelled.
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
 
 from gateway.completion.choice import Choice
+from gateway.completion.metering import UNMETERED, Account
 from gateway.completion.openai_objects import Answer, ChunkEncoder, Usage
 from gateway.completion.piece import Piece
 from gateway.completion.stop_strings import StopMatcher
@@ -52,6 +54,9 @@ class PreparedRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     demotion: Demotion | None = None
+    owner: str | None = None  # name of the caller's API key; None: access is open
+    is_seeded: bool = False  # whether the client has set the seed
+    is_output_limited: bool = False  # whether the client has set a maximum of output tokens
 
     def demoted(self, to: Demotion) -> "PreparedRequest":
         """Return the same request in the tier of `to`, without a further demotion."""
@@ -66,7 +71,13 @@ class ResponseStream:
     """
 
     def __init__(
-        self, prepared: PreparedRequest, tokens: TokenStream, tokenizer: Tokenizer, clock: Clock, ping_s: float
+        self,
+        prepared: PreparedRequest,
+        tokens: TokenStream,
+        tokenizer: Tokenizer,
+        clock: Clock,
+        ping_s: float,
+        account: Account = UNMETERED,
     ) -> None:
         self._prepared = prepared
         self._tokens = tokens
@@ -76,6 +87,8 @@ class ResponseStream:
             request.id: Choice(index, tokenizer.decoder(), StopMatcher(prepared.stops) if prepared.stops else None)
             for index, request in enumerate(prepared.requests)
         }
+        self._account = account
+        self._events: list[TokenEvent] = []  # those that the account wants to keep
         self._num_open = len(self._choices)
         self._last_event_s = clock.now()
 
@@ -84,13 +97,18 @@ class ResponseStream:
         """The tier that serves the request. This may be the lower tier of a demotion."""
         return self._prepared.tier
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that the answer gets because of its key's limits and the answer cache."""
+        return self._account.headers
+
     async def respond(self) -> dict[str, Any]:
         """Return the whole answer.
 
         Raises `ApiError` if the generation fails, or if no event arrives during the tier's timeout.
         """
         outputs: dict[int, Piece] = {choice.index: Piece() for choice in self._choices.values()}
-        async with self._tokens:
+        async with self._generation():
             while self._num_open:
                 for choice, piece in await self._advance(None):
                     outputs[choice.index].extend(piece)
@@ -103,7 +121,7 @@ class ResponseStream:
         chunks = self._prepared.answer.chunks(self._prepared.include_usage)
         opened: set[int] = set()
         wrote_s = self._clock.now()
-        async with self._tokens:
+        async with self._generation():
             while self._num_open:
                 silent_s = self._clock.now() - wrote_s
                 frames = self._frames(await self._advance(max(0.0, self._ping_s - silent_s)), chunks, opened)
@@ -116,6 +134,16 @@ class ResponseStream:
         last = chunks.total(self._usage()) if self._prepared.include_usage else b""
         await write(last + DONE)
         self._log_usage()
+
+    @asynccontextmanager
+    async def _generation(self) -> AsyncIterator[None]:
+        """The token stream. At its end, also an early one, what the answer has used is settled."""
+        try:
+            async with self._tokens:
+                yield
+        finally:
+            is_whole = all(choice.is_whole for choice in self._choices.values())
+            await self._account.close(self.tier.name, self._usage(), self._events if is_whole else ())
 
     async def _advance(self, timeout_s: float | None) -> list[tuple[Choice, Piece]]:
         """Wait for events, and return what they add to each choice.
@@ -132,6 +160,8 @@ class ResponseStream:
         for event in events:
             choice = self._choices[event.request_id]
             if choice.finish_reason is None:
+                if self._account.keeps_events:
+                    self._events.append(event)
                 pieces.setdefault(event.request_id, Piece()).extend(self._feed(choice, event))
         for request_id in pieces:
             if self._choices[request_id].stopped_early:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from engine.interface import SamplingParams
+from gateway.completion.metering import UNMETERED, Metering
 from gateway.completion.openai_objects import Answer, AnswerHead, ChatAnswer, TextAnswer
 from gateway.completion.prompts import Prompt, encode_prompts, model_limits
 from gateway.completion.response import Demotion, PreparedRequest, ResponseStream
@@ -24,6 +25,7 @@ from gateway.protocol.json_body import is_large
 from gateway.protocol.schemas import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, parse_generation
 from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected, RejectReason
+from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.request import Delivery, Request
@@ -55,7 +57,10 @@ class CompletionService:
         defaults: SamplingDefaults = OPENAI_DEFAULTS,
         draw_seed: Callable[[], int] = draw_seed,
         ping_s: float = PING_S,
+        metering: Metering | None = None,
+        revision: str = "",
     ) -> None:
+        """`revision` tells one version of the model's files from another; it is a part of the fingerprint."""
         self._client = client
         self._clock = clock
         self._tokenizer = tokenizer
@@ -64,7 +69,8 @@ class CompletionService:
         self._defaults = defaults
         self._draw_seed = draw_seed
         self._ping_s = ping_s
-        self._fingerprint = "fp_" + hashlib.sha256(model_names[0].encode()).hexdigest()[:10]
+        self._metering = metering
+        self._fingerprint = "fp_" + hashlib.sha256(f"{model_names[0]}{revision}".encode()).hexdigest()[:10]
 
     async def complete(
         self,
@@ -80,14 +86,15 @@ class CompletionService:
 
         Refusals and failures are also returned as an answer. `service_tier` is the value that the answer reports.
         `request_id` must be new in every call, because the ids of the scheduler requests are made from it. `owner` is
-        the name of the caller's key (None: access is open).
+        the name of the caller's key (None: access is open). The key's limits do not hold up batches, but what a batch
+        uses is counted.
         """
         try:
             request = await _parse_endpoint(endpoint, body)
             prepared = await self.prepare(
                 request, tier=tier, service_tier=service_tier, request_id=request_id, owner=owner
             )
-            stream = await self.submit(prepared)
+            stream = await self.submit(prepared, is_limited=False)
             return 200, await stream.respond()
         except ApiError as error:
             return error.status, error.body()
@@ -128,9 +135,33 @@ class CompletionService:
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
             demotion=_demotion(demotion, answer_as, request, arrival_ms) if demotion is not None else None,
+            owner=owner,
+            is_seeded=request.seed is not None,
+            is_output_limited=_is_output_limited(request),
         )
 
-    async def submit(self, prepared: PreparedRequest) -> ResponseStream:
+    async def submit(
+        self, prepared: PreparedRequest, cache_ttl_s: int | None = None, *, is_limited: bool = True
+    ) -> ResponseStream:
+        """Enqueue `prepared`, or find its answer in the cache, and return the answer.
+
+        The answer may come from the cache, or is put there for `cache_ttl_s` seconds (None: neither). `is_limited` says
+        whether the limits of the owner's key count. Raises `ApiError` 429 if one of them is reached, and the errors of
+        `_enqueue`.
+        """
+        account = UNMETERED
+        if self._metering is not None:
+            account = await self._metering.open(prepared, cache_ttl_s, is_limited=is_limited)
+        try:
+            tokens = account.replay(prepared.requests)
+            if tokens is None:
+                prepared, tokens = await self._enqueue(prepared)
+        except BaseException:
+            await account.cancel()
+            raise
+        return ResponseStream(prepared, tokens, self._tokenizer, self._clock, self._ping_s, account)
+
+    async def _enqueue(self, prepared: PreparedRequest) -> tuple[PreparedRequest, TokenStream]:
         """Enqueue all scheduler requests of `prepared`, or none of them.
 
         If their own tier cannot serve them in time, they are enqueued in the lower tier of the demotion, if there is
@@ -147,7 +178,7 @@ class CompletionService:
         if isinstance(outcome, Rejected):
             self._metrics.count_rejected(prepared.tier.name, outcome.reason.value)
             raise rejected(outcome, prepared.tier)
-        return ResponseStream(prepared, outcome, self._tokenizer, self._clock, self._ping_s)
+        return prepared, outcome
 
     def _answer(self, request: AnyRequest, service_tier: str, request_id: str, now_ms: int) -> Answer:
         kind = ChatAnswer if isinstance(request, ChatCompletionRequest) else TextAnswer
@@ -206,6 +237,11 @@ def _check_choices(request: AnyRequest, n: int, tier: Tier) -> None:
     limit = min(MAX_CHOICES, tier.queue_limit)
     if num_choices > limit:
         raise invalid_value("n", f"Invalid value for 'n': {num_choices} choices in all, {limit} at most.")
+
+
+def _is_output_limited(request: AnyRequest) -> bool:
+    limit = request.output_limit if isinstance(request, ChatCompletionRequest) else request.max_tokens
+    return limit is not None
 
 
 def _time_limit_ms(request: AnyRequest, tier: Tier) -> int:

@@ -10,6 +10,7 @@ from functools import partial
 import structlog
 from fastapi import Request, Response
 
+from gateway.completion.answer_cache import HEADER, parse_ttl
 from gateway.completion.openai_objects import encode_json
 from gateway.completion.response import ResponseStream
 from gateway.completion.service import AnyRequest
@@ -30,6 +31,7 @@ async def deliver(
     """
     body: AnyRequest = await read_object(request, partial(parse_generation, kind))
     stream = await _submit(request, body, key)
+    request.state.headers = stream.headers
 
     def hung_up() -> None:
         gateway_of(request).metrics.count_disconnect(stream.tier.name)
@@ -48,6 +50,7 @@ async def deliver(
 
 async def _submit(request: Request, body: AnyRequest, key: ApiKey | None) -> ResponseStream:
     gateway = gateway_of(request)
+    cache_ttl_s = parse_ttl(request.headers.get(HEADER))
     tiers = gateway.tiers
     resolved = resolve_tier(body.service_tier, key, tiers)
     structlog.contextvars.bind_contextvars(tier=resolved.tier.name)
@@ -59,6 +62,6 @@ async def _submit(request: Request, body: AnyRequest, key: ApiKey | None) -> Res
         owner=key.name if key else None,
         demotion=demotion_of(resolved.tier, key, tiers),
     )
-    stream = await gateway.completions.submit(prepared)
+    stream = await gateway.completions.submit(prepared, cache_ttl_s)
     structlog.contextvars.bind_contextvars(tier=stream.tier.name)  # a demotion may have changed it
     return stream

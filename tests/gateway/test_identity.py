@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.identity import ApiKey, Keyring, KeyringError, load_keyring, resolve_tier
+from gateway.identity import ApiKey, Keyring, resolve_tier
 from gateway.protocol.errors import ApiError
 from scheduler.config import load_tiers, parse_tiers
 from tests.gateway.stand import TIERS
