@@ -86,7 +86,10 @@ def read_entries(path: Path, tiers: TierSet | None = None) -> list[KeyEntry]:
 def parse_entries(path: Path, text: str, tiers: TierSet | None = None) -> list[KeyEntry]:
     """Return the keys in `text`, the content of `path`. Raises the errors of `read_entries`."""
     try:
-        entries = _File.model_validate(yaml.safe_load(text)).keys
+        content = yaml.safe_load(text)
+        if not isinstance(content, dict):
+            raise KeyringError(f"{path}: must have the form `keys: [{{name: …, sha256: …}}, …]`")
+        entries = _File.model_validate(content).keys
     except yaml.YAMLError as error:
         raise KeyringError(f"{path}: not YAML") from error
     except ValidationError as error:

@@ -28,7 +28,7 @@ from scheduler.store.scripts import load_script
 log = structlog.get_logger(__name__)
 
 PREFIX = "tidegate:limits:"  # `<prefix><key name>`: the buckets; `<prefix><key name>:open`: the open requests
-LEASE_S = 30.0  # seconds for which an open request counts if its gateway does not renew it
+LEASE_MS = 30_000  # for so long, an open request counts if its gateway does not renew it
 RENEW_S = 10.0  # seconds between two renewals; two may fail
 BUSY_RETRY_S = 1.0  # seconds of Retry-After if too many requests are open: nobody knows when one of them ends
 
@@ -65,10 +65,9 @@ class KeyLimits:
         if key.tokens_per_minute is not None and tokens > key.tokens_per_minute:
             self._on_refused(key.name, "tokens")
             raise _too_many_tokens(key, key.tokens_per_minute, tokens)
-        expires_ms = self._expires_ms()
         has_place = key.tokens_per_minute is not None or key.concurrent_requests is not None
         request_id = request_id if has_place else ""
-        args: list[int | str] = [*self._limits(key), tokens, request_id, expires_ms]
+        args: list[int | str] = [*self._limits(key), tokens, request_id, LEASE_MS]
         outcome, *texts = await self._take(keys=_keys(key), args=args)
         requests_left, tokens_left = map(float, texts)
         levels = _Levels(key, requests_left, tokens_left)
@@ -109,19 +108,16 @@ class KeyLimits:
     async def _renew_all(self) -> None:
         if not self._open:
             return
-        expires_ms, pipeline = self._expires_ms(), self._redis.pipeline(transaction=False)
+        expires_ms, pipeline = self._clock.wall_ms() + LEASE_MS, self._redis.pipeline(transaction=False)
         for reservation in self._open.values():
             places = _keys(reservation.key)[1]
             pipeline.zadd(places, {reservation.request_id: expires_ms}, xx=True)
-            pipeline.pexpireat(places, expires_ms)
+            pipeline.pexpire(places, LEASE_MS)
         await pipeline.execute()
 
     def _limits(self, key: ApiKey) -> list[int]:
         limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent_requests)
         return [self._clock.wall_ms(), *(limit or 0 for limit in limits)]
-
-    def _expires_ms(self) -> int:
-        return self._clock.wall_ms() + int(LEASE_S * 1000)
 
 
 def _keys(key: ApiKey) -> list[str]:

@@ -1,8 +1,8 @@
 -- Take one request and some tokens from the buckets, and a place among the open requests: all of them or nothing.
--- ARGV, after those of buckets.lua: tokens; id of the request ('': it takes no place); expiry of its place in ms.
+-- ARGV, after those of buckets.lua: tokens; id of the request ('': it takes no place); milliseconds until its place expires.
 -- Returns 'ok', 'open', 'requests' or 'tokens' (what is lacking), and the levels of requests and tokens as texts.
 -- A repeated call with the id of an open request takes nothing.
-local tokens, id, expires_ms = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
+local tokens, id, lease_ms = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 
 local function answer(outcome)
   return {outcome, string.format('%.3f', level.requests), string.format('%.3f', level.tokens)}
@@ -28,7 +28,7 @@ level.requests = level.requests - 1
 level.tokens = level.tokens - tokens
 store()
 if id ~= '' then
-  redis.call('ZADD', open, expires_ms, id)
-  redis.call('PEXPIREAT', open, expires_ms)
+  redis.call('ZADD', open, now_ms + lease_ms, id)
+  redis.call('PEXPIRE', open, lease_ms)
 end
 return answer('ok')
