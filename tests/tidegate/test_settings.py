@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic_settings import CliApp
 
 from tidegate import cli
@@ -70,7 +70,9 @@ def test_a_child_gets_the_settings_of_its_parent(
         swap_mb=0,
         port=9,
         drain_s=2,
+        api_key=SecretStr("sk-sesame,sk-sesame-2"),
     )
+    assert parent.operator_keys == ["sk-sesame", "sk-sesame-2"]
     for name, value in parent.secret_env.items():
         monkeypatch.setenv(name, value)
     child = CliApp.run(kind, cli_args=list(parent.flags(kind)))
