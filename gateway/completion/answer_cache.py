@@ -1,7 +1,7 @@
 """The exact answer cache: outputs of requests that would give the same output again, for callers that ask for it.
 
-What is cached are the events of the worker, not text. They are replayed through the code that answers every request, so
-a cached answer has its own id and time, can be streamed or not, and is formatted as this request asks.
+What is cached is what the worker has sent, as one token event. It is replayed through the code that answers every
+request, so a cached answer has its own id and time, can be streamed or not, and is formatted as this request asks.
 
 The key of an output is a hash over everything that decides it: the whole scheduler request (prompt tokens, all sampling
 parameters, and the salt, which holds the API key's name), the stop strings, and the model with its revision. Only what
@@ -12,7 +12,7 @@ grammar. What is neither in a scheduler request nor a stop string is formatting,
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -27,7 +27,7 @@ from scheduler.store.scripts import load_script
 
 log = structlog.get_logger(__name__)
 
-PREFIX = "tidegate:cache:"  # `<prefix><hash>`: events; `<prefix>index`, `<prefix>sizes`: what remember.lua keeps
+PREFIX = "tidegate:cache:"  # `<prefix><hash>`: an event; `<prefix>index`, `<prefix>sizes`: what remember.lua keeps
 HEADER = "x-tidegate-cache"
 
 # The fields of a scheduler request that do not change its output: who, when, and how it is served.
@@ -48,7 +48,7 @@ class Lookup:
     result: str  # hit, miss or bypass
     key: str = ""
     ttl_s: int = 0
-    events: tuple[TokenEvent, ...] = ()  # of a hit
+    event: TokenEvent | None = None  # of a hit: the whole output
 
     @property
     def is_hit(self) -> bool:
@@ -81,7 +81,6 @@ class AnswerCache:
         self._max_ttl_s = max_ttl_s
         self._max_bytes = max_bytes
         self._remember = load_script(redis, "gateway.completion", "remember")
-        self._decoder = msgspec.msgpack.Decoder(tuple[TokenEvent, ...])
 
     async def look_up(self, requests: Sequence[Request], stops: Sequence[str], is_seeded: bool, ttl_s: int) -> Lookup:
         """Return the cached output of a request of one choice. `is_seeded` says whether the client has set the seed.
@@ -92,16 +91,12 @@ class AnswerCache:
         if not is_repeatable or self._max_bytes == 0:
             return BYPASS
         key = PREFIX + self._hash(requests[0], stops)
-        stored: Any = await self._redis.get(key)  # bytes: the connection does not decode
-        if stored is None:
-            return Lookup("miss", key, min(ttl_s, self._max_ttl_s))
-        num_cached = len(requests[0].prompt_token_ids)
-        events = self._decoder.decode(stored)
-        return Lookup("hit", key, 0, tuple(_addressed(event, requests[0].id, num_cached) for event in events))
+        event = _replayed(await self._redis.get(key), requests[0])
+        return Lookup("miss", key, min(ttl_s, self._max_ttl_s)) if event is None else Lookup("hit", key, event=event)
 
     async def store(self, lookup: Lookup, events: Sequence[TokenEvent]) -> None:
         """Keep the output of a request that was missed. If the store does not answer, the output is not kept."""
-        value = msgspec.msgpack.encode([_addressed(event, "", 0) for event in _joined(events)])
+        value = msgspec.msgpack.encode(_joined(events))
         if len(value) > self._max_bytes:
             return
         index, sizes = f"{PREFIX}index", f"{PREFIX}sizes"
@@ -119,16 +114,22 @@ class AnswerCache:
         return hashlib.sha256(msgspec.msgpack.encode((self._model, output, tuple(stops)))).hexdigest()
 
 
-def _addressed(event: TokenEvent, request_id: str, cached_tokens: int) -> TokenEvent:
-    return replace(event, request_id=request_id, cached_tokens=cached_tokens)
+def _joined(events: Sequence[TokenEvent]) -> dict[str, Any]:
+    """Return one event, as plain data, with the tokens of all `events` and all else that the last of them says."""
+    joined: dict[str, Any] = {}
+    for event in events:
+        for name, value in msgspec.to_builtins(event).items():
+            is_sequence = isinstance(value, list | tuple)
+            joined[name] = [*joined.get(name, ()), *value] if is_sequence else value
+    return joined | {"index": events[0].index}
 
 
-def _joined(events: Sequence[TokenEvent]) -> list[TokenEvent]:
-    """Return one event with the tokens of all `events`, and all else that the last of them says."""
-    values = {field.name: [getattr(event, field.name) for event in events] for field in fields(TokenEvent)}
-    joined: dict[str, Any] = {
-        name: tuple(item for part in parts for item in part or ())
-        for name, parts in values.items()
-        if any(isinstance(part, tuple) for part in parts)
-    }
-    return [replace(events[-1], index=events[0].index, **joined)]
+def _replayed(stored: Any, request: Request) -> TokenEvent | None:
+    """Return the stored event as one of `request`; None if there is none, or another version has stored it."""
+    if stored is None:
+        return None
+    own = {"request_id": request.id, "cached_tokens": len(request.prompt_token_ids)}
+    try:
+        return msgspec.convert(msgspec.msgpack.decode(stored) | own, TokenEvent)
+    except msgspec.ValidationError:
+        return None

@@ -28,7 +28,6 @@ class Choice:
     cached_tokens: int = 0
     finish_reason: str | None = None
     has_tool_calls: bool = False
-    is_whole: bool = False  # whether the last event or a stop string has ended the choice
 
     def feed(self, event: TokenEvent) -> Piece:
         """Return what `event` adds to the choice.
@@ -39,7 +38,6 @@ class Choice:
         text = self._decode(event.token_ids)
         if event.kind is EventKind.FINISHED and self.finish_reason is None:
             text += self._end(event.finish_reason)
-        self.is_whole = event.kind is EventKind.FINISHED or self.stopped_early
         return self._parse(text)
 
     @property

@@ -100,12 +100,11 @@ class Account:
         return self.lookup is not None and self.lookup.result == "miss"
 
     def replay(self, requests: Sequence[Request]) -> TokenStream | None:
-        """Return the cached events as the token stream of `requests`; None if they are not cached."""
-        if self.lookup is None or not self.lookup.is_hit:
+        """Return the cached output as the token stream of `requests`; None if it is not cached."""
+        if self.lookup is None or self.lookup.event is None:
             return None
         stream = TokenStream(_cancel_nothing, requests)
-        for event in self.lookup.events:
-            stream.deliver(event)
+        stream.deliver(self.lookup.event)
         return stream
 
     async def cancel(self) -> None:

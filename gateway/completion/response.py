@@ -142,8 +142,13 @@ class ResponseStream:
             async with self._tokens:
                 yield
         finally:
-            is_whole = all(choice.is_whole for choice in self._choices.values())
-            await self._account.close(self.tier.name, self._usage(), self._events if is_whole else ())
+            await self._account.close(self.tier.name, self._usage(), self._whole_output())
+
+    def _whole_output(self) -> Sequence[TokenEvent]:
+        """Return the events to keep; none if the output was not generated to its end, or is not to be kept."""
+        was_stopped = any(choice.stopped_early for choice in self._choices.values())
+        is_whole = self._events and (was_stopped or self._events[-1].kind is EventKind.FINISHED)
+        return self._events if is_whole else ()
 
     async def _advance(self, timeout_s: float | None) -> list[tuple[Choice, Piece]]:
         """Wait for events, and return what they add to each choice.

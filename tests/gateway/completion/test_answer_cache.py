@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -279,7 +280,7 @@ def test_joined_events_say_what_all_of_them_said() -> None:
         TokenEvent("r", EventKind.TOKENS, 1, (2, 3), cached_tokens=3),
         TokenEvent("r", EventKind.FINISHED, 3, (), FinishReason.LENGTH, cached_tokens=3),
     ]
-    [joined] = _joined(events)
+    joined = msgspec.convert(_joined(events), TokenEvent)
     assert joined == TokenEvent("r", EventKind.FINISHED, 0, (1, 2, 3), FinishReason.LENGTH, cached_tokens=3)
 
 
