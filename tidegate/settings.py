@@ -194,6 +194,13 @@ class GatewaySettings(CommonSettings):
         description="for what a request leaves out; model: its generation_config.json, openai: temperature 1",
     )
 
+    @field_validator("api_keys")
+    @classmethod
+    def _is_no_key(cls, path: Path | None) -> Path | None:
+        if path is not None and path.name.startswith("sk-") and not path.exists():
+            raise ValueError("this is the name of a file; a key itself is set as TIDEGATE_API_KEY")
+        return path
+
     @property
     def operator_keys(self) -> list[str]:
         secrets = self.api_key.get_secret_value() if self.api_key is not None else ""

@@ -10,7 +10,7 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, datetime
 
 import msgspec
 import structlog
@@ -49,7 +49,10 @@ class Use:
 
 NAMES = tuple(field.name for field in fields(Use))
 
-Field = tuple[str, str | None, str, str]  # UTC date, name of the key (None: open access), tier, name of the count
+# The label `kind` of each count of tokens in the metrics; empty for the other counts.
+KINDS = {name: name.removesuffix("_tokens") if name.endswith("_tokens") else "" for name in NAMES}
+
+Field = tuple[int, str | None, str, str]  # UTC day since 1970, key's name (None: open access), tier, name of the count
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +76,13 @@ class UsageMeter:
 
     def record(self, key: str | None, tier: str, use: Use) -> None:
         """Count what requests of a key (None: open access) have used in a tier."""
-        today, label = self._today().isoformat(), key or NO_KEY
+        today, label = self._today(), key or NO_KEY
         self._metrics.count_requests(label, tier, use.requests)
-        for name in NAMES:
+        for name, kind in KINDS.items():
             if amount := getattr(use, name):
                 self._pending[today, key, tier, name] += amount
-                if name.endswith("_tokens"):
-                    self._metrics.count_tokens(label, tier, name.removesuffix("_tokens"), amount)
+                if kind:
+                    self._metrics.count_tokens(label, tier, kind, amount)
 
     async def follow(self) -> None:
         """Write the counts to the store every `FLUSH_S` seconds, for ever."""
@@ -104,11 +107,11 @@ class UsageMeter:
                 self._writing = None
 
     async def _send(self, write_id: str, counts: Mapping[Field, int]) -> None:
-        dates = sorted({day for day, *_ in counts})
-        keys = [f"{PREFIX}write:{write_id}", *(PREFIX + day for day in dates)]
+        days = sorted({day for day, *_ in counts})
+        keys = [f"{PREFIX}write:{write_id}", *(PREFIX + _date(day) for day in days)]
         args: list[int | bytes] = [MARKER_S, MAX_DAYS * DAY_S]
         for (day, *name), amount in counts.items():
-            args += [keys.index(PREFIX + day) + 1, msgspec.json.encode(name), amount]
+            args += [days.index(day) + 2, msgspec.json.encode(name), amount]
         await self._write(keys=keys, args=args)
 
     async def days(self, num_days: int) -> dict[str, list[UsageRow]]:
@@ -118,14 +121,18 @@ class UsageMeter:
         """
         await self.flush()
         today = self._today()
-        dates = [(today - timedelta(days=n)).isoformat() for n in range(num_days)]
+        dates = [_date(today - n) for n in range(num_days)]
         pipeline = self._redis.pipeline(transaction=False)
         for day in dates:
             pipeline.hgetall(PREFIX + day)
         return {day: _rows(stored) for day, stored in zip(dates, await pipeline.execute(), strict=True)}
 
-    def _today(self) -> date:
-        return datetime.fromtimestamp(self._clock.wall_ms() / 1000, UTC).date()
+    def _today(self) -> int:
+        return self._clock.wall_ms() // (1000 * DAY_S)
+
+
+def _date(day: int) -> str:
+    return datetime.fromtimestamp(day * DAY_S, UTC).date().isoformat()
 
 
 def total(days: Mapping[str, list[UsageRow]]) -> list[UsageRow]:

@@ -104,6 +104,14 @@ def test_values_out_of_range_are_refused(wrong: dict[str, object]) -> None:
         ServeSettings(**wrong)
 
 
+def test_a_key_given_as_the_keys_file_is_refused_without_repeating_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--api-keys", "sk-secret"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "TIDEGATE_API_KEY" in error and "sk-secret" not in error
+
+
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["sevre"])
