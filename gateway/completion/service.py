@@ -11,11 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from engine.interface import SamplingParams
 from gateway.completion.openai_objects import Answer, AnswerHead, ChatAnswer, TextAnswer
+from gateway.completion.output_options import output_options
 from gateway.completion.prompts import Prompt, encode_prompts, model_limits
 from gateway.completion.response import Demotion, PreparedRequest, ResponseStream
+from gateway.completion.sampling import check_token_ids, sampling_params
 from gateway.completion.sampling_defaults import SamplingDefaults
+from gateway.completion.token_report import TokenReport
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import ResolvedTier, cache_salt
@@ -28,7 +30,6 @@ from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.request import Delivery, Request
 
-SEED_MASK = 2**63 - 1  # maps an int64 seed of a body to a non-negative seed, as the engine requires
 OPENAI_DEFAULTS = SamplingDefaults()
 PING_S = 15.0  # seconds of silence before a keep-alive; proxies close connections that are silent for 30 to 60 s
 
@@ -55,7 +56,9 @@ class CompletionService:
         defaults: SamplingDefaults = OPENAI_DEFAULTS,
         draw_seed: Callable[[], int] = draw_seed,
         ping_s: float = PING_S,
+        trusts_templates: bool = False,
     ) -> None:
+        """`trusts_templates` says whether a request may bring its own chat template."""
         self._client = client
         self._clock = clock
         self._tokenizer = tokenizer
@@ -64,6 +67,7 @@ class CompletionService:
         self._defaults = defaults
         self._draw_seed = draw_seed
         self._ping_s = ping_s
+        self._trusts_templates = trusts_templates
         self._fingerprint = "fp_" + hashlib.sha256(model_names[0].encode()).hexdigest()[:10]
 
     async def complete(
@@ -111,10 +115,12 @@ class CompletionService:
         if request.model not in self._model_names:
             raise model_not_found(request.model)
         limits = model_limits(self._client.workers, self._tokenizer)
-        n = request.n or 1
+        n = request.num_sequences
         _check_choices(request, n, tier)
-        prompts = await encode_prompts(request, self._tokenizer, limits)
+        check_token_ids(request, limits.vocab_size)
+        prompts = await encode_prompts(request, self._tokenizer, limits, trusts_templates=self._trusts_templates)
         options = request.stream_options
+        include_usage = bool(options and options.include_usage)
 
         def answer_as(reported: str) -> Answer:
             return self._answer(request, reported, request_id, arrival_ms)
@@ -124,9 +130,11 @@ class CompletionService:
             tier=tier,
             requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner),
             n=n,
-            stops=request.stop_strings,
-            include_usage=bool(options and options.include_usage),
-            continuous_usage=bool(options and options.continuous_usage_stats),
+            output=output_options(request),
+            num_kept=(request.n or 1) if request.chooses_best else None,
+            prompt_texts=tuple(prompt.text for prompt in prompts),
+            include_usage=include_usage,
+            continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
             demotion=_demotion(demotion, answer_as, request, arrival_ms) if demotion is not None else None,
         )
 
@@ -151,8 +159,21 @@ class CompletionService:
 
     def _answer(self, request: AnyRequest, service_tier: str, request_id: str, now_ms: int) -> Answer:
         kind = ChatAnswer if isinstance(request, ChatCompletionRequest) else TextAnswer
-        answer_id = kind.id_prefix + request_id.removeprefix("req_")
-        return kind(AnswerHead(answer_id, now_ms // 1000, request.model, service_tier, self._fingerprint))
+        answer_id = kind.id_prefix + (request.request_id or request_id.removeprefix("req_"))
+        head = AnswerHead(answer_id, now_ms // 1000, request.model, service_tier, self._fingerprint)
+        return kind(head, self._report(request))
+
+    def _report(self, request: AnyRequest) -> TokenReport | None:
+        """Return what the answer reports of its tokens; None if the client asked for nothing of that kind."""
+        if request.num_logprobs is None and request.prompt_logprobs is None and not request.return_token_ids:
+            return None
+        return TokenReport(
+            self._tokenizer.texts,
+            request.num_logprobs,
+            request.prompt_logprobs,
+            as_ids=bool(request.return_tokens_as_token_ids),
+            with_ids=bool(request.return_token_ids),
+        )
 
     def _requests(
         self,
@@ -163,7 +184,7 @@ class CompletionService:
         arrival_ms: int,
         owner: str | None,
     ) -> tuple[Request, ...]:
-        n = request.n or 1
+        n = request.num_sequences
         salt = cache_salt(owner, request.cache_salt)
         delivery = _delivery(request, tier)
         requests = []
@@ -175,7 +196,7 @@ class CompletionService:
                         id=f"{request_id}-{i * n + j}",
                         tier=tier.name,
                         prompt_token_ids=prompt.token_ids,
-                        sampling=_sampling(request, self._defaults, prompt.max_tokens, seed + j),
+                        sampling=sampling_params(request, self._defaults, prompt.max_tokens, seed + j),
                         arrival_ms=arrival_ms,
                         deadline_ms=arrival_ms + _time_limit_ms(request, tier),
                         reply_to=self._client.gateway_id,
@@ -233,19 +254,3 @@ def _delivery(request: AnyRequest, tier: Tier) -> Delivery:
     if request.stream or request.stop_strings or awaits_first_token:
         return Delivery.EACH_STEP
     return Delivery.AT_END
-
-
-def _sampling(request: AnyRequest, defaults: SamplingDefaults, max_tokens: int, seed: int) -> SamplingParams:
-    temperature = defaults.temperature if request.temperature is None else request.temperature
-    top_p = defaults.top_p if request.top_p is None else request.top_p
-    top_k = defaults.top_k if request.top_k is None else request.top_k
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature if top_p > 0 else 0.0,  # top_p 0 leaves only the likeliest token: greedy
-        top_p=top_p if top_p > 0 else 1.0,
-        top_k=max(0, top_k),  # all tokens are meant by -1 in vLLM's API, and by 0 in the engine
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
-        seed=seed & SEED_MASK,
-        ignore_eos=bool(request.ignore_eos),
-    )
