@@ -6,9 +6,9 @@ Knows token events, decoding, stop strings and parsers; does not know the answer
 from dataclasses import dataclass
 
 from engine.interface import FinishReason
-from gateway.completion.piece import OutputParser, Piece
 from gateway.completion.stop_strings import StopMatcher
 from gateway.completion.tokenizer import IncrementalDecoder
+from gateway.output.piece import OutputParser, Piece
 from scheduler.request import EventKind, TokenEvent
 
 

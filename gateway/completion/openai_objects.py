@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from gateway.completion.choice import Choice
-from gateway.completion.piece import Piece, ToolCallDelta, whole_tool_calls
+from gateway.output.piece import Piece, ToolCallDelta, whole_tool_calls
 
 encode_json = msgspec.json.encode
 

@@ -12,10 +12,10 @@ import structlog
 
 from gateway.completion.choice import Choice
 from gateway.completion.openai_objects import Answer, ChunkEncoder, Usage
-from gateway.completion.piece import Piece
 from gateway.completion.stop_strings import StopMatcher
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.sse import DONE, PING, Write
+from gateway.output.piece import Piece
 from gateway.protocol.errors import ApiError, internal_error, timed_out
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
