@@ -24,7 +24,9 @@ class Choice:
     decoder: IncrementalDecoder
     stops: StopMatcher | None
     parser: OutputParser | None = None  # None: all of the output is text
+    calls_finish: str = "tool_calls"  # the finish reason of an output with tool calls
     num_tokens: int = 0
+    num_reasoning_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: str | None = None
     has_tool_calls: bool = False
@@ -35,25 +37,32 @@ class Choice:
         `event` has new tokens, or reports the regular end. The caller handles failures and cancellations.
         """
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        if self.parser is not None:
+            return self._feed_parser(self.parser, event)
         text = self._decode(event.token_ids)
         if event.kind is EventKind.FINISHED and self.finish_reason is None:
             text += self._end(event.finish_reason)
-        return self._parse(text)
+        return Piece(text)
 
     @property
     def stopped_early(self) -> bool:
         """Whether a stop string was found. The worker does not know this, so the request must be cancelled there."""
         return self.stops is not None and self.stops.matched
 
-    def _parse(self, text: str) -> Piece:
-        if self.parser is None:
-            return Piece(text)
-        piece = self.parser.feed(text)
+    def _feed_parser(self, parser: OutputParser, event: TokenEvent) -> Piece:
+        piece = Piece()
+        for token_id in event.token_ids:  # one token at a time, so that the tokens of the reasoning can be counted
+            if self.finish_reason is not None:
+                break
+            self.num_reasoning_tokens += parser.in_reasoning
+            piece.extend(parser.feed(self._decode((token_id,))))
+        if event.kind is EventKind.FINISHED and self.finish_reason is None:
+            piece.extend(parser.feed(self._end(event.finish_reason)))
         if self.finish_reason is not None:
-            piece.extend(self.parser.flush())
+            piece.extend(parser.flush())
         self.has_tool_calls = self.has_tool_calls or bool(piece.tool_calls)
         if self.finish_reason == "stop" and self.has_tool_calls:
-            self.finish_reason = "tool_calls"
+            self.finish_reason = self.calls_finish
         return piece
 
     def _decode(self, token_ids: tuple[int, ...]) -> str:

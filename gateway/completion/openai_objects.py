@@ -14,6 +14,7 @@ from gateway.completion.choice import Choice
 from gateway.output.piece import Piece, ToolCallDelta, whole_tool_calls
 
 encode_json = msgspec.json.encode
+_LEGACY_CALLS = (b'"delta":{"function_call":', b"}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -29,7 +31,7 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens, "audio_tokens": 0},
             "completion_tokens_details": {
-                "reasoning_tokens": 0,
+                "reasoning_tokens": self.reasoning_tokens,
                 "audio_tokens": 0,
                 "accepted_prediction_tokens": 0,
                 "rejected_prediction_tokens": 0,
@@ -53,15 +55,16 @@ class ChatAnswer:
 
     id_prefix = "chatcmpl-"
 
-    def __init__(self, head: AnswerHead) -> None:
+    def __init__(self, head: AnswerHead, *, legacy_calls: bool = False) -> None:
         self._head = head
+        self._legacy_calls = legacy_calls  # whether a call is shown in the older form, `function_call`
 
     def response(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
         return _object(self._head, "chat.completion") | {
             "choices": [
                 {
                     "index": choice.index,
-                    "message": _message(piece),
+                    "message": _message(piece, self._legacy_calls),
                     "logprobs": None,
                     "finish_reason": choice.finish_reason,
                 }
@@ -76,8 +79,9 @@ class ChatAnswer:
             head,
             opening=b'"delta":{"role":"assistant","content":"","refusal":null}',
             text=(b'"delta":{"content":', b"}"),
-            reasoning=(b'"delta":{"reasoning_content":', b"}"),
-            tool_calls=(b'"delta":{"tool_calls":', b"}"),
+            reasoning=(b'"delta":', b""),
+            tool_calls=_LEGACY_CALLS if self._legacy_calls else (b'"delta":{"tool_calls":[', b"]}"),
+            legacy_calls=self._legacy_calls,
             closing=b'"delta":{}',
             usage_key=usage_key,
         )
@@ -127,6 +131,7 @@ class ChunkEncoder:
         tool_calls: tuple[bytes, bytes],
         closing: bytes,
         usage_key: bool,
+        legacy_calls: bool = False,
     ) -> None:
         self._before = b"data: " + encode_json(head)[:-1] + b',"choices":['
         self._opening = opening
@@ -135,6 +140,7 @@ class ChunkEncoder:
         self._tool_calls = tool_calls
         self._closing = closing
         self._usage_key = usage_key
+        self._legacy_calls = legacy_calls
 
     def opening(self, index: int, usage: Usage | None = None) -> bytes:
         """Return the first frame of a choice; no bytes if the endpoint has no such frame."""
@@ -144,11 +150,12 @@ class ChunkEncoder:
         """Return the frames of a piece: none if it is empty, else one for each of its kinds of output."""
         frames = b""
         if piece.reasoning:
-            frames += self._content(index, self._reasoning, piece.reasoning, usage)
+            frames += self._content(index, self._reasoning, _reasoning(piece.reasoning), usage)
         if piece.text:
             frames += self._content(index, self._text, piece.text, usage)
         for delta in piece.tool_calls:
-            frames += self._content(index, self._tool_calls, [_tool_call_delta(delta)], usage)
+            value = _function_call_delta(delta) if self._legacy_calls else _tool_call_delta(delta)
+            frames += self._content(index, self._tool_calls, value, usage)
         return frames
 
     def _content(self, index: int, around: tuple[bytes, bytes], value: Any, usage: Usage | None) -> bytes:
@@ -171,7 +178,7 @@ class ChunkEncoder:
         return b',"usage":null}\n\n' if self._usage_key else b"}\n\n"
 
 
-def _message(piece: Piece) -> dict[str, Any]:
+def _message(piece: Piece, legacy_calls: bool) -> dict[str, Any]:
     """Return the assistant's message. Keys for reasoning and tool calls are present only if there are any."""
     calls = whole_tool_calls(piece.tool_calls)
     message: dict[str, Any] = {
@@ -180,13 +187,25 @@ def _message(piece: Piece) -> dict[str, Any]:
         "refusal": None,
     }
     if piece.reasoning:
-        message["reasoning_content"] = piece.reasoning
-    if calls:
+        message |= _reasoning(piece.reasoning)
+    if calls and legacy_calls:
+        message["function_call"] = {"name": calls[0].name, "arguments": calls[0].arguments}
+    elif calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in calls
         ]
     return message
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Return the reasoning under both of its names: vLLM and others had `reasoning_content` before `reasoning`."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _function_call_delta(delta: ToolCallDelta) -> dict[str, Any]:
+    """Return more of a call in the older form."""
+    return {**({"name": delta.name} if delta.id else {}), "arguments": delta.arguments}
 
 
 def _tool_call_delta(delta: ToolCallDelta) -> dict[str, Any]:

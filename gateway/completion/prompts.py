@@ -4,12 +4,13 @@ Knows bodies, the tokenizer and the model's limits; does not know tiers or queue
 refused here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gateway.completion.tokenizer import ChatTemplateError, TextTooLong, Tokenizer
 from gateway.protocol.errors import context_length_exceeded, invalid_request, invalid_value
-from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, messages_for_template
 from scheduler.registry.worker_status import WorkerStatus
 
 DEFAULT_CONTEXT = 4096  # tokens; used if no worker is alive and the model's config has no context length
@@ -38,25 +39,31 @@ class Prompt:
 
 
 async def encode_prompts(
-    request: ChatCompletionRequest | CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits
+    request: ChatCompletionRequest | CompletionRequest,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    template_values: Mapping[str, Any],
 ) -> list[Prompt]:
     """Return the encoded prompts of `request`, in order.
 
-    Raises `ApiError` 400 if a prompt is empty, does not fit into the context, or has unknown token ids.
+    `template_values` are for the chat template, beside the messages. Raises `ApiError` 400 if a prompt is empty, does
+    not fit into the context, or has unknown token ids.
     """
     if isinstance(request, ChatCompletionRequest):
-        ids = await _encode_chat(request, tokenizer, limits)
+        ids = await _encode_chat(request, tokenizer, limits, template_values)
         return [_fit(ids, request.output_limit, None, limits, "messages")]
     prompts = await _encode_texts(request, tokenizer, limits)
     return [_fit(ids, request.max_tokens, DEFAULT_COMPLETION_TOKENS, limits, "prompt") for ids in prompts]
 
 
-async def _encode_chat(request: ChatCompletionRequest, tokenizer: Tokenizer, limits: ModelLimits) -> list[int]:
+async def _encode_chat(
+    request: ChatCompletionRequest, tokenizer: Tokenizer, limits: ModelLimits, template_values: Mapping[str, Any]
+) -> list[int]:
     if len(request.messages) > limits.max_model_len:  # each message takes at least one token
         raise context_length_exceeded(limits.max_model_len, "messages", None, None)
-    messages = [message.for_template() for message in request.messages]
+    messages = messages_for_template(request.messages)
     try:
-        return await tokenizer.encode_chat(messages, limits.max_model_len)
+        return await tokenizer.encode_chat(messages, limits.max_model_len, values=template_values)
     except ChatTemplateError as error:
         raise invalid_request(str(error), "messages", "invalid_value") from error
     except TextTooLong:

@@ -16,6 +16,7 @@ from gateway.completion.stop_strings import StopMatcher
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.sse import DONE, PING, Write
 from gateway.output.piece import Piece
+from gateway.output.plan import PLAIN, OutputPlan
 from gateway.protocol.errors import ApiError, internal_error, timed_out
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
@@ -52,6 +53,7 @@ class PreparedRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     demotion: Demotion | None = None
+    output: OutputPlan = PLAIN
 
     def demoted(self, to: Demotion) -> "PreparedRequest":
         """Return the same request in the tier of `to`, without a further demotion."""
@@ -73,8 +75,7 @@ class ResponseStream:
         self._clock = clock
         self._ping_s = ping_s
         self._choices = {
-            request.id: Choice(index, tokenizer.decoder(), StopMatcher(prepared.stops) if prepared.stops else None)
-            for index, request in enumerate(prepared.requests)
+            request.id: _choice(index, prepared, tokenizer) for index, request in enumerate(prepared.requests)
         }
         self._num_open = len(self._choices)
         self._last_event_s = clock.now()
@@ -183,6 +184,7 @@ class ResponseStream:
             prompt_tokens=sum(len(r.prompt_token_ids) for r in self._prepared.requests[first_of_prompt]),
             completion_tokens=sum(choice.num_tokens for choice in choices),
             cached_tokens=sum(choice.cached_tokens for choice in choices[first_of_prompt]),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         )
 
     def _log_usage(self) -> None:
@@ -190,3 +192,9 @@ class ResponseStream:
         structlog.contextvars.bind_contextvars(
             prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens
         )
+
+
+def _choice(index: int, prepared: PreparedRequest, tokenizer: Tokenizer) -> Choice:
+    output = prepared.output
+    stops = StopMatcher(prepared.stops) if prepared.stops else None
+    return Choice(index, tokenizer.decoder(output.shown), stops, output.new_parser(), output.calls_finish)

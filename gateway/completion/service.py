@@ -19,6 +19,8 @@ from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import ResolvedTier, cache_salt
+from gateway.output.model_format import ModelFormat
+from gateway.output.plan import OutputPlan, has_grammar, plan_output
 from gateway.protocol.errors import ApiError, invalid_value, model_not_found, rejected
 from gateway.protocol.json_body import is_large
 from gateway.protocol.schemas import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, parse_generation
@@ -55,6 +57,7 @@ class CompletionService:
         defaults: SamplingDefaults = OPENAI_DEFAULTS,
         draw_seed: Callable[[], int] = draw_seed,
         ping_s: float = PING_S,
+        tool_parser: str = "auto",
     ) -> None:
         self._client = client
         self._clock = clock
@@ -64,6 +67,7 @@ class CompletionService:
         self._defaults = defaults
         self._draw_seed = draw_seed
         self._ping_s = ping_s
+        self._format = ModelFormat.of(tokenizer.chat_template, tokenizer.special_tokens, tool_parser)
         self._fingerprint = "fp_" + hashlib.sha256(model_names[0].encode()).hexdigest()[:10]
 
     async def complete(
@@ -113,21 +117,23 @@ class CompletionService:
         limits = model_limits(self._client.workers, self._tokenizer)
         n = request.n or 1
         _check_choices(request, n, tier)
-        prompts = await encode_prompts(request, self._tokenizer, limits)
+        output = await self._plan_output(request)
+        prompts = await encode_prompts(request, self._tokenizer, limits, output.template_values)
         options = request.stream_options
 
         def answer_as(reported: str) -> Answer:
-            return self._answer(request, reported, request_id, arrival_ms)
+            return self._answer(request, reported, request_id, arrival_ms, output.legacy)
 
         return PreparedRequest(
             answer=answer_as(service_tier),
             tier=tier,
-            requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner),
+            requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner, output.grammar),
             n=n,
             stops=request.stop_strings,
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
             demotion=_demotion(demotion, answer_as, request, arrival_ms) if demotion is not None else None,
+            output=output,
         )
 
     async def submit(self, prepared: PreparedRequest) -> ResponseStream:
@@ -149,10 +155,19 @@ class CompletionService:
             raise rejected(outcome, prepared.tier)
         return ResponseStream(prepared, outcome, self._tokenizer, self._clock, self._ping_s)
 
-    def _answer(self, request: AnyRequest, service_tier: str, request_id: str, now_ms: int) -> Answer:
-        kind = ChatAnswer if isinstance(request, ChatCompletionRequest) else TextAnswer
-        answer_id = kind.id_prefix + request_id.removeprefix("req_")
-        return kind(AnswerHead(answer_id, now_ms // 1000, request.model, service_tier, self._fingerprint))
+    async def _plan_output(self, request: AnyRequest) -> OutputPlan:
+        """Return how the output is constrained and parsed. Raises `ApiError` 400 if it cannot be."""
+        plan = partial(plan_output, request, self._format, self._tokenizer.generation_prompt)
+        return await asyncio.to_thread(plan) if has_grammar(request) else plan()
+
+    def _answer(
+        self, request: AnyRequest, service_tier: str, request_id: str, now_ms: int, legacy_calls: bool
+    ) -> Answer:
+        chat = isinstance(request, ChatCompletionRequest)
+        prefix = ChatAnswer.id_prefix if chat else TextAnswer.id_prefix
+        answer_id = prefix + request_id.removeprefix("req_")
+        head = AnswerHead(answer_id, now_ms // 1000, request.model, service_tier, self._fingerprint)
+        return ChatAnswer(head, legacy_calls=legacy_calls) if chat else TextAnswer(head)
 
     def _requests(
         self,
@@ -162,6 +177,7 @@ class CompletionService:
         request_id: str,
         arrival_ms: int,
         owner: str | None,
+        grammar: str | None,
     ) -> tuple[Request, ...]:
         n = request.n or 1
         salt = cache_salt(owner, request.cache_salt)
@@ -175,7 +191,7 @@ class CompletionService:
                         id=f"{request_id}-{i * n + j}",
                         tier=tier.name,
                         prompt_token_ids=prompt.token_ids,
-                        sampling=_sampling(request, self._defaults, prompt.max_tokens, seed + j),
+                        sampling=_sampling(request, self._defaults, prompt.max_tokens, seed + j, grammar),
                         arrival_ms=arrival_ms,
                         deadline_ms=arrival_ms + _time_limit_ms(request, tier),
                         reply_to=self._client.gateway_id,
@@ -235,7 +251,9 @@ def _delivery(request: AnyRequest, tier: Tier) -> Delivery:
     return Delivery.AT_END
 
 
-def _sampling(request: AnyRequest, defaults: SamplingDefaults, max_tokens: int, seed: int) -> SamplingParams:
+def _sampling(
+    request: AnyRequest, defaults: SamplingDefaults, max_tokens: int, seed: int, grammar: str | None
+) -> SamplingParams:
     temperature = defaults.temperature if request.temperature is None else request.temperature
     top_p = defaults.top_p if request.top_p is None else request.top_p
     top_k = defaults.top_k if request.top_k is None else request.top_k
@@ -248,4 +266,5 @@ def _sampling(request: AnyRequest, defaults: SamplingDefaults, max_tokens: int, 
         repetition_penalty=defaults.repetition_penalty,
         seed=seed & SEED_MASK,
         ignore_eos=bool(request.ignore_eos),
+        grammar=grammar,
     )

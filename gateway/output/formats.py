@@ -53,8 +53,8 @@ class CallFormat:
     before: str = ""
     after: str = ""
     tags: Tags | None = None
-    markers: tuple[str, ...] = ()  # markers inside of the region, which may be special tokens
-    trigger: str = ""  # the text with which calls begin, if the model may also write text; "": `before` or `written`
+    trigger: str = ""  # the text with which calls begin; "": text and calls cannot be told apart by their beginning
+    markers: tuple[str, ...] = ()  # special tokens that are read, but not written
     id_length: int | None = None  # of the ids of calls, if the family's template requires a length
 
 
@@ -62,8 +62,8 @@ class CallFormat:
 class ReasoningFormat:
     """The markers of a model's reasoning, as literals.
 
-    `lead` may stand before each part of the output. `text` begins text that is neither reasoning nor a call, if such text
-    has markers.
+    `lead` stands before each later part of the output. Each of `text` begins text that is neither reasoning nor a call,
+    if such text has markers.
     """
 
     open: str
@@ -72,7 +72,7 @@ class ReasoningFormat:
     text: tuple[str, ...] = ()
 
 
-_OBJECT_CALL = '{{"name": {name}, "arguments": {arguments}}}'
+_OBJECT_CALL = '{{"name": "{name}", "arguments": {arguments}}}'
 _FUNCTION_TAGS = Tags(
     _pattern(r"\s*<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"),
     _pattern(r"\s*</function>"),
@@ -88,8 +88,6 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         "<|call|>",
         _pattern(rf" to=functions\.(?P<name>{_NAME})(?:<\|channel\|>\w+)?[^<]*(?:<\|constrain\|>\w+)?<\|message\|>"),
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>",
-        markers=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>"),
-        trigger="<|channel|>commentary to=functions.",
     ),
     CallFormat(
         "minimax_m2",
@@ -100,6 +98,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         '<invoke name="{name}">\n{arguments}</invoke>',
         before="<minimax:tool_call>\n",
         after="\n</minimax:tool_call>",
+        trigger="<minimax:tool_call>",
         tags=Tags(
             _pattern(r'\s*<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>'),
             _pattern(r"\s*</invoke>"),
@@ -113,6 +112,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         "</seed:tool_call>",
         _pattern(r"<function=(?P<name>[^>]+)>"),
         "<seed:tool_call>\n<function={name}>\n{arguments}</function>\n</seed:tool_call>",
+        trigger="<seed:tool_call>",
         tags=_FUNCTION_TAGS,
     ),
     CallFormat(
@@ -122,6 +122,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         "</tool_call>",
         _pattern(r"<function=(?P<name>[^>]+)>"),
         "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
+        trigger="<tool_call>",
         tags=_FUNCTION_TAGS,
     ),
     CallFormat(
@@ -136,7 +137,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
             _pattern(r"(?!)"),  # the call ends with its region
             "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
         ),
-        markers=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        trigger="<tool_call>",
     ),
     CallFormat(
         "hermes",  # Hermes, Qwen2.5, Qwen3, Granite 4 and many others
@@ -145,6 +146,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         "</tool_call>",
         _OBJECT_HEADER,
         f"<tool_call>\n{_OBJECT_CALL}\n</tool_call>",
+        trigger="<tool_call>",
     ),
     CallFormat(
         "deepseek_v3",
@@ -155,7 +157,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
         before="<｜tool▁calls▁begin｜>",
         after="<｜tool▁calls▁end｜>",
-        markers=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+        trigger="<｜tool▁calls▁begin｜>",
     ),
     CallFormat(
         "deepseek_v3_1",
@@ -167,7 +169,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         separator="",
         before="<｜tool▁calls▁begin｜>",
         after="<｜tool▁calls▁end｜>",
-        markers=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+        trigger="<｜tool▁calls▁begin｜>",
     ),
     CallFormat(
         "kimi_k2",
@@ -181,7 +183,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         separator="",
         before="<|tool_calls_section_begin|>",
         after="<|tool_calls_section_end|>",
-        markers=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        trigger="<|tool_calls_section_begin|>",
     ),
     CallFormat(
         "mistral",  # Mistral Small 3.2, Magistral, Devstral
@@ -191,7 +193,8 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         _pattern(rf"(?P<name>{_NAME})(?:\[CALL_ID\]\w+)?\[ARGS\]"),
         "[TOOL_CALLS]{name}[ARGS]{arguments}",
         separator="",
-        markers=("[CALL_ID]", "[ARGS]"),
+        trigger="[TOOL_CALLS]",
+        markers=("[CALL_ID]",),
         id_length=9,
     ),
     CallFormat(
@@ -204,6 +207,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         separator=", ",
         before="[TOOL_CALLS] [",
         after="]",
+        trigger="[TOOL_CALLS]",
         id_length=9,
     ),
     CallFormat(
@@ -216,6 +220,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         separator=", ",
         before="<tool_calls>[",
         after="]</tool_calls>",
+        trigger="<tool_calls>",
     ),
     CallFormat(
         "cohere",
@@ -223,10 +228,11 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         r"<\|START_ACTION\|>",
         "<|END_ACTION|>",
         _OBJECT_HEADER,
-        '{{"tool_call_id": "0", "tool_name": {name}, "parameters": {arguments}}}',
+        '{{"tool_call_id": "0", "tool_name": "{name}", "parameters": {arguments}}}',
         separator=",\n",
         before="<|START_ACTION|>[\n",
         after="\n]<|END_ACTION|>",
+        trigger="<|START_ACTION|>",
     ),
     CallFormat(
         "phi4_mini",
@@ -238,6 +244,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         separator=", ",
         before="<|tool_call|>[",
         after="]<|/tool_call|>",
+        trigger="<|tool_call|>",
     ),
     CallFormat(
         "granite",  # Granite 3
@@ -249,6 +256,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         separator=", ",
         before="<|tool_call|>[",
         after="]",
+        trigger="<|tool_call|>",
     ),
     CallFormat(
         "llama3_json",  # Llama 3.1 to 3.3: the JSON object is the whole output
@@ -256,7 +264,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         r'<\|python_tag\|>|\A\s*(?=\{\s*"name"\s*:)',
         None,
         _OBJECT_HEADER,
-        '{{"name": {name}, "parameters": {arguments}}}',
+        '{{"name": "{name}", "parameters": {arguments}}}',
         separator="; ",
     ),
 )

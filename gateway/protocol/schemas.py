@@ -9,6 +9,7 @@ first error. Both rules save memory: an error takes 100 times the memory of the 
 with an error in every item would exhaust the process.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -163,6 +164,19 @@ class Message(Body):
         }
         role = "tool" if self.role == "function" else self.role
         return {"role": role, "content": content, **{k: v for k, v in extras.items() if v is not None}}
+
+
+def messages_for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages as chat templates expect them. Results of tool calls get the names of their tools."""
+    names: dict[str, str] = {}
+    rendered = []
+    for message in messages:
+        names.update({call.id: call.function.name for call in message.tool_calls or () if call.id is not None})
+        form = message.for_template()
+        if message.role == "tool" and message.tool_call_id in names:
+            form.setdefault("name", names[message.tool_call_id])
+        rendered.append(form)
+    return rendered
 
 
 def _required_in_roles(roles: tuple[str, ...], value: T, info: ValidationInfo) -> T:
