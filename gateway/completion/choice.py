@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.interface import FinishReason, TokenLogprobs
-from gateway.completion.piece import OutputParser, Piece, ReportedToken
 from gateway.completion.stop_strings import StopMatcher
 from gateway.completion.token_tracker import TokenTracker
+from gateway.output.piece import OutputParser, Piece, ReportedToken
 from scheduler.request import EventKind, TokenEvent
 
 
@@ -34,6 +34,8 @@ class Choice:
     decoder: Decoder
     stops: StopMatcher | None
     parser: OutputParser | None = None  # None: all of the output is text
+    calls_finish: str = "tool_calls"  # the finish reason of an output with tool calls
+    hides_reasoning: bool = False  # whether the tokens of the reasoning are not reported either
     tracker: TokenTracker | None = None  # None: the answer reports no tokens
     min_tokens: int = 0  # stop strings that end within so many tokens do not count
     stop_token_ids: frozenset[int] = frozenset()  # of the client, beside the model's own
@@ -41,6 +43,7 @@ class Choice:
     first: Piece | None = None  # what the answer reports of the prompt, before the output
     only_prompt: bool = False  # whether the prompt is only scored; the token that the engine generates does not count
     num_tokens: int = 0
+    num_reasoning_tokens: int = 0
     cached_tokens: int = 0
     sum_logprobs: float = 0.0  # of the output, if the answer reports tokens
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # if requested, of each prompt token but the first
@@ -55,10 +58,7 @@ class Choice:
         """
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
-        text = "" if self.only_prompt else self._decode(event)
-        if event.kind is EventKind.FINISHED and self.finish_reason is None:
-            text += self._end(event.finish_reason)
-        piece = self._parse(text)
+        piece = self._generated(event) if self.parser is None else self._feed_parser(self.parser, event)
         if self.tracker is not None:
             piece.tokens = self.tracker.take()
         return piece if self.first is None else self._after_first(self.first, piece)
@@ -72,15 +72,27 @@ class Choice:
     def mean_logprob(self) -> float:
         return self.sum_logprobs / max(1, self.num_tokens)
 
-    def _parse(self, text: str) -> Piece:
-        if self.parser is None:
-            return Piece(text)
-        piece = self.parser.feed(text)
+    def _generated(self, event: TokenEvent) -> Piece:
+        text = "" if self.only_prompt else self._decode(event)
+        if event.kind is EventKind.FINISHED and self.finish_reason is None:
+            text += self._end(event.finish_reason)
+        return Piece(text)
+
+    def _feed_parser(self, parser: OutputParser, event: TokenEvent) -> Piece:
+        piece = Piece()
+        for position in range(len(event.token_ids)):  # one at a time, so that the tokens of the reasoning are counted
+            if self.finish_reason is not None:
+                break
+            in_reasoning = parser.in_reasoning
+            self.num_reasoning_tokens += in_reasoning
+            piece.extend(parser.feed(self._add_token(event, position, not (self.hides_reasoning and in_reasoning))))
+        if event.kind is EventKind.FINISHED and self.finish_reason is None:
+            piece.extend(parser.feed(self._end(event.finish_reason)))
         if self.finish_reason is not None:
-            piece.extend(self.parser.flush())
+            piece.extend(parser.flush())
         self.has_tool_calls = self.has_tool_calls or bool(piece.tool_calls)
         if self.finish_reason == "stop" and self.has_tool_calls:
-            self.finish_reason = "tool_calls"
+            self.finish_reason = self.calls_finish
         return piece
 
     def _decode(self, event: TokenEvent) -> str:
@@ -94,14 +106,15 @@ class Choice:
             text += self._add_token(event, position)
         return text
 
-    def _add_token(self, event: TokenEvent, position: int) -> str:
+    def _add_token(self, event: TokenEvent, position: int, is_reported: bool = True) -> str:
         """Add the token of `event` at `position`. Return the text that can now be shown."""
         token_id = event.token_ids[position]
         self.num_tokens += 1
         if self.tracker is not None:
             logprobs = event.logprobs[position] if event.logprobs else None
             self.sum_logprobs += logprobs.logprob if logprobs is not None else 0.0
-            self.tracker.add(token_id, logprobs)
+            if is_reported:
+                self.tracker.add(token_id, logprobs)
         if event.finish_reason is FinishReason.STOP and position == len(event.token_ids) - 1:
             self.stop_reason = token_id if token_id in self.stop_token_ids else None
             if token_id in self.hidden_ids:

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 
 from gateway.completion.choice import Choice
-from gateway.completion.piece import Piece, ToolCallDelta, whole_tool_calls
 from gateway.completion.token_report import TokenReport
+from gateway.output.piece import Piece, ToolCallDelta, whole_tool_calls
 
 encode_json = msgspec.json.encode
+_LEGACY_CALLS = (b'"delta":{"function_call":', b"}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -30,7 +32,7 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens, "audio_tokens": 0},
             "completion_tokens_details": {
-                "reasoning_tokens": 0,
+                "reasoning_tokens": self.reasoning_tokens,
                 "audio_tokens": 0,
                 "accepted_prediction_tokens": 0,
                 "rejected_prediction_tokens": 0,
@@ -54,16 +56,17 @@ class ChatAnswer:
 
     id_prefix = "chatcmpl-"
 
-    def __init__(self, head: AnswerHead, report: TokenReport | None = None) -> None:
+    def __init__(self, head: AnswerHead, report: TokenReport | None = None, *, legacy_calls: bool = False) -> None:
         self._head = head
         self._report = report
+        self._legacy_calls = legacy_calls  # whether a call is shown in the older form, `function_call`
 
     def response(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
         answer = _object(self._head, "chat.completion") | {
             "choices": [
                 {
                     "index": choice.index,
-                    "message": _message(piece),
+                    "message": _message(piece, self._legacy_calls),
                     "logprobs": self._report.chat_logprobs(piece.tokens) if self._report is not None else None,
                     "finish_reason": choice.finish_reason,
                 }
@@ -80,8 +83,9 @@ class ChatAnswer:
             head,
             opening=b'"delta":{"role":"assistant","content":"","refusal":null}',
             text=(b'"delta":{"content":', b"}"),
-            reasoning=(b'"delta":{"reasoning_content":', b"}"),
-            tool_calls=(b'"delta":{"tool_calls":', b"}"),
+            reasoning=(b'"delta":', b""),
+            tool_calls=_LEGACY_CALLS if self._legacy_calls else (b'"delta":{"tool_calls":[', b"]}"),
+            legacy_calls=self._legacy_calls,
             closing=b'"delta":{}',
             usage_key=usage_key,
             report=self._report,
@@ -148,6 +152,7 @@ class ChunkEncoder:
         closing: bytes,
         usage_key: bool,
         report: TokenReport | None = None,
+        legacy_calls: bool = False,
     ) -> None:
         self._before = b"data: " + encode_json(head)[:-1] + b',"choices":['
         self._opening = opening
@@ -158,6 +163,7 @@ class ChunkEncoder:
         self._usage_key = usage_key
         self._report = report
         self._is_chat = opening is not None
+        self._legacy_calls = legacy_calls
 
     def opening(self, index: int, usage: Usage | None = None) -> bytes:
         """Return the first frame of a choice; no bytes if the endpoint has no such frame."""
@@ -185,10 +191,11 @@ class ChunkEncoder:
         """
         contents: list[tuple[tuple[bytes, bytes], Any]] = []
         if piece.reasoning:
-            contents.append((self._reasoning, piece.reasoning))
+            contents.append((self._reasoning, _reasoning(piece.reasoning)))
         if piece.text:
             contents.append((self._text, piece.text))
-        contents += [(self._tool_calls, [_tool_call_delta(delta)]) for delta in piece.tool_calls]
+        call_delta = _function_call_delta if self._legacy_calls else _tool_call_delta
+        contents += [(self._tool_calls, call_delta(delta)) for delta in piece.tool_calls]
         return contents or ([(self._text, "")] if piece else [])
 
     def _reported(self, piece: Piece) -> tuple[bytes, bytes, bytes]:
@@ -232,7 +239,7 @@ class ChunkEncoder:
         return b',"usage":null}\n\n' if self._usage_key else b"}\n\n"
 
 
-def _message(piece: Piece) -> dict[str, Any]:
+def _message(piece: Piece, legacy_calls: bool) -> dict[str, Any]:
     """Return the assistant's message. Keys for reasoning and tool calls are present only if there are any."""
     calls = whole_tool_calls(piece.tool_calls)
     message: dict[str, Any] = {
@@ -241,13 +248,25 @@ def _message(piece: Piece) -> dict[str, Any]:
         "refusal": None,
     }
     if piece.reasoning:
-        message["reasoning_content"] = piece.reasoning
-    if calls:
+        message |= _reasoning(piece.reasoning)
+    if calls and legacy_calls:
+        message["function_call"] = {"name": calls[0].name, "arguments": calls[0].arguments}
+    elif calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in calls
         ]
     return message
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Return the reasoning under both of its names: vLLM and others had `reasoning_content` before `reasoning`."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _function_call_delta(delta: ToolCallDelta) -> dict[str, Any]:
+    """Return more of a call in the older form."""
+    return {**({"name": delta.name} if delta.id else {}), "arguments": delta.arguments}
 
 
 def _output_ids(piece: Piece) -> list[int]:

@@ -4,13 +4,18 @@ Knows bodies, the tokenizer and the model's limits; does not know tiers or queue
 refused here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from gateway.completion.template_values import template_values
 from gateway.completion.tokenizer import ChatTemplateError, TextTooLong, Tokenizer
 from gateway.protocol.errors import context_length_exceeded, invalid_request, invalid_value
-from gateway.protocol.schemas import MAX_PROMPT_IDS, ChatCompletionRequest, CompletionRequest
+from gateway.protocol.schemas import (
+    MAX_PROMPT_IDS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    messages_for_template,
+)
 from scheduler.registry.worker_status import WorkerStatus
 
 DEFAULT_CONTEXT = 4096  # tokens; used if no worker is alive and the model's config has no context length
@@ -43,16 +48,15 @@ async def encode_prompts(
     request: ChatCompletionRequest | CompletionRequest,
     tokenizer: Tokenizer,
     limits: ModelLimits,
-    *,
-    trusts_templates: bool = False,
+    template_values: Mapping[str, Any],
 ) -> list[Prompt]:
     """Return the encoded prompts of `request`, in order.
 
-    `trusts_templates` says whether a request may bring its own chat template. Raises `ApiError` 400 if a prompt is
-    empty, does not fit into the context, or has unknown token ids.
+    `template_values` are for the chat template, beside the messages. Raises `ApiError` 400 if a prompt is empty, does
+    not fit into the context, or has unknown token ids.
     """
     if isinstance(request, ChatCompletionRequest):
-        ids = await _encode_chat(request, tokenizer, limits, trusts_templates)
+        ids = await _encode_chat(request, tokenizer, limits, template_values)
         return [_fit(_truncate(ids, request, limits), request, None, limits)]
     prompts = await _encode_texts(request, tokenizer, limits)
     fitting = [_fit(_truncate(ids, request, limits), request, DEFAULT_COMPLETION_TOKENS, limits) for ids in prompts]
@@ -65,16 +69,15 @@ async def encode_prompts(
 
 
 async def _encode_chat(
-    request: ChatCompletionRequest, tokenizer: Tokenizer, limits: ModelLimits, trusts_templates: bool
+    request: ChatCompletionRequest, tokenizer: Tokenizer, limits: ModelLimits, template_values: Mapping[str, Any]
 ) -> list[int]:
     max_tokens = _longest(request, limits)
     if len(request.messages) > max_tokens:  # each message takes at least one token
         raise context_length_exceeded(limits.max_model_len, "messages", None, None)
-    messages = [message.for_template() for message in request.messages]
-    values = template_values(request, tokenizer.template_names, trusts_templates)
+    messages = messages_for_template(request.messages)
     try:
         return await tokenizer.encode_chat(
-            messages, max_tokens, values=values, add_special_tokens=bool(request.add_special_tokens)
+            messages, max_tokens, values=template_values, add_special_tokens=bool(request.add_special_tokens)
         )
     except ChatTemplateError as error:
         raise invalid_request(str(error), "messages", "invalid_value") from error

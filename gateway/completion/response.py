@@ -10,12 +10,13 @@ from typing import Any
 
 import structlog
 
+from gateway.completion.answer_options import AnswerOptions
 from gateway.completion.choice import Choice
 from gateway.completion.openai_objects import Answer, ChunkEncoder, Usage
-from gateway.completion.output_options import PLAIN, OutputOptions
-from gateway.completion.piece import Piece
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.sse import DONE, PING, Write
+from gateway.output.piece import Piece
+from gateway.output.plan import PLAIN, OutputPlan
 from gateway.protocol.errors import ApiError, internal_error, timed_out
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
@@ -49,12 +50,13 @@ class PreparedRequest:
     tier: Tier
     requests: tuple[Request, ...]
     n: int
-    output: OutputOptions = PLAIN
+    options: AnswerOptions = AnswerOptions()
     num_kept: int | None = None
     prompt_texts: tuple[str | None, ...] = (None,)  # the prompts as the client sent them; None: token ids or a chat
     include_usage: bool = False
     continuous_usage: bool = False
     demotion: Demotion | None = None
+    output: OutputPlan = PLAIN
 
     def demoted(self, to: Demotion) -> "PreparedRequest":
         """Return the same request in the tier of `to`, without a further demotion."""
@@ -76,10 +78,7 @@ class ResponseStream:
         self._clock = clock
         self._ping_s = ping_s
         self._choices = {
-            request.id: prepared.output.choice(
-                index, tokenizer, request.prompt_token_ids, prepared.prompt_texts[index // prepared.n]
-            )
-            for index, request in enumerate(prepared.requests)
+            request.id: _choice(index, request, prepared, tokenizer) for index, request in enumerate(prepared.requests)
         }
         self._num_open = len(self._choices)
         self._last_event_s = clock.now()
@@ -194,7 +193,7 @@ class ResponseStream:
     def _usage_of(self, choice: Choice) -> Usage:
         """Return the token counts of one choice so far. Its chunks report these, as those of vLLM do."""
         prompt = self._prepared.requests[choice.index].prompt_token_ids
-        return Usage(len(prompt), choice.num_tokens, choice.cached_tokens)
+        return Usage(len(prompt), choice.num_tokens, choice.cached_tokens, choice.num_reasoning_tokens)
 
     def _usage(self) -> Usage:
         """Return the token counts of the answer.
@@ -207,6 +206,7 @@ class ResponseStream:
             prompt_tokens=sum(len(r.prompt_token_ids) for r in self._prepared.requests[first_of_prompt]),
             completion_tokens=sum(choice.num_tokens for choice in choices),
             cached_tokens=sum(choice.cached_tokens for choice in choices[first_of_prompt]),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         )
 
     def _log_usage(self) -> None:
@@ -214,3 +214,8 @@ class ResponseStream:
         structlog.contextvars.bind_contextvars(
             prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens
         )
+
+
+def _choice(index: int, request: Request, prepared: PreparedRequest, tokenizer: Tokenizer) -> Choice:
+    prompt_text = prepared.prompt_texts[index // prepared.n]
+    return prepared.options.choice(index, tokenizer, request.prompt_token_ids, prompt_text, prepared.output)

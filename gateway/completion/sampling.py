@@ -23,7 +23,9 @@ def check_token_ids(request: AnyRequest, vocab_size: int) -> None:
     _check("stop_token_ids", request.stop_token_ids or (), vocab_size)
 
 
-def sampling_params(request: AnyRequest, defaults: SamplingDefaults, max_tokens: int, seed: int) -> SamplingParams:
+def sampling_params(
+    request: AnyRequest, defaults: SamplingDefaults, max_tokens: int, seed: int, grammar: str | None
+) -> SamplingParams:
     """Return the sampling parameters of one sequence that may have `max_tokens` tokens of output."""
     top_p = _or(request.top_p, defaults.top_p)
     top_k = _or(request.top_k, defaults.top_k)
@@ -43,6 +45,7 @@ def sampling_params(request: AnyRequest, defaults: SamplingDefaults, max_tokens:
         ignore_eos=bool(request.ignore_eos),
         logprobs=0 if request.chooses_best and request.num_logprobs is None else request.num_logprobs,
         prompt_logprobs=request.num_prompt_logprobs,
+        grammar=grammar,
     )
 
 

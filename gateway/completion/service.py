@@ -7,12 +7,12 @@ answer (gateway/completion/response.py does).
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from gateway.completion.answer_options import answer_options
 from gateway.completion.openai_objects import Answer, AnswerHead, ChatAnswer, TextAnswer
-from gateway.completion.output_options import output_options
 from gateway.completion.prompts import Prompt, encode_prompts, model_limits
 from gateway.completion.response import Demotion, PreparedRequest, ResponseStream
 from gateway.completion.sampling import check_token_ids, sampling_params
@@ -21,6 +21,9 @@ from gateway.completion.token_report import TokenReport
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import ResolvedTier, cache_salt
+from gateway.output.model_format import ModelFormat
+from gateway.output.plan import OutputPlan, has_grammar, plan_output
+from gateway.output.template_values import template_values
 from gateway.protocol.errors import ApiError, invalid_value, model_not_found, rejected
 from gateway.protocol.json_body import is_large
 from gateway.protocol.schemas import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, parse_generation
@@ -57,6 +60,7 @@ class CompletionService:
         draw_seed: Callable[[], int] = draw_seed,
         ping_s: float = PING_S,
         trusts_templates: bool = False,
+        tool_parser: str = "auto",
     ) -> None:
         """`trusts_templates` says whether a request may bring its own chat template."""
         self._client = client
@@ -68,6 +72,7 @@ class CompletionService:
         self._draw_seed = draw_seed
         self._ping_s = ping_s
         self._trusts_templates = trusts_templates
+        self._format = ModelFormat.of(tokenizer.chat_template, tokenizer.special_tokens, tool_parser)
         self._fingerprint = "fp_" + hashlib.sha256(model_names[0].encode()).hexdigest()[:10]
 
     async def complete(
@@ -118,24 +123,26 @@ class CompletionService:
         n = request.num_sequences
         _check_choices(request, n, tier)
         check_token_ids(request, limits.vocab_size)
-        prompts = await encode_prompts(request, self._tokenizer, limits, trusts_templates=self._trusts_templates)
+        output = await self._plan_output(request)
+        prompts = await encode_prompts(request, self._tokenizer, limits, output.template_values)
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
 
         def answer_as(reported: str) -> Answer:
-            return self._answer(request, reported, request_id, arrival_ms)
+            return self._answer(request, reported, request_id, arrival_ms, output.legacy)
 
         return PreparedRequest(
             answer=answer_as(service_tier),
             tier=tier,
-            requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner),
+            requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner, output.grammar),
             n=n,
-            output=output_options(request),
+            options=answer_options(request),
             num_kept=(request.n or 1) if request.chooses_best else None,
             prompt_texts=tuple(prompt.text for prompt in prompts),
             include_usage=include_usage,
             continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
             demotion=_demotion(demotion, answer_as, request, arrival_ms) if demotion is not None else None,
+            output=output,
         )
 
     async def submit(self, prepared: PreparedRequest) -> ResponseStream:
@@ -157,12 +164,6 @@ class CompletionService:
             raise rejected(outcome, prepared.tier)
         return ResponseStream(prepared, outcome, self._tokenizer, self._clock, self._ping_s)
 
-    def _answer(self, request: AnyRequest, service_tier: str, request_id: str, now_ms: int) -> Answer:
-        kind = ChatAnswer if isinstance(request, ChatCompletionRequest) else TextAnswer
-        answer_id = kind.id_prefix + (request.request_id or request_id.removeprefix("req_"))
-        head = AnswerHead(answer_id, now_ms // 1000, request.model, service_tier, self._fingerprint)
-        return kind(head, self._report(request))
-
     def _report(self, request: AnyRequest) -> TokenReport | None:
         """Return what the answer reports of its tokens; None if the client asked for nothing of that kind."""
         if request.num_logprobs is None and request.prompt_logprobs is None and not request.return_token_ids:
@@ -175,6 +176,24 @@ class CompletionService:
             with_ids=bool(request.return_token_ids),
         )
 
+    async def _plan_output(self, request: AnyRequest) -> OutputPlan:
+        """Return how the output is constrained and parsed. Raises `ApiError` 400 if it cannot be."""
+        values: Mapping[str, Any] = {}
+        if isinstance(request, ChatCompletionRequest):
+            values = template_values(request, self._tokenizer.template_names, self._trusts_templates)
+        plan = partial(plan_output, request, self._format, self._tokenizer.generation_prompt, values)
+        return await asyncio.to_thread(plan) if has_grammar(request) else plan()
+
+    def _answer(
+        self, request: AnyRequest, service_tier: str, request_id: str, now_ms: int, legacy_calls: bool
+    ) -> Answer:
+        chat = isinstance(request, ChatCompletionRequest)
+        prefix = ChatAnswer.id_prefix if chat else TextAnswer.id_prefix
+        answer_id = prefix + (request.request_id or request_id.removeprefix("req_"))
+        head = AnswerHead(answer_id, now_ms // 1000, request.model, service_tier, self._fingerprint)
+        report = self._report(request)
+        return ChatAnswer(head, report, legacy_calls=legacy_calls) if chat else TextAnswer(head, report)
+
     def _requests(
         self,
         request: AnyRequest,
@@ -183,6 +202,7 @@ class CompletionService:
         request_id: str,
         arrival_ms: int,
         owner: str | None,
+        grammar: str | None,
     ) -> tuple[Request, ...]:
         n = request.num_sequences
         salt = cache_salt(owner, request.cache_salt)
@@ -196,7 +216,7 @@ class CompletionService:
                         id=f"{request_id}-{i * n + j}",
                         tier=tier.name,
                         prompt_token_ids=prompt.token_ids,
-                        sampling=sampling_params(request, self._defaults, prompt.max_tokens, seed + j),
+                        sampling=sampling_params(request, self._defaults, prompt.max_tokens, seed + j, grammar),
                         arrival_ms=arrival_ms,
                         deadline_ms=arrival_ms + _time_limit_ms(request, tier),
                         reply_to=self._client.gateway_id,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.interface import TokenLogprobs
-from gateway.completion.piece import ReportedToken
 from gateway.completion.token_text import TokenTexts, shown
+from gateway.output.piece import ReportedToken
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ tokens of a stop string, and the token that ends the output, are not reported.
 from collections import deque
 
 from engine.interface import TokenLogprobs
-from gateway.completion.piece import ReportedToken
+from gateway.output.piece import ReportedToken
 
 
 class TokenTracker:

@@ -5,7 +5,6 @@ torch, because the gateway has to start within one or two seconds, and also on m
 """
 
 import asyncio
-import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -23,12 +22,9 @@ from gateway.completion.token_text import TokenTexts
 
 INLINE_CHARS = 8_000  # characters, about 2 ms of encoding; longer input is encoded in a thread, off the event loop
 TEXT_CHARS = 50  # fixed cost of each text (call and template), as the number of characters that cost the same time
+_PLAIN_CHAT: Mapping[str, Any] = {}  # the values of a chat that has only messages
+_NO_TOKENS: Mapping[int, str] = {}
 MAX_PENDING = 16  # maximum tokens held back; no character has so many bytes, so the bytes of more are not UTF-8
-
-
-# What the chat template gets from the server itself, so that a request cannot set it in `chat_template_kwargs`.
-RESERVED_VALUES = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {"messages"}
-PLAIN_CHAT: Mapping[str, Any] = {"add_generation_prompt": True}  # what the template gets for an ordinary chat
 
 
 class ChatTemplateError(Exception):
@@ -52,10 +48,11 @@ class Tokenizer:
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.max_model_len = max_model_len
         self._template: str | None = pretrained.chat_template
-        self._knows_developer = "developer" in (self._template or "")
+        added = self._backend.get_added_tokens_decoder()
+        self.special_tokens: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
         # All names in the template. Some may stand in its text only, which is harmless.
         self.template_names = frozenset(re.findall(r"[A-Za-z_]\w*", self._template or ""))
-        self.special_ids = frozenset(i for i, t in self._backend.get_added_tokens_decoder().items() if t.special)
+        self._knows_developer = "developer" in (self._template or "")
 
     @classmethod
     def load(cls, model: str) -> "Tokenizer":
@@ -69,12 +66,29 @@ class Tokenizer:
     def texts(self) -> TokenTexts:
         return TokenTexts(self._backend)
 
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; empty if the model has none."""
+        return self._template or ""
+
+    def generation_prompt(self, values: Mapping[str, Any]) -> str:
+        """Return what the chat template writes at the end of a prompt, as the beginning of the assistant's answer.
+
+        `values` are the template's values beside the messages. The result is empty if the template fails.
+        """
+        messages = [{"role": "user", "content": "a"}]
+        try:
+            with_prompt = self._render(messages, values)
+            return with_prompt.removeprefix(self._render(messages, {**values, "add_generation_prompt": False}))
+        except ChatTemplateError:
+            return ""
+
     async def encode_chat(
         self,
         messages: Sequence[dict[str, Any]],
         max_tokens: int,
         *,
-        values: Mapping[str, Any] = PLAIN_CHAT,
+        values: Mapping[str, Any] = _PLAIN_CHAT,
         add_special_tokens: bool = False,
     ) -> list[int]:
         """Return the token ids of the prompt that the chat template makes of `messages` and of `values`.
@@ -87,7 +101,7 @@ class Tokenizer:
         parts = [part for message in messages for part in message.values()]
         texts = [part for part in parts if isinstance(part, str)]
         # Parts that are not texts are tool calls of any size, and values may be of any size, too.
-        if len(texts) == len(parts) and values is PLAIN_CHAT and _is_short(texts):
+        if len(texts) == len(parts) and not values and _is_short(texts):
             return self._encode_chat(messages, max_tokens, values, add_special_tokens)
         return await asyncio.to_thread(self._encode_chat, messages, max_tokens, values, add_special_tokens)
 
@@ -104,8 +118,11 @@ class Tokenizer:
             return [self._encode(text, add_special_tokens) for text in texts]
         return await asyncio.to_thread(lambda: [self._encode(text, add_special_tokens) for text in texts])
 
-    def decoder(self, *, skip_special_tokens: bool = True) -> "IncrementalDecoder":
-        return IncrementalDecoder(self._backend, skip_special_tokens)
+    def decoder(
+        self, shown: Mapping[int, str] = _NO_TOKENS, *, skip_special_tokens: bool = True
+    ) -> "IncrementalDecoder":
+        """Return a decoder. If it skips special tokens, it shows those of `shown`, which are texts by token ids."""
+        return IncrementalDecoder(self._backend, shown, skip_special_tokens)
 
     def _check_length(self, num_chars: int, max_tokens: int) -> None:
         if num_chars > max_tokens * self._longest_token:
@@ -115,7 +132,7 @@ class Tokenizer:
         self,
         messages: Sequence[dict[str, Any]],
         max_tokens: int,
-        values: Mapping[str, Any] = PLAIN_CHAT,
+        values: Mapping[str, Any] = _PLAIN_CHAT,
         add_special_tokens: bool = False,
     ) -> list[int]:
         text = self._render(messages, values)
@@ -128,6 +145,7 @@ class Tokenizer:
         if not self._knows_developer:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         try:
+            values = {"add_generation_prompt": True, **values}
             text: str = self._pretrained.apply_chat_template(messages, tokenize=False, **values)
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise ChatTemplateError(_template_message(error)) from error
@@ -145,11 +163,13 @@ class IncrementalDecoder:
     """A decoder for one growing output. An incomplete character is held back until its last token arrives.
 
     `DecodeStream` does the decoding, but on its own it would never release bytes that are not UTF-8. This class returns
-    such bytes as U+FFFD after `MAX_PENDING` tokens, or in `flush`.
+    such bytes as U+FFFD after `MAX_PENDING` tokens, or in `flush`. Special tokens are left out, except for those of
+    `shown`.
     """
 
-    def __init__(self, backend: Any, skip_special_tokens: bool = True) -> None:
+    def __init__(self, backend: Any, shown: Mapping[int, str] = _NO_TOKENS, skip_special_tokens: bool = True) -> None:
         self._backend = backend
+        self._shown = shown
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._pending: list[int] = []
@@ -159,6 +179,8 @@ class IncrementalDecoder:
         return "".join([self._step(token_id) for token_id in token_ids])
 
     def _step(self, token_id: int) -> str:
+        if token_id in self._shown:
+            return self.flush() + self._shown[token_id]
         self._pending.append(token_id)
         try:
             text: str | None = self._stream.step(self._backend, token_id)

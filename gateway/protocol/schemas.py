@@ -9,7 +9,7 @@ first error. Both rules save memory: an error takes 100 times the memory of the 
 with an error in every item would exhaust the process.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -27,6 +27,16 @@ from pydantic_core import PydanticCustomError
 from gateway.protocol.errors import invalid_value
 from gateway.protocol.json_body import Body, parse
 from gateway.protocol.options import INT64, Count, NumTop, Options, Whole
+from gateway.protocol.output_format import Choices, Grammar, ResponseFormat, Schema, StructuredOutputs
+from gateway.protocol.tools import (
+    MAX_TOOLS,
+    CalledFunction,
+    FunctionChoice,
+    FunctionDefinition,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from gateway.protocol.unknown_names import unknown_names
 from gateway.protocol.unsupported import refuse_unsupported
 
@@ -121,8 +131,11 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[Content, Field(validate_default=True)] = None
     name: Text | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    function_call: CalledFunction | None = None  # the older form of one tool call
     tool_call_id: Annotated[Text | None, Field(validate_default=True)] = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # another name of `reasoning_content`
 
     @field_validator("content")
     @classmethod
@@ -135,12 +148,37 @@ class Message(Body):
         return _required_in_roles(("tool",), tool_call_id, info)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it, with its content as one string."""
+        """Return the message as chat templates expect it, with its content as one string.
+
+        The older form of a tool call, and the role of its result, are returned in the form of today.
+        """
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
-        extras = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
-        return {"role": self.role, "content": content, **{k: v for k, v in extras.items() if v is not None}}
+        calls = [call.for_template() for call in self.tool_calls or ()]
+        if self.function_call is not None:
+            calls.append({"type": "function", "function": self.function_call.for_template()})
+        extras = {
+            "name": self.name,
+            "tool_calls": calls or None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        role = "tool" if self.role == "function" else self.role
+        return {"role": role, "content": content, **{k: v for k, v in extras.items() if v is not None}}
+
+
+def messages_for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages as chat templates expect them. Results of tool calls get the names of their tools."""
+    names: dict[str, str] = {}
+    rendered = []
+    for message in messages:
+        names.update({call.id: call.function.name for call in message.tool_calls or () if call.id is not None})
+        form = message.for_template()
+        if message.role == "tool" and message.tool_call_id in names:
+            form.setdefault("name", names[message.tool_call_id])
+        rendered.append(form)
+    return rendered
 
 
 def _required_in_roles(roles: tuple[str, ...], value: T, info: ValidationInfo) -> T:
@@ -181,6 +219,13 @@ class GenerationRequest(Options):
     # An extension of vLLM: requests share cached KV only if they have the same salt.
     cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
     metadata: Metadata | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None  # an extension of vLLM, as the older `guided_…`
+    guided_json: str | Schema | None = None
+    guided_regex: Grammar | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    guided_whitespace_pattern: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -213,14 +258,19 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template: Text | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] | None = None
-    # The following fields have no effect on this server, but invalid values are refused, as OpenAI does.
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    function_call: FunctionChoice | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None  # an extension of vLLM; false: the answer does not show the reasoning
+    # The following fields have no effect on this server, but invalid values are refused, as OpenAI does.
     verbosity: Literal["low", "medium", "high"] | None = None
     safety_identifier: Annotated[Text, Field(max_length=64)] | None = None
     prompt_cache_key: Text | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     store: bool | None = None
-    parallel_tool_calls: bool | None = None
 
     @field_validator("messages", mode="before")
     @classmethod

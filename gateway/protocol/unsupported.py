@@ -2,7 +2,7 @@
 
 Each of these parameters would change the answer. A request that sets one of them is refused with an error that names
 the parameter, unless the value asks for the default behaviour. Parameters that do not change the answers of this server
-(`store`, `user`, `reasoning_effort` of models that do not reason) are not listed.
+(`store`, `user`) are not listed.
 """
 
 from collections.abc import Callable
@@ -29,18 +29,9 @@ def _never(value: Any) -> bool:
     return False
 
 
-def _plain_text_format(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
 # For each parameter, a function that returns whether a value asks for the default behaviour.
 HARMLESS: dict[str, Harmless] = {
     # parameters of OpenAI's API
-    "tools": _empty,
-    "tool_choice": _one_of("none"),
-    "functions": _empty,
-    "function_call": _one_of("none"),
-    "response_format": _plain_text_format,
     "suffix": _empty,
     "audio": _never,
     "modalities": _one_of(["text"]),
@@ -52,12 +43,6 @@ HARMLESS: dict[str, Harmless] = {
     "bad_words": _empty,
     "allowed_token_ids": _never,
     "use_beam_search": _one_of(False),
-    "structured_outputs": _never,
-    "guided_json": _never,
-    "guided_regex": _never,
-    "guided_choice": _never,
-    "guided_grammar": _never,
-    "guided_whitespace_pattern": _never,
     "structural_tag": _never,
     "logits_processors": _empty,
     "logprob_token_ids": _empty,

@@ -3,26 +3,30 @@
 Knows bodies and the names in the template; does not render it.
 """
 
+import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from gateway.completion.tokenizer import PLAIN_CHAT, RESERVED_VALUES
+from transformers import PreTrainedTokenizerFast
+
 from gateway.protocol.errors import invalid_request, invalid_value
 from gateway.protocol.schemas import ChatCompletionRequest
 
+# What the template gets from the server itself, so that a request cannot set it in `chat_template_kwargs`.
+RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {"messages"}
 TRUST_SETTING = "--trust-request-chat-template"
 
 
 def template_values(
     request: ChatCompletionRequest, template_names: Collection[str], trusts_templates: bool
 ) -> Mapping[str, Any]:
-    """Return the arguments of `apply_chat_template` for `request`; `PLAIN_CHAT` itself for an ordinary chat.
+    """Return the arguments of `apply_chat_template` for `request`; no values for an ordinary chat.
 
     Raises `ApiError` 400 if the request sets a value that the server sets itself, or one that the template would not
     use.
     """
     values = dict(request.chat_template_kwargs or {})
-    if reserved := sorted(RESERVED_VALUES & values.keys()):
+    if reserved := sorted(RESERVED & values.keys()):
         raise invalid_value("chat_template_kwargs", f"A request cannot set '{reserved[0]}' in 'chat_template_kwargs'.")
     if request.documents:
         _check_documents(template_names)
@@ -32,8 +36,8 @@ def template_values(
         values["chat_template"] = request.chat_template
     continues = bool(request.continue_final_message)
     begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    if not values and begins and not continues:
-        return PLAIN_CHAT
+    if begins and not continues:
+        return values
     return values | {"add_generation_prompt": begins, "continue_final_message": continues}
 
 

@@ -54,6 +54,11 @@ class Piece:
 class OutputParser(Protocol):
     """A parser of one growing output. The result does not depend on how the text is cut into parts."""
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the next token is a part of the reasoning, or ends it."""
+        ...
+
     def feed(self, text: str) -> Piece:
         """Add text. Return what is certain now; text that may begin a marker is held back."""
         ...
