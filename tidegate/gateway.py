@@ -129,7 +129,15 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
     )
     metering = Metering(keyring, limits, usage, cache, metrics)
     completions = CompletionService(
-        client, clock, tokenizer, metrics, names, defaults=defaults, metering=metering, revision=revision
+        client,
+        clock,
+        tokenizer,
+        metrics,
+        names,
+        defaults=defaults,
+        trusts_templates=settings.trust_request_chat_template,
+        metering=metering,
+        revision=revision,
     )
     files = FileStore(redis, settings.data_dir, clock)
     max_body_bytes = settings.max_body_mb * 2**20

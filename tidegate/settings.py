@@ -193,6 +193,10 @@ class GatewaySettings(CommonSettings):
         default="model",
         description="for what a request leaves out; model: its generation_config.json, openai: temperature 1",
     )
+    trust_request_chat_template: bool = Field(
+        default=False,
+        description="whether a request may bring its own chat template, a program that may run for ever",
+    )
 
     @field_validator("api_keys")
     @classmethod

@@ -4,10 +4,10 @@ What is cached is what the worker has sent, as one token event. It is replayed t
 request, so a cached answer has its own id and time, can be streamed or not, and is formatted as this request asks.
 
 The key of an output is a hash over everything that decides it: the whole scheduler request (prompt tokens, all sampling
-parameters, and the salt, which holds the API key's name), the stop strings, and the model with its revision. Only what
-never changes an output is left out, so that a parameter which is added later is part of the key unless it is named
-here. The chat template has done its work in the prompt tokens, and a response format or forced tool call in the
-grammar. What is neither in a scheduler request nor a stop string is formatting, which happens at the replay.
+parameters, the grammar, and the salt, which holds the API key's name), the options by which its tokens become text (a
+stop string ends the output where the text has it), and the model with its revision. Only what never changes an output
+is left out, so that a parameter which is added later is part of the key unless it is named here. The chat template has
+done its work in the prompt tokens. What is in none of these is formatting, which happens at the replay.
 """
 
 import hashlib
@@ -82,15 +82,17 @@ class AnswerCache:
         self._max_bytes = max_bytes
         self._remember = load_script(redis, "gateway.completion", "remember")
 
-    async def look_up(self, requests: Sequence[Request], stops: Sequence[str], is_seeded: bool, ttl_s: int) -> Lookup:
-        """Return the cached output of a request of one choice. `is_seeded` says whether the client has set the seed.
+    async def look_up(self, requests: Sequence[Request], text_options: object, is_seeded: bool, ttl_s: int) -> Lookup:
+        """Return the cached output of a request of one choice.
 
-        An answer that would differ the next time is not cached: of several choices, or sampled without a seed.
+        `text_options` is plain data: all that decides how the tokens become text. `is_seeded` says whether the client
+        has set the seed. An answer that would differ the next time is not cached: one of several choices, or one that
+        is sampled without a seed.
         """
         is_repeatable = len(requests) == 1 and (is_seeded or requests[0].sampling.temperature == 0)
         if not is_repeatable or self._max_bytes == 0:
             return BYPASS
-        key = PREFIX + self._hash(requests[0], stops)
+        key = PREFIX + self._hash(requests[0], text_options)
         event = _replayed(await self._redis.get(key), requests[0])
         return Lookup("miss", key, min(ttl_s, self._max_ttl_s)) if event is None else Lookup("hit", key, event=event)
 
@@ -106,12 +108,13 @@ class AnswerCache:
         except RedisError as error:
             log.warning("an answer is not cached", error=str(error))
 
-    def _hash(self, request: Request, stops: Sequence[str]) -> str:
+    def _hash(self, request: Request, text_options: object) -> str:
         sampling = request.sampling
         if sampling.temperature == 0:  # greedy: no random number is drawn
             sampling = replace(sampling, seed=0)
         output = replace(request, sampling=sampling, **_NEUTRAL)
-        return hashlib.sha256(msgspec.msgpack.encode((self._model, output, tuple(stops)))).hexdigest()
+        whole = msgspec.msgpack.encode((self._model, output, text_options), order="deterministic")
+        return hashlib.sha256(whole).hexdigest()
 
 
 def _joined(events: Sequence[TokenEvent]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Metered(Protocol):
     @property
     def n(self) -> int: ...
     @property
-    def stops(self) -> tuple[str, ...]: ...
+    def text_options(self) -> object: ...
     @property
     def owner(self) -> str | None: ...
     @property
@@ -66,7 +66,9 @@ class Metering:
         """
         lookup = None
         if cache_ttl_s is not None:
-            lookup = await self._cache.look_up(prepared.requests, prepared.stops, prepared.is_seeded, cache_ttl_s)
+            lookup = await self._cache.look_up(
+                prepared.requests, prepared.text_options, prepared.is_seeded, cache_ttl_s
+            )
             self._metrics.count_cache_lookup(lookup.result)
         key, reservation = self._keyring.named(prepared.owner), None
         if is_limited and key is not None and key.is_limited:

@@ -165,7 +165,13 @@ class ScriptedWorker:
         if request.delivery is Delivery.AT_END and events:
             ids = tuple(token for event in events for token in event.token_ids)
             last = events[-1]
-            events = [TokenEvent(request.id, last.kind, 0, ids, last.finish_reason, last.error, last.cached_tokens)]
+            logprobs = tuple(found for event in events for found in event.logprobs)
+            prompt = events[0].prompt_logprobs
+            events = [
+                TokenEvent(
+                    request.id, last.kind, 0, ids, last.finish_reason, last.error, last.cached_tokens, logprobs, prompt
+                )
+            ]
         for event in events:
             await self.gate.wait()
             await self.events.publish(request.reply_to, [event])
@@ -217,6 +223,7 @@ async def running_stand(
     ping_s: float = 15.0,
     max_body_bytes: int = 2**20,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    trusts_templates: bool = False,
     administered: tuple[Redis, Path] | None = None,
     metered: Redis | None = None,
     cache_bytes: int = 2**20,
@@ -240,7 +247,15 @@ async def running_stand(
         cache = AnswerCache(metered, clock, MODEL, max_ttl_s=3600, max_bytes=cache_bytes)
         metering = Metering(keyring, limits, usage, cache, metrics)
     service = CompletionService(
-        client, clock, tiny_tokenizer(), metrics, names, defaults=defaults, ping_s=ping_s, metering=metering
+        client,
+        clock,
+        tiny_tokenizer(),
+        metrics,
+        names,
+        defaults=defaults,
+        ping_s=ping_s,
+        trusts_templates=trusts_templates,
+        metering=metering,
     )
     gateway = Gateway(
         model_names=names,

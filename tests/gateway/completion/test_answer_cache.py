@@ -23,6 +23,8 @@ HI = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"model": MODEL, "messages": HI, "temperature": 0}
 TEXT: dict[str, Any] = {"model": MODEL, "prompt": "hi", "temperature": 0}
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
 # For each field of the bodies, a change and whether it changes the output ("miss": it is part of the key; "bypass": the
 # answer cannot be cached) or only how the answer is shown, or nothing at all ("hit").
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
@@ -53,6 +55,46 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "prompt_cache_retention": ({"prompt_cache_retention": "24h"}, "hit"),
     "store": ({"store": True}, "hit"),
     "parallel_tool_calls": ({"parallel_tool_calls": False}, "hit"),
+    "presence_penalty": ({"presence_penalty": 1}, "miss"),
+    "frequency_penalty": ({"frequency_penalty": 1}, "miss"),
+    "repetition_penalty": ({"repetition_penalty": 2}, "miss"),
+    "logit_bias": ({"logit_bias": {"5": 1}}, "miss"),
+    "min_p": ({"min_p": 0.5}, "miss"),
+    "min_tokens": ({"min_tokens": 3}, "miss"),
+    "stop_token_ids": ({"stop_token_ids": [7]}, "miss"),
+    "include_stop_str_in_output": ({"include_stop_str_in_output": True}, "miss"),
+    "add_special_tokens": ({"add_special_tokens": True}, "hit"),  # the test's tokenizer adds none
+    "truncate_prompt_tokens": ({"truncate_prompt_tokens": 1}, "miss"),
+    "truncation_side": ({"truncation_side": "left"}, "hit"),  # only together with truncate_prompt_tokens
+    "prompt_logprobs": ({"prompt_logprobs": 1}, "miss"),
+    "ChatCompletionRequest.logprobs": ({"logprobs": True}, "miss"),
+    "CompletionRequest.logprobs": ({"logprobs": 1}, "miss"),
+    "top_logprobs": ({"logprobs": True, "top_logprobs": 2}, "miss"),
+    "return_tokens_as_token_ids": ({"return_tokens_as_token_ids": True}, "hit"),
+    "return_token_ids": ({"return_token_ids": True}, "miss"),
+    "echo": ({"echo": True}, "miss"),
+    "skip_special_tokens": ({"skip_special_tokens": False}, "miss"),
+    "spaces_between_special_tokens": ({"spaces_between_special_tokens": True}, "hit"),
+    "detokenize": ({"detokenize": False}, "miss"),
+    "request_id": ({"request_id": "mine"}, "hit"),
+    "priority": ({"priority": 3}, "hit"),
+    "response_format": ({"response_format": {"type": "json_object"}}, "miss"),
+    "structured_outputs": ({"structured_outputs": {"regex": "a+"}}, "miss"),
+    "guided_json": ({"guided_json": {"type": "object"}}, "miss"),
+    "guided_regex": ({"guided_regex": "a+"}, "miss"),
+    "guided_choice": ({"guided_choice": ["a", "b"]}, "miss"),
+    "guided_grammar": ({"guided_grammar": 'start: "a"'}, "miss"),
+    "guided_whitespace_pattern": ({"guided_json": {"type": "object"}, "guided_whitespace_pattern": "x"}, "miss"),
+    "add_generation_prompt": ({"add_generation_prompt": False}, "miss"),
+    "continue_final_message": ({"continue_final_message": True, "add_generation_prompt": False}, "miss"),
+    "chat_template": ({"chat_template": "{{ messages[0].content }}"}, "miss"),
+    "chat_template_kwargs": ({"chat_template_kwargs": {"a": 1}}, "hit"),  # the test's template does not use it
+    "documents": ({}, "hit"),  # the test's template takes none
+    "tools": ({"tools": [TOOL]}, "hit"),  # the test's template does not show them
+    "tool_choice": ({"tools": [TOOL], "tool_choice": "required"}, "miss"),
+    "functions": ({"functions": [TOOL["function"]]}, "miss"),
+    "function_call": ({"functions": [TOOL["function"]], "function_call": {"name": "f"}}, "miss"),
+    "include_reasoning": ({"include_reasoning": False}, "miss"),
 }
 # Fields of a scheduler request that do not change its output.
 NEUTRAL = {"id", "tier", "arrival_ms", "deadline_ms", "reply_to", "delivery"}
@@ -60,7 +102,7 @@ NEUTRAL = {"id", "tier", "arrival_ms", "deadline_ms", "reply_to", "delivery"}
 
 @pytest.fixture
 async def stand(redis_client: Redis) -> AsyncIterator[Stand]:
-    async with running_stand(metered=redis_client) as running:
+    async with running_stand(metered=redis_client, trusts_templates=True) as running:
         yield running
 
 
@@ -102,8 +144,9 @@ CASES = [
 async def test_every_field_that_changes_the_output_changes_the_key(
     stand: Stand, kind: str, base: dict[str, Any], name: str
 ) -> None:
-    assert name in FIELDS, f"does {name!r} change the output? Say so in FIELDS"
-    change, expected = FIELDS[name]
+    found = FIELDS.get(f"{kind}.{name}", FIELDS.get(name))
+    assert found is not None, f"does {name!r} change the output? Say so in FIELDS"
+    change, expected = found
     assert result_of(await ask(stand, base)) == "miss"
     assert result_of(await ask(stand, base)) == "hit"
     changed = base | change
@@ -296,3 +339,14 @@ def test_a_models_revision_changes_with_its_files(tmp_path: Any) -> None:
     assert revisions[0] == revisions[1]
     assert len(set(revisions)) == 3
     assert model_revision("nobody/has-this-model") == ""
+
+
+async def test_a_stop_string_in_the_text_of_one_request_does_not_cut_another(redis_client: Redis) -> None:
+    """The text of special tokens is a stop string only where it is shown."""
+    async with running_stand("one<|im_start|>two", metered=redis_client) as stand:
+        stopped = CHAT | {"stop": "<|im_start|>"}
+        texts = [
+            (await ask(stand, stopped | {"skip_special_tokens": skip})).json()["choices"][0]["message"]["content"]
+            for skip in (False, True, False, True)
+        ]
+    assert texts == ["one", "onetwo", "one", "onetwo"]
