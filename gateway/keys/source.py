@@ -41,6 +41,7 @@ class KeySource:
         self._operator = [_operator_key(secret) for secret in operator_keys]
         self._tiers = tiers
         self._clock = clock
+        self._lock = asyncio.Lock()  # one reading at a time, so that an older one never replaces a newer one
         self._seen = self._stamp()
         self.loaded_ms = clock.wall_ms()
         self.keyring = Keyring(self._read() if path or self._operator else None)
@@ -55,6 +56,10 @@ class KeySource:
 
     async def reload(self) -> None:
         """Read the file again. If it is invalid, keep the keys and set `problem`."""
+        async with self._lock:
+            await self._reload()
+
+    async def _reload(self) -> None:
         self._seen = await asyncio.to_thread(self._stamp)  # before the content, so that no later change is missed
         try:
             keys = await asyncio.to_thread(self._read)

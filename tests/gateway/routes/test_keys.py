@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as StoreUnreachable
 
 from gateway.identity import ApiKey, Keyring
 from gateway.keys.source import KeySource
@@ -181,6 +182,28 @@ async def test_a_key_without_limits_calls_no_script(redis_client: Redis) -> None
         answer = await stand.post("/v1/chat/completions", CHAT, headers=as_("free"))
         assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
         assert await redis_client.keys("tidegate:limits:*") == []
+
+
+async def test_without_the_store_a_limited_key_gets_a_503_as_others_do(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unreachable(*args: Any, **options: Any) -> None:
+        raise StoreUnreachable
+
+    async with metered(redis_client) as stand:
+        assert stand.gateway.limits is not None
+        monkeypatch.setattr(stand.gateway.limits, "_take", unreachable)
+        refused = [
+            await stand.post("/v1/chat/completions", CHAT, headers=as_("few")),
+            await stand.http.get("/v1/files", headers=as_("few")),
+        ]
+        monkeypatch.undo()
+        monkeypatch.setattr(stand.gateway.limits, "_settle", unreachable)
+        served = await stand.post("/v1/chat/completions", CHAT, headers=as_("short"))
+    for answer in refused:
+        assert error_of(answer, 503)["code"] == "server_overloaded"
+        assert "retry-after" in answer.headers
+    assert served.status_code == 200, "what is left over comes back by itself"
 
 
 async def test_an_answer_from_the_cache_takes_a_request_and_no_tokens(redis_client: Redis) -> None:
