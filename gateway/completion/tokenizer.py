@@ -7,6 +7,7 @@ torch, because the gateway has to start within one or two seconds, and also on m
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from huggingface_hub.errors import EntryNotFoundError
 from jinja2.exceptions import TemplateError
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
+
+from gateway.completion.token_text import TokenTexts
 
 INLINE_CHARS = 8_000  # characters, about 2 ms of encoding; longer input is encoded in a thread, off the event loop
 TEXT_CHARS = 50  # fixed cost of each text (call and template), as the number of characters that cost the same time
@@ -56,6 +59,10 @@ class Tokenizer:
         """
         return cls(_load_pretrained(model), _read_max_model_len(model))
 
+    @cached_property
+    def texts(self) -> TokenTexts:
+        return TokenTexts(self._backend)
+
     @property
     def chat_template(self) -> str:
         """The text of the chat template; empty if the model has none."""
@@ -74,49 +81,63 @@ class Tokenizer:
             return ""
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, Any]], max_tokens: int, *, values: Mapping[str, Any] = _PLAIN_CHAT
+        self,
+        messages: Sequence[dict[str, Any]],
+        max_tokens: int,
+        *,
+        values: Mapping[str, Any] = _PLAIN_CHAT,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Return the token ids of the prompt that the chat template makes of `messages` and of `values`.
 
-        The prompt ends at the place where the assistant's answer begins. Raises `ChatTemplateError` if the template
-        fails, and `TextTooLong` if the text certainly has more than `max_tokens` tokens.
+        Without other `values`, the prompt ends at the place where the assistant's answer begins. Most templates write
+        the special tokens themselves. Raises `ChatTemplateError` if the template fails, and `TextTooLong` if the text
+        certainly has more than `max_tokens` tokens.
         """
         self._check_length(sum(len(message["content"]) for message in messages), max_tokens)
         parts = [part for message in messages for part in message.values()]
         texts = [part for part in parts if isinstance(part, str)]
         # Parts that are not texts are tool calls of any size, and values may be of any size, too.
         if len(texts) == len(parts) and not values and _is_short(texts):
-            return self._encode_chat(messages, max_tokens, values)
-        return await asyncio.to_thread(self._encode_chat, messages, max_tokens, values)
+            return self._encode_chat(messages, max_tokens, values, add_special_tokens)
+        return await asyncio.to_thread(self._encode_chat, messages, max_tokens, values, add_special_tokens)
 
-    async def encode(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-        """Return the token ids of each text. They include the special tokens with which a prompt begins.
+    async def encode(
+        self, texts: Sequence[str], max_tokens: int, *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Return the token ids of each text, by default with the special tokens with which a prompt begins.
 
         Raises `TextTooLong` if one of the texts certainly has more than `max_tokens` tokens.
         """
         for text in texts:
             self._check_length(len(text), max_tokens)
         if _is_short(texts):
-            return [self._encode(text, True) for text in texts]
-        return await asyncio.to_thread(lambda: [self._encode(text, True) for text in texts])
+            return [self._encode(text, add_special_tokens) for text in texts]
+        return await asyncio.to_thread(lambda: [self._encode(text, add_special_tokens) for text in texts])
 
-    def decoder(self, shown: Mapping[int, str] = _NO_TOKENS) -> "IncrementalDecoder":
-        """Return a decoder. It leaves out special tokens, except for those of `shown`, which are texts by token ids."""
-        return IncrementalDecoder(self._backend, shown)
+    def decoder(
+        self, shown: Mapping[int, str] = _NO_TOKENS, *, skip_special_tokens: bool = True
+    ) -> "IncrementalDecoder":
+        """Return a decoder. If it skips special tokens, it shows those of `shown`, which are texts by token ids."""
+        return IncrementalDecoder(self._backend, shown, skip_special_tokens)
 
     def _check_length(self, num_chars: int, max_tokens: int) -> None:
         if num_chars > max_tokens * self._longest_token:
             raise TextTooLong
 
     def _encode_chat(
-        self, messages: Sequence[dict[str, Any]], max_tokens: int, values: Mapping[str, Any] = _PLAIN_CHAT
+        self,
+        messages: Sequence[dict[str, Any]],
+        max_tokens: int,
+        values: Mapping[str, Any] = _PLAIN_CHAT,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         text = self._render(messages, values)
         self._check_length(len(text), max_tokens)
-        return self._encode(text, False)  # the template has written the special tokens itself
+        return self._encode(text, add_special_tokens)
 
     def _render(self, messages: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> str:
-        if self._template is None:
+        if self._template is None and "chat_template" not in values:
             raise ChatTemplateError("This model has no chat template. Use /v1/completions.")
         if not self._knows_developer:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
@@ -143,10 +164,11 @@ class IncrementalDecoder:
     `shown`.
     """
 
-    def __init__(self, backend: Any, shown: Mapping[int, str] = _NO_TOKENS) -> None:
+    def __init__(self, backend: Any, shown: Mapping[int, str] = _NO_TOKENS, skip_special_tokens: bool = True) -> None:
         self._backend = backend
         self._shown = shown
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._pending: list[int] = []
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -171,8 +193,8 @@ class IncrementalDecoder:
         pending, self._pending = self._pending, []
         if not pending:
             return ""
-        self._stream = DecodeStream(skip_special_tokens=True)
-        text: str = self._backend.decode(pending, skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+        text: str = self._backend.decode(pending, skip_special_tokens=self._skip_special_tokens)
         return text
 
 

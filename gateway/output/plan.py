@@ -50,18 +50,22 @@ def has_grammar(request: ChatCompletionRequest | CompletionRequest) -> bool:
 
 
 def plan_output(
-    request: ChatCompletionRequest | CompletionRequest, model: ModelFormat, generation_prompt: GenerationPrompt
+    request: ChatCompletionRequest | CompletionRequest,
+    model: ModelFormat,
+    generation_prompt: GenerationPrompt,
+    template_values: Mapping[str, Any],
 ) -> OutputPlan:
     """Return the plan of a request.
 
     `generation_prompt` returns the part of the answer that is already in the prompt, for values of the chat template.
+    `template_values` are those that the request itself sets; they go before others.
     Raises `ApiError` 400 if the tools or the format of the output cannot be used.
     """
     constraint = constraint_of(request)
     if isinstance(request, CompletionRequest):
         return PLAIN if constraint is None else OutputPlan(serialized(constraint.source))
     offered = offered_tools(request)
-    values = _template_values(request, offered)
+    values = {**_template_values(request, offered), **template_values}
     if model.reasoning is None and not offered.callable:
         grammar = None if constraint is None else serialized(constraint.source)
         return OutputPlan(grammar, template_values=values) if grammar or values else PLAIN

@@ -32,12 +32,6 @@ def _never(value: Any) -> bool:
 # For each parameter, a function that returns whether a value asks for the default behaviour.
 HARMLESS: dict[str, Harmless] = {
     # parameters of OpenAI's API
-    "logprobs": _one_of(False),
-    "top_logprobs": _one_of(0),
-    "logit_bias": _empty,
-    "presence_penalty": _one_of(0),
-    "frequency_penalty": _one_of(0),
-    "echo": _one_of(False),
     "suffix": _empty,
     "audio": _never,
     "modalities": _one_of(["text"]),
@@ -45,28 +39,20 @@ HARMLESS: dict[str, Harmless] = {
     "web_search_options": _never,
     "moderation": _never,
     # parameters of vLLM's extensions
-    "min_p": _one_of(0),
-    "repetition_penalty": _one_of(1),
     "length_penalty": _one_of(1),
-    "min_tokens": _one_of(0),
-    "stop_token_ids": _empty,
     "bad_words": _empty,
     "allowed_token_ids": _never,
-    "prompt_logprobs": _never,
-    "truncate_prompt_tokens": _never,
     "use_beam_search": _one_of(False),
-    "include_stop_str_in_output": _one_of(False),
-    "skip_special_tokens": _one_of(True),
-    "add_generation_prompt": _one_of(True),
-    "continue_final_message": _one_of(False),
-    "chat_template": _never,
-    "chat_template_kwargs": _empty,
     "structural_tag": _never,
     "logits_processors": _empty,
-    "documents": _empty,
-    "spaces_between_special_tokens": _one_of(True),
-    "return_tokens_as_token_ids": _one_of(False),
-    "return_token_ids": _one_of(False),
+    "logprob_token_ids": _empty,
+    "thinking_token_budget": _one_of(-1),
+    "vllm_xargs": _empty,
+    "prompt_embeds": _never,
+    "repetition_detection": _never,
+    "kv_transfer_params": _empty,
+    "ec_transfer_params": _empty,
+    "return_prompt_text": _one_of(False),
 }
 
 
@@ -79,6 +65,3 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
         value = body.get(name)
         if value is not None and not harmless(value):
             raise unsupported_parameter(name)
-    best_of = body.get("best_of")
-    if best_of is not None and best_of != (body.get("n") or 1):
-        raise unsupported_parameter("best_of")

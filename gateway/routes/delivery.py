@@ -18,6 +18,8 @@ from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey, demotion_of, resolve_tier
 from gateway.protocol.json_body import read_object
 from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
+from gateway.protocol.tier_synonyms import TTFT_HEADER, wished_service_tier
+from gateway.protocol.unknown_names import IGNORED_HEADER, header_value
 from gateway.state import gateway_of
 
 
@@ -35,21 +37,26 @@ async def deliver(
         gateway_of(request).metrics.count_disconnect(stream.tier.name)
         request.state.hung_up = True  # RequestContext in gateway/http/middleware.py reads this
 
+    headers = {IGNORED_HEADER: header_value(body.ignored_names)} if body.ignored_names else None
     if body.stream:
-        return EventStreamResponse(stream.stream, hung_up)
+        return EventStreamResponse(stream.stream, hung_up, headers=headers)
     try:
         async with until_disconnect(request.receive):
             answer = await stream.respond()
     except ClientDisconnected:
         hung_up()
         return Response(status_code=CLIENT_CLOSED)
-    return Response(encode_json(answer), media_type="application/json")
+    return Response(encode_json(answer), headers=headers, media_type="application/json")
 
 
 async def _submit(request: Request, body: AnyRequest, key: ApiKey | None) -> ResponseStream:
     gateway = gateway_of(request)
     tiers = gateway.tiers
-    resolved = resolve_tier(body.service_tier, key, tiers)
+    service_tier, slo_ttft_ms = body.service_tier, request.headers.get(TTFT_HEADER)
+    if body.priority or slo_ttft_ms is not None:
+        usual = resolve_tier(None, key, tiers).tier
+        service_tier = wished_service_tier(service_tier, body.priority, slo_ttft_ms, usual, tiers)
+    resolved = resolve_tier(service_tier, key, tiers)
     structlog.contextvars.bind_contextvars(tier=resolved.tier.name)
     prepared = await gateway.completions.prepare(
         body,

@@ -33,12 +33,12 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 def plan(template: str = HERMES, prompt: str = "", **body: Any) -> OutputPlan:
     request = {"model": "m", "messages": [{"role": "user", "content": "a"}], **body}
     chat = parse_generation(ChatCompletionRequest, request)
-    return plan_output(chat, ModelFormat.of(template, {}), lambda values: prompt)
+    return plan_output(chat, ModelFormat.of(template, {}), lambda values: prompt, {})
 
 
 def completion(**body: Any) -> OutputPlan:
     request = parse_generation(CompletionRequest, {"model": "m", "prompt": "a", **body})
-    return plan_output(request, ModelFormat.of(HERMES, {}), lambda values: "")
+    return plan_output(request, ModelFormat.of(HERMES, {}), lambda values: "", {})
 
 
 def allows(made: OutputPlan, text: str) -> bool:
