@@ -220,9 +220,10 @@ async def running_stand(
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
     trusts_templates: bool = False,
     administered: tuple[Redis, Path] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> AsyncIterator[Stand]:
     """Run a gateway. `administered` holds the store and the file through which its tiers can be changed."""
-    clock, tiers = SystemClock(), tiers or make_tiers()
+    clock, tiers, tokenizer = SystemClock(), tiers or make_tiers(), tokenizer or tiny_tokenizer()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
     script = answer_with(script) if isinstance(script, str) else script
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)
@@ -231,7 +232,7 @@ async def running_stand(
     service = CompletionService(
         client,
         clock,
-        tiny_tokenizer(),
+        tokenizer,
         metrics,
         names,
         defaults=defaults,
@@ -243,7 +244,7 @@ async def running_stand(
         created=1_700_000_000,
         client=client,
         clock=clock,
-        tokenizer=tiny_tokenizer(),
+        tokenizer=tokenizer,
         keyring=keyring or Keyring(),
         completions=service,
         metrics=metrics,
