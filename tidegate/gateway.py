@@ -136,6 +136,7 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         names,
         defaults=defaults,
         trusts_templates=settings.trust_request_chat_template,
+        tool_parser=settings.tool_parser,
         metering=metering,
         revision=revision,
     )

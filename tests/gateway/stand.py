@@ -229,6 +229,7 @@ async def running_stand(
     cache_bytes: int = 2**20,
     clock: Clock | None = None,
     key_source: KeySource | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> AsyncIterator[Stand]:
     """Run a gateway.
 
@@ -236,6 +237,7 @@ async def running_stand(
     limits, usage and the answer cache; without it, there are none of them.
     """
     clock, tiers, keyring = clock or SystemClock(), tiers or make_tiers(), keyring or Keyring()
+    tokenizer = tokenizer or tiny_tokenizer()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
     script = answer_with(script) if isinstance(script, str) else script
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)
@@ -249,7 +251,7 @@ async def running_stand(
     service = CompletionService(
         client,
         clock,
-        tiny_tokenizer(),
+        tokenizer,
         metrics,
         names,
         defaults=defaults,
@@ -262,7 +264,7 @@ async def running_stand(
         created=1_700_000_000,
         client=client,
         clock=clock,
-        tokenizer=tiny_tokenizer(),
+        tokenizer=tokenizer,
         keyring=keyring,
         completions=service,
         metrics=metrics,
