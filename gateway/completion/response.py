@@ -10,12 +10,13 @@ from typing import Any
 
 import structlog
 
+from gateway.completion.answer import Answer, StreamEncoder
 from gateway.completion.choice import Choice
-from gateway.completion.openai_objects import Answer, ChunkEncoder, Usage
+from gateway.completion.openai_objects import Usage
 from gateway.completion.piece import Piece
 from gateway.completion.stop_strings import StopMatcher
 from gateway.completion.tokenizer import Tokenizer
-from gateway.http.sse import DONE, PING, Write
+from gateway.http.sse import PING, Write
 from gateway.protocol.errors import ApiError, internal_error, timed_out
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
@@ -84,6 +85,11 @@ class ResponseStream:
         """The tier that serves the request. This may be the lower tier of a demotion."""
         return self._prepared.tier
 
+    @property
+    def answer(self) -> Answer:
+        """The answer's format. A demotion replaces it."""
+        return self._prepared.answer
+
     async def respond(self) -> dict[str, Any]:
         """Return the whole answer.
 
@@ -104,6 +110,8 @@ class ResponseStream:
         opened: set[int] = set()
         wrote_s = self._clock.now()
         async with self._tokens:
+            if first := chunks.begin():
+                await write(first)
             while self._num_open:
                 silent_s = self._clock.now() - wrote_s
                 frames = self._frames(await self._advance(max(0.0, self._ping_s - silent_s)), chunks, opened)
@@ -113,8 +121,8 @@ class ResponseStream:
                 if frames:
                     await write(frames)
                     wrote_s = self._clock.now()
-        last = chunks.total(self._usage()) if self._prepared.include_usage else b""
-        await write(last + DONE)
+        if last := chunks.end(self._usage()):
+            await write(last)
         self._log_usage()
 
     async def _advance(self, timeout_s: float | None) -> list[tuple[Choice, Piece]]:
@@ -159,7 +167,7 @@ class ResponseStream:
         left_s = max(0.0, self._last_event_s + tier_timeout_ms / 1000 - self._clock.now())
         return left_s if timeout_s is None else min(timeout_s, left_s)
 
-    def _frames(self, pieces: Sequence[tuple[Choice, Piece]], chunks: ChunkEncoder, opened: set[int]) -> bytes:
+    def _frames(self, pieces: Sequence[tuple[Choice, Piece]], chunks: StreamEncoder, opened: set[int]) -> bytes:
         usage = self._usage() if self._prepared.continuous_usage else None
         frames = []
         for choice, piece in pieces:

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from engine.interface import SamplingParams
-from gateway.completion.openai_objects import Answer, AnswerHead, ChatAnswer, TextAnswer
+from gateway.completion.answer import Answer
+from gateway.completion.openai_objects import AnswerHead, ChatAnswer, TextAnswer
 from gateway.completion.prompts import Prompt, encode_prompts, model_limits
 from gateway.completion.response import Demotion, PreparedRequest, ResponseStream
 from gateway.completion.sampling_defaults import SamplingDefaults
@@ -66,6 +67,11 @@ class CompletionService:
         self._ping_s = ping_s
         self._fingerprint = "fp_" + hashlib.sha256(model_names[0].encode()).hexdigest()[:10]
 
+    @property
+    def defaults(self) -> SamplingDefaults:
+        """The sampling parameters of requests that do not set their own."""
+        return self._defaults
+
     async def complete(
         self,
         endpoint: str,
@@ -101,10 +107,12 @@ class CompletionService:
         request_id: str,
         owner: str | None = None,
         demotion: ResolvedTier | None = None,
+        answer_as: Callable[[str], Answer] | None = None,
     ) -> PreparedRequest:
         """Tokenise `request`, and return it with its scheduler requests.
 
-        `demotion` is the lower tier that serves the requests if `tier` cannot serve them in time. Raises `ApiError` 404
+        `demotion` is the lower tier that serves the requests if `tier` cannot serve them in time. `answer_as` returns
+        the answer's format for a `service_tier` (None: the format of the request's own endpoint). Raises `ApiError` 404
         if the model is unknown, and 400 if the request is invalid or does not fit into the context.
         """
         arrival_ms = self._clock.wall_ms()
@@ -116,9 +124,7 @@ class CompletionService:
         prompts = await encode_prompts(request, self._tokenizer, limits)
         options = request.stream_options
 
-        def answer_as(reported: str) -> Answer:
-            return self._answer(request, reported, request_id, arrival_ms)
-
+        answer_as = answer_as or partial(self._answer, request, request_id, arrival_ms)
         return PreparedRequest(
             answer=answer_as(service_tier),
             tier=tier,
@@ -149,7 +155,7 @@ class CompletionService:
             raise rejected(outcome, prepared.tier)
         return ResponseStream(prepared, outcome, self._tokenizer, self._clock, self._ping_s)
 
-    def _answer(self, request: AnyRequest, service_tier: str, request_id: str, now_ms: int) -> Answer:
+    def _answer(self, request: AnyRequest, request_id: str, now_ms: int, service_tier: str) -> Answer:
         kind = ChatAnswer if isinstance(request, ChatCompletionRequest) else TextAnswer
         answer_id = kind.id_prefix + request_id.removeprefix("req_")
         return kind(AnswerHead(answer_id, now_ms // 1000, request.model, service_tier, self._fingerprint))
