@@ -10,6 +10,7 @@ from gateway.completion.tokenizer import Tokenizer
 from gateway.files.store import FileStore
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
+from gateway.responses.service import ResponseService
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
@@ -30,6 +31,7 @@ class Gateway:
     metrics: GatewayMetrics
     files: FileStore | None = None
     batches: BatchService | None = None
+    responses: ResponseService | None = None
     tier_changes: TierChanges | None = None
     max_body_bytes: int = 16 * 2**20  # limit of a JSON body; uploads to /v1/files have limits of their own
 

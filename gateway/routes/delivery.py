@@ -6,6 +6,7 @@ Knows HTTP and the completion service; does not know the format of answers.
 """
 
 from functools import partial
+from typing import Any, Protocol
 
 import structlog
 from fastapi import Request, Response
@@ -14,11 +15,12 @@ from gateway.completion.openai_objects import encode_json
 from gateway.completion.response import ResponseStream
 from gateway.completion.service import AnyRequest
 from gateway.http.disconnect import CLIENT_CLOSED, ClientDisconnected, until_disconnect
-from gateway.http.sse import EventStreamResponse
+from gateway.http.sse import EventStreamResponse, Write
 from gateway.identity import ApiKey, demotion_of, resolve_tier
 from gateway.protocol.json_body import read_object
 from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
 from gateway.state import gateway_of
+from scheduler.config import Tier
 
 
 async def deliver(
@@ -30,16 +32,32 @@ async def deliver(
     """
     body: AnyRequest = await read_object(request, partial(parse_generation, kind))
     stream = await _submit(request, body, key)
+    return await send_answer(request, stream, bool(body.stream))
+
+
+class Generation(Protocol):
+    """An answer that is being generated. Only one of its methods is called, and only once."""
+
+    @property
+    def tier(self) -> Tier: ...
+
+    async def respond(self) -> dict[str, Any]: ...
+
+    async def stream(self, write: Write) -> None: ...
+
+
+async def send_answer(request: Request, generation: Generation, streamed: bool) -> Response:
+    """Return the response that sends an answer as a stream or as one object."""
 
     def hung_up() -> None:
-        gateway_of(request).metrics.count_disconnect(stream.tier.name)
+        gateway_of(request).metrics.count_disconnect(generation.tier.name)
         request.state.hung_up = True  # RequestContext in gateway/http/middleware.py reads this
 
-    if body.stream:
-        return EventStreamResponse(stream.stream, hung_up)
+    if streamed:
+        return EventStreamResponse(generation.stream, hung_up)
     try:
         async with until_disconnect(request.receive):
-            answer = await stream.respond()
+            answer = await generation.respond()
     except ClientDisconnected:
         hung_up()
         return Response(status_code=CLIENT_CLOSED)

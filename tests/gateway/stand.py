@@ -28,6 +28,8 @@ from gateway.completion.service import OPENAI_DEFAULTS, CompletionService
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
+from gateway.responses.service import ResponseService
+from gateway.responses.store import ResponseStore
 from gateway.state import Gateway, GatewayTiers
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import SystemClock
@@ -213,8 +215,14 @@ async def running_stand(
     max_body_bytes: int = 2**20,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
     administered: tuple[Redis, Path] | None = None,
+    responses: ResponseStore | None = None,
+    redis: Redis | None = None,
 ) -> AsyncIterator[Stand]:
-    """Run a gateway. `administered` holds the store and the file through which its tiers can be changed."""
+    """Run a gateway.
+
+    `administered` holds the store and the file through which its tiers can be changed. `redis` and `responses` are the
+    store of responses (None: responses are not stored).
+    """
     clock, tiers = SystemClock(), tiers or make_tiers()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
     script = answer_with(script) if isinstance(script, str) else script
@@ -231,6 +239,7 @@ async def running_stand(
         keyring=keyring or Keyring(),
         completions=service,
         metrics=metrics,
+        responses=ResponseService(service, clock, redis, responses),
         tier_changes=administered and _tier_changes(*administered, client, queue, keyring or Keyring()),
         max_body_bytes=max_body_bytes,
     )
