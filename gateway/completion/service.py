@@ -14,7 +14,7 @@ from typing import Any
 from engine.interface import SamplingParams
 from gateway.completion.answer import Answer
 from gateway.completion.openai_objects import AnswerHead, ChatAnswer, TextAnswer
-from gateway.completion.prompts import ModelLimits, Prompt, encode_prompts, model_limits
+from gateway.completion.prompts import Prompt, encode_prompts, model_limits
 from gateway.completion.response import Demotion, PreparedRequest, ResponseStream
 from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.tokenizer import Tokenizer
@@ -72,10 +72,6 @@ class CompletionService:
         """The sampling parameters of requests that do not set their own."""
         return self._defaults
 
-    @property
-    def limits(self) -> ModelLimits:
-        return model_limits(self._client.workers, self._tokenizer)
-
     async def complete(
         self,
         endpoint: str,
@@ -122,7 +118,7 @@ class CompletionService:
         arrival_ms = self._clock.wall_ms()
         if request.model not in self._model_names:
             raise model_not_found(request.model)
-        limits = self.limits
+        limits = model_limits(self._client.workers, self._tokenizer)
         n = request.n or 1
         _check_choices(request, n, tier)
         prompts = await encode_prompts(request, self._tokenizer, limits)

@@ -5,6 +5,7 @@ HTTP.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -15,22 +16,24 @@ from gateway.completion.response import PreparedRequest
 from gateway.completion.service import CompletionService
 from gateway.http.sse import PING, Write
 from gateway.identity import ResolvedTier
-from gateway.protocol.errors import ApiError, context_length_exceeded, invalid_value
+from gateway.protocol.errors import ApiError, invalid_value
 from gateway.protocol.json_body import is_large
+from gateway.protocol.schemas import ChatCompletionRequest
 from gateway.responses.answer import ResponseAnswer, ResponseHead, last_event
 from gateway.responses.background import BackgroundRuns
 from gateway.responses.chat import chat_request, in_terms_of_responses
+from gateway.responses.conversation import Conversations, turns_of, without_turns_before
 from gateway.responses.event_log import EventWriter, follow
-from gateway.responses.items import FIRST_INPUT, RESPONSE_PREFIX, Item, ItemReference, MessageItem, item_id
+from gateway.responses.items import RESPONSE_PREFIX, Item
 from gateway.responses.request import ResponseRequest, parse_response_request
 from gateway.responses.run import ResponseRun
-from gateway.responses.store import NoConversation, ResponseStore, StoredResponse
+from gateway.responses.store import ResponseStore, StoredResponse
 from scheduler.clock import Clock
 from scheduler.config import Tier
 
+Prepare = Callable[[ChatCompletionRequest], Awaitable[PreparedRequest]]
+
 ENDPOINT = "/v1/responses"
-MAX_CONVERSATION_BYTES = 16 * 2**20  # of the stored items that a response continues; as large as a body by default
-NOT_STORED = "This server stores no responses. Send the whole conversation as 'input' instead."
 LOST = "The server that generated the response has ended. Please create it again."
 
 
@@ -52,6 +55,7 @@ class ResponseService:
         self._clock = clock
         self._redis = redis
         self._store = store
+        self._conversations = Conversations(store)
         self._background = None if store is None else BackgroundRuns(store, clock, drain_s)
 
     async def close(self) -> None:
@@ -203,8 +207,8 @@ class ResponseService:
     ) -> tuple[PreparedRequest, list[Item]]:
         """Return the request as it is submitted, and its own input items."""
         response_id = RESPONSE_PREFIX + request_id.removeprefix("req_")
-        items = await self._input_items(request, response_id, owner)
-        chat = chat_request(request, [*await self._history(request, owner), *items])
+        items = await self._conversations.input_of(request, response_id, owner)
+        conversation = [*await self._conversations.before(request, owner), *items]
         created_at = self._clock.wall_ms() // 1000
         stored = self._store is not None and request.store is not False
 
@@ -212,57 +216,45 @@ class ResponseService:
             head = ResponseHead(response_id, created_at, reported, stored, request, self._completions.defaults)
             return ResponseAnswer(head, lambda: self._clock.wall_ms() // 1000)
 
+        prepare = partial(
+            self._completions.prepare,
+            tier=tier,
+            service_tier=service_tier,
+            request_id=request_id,
+            owner=owner,
+            demotion=demotion,
+            answer_as=answer_as,
+        )
         with in_terms_of_responses():
-            prepared = await self._completions.prepare(
-                chat,
-                tier=tier,
-                service_tier=service_tier,
-                request_id=request_id,
-                owner=owner,
-                demotion=demotion,
-                answer_as=answer_as,
-            )
-        return prepared, items
+            if request.truncation == "auto":
+                return await _longest_that_fits(request, conversation, prepare), items
+            return await prepare(chat_request(request, conversation)), items
 
-    async def _history(self, request: ResponseRequest, owner: str | None) -> list[Item]:
-        """Return the items of the conversation that `request` continues. Raises `ApiError` 400 if there is none."""
-        previous = request.previous_response_id
-        if previous is None:
-            return []
-        param = "previous_response_id"
-        if self._store is None:
-            raise invalid_value(param, NOT_STORED)
-        found = await self._store.conversation(previous, owner, MAX_CONVERSATION_BYTES)
-        match found:
-            case NoConversation("missing", missing):
-                message = f"Previous response with id '{missing[:200]}' not found."
-                raise ApiError(400, message, param=param, code="previous_response_not_found")
-            case NoConversation("running", running):
-                raise invalid_value(param, f"The response '{running}' has not ended yet. Wait for it, or cancel it.")
-            case NoConversation():
-                limits = self._completions.limits
-                raise context_length_exceeded(limits.max_model_len, param, None, None)
-            case _:
-                return found
 
-    async def _input_items(self, request: ResponseRequest, response_id: str, owner: str | None) -> list[Item]:
-        """Return the items of the input. Each reference is replaced by the item to which it refers."""
-        given = [MessageItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
-        referred = await self._referred([item.id for item in given if isinstance(item, ItemReference)], owner)
-        return [
-            referred[item.id]
-            if isinstance(item, ItemReference)
-            else item.kept(item_id(response_id, item.type, FIRST_INPUT + number))
-            for number, item in enumerate(given)
-        ]
+async def _longest_that_fits(request: ResponseRequest, conversation: list[Item], prepare: Prepare) -> PreparedRequest:
+    """Return `conversation` as it is submitted, without the first turns that do not fit into the context."""
 
-    async def _referred(self, ids: list[str], owner: str | None) -> dict[str, Item]:
-        if not ids:
-            return {}
-        if self._store is None:
-            raise invalid_value("input", NOT_STORED)
-        found = await self._store.items(ids, owner)
-        if missing := next((item for item in ids if item not in found), None):
-            message = f"Item with id '{missing[:200]}' not found. Items are kept only of responses that are stored."
-            raise ApiError(404, message, param="input")
-        return found
+    async def attempt(start: int) -> PreparedRequest | ApiError:
+        try:
+            return await prepare(chat_request(request, without_turns_before(conversation, start)))
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            return error
+
+    starts = turns_of(conversation)
+    whole = await attempt(0)
+    if not isinstance(whole, ApiError):
+        return whole
+    low, high = 1, len(starts)  # turn `low - 1` is too long as the first one; turn `high` fits, or does not exist
+    found: PreparedRequest | None = None
+    while low < high:
+        middle = (low + high) // 2
+        outcome = await attempt(starts[middle])
+        if isinstance(outcome, ApiError):
+            low = middle + 1
+        else:
+            found, high = outcome, middle
+    if found is None:
+        raise whole
+    return found

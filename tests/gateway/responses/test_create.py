@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from engine.interface import FinishReason
-from tests.gateway.stand import MODEL, answer_with, running_stand, text_of, token_ids
+from tests.gateway.stand import CONTEXT, MODEL, answer_with, running_stand, text_of, token_ids
 
 
 async def test_a_plain_response() -> None:
@@ -127,3 +127,31 @@ async def test_a_server_without_storage_says_so_in_the_response() -> None:
     async with running_stand() as stand:
         answer = await stand.post("/v1/responses", {"model": MODEL, "input": "hi", "store": True})
     assert answer.json()["store"] is False
+
+
+async def test_truncation_leaves_out_the_first_turns_that_do_not_fit() -> None:
+    turns: list[Any] = [{"role": "system", "content": "rules"}]
+    for number in range(12):
+        turns += [
+            {"role": "user", "content": f"question {number}"},
+            {"role": "assistant", "content": f"answer {number}"},
+        ]
+    turns.append({"role": "user", "content": "last"})
+    async with running_stand() as stand:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await stand.client.responses.create(model=MODEL, input=turns, max_output_tokens=20)
+        response = await stand.client.responses.create(
+            model=MODEL, input=turns, max_output_tokens=20, truncation="auto"
+        )
+        request = stand.worker.served[0]
+        with pytest.raises(openai.BadRequestError):
+            await stand.client.responses.create(
+                model=MODEL, input=turns[:-1] + [{"role": "user", "content": "x" * 999}], truncation="auto"
+            )
+    assert caught.value.code == "context_length_exceeded"
+    assert response.truncation == "auto"
+    prompt = text_of(request.prompt_token_ids)
+    assert prompt.startswith("<|im_start|>system\nrules<|im_end|><|im_start|>user\nquestion")
+    assert prompt.endswith("user\nlast<|im_end|><|im_start|>assistant\n")
+    turn = len(token_ids("<|im_start|>user\nquestion 1<|im_end|><|im_start|>assistant\nanswer 1<|im_end|>"))
+    assert CONTEXT - 20 - turn - 4 < len(request.prompt_token_ids) <= CONTEXT - 20  # as many turns as fit
