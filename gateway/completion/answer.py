@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from gateway.completion.choice import Choice
 from gateway.completion.openai_objects import Usage
-from gateway.completion.piece import Piece
+from gateway.output.piece import Piece
 
 
 class StreamEncoder(Protocol):

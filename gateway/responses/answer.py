@@ -9,8 +9,9 @@ from typing import Any
 
 from gateway.completion.choice import Choice
 from gateway.completion.openai_objects import Usage, encode_json
-from gateway.completion.piece import Piece
 from gateway.completion.sampling_defaults import SamplingDefaults
+from gateway.completion.token_report import TokenReport
+from gateway.output.piece import Piece
 from gateway.protocol.errors import ApiError
 from gateway.responses.items import Item
 from gateway.responses.output import Event, ItemStatus, Output
@@ -66,15 +67,16 @@ class ResponseHead:
 class ResponseAnswer:
     """A builder of the response object. Implements `gateway.completion.answer.Answer`.
 
-    `now_s` returns the time in Unix seconds.
+    `now_s` returns the time in Unix seconds. `report` is None if the client asked for no log probabilities.
     """
 
-    def __init__(self, head: ResponseHead, now_s: Callable[[], int]) -> None:
+    def __init__(self, head: ResponseHead, now_s: Callable[[], int], report: TokenReport | None = None) -> None:
         self._head = head.to_json()
         self._now_s = now_s
         self.is_background = bool(head.request.background)
         self.id = head.id
-        self.output = Output(head.id)
+        self.reports_tokens = report is not None
+        self.output = Output(head.id, report)
         self.events = ResponseEvents(self)
         self._final: dict[str, Any] | None = None
 

@@ -108,7 +108,8 @@ def _options(request: ResponseRequest) -> dict[str, Any]:
         "user": request.user,
         "safety_identifier": request.safety_identifier,
         "prompt_cache_key": request.prompt_cache_key,
-        "stream": bool(request.stream or request.background),  # tokens are needed as they come
+        # Tokens are needed as they come, also to tell those of the text from those of the reasoning.
+        "stream": bool(request.stream or request.background or request.wants_logprobs),
     }
 
 

@@ -4,11 +4,12 @@ Knows pieces and OpenAI's items and events; does not know streams, requests or t
 sequence numbers where they are framed (gateway/responses/events.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gateway.completion.piece import Piece, ToolCallDelta
+from gateway.completion.token_report import TokenReport
+from gateway.output.piece import Piece, ToolCallDelta
 from gateway.responses.items import Item, item_id
 
 Event = dict[str, Any]
@@ -24,6 +25,7 @@ class _Growing:
     position: int  # index in the response's output
     call: ToolCallDelta = field(default_factory=lambda: ToolCallDelta(0))  # the first delta of a function call
     text: str = ""  # text of a message, or of reasoning, or the arguments of a call
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of the tokens of a message, if requested
 
     def item(self, status: ItemStatus) -> Item:
         """Return the item as a JSON object. An item in progress has no content yet, as in OpenAI's events."""
@@ -31,15 +33,15 @@ class _Growing:
         if self.kind == "function_call":
             call = {"call_id": self.call.id, "name": self.call.name, "arguments": "" if begun else self.text}
             return {"id": self.id, "type": self.kind, "status": status, **call}
-        content = [] if begun else [self.part(self.text)]
+        content = [] if begun else [self.part(self.text, self.logprobs)]
         if self.kind == "reasoning":
             return {"id": self.id, "type": self.kind, "status": status, "summary": [], "content": content}
         return {"id": self.id, "type": self.kind, "status": status, "role": "assistant", "content": content}
 
-    def part(self, text: str) -> dict[str, Any]:
+    def part(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
     @property
     def place(self) -> dict[str, Any]:
@@ -48,10 +50,14 @@ class _Growing:
 
 
 class Output:
-    """The output of the response `response_id`. `items` holds the finished items."""
+    """The output of the response `response_id`. `items` holds the finished items.
 
-    def __init__(self, response_id: str) -> None:
+    `report` is None if the client asked for no log probabilities. They are reported of text only.
+    """
+
+    def __init__(self, response_id: str, report: TokenReport | None = None) -> None:
         self._response_id = response_id
+        self._report = report
         self._growing: _Growing | None = None
         self.items: list[Item] = []
 
@@ -66,7 +72,9 @@ class Output:
             yield from self._add("response.reasoning_text.delta", piece.reasoning)
         if piece.text:
             yield from self._begin("message")
-            yield from self._add("response.output_text.delta", piece.text, logprobs=[])
+            logprobs = self._logprobs(piece)
+            self._current.logprobs += logprobs
+            yield from self._add("response.output_text.delta", piece.text, logprobs=logprobs)
         for delta in piece.tool_calls:
             if delta.id:
                 yield from self._begin_call(delta)
@@ -110,13 +118,19 @@ class Output:
         if growing.kind == "function_call":
             yield self._event("response.function_call_arguments.done", name=growing.call.name, arguments=growing.text)
         else:
-            done, more = _TEXT_DONE[growing.kind]
-            yield self._event(done, text=growing.text, **more)
-            yield self._event("response.content_part.done", part=growing.part(growing.text))
+            if growing.kind == "reasoning":
+                yield self._event("response.reasoning_text.done", text=growing.text)
+            else:
+                yield self._event("response.output_text.done", text=growing.text, logprobs=growing.logprobs)
+            yield self._event("response.content_part.done", part=growing.part(growing.text, growing.logprobs))
         item = growing.item(status)
         self._growing = None
         self.items.append(item)
         yield {"type": "response.output_item.done", "output_index": growing.position, "item": item}
+
+    def _logprobs(self, piece: Piece) -> list[dict[str, Any]]:
+        found = self._report.chat_logprobs(piece.tokens) if self._report is not None else None
+        return found["content"] if found is not None else []
 
     @property
     def _current(self) -> _Growing:
@@ -128,9 +142,3 @@ class Output:
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": kind, **self._current.place, **fields}
-
-
-_TEXT_DONE: dict[str, tuple[str, dict[str, Any]]] = {
-    "message": ("response.output_text.done", {"logprobs": []}),
-    "reasoning": ("response.reasoning_text.done", {}),
-}

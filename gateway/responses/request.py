@@ -205,8 +205,13 @@ def parse_response_request(body: dict[str, Any]) -> ResponseRequest:
         if body.get(name) is not None:
             message = f"Unsupported parameter: '{name}'. In the Responses API, use '{here}' instead."
             raise invalid_request(message, name, "unsupported_parameter")
-    if body.get("n") not in (None, 1):
-        raise invalid_request("Unsupported parameter: 'n'. A response is one answer.", "n", "unsupported_parameter")
+    for name in ("n", "best_of"):
+        if body.get(name) not in (None, 1):
+            message = f"Unsupported parameter: '{name}'. A response is one answer."
+            raise invalid_request(message, name, "unsupported_parameter")
+    for name in ("prompt_logprobs", "return_token_ids"):  # a response object has no place for them
+        if body.get(name) is not None and body.get(name) is not False:
+            raise unsupported_parameter(name)
     request = parse(ResponseRequest, body)
     _check_together(request)
     return request

@@ -45,9 +45,12 @@ class ResponseRun:
 
     async def respond(self) -> dict[str, Any]:
         """Return the whole response. Raises `ApiError` if the generation fails; nothing is stored then."""
-        response = await self._stream.respond()
-        await self._create(response)
-        return response
+        if self.answer.reports_tokens:  # the pieces tell to which item the tokens belong
+            await self._stream.stream(_discard)
+        else:
+            await self._stream.respond()
+        await self._create(self.answer.ending)
+        return self.answer.ending
 
     async def stream(self, write: Write) -> None:
         """Write the events of the response. A failed generation is reported by the event `response.failed`."""
@@ -95,3 +98,7 @@ class ResponseRun:
     async def _create(self, response: dict[str, Any]) -> None:
         if self._store is not None:
             await self._store.create(response, self._items, self._owner)
+
+
+async def _discard(frames: bytes) -> None:
+    pass

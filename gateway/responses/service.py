@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from gateway.completion.answer import Answer
 from gateway.completion.response import PreparedRequest
 from gateway.completion.service import CompletionService
+from gateway.completion.token_report import TokenReport
 from gateway.http.sse import PING, Write
 from gateway.identity import ResolvedTier
 from gateway.protocol.errors import ApiError, invalid_value
@@ -212,9 +213,9 @@ class ResponseService:
         created_at = self._clock.wall_ms() // 1000
         stored = self._store is not None and request.store is not False
 
-        def answer_as(reported: str) -> Answer:
+        def answer_as(reported: str, report: TokenReport | None) -> Answer:
             head = ResponseHead(response_id, created_at, reported, stored, request, self._completions.defaults)
-            return ResponseAnswer(head, lambda: self._clock.wall_ms() // 1000)
+            return ResponseAnswer(head, lambda: self._clock.wall_ms() // 1000, report)
 
         prepare = partial(
             self._completions.prepare,

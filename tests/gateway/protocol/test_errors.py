@@ -17,6 +17,7 @@ from tests.waiting import until
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"model": MODEL, "messages": HI}
+MISSING = "missing_required_parameter"
 TEXT: dict[str, Any] = {"model": MODEL, "prompt": "hi"}
 
 
@@ -30,6 +31,7 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
     return error
 
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 INVALID_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"model": None}, "model", "invalid_type"),
     ({"messages": []}, "messages", "invalid_value"),
@@ -48,7 +50,7 @@ INVALID_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "missing_required_parameter",
     ),
     ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages[0].tool_calls[0]", "invalid_type"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{}] * 129}]}, "messages[0].tool_calls", "invalid_value"),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 129}]}, "messages[0].tool_calls", "invalid_value"),
     ({"messages": HI * 300}, "messages", "context_length_exceeded"),
     ({"reasoning_effort": "bogus"}, "reasoning_effort", "invalid_value"),
     ({"verbosity": "loud"}, "verbosity", "invalid_value"),
@@ -63,7 +65,7 @@ INVALID_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "messages[1].content[1].type",
         "invalid_value",
     ),
-    ({"messages": [{"role": "function", "content": "a"}]}, "messages", "invalid_value"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function", MISSING),
     ({"temperature": -0.1}, "temperature", "invalid_value"),
     ({"temperature": 2.1}, "temperature", "invalid_value"),
     ({"temperature": "1"}, "temperature", "invalid_type"),
@@ -99,11 +101,6 @@ INVALID_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": CONTEXT}, "messages", "context_length_exceeded"),
 ]
 UNSUPPORTED: list[dict[str, Any]] = [
-    {"tools": [{"type": "function", "function": {"name": "f"}}]},
-    {"tool_choice": "required"},
-    {"functions": [{}]},
-    {"function_call": "auto"},
-    {"response_format": {"type": "json_object"}},
     {"logprobs": True},
     {"logprobs": 0},
     {"top_logprobs": 2},
@@ -119,9 +116,6 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"min_p": 0.1},
     {"repetition_penalty": 1.1},
     {"min_tokens": 1},
-    {"structured_outputs": {"json": {}}},
-    {"guided_json": {}},
-    {"guided_whitespace_pattern": "x"},
     {"structural_tag": "x"},
     {"logits_processors": ["a.b"]},
     {"documents": [{"text": "a"}]},

@@ -86,7 +86,7 @@ def test_options_get_the_names_of_a_chat() -> None:
         "reasoning_effort": "high",
         "logprobs": True,
         "top_logprobs": 3,
-        "stream": False,
+        "stream": True,
     }
     assert {name: value for name, value in _options(request).items() if value is not None} == wanted
 

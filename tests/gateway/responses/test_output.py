@@ -5,7 +5,7 @@ from itertools import groupby
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.completion.piece import Piece, ToolCallDelta
+from gateway.output.piece import Piece, ToolCallDelta
 from gateway.responses.output import Event, Output
 
 RESPONSE = "resp_" + "0" * 32
