@@ -10,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from engine.interface import GRAMMAR_FAILED
 from gateway.completion.answer import Answer, StreamEncoder
 from gateway.completion.answer_options import AnswerOptions
 from gateway.completion.choice import Choice
@@ -18,7 +19,7 @@ from gateway.completion.tokenizer import Tokenizer
 from gateway.http.sse import PING, Write
 from gateway.output.piece import Piece
 from gateway.output.plan import PLAIN, OutputPlan
-from gateway.protocol.errors import ApiError, internal_error, timed_out
+from gateway.protocol.errors import ApiError, internal_error, invalid_request, timed_out
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
@@ -165,6 +166,8 @@ class ResponseStream:
 
     def _feed(self, choice: Choice, event: TokenEvent) -> Piece:
         if event.kind is EventKind.FAILED:
+            if self._prepared.output.grammar is not None and (event.error or "").startswith(GRAMMAR_FAILED):
+                raise invalid_request(f"The output cannot have the requested format: {event.error}.")
             log.warning("generation_failed", sequence=event.request_id, reason=event.error)
             raise internal_error("The generation was interrupted by an error of the server.")
         if event.kind is EventKind.CANCELLED:

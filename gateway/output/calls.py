@@ -30,8 +30,8 @@ class CallReader(Protocol):
         """Add text. Return the parts of calls that are certain now."""
         ...
 
-    def close(self) -> list[CallPart]:
-        """Return the rest, at the end of the text that holds calls."""
+    def close(self, *, cut: bool) -> list[CallPart]:
+        """Return the rest, at the end of the text that holds calls. `cut` is true if the output ended within it."""
         ...
 
 
@@ -96,7 +96,7 @@ class JsonCalls:
             self._text, self._value, self._has_calls = self._text[header.end() :], JsonValueEnd(), True
         return parts
 
-    def close(self) -> list[CallPart]:
+    def close(self, *, cut: bool) -> list[CallPart]:
         return [] if self._has_calls else _read_whole(self._text)
 
     def _read_arguments(self, value: JsonValueEnd) -> str:
@@ -137,7 +137,9 @@ class TagCalls:
                 return parts
             parts.append(part)
 
-    def close(self) -> list[CallPart]:
+    def close(self, *, cut: bool) -> list[CallPart]:
+        if cut:
+            return []
         begin = self.feed("\n") if self._name is None else []  # a name at the very end is complete now
         return begin if self._name is None else [*begin, self._finish()]
 

@@ -40,7 +40,8 @@ class CallFormat:
 
     A text that matches `open` begins a region of calls, which ends after `close` (None: at the end of the output).
     In the region, each call begins with `header`. `written` is one call, with `{name}` and `{arguments}`; `separator`
-    stands between calls, and `before` and `after` around all of them.
+    stands between calls, and `before` and `after` around all of them. `separator` must not be a prefix of `after`,
+    because llguidance would always take the longer of the two.
     """
 
     name: str
@@ -95,9 +96,10 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         "<minimax:tool_call>",
         "</minimax:tool_call>",
         _pattern(r'<invoke name="(?P<name>[^"]+)">'),
-        '<invoke name="{name}">\n{arguments}</invoke>',
+        '<invoke name="{name}">\n{arguments}</invoke>\n',
+        separator="",
         before="<minimax:tool_call>\n",
-        after="\n</minimax:tool_call>",
+        after="</minimax:tool_call>",
         trigger="<minimax:tool_call>",
         tags=Tags(
             _pattern(r'\s*<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>'),
@@ -269,6 +271,8 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
     ),
 )
 
+CALL_FORMAT_NAMES = tuple(row.name for row in CALL_FORMATS)
+
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat(  # gpt-oss
         "<|channel|>analysis<|message|>",
@@ -288,8 +292,9 @@ def call_format(template: str) -> CallFormat | None:
     return next((row for row in CALL_FORMATS if all(sign in template for sign in row.signs)), None)
 
 
-def named_call_format(name: str) -> CallFormat | None:
-    return next((row for row in CALL_FORMATS if row.name == name), None)
+def named_call_format(name: str) -> CallFormat:
+    """Return the format with this name. Raises `KeyError` if there is none."""
+    return {row.name: row for row in CALL_FORMATS}[name]
 
 
 def reasoning_format(template: str) -> ReasoningFormat | None:

@@ -12,9 +12,12 @@ from typing import Any
 import regex
 from llguidance import LLMatcher, LLTokenizer
 
+from gateway.output.json_schema import SchemaTooLarge, check_size, closed
+
 # JSON without free white space: weak models would never end it. One space may follow each comma and colon.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-MAX_GRAMMAR_LENGTH = 2**16  # characters; compiling more could take longer than 100 ms, and every worker compiles it
+MAX_GRAMMAR_LENGTH = 2**16  # characters; more could take longer than 100 ms to compile, and workers compile it, too
+MAX_GRAMMAR_LINES = 1000  # llguidance follows rules recursively: thousands of them would overflow the stack
 _MAX_REASON_LENGTH = 300  # characters of llguidance's error messages
 _MAX_CHECKED = 256  # results kept (LRU): bulk traffic repeats the same few grammars
 
@@ -81,16 +84,23 @@ class GrammarWriter:
 
 
 def json_source(schema: Mapping[str, Any], *, lenient: bool, whitespace_pattern: str | None = None) -> Source:
-    """Return a grammar of the JSON values that match `schema`.
+    """Return a grammar of the JSON values that match `schema`. Raises `GrammarError` if the schema is too large.
 
     Keywords of JSON schema that llguidance does not know are ignored if `lenient` is true. `whitespace_pattern` is a
     regular expression for the white space between the tokens of JSON.
     """
+    try:
+        check_size(schema)
+    except SchemaTooLarge as error:
+        raise GrammarError(str(error)) from None
     style = _JSON_STYLE if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
-    return {"json_schema": {**schema, "x-guidance": {**style, "lenient": lenient}}}
+    return {"json_schema": {**closed(schema), "x-guidance": {**style, "lenient": lenient}}}
 
 
 def lark_source(text: str) -> Source:
+    """Return a grammar in Lark's syntax. Raises `GrammarError` if it is too large."""
+    if (num_lines := len(text.splitlines())) > MAX_GRAMMAR_LINES:
+        raise GrammarError(f"it has {num_lines} lines, {MAX_GRAMMAR_LINES} at most")
     return {"lark_grammar": text}
 
 

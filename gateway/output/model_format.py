@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 from gateway.output.formats import (
-    CALL_FORMATS,
     CallFormat,
     ReasoningFormat,
     call_format,
@@ -42,14 +41,10 @@ class ModelFormat:
     def of(cls, template: str, special_ids: Mapping[str, int], tool_parser: str = "auto") -> "ModelFormat":
         """Return the formats of a model by its chat template. `tool_parser` names another format of tool calls.
 
-        Raises `ValueError` if there is no format of that name.
+        Raises `KeyError` if there is no format of that name.
         """
-        calls = call_format(template) if tool_parser == "auto" else named_call_format(tool_parser)
-        if calls is None and tool_parser != "auto":
-            names = ", ".join(row.name for row in CALL_FORMATS)
-            raise ValueError(f"there is no tool parser '{tool_parser}', only auto, {names}")
-        calls = calls or named_call_format(DEFAULT_FORMAT)
-        assert calls is not None
+        name = tool_parser if tool_parser != "auto" else DEFAULT_FORMAT
+        calls = (call_format(template) if tool_parser == "auto" else None) or named_call_format(name)
         reasoning = reasoning_format(template)
         shown = _markers(calls, reasoning, special_ids)
         regions = parser_template(calls, reasoning), parser_template(None, reasoning)

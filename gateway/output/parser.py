@@ -24,7 +24,8 @@ class ParserSettings:
     """What all choices of one request have in common.
 
     `schemas` are the schemas of the tools' arguments, by the tools' names. `begins_in_reasoning` is true if the prompt
-    has already opened the reasoning. With `parallel` false, only the first call is kept.
+    has already opened the reasoning. `show_text` is false if a call is forced: text is then a broken call, cut by the
+    limit of tokens. With `parallel` false, only the first call is kept.
     """
 
     template: ResponseTemplate
@@ -34,6 +35,7 @@ class ParserSettings:
     new_id: Callable[[], str]
     begins_in_reasoning: bool = False
     show_reasoning: bool = True
+    show_text: bool = True
     parallel: bool = True
 
 
@@ -51,6 +53,7 @@ class FormatParser:
         self._reader: CallReader | None = None
         self._unread: str | None = None  # the text of the current region of calls, if no call was read in it
         self._num_calls = 0
+        self._ended = False
 
     @property
     def in_reasoning(self) -> bool:
@@ -58,13 +61,19 @@ class FormatParser:
         return self._region == _REASONING
 
     def feed(self, text: str) -> Piece:
-        return self._piece(self._regions.feed(text))
+        piece = self._piece(self._regions.feed(text))
+        if not self._settings.show_text:
+            piece.text = ""
+        return piece
 
     def flush(self) -> Piece:
+        self._ended = True
         _, events = self._regions.finalize()
         piece = self._piece(events)
         if not self._num_calls:
             piece.text += self._text.rest(self._is_first)
+        if not self._settings.show_text:
+            piece.text = ""
         return piece
 
     def _piece(self, events: list[dict[str, Any]]) -> Piece:
@@ -98,7 +107,7 @@ class FormatParser:
 
     def _close(self, piece: Piece) -> None:
         if self._region == _CALLS and self._reader is not None:
-            self._add_calls(piece, self._reader.close())
+            self._add_calls(piece, self._reader.close(cut=self._ended))
             piece.text += self._text.feed(self._unread or "", strip_start=True)  # broken calls are shown as text
         self._region = _TEXT
 

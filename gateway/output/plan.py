@@ -100,6 +100,7 @@ def _parser(
         new_id=model.new_call_id,
         begins_in_reasoning=started.opened,
         show_reasoning=request.include_reasoning is not False,
+        show_text=not offered.forced,
         parallel=offered.parallel,
     )
 
