@@ -196,6 +196,10 @@ class GatewaySettings(CommonSettings):
         default="auto",
         description="how the model writes tool calls, as docs/api.md lists it; auto: as its chat template shows",
     )
+    trust_request_chat_template: bool = Field(
+        default=False,
+        description="whether a request may bring its own chat template, a program that may run for ever",
+    )
 
     @field_validator("tool_parser")
     @classmethod

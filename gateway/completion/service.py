@@ -193,7 +193,7 @@ class CompletionService:
         """Return how the output is constrained and parsed. Raises `ApiError` 400 if it cannot be."""
         values: Mapping[str, Any] = {}
         if isinstance(request, ChatCompletionRequest):
-            values = template_values(request, self._tokenizer.template_names, self._trusts_templates)
+            values = template_values(request, self._tokenizer.chat_template, self._trusts_templates)
         plan = partial(plan_output, request, self._format, self._tokenizer.generation_prompt, values)
         return await asyncio.to_thread(plan) if has_grammar(request) else plan()
 

@@ -6,7 +6,6 @@ torch, because the gateway has to start within one or two seconds, and also on m
 
 import asyncio
 import json
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -50,8 +49,6 @@ class Tokenizer:
         self._template: str | None = pretrained.chat_template
         added = self._backend.get_added_tokens_decoder()
         self.special_tokens: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
-        # All names in the template. Some may stand in its text only, which is harmless.
-        self.template_names = frozenset(re.findall(r"[A-Za-z_]\w*", self._template or ""))
         self._knows_developer = "developer" in (self._template or "")
 
     @classmethod

@@ -1,10 +1,11 @@
 """The values that the chat template gets from a request beside the messages.
 
-Knows bodies and the names in the template; does not render it.
+Knows bodies and the template's text; does not render it.
 """
 
 import inspect
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -17,22 +18,21 @@ RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_templa
 TRUST_SETTING = "--trust-request-chat-template"
 
 
-def template_values(
-    request: ChatCompletionRequest, template_names: Collection[str], trusts_templates: bool
-) -> Mapping[str, Any]:
+def template_values(request: ChatCompletionRequest, chat_template: str, trusts_templates: bool) -> Mapping[str, Any]:
     """Return the arguments of `apply_chat_template` for `request`; no values for an ordinary chat.
 
-    Raises `ApiError` 400 if the request sets a value that the server sets itself, or one that the template would not
-    use.
+    `chat_template` is the model's own. Raises `ApiError` 400 if the request sets a value that the server sets itself,
+    or one that the template would not use.
     """
+    if request.chat_template is not None:
+        _check_template(trusts_templates)
     values = dict(request.chat_template_kwargs or {})
     if reserved := sorted(RESERVED & values.keys()):
         raise invalid_value("chat_template_kwargs", f"A request cannot set '{reserved[0]}' in 'chat_template_kwargs'.")
     if request.documents:
-        _check_documents(template_names)
+        _check_documents(request.chat_template or chat_template)
         values["documents"] = request.documents
     if request.chat_template is not None:
-        _check_template(trusts_templates)
         values["chat_template"] = request.chat_template
     continues = bool(request.continue_final_message)
     begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
@@ -41,8 +41,8 @@ def template_values(
     return values | {"add_generation_prompt": begins, "continue_final_message": continues}
 
 
-def _check_documents(template_names: Collection[str]) -> None:
-    if "documents" not in template_names:
+def _check_documents(chat_template: str) -> None:
+    if not re.search(r"\bdocuments\b", chat_template):
         message = "This model's chat template takes no 'documents'. Put them into a message."
         raise invalid_request(message, "documents", "unsupported_parameter")
 

@@ -30,10 +30,10 @@ _MUST: dict[str, str] = {
     "less_than_equal": "be at most {le}",
     "less_than": "be less than {lt}",
     "extra_forbidden": "not be there: it is not known",
-    "string_too_short": "have at least {min_length} {characters}",
-    "string_too_long": "have at most {max_length} {characters}",
-    "too_short": "have at least {min_length} {entries}",
-    "too_long": "have at most {max_length} {entries}",
+    "string_too_short": "have at least {min_length} {units}",
+    "string_too_long": "have at most {max_length} {units}",
+    "too_short": "have at least {min_length} {units}",
+    "too_long": "have at most {max_length} {units}",
 }
 
 
@@ -79,12 +79,16 @@ def _sentence(error: Mapping[str, Any]) -> str:
         text = str(error["msg"]).removeprefix("Value error, ")
         text = text[:1].lower() + text[1:]
         return text if text.endswith(".") else text + "."
-    context: dict[str, Any] = dict(error.get("ctx") or {})
+    context = {name: _plain(value) for name, value in dict(error.get("ctx") or {}).items()}
     bound = context.get("min_length", context.get("max_length", 0))
     if error["type"] in ("string_too_short", "too_short") and bound == 1:
         return "it must not be empty."
-    context |= {
-        "characters": "character" if bound == 1 else "characters",
-        "entries": "entry" if bound == 1 else "entries",
-    }
-    return f"it must {must.format(**context)}."
+    # Only of arrays and objects does pydantic say what they are: it calls a text with a validator "Value".
+    unit = "entry" if context.get("field_type") in ("List", "Dictionary", "Set", "Tuple") else "character"
+    units = unit if bound == 1 else {"entry": "entries", "character": "characters"}[unit]
+    return f"it must {must.format(**context, units=units)}."
+
+
+def _plain(value: Any) -> Any:
+    """Return a bound as people write it: 2, not 2.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

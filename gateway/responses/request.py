@@ -7,11 +7,22 @@ are refused by name. Fields that are no parameter of the Responses API are kept 
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from gateway.protocol.errors import invalid_request, invalid_value, unsupported_parameter
 from gateway.protocol.json_body import Body, parse
-from gateway.protocol.schemas import MAX_PIECES, Metadata, Text
+from gateway.protocol.options import INT64, Whole
+from gateway.protocol.schemas import MAX_PIECES, ChatCompletionRequest, Metadata, Text
+from gateway.protocol.unknown_names import unknown_names
 from gateway.responses.items import InputItem
 
 MAX_TOOLS = 128
@@ -146,11 +157,13 @@ class ResponseRequest(Body):
     model: Text
     input: Input
     instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # bounds tools that run on the server: there are none
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31), Whole] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1), Whole] | None = (
+        None  # of tools that run on the server
+    )
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), Whole] | None = None
     text: TextConfig | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice = None
@@ -171,6 +184,9 @@ class ResponseRequest(Body):
     background: bool | None = None
     background_options: dict[str, Any] | None = None  # hints of how soon an answer is needed; `service_tier` says it
     previous_response_id: Text | None = None
+    # An extension of vLLM: a number below 0 asks for a higher tier, one above 0 for a lower one.
+    priority: Annotated[int, Field(ge=-INT64, lt=INT64), Whole] | None = None
+    _ignored: tuple[str, ...] = PrivateAttr(())
 
     @field_validator("input", mode="before")
     @classmethod
@@ -181,11 +197,20 @@ class ResponseRequest(Body):
 
     @property
     def extensions(self) -> dict[str, Any]:
-        return self.model_extra or {}
+        """Parameters of /v1/chat/completions that the Responses API does not have."""
+        return {name: value for name, value in (self.model_extra or {}).items() if name not in self._ignored}
+
+    @property
+    def ignored_names(self) -> tuple[str, ...]:
+        """The names in the body that this server does not know."""
+        return self._ignored
 
     @property
     def wants_logprobs(self) -> bool:
         return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
+
+
+KNOWN = {*ChatCompletionRequest.model_fields, *ResponseRequest.model_fields}
 
 
 def _count_pieces(items: list[Any]) -> int:
@@ -213,6 +238,8 @@ def parse_response_request(body: dict[str, Any]) -> ResponseRequest:
         if body.get(name) is not None and body.get(name) is not False:
             raise unsupported_parameter(name)
     request = parse(ResponseRequest, body)
+    if ignored := unknown_names(body, KNOWN):
+        request._ignored = ignored
     _check_together(request)
     return request
 

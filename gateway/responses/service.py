@@ -5,34 +5,25 @@ HTTP.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
 
-from gateway.completion.answer import Answer
-from gateway.completion.response import PreparedRequest
+from gateway.completion.response import ResponseStream
 from gateway.completion.service import CompletionService
-from gateway.completion.token_report import TokenReport
 from gateway.http.sse import PING, Write
-from gateway.identity import ResolvedTier
 from gateway.protocol.errors import ApiError, invalid_value
 from gateway.protocol.json_body import is_large
-from gateway.protocol.schemas import ChatCompletionRequest
-from gateway.responses.answer import ResponseAnswer, ResponseHead, last_event
+from gateway.responses.answer import last_event
 from gateway.responses.background import BackgroundRuns
-from gateway.responses.chat import chat_request, in_terms_of_responses
-from gateway.responses.conversation import Conversations, turns_of, without_turns_before
+from gateway.responses.conversation import Conversations
+from gateway.responses.creation import NewResponse
 from gateway.responses.event_log import EventWriter, follow
-from gateway.responses.items import RESPONSE_PREFIX, Item
 from gateway.responses.request import ResponseRequest, parse_response_request
-from gateway.responses.run import ResponseRun
 from gateway.responses.store import ResponseStore, StoredResponse
 from scheduler.clock import Clock
 from scheduler.config import Tier
-
-Prepare = Callable[[ChatCompletionRequest], Awaitable[PreparedRequest]]
 
 ENDPOINT = "/v1/responses"
 LOST = "The server that generated the response has ended. Please create it again."
@@ -63,50 +54,25 @@ class ResponseService:
         if self._background is not None:
             await self._background.close()
 
-    async def submit(
-        self,
-        request: ResponseRequest,
-        *,
-        tier: Tier,
-        service_tier: str,
-        request_id: str,
-        owner: str | None,
-        demotion: ResolvedTier | None = None,
-    ) -> ResponseRun:
-        """Submit a response in `tier` or, if that is overloaded, in the tier of `demotion`.
+    def new(self, request: ResponseRequest) -> NewResponse:
+        store = self._store if request.store is not False else None
+        return NewResponse(request, self._completions, self._conversations, store, self._clock)
 
-        The arguments are those of `CompletionService.prepare`. Raises `ApiError` if the request is refused.
+    async def enqueue(self, new: NewResponse) -> None:
+        """Store a prepared response as queued, before it is submitted: nothing may run that nobody could find.
+
+        Raises `ApiError` 400 if this server stores no responses.
         """
-        prepared, items = await self._prepare(request, tier, service_tier, request_id, owner, demotion)
-        stream = await self._completions.submit(prepared)
-        return ResponseRun(stream, items, owner, self._store if request.store is not False else None)
-
-    async def submit_background(
-        self,
-        request: ResponseRequest,
-        *,
-        tier: Tier,
-        service_tier: str,
-        request_id: str,
-        owner: str | None,
-        demotion: ResolvedTier | None = None,
-    ) -> dict[str, Any]:
-        """Submit a response that is generated in the background. Return it as it is stored: queued."""
-        if self._store is None or self._background is None or self._redis is None:
+        if self._background is None:
             raise invalid_value("background", "This server stores no responses, so it has no background responses.")
-        prepared, items = await self._prepare(request, tier, service_tier, request_id, owner, demotion)
-        assert isinstance(prepared.answer, ResponseAnswer)
-        queued = prepared.answer.unfinished("queued")
-        # It is stored before it is submitted: nothing may run that nobody could find.
-        await self._store.create(queued, items, owner, self._background.lease_ms())
-        try:
-            stream = await self._completions.submit(prepared)
-        except BaseException:
-            await self._store.delete(queued["id"], owner)
-            raise
-        run = ResponseRun(stream, items, owner, self._store)
-        writer = EventWriter(self._redis, queued["id"], self._store.ttl_s)
-        self._background.launch(queued["id"], run.run_in_background(writer, self._store))
+        await new.store_queued(self._background.lease_ms())
+
+    def launch(self, new: NewResponse, stream: ResponseStream) -> dict[str, Any]:
+        """Generate a response in the background. It was stored as queued. Return it as it is now."""
+        assert self._store is not None and self._background is not None and self._redis is not None
+        run = new.run(stream)
+        writer = EventWriter(self._redis, run.answer.id, self._store.ttl_s)
+        self._background.launch(run.answer.id, run.run_in_background(writer, self._store))
         return run.answer.unfinished("queued")
 
     async def complete(
@@ -130,15 +96,11 @@ class ResponseService:
             if request.stream or request.background:
                 param = "stream" if request.stream else "background"
                 raise invalid_value(param, f"Invalid value for '{param}': it is not possible here.")
-            run = await self.submit(request, tier=tier, service_tier=service_tier, request_id=request_id, owner=owner)
-            return 200, await run.respond()
+            new = self.new(request)
+            prepared = await new.prepare(tier=tier, service_tier=service_tier, request_id=request_id, owner=owner)
+            return 200, await new.run(await self._completions.submit(prepared)).respond()
         except ApiError as error:
             return error.status, error.body()
-
-    async def count_input_tokens(self, request: ResponseRequest, tier: Tier, request_id: str, owner: str | None) -> int:
-        """Return the number of tokens of the prompt that `request` would have."""
-        prepared, _ = await self._prepare(request, tier, "auto", request_id, owner, None)
-        return len(prepared.requests[0].prompt_token_ids)
 
     async def get(self, response_id: str, owner: str | None) -> StoredResponse | None:
         """Return a stored response; None if `owner` has no such response.
@@ -196,66 +158,3 @@ class ResponseService:
         assert self._store is not None
         await self._store.update(found.response | changes)
         return await self._store.get(found.response["id"], owner)
-
-    async def _prepare(
-        self,
-        request: ResponseRequest,
-        tier: Tier,
-        service_tier: str,
-        request_id: str,
-        owner: str | None,
-        demotion: ResolvedTier | None,
-    ) -> tuple[PreparedRequest, list[Item]]:
-        """Return the request as it is submitted, and its own input items."""
-        response_id = RESPONSE_PREFIX + request_id.removeprefix("req_")
-        items = await self._conversations.input_of(request, response_id, owner)
-        conversation = [*await self._conversations.before(request, owner), *items]
-        created_at = self._clock.wall_ms() // 1000
-        stored = self._store is not None and request.store is not False
-
-        def answer_as(reported: str, report: TokenReport | None) -> Answer:
-            head = ResponseHead(response_id, created_at, reported, stored, request, self._completions.defaults)
-            return ResponseAnswer(head, lambda: self._clock.wall_ms() // 1000, report)
-
-        prepare = partial(
-            self._completions.prepare,
-            tier=tier,
-            service_tier=service_tier,
-            request_id=request_id,
-            owner=owner,
-            demotion=demotion,
-            answer_as=answer_as,
-        )
-        with in_terms_of_responses():
-            if request.truncation == "auto":
-                return await _longest_that_fits(request, conversation, prepare), items
-            return await prepare(chat_request(request, conversation)), items
-
-
-async def _longest_that_fits(request: ResponseRequest, conversation: list[Item], prepare: Prepare) -> PreparedRequest:
-    """Return `conversation` as it is submitted, without the first turns that do not fit into the context."""
-
-    async def attempt(start: int) -> PreparedRequest | ApiError:
-        try:
-            return await prepare(chat_request(request, without_turns_before(conversation, start)))
-        except ApiError as error:
-            if error.code != "context_length_exceeded":
-                raise
-            return error
-
-    starts = turns_of(conversation)
-    whole = await attempt(0)
-    if not isinstance(whole, ApiError):
-        return whole
-    low, high = 1, len(starts)  # turn `low - 1` is too long as the first one; turn `high` fits, or does not exist
-    found: PreparedRequest | None = None
-    while low < high:
-        middle = (low + high) // 2
-        outcome = await attempt(starts[middle])
-        if isinstance(outcome, ApiError):
-            low = middle + 1
-        else:
-            found, high = outcome, middle
-    if found is None:
-        raise whole
-    return found

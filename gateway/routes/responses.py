@@ -6,19 +6,20 @@ Translates between HTTP and the response service. An API key sees only its own r
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import structlog
 from fastapi import APIRouter, Query, Request, Response
 
 from gateway.completion.openai_objects import encode_json
+from gateway.completion.response import PreparedRequest
 from gateway.http.sse import EventStreamResponse
-from gateway.identity import demotion_of, resolve_tier
+from gateway.identity import ApiKey, resolve_tier
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
 from gateway.protocol.json_body import read_object
 from gateway.protocol.openapi import json_body
+from gateway.responses.creation import NewResponse
 from gateway.responses.request import ResponseRequest, parse_response_request
 from gateway.responses.service import ResponseService
 from gateway.responses.store import StoredResponse
-from gateway.routes.delivery import send_answer
+from gateway.routes.delivery import headers_of, send_answer, submit
 from gateway.routes.dependencies import Caller
 from gateway.routes.files import Owner
 from gateway.state import gateway_of
@@ -27,31 +28,37 @@ router = APIRouter(tags=["responses"])
 
 
 @router.post("/v1/responses", openapi_extra=json_body(ResponseRequest))
-async def create_response(request: Request, key: Caller, owner: Owner) -> Response:
+async def create_response(request: Request, key: Caller) -> Response:
     """Answer a conversation with one response object, or with server-sent events if `stream` is true.
 
     With `background`, the response object is sent at once, and the response is generated afterwards.
     """
     body = await read_object(request, parse_response_request)
-    gateway, service = gateway_of(request), responses_of(request)
-    resolved = resolve_tier(body.service_tier, key, gateway.tiers)
-    structlog.contextvars.bind_contextvars(tier=resolved.tier.name)
-    submit = partial(
-        service.submit_background if body.background else service.submit,
-        body,
-        tier=resolved.tier,
-        service_tier=resolved.service_tier,
-        request_id=request.state.request_id,
-        owner=owner,
-        demotion=demotion_of(resolved.tier, key, gateway.tiers),
-    )
-    submitted: Any = await submit()
-    if not body.background:
-        structlog.contextvars.bind_contextvars(tier=submitted.tier.name)  # a demotion may have changed it
-        return await send_answer(request, submitted, bool(body.stream))
+    service = responses_of(request)
+    new = service.new(body)
+    if body.background:
+        return await _create_in_background(request, body, key, service, new)
+    stream = await submit(request, body, key, new.prepare)
+    return await send_answer(request, body, new.run(stream))
+
+
+async def _create_in_background(
+    request: Request, body: ResponseRequest, key: ApiKey | None, service: ResponseService, new: NewResponse
+) -> Response:
+    async def prepare(**options: Any) -> PreparedRequest:
+        prepared = await new.prepare(**options)
+        await service.enqueue(new)
+        return prepared
+
+    try:
+        response = service.launch(new, await submit(request, body, key, prepare))
+    except BaseException:
+        await new.withdraw()
+        raise
     if body.stream:
-        return _following(request, service, submitted["id"], owner, after=-1)
-    return _json(submitted)
+        owner = key.name if key else None
+        return _following(request, service, response["id"], owner, after=-1, headers=headers_of(body))
+    return _json(response, headers_of(body))
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=json_body(ResponseRequest))
@@ -59,8 +66,9 @@ async def count_input_tokens(request: Request, key: Caller, owner: Owner) -> dic
     """Count the tokens of the prompt that a response would have. Nothing is generated."""
     body = await read_object(request, parse_response_request)
     tier = resolve_tier(body.service_tier, key, gateway_of(request).tiers).tier
-    tokens = await responses_of(request).count_input_tokens(body, tier, request.state.request_id, owner)
-    return {"object": "response.input_tokens", "input_tokens": tokens}
+    new = responses_of(request).new(body)
+    prepared = await new.prepare(tier=tier, service_tier="auto", request_id=request.state.request_id, owner=owner)
+    return {"object": "response.input_tokens", "input_tokens": len(prepared.requests[0].prompt_token_ids)}
 
 
 @router.get("/v1/responses/{response_id}")
@@ -139,15 +147,20 @@ def _existing(found: StoredResponse | None, response_id: str) -> StoredResponse:
 
 
 def _following(
-    request: Request, service: ResponseService, response_id: str, owner: str | None, after: int
+    request: Request,
+    service: ResponseService,
+    response_id: str,
+    owner: str | None,
+    after: int,
+    headers: dict[str, str] | None = None,
 ) -> EventStreamResponse:
     """Return the events of a background response. If the client hangs up, the response is generated nevertheless."""
 
     def hung_up() -> None:
         request.state.hung_up = True  # RequestContext in gateway/http/middleware.py reads this
 
-    return EventStreamResponse(partial(service.follow, response_id, owner, after), hung_up)
+    return EventStreamResponse(partial(service.follow, response_id, owner, after), hung_up, headers=headers)
 
 
-def _json(value: dict[str, Any]) -> Response:
-    return Response(encode_json(value), media_type="application/json")
+def _json(value: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(encode_json(value), headers=headers, media_type="application/json")

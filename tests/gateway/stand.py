@@ -162,7 +162,13 @@ class ScriptedWorker:
         if request.delivery is Delivery.AT_END and events:
             ids = tuple(token for event in events for token in event.token_ids)
             last = events[-1]
-            events = [TokenEvent(request.id, last.kind, 0, ids, last.finish_reason, last.error, last.cached_tokens)]
+            logprobs = tuple(found for event in events for found in event.logprobs)
+            prompt = events[0].prompt_logprobs
+            events = [
+                TokenEvent(
+                    request.id, last.kind, 0, ids, last.finish_reason, last.error, last.cached_tokens, logprobs, prompt
+                )
+            ]
         for event in events:
             await self.gate.wait()
             await self.events.publish(request.reply_to, [event])
@@ -214,6 +220,7 @@ async def running_stand(
     ping_s: float = 15.0,
     max_body_bytes: int = 2**20,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    trusts_templates: bool = False,
     administered: tuple[Redis, Path] | None = None,
     responses: ResponseStore | None = None,
     redis: Redis | None = None,
@@ -229,7 +236,16 @@ async def running_stand(
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)
     client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1")
     metrics, names = GatewayMetrics(), (MODEL, "alias")
-    service = CompletionService(client, clock, tiny_tokenizer(), metrics, names, defaults=defaults, ping_s=ping_s)
+    service = CompletionService(
+        client,
+        clock,
+        tiny_tokenizer(),
+        metrics,
+        names,
+        defaults=defaults,
+        ping_s=ping_s,
+        trusts_templates=trusts_templates,
+    )
     gateway = Gateway(
         model_names=names,
         created=1_700_000_000,

@@ -84,7 +84,7 @@ async def test_options_of_the_chat_endpoint_work_here_too() -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "'schema'"),
         ({"include": ["everything"]}, "include[0]", "reasoning.encrypted_content"),
         ({"max_output_tokens": 0}, "max_output_tokens", "1"),
-        ({"max_output_tokens": 10_000}, "input", "context length"),
+        ({"max_output_tokens": 10_000}, "max_output_tokens", "at most 245"),
         ({"seed": "x"}, "seed", "integer"),
         ({"background": True, "store": False}, "background", "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "'input'"),
@@ -155,3 +155,19 @@ async def test_truncation_leaves_out_the_first_turns_that_do_not_fit() -> None:
     assert prompt.endswith("user\nlast<|im_end|><|im_start|>assistant\n")
     turn = len(token_ids("<|im_start|>user\nquestion 1<|im_end|><|im_start|>assistant\nanswer 1<|im_end|>"))
     assert CONTEXT - 20 - turn - 4 < len(request.prompt_token_ids) <= CONTEXT - 20  # as many turns as fit
+
+
+async def test_unknown_parameters_are_named_and_misspelt_ones_refused() -> None:
+    async with running_stand() as stand:
+        named = await stand.post("/v1/responses", {"model": MODEL, "input": "hi", "something_new": 1})
+        refused = await stand.post("/v1/responses", {"model": MODEL, "input": "hi", "max_output_token": 1})
+    assert named.status_code == 200
+    assert named.headers["x-tidegate-ignored-parameters"] == "something_new"
+    assert refused.json()["error"]["param"] == "max_output_token"
+    assert "'max_output_tokens'" in refused.json()["error"]["message"]
+
+
+async def test_priority_asks_for_a_tier() -> None:
+    async with running_stand() as stand:
+        response = await stand.client.responses.create(model=MODEL, input="hi", extra_body={"priority": 1})
+    assert response.service_tier == "flex"
