@@ -192,13 +192,13 @@ class GatewaySettings(CommonSettings):
         default="model",
         description="for what a request leaves out; model: its generation_config.json, openai: temperature 1",
     )
-    tool_parser: str = Field(
-        default="auto",
-        description="how the model writes tool calls, as docs/api.md lists it; auto: as its chat template shows",
-    )
     trust_request_chat_template: bool = Field(
         default=False,
         description="whether a request may bring its own chat template, a program that may run for ever",
+    )
+    tool_parser: str = Field(
+        default="auto",
+        description="how the model writes tool calls, as docs/api.md lists it; auto: as its chat template shows",
     )
 
     @field_validator("tool_parser")

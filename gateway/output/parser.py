@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import regex
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
@@ -116,7 +115,7 @@ class FormatParser:
         assert calls is not None  # without a format of calls, no region of calls begins
         if calls.tags is None:
             return JsonCalls(calls.header)
-        return TagCalls(calls.header, calls.tags.argument, calls.tags.footer, self._settings.schemas)
+        return TagCalls(calls.header, calls.tags, self._settings.schemas)
 
     def _add_calls(self, piece: Piece, parts: list[CallPart]) -> None:
         for part in parts:
@@ -156,9 +155,12 @@ def parser_template(calls: CallFormat | None, reasoning: ReasoningFormat | None)
         close = {} if calls.close is None else {"close": calls.close}
         fields[_CALLS] = {"open_pattern": calls.open, "content": "text", **close}
     if reasoning is not None:
-        lead = f"(?:{regex.escape(reasoning.lead)})?" if reasoning.lead else ""
-        fields[_REASONING] = {"open_pattern": lead + regex.escape(reasoning.open), "close": reasoning.close}
+        fields[_REASONING] = {"open": _with_lead(reasoning, (reasoning.open,)), "close": reasoning.close}
         if reasoning.text:
-            text = "|".join(map(regex.escape, reasoning.text))
-            fields[_MARKED_TEXT] = {"open_pattern": f"{lead}(?:{text})", "close": reasoning.close}
+            fields[_MARKED_TEXT] = {"open": _with_lead(reasoning, reasoning.text), "close": reasoning.close}
     return load_response_template({"start_anchor_pattern": r"\A", "fields": fields})
+
+
+def _with_lead(reasoning: ReasoningFormat, openings: tuple[str, ...]) -> list[str]:
+    """Return the literals that open a region. The lead may stand before each of them."""
+    return list(dict.fromkeys(lead + opening for lead in ("", reasoning.lead) for opening in openings))

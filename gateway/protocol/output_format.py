@@ -5,7 +5,7 @@ Knows OpenAI's `response_format`, vLLM's `structured_outputs` and vLLM's older `
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from gateway.protocol.json_body import Body
 
@@ -53,8 +53,21 @@ class Structure(Body):
     end: Annotated[str, Field(max_length=1024)]
 
 
+def _format_tag(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>" if kind in ("text", "json_object", "json_schema", "structural_tag") else None
+
+
 ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat, Field(discriminator="type")
+    Annotated[TextFormat, Tag("<text>")]
+    | Annotated[JsonObjectFormat, Tag("<json_object>")]
+    | Annotated[JsonSchemaFormat, Tag("<json_schema>")]
+    | Annotated[StructuralTagFormat, Tag("<structural_tag>")],
+    Discriminator(
+        _format_tag,
+        custom_error_type="format_type",
+        custom_error_message="Must be an object whose type is text, json_object, json_schema or structural_tag",
+    ),
 ]
 
 

@@ -158,9 +158,7 @@ class ResponseRequest(Body):
     input: Input
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31), Whole] | None = None
-    max_tool_calls: Annotated[int, Field(ge=1), Whole] | None = (
-        None  # of tools that run on the server
-    )
+    max_tool_calls: Annotated[int, Field(ge=1), Whole] | None = None  # of tools that run on the server
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), Whole] | None = None

@@ -222,6 +222,7 @@ async def running_stand(
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
     trusts_templates: bool = False,
     administered: tuple[Redis, Path] | None = None,
+    tokenizer: Tokenizer | None = None,
     responses: ResponseStore | None = None,
     redis: Redis | None = None,
 ) -> AsyncIterator[Stand]:
@@ -230,7 +231,7 @@ async def running_stand(
     `administered` holds the store and the file through which its tiers can be changed. `redis` and `responses` are the
     store of responses (None: responses are not stored).
     """
-    clock, tiers = SystemClock(), tiers or make_tiers()
+    clock, tiers, tokenizer = SystemClock(), tiers or make_tiers(), tokenizer or tiny_tokenizer()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
     script = answer_with(script) if isinstance(script, str) else script
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)
@@ -239,7 +240,7 @@ async def running_stand(
     service = CompletionService(
         client,
         clock,
-        tiny_tokenizer(),
+        tokenizer,
         metrics,
         names,
         defaults=defaults,
@@ -251,7 +252,7 @@ async def running_stand(
         created=1_700_000_000,
         client=client,
         clock=clock,
-        tokenizer=tiny_tokenizer(),
+        tokenizer=tokenizer,
         keyring=keyring or Keyring(),
         completions=service,
         metrics=metrics,

@@ -7,6 +7,7 @@ from typing import Any
 import jinja2
 
 _EACH = "{% for call in calls %}"
+_LINE = "{{ '\n' if not loop.last }}"
 _END = "{% endfor %}"
 _OBJECT = '{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}'
 _LIST = _EACH + _OBJECT + '{{ ", " if not loop.last }}' + _END
@@ -31,10 +32,8 @@ class Family:
 
 
 FAMILIES = (
-    Family("hermes", _EACH + "<tool_call>\n" + _OBJECT + "\n</tool_call>{{ '\n' if not loop.last }}" + _END),
-    Family(
-        "qwen3_coder", _EACH + "<tool_call>\n" + _FUNCTION_TAGS + "\n</tool_call>{{ '\n' if not loop.last }}" + _END
-    ),
+    Family("hermes", _EACH + "<tool_call>\n" + _OBJECT + "\n</tool_call>" + _LINE + _END),
+    Family("qwen3_coder", _EACH + "<tool_call>\n" + _FUNCTION_TAGS + "\n</tool_call>" + _LINE + _END),
     Family("seed_oss", _EACH + "<seed:tool_call>\n" + _FUNCTION_TAGS + "\n</seed:tool_call>" + _LINE + _END),
     Family(
         "glm",
