@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 
 from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.protocol import errors
-from gateway.routes import admin, batches, chat, files, keys, models, ops
+from gateway.routes import admin, batches, chat, files, keys, models, ops, responses
 from gateway.routes.dependencies import authenticated, request_counted
 from gateway.routes.sla_feed import SlaFeed
 from gateway.state import Gateway
@@ -36,9 +36,10 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(keys.router)
     for routes in (chat, models):
         app.include_router(routes.router)
+    app.include_router(responses.router, dependencies=[Depends(authenticated)])
     for routes in (files, batches):
         app.include_router(routes.router, dependencies=[Depends(authenticated), Depends(request_counted)])
-    parts = (ops, admin, keys, chat, models, files, batches)
+    parts = (ops, admin, keys, chat, models, files, batches, responses)
     errors.install(app, [route for part in parts for route in part.router.routes])
     return app
 
@@ -62,6 +63,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         if gateway.batches is not None:
             await gateway.batches.start()
             stack.push_async_callback(gateway.batches.close)
+        if gateway.responses is not None:
+            stack.push_async_callback(gateway.responses.close)
         yield
 
 

@@ -13,6 +13,7 @@ from gateway.identity import Keyring
 from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
+from gateway.responses.service import ResponseService
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
@@ -33,6 +34,7 @@ class Gateway:
     metrics: GatewayMetrics
     files: FileStore | None = None
     batches: BatchService | None = None
+    responses: ResponseService | None = None
     tier_changes: TierChanges | None = None
     key_source: KeySource | None = None
     limits: KeyLimits | None = None

@@ -35,6 +35,8 @@ from gateway.keys.file import KeyringError
 from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
+from gateway.responses.service import ResponseService
+from gateway.responses.store import ResponseStore
 from gateway.state import Gateway, GatewayTiers
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock, SystemClock
@@ -142,7 +144,8 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
     )
     files = FileStore(redis, settings.data_dir, clock)
     max_body_bytes = settings.max_body_mb * 2**20
-    batches = BatchService(redis, files, completions, tiers, names, clock, max_body_bytes=max_body_bytes)
+    responses = make_responses(settings, redis, completions, clock)
+    batches = BatchService(redis, files, responses, tiers, names, clock, max_body_bytes=max_body_bytes)
     subject, tier_store = GatewayTiers(client, keyring, batches), TierStore(redis)
     follower = TierFollower(tier_store, subject, part, tiers, settings.tiers_path, clock)
     gateway = Gateway(
@@ -159,10 +162,21 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         key_source=key_source,
         limits=limits,
         usage=usage,
+        responses=responses,
         tier_changes=TierChanges(tier_store, follower, queue.depths, settings.tiers_path, clock),
         max_body_bytes=max_body_bytes,
     )
     return create_app(gateway)
+
+
+def make_responses(
+    settings: GatewaySettings, redis: Redis, completions: CompletionService, clock: Clock
+) -> ResponseService:
+    """Return the service of /v1/responses. It stores responses unless the settings give them no time."""
+    if settings.response_ttl_s == 0:
+        return ResponseService(completions, clock)
+    store = ResponseStore(redis, clock, settings.response_ttl_s, settings.response_store_mb * 2**20)
+    return ResponseService(completions, clock, redis, store, drain_s=settings.drain_s)
 
 
 def load_tokenizer(settings: GatewaySettings) -> Tokenizer:

@@ -12,12 +12,13 @@ from typing import Any
 import structlog
 
 from engine.interface import GRAMMAR_FAILED
+from gateway.completion.answer import Answer, StreamEncoder
 from gateway.completion.answer_options import AnswerOptions
 from gateway.completion.choice import Choice
 from gateway.completion.metering import UNMETERED, Account
-from gateway.completion.openai_objects import Answer, ChunkEncoder, Usage
+from gateway.completion.openai_objects import Usage
 from gateway.completion.tokenizer import Tokenizer
-from gateway.http.sse import DONE, PING, Write
+from gateway.http.sse import PING, Write
 from gateway.output.piece import Piece
 from gateway.output.plan import PLAIN, OutputPlan
 from gateway.protocol.errors import ApiError, internal_error, invalid_request, timed_out
@@ -112,6 +113,11 @@ class ResponseStream:
         """The headers that the answer gets because of its key's limits and the answer cache."""
         return self._account.headers
 
+    @property
+    def answer(self) -> Answer:
+        """The answer's format. A demotion replaces it."""
+        return self._prepared.answer
+
     async def respond(self) -> dict[str, Any]:
         """Return the whole answer.
 
@@ -145,6 +151,8 @@ class ResponseStream:
         opened: set[int] = set()
         wrote_s = self._clock.now()
         async with self._generation():
+            if first := chunks.begin():
+                await write(first)
             while self._num_open:
                 silent_s = self._clock.now() - wrote_s
                 frames = self._frames(await self._advance(max(0.0, self._ping_s - silent_s)), chunks, opened)
@@ -154,8 +162,8 @@ class ResponseStream:
                 if frames:
                     await write(frames)
                     wrote_s = self._clock.now()
-        last = chunks.total(self._usage()) if self._prepared.include_usage else b""
-        await write(last + DONE)
+        if last := chunks.end(self._usage()):
+            await write(last)
         self._log_usage()
 
     @asynccontextmanager
@@ -219,7 +227,7 @@ class ResponseStream:
         left_s = max(0.0, self._last_event_s + tier_timeout_ms / 1000 - self._clock.now())
         return left_s if timeout_s is None else min(timeout_s, left_s)
 
-    def _frames(self, pieces: Sequence[tuple[Choice, Piece]], chunks: ChunkEncoder, opened: set[int]) -> bytes:
+    def _frames(self, pieces: Sequence[tuple[Choice, Piece]], chunks: StreamEncoder, opened: set[int]) -> bytes:
         frames = []
         for choice, piece in pieces:
             usage = self._usage_of(choice) if self._prepared.continuous_usage else None

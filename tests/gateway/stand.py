@@ -33,6 +33,8 @@ from gateway.identity import Keyring
 from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
+from gateway.responses.service import ResponseService
+from gateway.responses.store import ResponseStore
 from gateway.state import Gateway, GatewayTiers
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock, SystemClock
@@ -230,11 +232,14 @@ async def running_stand(
     clock: Clock | None = None,
     key_source: KeySource | None = None,
     tokenizer: Tokenizer | None = None,
+    responses: ResponseStore | None = None,
+    redis: Redis | None = None,
 ) -> AsyncIterator[Stand]:
     """Run a gateway.
 
     `administered` holds the store and the file through which its tiers can be changed. `metered` is the store of
-    limits, usage and the answer cache; without it, there are none of them.
+    limits, usage and the answer cache; without it, there are none of them. `redis` and `responses`
+    are the store of responses (None: responses are not stored).
     """
     clock, tiers, keyring = clock or SystemClock(), tiers or make_tiers(), keyring or Keyring()
     tokenizer = tokenizer or tiny_tokenizer()
@@ -272,6 +277,7 @@ async def running_stand(
         limits=limits,
         usage=usage,
         tier_changes=administered and _tier_changes(*administered, client, queue, keyring),
+        responses=ResponseService(service, clock, redis, responses),
         max_body_bytes=max_body_bytes,
     )
     async with AsyncExitStack() as stack:

@@ -177,6 +177,25 @@ async def test_lines_of_a_batch_are_not_held_up_but_counted(redis_client: Redis)
         assert (await usage(stand, "few", "batch"))["requests"] == 3
 
 
+@pytest.mark.parametrize("more", [{}, {"stream": True}])
+async def test_responses_have_the_same_limits_and_cache(redis_client: Redis, more: dict[str, Any]) -> None:
+    body = {"model": MODEL, "input": "hi", "temperature": 0, "store": False} | more
+    headers = as_("few") | {"x-tidegate-cache": "60"}
+    async with metered(redis_client) as stand:
+        answers = [await stand.post("/v1/responses", body, headers=headers) for _ in range(3)]
+        responses = stand.gateway.responses
+        assert responses is not None
+        line = {"model": MODEL, "input": "hi", "store": False}
+        tier = make_tiers()["batch"]
+        status, _ = await responses.complete(
+            "/v1/responses", line, tier=tier, service_tier="flex", request_id="req_1", owner="few"
+        )
+    assert [left(answer.headers, "requests") for answer in answers] == [1, 0, 0]
+    assert [answer.headers.get("x-tidegate-cache") for answer in answers] == ["miss", "hit", None]
+    assert error_of(answers[2], 429)["code"] == "rate_limit_exceeded"
+    assert status == 200, "lines of a batch are not held up"
+
+
 async def test_a_key_without_limits_calls_no_script(redis_client: Redis) -> None:
     async with metered(redis_client) as stand:
         answer = await stand.post("/v1/chat/completions", CHAT, headers=as_("free"))
