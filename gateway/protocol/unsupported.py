@@ -40,8 +40,6 @@ HARMLESS: dict[str, Harmless] = {
     "moderation": _never,
     # parameters of vLLM's extensions
     "length_penalty": _one_of(1),
-    "bad_words": _empty,
-    "allowed_token_ids": _never,
     "use_beam_search": _one_of(False),
     "structural_tag": _never,
     "logits_processors": _empty,
