@@ -38,7 +38,7 @@ from gateway.protocol.tools import (
     ToolChoice,
 )
 from gateway.protocol.unknown_names import unknown_names
-from gateway.protocol.unsupported import refuse_unsupported
+from gateway.protocol.unsupported import refuse_misplaced, refuse_unsupported
 
 T = TypeVar("T")
 
@@ -370,6 +370,7 @@ def parse_generation(kind: type[R], body: dict[str, Any]) -> R:
     request = parse(kind, body)
     check_combinations(request)
     refuse_unsupported(body)
+    refuse_misplaced(body, issubclass(kind, ChatCompletionRequest))
     if ignored := unknown_names(body, kind.model_fields):
         request._ignored = ignored
     return request

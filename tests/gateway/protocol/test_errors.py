@@ -192,6 +192,20 @@ async def test_unsupported_parameters_are_refused_by_name() -> None:
                 assert (error["code"], error["param"]) == ("unsupported_parameter", *change), change
 
 
+async def test_parameters_of_the_other_endpoint_are_refused_by_name() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    async with running_stand() as stand:
+        for path, body, changes in (
+            ("/v1/chat/completions", CHAT, [{"echo": True}]),
+            ("/v1/completions", TEXT, [{"tools": [tool]}, {"top_logprobs": 2}, {"max_completion_tokens": 5}]),
+        ):
+            for change in changes:
+                error = error_of(await stand.post(path, {**body, **change}), 400)
+                assert (error["code"], error["param"]) == ("unsupported_parameter", *change), change
+            unset = {name: None for change in changes for name in change}
+            assert (await stand.post(path, {**body, **unset})).status_code == 200
+
+
 async def test_default_values_of_unsupported_parameters_are_accepted() -> None:
     usual: dict[str, Any] = {
         "tools": [],
