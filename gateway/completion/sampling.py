@@ -1,15 +1,17 @@
 """Turn the sampling options of a body into the engine's sampling parameters.
 
-Knows bodies, the model's recommended values and its vocabulary's size. Does not know prompts, tiers or text.
+Knows bodies, the model's recommended values and its vocabulary. Does not know prompts or tiers.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.interface import SamplingParams
 from gateway.completion.sampling_defaults import SamplingDefaults
+from gateway.completion.tokenizer import Tokenizer
 from gateway.protocol.errors import invalid_value
-from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.protocol.schemas import MAX_PROMPT_IDS, ChatCompletionRequest, CompletionRequest
 
 SEED_MASK = 2**63 - 1  # maps an int64 seed of a body to a non-negative seed, as the engine requires
 
@@ -17,14 +19,41 @@ AnyRequest = ChatCompletionRequest | CompletionRequest
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What the output may be, as tokens and grammars that are the same for all sequences of a request."""
+
+    grammar: str | None = None  # serialised for the engine
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+async def constraints_of(request: AnyRequest, grammar: str | None, tokenizer: Tokenizer) -> Constraints:
+    """Return the constraints of a request whose output has `grammar`.
+
+    A bad word is forbidden at the beginning of a text and after a space, as in vLLM. Raises `ApiError` 400 if the
+    constraints may leave no token.
+    """
+    if grammar is not None and request.allowed_token_ids:
+        raise invalid_value(
+            "allowed_token_ids", "Invalid value for 'allowed_token_ids': it cannot be used with a format or tools."
+        )
+    if not request.bad_words:
+        return Constraints(grammar)
+    words = [word.lstrip() or word for word in request.bad_words]
+    texts = [text for word in words for text in (word, f" {word}")]
+    encoded = await tokenizer.encode(texts, MAX_PROMPT_IDS, add_special_tokens=False)
+    return Constraints(grammar, tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids)))
+
+
 def check_token_ids(request: AnyRequest, vocab_size: int) -> None:
     """Check that the token ids in the sampling options are of the model. Raises `ApiError` 400 if one is not."""
     _check("logit_bias", map(int, request.logit_bias or ()), vocab_size)
+    _check("allowed_token_ids", request.allowed_token_ids or (), vocab_size)
     _check("stop_token_ids", request.stop_token_ids or (), vocab_size)
 
 
 def sampling_params(
-    request: AnyRequest, defaults: SamplingDefaults, max_tokens: int, seed: int, grammar: str | None
+    request: AnyRequest, defaults: SamplingDefaults, max_tokens: int, seed: int, constraints: Constraints
 ) -> SamplingParams:
     """Return the sampling parameters of one sequence that may have `max_tokens` tokens of output."""
     top_p = _or(request.top_p, defaults.top_p)
@@ -40,12 +69,14 @@ def sampling_params(
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
         logit_bias=tuple((int(token_id), bias) for token_id, bias in (request.logit_bias or {}).items()),
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
+        bad_words=constraints.bad_words,
         min_tokens=min(request.min_tokens or 0, max_tokens),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         logprobs=0 if request.chooses_best and request.num_logprobs is None else request.num_logprobs,
         prompt_logprobs=request.num_prompt_logprobs,
-        grammar=grammar,
+        grammar=constraints.grammar,
     )
 
 

@@ -17,7 +17,7 @@ from gateway.completion.metering import UNMETERED, Metering
 from gateway.completion.openai_objects import AnswerHead, ChatAnswer, TextAnswer
 from gateway.completion.prompts import Prompt, encode_prompts, model_limits
 from gateway.completion.response import Demotion, PreparedRequest, ResponseStream
-from gateway.completion.sampling import check_token_ids, sampling_params
+from gateway.completion.sampling import Constraints, check_token_ids, constraints_of, sampling_params
 from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.token_report import TokenReport
 from gateway.completion.tokenizer import Tokenizer
@@ -142,6 +142,7 @@ class CompletionService:
         _check_choices(request, n, tier)
         check_token_ids(request, limits.vocab_size)
         output = await self._plan_output(request)
+        constraints = await constraints_of(request, output.grammar, self._tokenizer)
         prompts = await encode_prompts(request, self._tokenizer, limits, output.template_values)
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
@@ -156,7 +157,7 @@ class CompletionService:
         return PreparedRequest(
             answer=as_reported(service_tier),
             tier=tier,
-            requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner, output.grammar),
+            requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner, constraints),
             n=n,
             options=answer_options(request),
             num_kept=(request.n or 1) if request.chooses_best else None,
@@ -253,7 +254,7 @@ class CompletionService:
         request_id: str,
         arrival_ms: int,
         owner: str | None,
-        grammar: str | None,
+        constraints: Constraints,
     ) -> tuple[Request, ...]:
         n = request.num_sequences
         salt = cache_salt(owner, request.cache_salt)
@@ -267,7 +268,7 @@ class CompletionService:
                         id=f"{request_id}-{i * n + j}",
                         tier=tier.name,
                         prompt_token_ids=prompt.token_ids,
-                        sampling=sampling_params(request, self._defaults, prompt.max_tokens, seed + j, grammar),
+                        sampling=sampling_params(request, self._defaults, prompt.max_tokens, seed + j, constraints),
                         arrival_ms=arrival_ms,
                         deadline_ms=arrival_ms + _time_limit_ms(request, tier),
                         reply_to=self._client.gateway_id,

@@ -62,6 +62,11 @@ def unsupported_parameter(param: str) -> ApiError:
     return invalid_request(message, param, "unsupported_parameter")
 
 
+def misplaced_parameter(param: str, endpoint: str) -> ApiError:
+    message = f"Unsupported parameter: '{param}' is a parameter of {endpoint} only."
+    return invalid_request(message, param, "unsupported_parameter")
+
+
 def invalid_json() -> ApiError:
     return invalid_request("The body is not valid JSON in UTF-8.", code="invalid_json")
 

@@ -12,6 +12,7 @@ from gateway.protocol.json_body import Body
 
 MAX_TOP = 20  # likeliest tokens reported for a position, as in OpenAI's chat API and by default in vLLM
 MAX_TOKEN_IDS = 1024  # entries of a list or mapping of single token ids
+MAX_BAD_WORDS = 128  # each step compares the output with all of them
 INT64 = 2**63
 
 T = TypeVar("T")
@@ -27,6 +28,7 @@ Count = Annotated[int, Field(ge=0, le=2**31), Whole]
 TokenId = Annotated[int, Field(ge=0, le=2**31), Whole]
 TokenIdList = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP), Whole]
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
@@ -52,6 +54,8 @@ class Options(Body):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
     logit_bias: LogitBias | None = None
+    allowed_token_ids: Annotated[TokenIdList, Field(min_length=1)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     # the end of the output
     min_tokens: Count | None = None

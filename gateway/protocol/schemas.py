@@ -38,7 +38,7 @@ from gateway.protocol.tools import (
     ToolChoice,
 )
 from gateway.protocol.unknown_names import unknown_names
-from gateway.protocol.unsupported import refuse_unsupported
+from gateway.protocol.unsupported import refuse_misplaced, refuse_unsupported
 
 T = TypeVar("T")
 
@@ -370,6 +370,7 @@ def parse_generation(kind: type[R], body: dict[str, Any]) -> R:
     request = parse(kind, body)
     check_combinations(request)
     refuse_unsupported(body)
+    refuse_misplaced(body, issubclass(kind, ChatCompletionRequest))
     if ignored := unknown_names(body, kind.model_fields):
         request._ignored = ignored
     return request
@@ -395,6 +396,9 @@ def _contradictions(request: GenerationRequest) -> Iterator[tuple[str, bool, str
         yield "best_of", streams and request.best_of > num_choices, "the best cannot be chosen if 'stream' is true"
     if request.detokenize is False:
         yield "detokenize", bool(request.stop_strings), "stop strings are searched in text, so it must not be false"
+    if request.allowed_token_ids is not None:
+        others = request.min_tokens or request.bad_words
+        yield "allowed_token_ids", bool(others), "with 'bad_words' or 'min_tokens', no token may be left"
     if request.truncate_prompt_tokens is not None:
         keeps_nothing = request.truncate_prompt_tokens == 0
         yield "truncate_prompt_tokens", keeps_nothing, "it must be at least 1, or -1 for all that fit"

@@ -8,7 +8,7 @@ the parameter, unless the value asks for the default behaviour. Parameters that 
 from collections.abc import Callable
 from typing import Any
 
-from gateway.protocol.errors import unsupported_parameter
+from gateway.protocol.errors import misplaced_parameter, unsupported_parameter
 
 Harmless = Callable[[Any], bool]
 
@@ -40,8 +40,6 @@ HARMLESS: dict[str, Harmless] = {
     "moderation": _never,
     # parameters of vLLM's extensions
     "length_penalty": _one_of(1),
-    "bad_words": _empty,
-    "allowed_token_ids": _never,
     "use_beam_search": _one_of(False),
     "structural_tag": _never,
     "logits_processors": _empty,
@@ -54,6 +52,21 @@ HARMLESS: dict[str, Harmless] = {
     "ec_transfer_params": _empty,
     "return_prompt_text": _one_of(False),
 }
+
+
+# Parameters that change the answer to a chat, and mean nothing in /v1/completions; and the reverse.
+ONLY_IN_CHATS = (
+    *("tools", "functions", "top_logprobs", "max_completion_tokens", "documents"),
+    *("chat_template", "chat_template_kwargs", "continue_final_message"),
+)
+ONLY_IN_COMPLETIONS = ("echo",)
+
+
+def refuse_misplaced(body: dict[str, Any], is_chat: bool) -> None:
+    """Refuse a body with a parameter of the other endpoint. Raises `ApiError` 400 `unsupported_parameter`."""
+    for name in ONLY_IN_COMPLETIONS if is_chat else ONLY_IN_CHATS:
+        if body.get(name):
+            raise misplaced_parameter(name, "/v1/completions" if is_chat else "/v1/chat/completions")
 
 
 def refuse_unsupported(body: dict[str, Any]) -> None:

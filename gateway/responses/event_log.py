@@ -4,7 +4,7 @@ A client may follow the events through any gateway, leave, and come back later t
 and their sequence numbers; does not know their content.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from redis.asyncio import Redis
@@ -36,7 +36,7 @@ class EventWriter:
         self._number += frames.count(FRAME_END)
 
 
-async def follow(redis: Redis, response_id: str, after: int, waits: bool) -> AsyncIterator[tuple[int, bytes]]:
+async def follow(redis: Redis, response_id: str, after: int, waits: bool) -> AsyncGenerator[tuple[int, bytes], None]:
     """Yield the frames of the events with a sequence number greater than `after`, until the last event.
 
     Each item is the highest sequence number so far, and the new frames. The frames are empty after each `WAIT_S`

@@ -5,6 +5,7 @@ HTTP.
 """
 
 import asyncio
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -55,6 +56,7 @@ class ResponseService:
             await self._background.close()
 
     def new(self, request: ResponseRequest) -> NewResponse:
+        """Return the response that `request` asks for. It is neither prepared nor submitted yet."""
         store = self._store if request.store is not False else None
         return NewResponse(request, self._completions, self._conversations, store, self._clock)
 
@@ -138,14 +140,15 @@ class ResponseService:
         found = await self.get(response_id, owner)
         assert self._redis is not None
         waits = found is not None and found.is_running
-        async for number, frames in follow(self._redis, response_id, after, waits):
-            if frames:
-                await write(frames)
-                continue
-            found = await self.get(response_id, owner)
-            if found is None or not found.is_running:
-                return await self._write_end(found, number, write)
-            await write(PING)
+        async with aclosing(follow(self._redis, response_id, after, waits)) as events:
+            async for number, frames in events:
+                if frames:
+                    await write(frames)
+                    continue
+                found = await self.get(response_id, owner)
+                if found is None or not found.is_running:
+                    return await self._write_end(found, number, write)
+                await write(PING)
 
     async def _write_end(self, found: StoredResponse | None, number: int, write: Write) -> None:
         """Write the last event of a response whose events are not kept any more, or never came."""

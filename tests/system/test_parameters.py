@@ -109,6 +109,8 @@ async def test_parameters_change_the_output(server: Server, prompt: list[int]) -
     assert len(endless) == len(penalised) == 200
     assert len(set(penalised)) > len(set(endless)), "penalties make the output more varied"
     assert await ids(repetition_penalty=5) != plain
+    assert set(await ids(allowed_token_ids=[first, second])) <= {first, second}
+    assert "Tidegate" not in (await complete(server, prompt=prompt, bad_words=["Tidegate"]))["choices"][0]["text"]
 
 
 async def test_min_p_of_one_is_greedy(server: Server) -> None:

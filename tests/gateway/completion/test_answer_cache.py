@@ -60,6 +60,8 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "repetition_penalty": ({"repetition_penalty": 2}, "miss"),
     "logit_bias": ({"logit_bias": {"5": 1}}, "miss"),
     "min_p": ({"min_p": 0.5}, "miss"),
+    "allowed_token_ids": ({"allowed_token_ids": [7, 8]}, "miss"),
+    "bad_words": ({"bad_words": ["tide"]}, "miss"),
     "min_tokens": ({"min_tokens": 3}, "miss"),
     "stop_token_ids": ({"stop_token_ids": [7]}, "miss"),
     "include_stop_str_in_output": ({"include_stop_str_in_output": True}, "miss"),

@@ -111,6 +111,11 @@ INVALID_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"presence_penalty": -2.1}, "presence_penalty", "invalid_value"),
     ({"frequency_penalty": "1"}, "frequency_penalty", "invalid_type"),
     ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "invalid_value"),
+    ({"allowed_token_ids": [999_999]}, "allowed_token_ids", "invalid_value"),
+    ({"allowed_token_ids": [5], "min_tokens": 1}, "allowed_token_ids", "invalid_value"),
+    ({"bad_words": [""]}, "bad_words[0]", "invalid_value"),
+    ({"bad_words": ["a"] * 129}, "bad_words", "invalid_value"),
     ({"min_p": 1.1}, "min_p", "invalid_value"),
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "invalid_value"),
     ({"stop_token_ids": [999_999]}, "stop_token_ids", "invalid_value"),
@@ -139,8 +144,6 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"thinking_token_budget": 5},
     {"vllm_xargs": {"a": 1}},
     {"logprob_token_ids": [1]},
-    {"bad_words": ["a"]},
-    {"allowed_token_ids": [1]},
     {"use_beam_search": True},
     {"repetition_detection": {}},
     {"suffix": "x"},
@@ -187,6 +190,20 @@ async def test_unsupported_parameters_are_refused_by_name() -> None:
             for change in UNSUPPORTED:
                 error = error_of(await stand.post(path, {**body, **change}), 400)
                 assert (error["code"], error["param"]) == ("unsupported_parameter", *change), change
+
+
+async def test_parameters_of_the_other_endpoint_are_refused_by_name() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    async with running_stand() as stand:
+        for path, body, changes in (
+            ("/v1/chat/completions", CHAT, [{"echo": True}]),
+            ("/v1/completions", TEXT, [{"tools": [tool]}, {"top_logprobs": 2}, {"max_completion_tokens": 5}]),
+        ):
+            for change in changes:
+                error = error_of(await stand.post(path, {**body, **change}), 400)
+                assert (error["code"], error["param"]) == ("unsupported_parameter", *change), change
+            unset = {name: None for change in changes for name in change}
+            assert (await stand.post(path, {**body, **unset})).status_code == 200
 
 
 async def test_default_values_of_unsupported_parameters_are_accepted() -> None:

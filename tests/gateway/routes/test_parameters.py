@@ -27,6 +27,8 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"seed": -1}, {"seed": 2**63 - 1}),
     ({"prompt_logprobs": 2}, {"prompt_logprobs": 2}),
     ({"best_of": 2}, {"logprobs": 0}),
+    ({"allowed_token_ids": [5, 6]}, {"allowed_token_ids": (5, 6)}),
+    ({"bad_words": ["tide", " a"]}, {"bad_words": tuple(map(token_ids, ("tide", " tide", "a", " a")))}),
     ({"temperature": 0, "max_tokens": 5.0}, {"temperature": 0.0, "max_tokens": 5}),
 ]
 
