@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -19,9 +19,11 @@ from pydantic_settings import (
 )
 
 from demo_model.location import demo_model_path
+from gateway.output.formats import CALL_FORMAT_NAMES
 
 CONFIG_VARIABLE = "TIDEGATE_CONFIG"
 STORE_VARIABLE = "TIDEGATE_REDIS_URL"
+KEY_VARIABLE = "TIDEGATE_API_KEY"
 DEMO_MODEL = "tidegate-demo"
 
 
@@ -124,7 +126,7 @@ class CommonSettings(BaseSettings):
         flags: list[str] = []
         for name in kind.model_fields:
             value = getattr(self, name)
-            if value is None or name == "redis_url":
+            if value is None or name in ("redis_url", "api_key"):
                 continue
             flag = name.replace("_", "-")
             if isinstance(value, bool):
@@ -176,11 +178,64 @@ class GatewaySettings(CommonSettings):
     api_keys: Path | None = Field(
         default=None, description="YAML file with API keys and their tiers; unset: no key is needed"
     )
+    api_key: SecretStr | None = Field(
+        default=None,
+        description="the operator's own API key, or several with commas; better set as TIDEGATE_API_KEY, because other "
+        "users of the machine can read flags",
+    )
+    answer_cache_ttl_s: int = Field(
+        default=86_400, ge=1, description="the longest time that a request may keep its answer in the answer cache"
+    )
+    answer_cache_mb: int = Field(
+        default=64, ge=0, description="largest size of the answer cache in the store, in MB; 0: no answer is kept"
+    )
     max_body_mb: int = Field(default=16, ge=1, description="largest JSON body of a request, in MB")
+    response_ttl_s: float = Field(
+        default=86_400.0,
+        ge=0,
+        description="seconds for which stored responses are kept after their last use; 0: none are stored",
+    )
+    response_store_mb: int = Field(
+        default=256,
+        ge=1,
+        description="size of all stored responses, in MB; beyond it, the next ones to expire are removed",
+    )
     sampling_defaults: Literal["model", "openai"] = Field(
         default="model",
         description="for what a request leaves out; model: its generation_config.json, openai: temperature 1",
     )
+    trust_request_chat_template: bool = Field(
+        default=False,
+        description="whether a request may bring its own chat template, a program that may run for ever",
+    )
+    tool_parser: str = Field(
+        default="auto",
+        description="how the model writes tool calls, as docs/api.md lists it; auto: as its chat template shows",
+    )
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _known_parser(cls, value: str) -> str:
+        if value not in ("auto", *CALL_FORMAT_NAMES):
+            raise ValueError(f"must be auto, {', '.join(CALL_FORMAT_NAMES)}")
+        return value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _is_no_key(cls, path: Path | None) -> Path | None:
+        if path is not None and path.name.startswith("sk-") and not path.exists():
+            raise ValueError("this is the name of a file; a key itself is set as TIDEGATE_API_KEY")
+        return path
+
+    @property
+    def operator_keys(self) -> list[str]:
+        secrets = self.api_key.get_secret_value() if self.api_key is not None else ""
+        return [secret.strip() for secret in secrets.split(",") if secret.strip()]
+
+    @property
+    def secret_env(self) -> dict[str, str]:
+        own = {KEY_VARIABLE: self.api_key.get_secret_value()} if self.api_key is not None else {}
+        return super().secret_env | own
 
 
 class ServeSettings(GatewaySettings, WorkerSettings):

@@ -62,6 +62,11 @@ def unsupported_parameter(param: str) -> ApiError:
     return invalid_request(message, param, "unsupported_parameter")
 
 
+def misplaced_parameter(param: str, endpoint: str) -> ApiError:
+    message = f"Unsupported parameter: '{param}' is a parameter of {endpoint} only."
+    return invalid_request(message, param, "unsupported_parameter")
+
+
 def invalid_json() -> ApiError:
     return invalid_request("The body is not valid JSON in UTF-8.", code="invalid_json")
 
@@ -73,6 +78,12 @@ def context_length_exceeded(limit: int, param: str, prompt: int | None, output: 
     of output tokens that the client requested; None if the client did not request a number.
     """
     counted = "more than that" if prompt is None else f"{prompt} tokens"
+    if prompt is not None and output is not None and prompt < limit:
+        message = (
+            f"This model's maximum context length is {limit} tokens. The prompt has {prompt}, so '{param}' must be at "
+            f"most {limit - prompt}, not {output}."
+        )
+        return invalid_request(message, param, "context_length_exceeded")
     requested = "" if output is None else f" and {output} more for the completion"
     message = f"This model's maximum context length is {limit} tokens, but the prompt has {counted}{requested}."
     return invalid_request(message, param, "context_length_exceeded")

@@ -23,14 +23,21 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.interface import FinishReason
 from gateway.app import create_app
+from gateway.completion.answer_cache import AnswerCache
+from gateway.completion.metering import Metering
 from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.service import OPENAI_DEFAULTS, CompletionService
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
+from gateway.keys.limits import KeyLimits
+from gateway.keys.source import KeySource
+from gateway.keys.usage import UsageMeter
+from gateway.responses.service import ResponseService
+from gateway.responses.store import ResponseStore
 from gateway.state import Gateway, GatewayTiers
 from scheduler.client.client import SchedulerClient
-from scheduler.clock import SystemClock
+from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierSet, parse_tiers
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
@@ -160,7 +167,13 @@ class ScriptedWorker:
         if request.delivery is Delivery.AT_END and events:
             ids = tuple(token for event in events for token in event.token_ids)
             last = events[-1]
-            events = [TokenEvent(request.id, last.kind, 0, ids, last.finish_reason, last.error, last.cached_tokens)]
+            logprobs = tuple(found for event in events for found in event.logprobs)
+            prompt = events[0].prompt_logprobs
+            events = [
+                TokenEvent(
+                    request.id, last.kind, 0, ids, last.finish_reason, last.error, last.cached_tokens, logprobs, prompt
+                )
+            ]
         for event in events:
             await self.gate.wait()
             await self.events.publish(request.reply_to, [event])
@@ -212,26 +225,59 @@ async def running_stand(
     ping_s: float = 15.0,
     max_body_bytes: int = 2**20,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    trusts_templates: bool = False,
     administered: tuple[Redis, Path] | None = None,
+    metered: Redis | None = None,
+    cache_bytes: int = 2**20,
+    clock: Clock | None = None,
+    key_source: KeySource | None = None,
+    tokenizer: Tokenizer | None = None,
+    responses: ResponseStore | None = None,
+    redis: Redis | None = None,
 ) -> AsyncIterator[Stand]:
-    """Run a gateway. `administered` holds the store and the file through which its tiers can be changed."""
-    clock, tiers = SystemClock(), tiers or make_tiers()
+    """Run a gateway.
+
+    `administered` holds the store and the file through which its tiers can be changed. `metered` is the store of
+    limits, usage and the answer cache; without it, there are none of them. `redis` and `responses`
+    are the store of responses (None: responses are not stored).
+    """
+    clock, tiers, keyring = clock or SystemClock(), tiers or make_tiers(), keyring or Keyring()
+    tokenizer = tokenizer or tiny_tokenizer()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
     script = answer_with(script) if isinstance(script, str) else script
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)
     client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1")
     metrics, names = GatewayMetrics(), (MODEL, "alias")
-    service = CompletionService(client, clock, tiny_tokenizer(), metrics, names, defaults=defaults, ping_s=ping_s)
+    limits = usage = metering = None
+    if metered is not None:
+        limits, usage = KeyLimits(metered, clock, metrics.count_rate_limited), UsageMeter(metered, metrics, clock)
+        cache = AnswerCache(metered, clock, MODEL, max_ttl_s=3600, max_bytes=cache_bytes)
+        metering = Metering(keyring, limits, usage, cache, metrics)
+    service = CompletionService(
+        client,
+        clock,
+        tokenizer,
+        metrics,
+        names,
+        defaults=defaults,
+        ping_s=ping_s,
+        trusts_templates=trusts_templates,
+        metering=metering,
+    )
     gateway = Gateway(
         model_names=names,
         created=1_700_000_000,
         client=client,
         clock=clock,
-        tokenizer=tiny_tokenizer(),
-        keyring=keyring or Keyring(),
+        tokenizer=tokenizer,
+        keyring=keyring,
         completions=service,
         metrics=metrics,
-        tier_changes=administered and _tier_changes(*administered, client, queue, keyring or Keyring()),
+        key_source=key_source,
+        limits=limits,
+        usage=usage,
+        tier_changes=administered and _tier_changes(*administered, client, queue, keyring),
+        responses=ResponseService(service, clock, redis, responses),
         max_body_bytes=max_body_bytes,
     )
     async with AsyncExitStack() as stack:

@@ -168,6 +168,7 @@ def news_with_everything(tokenizer: Tokenizer) -> list[NewSequence]:
         {"temperature": 1.1, "grammar": JSON_GRAMMAR, "repetition_penalty": 1.1, "max_tokens": 120},
         {"temperature": 0.0, "grammar": regex("([a-m]{3} ){4,9}"), "frequency_penalty": 0.7, "min_tokens": 20},
         {"temperature": 0.0, "logit_bias": ((4, -100.0), (0, -100.0), (60, 2.0)), "frequency_penalty": 0.2},
+        {"temperature": 1.0, "bad_words": ((10,), (226, 270)), "allowed_token_ids": tuple(range(5, 400))},
         {"temperature": 0.0},
     ]
     base: dict[str, Any] = {"max_tokens": 40, "logprobs": 3, "prompt_logprobs": 1}
