@@ -21,8 +21,8 @@ TRUST_SETTING = "--trust-request-chat-template"
 def template_values(request: ChatCompletionRequest, chat_template: str, trusts_templates: bool) -> Mapping[str, Any]:
     """Return the arguments of `apply_chat_template` for `request`; no values for an ordinary chat.
 
-    `chat_template` is the model's own. Raises `ApiError` 400 if the request sets a value that the server sets itself, or one that the template would not
-    use.
+    `chat_template` is the model's own. Raises `ApiError` 400 if the request sets a value that the server sets itself,
+    or one that the template would not use.
     """
     if request.chat_template is not None:
         _check_template(trusts_templates)
