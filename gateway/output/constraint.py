@@ -95,7 +95,7 @@ def _structured(param: str, wanted: StructuredOutputs) -> Source:
     schema = _ANY_OBJECT if wanted.json_ is None else wanted.json_
     if isinstance(schema, str):
         schema = _json_object(schema)
-    return json_source(schema, lenient=False, whitespace_pattern=wanted.whitespace_pattern)
+    return json_source(schema, lenient=True, whitespace_pattern=wanted.whitespace_pattern)
 
 
 def _lark_of_regex(text: str) -> Source:

@@ -86,7 +86,8 @@ class GrammarWriter:
 def json_source(schema: Mapping[str, Any], *, lenient: bool, whitespace_pattern: str | None = None) -> Source:
     """Return a grammar of the JSON values that match `schema`. Raises `GrammarError` if the schema is too large.
 
-    Keywords of JSON schema that llguidance does not know are ignored if `lenient` is true. `whitespace_pattern` is a
+    If `lenient` is true, keywords of JSON schema that llguidance does not know are ignored, and `oneOf` is taken as
+    `anyOf`. `whitespace_pattern` is a
     regular expression for the white space between the tokens of JSON.
     """
     try:
@@ -94,7 +95,7 @@ def json_source(schema: Mapping[str, Any], *, lenient: bool, whitespace_pattern:
     except SchemaTooLarge as error:
         raise GrammarError(str(error)) from None
     style = _JSON_STYLE if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
-    return {"json_schema": {**closed(schema), "x-guidance": {**style, "lenient": lenient}}}
+    return {"json_schema": {**closed(schema), "x-guidance": {**style, "lenient": lenient, "coerce_one_of": lenient}}}
 
 
 def lark_source(text: str) -> Source:
