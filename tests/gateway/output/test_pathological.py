@@ -38,7 +38,7 @@ TAG = {"begin": "<", "end": ">", "schema": chain(1200)}
         {"guided_json": chain(2000)},
         {"guided_json": union(12)},
         {"guided_json": nested(900)},
-        {"guided_grammar": "start: %json " + json.dumps(chain(1200))},
+        {"guided_grammar": "start: %json " + json.dumps(chain(800))},
         {"response_format": {"type": "structural_tag", "triggers": ["<"], "structures": [TAG]}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": chain(1200)}}},
         {"guided_json": nested(5000)},
