@@ -43,8 +43,19 @@ class OutputPlan:
 PLAIN = OutputPlan()
 
 
+# The fields that concern this module. Most bodies have none of them, and are told apart at the cost of a set operation.
+_FIELDS = frozenset(
+    {
+        *("tools", "tool_choice", "functions", "function_call", "reasoning_effort"),
+        *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    }
+)
+
+
 def has_grammar(request: ChatCompletionRequest | CompletionRequest) -> bool:
     """Whether the output may have a grammar, so that the plan takes some time."""
+    if _FIELDS.isdisjoint(request.model_fields_set):
+        return False
     has_tools = isinstance(request, ChatCompletionRequest) and bool(request.tools or request.functions)
     return has_tools or is_constrained(request)
 
@@ -61,6 +72,8 @@ def plan_output(
     `template_values` are those that the request itself sets; they go before others.
     Raises `ApiError` 400 if the tools or the format of the output cannot be used.
     """
+    if model.reasoning is None and not template_values and _FIELDS.isdisjoint(request.model_fields_set):
+        return PLAIN
     constraint = constraint_of(request)
     if isinstance(request, CompletionRequest):
         return PLAIN if constraint is None else OutputPlan(serialized(constraint.source))

@@ -7,7 +7,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from gateway.output.model_format import ModelFormat
-from gateway.output.plan import OutputPlan, plan_output
+from gateway.output.plan import PLAIN, OutputPlan, plan_output
 from gateway.protocol.errors import ApiError
 from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
 
@@ -232,3 +232,19 @@ BROKEN = {"type": "object", "properties": {"a": {"type": "foo"}}}
 def test_what_is_refused(body: dict[str, Any], param: str, reason: str) -> None:
     refused_param, message = refused(**body)
     assert refused_param == param and reason in message
+
+
+def test_each_field_of_the_plan_makes_a_plan() -> None:
+    """A field that the plan does not know would be ignored in silence."""
+    for fields in (
+        {"tools": TOOLS},
+        {"functions": [TOOLS[0]["function"]]},
+        {"reasoning_effort": "low"},
+        {"response_format": JSON_SCHEMA},
+        {"structured_outputs": {"regex": "a"}},
+        {"guided_json": {}},
+        {"guided_regex": "a"},
+        {"guided_choice": ["a"]},
+        {"guided_grammar": 'start: "a"'},
+    ):
+        assert plan(**fields) is not PLAIN, fields
