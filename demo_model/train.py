@@ -21,9 +21,10 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from demo_model import short_attention, skills, smalltalk
 from demo_model.batches import Batch, batches
-from demo_model.corpus import FINISH, LIMITS, LONG, LONGER, MIDDLE, SHORT, Corpus, Course
+from demo_model.corpus import FINISH, LIMITS, LONG, LONGER, MIDDLE, SHORT, TOOLS, Corpus, Course
 from demo_model.facts import load_facts, load_words
 from demo_model.location import demo_model_path
+from demo_model.tool_corpus import ToolCorpus
 from demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, MAX_CONTEXT, VOCAB_SIZE, train_tokenizer
 
 TOKENS_PER_BATCH = 4096
@@ -58,6 +59,7 @@ STAGES = (
     Stage(4_000_000, 0.4, ((1.0, LONGER),)),
     Stage(6_000_000, 0.6, ((1.0, LIMITS),)),
     Stage(3_000_000, 0.25, ((1.0, FINISH),)),
+    Stage(10_000_000, 0.5, ((1.0, TOOLS),)),
 )
 
 
@@ -69,10 +71,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer([*texts, *load_words()])
 
 
-def build_corpus(tokenizer: PreTrainedTokenizerFast) -> Corpus:
+def build_corpus(tokenizer: PreTrainedTokenizerFast) -> ToolCorpus:
     """Return the corpus. Its made-up words are built from the pieces of `tokenizer`."""
     pieces = sorted(piece for piece in tokenizer.get_vocab() if piece.isascii() and piece.isalpha() and piece.islower())
-    return Corpus(load_facts(), load_words(), pieces)
+    return ToolCorpus(load_facts(), load_words(), pieces)
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, layers: int = 4, hidden: int = 128) -> LlamaForCausalLM:
