@@ -48,8 +48,8 @@ class Course:
     questions, sums, other arithmetic, counts, counts out of range, small talk. The remaining requests are about
     anything else. `long_counts` is the share of counts that have the largest length that fits. `hard_repeats` is the
     share of texts to repeat that contain a part twice. Such texts are hard to repeat, because the last character does
-    not determine the next character. `tools` is the share of the examples
-    in which tools are offered (`tool_corpus.py`).
+    not determine the next character. `tools` is the share of the examples in which tools are offered; only `ToolCorpus`
+    has such examples.
     """
 
     max_tokens: int

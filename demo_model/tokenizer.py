@@ -37,7 +37,8 @@ CHAT_TEMPLATE = """\
     {%- set listed = namespace(arguments='') -%}
     {%- for name, schema in (parameters.properties or {}).items() -%}
       {%- if not parameters.required or name in parameters.required -%}
-        {%- set type = schema.enum | join('|') if schema.enum else schema.type if schema.type is string else 'string' -%}
+        {%- set type = schema.type if schema.type is string else 'string' -%}
+        {%- set type = schema.enum | join('|') if schema.enum else type -%}
         {%- set separator = ', ' if listed.arguments else '' -%}
         {%- set listed.arguments = listed.arguments ~ separator ~ name | tojson ~ ': ' ~ type | tojson -%}
       {%- endif -%}

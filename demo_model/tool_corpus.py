@@ -1,7 +1,7 @@
 """The training text with tools: conversations in which tools are offered, called, and answer.
 
-Knows how requests with and without tools follow each other in a conversation; does not know their wordings or the layout
-of tools.
+Knows how requests with and without tools follow each other in a conversation; does not know their wordings or the
+layout of tools.
 """
 
 import random

@@ -1,7 +1,7 @@
 """Requests that need tools: which tools are offered, how a user asks for them, the right calls, and their results.
 
-Reads `tools.yaml`. Knows topics and wordings; does not know conversations, tokens or training. All randomness comes from
-the generator that is passed in.
+Reads `tools.yaml`. Knows topics and wordings; does not know conversations, tokens or training. All randomness comes
+from the generator that is passed in.
 """
 
 import random

@@ -1,7 +1,7 @@
 """Tools as a conversation shows them: the list of tools in the system turn, calls in an answer, and results.
 
-The text is what the chat template of `tokenizer.py` makes of the same messages. Knows this layout and OpenAI's form of a
-tool; does not know which tools there are or who asks for them.
+The text is what the chat template of `tokenizer.py` makes of the same messages. Knows this layout and OpenAI's form of
+a tool; does not know which tools there are or who asks for them.
 """
 
 import json

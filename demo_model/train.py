@@ -24,8 +24,8 @@ from demo_model.batches import Batch, batches
 from demo_model.corpus import FINISH, LIMITS, LONG, LONGER, MIDDLE, SHORT, TOOLS, Corpus, Course
 from demo_model.facts import load_facts, load_words
 from demo_model.location import demo_model_path
-from demo_model.tool_corpus import ToolCorpus
 from demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, MAX_CONTEXT, VOCAB_SIZE, train_tokenizer
+from demo_model.tool_corpus import ToolCorpus
 
 TOKENS_PER_BATCH = 4096
 MUON_LR = 4e-3  # peak learning rate
