@@ -70,8 +70,8 @@ LIMITS = Course(2048, 0.03, bounds=(0.32, 0.46, 0.68, 0.76, 0.84, 0.91, 0.95, 0.
 FINISH = Course(
     2048, 0.03, bounds=(0.26, 0.40, 0.62, 0.70, 0.76, 0.88, 0.92, 0.94), long_counts=0.25, hard_repeats=0.35
 )
-# This course teaches to call tools. The other half of it is `FINISH`, so that nothing is forgotten.
-TOOLS = replace(FINISH, tools=0.5)
+# This course teaches to call tools. Half of its tokens are those of `FINISH`, so that nothing is forgotten.
+TOOLS = replace(FINISH, tools=0.19)
 
 
 class Corpus:

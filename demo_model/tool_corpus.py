@@ -32,17 +32,21 @@ class ToolCorpus(Corpus):
     def _tool_conversation(self, rng: random.Random) -> Example:
         offers = self.requests.offer(rng, rng.choice((0, 1, 1, 2, 2, 2, 3, 3, 3, 4)))
         segments: list[Segment] = []
-        for _ in range(rng.choice((1, 2, 2, 3, 4))):
+        for _ in range(rng.choice((1, 3, 5, 7))):
             kind = rng.random() if offers else 1.0
-            if kind < 0.1:
-                segments += tool_turn(self.requests.ask_twice(rng, offers))
-            elif kind < 0.7:
-                segments += tool_turn(self.requests.ask(rng, rng.choice(offers)))
+            if kind < 0.07:
+                segments += self._tool_turn(rng, self.requests.ask_twice(rng, offers))
+            elif kind < 0.67:
+                segments += self._tool_turn(rng, self.requests.ask(rng, rng.choice(offers)))
             else:
                 segments += conversation(None, [self.task_without_tool(rng, offers)])
         system = self.system_prompt(rng)
         start = f"<|system|>{system}<|end|>" if system is not None else ""
         return Segment(tools_turn(offers) + start, False), *segments
+
+    def _tool_turn(self, rng: random.Random, exchange: Exchange) -> tuple[Segment, ...]:
+        """Return the exchange; mostly without its results, because calls are harder to learn than answers."""
+        return tool_turn(exchange)[: 4 if rng.random() < 1 / 3 else 2]
 
     def task_without_tool(self, rng: random.Random, offers: Sequence[Offer]) -> Pair:
         """Draw a request that needs none of the tools in `offers`, and its answer."""

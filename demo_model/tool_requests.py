@@ -51,6 +51,7 @@ _OPENERS = (
     "I have a question. ",
 )
 _CLOSERS = (" Please.", " Thanks!", " Thank you.", " Use the tool.", " Use your tools.", " Answer briefly.")
+_SUFFIXES = (" now", " please", " for me", " today", " then", " quickly")
 ARITHMETIC = "arithmetic"
 
 
@@ -136,7 +137,7 @@ class ToolRequests:
         """
         chosen: list[str] = list(first)
         while len(chosen) < count:
-            name = rng.choice((*self.topics, "weather", "time", "add", "lookup", "lookup", "action"))
+            name = rng.choice((*self.topics, "weather", "time", "add", "lookup", "lookup"))
             if all(self._may_be_beside(name, other) for other in chosen):
                 chosen.append(name)
         offers: list[Offer] = []
@@ -163,6 +164,8 @@ class ToolRequests:
         word = rng.choice(self._held_out_words if held_out else self._words)
         words = {"w": word, "x": rng.choice(_KINDS), "v": verb, "V": verb.capitalize()}
 
+        usual = usual or rng.random() < 0.25
+
         def pick(texts: Sequence[str]) -> str:
             return (texts[0] if usual else rng.choice(texts)).format(**words)
 
@@ -181,7 +184,7 @@ class ToolRequests:
         """Draw a request for one call of the tool in `offer`. If `held_out`, wording and places are not in training."""
         form = rng.choice(offer.topic.held_out if held_out else offer.topic.ask)
         if not held_out:
-            form = self._reword(rng, form)
+            form = _reword(rng, form)
         pairs = zip(offer.topic.values, offer.tool.arguments, strict=True)
         values = [self._value(rng, kind, json_type, held_out) for kind, (_, json_type) in pairs]
         texts = [str(value) for value in values]
@@ -195,18 +198,6 @@ class ToolRequests:
         joint = rng.choice((" And ", " ", "\n", " Then: ", " And then: ", " Also: "))
         prompt = first.prompt + (joint if first.prompt.endswith((".", "?", "!")) else "." + joint) + second.prompt
         return Exchange(prompt, first.calls + second.calls, first.results + second.results)
-
-    def _reword(self, rng: random.Random, form: str) -> str:
-        kind = rng.random()
-        if kind < 0.08:
-            form = rng.choice(_OPENERS) + form
-        elif kind < 0.14 and form[-1] in ".?":
-            form += rng.choice(_CLOSERS)
-        elif kind < 0.25:
-            form = form.rstrip(".?")
-        elif kind < 0.35 and form[0] in string.ascii_uppercase:
-            form = form[0].lower() + form[1:]
-        return form
 
     def _value(self, rng: random.Random, kind: str, json_type: str, held_out: bool) -> str | int | float:
         if json_type in ("integer", "number"):
@@ -226,7 +217,7 @@ class ToolRequests:
         if held_out:
             return rng.choice(HELD_OUT_PLACES)
         if rng.random() < MADE_UP_SHARE:
-            name = " ".join(self._make_up_word(rng).capitalize() for _ in range(rng.choice((1, 1, 1, 2))))
+            name = " ".join(self._make_up_word(rng).capitalize() for _ in range(rng.choice((1, 1, 2))))
         else:
             name = rng.choice(_PLACES)
         return name.lower() if rng.random() < 0.12 else name
@@ -255,6 +246,21 @@ class ToolRequests:
             "thing": self._thing(rng),
         }
         return rng.choice(offer.topic.results).format(*values, **fields, **offer.words)
+
+
+def _reword(rng: random.Random, form: str) -> str:
+    kind = rng.random()
+    if kind < 0.08:
+        form = rng.choice(_OPENERS) + form
+    elif kind < 0.14 and form[-1] in ".?":
+        form += rng.choice(_CLOSERS)
+    elif kind < 0.25:
+        form = form.rstrip(".?")
+    elif kind < 0.35 and form[0] in string.ascii_uppercase:
+        form = form[0].lower() + form[1:]
+    elif kind < 0.42 and form[-2:] in ("}.", "}?"):
+        form = form[:-1] + rng.choice(_SUFFIXES) + form[-1]
+    return form
 
 
 def _expression(rng: random.Random) -> str:
