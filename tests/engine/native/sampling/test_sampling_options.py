@@ -82,11 +82,14 @@ class Reported:
 
 
 def assert_alike(ours: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
-    """Assert the same tokens, and values equal up to fp32 rounding of another summation order."""
+    """Assert the same tokens, and values equal up to fp32 rounding of another summation order.
+
+    The demo model's logits lie up to 100 apart, so that a relative error of 1e-5 of a logit is 1e-3.
+    """
     assert [entry.token_id for entry in ours] == [entry.token_id for entry in expected]
     for own, other in zip(ours, expected, strict=True):
-        assert own.logprob == pytest.approx(other.logprob, abs=2e-4)
-        assert [value for _, value in own.top] == pytest.approx([value for _, value in other.top], abs=2e-4)
+        assert own.logprob == pytest.approx(other.logprob, abs=1e-3)
+        assert [value for _, value in own.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
         assert [token_id for token_id, _ in own.top] == [token_id for token_id, _ in other.top]
 
 
