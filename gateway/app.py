@@ -7,9 +7,10 @@ from importlib.metadata import PackageNotFoundError, version
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
+from gateway.http.cors import Cors
 from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.protocol import errors
-from gateway.routes import admin, batches, chat, files, models, ops
+from gateway.routes import admin, batches, chat, files, models, ops, tokenize
 from gateway.routes.dependencies import authenticated
 from gateway.routes.sla_feed import SlaFeed
 from gateway.state import Gateway
@@ -23,6 +24,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         lifespan=_lifespan,
         redirect_slashes=False,
         middleware=[  # from the outermost to the innermost
+            Middleware(Cors, allowed=gateway.allowed_origins),
             Middleware(RequestContext, metrics=gateway.metrics, clock=gateway.clock),
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt="/v1/files"),
         ],
@@ -31,11 +33,11 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.state.sla_feed = SlaFeed(gateway.client, gateway.clock)
     app.include_router(ops.router)
     app.include_router(admin.router)
-    for routes in (chat, models):
+    for routes in (chat, models, tokenize):
         app.include_router(routes.router)
     for routes in (files, batches):
         app.include_router(routes.router, dependencies=[Depends(authenticated)])
-    parts = (ops, admin, chat, models, files, batches)
+    parts = (ops, admin, chat, models, tokenize, files, batches)
     errors.install(app, [route for part in parts for route in part.router.routes])
     return app
 

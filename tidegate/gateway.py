@@ -27,6 +27,8 @@ from gateway.completion.sampling_defaults import SamplingDefaults, read_sampling
 from gateway.completion.service import CompletionService
 from gateway.completion.tokenizer import Tokenizer
 from gateway.files.store import FileStore
+from gateway.http.cors import AllowedOrigins
+from gateway.http.http10 import HttpProtocol
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring, KeyringError, load_keyring
 from gateway.state import Gateway, GatewayTiers
@@ -130,6 +132,7 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         batches=batches,
         tier_changes=TierChanges(tier_store, follower, queue.depths, settings.tiers_path, clock),
         max_body_bytes=max_body_bytes,
+        allowed_origins=AllowedOrigins(settings.allowed_origins or ()),
     )
     return create_app(gateway)
 
@@ -173,6 +176,7 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
     app = build_gateway(settings, redis, tiers, clock, gateway_name(port))
     config = uvicorn.Config(
         app,
+        http=HttpProtocol,
         log_config=None,
         access_log=False,
         server_header=False,

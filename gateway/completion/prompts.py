@@ -51,6 +51,18 @@ async def encode_prompts(
     return [_fit(ids, request.max_tokens, DEFAULT_COMPLETION_TOKENS, limits, "prompt") for ids in prompts]
 
 
+async def encode_only(
+    request: ChatCompletionRequest | CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits
+) -> list[int]:
+    """Return the token ids of the one prompt of `request`, which need not leave room for an output.
+
+    Raises `ApiError` 400 if the prompt certainly has more tokens than the context.
+    """
+    if isinstance(request, ChatCompletionRequest):
+        return await _encode_chat(request, tokenizer, limits)
+    return (await _encode_texts(request, tokenizer, limits))[0]
+
+
 async def _encode_chat(request: ChatCompletionRequest, tokenizer: Tokenizer, limits: ModelLimits) -> list[int]:
     if len(request.messages) > limits.max_model_len:  # each message takes at least one token
         raise context_length_exceeded(limits.max_model_len, "messages", None, None)

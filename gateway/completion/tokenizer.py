@@ -7,6 +7,7 @@ torch, because the gateway has to start within one or two seconds, and also on m
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,29 @@ class Tokenizer:
         if _is_short(texts):
             return [self._encode(text, True) for text in texts]
         return await asyncio.to_thread(lambda: [self._encode(text, True) for text in texts])
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    @property
+    def template_takes_tools(self) -> bool:
+        """Whether the chat template shows the model the tools that it may call."""
+        return "tools" in (self._template or "")
+
+    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary writes it. Ids that are not in the vocabulary become empty strings."""
+
+        def look_up() -> list[str]:
+            return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+        return look_up() if len(token_ids) <= INLINE_CHARS else await asyncio.to_thread(look_up)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a whole output or prompt, with its special tokens."""
+        decode = partial(self._backend.decode, list(token_ids), skip_special_tokens=False)
+        text: str = decode() if len(token_ids) <= INLINE_CHARS else await asyncio.to_thread(decode)
+        return text
 
     def decoder(self) -> "IncrementalDecoder":
         return IncrementalDecoder(self._backend)

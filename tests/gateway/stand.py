@@ -26,6 +26,8 @@ from gateway.app import create_app
 from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.service import OPENAI_DEFAULTS, CompletionService
 from gateway.completion.tokenizer import Tokenizer
+from gateway.http.cors import AllowedOrigins
+from gateway.http.http10 import HttpProtocol
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from gateway.state import Gateway, GatewayTiers
@@ -213,6 +215,7 @@ async def running_stand(
     max_body_bytes: int = 2**20,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
     administered: tuple[Redis, Path] | None = None,
+    allowed_origins: Sequence[str] = (),
 ) -> AsyncIterator[Stand]:
     """Run a gateway. `administered` holds the store and the file through which its tiers can be changed."""
     clock, tiers = SystemClock(), tiers or make_tiers()
@@ -233,6 +236,7 @@ async def running_stand(
         metrics=metrics,
         tier_changes=administered and _tier_changes(*administered, client, queue, keyring or Keyring()),
         max_body_bytes=max_body_bytes,
+        allowed_origins=AllowedOrigins(allowed_origins),
     )
     async with AsyncExitStack() as stack:
         if with_worker:
@@ -266,7 +270,12 @@ async def _serving(gateway: Gateway) -> AsyncIterator[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
-            create_app(gateway), log_config=None, ws="none", access_log=False, timeout_graceful_shutdown=1
+            create_app(gateway),
+            http=HttpProtocol,
+            log_config=None,
+            ws="none",
+            access_log=False,
+            timeout_graceful_shutdown=1,
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
