@@ -130,11 +130,12 @@ class CompletionService:
             demotion=_demotion(demotion, answer_as, request, arrival_ms) if demotion is not None else None,
         )
 
-    async def submit(self, prepared: PreparedRequest) -> ResponseStream:
+    async def submit(self, prepared: PreparedRequest, patient: str | None = None) -> ResponseStream:
         """Enqueue all scheduler requests of `prepared`, or none of them.
 
         If their own tier cannot serve them in time, they are enqueued in the lower tier of the demotion, if there is
-        one. Raises `ApiError` 429 or 503 if admission rejects the requests.
+        one. Raises `ApiError` 429 or 503 if admission rejects the requests. The error recommends the `service_tier`
+        `patient`, if it is given.
         """
         outcome = await self._client.submit(prepared.requests)
         demotion = prepared.demotion
@@ -146,7 +147,7 @@ class CompletionService:
                 prepared, outcome = demoted, lower_outcome
         if isinstance(outcome, Rejected):
             self._metrics.count_rejected(prepared.tier.name, outcome.reason.value)
-            raise rejected(outcome, prepared.tier)
+            raise rejected(outcome, prepared.tier, patient)
         return ResponseStream(prepared, outcome, self._tokenizer, self._clock, self._ping_s)
 
     def _answer(self, request: AnyRequest, service_tier: str, request_id: str, now_ms: int) -> Answer:

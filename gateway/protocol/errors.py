@@ -119,20 +119,24 @@ def store_unreachable() -> ApiError:
     return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(5.0))
 
 
-def rejected(reason: Rejected, tier: Tier) -> ApiError:
+def rejected(reason: Rejected, tier: Tier, patient: str | None = None) -> ApiError:
     """Return the error for a request that admission rejected.
 
     The status is 503 if the server cannot serve the tier at the moment. It is 429 in a bulk tier if its queue is full
-    or the request's deadline is too near.
+    or the request's deadline is too near. `patient` is the `service_tier` of a tier in which the caller's requests
+    wait longer instead of being rejected; None if there is no such tier.
     """
     headers = retry_after(reason.retry_after_s) | ({"x-should-retry": "false"} if reason.is_final else {})
+    is_crowded = reason.reason in (RejectReason.OVERLOADED, RejectReason.QUEUE_FULL)
+    way_out = f'With `"service_tier": "{patient}"` it would wait its turn.' if patient and is_crowded else ""
+    message = " ".join(filter(None, (reason.message, way_out, reason.advice)))
     if reason.reason in (RejectReason.DRAINING, RejectReason.OVERLOADED, RejectReason.TIER_GONE):
-        return ApiError(503, reason.message, "server_error", code="server_overloaded", headers=headers)
+        return ApiError(503, message, "server_error", code="server_overloaded", headers=headers)
     if reason.reason is RejectReason.NO_ENGINE:
-        return ApiError(503, reason.message, "server_error", code="engine_overloaded", headers=headers)
+        return ApiError(503, message, "server_error", code="engine_overloaded", headers=headers)
     if tier.is_interactive:
-        return ApiError(503, reason.message, "server_error", code="server_overloaded", headers=headers)
-    return ApiError(429, reason.message, "resource_unavailable", code="resource_unavailable", headers=headers)
+        return ApiError(503, message, "server_error", code="server_overloaded", headers=headers)
+    return ApiError(429, message, "resource_unavailable", code="resource_unavailable", headers=headers)
 
 
 def retry_after(seconds: float) -> dict[str, str]:

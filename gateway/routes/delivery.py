@@ -15,7 +15,7 @@ from gateway.completion.response import ResponseStream
 from gateway.completion.service import AnyRequest
 from gateway.http.disconnect import CLIENT_CLOSED, ClientDisconnected, until_disconnect
 from gateway.http.sse import EventStreamResponse
-from gateway.identity import ApiKey, demotion_of, resolve_tier
+from gateway.identity import ApiKey, demotion_of, patient_service_tier, resolve_tier
 from gateway.protocol.json_body import read_object
 from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
 from gateway.state import gateway_of
@@ -59,6 +59,6 @@ async def _submit(request: Request, body: AnyRequest, key: ApiKey | None) -> Res
         owner=key.name if key else None,
         demotion=demotion_of(resolved.tier, key, tiers),
     )
-    stream = await gateway.completions.submit(prepared)
+    stream = await gateway.completions.submit(prepared, patient_service_tier(resolved.tier, key, tiers))
     structlog.contextvars.bind_contextvars(tier=stream.tier.name)  # a demotion may have changed it
     return stream

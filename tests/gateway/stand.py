@@ -222,7 +222,7 @@ async def running_stand(
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
     script = answer_with(script) if isinstance(script, str) else script
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)
-    client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1")
+    client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1", draw=lambda: 0.0)
     metrics, names = GatewayMetrics(), (MODEL, "alias")
     service = CompletionService(client, clock, tiny_tokenizer(), metrics, names, defaults=defaults, ping_s=ping_s)
     gateway = Gateway(
