@@ -13,6 +13,7 @@ import structlog
 from gateway.completion.choice import Choice
 from gateway.completion.openai_objects import Answer, ChunkEncoder, Usage
 from gateway.completion.piece import Piece
+from gateway.completion.receipt import receipt_object, with_receipt
 from gateway.completion.stop_strings import StopMatcher
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.sse import DONE, PING, Write
@@ -20,7 +21,7 @@ from gateway.protocol.errors import ApiError, internal_error, timed_out
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import EventKind, Request, TokenEvent
+from scheduler.request import EventKind, Receipt, Request, TokenEvent
 
 log = structlog.get_logger(__name__)
 
@@ -52,6 +53,12 @@ class PreparedRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     demotion: Demotion | None = None
+    receipt_for: str | None = None  # the `service_tier` that was requested, if the answer shall have a receipt
+
+    def with_receipt(self, requested: str) -> "PreparedRequest":
+        """Return the same request, whose answer has a receipt. `requested` is the `service_tier` that it asked for."""
+        requests = tuple(replace(r, wants_receipt=True) for r in self.requests)
+        return replace(self, requests=requests, receipt_for=requested)
 
     def demoted(self, to: Demotion) -> "PreparedRequest":
         """Return the same request in the tier of `to`, without a further demotion."""
@@ -77,6 +84,7 @@ class ResponseStream:
             for index, request in enumerate(prepared.requests)
         }
         self._num_open = len(self._choices)
+        self._receipts: dict[int, Receipt] = {}  # the newest receipt of each choice, by its index
         self._last_event_s = clock.now()
 
     @property
@@ -96,7 +104,8 @@ class ResponseStream:
                     outputs[choice.index].extend(piece)
         self._log_usage()
         choices = [(choice, outputs[choice.index]) for choice in self._choices.values()]
-        return self._prepared.answer.response(choices, self._usage())
+        answer = self._prepared.answer.response(choices, self._usage())
+        return answer if self._prepared.receipt_for is None else {**answer, "tidegate": self._receipt()}
 
     async def stream(self, write: Write) -> None:
         """Write the answer as frames. Raises the same errors as `respond`, also after the first frames are written."""
@@ -110,10 +119,12 @@ class ResponseStream:
                 # New tokens may give no text yet: they may be a part of a character or of a possible stop string.
                 if not frames and self._clock.now() - wrote_s >= self._ping_s:
                     frames = PING
+                if not self._num_open and not self._prepared.include_usage:
+                    frames = self._with_receipt(frames)
                 if frames:
                     await write(frames)
                     wrote_s = self._clock.now()
-        last = chunks.total(self._usage()) if self._prepared.include_usage else b""
+        last = self._with_receipt(chunks.total(self._usage())) if self._prepared.include_usage else b""
         await write(last + DONE)
         self._log_usage()
 
@@ -144,6 +155,8 @@ class ResponseStream:
             raise internal_error("The generation was interrupted by an error of the server.")
         if event.kind is EventKind.CANCELLED:
             raise ApiError(503, "The server cancelled the request.", "server_error", code="server_overloaded")
+        if event.receipt is not None:
+            self._receipts[choice.index] = event.receipt
         piece = choice.feed(event)
         self._num_open -= choice.finish_reason is not None
         return piece
@@ -171,6 +184,15 @@ class ResponseStream:
             if choice.finish_reason is not None:
                 frames.append(chunks.closing(choice.index, choice.finish_reason, usage))
         return b"".join(frames)
+
+    def _with_receipt(self, last_frames: bytes) -> bytes:
+        return last_frames if self._prepared.receipt_for is None else with_receipt(last_frames, self._receipt())
+
+    def _receipt(self) -> dict[str, Any]:
+        total_ms = self._clock.wall_ms() - self._prepared.requests[0].arrival_ms
+        cached = {choice.index: choice.cached_tokens for choice in self._choices.values()}
+        requested = self._prepared.receipt_for or "auto"
+        return receipt_object(requested, self._prepared.tier.name, total_ms, self._receipts, cached)
 
     def _usage(self) -> Usage:
         """Return the token counts of the answer.

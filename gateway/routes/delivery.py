@@ -20,6 +20,8 @@ from gateway.protocol.json_body import read_object
 from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
 from gateway.state import gateway_of
 
+RECEIPT_HEADER = "x-tidegate-receipt"  # a request with it gets an answer with a receipt
+
 
 async def deliver(
     request: Request, kind: type[ChatCompletionRequest] | type[CompletionRequest], key: ApiKey | None
@@ -59,6 +61,8 @@ async def _submit(request: Request, body: AnyRequest, key: ApiKey | None) -> Res
         owner=key.name if key else None,
         demotion=demotion_of(resolved.tier, key, tiers),
     )
+    if request.headers.get(RECEIPT_HEADER, "0").lower() not in ("0", "false", ""):
+        prepared = prepared.with_receipt(body.service_tier or "auto")
     stream = await gateway.completions.submit(prepared, patient_service_tier(resolved.tier, key, tiers))
     structlog.contextvars.bind_contextvars(tier=stream.tier.name)  # a demotion may have changed it
     return stream

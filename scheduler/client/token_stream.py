@@ -129,4 +129,5 @@ class TokenStream:
             finish_reason=event.finish_reason,
             error=event.error,
             cached_tokens=event.cached_tokens,
+            receipt=event.receipt,
         )

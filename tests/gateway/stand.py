@@ -8,7 +8,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ class ScriptedWorker:
         if request.delivery is Delivery.AT_END and events:
             ids = tuple(token for event in events for token in event.token_ids)
             last = events[-1]
-            events = [TokenEvent(request.id, last.kind, 0, ids, last.finish_reason, last.error, last.cached_tokens)]
+            events = [replace(last, index=0, token_ids=ids)]
         for event in events:
             await self.gate.wait()
             await self.events.publish(request.reply_to, [event])
