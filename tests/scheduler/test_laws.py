@@ -217,7 +217,7 @@ def assert_output_unchanged(answer: Answer) -> None:
 def test_the_same_seed_gives_the_same_trace(traffic: Traffic) -> None:
     """Law 5."""
     first, second = play(traffic).core.trace(), play(traffic).core.trace()
-    assert first
+    assert first or all(a.cancelled_after_ms is not None for a in traffic.arrivals)
     assert first == second
 
 
