@@ -80,6 +80,9 @@ class SamplingParams:
     grammar: str | None = None  # serialised llguidance grammar; only tokens that the grammar allows are generated
 
 
+GRAMMAR_FAILED = "the grammar"  # first words of a `SequenceFailure` for which the request's grammar is to blame
+
+
 @dataclass(frozen=True, slots=True)
 class NewSequence:
     """A sequence that a plan starts."""

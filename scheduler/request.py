@@ -1,6 +1,6 @@
 """The request that a gateway sends to a worker, and the token events that the worker sends back.
 
-Both are frozen dataclasses with plain values that msgpack can encode. A request holds token ids and the name of a tier.
+Both are immutable records with plain values that msgpack can encode. A request holds token ids and the name of a tier.
 It holds no HTTP, no text and nothing of the model's vocabulary. `RequestState` is the worker's own record of a claimed
 request.
 """
@@ -8,7 +8,9 @@ request.
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.interface import FinishReason, SamplingParams
+import msgspec
+
+from engine.interface import FinishReason, SamplingParams, TokenLogprobs
 
 
 class Delivery(Enum):
@@ -87,12 +89,11 @@ class Receipt:
     evictions: int  # number of steps that it was taken out of while they ran
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """An event that reports new tokens of one request, its end, or both.
 
     `index` is the position of `token_ids[0]` in the whole output. It lets a gateway drop the tokens that it already has
-    when another worker starts the request again.
+    when another worker starts the request again. Fields with their default value are left out of the encoded event.
     """
 
     request_id: str
@@ -102,6 +103,9 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     error: str = ""
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one entry for each of `token_ids`, if requested
+    # If requested, one entry for each prompt token but the first. Only the event with index 0 has them.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     receipt: Receipt | None = None  # if requested
 
     @property

@@ -7,7 +7,7 @@ clock; None means that the event has not happened.
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine.interface import blocks_for
+from engine.interface import TokenLogprobs, blocks_for
 from scheduler.config import Tier
 from scheduler.request import Lease, Request
 
@@ -70,6 +70,8 @@ class RequestState:
     last_token_s: float | None = None
     ended_s: float | None = None
     num_reported: int = 0  # output tokens already sent to the gateway
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output tokens that were not sent yet, if requested
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt, until they are sent
     reported_s: float | None = None
     last_step: int = -1  # id of the newest step that the sequence ran in
     num_preemptions: int = 0  # number of times that the KV blocks on the device were lost; pauses do not count
@@ -215,6 +217,13 @@ class RequestState:
         tokens = tuple(self.output_token_ids[self.num_reported :])
         self.num_reported, self.reported_s = len(self.output_token_ids), now
         return tokens
+
+    def report_logprobs(self) -> tuple[tuple[TokenLogprobs, ...], tuple[TokenLogprobs, ...]]:
+        """Return the log probabilities of output and prompt that have not been sent yet, and forget them."""
+        found = tuple(self.logprobs), tuple(self.prompt_logprobs)
+        self.logprobs.clear()
+        self.prompt_logprobs.clear()
+        return found
 
     def met_slo(self) -> bool:
         """Return whether the first token was in time and at most 1 % of the gaps between tokens were too long."""

@@ -112,7 +112,16 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
     metrics = GatewayMetrics()
     tokenizer = load_tokenizer(settings)
     defaults = load_sampling_defaults(settings)
-    completions = CompletionService(client, clock, tokenizer, metrics, names, defaults=defaults)
+    completions = CompletionService(
+        client,
+        clock,
+        tokenizer,
+        metrics,
+        names,
+        defaults=defaults,
+        trusts_templates=settings.trust_request_chat_template,
+        tool_parser=settings.tool_parser,
+    )
     files = FileStore(redis, settings.data_dir, clock)
     keyring = load_keyring(settings.api_keys, tiers) if settings.api_keys else Keyring()
     max_body_bytes = settings.max_body_mb * 2**20

@@ -20,6 +20,7 @@ from pydantic_settings import (
 )
 
 from demo_model.location import demo_model_path
+from gateway.output.formats import CALL_FORMAT_NAMES
 
 CONFIG_VARIABLE = "TIDEGATE_CONFIG"
 STORE_VARIABLE = "TIDEGATE_REDIS_URL"
@@ -196,6 +197,21 @@ class GatewaySettings(CommonSettings):
         default="model",
         description="for what a request leaves out; model: its generation_config.json, openai: temperature 1",
     )
+    trust_request_chat_template: bool = Field(
+        default=False,
+        description="whether a request may bring its own chat template, a program that may run for ever",
+    )
+    tool_parser: str = Field(
+        default="auto",
+        description="how the model writes tool calls, as docs/api.md lists it; auto: as its chat template shows",
+    )
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _known_parser(cls, value: str) -> str:
+        if value not in ("auto", *CALL_FORMAT_NAMES):
+            raise ValueError(f"must be auto, {', '.join(CALL_FORMAT_NAMES)}")
+        return value
 
     @field_validator("allowed_origins", mode="before")
     @classmethod

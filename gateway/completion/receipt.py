@@ -3,7 +3,7 @@
 Knows workers' receipts and the JSON object `tidegate` that is made of them; does not know HTTP or token events.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,24 +15,20 @@ END_OF_FRAME = b"}\n\n"
 
 
 def receipt_object(
-    tier_requested: str,
-    tier_served: str,
-    total_ms: int,
-    workers: Mapping[int, Receipt],
-    cached_tokens: Mapping[int, int],
+    tier_requested: str, tier_served: str, total_ms: int, sequences: Sequence[tuple[Receipt, int]]
 ) -> dict[str, Any]:
     """Return the object `tidegate` of an answer.
 
-    `workers` and `cached_tokens` hold the workers' receipts and the cached prompt tokens, by the index of the choice.
-    The times at the top are those of the choice that took longest. If there are several choices, each also has an entry
-    of its own.
+    `sequences` holds the worker's receipt and the number of cached prompt tokens of each sequence, in their order. The
+    times at the top are those of the sequence that took longest. If there are several, each also has an entry of its
+    own.
     """
-    entries = {index: asdict(receipt) | {"cached_tokens": cached_tokens[index]} for index, receipt in workers.items()}
+    entries = [asdict(receipt) | {"cached_tokens": cached} for receipt, cached in sequences]
     answer: dict[str, Any] = {"tier_requested": tier_requested, "tier_served": tier_served, "total_ms": total_ms}
     if entries:
-        answer |= max(entries.values(), key=lambda e: float(e["queue_ms"] + e["prefill_ms"] + e["decode_ms"]))
+        answer |= max(entries, key=lambda e: float(e["queue_ms"] + e["prefill_ms"] + e["decode_ms"]))
     if len(entries) > 1:
-        answer["choices"] = [{"index": index, **entries[index]} for index in sorted(entries)]
+        answer["sequences"] = entries
     return answer
 
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import structlog
 
+from engine.interface import GRAMMAR_FAILED
+from gateway.completion.answer_options import AnswerOptions
 from gateway.completion.choice import Choice
 from gateway.completion.openai_objects import Answer, ChunkEncoder, Usage
-from gateway.completion.piece import Piece
 from gateway.completion.receipt import receipt_object, with_receipt
-from gateway.completion.stop_strings import StopMatcher
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.sse import DONE, PING, Write
-from gateway.protocol.errors import ApiError, internal_error, timed_out
+from gateway.output.piece import Piece
+from gateway.output.plan import PLAIN, OutputPlan
+from gateway.protocol.errors import ApiError, internal_error, invalid_request, timed_out
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
@@ -42,17 +44,21 @@ class Demotion:
 class PreparedRequest:
     """A validated and tokenised request, which is ready to be submitted.
 
-    `requests` holds `n` scheduler requests for each prompt, in the order of the choices' indexes.
+    `requests` holds `n` scheduler requests for each prompt, in the order of the choices' indexes. If `num_kept` is set,
+    the answer has only so many choices for each prompt, those with the highest mean log probability.
     """
 
     answer: Answer
     tier: Tier
     requests: tuple[Request, ...]
     n: int
-    stops: tuple[str, ...] = ()
+    options: AnswerOptions = AnswerOptions()
+    num_kept: int | None = None
+    prompt_texts: tuple[str | None, ...] = (None,)  # the prompts as the client sent them; None: token ids or a chat
     include_usage: bool = False
     continuous_usage: bool = False
     demotion: Demotion | None = None
+    output: OutputPlan = PLAIN
     receipt_for: str | None = None  # the `service_tier` that was requested, if the answer shall have a receipt
 
     def with_receipt(self, requested: str) -> "PreparedRequest":
@@ -80,11 +86,10 @@ class ResponseStream:
         self._clock = clock
         self._ping_s = ping_s
         self._choices = {
-            request.id: Choice(index, tokenizer.decoder(), StopMatcher(prepared.stops) if prepared.stops else None)
-            for index, request in enumerate(prepared.requests)
+            request.id: _choice(index, request, prepared, tokenizer) for index, request in enumerate(prepared.requests)
         }
         self._num_open = len(self._choices)
-        self._receipts: dict[int, Receipt] = {}  # the newest receipt of each choice, by its index
+        self._receipts: dict[str, Receipt] = {}  # the newest receipt of each scheduler request, by its id
         self._last_event_s = clock.now()
 
     @property
@@ -104,8 +109,21 @@ class ResponseStream:
                     outputs[choice.index].extend(piece)
         self._log_usage()
         choices = [(choice, outputs[choice.index]) for choice in self._choices.values()]
-        answer = self._prepared.answer.response(choices, self._usage())
+        answer = self._prepared.answer.response(self._best_of(choices), self._usage())
         return answer if self._prepared.receipt_for is None else {**answer, "tidegate": self._receipt()}
+
+    def _best_of(self, choices: list[tuple[Choice, Piece]]) -> list[tuple[Choice, Piece]]:
+        """Return the choices that the answer has, with their final indexes."""
+        n, num_kept = self._prepared.n, self._prepared.num_kept
+        if num_kept is None:
+            return choices
+        best: list[tuple[Choice, Piece]] = []
+        for first in range(0, len(choices), n):
+            ranked = sorted(choices[first : first + n], key=lambda found: -found[0].mean_logprob)
+            best += ranked[:num_kept]
+        for index, (choice, _) in enumerate(best):
+            choice.index = index
+        return best
 
     async def stream(self, write: Write) -> None:
         """Write the answer as frames. Raises the same errors as `respond`, also after the first frames are written."""
@@ -151,12 +169,14 @@ class ResponseStream:
 
     def _feed(self, choice: Choice, event: TokenEvent) -> Piece:
         if event.kind is EventKind.FAILED:
+            if self._prepared.output.grammar is not None and (event.error or "").startswith(GRAMMAR_FAILED):
+                raise invalid_request(f"The output cannot have the requested format: {event.error}.")
             log.warning("generation_failed", sequence=event.request_id, reason=event.error)
             raise internal_error("The generation was interrupted by an error of the server.")
         if event.kind is EventKind.CANCELLED:
             raise ApiError(503, "The server cancelled the request.", "server_error", code="server_overloaded")
         if event.receipt is not None:
-            self._receipts[choice.index] = event.receipt
+            self._receipts[event.request_id] = event.receipt
         piece = choice.feed(event)
         self._num_open -= choice.finish_reason is not None
         return piece
@@ -173,12 +193,13 @@ class ResponseStream:
         return left_s if timeout_s is None else min(timeout_s, left_s)
 
     def _frames(self, pieces: Sequence[tuple[Choice, Piece]], chunks: ChunkEncoder, opened: set[int]) -> bytes:
-        usage = self._usage() if self._prepared.continuous_usage else None
         frames = []
         for choice, piece in pieces:
+            usage = self._usage_of(choice) if self._prepared.continuous_usage else None
             if choice.index not in opened:
                 opened.add(choice.index)
-                frames.append(chunks.opening(choice.index, usage))
+                before = replace(usage, completion_tokens=0) if usage is not None else None
+                frames.append(chunks.opening(choice.index, before))
             if piece:
                 frames.append(chunks.piece(choice.index, piece, usage))
             if choice.finish_reason is not None:
@@ -190,9 +211,17 @@ class ResponseStream:
 
     def _receipt(self) -> dict[str, Any]:
         total_ms = self._clock.wall_ms() - self._prepared.requests[0].arrival_ms
-        cached = {choice.index: choice.cached_tokens for choice in self._choices.values()}
-        requested = self._prepared.receipt_for or "auto"
-        return receipt_object(requested, self._prepared.tier.name, total_ms, self._receipts, cached)
+        found = [
+            (self._receipts[request_id], choice.cached_tokens)
+            for request_id, choice in self._choices.items()
+            if request_id in self._receipts
+        ]
+        return receipt_object(self._prepared.receipt_for or "auto", self._prepared.tier.name, total_ms, found)
+
+    def _usage_of(self, choice: Choice) -> Usage:
+        """Return the token counts of one choice so far. Its chunks report these, as those of vLLM do."""
+        prompt = self._prepared.requests[choice.index].prompt_token_ids
+        return Usage(len(prompt), choice.num_tokens, choice.cached_tokens, choice.num_reasoning_tokens)
 
     def _usage(self) -> Usage:
         """Return the token counts of the answer.
@@ -205,6 +234,7 @@ class ResponseStream:
             prompt_tokens=sum(len(r.prompt_token_ids) for r in self._prepared.requests[first_of_prompt]),
             completion_tokens=sum(choice.num_tokens for choice in choices),
             cached_tokens=sum(choice.cached_tokens for choice in choices[first_of_prompt]),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         )
 
     def _log_usage(self) -> None:
@@ -212,3 +242,8 @@ class ResponseStream:
         structlog.contextvars.bind_contextvars(
             prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens
         )
+
+
+def _choice(index: int, request: Request, prepared: PreparedRequest, tokenizer: Tokenizer) -> Choice:
+    prompt_text = prepared.prompt_texts[index // prepared.n]
+    return prepared.options.choice(index, tokenizer, request.prompt_token_ids, prompt_text, prepared.output)

@@ -74,6 +74,12 @@ def context_length_exceeded(limit: int, param: str, prompt: int | None, output: 
     of output tokens that the client requested; None if the client did not request a number.
     """
     counted = "more than that" if prompt is None else f"{prompt} tokens"
+    if prompt is not None and output is not None and prompt < limit:
+        message = (
+            f"This model's maximum context length is {limit} tokens. The prompt has {prompt}, so '{param}' must be at "
+            f"most {limit - prompt}, not {output}."
+        )
+        return invalid_request(message, param, "context_length_exceeded")
     requested = "" if output is None else f" and {output} more for the completion"
     message = f"This model's maximum context length is {limit} tokens, but the prompt has {counted}{requested}."
     return invalid_request(message, param, "context_length_exceeded")

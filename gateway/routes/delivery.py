@@ -18,6 +18,8 @@ from gateway.http.sse import EventStreamResponse
 from gateway.identity import ApiKey, demotion_of, patient_service_tier, resolve_tier
 from gateway.protocol.json_body import read_object
 from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
+from gateway.protocol.tier_synonyms import TTFT_HEADER, wished_service_tier
+from gateway.protocol.unknown_names import IGNORED_HEADER, header_value
 from gateway.state import gateway_of
 
 RECEIPT_HEADER = "x-tidegate-receipt"  # a request with it gets an answer with a receipt
@@ -37,21 +39,26 @@ async def deliver(
         gateway_of(request).metrics.count_disconnect(stream.tier.name)
         request.state.hung_up = True  # RequestContext in gateway/http/middleware.py reads this
 
+    headers = {IGNORED_HEADER: header_value(body.ignored_names)} if body.ignored_names else None
     if body.stream:
-        return EventStreamResponse(stream.stream, hung_up)
+        return EventStreamResponse(stream.stream, hung_up, headers=headers)
     try:
         async with until_disconnect(request.receive):
             answer = await stream.respond()
     except ClientDisconnected:
         hung_up()
         return Response(status_code=CLIENT_CLOSED)
-    return Response(encode_json(answer), media_type="application/json")
+    return Response(encode_json(answer), headers=headers, media_type="application/json")
 
 
 async def _submit(request: Request, body: AnyRequest, key: ApiKey | None) -> ResponseStream:
     gateway = gateway_of(request)
     tiers = gateway.tiers
-    resolved = resolve_tier(body.service_tier, key, tiers)
+    service_tier, slo_ttft_ms = body.service_tier, request.headers.get(TTFT_HEADER)
+    if body.priority or slo_ttft_ms is not None:
+        usual = resolve_tier(None, key, tiers).tier
+        service_tier = wished_service_tier(service_tier, body.priority, slo_ttft_ms, usual, tiers)
+    resolved = resolve_tier(service_tier, key, tiers)
     structlog.contextvars.bind_contextvars(tier=resolved.tier.name)
     prepared = await gateway.completions.prepare(
         body,
@@ -62,7 +69,7 @@ async def _submit(request: Request, body: AnyRequest, key: ApiKey | None) -> Res
         demotion=demotion_of(resolved.tier, key, tiers),
     )
     if request.headers.get(RECEIPT_HEADER, "0").lower() not in ("0", "false", ""):
-        prepared = prepared.with_receipt(body.service_tier or "auto")
+        prepared = prepared.with_receipt(service_tier or "auto")
     stream = await gateway.completions.submit(prepared, patient_service_tier(resolved.tier, key, tiers))
     structlog.contextvars.bind_contextvars(tier=stream.tier.name)  # a demotion may have changed it
     return stream

@@ -50,8 +50,8 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
         "context_length": context,
         "capabilities": {
             "completion": True,
-            "completion_chat": tokenizer.has_chat_template,
-            "function_calling": tokenizer.template_takes_tools,
+            "completion_chat": bool(tokenizer.chat_template),
+            "function_calling": "tools" in tokenizer.chat_template,
             "fine_tuning": False,
             "vision": False,
         },

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from gateway.completion.openai_objects import encode_json
-from gateway.completion.prompts import ModelLimits, encode_only, model_limits
+from gateway.completion.prompts import ModelLimits, model_limits
 from gateway.completion.service import AnyRequest
 from gateway.protocol.errors import invalid_value, model_not_found
 from gateway.protocol.json_body import Body, parse, read_object
@@ -48,10 +48,11 @@ async def tokenize(request: Request, key: Caller) -> Response:
     """Return the token ids of `prompt`, or of the prompt that the chat template makes of `messages`."""
     gateway = gateway_of(request)
     body, with_strings = await read_object(request, partial(_parse_tokenize, gateway))
-    limits = _limits(gateway)
-    ids = await encode_only(body, gateway.tokenizer, limits)
+    ids = await gateway.completions.encode(body)
     strings = await gateway.tokenizer.token_strings(ids) if with_strings else None
-    return _json({"count": len(ids), "max_model_len": limits.max_model_len, "tokens": ids, "token_strs": strings})
+    return _json(
+        {"count": len(ids), "max_model_len": _limits(gateway).max_model_len, "tokens": ids, "token_strs": strings}
+    )
 
 
 @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))

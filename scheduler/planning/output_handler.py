@@ -69,6 +69,8 @@ class OutputHandler:
             state.num_cached_tokens = output.num_cached_tokens
             report.lookups += filter(None, [step_report.lookup(state)])
         state.output_token_ids.extend(output.token_ids)
+        state.logprobs.extend(output.logprobs)
+        state.prompt_logprobs.extend(output.prompt_logprobs)
         self._table.update(state)
         if output.token_ids:
             if state.awaits_first_token and state.reaction_steps is not None:

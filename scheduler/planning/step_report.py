@@ -101,24 +101,28 @@ def _ms(seconds: float) -> float:
 
 
 def progress_event(state: RequestState, now: float, worker_id: str = "") -> TokenEvent:
-    return TokenEvent(
-        request_id=state.id,
-        kind=EventKind.TOKENS,
-        index=state.num_reported,
-        token_ids=state.report_tokens(now),
-        cached_tokens=state.num_cached_tokens or 0,
-        receipt=receipt_of(state, worker_id),
-    )
+    return _tokens_event(state, EventKind.TOKENS, None, now, worker_id)
 
 
 def finished_event(state: RequestState, reason: FinishReason, now: float, worker_id: str = "") -> TokenEvent:
+    return _tokens_event(state, EventKind.FINISHED, reason, now, worker_id)
+
+
+def _tokens_event(
+    state: RequestState, kind: EventKind, reason: FinishReason | None, now: float, worker_id: str
+) -> TokenEvent:
+    """Return an event with all tokens and log probabilities that were not sent yet, and mark them as sent."""
+    index = state.num_reported
+    logprobs, prompt_logprobs = state.report_logprobs()
     return TokenEvent(
         request_id=state.id,
-        kind=EventKind.FINISHED,
-        index=state.num_reported,
+        kind=kind,
+        index=index,
         token_ids=state.report_tokens(now),
         finish_reason=reason,
         cached_tokens=state.num_cached_tokens or 0,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         receipt=receipt_of(state, worker_id),
     )
 

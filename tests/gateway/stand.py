@@ -8,7 +8,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
+from msgspec.structs import replace
 from redis.asyncio import Redis
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -162,7 +163,9 @@ class ScriptedWorker:
         if request.delivery is Delivery.AT_END and events:
             ids = tuple(token for event in events for token in event.token_ids)
             last = events[-1]
-            events = [replace(last, index=0, token_ids=ids)]
+            logprobs = tuple(found for event in events for found in event.logprobs)
+            prompt = events[0].prompt_logprobs
+            events = [replace(last, index=0, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompt)]
         for event in events:
             await self.gate.wait()
             await self.events.publish(request.reply_to, [event])
@@ -214,23 +217,34 @@ async def running_stand(
     ping_s: float = 15.0,
     max_body_bytes: int = 2**20,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    trusts_templates: bool = False,
     administered: tuple[Redis, Path] | None = None,
+    tokenizer: Tokenizer | None = None,
     allowed_origins: Sequence[str] = (),
 ) -> AsyncIterator[Stand]:
     """Run a gateway. `administered` holds the store and the file through which its tiers can be changed."""
-    clock, tiers = SystemClock(), tiers or make_tiers()
+    clock, tiers, tokenizer = SystemClock(), tiers or make_tiers(), tokenizer or tiny_tokenizer()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
     script = answer_with(script) if isinstance(script, str) else script
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)
     client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1", draw=lambda: 0.0)
     metrics, names = GatewayMetrics(), (MODEL, "alias")
-    service = CompletionService(client, clock, tiny_tokenizer(), metrics, names, defaults=defaults, ping_s=ping_s)
+    service = CompletionService(
+        client,
+        clock,
+        tokenizer,
+        metrics,
+        names,
+        defaults=defaults,
+        ping_s=ping_s,
+        trusts_templates=trusts_templates,
+    )
     gateway = Gateway(
         model_names=names,
         created=1_700_000_000,
         client=client,
         clock=clock,
-        tokenizer=tiny_tokenizer(),
+        tokenizer=tokenizer,
         keyring=keyring or Keyring(),
         completions=service,
         metrics=metrics,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.completion.receipt import receipt_object, with_receipt
@@ -29,7 +30,7 @@ TIMES = {
 def answer_with_receipts(request: Request) -> Sequence[TokenEvent]:
     """Do what a worker does: each event of a request that wants a receipt has one."""
     events = answer_with("Hello there!", cached=3)(request)
-    return [replace(event, receipt=DONE) for event in events] if request.wants_receipt else events
+    return [msgspec.structs.replace(event, receipt=DONE) for event in events] if request.wants_receipt else events
 
 
 async def chunks_of(stand: Stand, **more: Any) -> list[dict[str, Any]]:
@@ -72,17 +73,17 @@ async def test_an_answer_that_a_stop_string_ends_has_one_too() -> None:
     assert chunks[-1]["tidegate"]["worker"] == whole["tidegate"]["worker"] == "w1"
 
 
-async def test_each_of_several_choices_has_an_entry() -> None:
+async def test_each_of_several_sequences_has_an_entry() -> None:
     async with running_stand(answer_with_receipts) as stand:
         answer = (await stand.post("/v1/chat/completions", {**CHAT, "n": 2}, headers=ASK)).json()
         chunks = await chunks_of(stand, n=2)
-    assert answer["tidegate"]["choices"] == [{"index": 0, **TIMES}, {"index": 1, **TIMES}]
+    assert answer["tidegate"]["sequences"] == [TIMES, TIMES]
     assert ["tidegate" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
-def test_the_times_at_the_top_are_those_of_the_slowest_choice() -> None:
+def test_the_times_at_the_top_are_those_of_the_slowest_sequence() -> None:
     slow = replace(DONE, worker="w2", decode_ms=900.0)
-    receipt = receipt_object("auto", "realtime", 950, {0: DONE, 1: slow}, {0: 0, 1: 0})
+    receipt = receipt_object("auto", "realtime", 950, [(DONE, 0), (slow, 0)])
     assert (receipt["worker"], receipt["decode_ms"]) == ("w2", 900.0)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.interface import FinishReason
+from engine.interface import FinishReason, TokenLogprobs
 from scheduler.client.client import CHECK_EVERY, REFRESH_S, WORKER_GRACE_S, SchedulerClient
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
@@ -133,6 +133,22 @@ def test_repeats_after_a_requeue_are_dropped_by_their_index() -> None:
         stream = await stage.submit(make_request("r"))
         await stage.tell(tokens(0, 5), tokens(1, 6), tokens(0, 5), tokens(1, 6, 7), finished(0, 5, 6, 7, 8))
         assert await received(stream) == [tokens(0, 5), tokens(1, 6), tokens(2, 7), finished(3, 8)]
+
+    play(story)
+
+
+def test_repeats_lose_their_log_probabilities_in_step_with_their_tokens() -> None:
+    prompt = (TokenLogprobs(3, -1.0), TokenLogprobs(4, -2.0))
+
+    def scored(index: int, *token_ids: int) -> TokenEvent:
+        logprobs = tuple(TokenLogprobs(token_id, -float(token_id)) for token_id in token_ids)
+        prompt_logprobs = () if index else prompt
+        return TokenEvent("r", EventKind.TOKENS, index, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    async def story(stage: Stage) -> None:
+        stream = await stage.submit(make_request("r"))
+        await stage.tell(scored(0, 5), scored(1, 6), scored(0, 5), scored(0, 5, 6, 7), finished(3, 8))
+        assert await received(stream) == [scored(0, 5), scored(1, 6), scored(2, 7), finished(3, 8)]
 
     play(story)
 
