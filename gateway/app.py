@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 from gateway.http.cors import Cors
 from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.protocol import errors
-from gateway.routes import admin, batches, chat, files, models, ops, tokenize
+from gateway.routes import admin, batches, chat, files, models, ops, responses, tokenize
 from gateway.routes.dependencies import authenticated
 from gateway.routes.sla_feed import SlaFeed
 from gateway.state import Gateway
@@ -35,9 +35,9 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(admin.router)
     for routes in (chat, models, tokenize):
         app.include_router(routes.router)
-    for routes in (files, batches):
+    for routes in (files, batches, responses):
         app.include_router(routes.router, dependencies=[Depends(authenticated)])
-    parts = (ops, admin, chat, models, tokenize, files, batches)
+    parts = (ops, admin, chat, models, tokenize, files, batches, responses)
     errors.install(app, [route for part in parts for route in part.router.routes])
     return app
 
@@ -55,6 +55,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         if gateway.batches is not None:
             await gateway.batches.start()
             stack.push_async_callback(gateway.batches.close)
+        if gateway.responses is not None:
+            stack.push_async_callback(gateway.responses.close)
         yield
 
 

@@ -11,6 +11,7 @@ from gateway.files.store import FileStore
 from gateway.http.cors import AllowedOrigins
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
+from gateway.responses.service import ResponseService
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
@@ -31,6 +32,7 @@ class Gateway:
     metrics: GatewayMetrics
     files: FileStore | None = None
     batches: BatchService | None = None
+    responses: ResponseService | None = None
     tier_changes: TierChanges | None = None
     max_body_bytes: int = 16 * 2**20  # limit of a JSON body; uploads to /v1/files have limits of their own
     allowed_origins: AllowedOrigins = field(default_factory=AllowedOrigins)  # of web pages of other origins

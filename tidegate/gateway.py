@@ -31,6 +31,8 @@ from gateway.http.cors import AllowedOrigins
 from gateway.http.http10 import HttpProtocol
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring, KeyringError, load_keyring
+from gateway.responses.service import ResponseService
+from gateway.responses.store import ResponseStore
 from gateway.state import Gateway, GatewayTiers
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock, SystemClock
@@ -125,7 +127,8 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
     files = FileStore(redis, settings.data_dir, clock)
     keyring = load_keyring(settings.api_keys, tiers) if settings.api_keys else Keyring()
     max_body_bytes = settings.max_body_mb * 2**20
-    batches = BatchService(redis, files, completions, tiers, names, clock, max_body_bytes=max_body_bytes)
+    responses = make_responses(settings, redis, completions, clock)
+    batches = BatchService(redis, files, responses, tiers, names, clock, max_body_bytes=max_body_bytes)
     subject, tier_store = GatewayTiers(client, keyring, batches), TierStore(redis)
     follower = TierFollower(tier_store, subject, part, tiers, settings.tiers_path, clock)
     gateway = Gateway(
@@ -139,11 +142,22 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         metrics=metrics,
         files=files,
         batches=batches,
+        responses=responses,
         tier_changes=TierChanges(tier_store, follower, queue.depths, settings.tiers_path, clock),
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(settings.allowed_origins or ()),
     )
     return create_app(gateway)
+
+
+def make_responses(
+    settings: GatewaySettings, redis: Redis, completions: CompletionService, clock: Clock
+) -> ResponseService:
+    """Return the service of /v1/responses. It stores responses unless the settings give them no time."""
+    if settings.response_ttl_s == 0:
+        return ResponseService(completions, clock)
+    store = ResponseStore(redis, clock, settings.response_ttl_s, settings.response_store_mb * 2**20)
+    return ResponseService(completions, clock, redis, store, drain_s=settings.drain_s)
 
 
 def load_tokenizer(settings: GatewaySettings) -> Tokenizer:

@@ -193,6 +193,16 @@ class GatewaySettings(CommonSettings):
         "http://localhost:*, app://obsidian.md, null; *: all; unset: only pages of the server itself",
     )
     max_body_mb: int = Field(default=16, ge=1, description="largest JSON body of a request, in MB")
+    response_ttl_s: float = Field(
+        default=86_400.0,
+        ge=0,
+        description="seconds for which stored responses are kept after their last use; 0: none are stored",
+    )
+    response_store_mb: int = Field(
+        default=256,
+        ge=1,
+        description="size of all stored responses, in MB; beyond it, the next ones to expire are removed",
+    )
     sampling_defaults: Literal["model", "openai"] = Field(
         default="model",
         description="for what a request leaves out; model: its generation_config.json, openai: temperature 1",

@@ -12,6 +12,7 @@ import msgspec
 
 from gateway.completion.choice import Choice
 from gateway.completion.token_report import TokenReport
+from gateway.http.sse import DONE
 from gateway.output.piece import Piece, ToolCallDelta, whole_tool_calls
 
 encode_json = msgspec.json.encode
@@ -132,9 +133,6 @@ class TextAnswer:
         )
 
 
-Answer = ChatAnswer | TextAnswer
-
-
 class ChunkEncoder:
     """An encoder of the `data: …` frames of one stream.
 
@@ -164,6 +162,9 @@ class ChunkEncoder:
         self._report = report
         self._is_chat = opening is not None
         self._legacy_calls = legacy_calls
+
+    def begin(self) -> bytes:
+        return b""
 
     def opening(self, index: int, usage: Usage | None = None) -> bytes:
         """Return the first frame of a choice; no bytes if the endpoint has no such frame."""
@@ -215,9 +216,10 @@ class ChunkEncoder:
     def closing(self, index: int, finish_reason: str | None, usage: Usage | None = None) -> bytes:
         return self._frame(index, self._closing, encode_json(finish_reason), usage)
 
-    def total(self, usage: Usage) -> bytes:
-        """Return the last chunk of a stream with `include_usage`. It has no choices, only the usage of the answer."""
-        return self._before + b"]" + self._after(usage)
+    def end(self, usage: Usage) -> bytes:
+        """Return the last frames. With `include_usage`, a chunk without choices reports the usage of the answer."""
+        total = self._before + b"]" + self._after(usage) if self._usage_key else b""
+        return total + DONE
 
     def _frame(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.http.sse import DONE
 from scheduler.request import Receipt
 
 END_OF_FRAME = b"}\n\n"
@@ -33,5 +34,7 @@ def receipt_object(
 
 
 def with_receipt(frames: bytes, receipt: Mapping[str, Any]) -> bytes:
-    """Return frames of a stream whose last object also has the key `tidegate`."""
-    return frames.removesuffix(END_OF_FRAME) + b',"tidegate":' + msgspec.json.encode(receipt) + END_OF_FRAME
+    """Return the last frames of a stream. Their last object also has the key `tidegate`."""
+    end = DONE if frames.endswith(DONE) else b""
+    objects = frames.removesuffix(end).removesuffix(END_OF_FRAME)
+    return objects + b',"tidegate":' + msgspec.json.encode(receipt) + END_OF_FRAME + end

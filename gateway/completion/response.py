@@ -11,12 +11,13 @@ from typing import Any
 import structlog
 
 from engine.interface import GRAMMAR_FAILED
+from gateway.completion.answer import Answer, StreamEncoder
 from gateway.completion.answer_options import AnswerOptions
 from gateway.completion.choice import Choice
-from gateway.completion.openai_objects import Answer, ChunkEncoder, Usage
+from gateway.completion.openai_objects import Usage
 from gateway.completion.receipt import receipt_object, with_receipt
 from gateway.completion.tokenizer import Tokenizer
-from gateway.http.sse import DONE, PING, Write
+from gateway.http.sse import PING, Write
 from gateway.output.piece import Piece
 from gateway.output.plan import PLAIN, OutputPlan
 from gateway.protocol.errors import ApiError, internal_error, invalid_request, timed_out
@@ -97,6 +98,11 @@ class ResponseStream:
         """The tier that serves the request. This may be the lower tier of a demotion."""
         return self._prepared.tier
 
+    @property
+    def answer(self) -> Answer:
+        """The answer's format. A demotion replaces it."""
+        return self._prepared.answer
+
     async def respond(self) -> dict[str, Any]:
         """Return the whole answer.
 
@@ -129,21 +135,25 @@ class ResponseStream:
         """Write the answer as frames. Raises the same errors as `respond`, also after the first frames are written."""
         chunks = self._prepared.answer.chunks(self._prepared.include_usage)
         opened: set[int] = set()
+        held = b""  # the last frames of a stream whose end has a receipt
         wrote_s = self._clock.now()
         async with self._tokens:
+            if first := chunks.begin():
+                await write(first)
             while self._num_open:
                 silent_s = self._clock.now() - wrote_s
                 frames = self._frames(await self._advance(max(0.0, self._ping_s - silent_s)), chunks, opened)
                 # New tokens may give no text yet: they may be a part of a character or of a possible stop string.
                 if not frames and self._clock.now() - wrote_s >= self._ping_s:
                     frames = PING
-                if not self._num_open and not self._prepared.include_usage:
-                    frames = self._with_receipt(frames)
+                if not self._num_open and self._prepared.receipt_for is not None:
+                    held, frames = frames, b""
                 if frames:
                     await write(frames)
                     wrote_s = self._clock.now()
-        last = self._with_receipt(chunks.total(self._usage())) if self._prepared.include_usage else b""
-        await write(last + DONE)
+        last = self._with_receipt(held + chunks.end(self._usage()))
+        if last:
+            await write(last)
         self._log_usage()
 
     async def _advance(self, timeout_s: float | None) -> list[tuple[Choice, Piece]]:
@@ -192,7 +202,7 @@ class ResponseStream:
         left_s = max(0.0, self._last_event_s + tier_timeout_ms / 1000 - self._clock.now())
         return left_s if timeout_s is None else min(timeout_s, left_s)
 
-    def _frames(self, pieces: Sequence[tuple[Choice, Piece]], chunks: ChunkEncoder, opened: set[int]) -> bytes:
+    def _frames(self, pieces: Sequence[tuple[Choice, Piece]], chunks: StreamEncoder, opened: set[int]) -> bytes:
         frames = []
         for choice, piece in pieces:
             usage = self._usage_of(choice) if self._prepared.continuous_usage else None

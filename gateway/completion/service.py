@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from gateway.completion.answer import Answer
 from gateway.completion.answer_options import answer_options
-from gateway.completion.openai_objects import Answer, AnswerHead, ChatAnswer, TextAnswer
+from gateway.completion.openai_objects import AnswerHead, ChatAnswer, TextAnswer
 from gateway.completion.prompts import Prompt, encode_only, encode_prompts, model_limits
 from gateway.completion.response import Demotion, PreparedRequest, ResponseStream
 from gateway.completion.sampling import check_token_ids, sampling_params
@@ -75,6 +76,11 @@ class CompletionService:
         self._format = ModelFormat.of(tokenizer.chat_template, tokenizer.special_tokens, tool_parser)
         self._fingerprint = "fp_" + hashlib.sha256(model_names[0].encode()).hexdigest()[:10]
 
+    @property
+    def defaults(self) -> SamplingDefaults:
+        """The sampling parameters of requests that do not set their own."""
+        return self._defaults
+
     async def complete(
         self,
         endpoint: str,
@@ -110,11 +116,14 @@ class CompletionService:
         request_id: str,
         owner: str | None = None,
         demotion: ResolvedTier | None = None,
+        answer_as: Callable[[str, TokenReport | None], Answer] | None = None,
     ) -> PreparedRequest:
         """Tokenise `request`, and return it with its scheduler requests.
 
-        `demotion` is the lower tier that serves the requests if `tier` cannot serve them in time. Raises `ApiError` 404
-        if the model is unknown, and 400 if the request is invalid or does not fit into the context.
+        `demotion` is the lower tier that serves the requests if `tier` cannot serve them in time. `answer_as` returns
+        the answer's format for a `service_tier` and for the report of its tokens (None: the format of the request's own
+        endpoint). Raises `ApiError` 404 if the model is unknown, and 400 if the request is invalid or does not fit into
+        the context.
         """
         arrival_ms = self._clock.wall_ms()
         if request.model not in self._model_names:
@@ -128,11 +137,15 @@ class CompletionService:
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
 
-        def answer_as(reported: str) -> Answer:
-            return self._answer(request, reported, request_id, arrival_ms, output.legacy)
+        report = self._report(request)
+
+        def as_reported(reported: str) -> Answer:
+            if answer_as is not None:
+                return answer_as(reported, report)
+            return self._answer(request, reported, request_id, arrival_ms, output.legacy, report)
 
         return PreparedRequest(
-            answer=answer_as(service_tier),
+            answer=as_reported(service_tier),
             tier=tier,
             requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner, output.grammar),
             n=n,
@@ -141,7 +154,7 @@ class CompletionService:
             prompt_texts=tuple(prompt.text for prompt in prompts),
             include_usage=include_usage,
             continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
-            demotion=_demotion(demotion, answer_as, request, arrival_ms) if demotion is not None else None,
+            demotion=_demotion(demotion, as_reported, request, arrival_ms) if demotion is not None else None,
             output=output,
         )
 
@@ -192,13 +205,18 @@ class CompletionService:
         return await asyncio.to_thread(plan) if has_grammar(request) else plan()
 
     def _answer(
-        self, request: AnyRequest, service_tier: str, request_id: str, now_ms: int, legacy_calls: bool
+        self,
+        request: AnyRequest,
+        service_tier: str,
+        request_id: str,
+        now_ms: int,
+        legacy_calls: bool,
+        report: TokenReport | None,
     ) -> Answer:
         chat = isinstance(request, ChatCompletionRequest)
         prefix = ChatAnswer.id_prefix if chat else TextAnswer.id_prefix
         answer_id = prefix + (request.request_id or request_id.removeprefix("req_"))
         head = AnswerHead(answer_id, now_ms // 1000, request.model, service_tier, self._fingerprint)
-        report = self._report(request)
         return ChatAnswer(head, report, legacy_calls=legacy_calls) if chat else TextAnswer(head, report)
 
     def _requests(

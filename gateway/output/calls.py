@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import regex
 
+from gateway.output.formats import Tags
+
 _IN_STRING = regex.compile(r'["\\]')
 _OUTSIDE = regex.compile(r'["{}\[\]]')
 _KEYS_OF_NAMES = ("name", "tool_name")
@@ -116,15 +118,14 @@ class TagCalls:
     def __init__(
         self,
         header: "regex.Pattern[str]",
-        argument: "regex.Pattern[str]",
-        footer: "regex.Pattern[str]",
+        tags: Tags,
         schemas: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self._header = header
-        self._argument = argument
-        self._footer = footer
+        self._tags = tags
         self._schemas = schemas
         self._text = ""
+        self._num_searched = 0  # characters of the text in which no argument ends
         self._name: str | None = None  # of the call that is being read
         self._separator = "{"
 
@@ -147,24 +148,27 @@ class TagCalls:
         header = self._header.search(self._text, partial=True)
         if header is None or header.partial:
             return None
-        self._text, self._name = self._text[header.end() :], header["name"].strip()
+        self._text, self._name, self._num_searched = self._text[header.end() :], header["name"].strip(), 0
         return CallPart(self._name)
 
     def _next_argument(self, name: str) -> CallPart | None:
-        argument = self._argument.match(self._text)
+        tags = self._tags
+        end = self._text.find(tags.close, self._num_searched)
+        argument = tags.argument.match(self._text) if end >= 0 else None
         if argument is None:
+            self._num_searched = max(0, len(self._text) - len(tags.close))
             return None
         key = argument["key"].strip()
         value = _typed(argument["value"], _property(self._schemas.get(name), key))
         separator, self._separator = self._separator, ", "
-        self._text = self._text[argument.end() :]
+        self._text, self._num_searched = self._text[argument.end() :], 0
         return CallPart(None, f"{separator}{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
 
     def _end(self) -> CallPart | None:
-        footer = self._footer.match(self._text)
+        footer = self._tags.footer.match(self._text)
         if footer is None:
             return None
-        self._text = self._text[footer.end() :]
+        self._text, self._num_searched = self._text[footer.end() :], 0
         return self._finish()
 
     def _finish(self) -> CallPart:

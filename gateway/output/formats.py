@@ -26,10 +26,12 @@ _NAME = r"[\w.-]+"
 class Tags:
     """Arguments as tags, each with a key and a value, instead of JSON.
 
-    `written` is one argument, with `{key}` and `{value}`. `footer` ends the arguments of a call.
+    `argument` matches one argument, whose last part is `close`. `footer` ends the arguments of a call. `written` is one
+    argument, with `{key}` and `{value}`.
     """
 
     argument: "regex.Pattern[str]"
+    close: str
     footer: "regex.Pattern[str]"
     written: str
 
@@ -76,6 +78,7 @@ class ReasoningFormat:
 _OBJECT_CALL = '{{"name": "{name}", "arguments": {arguments}}}'
 _FUNCTION_TAGS = Tags(
     _pattern(r"\s*<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"),
+    "</parameter>",
     _pattern(r"\s*</function>"),
     "<parameter={key}>\n{value}\n</parameter>\n",
 )
@@ -103,6 +106,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         trigger="<minimax:tool_call>",
         tags=Tags(
             _pattern(r'\s*<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>'),
+            "</parameter>",
             _pattern(r"\s*</invoke>"),
             '<parameter name="{key}">{value}</parameter>\n',
         ),
@@ -136,6 +140,7 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         "<tool_call>{name}\n{arguments}</tool_call>",
         tags=Tags(
             _pattern(r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
+            "</arg_value>",
             _pattern(r"(?!)"),  # the call ends with its region
             "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
         ),

@@ -115,7 +115,7 @@ class FormatParser:
         assert calls is not None  # without a format of calls, no region of calls begins
         if calls.tags is None:
             return JsonCalls(calls.header)
-        return TagCalls(calls.header, calls.tags.argument, calls.tags.footer, self._settings.schemas)
+        return TagCalls(calls.header, calls.tags, self._settings.schemas)
 
     def _add_calls(self, piece: Piece, parts: list[CallPart]) -> None:
         for part in parts:

@@ -31,6 +31,8 @@ from gateway.http.cors import AllowedOrigins
 from gateway.http.http10 import HttpProtocol
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
+from gateway.responses.service import ResponseService
+from gateway.responses.store import ResponseStore
 from gateway.state import Gateway, GatewayTiers
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import SystemClock
@@ -220,9 +222,15 @@ async def running_stand(
     trusts_templates: bool = False,
     administered: tuple[Redis, Path] | None = None,
     tokenizer: Tokenizer | None = None,
+    responses: ResponseStore | None = None,
+    redis: Redis | None = None,
     allowed_origins: Sequence[str] = (),
 ) -> AsyncIterator[Stand]:
-    """Run a gateway. `administered` holds the store and the file through which its tiers can be changed."""
+    """Run a gateway.
+
+    `administered` holds the store and the file through which its tiers can be changed. `redis` and `responses` are the
+    store of responses (None: responses are not stored).
+    """
     clock, tiers, tokenizer = SystemClock(), tiers or make_tiers(), tokenizer or tiny_tokenizer()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
     script = answer_with(script) if isinstance(script, str) else script
@@ -248,6 +256,7 @@ async def running_stand(
         keyring=keyring or Keyring(),
         completions=service,
         metrics=metrics,
+        responses=ResponseService(service, clock, redis, responses),
         tier_changes=administered and _tier_changes(*administered, client, queue, keyring or Keyring()),
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(allowed_origins),
