@@ -11,7 +11,7 @@ from typing import Any
 from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
-from gateway.output.grammar import GrammarError, Source, checked, json_source, lark_source
+from gateway.output.grammar import GrammarError, Source, check_schema, checked, json_source, lark_source
 from gateway.protocol.errors import ApiError, invalid_value, unsupported_parameter
 from gateway.protocol.json_body import parse
 from gateway.protocol.output_format import JsonObjectFormat, JsonSchemaFormat, StructuralTagFormat, StructuredOutputs
@@ -72,7 +72,7 @@ def _source(param: str, wanted: Any) -> Source:
     if isinstance(wanted, StructuredOutputs):
         return _structured(param, wanted)
     if isinstance(wanted, StructuralTagFormat):
-        return lark_source(_structural_tag(wanted))
+        return _structural_tag(wanted)
     if isinstance(wanted, JsonObjectFormat):
         return json_source(_ANY_OBJECT, lenient=False)
     assert isinstance(wanted, JsonSchemaFormat)
@@ -91,11 +91,11 @@ def _structured(param: str, wanted: StructuredOutputs) -> Source:
         return lark_source(_lark(wanted.grammar))
     if wanted.structural_tag is not None:
         tag = parse(StructuralTagFormat, _json_object(wanted.structural_tag))
-        return lark_source(_structural_tag(tag))
+        return _structural_tag(tag)
     schema = _ANY_OBJECT if wanted.json_ is None else wanted.json_
     if isinstance(schema, str):
         schema = _json_object(schema)
-    return json_source(schema, lenient=False, whitespace_pattern=wanted.whitespace_pattern)
+    return json_source(schema, lenient=True, whitespace_pattern=wanted.whitespace_pattern)
 
 
 def _lark_of_regex(text: str) -> Source:
@@ -111,14 +111,15 @@ def _lark(text: str) -> str:
         raise GrammarError(f"it is neither a Lark nor a GBNF grammar ({error})"[:200]) from None
 
 
-def _structural_tag(wanted: StructuralTagFormat) -> str:
+def _structural_tag(wanted: StructuralTagFormat) -> Source:
     tags = []
     for structure in wanted.structures:
+        check_schema(structure.schema_)
         trigger = next((t for t in wanted.triggers if structure.begin.startswith(t)), None)
         if trigger is None:
             raise GrammarError("each 'begin' must start with one of the 'triggers'")
         tags.append(StructTag(trigger=trigger, begin=structure.begin, grammar=structure.schema_, end=structure.end))
-    return StructTag.to_grammar(tags, assume_special=False)
+    return {"lark_grammar": StructTag.to_grammar(tags, assume_special=False)}
 
 
 def _json_object(text: str) -> dict[str, Any]:

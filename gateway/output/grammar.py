@@ -18,6 +18,8 @@ from gateway.output.json_schema import SchemaTooLarge, check_size, closed
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 MAX_GRAMMAR_LENGTH = 2**16  # characters; more could take longer than 100 ms to compile, and workers compile it, too
 MAX_GRAMMAR_LINES = 1000  # llguidance follows rules recursively: thousands of them would overflow the stack
+# Characters of a grammar with JSON schemas in it: llguidance follows the references of schemas recursively, too.
+_MAX_LENGTH_WITH_SCHEMAS = 2**12
 _MAX_REASON_LENGTH = 300  # characters of llguidance's error messages
 _MAX_CHECKED = 256  # results kept (LRU): bulk traffic repeats the same few grammars
 
@@ -86,21 +88,29 @@ class GrammarWriter:
 def json_source(schema: Mapping[str, Any], *, lenient: bool, whitespace_pattern: str | None = None) -> Source:
     """Return a grammar of the JSON values that match `schema`. Raises `GrammarError` if the schema is too large.
 
-    Keywords of JSON schema that llguidance does not know are ignored if `lenient` is true. `whitespace_pattern` is a
+    If `lenient` is true, keywords of JSON schema that llguidance does not know are ignored, and `oneOf` is taken as
+    `anyOf`. `whitespace_pattern` is a
     regular expression for the white space between the tokens of JSON.
     """
+    check_schema(schema)
+    style = _JSON_STYLE if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
+    return {"json_schema": {**closed(schema), "x-guidance": {**style, "lenient": lenient, "coerce_one_of": lenient}}}
+
+
+def check_schema(schema: Mapping[str, Any]) -> None:
+    """Raise `GrammarError` if `schema` is too large."""
     try:
         check_size(schema)
     except SchemaTooLarge as error:
         raise GrammarError(str(error)) from None
-    style = _JSON_STYLE if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
-    return {"json_schema": {**closed(schema), "x-guidance": {**style, "lenient": lenient}}}
 
 
 def lark_source(text: str) -> Source:
     """Return a grammar in Lark's syntax. Raises `GrammarError` if it is too large."""
     if (num_lines := len(text.splitlines())) > MAX_GRAMMAR_LINES:
         raise GrammarError(f"it has {num_lines} lines, {MAX_GRAMMAR_LINES} at most")
+    if "%json" in text and len(text) > _MAX_LENGTH_WITH_SCHEMAS:
+        raise GrammarError(f"with %json, it may have {_MAX_LENGTH_WITH_SCHEMAS} characters at most")
     return {"lark_grammar": text}
 
 

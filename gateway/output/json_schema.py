@@ -8,8 +8,9 @@ from typing import Any
 
 MAX_PROPERTIES = 1000  # in all objects of a schema; llguidance takes time by the square of the properties of an object
 # Levels of nesting, summed over all definitions. llguidance follows references recursively, and the process would die
-# of a stack overflow at about 2,700 levels.
-MAX_LEVELS = 1000
+# of a stack overflow at 1,000 to 2,000 levels.
+MAX_LEVELS = 500
+_MAX_DEPTH = 64  # levels of nesting of the whole schema, as of a body; a schema can also come as a text
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -19,6 +20,8 @@ class SchemaTooLarge(ValueError):
 
 def check_size(schema: Mapping[str, Any]) -> None:
     """Raise `SchemaTooLarge` if the schema would take too much time or memory."""
+    if (depth := _depth(schema)) > _MAX_DEPTH:
+        raise SchemaTooLarge(f"it is nested {depth} levels deep, {_MAX_DEPTH} at most")
     num_properties = sum(len(node["properties"]) for node in _objects(schema) if _has_properties(node))
     if num_properties > MAX_PROPERTIES:
         raise SchemaTooLarge(f"it has {num_properties} properties, {MAX_PROPERTIES} at most")

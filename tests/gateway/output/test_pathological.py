@@ -1,6 +1,7 @@
 """Schemas and grammars that would take too long, too much memory or the whole process are refused, and soon."""
 
 import functools
+import json
 import time
 from typing import Any
 
@@ -28,16 +29,23 @@ def nested(depth: int) -> str:
     return functools.reduce(lambda inner, _: f'{{"items": {inner}}}', range(depth), "{}")
 
 
+TAG = {"begin": "<", "end": ">", "schema": chain(1200)}
+
+
 @pytest.mark.parametrize(
     "body",
     [
         {"guided_json": chain(2000)},
         {"guided_json": union(12)},
+        {"guided_json": nested(900)},
+        {"guided_grammar": "start: %json " + json.dumps(chain(1200))},
+        {"response_format": {"type": "structural_tag", "triggers": ["<"], "structures": [TAG]}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": chain(1200)}}},
         {"guided_json": nested(5000)},
         {"guided_json": {"type": "object", "properties": {f"x{i}": {} for i in range(1500)}}},
         {"guided_json": {"type": "object", "properties": {f"x{i}": {"pattern": f"a{{{i}}}"} for i in range(5000)}}},
         {"guided_json": {"enum": ["x" * 50 + str(i) for i in range(20_000)]}},
-        {"guided_grammar": "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(4000)), 'r4000: "a"'])},
+        {"guided_grammar": "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(3000)), 'r3000: "a"'])},
         {"guided_grammar": "start: " + "(" * 30_000},
         {"guided_grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
         {"guided_regex": "(" * 5000 + "a" + ")" * 5000},

@@ -146,6 +146,19 @@ def test_formats_of_the_text(body: dict[str, Any], good: str, bad: str) -> None:
         assert allows(made, good) and not allows(made, bad)
 
 
+UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+
+
+def test_keywords_that_cannot_be_enforced() -> None:
+    named = {"name": "x", "schema": UNIQUE}
+    for body in ({"response_format": {"type": "json_schema", "json_schema": named}}, {"guided_json": UNIQUE}):
+        assert allows(plan(**body), '{"a": []}')
+    param, message = refused(response_format={"type": "json_schema", "json_schema": {**named, "strict": True}})
+    assert param == "response_format" and "uniqueItems" in message
+    overlapping = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    assert allows(plan(guided_json=overlapping), "5")
+
+
 def test_a_format_and_tools_together() -> None:
     made = plan(tools=TOOLS, response_format=JSON_SCHEMA)
     assert allows(made, '{"a": 5}') and allows(made, ADDED) and not allows(made, "Hi")
