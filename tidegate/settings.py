@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -24,6 +24,7 @@ from gateway.output.formats import CALL_FORMAT_NAMES
 
 CONFIG_VARIABLE = "TIDEGATE_CONFIG"
 STORE_VARIABLE = "TIDEGATE_REDIS_URL"
+KEY_VARIABLE = "TIDEGATE_API_KEY"
 DEMO_MODEL = "tidegate-demo"
 
 
@@ -135,7 +136,7 @@ class CommonSettings(BaseSettings):
         flags: list[str] = []
         for name in kind.model_fields:
             value = getattr(self, name)
-            if value is None or name == "redis_url":
+            if value is None or name in ("redis_url", "api_key"):
                 continue
             flag = name.replace("_", "-")
             if isinstance(value, bool):
@@ -192,6 +193,17 @@ class GatewaySettings(CommonSettings):
         description="origins of web pages and desktop apps that may use the server, such as https://chat.example, "
         "http://localhost:*, app://obsidian.md, null; *: all; unset: only pages of the server itself",
     )
+    api_key: SecretStr | None = Field(
+        default=None,
+        description="the operator's own API key, or several with commas; better set as TIDEGATE_API_KEY, because other "
+        "users of the machine can read flags",
+    )
+    answer_cache_ttl_s: int = Field(
+        default=86_400, ge=1, description="the longest time that a request may keep its answer in the answer cache"
+    )
+    answer_cache_mb: int = Field(
+        default=64, ge=0, description="largest size of the answer cache in the store, in MB; 0: no answer is kept"
+    )
     max_body_mb: int = Field(default=16, ge=1, description="largest JSON body of a request, in MB")
     response_ttl_s: float = Field(
         default=86_400.0,
@@ -222,6 +234,23 @@ class GatewaySettings(CommonSettings):
         if value not in ("auto", *CALL_FORMAT_NAMES):
             raise ValueError(f"must be auto, {', '.join(CALL_FORMAT_NAMES)}")
         return value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _is_no_key(cls, path: Path | None) -> Path | None:
+        if path is not None and path.name.startswith("sk-") and not path.exists():
+            raise ValueError("this is the name of a file; a key itself is set as TIDEGATE_API_KEY")
+        return path
+
+    @property
+    def operator_keys(self) -> list[str]:
+        secrets = self.api_key.get_secret_value() if self.api_key is not None else ""
+        return [secret.strip() for secret in secrets.split(",") if secret.strip()]
+
+    @property
+    def secret_env(self) -> dict[str, str]:
+        own = {KEY_VARIABLE: self.api_key.get_secret_value()} if self.api_key is not None else {}
+        return super().secret_env | own
 
     @field_validator("allowed_origins", mode="before")
     @classmethod

@@ -4,7 +4,8 @@ Knows choices, the answer's format and the tier's timeout; does not know HTTP re
 owns its token stream: when the `ResponseStream` ends, the scheduler requests that have not finished are cancelled.
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.interface import GRAMMAR_FAILED
 from gateway.completion.answer import Answer, StreamEncoder
 from gateway.completion.answer_options import AnswerOptions
 from gateway.completion.choice import Choice
+from gateway.completion.metering import UNMETERED, Account
 from gateway.completion.openai_objects import Usage
 from gateway.completion.receipt import receipt_object, with_receipt
 from gateway.completion.tokenizer import Tokenizer
@@ -59,6 +61,9 @@ class PreparedRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     demotion: Demotion | None = None
+    owner: str | None = None  # name of the caller's API key; None: access is open
+    is_seeded: bool = False  # whether the client has set the seed
+    is_output_limited: bool = False  # whether the client has set a maximum of output tokens
     output: OutputPlan = PLAIN
     receipt_for: str | None = None  # the `service_tier` that was requested, if the answer shall have a receipt
 
@@ -66,6 +71,11 @@ class PreparedRequest:
         """Return the same request, whose answer has a receipt. `requested` is the `service_tier` that it asked for."""
         requests = tuple(replace(r, wants_receipt=True) for r in self.requests)
         return replace(self, requests=requests, receipt_for=requested)
+
+    @property
+    def text_options(self) -> object:
+        """What decides how tokens become text, and so where a stop string ends the output. Plain data."""
+        return self.options, sorted(self.output.shown.items())
 
     def demoted(self, to: Demotion) -> "PreparedRequest":
         """Return the same request in the tier of `to`, without a further demotion."""
@@ -80,7 +90,13 @@ class ResponseStream:
     """
 
     def __init__(
-        self, prepared: PreparedRequest, tokens: TokenStream, tokenizer: Tokenizer, clock: Clock, ping_s: float
+        self,
+        prepared: PreparedRequest,
+        tokens: TokenStream,
+        tokenizer: Tokenizer,
+        clock: Clock,
+        ping_s: float,
+        account: Account = UNMETERED,
     ) -> None:
         self._prepared = prepared
         self._tokens = tokens
@@ -89,6 +105,8 @@ class ResponseStream:
         self._choices = {
             request.id: _choice(index, request, prepared, tokenizer) for index, request in enumerate(prepared.requests)
         }
+        self._account = account
+        self._events: list[TokenEvent] = []  # those that the account wants to keep
         self._num_open = len(self._choices)
         self._receipts: dict[str, Receipt] = {}  # the newest receipt of each scheduler request, by its id
         self._last_event_s = clock.now()
@@ -97,6 +115,11 @@ class ResponseStream:
     def tier(self) -> Tier:
         """The tier that serves the request. This may be the lower tier of a demotion."""
         return self._prepared.tier
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that the answer gets because of its key's limits and the answer cache."""
+        return self._account.headers
 
     @property
     def answer(self) -> Answer:
@@ -109,7 +132,7 @@ class ResponseStream:
         Raises `ApiError` if the generation fails, or if no event arrives during the tier's timeout.
         """
         outputs: dict[int, Piece] = {choice.index: Piece() for choice in self._choices.values()}
-        async with self._tokens:
+        async with self._generation():
             while self._num_open:
                 for choice, piece in await self._advance(None):
                     outputs[choice.index].extend(piece)
@@ -137,7 +160,7 @@ class ResponseStream:
         opened: set[int] = set()
         held = b""  # the last frames of a stream whose end has a receipt
         wrote_s = self._clock.now()
-        async with self._tokens:
+        async with self._generation():
             if first := chunks.begin():
                 await write(first)
             while self._num_open:
@@ -156,6 +179,21 @@ class ResponseStream:
             await write(last)
         self._log_usage()
 
+    @asynccontextmanager
+    async def _generation(self) -> AsyncIterator[None]:
+        """The token stream. At its end, also an early one, what the answer has used is settled."""
+        try:
+            async with self._tokens:
+                yield
+        finally:
+            await self._account.close(self.tier.name, self._usage(), self._whole_output())
+
+    def _whole_output(self) -> Sequence[TokenEvent]:
+        """Return the events to keep; none if the output was not generated to its end, or is not to be kept."""
+        was_stopped = any(choice.stopped_early for choice in self._choices.values())
+        is_whole = self._events and (was_stopped or self._events[-1].kind is EventKind.FINISHED)
+        return self._events if is_whole else ()
+
     async def _advance(self, timeout_s: float | None) -> list[tuple[Choice, Piece]]:
         """Wait for events, and return what they add to each choice.
 
@@ -171,6 +209,8 @@ class ResponseStream:
         for event in events:
             choice = self._choices[event.request_id]
             if choice.finish_reason is None:
+                if self._account.keeps_events:
+                    self._events.append(event)
                 pieces.setdefault(event.request_id, Piece()).extend(self._feed(choice, event))
         for request_id in pieces:
             if self._choices[request_id].stopped_early:

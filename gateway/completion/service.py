@@ -13,6 +13,7 @@ from typing import Any
 
 from gateway.completion.answer import Answer
 from gateway.completion.answer_options import answer_options
+from gateway.completion.metering import UNMETERED, Metering
 from gateway.completion.openai_objects import AnswerHead, ChatAnswer, TextAnswer
 from gateway.completion.prompts import Prompt, encode_only, encode_prompts, model_limits
 from gateway.completion.response import Demotion, PreparedRequest, ResponseStream
@@ -30,6 +31,7 @@ from gateway.protocol.json_body import is_large
 from gateway.protocol.schemas import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, parse_generation
 from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected, RejectReason
+from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.request import Delivery, Request
@@ -62,8 +64,13 @@ class CompletionService:
         ping_s: float = PING_S,
         trusts_templates: bool = False,
         tool_parser: str = "auto",
+        metering: Metering | None = None,
+        revision: str = "",
     ) -> None:
-        """`trusts_templates` says whether a request may bring its own chat template."""
+        """`trusts_templates` says whether a request may bring its own chat template.
+
+        `revision` tells one version of the model's files from another; it is a part of the fingerprint.
+        """
         self._client = client
         self._clock = clock
         self._tokenizer = tokenizer
@@ -74,7 +81,8 @@ class CompletionService:
         self._ping_s = ping_s
         self._trusts_templates = trusts_templates
         self._format = ModelFormat.of(tokenizer.chat_template, tokenizer.special_tokens, tool_parser)
-        self._fingerprint = "fp_" + hashlib.sha256(model_names[0].encode()).hexdigest()[:10]
+        self._metering = metering
+        self._fingerprint = "fp_" + hashlib.sha256(f"{model_names[0]}{revision}".encode()).hexdigest()[:10]
 
     @property
     def defaults(self) -> SamplingDefaults:
@@ -95,14 +103,15 @@ class CompletionService:
 
         Refusals and failures are also returned as an answer. `service_tier` is the value that the answer reports.
         `request_id` must be new in every call, because the ids of the scheduler requests are made from it. `owner` is
-        the name of the caller's key (None: access is open).
+        the name of the caller's key (None: access is open). The key's limits do not hold up batches, but what a batch
+        uses is counted.
         """
         try:
             request = await _parse_endpoint(endpoint, body)
             prepared = await self.prepare(
                 request, tier=tier, service_tier=service_tier, request_id=request_id, owner=owner
             )
-            stream = await self.submit(prepared)
+            stream = await self.submit(prepared, is_limited=False)
             return 200, await stream.respond()
         except ApiError as error:
             return error.status, error.body()
@@ -155,6 +164,9 @@ class CompletionService:
             include_usage=include_usage,
             continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
             demotion=_demotion(demotion, as_reported, request, arrival_ms) if demotion is not None else None,
+            owner=owner,
+            is_seeded=request.seed is not None,
+            is_output_limited=_is_output_limited(request),
             output=output,
         )
 
@@ -164,7 +176,33 @@ class CompletionService:
         output = await self._plan_output(request)
         return await encode_only(request, self._tokenizer, limits, output.template_values)
 
-    async def submit(self, prepared: PreparedRequest, patient: str | None = None) -> ResponseStream:
+    async def submit(
+        self,
+        prepared: PreparedRequest,
+        cache_ttl_s: int | None = None,
+        *,
+        is_limited: bool = True,
+        patient: str | None = None,
+    ) -> ResponseStream:
+        """Enqueue `prepared`, or find its answer in the cache, and return the answer.
+
+        The answer may come from the cache, or is put there for `cache_ttl_s` seconds (None: neither). `is_limited` says
+        whether the limits of the owner's key count. Raises `ApiError` 429 if one of them is reached, and the errors of
+        `_enqueue`.
+        """
+        account = UNMETERED
+        if self._metering is not None:
+            account = await self._metering.open(prepared, cache_ttl_s, is_limited=is_limited)
+        try:
+            tokens = account.replay(prepared.requests)
+            if tokens is None:
+                prepared, tokens = await self._enqueue(prepared, patient)
+        except BaseException:
+            await account.cancel()
+            raise
+        return ResponseStream(prepared, tokens, self._tokenizer, self._clock, self._ping_s, account)
+
+    async def _enqueue(self, prepared: PreparedRequest, patient: str | None) -> tuple[PreparedRequest, TokenStream]:
         """Enqueue all scheduler requests of `prepared`, or none of them.
 
         If their own tier cannot serve them in time, they are enqueued in the lower tier of the demotion, if there is
@@ -182,7 +220,7 @@ class CompletionService:
         if isinstance(outcome, Rejected):
             self._metrics.count_rejected(prepared.tier.name, outcome.reason.value)
             raise rejected(outcome, prepared.tier, patient)
-        return ResponseStream(prepared, outcome, self._tokenizer, self._clock, self._ping_s)
+        return prepared, outcome
 
     def _report(self, request: AnyRequest) -> TokenReport | None:
         """Return what the answer reports of its tokens; None if the client asked for nothing of that kind."""
@@ -272,6 +310,11 @@ def _check_choices(request: AnyRequest, n: int, tier: Tier) -> None:
     limit = min(MAX_CHOICES, tier.queue_limit)
     if num_choices > limit:
         raise invalid_value("n", f"Invalid value for 'n': {num_choices} choices in all, {limit} at most.")
+
+
+def _is_output_limited(request: AnyRequest) -> bool:
+    limit = request.output_limit if isinstance(request, ChatCompletionRequest) else request.max_tokens
+    return limit is not None
 
 
 def _time_limit_ms(request: AnyRequest, tier: Tier) -> int:

@@ -98,7 +98,8 @@ class ResponseService:
                 raise invalid_value(param, f"Invalid value for '{param}': it is not possible here.")
             new = self.new(request)
             prepared = await new.prepare(tier=tier, service_tier=service_tier, request_id=request_id, owner=owner)
-            return 200, await new.run(await self._completions.submit(prepared)).respond()
+            stream = await self._completions.submit(prepared, is_limited=False)
+            return 200, await new.run(stream).respond()
         except ApiError as error:
             return error.status, error.body()
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import structlog
 from fastapi import Request, Response
 
+from gateway.completion.answer_cache import HEADER, parse_ttl
 from gateway.completion.openai_objects import encode_json
 from gateway.completion.response import PreparedRequest, ResponseStream
 from gateway.completion.service import AnyRequest
@@ -103,6 +104,7 @@ def headers_of(body: Asked) -> dict[str, str] | None:
 async def submit(request: Request, body: Asked, key: ApiKey | None, prepare: Prepare) -> ResponseStream:
     """Prepare the request in the tier that it asks for, and submit it. Raises `ApiError` if it is refused."""
     gateway = gateway_of(request)
+    cache_ttl_s = parse_ttl(request.headers.get(HEADER))
     tiers = gateway.tiers
     resolved = resolve_tier(_wished_tier(request, body, key), key, tiers)
     structlog.contextvars.bind_contextvars(tier=resolved.tier.name)
@@ -113,7 +115,10 @@ async def submit(request: Request, body: Asked, key: ApiKey | None, prepare: Pre
         owner=key.name if key else None,
         demotion=demotion_of(resolved.tier, key, tiers),
     )
-    stream = await gateway.completions.submit(prepared, patient_service_tier(resolved.tier, key, tiers))
+    stream = await gateway.completions.submit(
+        prepared, cache_ttl_s, patient=patient_service_tier(resolved.tier, key, tiers)
+    )
+    request.state.headers = stream.headers
     structlog.contextvars.bind_contextvars(tier=stream.tier.name)  # a demotion may have changed it
     return stream
 

@@ -49,6 +49,16 @@ async def authenticated(request: Request) -> ApiKey | None:
 Caller = Annotated[ApiKey | None, Depends(authenticated)]
 
 
+async def request_counted(request: Request, key: Caller) -> None:
+    """Count a request that generates nothing by the limit of requests of the caller's key.
+
+    Raises `ApiError` 429 if the limit is reached.
+    """
+    limits = gateway_of(request).limits
+    if limits is not None and key is not None and key.requests_per_minute is not None:
+        request.state.headers = (await limits.take(key, tokens=0)).headers
+
+
 async def administrator(request: Request, key: Caller) -> None:
     """Check that the caller may use /admin. Raises `ApiError` 403 if not."""
     if key is not None and not key.admin:

@@ -24,6 +24,8 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.interface import FinishReason
 from gateway.app import create_app
+from gateway.completion.answer_cache import AnswerCache
+from gateway.completion.metering import Metering
 from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.service import OPENAI_DEFAULTS, CompletionService
 from gateway.completion.tokenizer import Tokenizer
@@ -31,11 +33,14 @@ from gateway.http.cors import AllowedOrigins
 from gateway.http.http10 import HttpProtocol
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
+from gateway.keys.limits import KeyLimits
+from gateway.keys.source import KeySource
+from gateway.keys.usage import UsageMeter
 from gateway.responses.service import ResponseService
 from gateway.responses.store import ResponseStore
 from gateway.state import Gateway, GatewayTiers
 from scheduler.client.client import SchedulerClient
-from scheduler.clock import SystemClock
+from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierSet, parse_tiers
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
@@ -221,6 +226,10 @@ async def running_stand(
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
     trusts_templates: bool = False,
     administered: tuple[Redis, Path] | None = None,
+    metered: Redis | None = None,
+    cache_bytes: int = 2**20,
+    clock: Clock | None = None,
+    key_source: KeySource | None = None,
     tokenizer: Tokenizer | None = None,
     responses: ResponseStore | None = None,
     redis: Redis | None = None,
@@ -228,15 +237,22 @@ async def running_stand(
 ) -> AsyncIterator[Stand]:
     """Run a gateway.
 
-    `administered` holds the store and the file through which its tiers can be changed. `redis` and `responses` are the
-    store of responses (None: responses are not stored).
+    `administered` holds the store and the file through which its tiers can be changed. `metered` is the store of
+    limits, usage and the answer cache; without it, there are none of them. `redis` and `responses`
+    are the store of responses (None: responses are not stored).
     """
-    clock, tiers, tokenizer = SystemClock(), tiers or make_tiers(), tokenizer or tiny_tokenizer()
+    clock, tiers, keyring = clock or SystemClock(), tiers or make_tiers(), keyring or Keyring()
+    tokenizer = tokenizer or tiny_tokenizer()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
     script = answer_with(script) if isinstance(script, str) else script
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)
     client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1", draw=lambda: 0.0)
     metrics, names = GatewayMetrics(), (MODEL, "alias")
+    limits = usage = metering = None
+    if metered is not None:
+        limits, usage = KeyLimits(metered, clock, metrics.count_rate_limited), UsageMeter(metered, metrics, clock)
+        cache = AnswerCache(metered, clock, MODEL, max_ttl_s=3600, max_bytes=cache_bytes)
+        metering = Metering(keyring, limits, usage, cache, metrics)
     service = CompletionService(
         client,
         clock,
@@ -246,6 +262,7 @@ async def running_stand(
         defaults=defaults,
         ping_s=ping_s,
         trusts_templates=trusts_templates,
+        metering=metering,
     )
     gateway = Gateway(
         model_names=names,
@@ -253,11 +270,14 @@ async def running_stand(
         client=client,
         clock=clock,
         tokenizer=tokenizer,
-        keyring=keyring or Keyring(),
+        keyring=keyring,
         completions=service,
         metrics=metrics,
+        key_source=key_source,
+        limits=limits,
+        usage=usage,
+        tier_changes=administered and _tier_changes(*administered, client, queue, keyring),
         responses=ResponseService(service, clock, redis, responses),
-        tier_changes=administered and _tier_changes(*administered, client, queue, keyring or Keyring()),
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(allowed_origins),
     )

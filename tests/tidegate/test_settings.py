@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic_settings import CliApp
 
 from tidegate import cli
@@ -71,7 +71,9 @@ def test_a_child_gets_the_settings_of_its_parent(
         swap_mb=0,
         port=9,
         drain_s=2,
+        api_key=SecretStr("sk-sesame,sk-sesame-2"),
     )
+    assert parent.operator_keys == ["sk-sesame", "sk-sesame-2"]
     for name, value in parent.secret_env.items():
         monkeypatch.setenv(name, value)
     child = CliApp.run(kind, cli_args=list(parent.flags(kind)))
@@ -121,6 +123,14 @@ def test_config_without_a_file_name_is_refused(args: list[str], capsys: pytest.C
 def test_values_out_of_range_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         ServeSettings(**wrong)
+
+
+def test_a_key_given_as_the_keys_file_is_refused_without_repeating_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--api-keys", "sk-secret"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "TIDEGATE_API_KEY" in error and "sk-secret" not in error
 
 
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
