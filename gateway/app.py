@@ -9,9 +9,10 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
+from gateway.http.cors import Cors
 from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.protocol import errors
-from gateway.routes import admin, batches, chat, files, keys, models, ops, responses
+from gateway.routes import admin, batches, chat, files, keys, models, ops, responses, tokenize
 from gateway.routes.dependencies import authenticated, request_counted
 from gateway.routes.sla_feed import SlaFeed
 from gateway.state import Gateway
@@ -25,6 +26,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         lifespan=_lifespan,
         redirect_slashes=False,
         middleware=[  # from the outermost to the innermost
+            Middleware(Cors, allowed=gateway.allowed_origins),
             Middleware(RequestContext, metrics=gateway.metrics, clock=gateway.clock),
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt="/v1/files"),
         ],
@@ -34,12 +36,12 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(ops.router)
     app.include_router(admin.router)
     app.include_router(keys.router)
-    for routes in (chat, models):
+    for routes in (chat, models, tokenize):
         app.include_router(routes.router)
     app.include_router(responses.router, dependencies=[Depends(authenticated)])
     for routes in (files, batches):
         app.include_router(routes.router, dependencies=[Depends(authenticated), Depends(request_counted)])
-    parts = (ops, admin, keys, chat, models, files, batches, responses)
+    parts = (ops, admin, keys, chat, models, tokenize, files, batches, responses)
     errors.install(app, [route for part in parts for route in part.router.routes])
     return app
 

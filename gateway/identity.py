@@ -129,6 +129,16 @@ def demotion_of(tier: Tier, key: ApiKey | None, tiers: TierSet) -> ResolvedTier 
     return ResolvedTier(lower, service_tier_of(lower))
 
 
+def patient_service_tier(tier: Tier, key: ApiKey | None, tiers: TierSet) -> str | None:
+    """Return a `service_tier` with which requests wait their turn where `tier` rejects them.
+
+    It means the highest bulk tier below `tier` that has a `service_tier` and that `key` may use; None if there is none.
+    """
+    below = (t for t in tiers.by_priority if t.priority < tier.priority and not t.is_interactive)
+    usable = (t for t in below if t.service_tiers and (key is None or key.may_use(t)))
+    return next((t.service_tiers[0] for t in usable), None)
+
+
 def service_tier_of(tier: Tier) -> str:
     """Return the `service_tier` that an answer of `tier` reports if the request did not ask for this tier by name."""
     named = next((name for name in tier.service_tiers if name in RESPONSE_SERVICE_TIERS), None)

@@ -1,6 +1,6 @@
 """The record of everything that routes need. The composition root, tidegate/gateway.py, builds it and its parts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import Request
 
@@ -8,6 +8,7 @@ from gateway.batches.service import BatchService
 from gateway.completion.service import CompletionService
 from gateway.completion.tokenizer import Tokenizer
 from gateway.files.store import FileStore
+from gateway.http.cors import AllowedOrigins
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from gateway.keys.limits import KeyLimits
@@ -40,6 +41,7 @@ class Gateway:
     limits: KeyLimits | None = None
     usage: UsageMeter | None = None
     max_body_bytes: int = 16 * 2**20  # limit of a JSON body; uploads to /v1/files have limits of their own
+    allowed_origins: AllowedOrigins = field(default_factory=AllowedOrigins)  # of web pages of other origins
 
     @property
     def tiers(self) -> TierSet:

@@ -36,6 +36,7 @@ class Request:
     reply_to: str  # id of the gateway that gets the token events
     delivery: Delivery = Delivery.EACH_STEP
     cache_salt: str = ""  # requests share KV only if their salts are equal; the salt holds the caller's identity
+    wants_receipt: bool = False  # token events say what the worker did for the request
 
     @property
     def max_total_tokens(self) -> int:
@@ -70,6 +71,24 @@ class EventKind(Enum):
     CANCELLED = "cancelled"
 
 
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a worker has done for a request until its newest token.
+
+    The first three times follow each other: from the arrival at the gateway to the first step, to the first token, and
+    to the newest token. If the request was given to another worker after a failure, its queue time includes the first
+    worker's time.
+    """
+
+    worker: str
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    paused_ms: float  # the part of prefill and decode in which the sequence was in no step because it was preempted
+    preemptions: int  # number of times that the sequence was paused, swapped out, or lost its KV
+    evictions: int  # number of steps that it was taken out of while they ran
+
+
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """An event that reports new tokens of one request, its end, or both.
 
@@ -87,6 +106,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: tuple[TokenLogprobs, ...] = ()  # one entry for each of `token_ids`, if requested
     # If requested, one entry for each prompt token but the first. Only the event with index 0 has them.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    receipt: Receipt | None = None  # if requested
 
     @property
     def is_last(self) -> bool:

@@ -77,6 +77,10 @@ class RequestState:
     num_preemptions: int = 0  # number of times that the KV blocks on the device were lost; pauses do not count
     gaps: int = 0  # number of gaps between output tokens
     gaps_missed: int = 0  # number of gaps that were longer than the ITL SLO
+    stopped_s: float | None = None  # the time at which it was preempted; None while it is not preempted
+    paused_s: float = 0.0  # total time of earlier preemptions, until the sequence could run again
+    num_stops: int = 0  # number of preemptions of any kind, also of pauses
+    num_evictions: int = 0  # number of steps that it was taken out of while they ran
     boosted_to: float | None = None  # the higher priority that the request has while it is urgent
     # Engine time that bulk had used in total when the newest token came, or at the arrival if there is no token yet.
     bulk_seen_s: float = 0.0
@@ -174,6 +178,18 @@ class RequestState:
         self.num_shared_blocks = 0
         if to is Status.PREEMPTED:
             self.num_computed_tokens = 0
+
+    def stop(self, now: float) -> None:
+        """Record that the sequence is preempted at `now`. If it is preempted already, it stays so."""
+        if self.stopped_s is None:
+            self.stopped_s = now
+            self.num_stops += 1
+
+    def resume(self, now: float) -> None:
+        """Record that the sequence may run again at `now`."""
+        if self.stopped_s is not None:
+            self.paused_s += now - self.stopped_s
+            self.stopped_s = None
 
     def time_token(self, now: float, bulk_total_s: float = 0.0) -> list[Sample]:
         """Record that a token came at `now`, and return the latencies that end with this token.

@@ -30,6 +30,8 @@ from gateway.completion.sampling_defaults import SamplingDefaults, read_sampling
 from gateway.completion.service import CompletionService
 from gateway.completion.tokenizer import Tokenizer
 from gateway.files.store import FileStore
+from gateway.http.cors import AllowedOrigins
+from gateway.http.http10 import HttpProtocol
 from gateway.http.metrics import GatewayMetrics
 from gateway.keys.file import KeyringError
 from gateway.keys.limits import KeyLimits
@@ -165,6 +167,7 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         responses=responses,
         tier_changes=TierChanges(tier_store, follower, queue.depths, settings.tiers_path, clock),
         max_body_bytes=max_body_bytes,
+        allowed_origins=AllowedOrigins(settings.allowed_origins or ()),
     )
     return create_app(gateway)
 
@@ -218,6 +221,7 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
     app = build_gateway(settings, redis, tiers, clock, gateway_name(port))
     config = uvicorn.Config(
         app,
+        http=HttpProtocol,
         log_config=None,
         access_log=False,
         server_header=False,

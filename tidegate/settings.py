@@ -5,6 +5,7 @@ tiers have a file of their own (`scheduler.config`).
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,8 +28,18 @@ KEY_VARIABLE = "TIDEGATE_API_KEY"
 DEMO_MODEL = "tidegate-demo"
 
 
+# An entry of `allowed_origins`. Desktop apps have schemes of their own, some of them without a host (`file://`).
+ORIGIN = r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]*/?"
+
+
 class SettingsError(Exception):
     """The settings cannot be used. The message is for the operator."""
+
+
+def split_list(value: Any) -> list[str] | None:
+    """Return the items of a setting that is a list or a text with commas; None if there are none."""
+    parts = [value] if isinstance(value, str) else value or []
+    return [item.strip() for part in parts for item in str(part).split(",") if item.strip()] or None
 
 
 def shipped_tiers() -> Path:
@@ -79,8 +90,7 @@ class CommonSettings(BaseSettings):
     @field_validator("served_model_name", mode="before")
     @classmethod
     def _split_names(cls, value: Any) -> Any:
-        parts = [value] if isinstance(value, str) else value or []
-        return [name.strip() for part in parts for name in str(part).split(",") if name.strip()] or None
+        return split_list(value)
 
     @property
     def model_path(self) -> str:
@@ -178,6 +188,11 @@ class GatewaySettings(CommonSettings):
     api_keys: Path | None = Field(
         default=None, description="YAML file with API keys and their tiers; unset: no key is needed"
     )
+    allowed_origins: Annotated[list[str] | None, NoDecode] = Field(
+        default=None,
+        description="origins of web pages and desktop apps that may use the server, such as https://chat.example, "
+        "http://localhost:*, app://obsidian.md, null; *: all; unset: only pages of the server itself",
+    )
     api_key: SecretStr | None = Field(
         default=None,
         description="the operator's own API key, or several with commas; better set as TIDEGATE_API_KEY, because other "
@@ -236,6 +251,19 @@ class GatewaySettings(CommonSettings):
     def secret_env(self) -> dict[str, str]:
         own = {KEY_VARIABLE: self.api_key.get_secret_value()} if self.api_key is not None else {}
         return super().secret_env | own
+
+    @field_validator("allowed_origins", mode="before")
+    @classmethod
+    def _split_origins(cls, value: Any) -> Any:
+        return split_list(value)
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _are_origins(cls, value: list[str] | None) -> list[str] | None:
+        for entry in value or ():
+            if not re.fullmatch(ORIGIN, entry):
+                raise ValueError(f"{entry!r} is no origin: it needs a scheme and no path, such as https://chat.example")
+        return value
 
 
 class ServeSettings(GatewaySettings, WorkerSettings):

@@ -38,6 +38,7 @@ _NEUTRAL: dict[str, Any] = {
     "deadline_ms": 0,
     "reply_to": "",
     "delivery": Delivery.AT_END,
+    "wants_receipt": False,
 }
 
 
@@ -128,10 +129,13 @@ def _joined(events: Sequence[TokenEvent]) -> dict[str, Any]:
 
 
 def _replayed(stored: Any, request: Request) -> TokenEvent | None:
-    """Return the stored event as one of `request`; None if there is none, or another version has stored it."""
+    """Return the stored event as one of `request`; None if there is none, or another version has stored it.
+
+    It has no receipt, because no worker has done anything for this request.
+    """
     if stored is None:
         return None
-    own = {"request_id": request.id, "cached_tokens": len(request.prompt_token_ids)}
+    own = {"request_id": request.id, "cached_tokens": len(request.prompt_token_ids), "receipt": None}
     try:
         return msgspec.convert(msgspec.msgpack.decode(stored) | own, TokenEvent)
     except msgspec.ValidationError:

@@ -68,6 +68,23 @@ async def encode_prompts(
     ]
 
 
+async def encode_only(
+    request: ChatCompletionRequest | CompletionRequest,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    template_values: Mapping[str, Any],
+) -> list[int]:
+    """Return the token ids of the one prompt of `request`, which need not leave room for an output.
+
+    Raises `ApiError` 400 if the prompt certainly has more tokens than the context.
+    """
+    if isinstance(request, ChatCompletionRequest):
+        ids = await _encode_chat(request, tokenizer, limits, template_values)
+    else:
+        [ids] = await _encode_texts(request, tokenizer, limits)
+    return _truncate(ids, request, limits)
+
+
 async def _encode_chat(
     request: ChatCompletionRequest, tokenizer: Tokenizer, limits: ModelLimits, template_values: Mapping[str, Any]
 ) -> list[int]:

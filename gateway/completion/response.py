@@ -17,6 +17,7 @@ from gateway.completion.answer_options import AnswerOptions
 from gateway.completion.choice import Choice
 from gateway.completion.metering import UNMETERED, Account
 from gateway.completion.openai_objects import Usage
+from gateway.completion.receipt import receipt_object, with_receipt
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.sse import PING, Write
 from gateway.output.piece import Piece
@@ -25,7 +26,7 @@ from gateway.protocol.errors import ApiError, internal_error, invalid_request, t
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import EventKind, Request, TokenEvent
+from scheduler.request import EventKind, Receipt, Request, TokenEvent
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +65,12 @@ class PreparedRequest:
     is_seeded: bool = False  # whether the client has set the seed
     is_output_limited: bool = False  # whether the client has set a maximum of output tokens
     output: OutputPlan = PLAIN
+    receipt_for: str | None = None  # the `service_tier` that was requested, if the answer shall have a receipt
+
+    def with_receipt(self, requested: str) -> "PreparedRequest":
+        """Return the same request, whose answer has a receipt. `requested` is the `service_tier` that it asked for."""
+        requests = tuple(replace(r, wants_receipt=True) for r in self.requests)
+        return replace(self, requests=requests, receipt_for=requested)
 
     @property
     def text_options(self) -> object:
@@ -101,6 +108,7 @@ class ResponseStream:
         self._account = account
         self._events: list[TokenEvent] = []  # those that the account wants to keep
         self._num_open = len(self._choices)
+        self._receipts: dict[str, Receipt] = {}  # the newest receipt of each scheduler request, by its id
         self._last_event_s = clock.now()
 
     @property
@@ -130,7 +138,8 @@ class ResponseStream:
                     outputs[choice.index].extend(piece)
         self._log_usage()
         choices = [(choice, outputs[choice.index]) for choice in self._choices.values()]
-        return self._prepared.answer.response(self._best_of(choices), self._usage())
+        answer = self._prepared.answer.response(self._best_of(choices), self._usage())
+        return answer if self._prepared.receipt_for is None else {**answer, "tidegate": self._receipt()}
 
     def _best_of(self, choices: list[tuple[Choice, Piece]]) -> list[tuple[Choice, Piece]]:
         """Return the choices that the answer has, with their final indexes."""
@@ -149,6 +158,7 @@ class ResponseStream:
         """Write the answer as frames. Raises the same errors as `respond`, also after the first frames are written."""
         chunks = self._prepared.answer.chunks(self._prepared.include_usage)
         opened: set[int] = set()
+        held = b""  # the last frames of a stream whose end has a receipt
         wrote_s = self._clock.now()
         async with self._generation():
             if first := chunks.begin():
@@ -159,10 +169,13 @@ class ResponseStream:
                 # New tokens may give no text yet: they may be a part of a character or of a possible stop string.
                 if not frames and self._clock.now() - wrote_s >= self._ping_s:
                     frames = PING
+                if not self._num_open and self._prepared.receipt_for is not None:
+                    held, frames = frames, b""
                 if frames:
                     await write(frames)
                     wrote_s = self._clock.now()
-        if last := chunks.end(self._usage()):
+        last = self._with_receipt(held + chunks.end(self._usage()))
+        if last:
             await write(last)
         self._log_usage()
 
@@ -212,6 +225,8 @@ class ResponseStream:
             raise internal_error("The generation was interrupted by an error of the server.")
         if event.kind is EventKind.CANCELLED:
             raise ApiError(503, "The server cancelled the request.", "server_error", code="server_overloaded")
+        if event.receipt is not None:
+            self._receipts[event.request_id] = event.receipt
         piece = choice.feed(event)
         self._num_open -= choice.finish_reason is not None
         return piece
@@ -240,6 +255,18 @@ class ResponseStream:
             if choice.finish_reason is not None:
                 frames.append(chunks.closing(choice.index, choice.finish_reason, usage))
         return b"".join(frames)
+
+    def _with_receipt(self, last_frames: bytes) -> bytes:
+        return last_frames if self._prepared.receipt_for is None else with_receipt(last_frames, self._receipt())
+
+    def _receipt(self) -> dict[str, Any]:
+        total_ms = self._clock.wall_ms() - self._prepared.requests[0].arrival_ms
+        found = [
+            (self._receipts[request_id], choice.cached_tokens)
+            for request_id, choice in self._choices.items()
+            if request_id in self._receipts
+        ]
+        return receipt_object(self._prepared.receipt_for or "auto", self._prepared.tier.name, total_ms, found)
 
     def _usage_of(self, choice: Choice) -> Usage:
         """Return the token counts of one choice so far. Its chunks report these, as those of vLLM do."""

@@ -15,7 +15,7 @@ from gateway.completion.answer import Answer
 from gateway.completion.answer_options import answer_options
 from gateway.completion.metering import UNMETERED, Metering
 from gateway.completion.openai_objects import AnswerHead, ChatAnswer, TextAnswer
-from gateway.completion.prompts import Prompt, encode_prompts, model_limits
+from gateway.completion.prompts import Prompt, encode_only, encode_prompts, model_limits
 from gateway.completion.response import Demotion, PreparedRequest, ResponseStream
 from gateway.completion.sampling import Constraints, check_token_ids, constraints_of, sampling_params
 from gateway.completion.sampling_defaults import SamplingDefaults
@@ -171,8 +171,19 @@ class CompletionService:
             output=output,
         )
 
+    async def encode(self, request: AnyRequest) -> list[int]:
+        """Return the tokens of the one prompt of `request`. Raises `ApiError` 400 if there is none."""
+        limits = model_limits(self._client.workers, self._tokenizer)
+        output = await self._plan_output(request)
+        return await encode_only(request, self._tokenizer, limits, output.template_values)
+
     async def submit(
-        self, prepared: PreparedRequest, cache_ttl_s: int | None = None, *, is_limited: bool = True
+        self,
+        prepared: PreparedRequest,
+        cache_ttl_s: int | None = None,
+        *,
+        is_limited: bool = True,
+        patient: str | None = None,
     ) -> ResponseStream:
         """Enqueue `prepared`, or find its answer in the cache, and return the answer.
 
@@ -186,17 +197,18 @@ class CompletionService:
         try:
             tokens = account.replay(prepared.requests)
             if tokens is None:
-                prepared, tokens = await self._enqueue(prepared)
+                prepared, tokens = await self._enqueue(prepared, patient)
         except BaseException:
             await account.cancel()
             raise
         return ResponseStream(prepared, tokens, self._tokenizer, self._clock, self._ping_s, account)
 
-    async def _enqueue(self, prepared: PreparedRequest) -> tuple[PreparedRequest, TokenStream]:
+    async def _enqueue(self, prepared: PreparedRequest, patient: str | None) -> tuple[PreparedRequest, TokenStream]:
         """Enqueue all scheduler requests of `prepared`, or none of them.
 
         If their own tier cannot serve them in time, they are enqueued in the lower tier of the demotion, if there is
-        one. Raises `ApiError` 429 or 503 if admission rejects the requests.
+        one. Raises `ApiError` 429 or 503 if admission rejects the requests. The error recommends the `service_tier`
+        `patient`, if it is given.
         """
         outcome = await self._client.submit(prepared.requests)
         demotion = prepared.demotion
@@ -208,7 +220,7 @@ class CompletionService:
                 prepared, outcome = demoted, lower_outcome
         if isinstance(outcome, Rejected):
             self._metrics.count_rejected(prepared.tier.name, outcome.reason.value)
-            raise rejected(outcome, prepared.tier)
+            raise rejected(outcome, prepared.tier, patient)
         return prepared, outcome
 
     def _report(self, request: AnyRequest) -> TokenReport | None:

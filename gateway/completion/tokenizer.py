@@ -7,7 +7,7 @@ torch, because the gateway has to start within one or two seconds, and also on m
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,20 @@ class Tokenizer:
         if _is_short(texts):
             return [self._encode(text, add_special_tokens) for text in texts]
         return await asyncio.to_thread(lambda: [self._encode(text, add_special_tokens) for text in texts])
+
+    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary writes it. Ids that are not in the vocabulary become empty strings."""
+
+        def look_up() -> list[str]:
+            return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+        return look_up() if len(token_ids) <= INLINE_CHARS else await asyncio.to_thread(look_up)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a whole output or prompt, with its special tokens."""
+        decode = partial(self._backend.decode, list(token_ids), skip_special_tokens=False)
+        text: str = decode() if len(token_ids) <= INLINE_CHARS else await asyncio.to_thread(decode)
+        return text
 
     def decoder(
         self, shown: Mapping[int, str] = _NO_TOKENS, *, skip_special_tokens: bool = True

@@ -17,13 +17,15 @@ from gateway.completion.response import PreparedRequest, ResponseStream
 from gateway.completion.service import AnyRequest
 from gateway.http.disconnect import CLIENT_CLOSED, ClientDisconnected, until_disconnect
 from gateway.http.sse import EventStreamResponse, Write
-from gateway.identity import ApiKey, ResolvedTier, demotion_of, resolve_tier
+from gateway.identity import ApiKey, ResolvedTier, demotion_of, patient_service_tier, resolve_tier
 from gateway.protocol.json_body import read_object
 from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
 from gateway.protocol.tier_synonyms import TTFT_HEADER, wished_service_tier
 from gateway.protocol.unknown_names import IGNORED_HEADER, header_value
 from gateway.state import gateway_of
 from scheduler.config import Tier
+
+RECEIPT_HEADER = "x-tidegate-receipt"  # a request with it gets an answer with a receipt
 
 
 async def deliver(
@@ -34,8 +36,10 @@ async def deliver(
     If the request is refused, the function raises `ApiError` before any header is sent.
     """
     body: AnyRequest = await read_object(request, partial(parse_generation, kind))
-    stream = await submit(request, body, key, partial(gateway_of(request).completions.prepare, body))
-    return await send_answer(request, body, stream)
+    prepare: Prepare = partial(gateway_of(request).completions.prepare, body)
+    if request.headers.get(RECEIPT_HEADER, "0").lower() not in ("0", "false", ""):
+        prepare = _with_receipt(prepare, _wished_tier(request, body, key) or "auto")
+    return await send_answer(request, body, await submit(request, body, key, prepare))
 
 
 class Asked(Protocol):
@@ -111,10 +115,21 @@ async def submit(request: Request, body: Asked, key: ApiKey | None, prepare: Pre
         owner=key.name if key else None,
         demotion=demotion_of(resolved.tier, key, tiers),
     )
-    stream = await gateway.completions.submit(prepared, cache_ttl_s)
+    stream = await gateway.completions.submit(
+        prepared, cache_ttl_s, patient=patient_service_tier(resolved.tier, key, tiers)
+    )
     request.state.headers = stream.headers
     structlog.contextvars.bind_contextvars(tier=stream.tier.name)  # a demotion may have changed it
     return stream
+
+
+def _with_receipt(prepare: Prepare, requested: str) -> Prepare:
+    """Return `prepare` for answers with a receipt. `requested` is the `service_tier` that the receipt names."""
+
+    async def prepare_with_receipt(**how: Any) -> PreparedRequest:
+        return (await prepare(**how)).with_receipt(requested)
+
+    return prepare_with_receipt
 
 
 def _wished_tier(request: Request, body: Asked, key: ApiKey | None) -> str | None:

@@ -131,6 +131,7 @@ class TokenStream:
             finish_reason=event.finish_reason,
             error=event.error,
             cached_tokens=event.cached_tokens,
+            receipt=event.receipt,
             logprobs=event.logprobs[num_known:],
             prompt_logprobs=() if is_repeat else event.prompt_logprobs,
         )

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
+from msgspec.structs import replace
 from redis.asyncio import Redis
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -28,6 +29,8 @@ from gateway.completion.metering import Metering
 from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.service import OPENAI_DEFAULTS, CompletionService
 from gateway.completion.tokenizer import Tokenizer
+from gateway.http.cors import AllowedOrigins
+from gateway.http.http10 import HttpProtocol
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from gateway.keys.limits import KeyLimits
@@ -169,11 +172,7 @@ class ScriptedWorker:
             last = events[-1]
             logprobs = tuple(found for event in events for found in event.logprobs)
             prompt = events[0].prompt_logprobs
-            events = [
-                TokenEvent(
-                    request.id, last.kind, 0, ids, last.finish_reason, last.error, last.cached_tokens, logprobs, prompt
-                )
-            ]
+            events = [replace(last, index=0, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompt)]
         for event in events:
             await self.gate.wait()
             await self.events.publish(request.reply_to, [event])
@@ -234,6 +233,7 @@ async def running_stand(
     tokenizer: Tokenizer | None = None,
     responses: ResponseStore | None = None,
     redis: Redis | None = None,
+    allowed_origins: Sequence[str] = (),
 ) -> AsyncIterator[Stand]:
     """Run a gateway.
 
@@ -246,7 +246,7 @@ async def running_stand(
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
     script = answer_with(script) if isinstance(script, str) else script
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)
-    client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1")
+    client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1", draw=lambda: 0.0)
     metrics, names = GatewayMetrics(), (MODEL, "alias")
     limits = usage = metering = None
     if metered is not None:
@@ -279,6 +279,7 @@ async def running_stand(
         tier_changes=administered and _tier_changes(*administered, client, queue, keyring),
         responses=ResponseService(service, clock, redis, responses),
         max_body_bytes=max_body_bytes,
+        allowed_origins=AllowedOrigins(allowed_origins),
     )
     async with AsyncExitStack() as stack:
         if with_worker:
@@ -312,7 +313,12 @@ async def _serving(gateway: Gateway) -> AsyncIterator[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
-            create_app(gateway), log_config=None, ws="none", access_log=False, timeout_graceful_shutdown=1
+            create_app(gateway),
+            http=HttpProtocol,
+            log_config=None,
+            ws="none",
+            access_log=False,
+            timeout_graceful_shutdown=1,
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -63,6 +63,7 @@ def test_a_child_gets_the_settings_of_its_parent(
 ) -> None:
     parent = ServeSettings(
         served_model_name=["a", "b"],
+        allowed_origins=["null", "http://localhost:*"],
         model="/m",
         redis_url="redis://:sesame@store:6379/0",
         threads=3,
@@ -80,6 +81,26 @@ def test_a_child_gets_the_settings_of_its_parent(
         name: getattr(parent, name) for name in kind.model_fields
     }
     assert not any("sesame" in flag for flag in parent.flags(kind)), "command lines are public"
+
+
+def test_allowed_origins_come_from_a_flag_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tidegate.yaml"
+    file.write_text("allowed_origins: ['*']\n")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(file))
+    assert CliApp.run(GatewaySettings, cli_args=[]).allowed_origins == ["*"]
+    monkeypatch.setenv("TIDEGATE_ALLOWED_ORIGINS", "app://obsidian.md, null")
+    assert CliApp.run(GatewaySettings, cli_args=[]).allowed_origins == ["app://obsidian.md", "null"]
+    flag = "https://chat.example/,chrome-extension://*"
+    settings = CliApp.run(GatewaySettings, cli_args=["--allowed-origins", flag])
+    assert settings.allowed_origins == ["https://chat.example/", "chrome-extension://*"]
+
+
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/app", "https:chat.example", "https://a b"])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ValidationError, match="needs a scheme and no path"):
+        GatewaySettings(allowed_origins=[origin])
 
 
 @pytest.mark.parametrize("key", ["prot", "config"])

@@ -14,7 +14,7 @@ from engine.interface import FinishReason, SamplingParams
 from gateway.completion.answer_cache import AnswerCache, _joined
 from gateway.completion.model_revision import model_revision
 from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest
-from scheduler.request import Delivery, EventKind, Request, TokenEvent
+from scheduler.request import Delivery, EventKind, Receipt, Request, TokenEvent
 from tests.gateway.stand import MODEL, Stand, answer_with, running_stand, token_ids
 from tests.scheduler.queue.harness import ManualClock, make_request
 
@@ -99,7 +99,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "include_reasoning": ({"include_reasoning": False}, "miss"),
 }
 # Fields of a scheduler request that do not change its output.
-NEUTRAL = {"id", "tier", "arrival_ms", "deadline_ms", "reply_to", "delivery"}
+NEUTRAL = {"id", "tier", "arrival_ms", "deadline_ms", "reply_to", "delivery", "wants_receipt"}
 
 
 @pytest.fixture
@@ -155,6 +155,20 @@ async def test_every_field_that_changes_the_output_changes_the_key(
     answer = await ask(stand, changed)
     assert result_of(answer) == expected
     assert shown(answer) == shown(await ask(stand, changed, {}))
+
+
+async def test_the_receipt_of_a_cached_answer_has_no_times_of_another_request(stand: Stand) -> None:
+    """Whether a receipt is wanted does not change the key."""
+    done = Receipt("w1", 1.0, 2.0, 3.0, 0.0, 0, 0)
+    answering = stand.worker.script
+    stand.worker.script = lambda request: [msgspec.structs.replace(e, receipt=done) for e in answering(request)]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+    wanted = {**CACHE, "x-tidegate-receipt": "1"}
+    first, second = await ask(stand, body, wanted), await ask(stand, body, wanted)
+    third = await ask(stand, body)
+    assert [result_of(answer) for answer in (first, second, third)] == ["miss", "hit", "hit"]
+    assert first.json()["tidegate"]["queue_ms"] == 1.0
+    assert set(second.json()["tidegate"]) == {"tier_requested", "tier_served", "total_ms"}
 
 
 async def test_the_seed_is_part_of_the_key_of_a_sampled_answer(stand: Stand) -> None:

@@ -30,7 +30,9 @@ class Stage:
         self.events = MemoryEventChannel()
         self.registry = MemoryWorkerRegistry(self.clock)
         tiers = make_tiers(realtime={"queue_limit": 4})
-        self.client = SchedulerClient(self.queue, self.events, self.registry, tiers, self.clock, "gateway")
+        self.share = 0.0  # of the spread, at which refused clients come back
+        parts = (self.queue, self.events, self.registry)
+        self.client = SchedulerClient(*parts, tiers, self.clock, "gateway", draw=lambda: self.share)
 
     async def announce(self, finished_per_s: float = 0.0) -> None:
         tiers = {"realtime": TierStatus(finished_per_s=finished_per_s)}
@@ -502,7 +504,18 @@ def test_trap_8_without_new_heartbeats_nothing_is_refused() -> None:
     play(story)
 
 
-@pytest.mark.parametrize(("per_s", "retry_s"), [(0.0, 30.0), (0.5, 2.0), (1000.0, 1.0), (0.001, 120.0)])
+def test_clients_that_are_refused_together_are_told_different_times() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.submit(*(make_request(f"r{i}") for i in range(4)))
+        first = await refused(stage)
+        stage.share = 0.5
+        later = await refused(stage)
+        assert (first.retry_after_s, later.retry_after_s) == (30, 45)
+
+    play(story)
+
+
+@pytest.mark.parametrize(("per_s", "retry_s"), [(0.0, 30.0), (0.5, 2.0), (1000.0, 1.0), (0.001, 60.0)])
 def test_retry_after_comes_from_the_drain_rate(per_s: float, retry_s: float) -> None:
     async def story(stage: Stage) -> None:
         await stage.announce(finished_per_s=per_s)
