@@ -26,6 +26,8 @@ from gateway.app import create_app
 from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.service import OPENAI_DEFAULTS, CompletionService
 from gateway.completion.tokenizer import Tokenizer
+from gateway.http.connection import protocol_factory
+from gateway.http.connections import ConnectionLimits, ConnectionTable
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from gateway.state import Gateway, GatewayTiers
@@ -213,6 +215,7 @@ async def running_stand(
     max_body_bytes: int = 2**20,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
     administered: tuple[Redis, Path] | None = None,
+    limits: ConnectionLimits | None = None,
 ) -> AsyncIterator[Stand]:
     """Run a gateway. `administered` holds the store and the file through which its tiers can be changed."""
     clock, tiers = SystemClock(), tiers or make_tiers()
@@ -240,7 +243,7 @@ async def running_stand(
             running = asyncio.create_task(worker.run())
             stack.push_async_callback(worker.stop)
             stack.callback(running.cancel)
-        url = await stack.enter_async_context(_serving(gateway))
+        url = await stack.enter_async_context(_serving(gateway, limits or ConnectionLimits()))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30, verify=False))
         # No TLS here: building a TLS context takes 50 ms.
         plain = openai.DefaultAsyncHttpxClient(verify=False)
@@ -260,13 +263,18 @@ def _tier_changes(
 
 
 @asynccontextmanager
-async def _serving(gateway: Gateway) -> AsyncIterator[str]:
+async def _serving(gateway: Gateway, limits: ConnectionLimits) -> AsyncIterator[str]:
     """Run a real server on a free loopback port, in this event loop. Yields its URL."""
     # The protocol is named because asyncio sets TCP_NODELAY on no other: every answer would take 40 ms more.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
-            create_app(gateway), log_config=None, ws="none", access_log=False, timeout_graceful_shutdown=1
+            create_app(gateway),
+            http=protocol_factory(ConnectionTable(limits, gateway.metrics.count_closed)),  # type: ignore[arg-type]
+            log_config=None,
+            ws="none",
+            access_log=False,
+            timeout_graceful_shutdown=1,
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
