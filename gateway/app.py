@@ -9,10 +9,13 @@ from starlette.middleware import Middleware
 
 from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.protocol import errors
+from gateway.protocol.json_body import BodyReader
 from gateway.routes import admin, batches, chat, files, models, ops
 from gateway.routes.dependencies import authenticated
 from gateway.routes.sla_feed import SlaFeed
 from gateway.state import Gateway
+
+MAX_BODIES = 16  # of the largest size, which may be in memory together
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -28,6 +31,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         ],
     )
     app.state.gateway = gateway
+    app.state.body_reader = BodyReader(MAX_BODIES * gateway.max_body_bytes)
     app.state.sla_feed = SlaFeed(gateway.client, gateway.clock)
     app.include_router(ops.router)
     app.include_router(admin.router)

@@ -43,6 +43,10 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
+    def __reduce__(self) -> tuple[type["ApiError"], tuple[Any, ...]]:
+        """Return how to make a copy in another process, where large bodies are parsed."""
+        return ApiError, (self.status, self.message, self.type, self.param, self.code, self.headers)
+
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object. All four keys are always present."""
         fault = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
@@ -108,6 +112,11 @@ def timed_out(tier: str) -> ApiError:
 
 def internal_error(message: str = "The server had an error while processing your request.") -> ApiError:
     return ApiError(500, message, "server_error")
+
+
+def too_many_bodies() -> ApiError:
+    message = "The server is receiving too many large bodies at the moment."
+    return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(2.0))
 
 
 def store_unreachable() -> ApiError:
