@@ -1,6 +1,6 @@
 """The record of everything that routes need. The composition root, tidegate/gateway.py, builds it and its parts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import Request
 
@@ -8,6 +8,7 @@ from gateway.batches.service import BatchService
 from gateway.completion.service import CompletionService
 from gateway.completion.tokenizer import Tokenizer
 from gateway.files.store import FileStore
+from gateway.http.hosts import AllowedHosts
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from scheduler.client.client import SchedulerClient
@@ -31,6 +32,8 @@ class Gateway:
     files: FileStore | None = None
     batches: BatchService | None = None
     tier_changes: TierChanges | None = None
+    allowed_hosts: AllowedHosts = field(default_factory=AllowedHosts)  # while no API keys are configured
+    private_docs: bool = False  # whether the API's description and the metrics need an API key
     max_body_bytes: int = 16 * 2**20  # limit of a JSON body; uploads to /v1/files have limits of their own
 
     @property

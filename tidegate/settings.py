@@ -5,6 +5,7 @@ tiers have a file of their own (`scheduler.config`).
 """
 
 import os
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -176,11 +177,44 @@ class GatewaySettings(CommonSettings):
     api_keys: Path | None = Field(
         default=None, description="YAML file with API keys and their tiers; unset: no key is needed"
     )
+    allowed_hosts: Annotated[list[str] | None, NoDecode] = Field(
+        default=None,
+        description="host names by which clients may call a server without API keys, besides localhost and the address "
+        "that it listens on; *.example.com: all below; *: all",
+    )
+    trusted_proxies: Annotated[list[str] | None, NoDecode] = Field(
+        default=None,
+        description="addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed",
+    )
+    max_connections: int | None = Field(
+        default=None, ge=1, description="most connections at once; unset: what the limit of descriptors allows"
+    )
+    max_connections_per_address: int | None = Field(
+        default=None,
+        ge=1,
+        description="most connections of one address that is no trusted proxy; unset: three quarters of all",
+    )
+    private_docs: bool = Field(
+        default=False, description="/openapi.json and /metrics need an API key, and there is no /docs"
+    )
     max_body_mb: int = Field(default=16, ge=1, description="largest JSON body of a request, in MB")
     sampling_defaults: Literal["model", "openai"] = Field(
         default="model",
         description="for what a request leaves out; model: its generation_config.json, openai: temperature 1",
     )
+
+    @field_validator("allowed_hosts", "trusted_proxies", mode="before")
+    @classmethod
+    def _split_items(cls, value: Any) -> Any:
+        parts = [value] if isinstance(value, str) else value or []
+        return [item.strip() for part in parts for item in str(part).split(",") if item.strip()] or None
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _are_networks(cls, value: list[str] | None) -> list[str] | None:
+        for entry in value or ():
+            ip_network(entry, strict=False)  # raises ValueError with a sentence about the entry
+        return value
 
 
 class ServeSettings(GatewaySettings, WorkerSettings):

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from itertools import chain
 from typing import Protocol
 
@@ -25,7 +25,7 @@ MAX_CONNECTIONS = 2**14  # default limit where the limit of descriptors is highe
 RESERVED_DESCRIPTORS = 2304
 
 
-class Closed(str, Enum):
+class Closed(StrEnum):
     """Why the server closed a connection or refused it. The values are labels of a metric."""
 
     SLOW_HEADERS = "slow_headers"

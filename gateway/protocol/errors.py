@@ -92,6 +92,14 @@ def foreign_origin() -> ApiError:
     return ApiError(403, message, code="origin_not_allowed")
 
 
+def host_not_allowed(host: str) -> ApiError:
+    message = (
+        f"This server may not be called by the host name {host[:100]!r} while it asks for no API key. "
+        "Configure API keys (--api-keys), or name the host (--allowed-hosts)."
+    )
+    return ApiError(403, message, code="host_not_allowed")
+
+
 def model_not_found(model: str) -> ApiError:
     message = f"The model `{model[:200]}` does not exist or you do not have access to it."
     return ApiError(404, message, param="model", code="model_not_found")

@@ -21,11 +21,11 @@ from gateway.protocol.errors import internal_error, invalid_json, invalid_reques
 from gateway.protocol.validation import first_fault
 
 MAX_DEPTH = 64
-# A body larger than this is parsed and validated in another process. The unit is bytes before parsing; after parsing, it
-# is the sum of characters and items.
+# A body larger than this is parsed and validated in another process. The unit is bytes before parsing; after parsing,
+# it is the sum of characters and items.
 INLINE_SIZE = 256 * 2**10
-# Limits of a larger body. An object of Python takes up to 100 times the memory of its bytes in JSON. A million values is
-# what `prompt` may have as token ids.
+# Limits of a larger body. An object of Python takes up to 100 times the memory of its bytes in JSON. A million values
+# is what `prompt` may have as token ids.
 MAX_VALUES = 2**20 + 2**16
 MAX_CONTAINERS = 2**17  # arrays and objects
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # the end is optional, so that the search is linear
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class BodyReader:
-    """Reads the bodies of requests. All bodies that are being received or parsed may have `max_total_bytes` together."""
+    """Reads the bodies of requests. All that are being received or parsed may have `max_total_bytes` together."""
 
     def __init__(self, max_total_bytes: int) -> None:
         self._max_total_bytes = max_total_bytes
@@ -92,7 +92,7 @@ async def read_object(request: Request, interpret: Callable[[dict[str, Any]], T]
 
 
 def _read_here(data: bytearray, interpret: Callable[[dict[str, Any]], T]) -> bytes:
-    """Return the pickled result. Otherwise anyio would unpickle it on the event loop, which takes long for many parts."""
+    """Return the pickled result. anyio would unpickle it on the event loop, which takes long for many parts."""
     os.nice(max(0, PARSE_NICENESS - os.nice(0)))
     return pickle.dumps(interpret(parse_json_object(data)), pickle.HIGHEST_PROTOCOL)
 

@@ -28,6 +28,7 @@ from gateway.completion.service import OPENAI_DEFAULTS, CompletionService
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.connection import protocol_factory
 from gateway.http.connections import ConnectionLimits, ConnectionTable
+from gateway.http.hosts import AllowedHosts
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from gateway.state import Gateway, GatewayTiers
@@ -216,6 +217,8 @@ async def running_stand(
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
     administered: tuple[Redis, Path] | None = None,
     limits: ConnectionLimits | None = None,
+    allowed_hosts: AllowedHosts | None = None,
+    private_docs: bool = False,
 ) -> AsyncIterator[Stand]:
     """Run a gateway. `administered` holds the store and the file through which its tiers can be changed."""
     clock, tiers = SystemClock(), tiers or make_tiers()
@@ -236,6 +239,8 @@ async def running_stand(
         metrics=metrics,
         tier_changes=administered and _tier_changes(*administered, client, queue, keyring or Keyring()),
         max_body_bytes=max_body_bytes,
+        allowed_hosts=allowed_hosts or AllowedHosts(),
+        private_docs=private_docs,
     )
     async with AsyncExitStack() as stack:
         if with_worker:
