@@ -1,7 +1,7 @@
 """The endpoints GET /, /health, /ready and /metrics, for load balancers and Prometheus.
-They need no API key, except /metrics with `--private-docs`.
 
-Load balancers may also send HEAD to /health and /ready. The server then sends no body.
+They need no API key, except /metrics with `--private-docs`. Load balancers may also send HEAD to /health and /ready.
+The server then sends no body.
 """
 
 import asyncio
