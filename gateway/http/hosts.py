@@ -5,6 +5,7 @@ the server itself. Knows the `Host` header; does not know the client's address.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
@@ -12,6 +13,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.protocol.errors import error_response, host_not_allowed
+
+MAX_HOST = 300  # characters of a `Host` header: DNS names have at most 253
+MAX_CACHED = 256  # answers for the host names of recent requests, because parsing one takes longer than all else here
 
 
 class AllowedHosts:
@@ -27,9 +31,10 @@ class AllowedHosts:
         self._names = {"localhost", *names}
         self._suffixes = tuple(name[1:] for name in names if name.startswith("*."))
         listens_on = address_of(bound)
+        self.allows = lru_cache(MAX_CACHED)(self._allows)
         self._any_address = bound != "localhost" and (listens_on is None or not listens_on.is_loopback)
 
-    def allows(self, host: str) -> bool:
+    def _allows(self, host: str) -> bool:
         """Whether the `Host` header `host` is allowed. Browsers always send one, so a missing one is allowed."""
         if self._any or not host:
             return True
@@ -51,7 +56,7 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._is_open():
             host = Headers(scope=scope).get("host", "")
-            if not self._allowed.allows(host):
+            if len(host) > MAX_HOST or not self._allowed.allows(host):
                 await error_response(host_not_allowed(host))(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -28,7 +28,9 @@ INLINE_SIZE = 256 * 2**10
 # is what `prompt` may have as token ids.
 MAX_VALUES = 2**20 + 2**16
 MAX_CONTAINERS = 2**17  # arrays and objects
-STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # the end is optional, so that the search is linear
+VALUE_MARKS = b'",[{'
+NO_MARKS = bytes(set(range(256)) - set(VALUE_MARKS))
+STRING = re.compile(rb'"[^"]*"?')  # the end is optional, so that the search is linear
 PARSE_TIMEOUT_S = 30.0  # seconds for the other process; it starts within two, and takes under a second for 16 MB
 PARSE_NICENESS = 10  # priority of the other process: streams and the engine on the same cores come first
 
@@ -145,9 +147,16 @@ def is_large(value: dict[str, Any]) -> bool:
 
 def _has_too_many_values(data: bytes | bytearray) -> bool:
     """Whether the JSON in `data` has too many values. They are counted before they take memory."""
-    if _are_too_many(data):  # what looks like values may also be in strings
-        return _are_too_many(STRING.sub(b"", data))
-    return False
+    return _are_too_many(data) and _are_too_many(_outside_strings(data))  # most bodies pass the first, faster count
+
+
+def _outside_strings(data: bytes | bytearray) -> bytes | bytearray:
+    """Return the commas and opening brackets of `data` that are not in strings.
+
+    Two quotes in a row can go before the search for strings: what comes after them is in a string or not as before.
+    """
+    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    return STRING.sub(b"", plain.translate(None, NO_MARKS).replace(b'""', b""))
 
 
 def _are_too_many(data: bytes | bytearray) -> bool:

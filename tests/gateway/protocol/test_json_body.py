@@ -1,6 +1,7 @@
 """Short bodies are parsed on the event loop, long ones in another process, and never too many at once."""
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator
 from functools import partial
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 from fastapi import Request
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.types import Message
 
 from gateway.protocol.errors import ApiError, invalid_value
@@ -17,6 +20,7 @@ from gateway.protocol.json_body import (
     MAX_CONTAINERS,
     MAX_VALUES,
     BodyReader,
+    _outside_strings,
     is_large,
     parse_json_object,
     read_object,
@@ -116,6 +120,28 @@ def test_values_are_not_counted_in_strings() -> None:
     text = r"[{,\"" * MAX_CONTAINERS
     data = b'{"a": "%s", "b": [1, {"c": "\\\\"}]}' % (text.encode() * 3)
     assert set(parse_json_object(data)) == {"a", "b"}
+
+
+TEXTS = st.text(alphabet='ab,"\\[{}]:\né', max_size=6)
+VALUES = st.recursive(
+    st.none() | st.integers() | TEXTS,
+    lambda values: st.lists(values, max_size=4) | st.dictionaries(TEXTS, values, max_size=4),
+    max_leaves=20,
+)
+
+
+def count_marks(value: Any) -> int:
+    """The commas and opening brackets that JSON needs for `value`."""
+    if not isinstance(value, list | dict):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(0, len(value) - 1) + sum(count_marks(item) for item in inner)
+
+
+@given(VALUES, st.booleans())
+def test_only_marks_outside_strings_are_counted(value: Any, ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    assert len(_outside_strings(text)) == count_marks(value)
 
 
 @pytest.mark.parametrize(
