@@ -10,12 +10,17 @@ from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
 from gateway.http.cors import Cors
+from gateway.http.hosts import HostCheck
 from gateway.http.middleware import BodyLimit, RequestContext
+from gateway.http.wrong_keys import WrongKeys
 from gateway.protocol import errors
+from gateway.protocol.json_body import BodyReader
 from gateway.routes import admin, batches, chat, files, keys, models, ops, responses, tokenize
 from gateway.routes.dependencies import authenticated, request_counted
 from gateway.routes.sla_feed import SlaFeed
 from gateway.state import Gateway
+
+MAX_BODIES = 16  # of the largest size, which may be in memory together
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -25,15 +30,22 @@ def create_app(gateway: Gateway) -> FastAPI:
         version=_version(),
         lifespan=_lifespan,
         redirect_slashes=False,
+        openapi_url=None if gateway.private_docs else "/openapi.json",  # without it, there is no /docs either
         middleware=[  # from the outermost to the innermost
             Middleware(Cors, allowed=gateway.allowed_origins),
             Middleware(RequestContext, metrics=gateway.metrics, clock=gateway.clock),
+            Middleware(HostCheck, allowed=gateway.allowed_hosts, is_open=lambda: gateway.keyring.is_open),
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt="/v1/files"),
         ],
     )
     app.state.gateway = gateway
+    app.state.body_reader = BodyReader(MAX_BODIES * gateway.max_body_bytes)
+    app.state.metrics_page = ops.MetricsPage(gateway)
+    app.state.wrong_keys = WrongKeys()
     app.state.sla_feed = SlaFeed(gateway.client, gateway.clock)
     app.include_router(ops.router)
+    if gateway.private_docs:
+        app.include_router(ops.private_router)
     app.include_router(admin.router)
     app.include_router(keys.router)
     for routes in (chat, models, tokenize):

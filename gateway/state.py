@@ -9,6 +9,7 @@ from gateway.completion.service import CompletionService
 from gateway.completion.tokenizer import Tokenizer
 from gateway.files.store import FileStore
 from gateway.http.cors import AllowedOrigins
+from gateway.http.hosts import AllowedHosts
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from gateway.keys.limits import KeyLimits
@@ -40,6 +41,8 @@ class Gateway:
     key_source: KeySource | None = None
     limits: KeyLimits | None = None
     usage: UsageMeter | None = None
+    allowed_hosts: AllowedHosts = field(default_factory=AllowedHosts)  # while no API keys are configured
+    private_docs: bool = False  # whether the API's description and the metrics need an API key
     max_body_bytes: int = 16 * 2**20  # limit of a JSON body; uploads to /v1/files have limits of their own
     allowed_origins: AllowedOrigins = field(default_factory=AllowedOrigins)  # of web pages of other origins
 

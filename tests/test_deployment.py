@@ -74,7 +74,7 @@ def test_every_service_uses_existing_flags_and_variables(service: str) -> None:
     fields = {name.replace("_", "-") for name in PARTS[service].model_fields}
     assert {flag.removeprefix("--") for flag in rest if flag.startswith("--")} <= fields
     variables = {name for name in definition["environment"] if name.startswith("TIDEGATE_")}
-    assert {name.removeprefix("TIDEGATE_").lower() for name in variables} <= set(CommonSettings.model_fields)
+    assert {name.removeprefix("TIDEGATE_").lower() for name in variables} <= set(PARTS[service].model_fields)
     assert "TIDEGATE_REDIS_URL" in variables
 
 

@@ -27,11 +27,21 @@ from tidegate.cli import main as tidegate_main
 
 MAX_README_LINES = 160
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "demo_model/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "demo_model/README.md")),
     *(ROOT / package / "README.md" for package in ("engine", "scheduler", "gateway", "tidegate", "loadtest", "bench")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-DOCS = ("api", "architecture", "benchmarks", "controller", "deployment", "operations", "simulation", "tiers")
+DOCS = (
+    "api",
+    "architecture",
+    "benchmarks",
+    "controller",
+    "deployment",
+    "operations",
+    "security",
+    "simulation",
+    "tiers",
+)
 PACKAGES = sorted({*HOUSES, "loadtest", "bench", "tidegate"})  # each has a table of its rooms on the map
 CODE_SUFFIXES = (".py", ".md", ".lua", ".cpp", ".h", ".toml")
 MERMAID_KINDS = ("flowchart", "sequenceDiagram", "stateDiagram-v2", "classDiagram")

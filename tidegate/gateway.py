@@ -5,12 +5,14 @@ error.
 """
 
 import asyncio
+import gc
 import math
 import secrets
 import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import ip_network
 
 import structlog
 import uvicorn
@@ -30,8 +32,10 @@ from gateway.completion.sampling_defaults import SamplingDefaults, read_sampling
 from gateway.completion.service import CompletionService
 from gateway.completion.tokenizer import Tokenizer
 from gateway.files.store import FileStore
+from gateway.http.connection import protocol_factory
+from gateway.http.connections import ConnectionLimits, ConnectionTable, default_max_connections
 from gateway.http.cors import AllowedOrigins
-from gateway.http.http10 import HttpProtocol
+from gateway.http.hosts import AllowedHosts, address_of
 from gateway.http.metrics import GatewayMetrics
 from gateway.keys.file import KeyringError
 from gateway.keys.limits import KeyLimits
@@ -51,7 +55,7 @@ from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
 from tidegate.background import Background
-from tidegate.process import gateway_name, hangup_calls, ignore_hangup
+from tidegate.process import gateway_name, hangup_calls, ignore_hangup, raise_descriptor_limit
 from tidegate.settings import GatewaySettings
 from tidegate.supervisor import EX_CONFIG
 
@@ -79,12 +83,13 @@ def run_gateway(settings: GatewaySettings) -> int:
     """Run the gateway until SIGTERM or SIGINT. Return the exit code."""
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they would be a second series beside every counter
     ignore_hangup()
+    max_descriptors = raise_descriptor_limit()
     try:
         with (
             listen(settings.host, settings.port) as listener,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as run,
         ):
-            return run.run(_serve(settings, listener))
+            return run.run(_serve(settings, listener, connection_limits(settings, max_descriptors)))
     except (TierConfigError, KeyringError, NoTokenizer, BadSamplingDefaults, CannotListen) as error:
         log.error("the gateway cannot start", reason=str(error))
         return EX_CONFIG
@@ -168,6 +173,8 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         tier_changes=TierChanges(tier_store, follower, queue.depths, settings.tiers_path, clock),
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(settings.allowed_origins or ()),
+        allowed_hosts=AllowedHosts(settings.allowed_hosts or (), settings.host),
+        private_docs=settings.private_docs,
     )
     return create_app(gateway)
 
@@ -180,6 +187,24 @@ def make_responses(
         return ResponseService(completions, clock)
     store = ResponseStore(redis, clock, settings.response_ttl_s, settings.response_store_mb * 2**20)
     return ResponseService(completions, clock, redis, store, drain_s=settings.drain_s)
+
+
+def connection_limits(settings: GatewaySettings, max_descriptors: int) -> ConnectionLimits:
+    """Return the limits of connections that the settings choose, for a process with so many descriptors."""
+    most = default_max_connections(max_descriptors)
+    if settings.max_connections is not None and settings.max_connections > most:
+        log.warning("max_connections is more than the limit of descriptors allows", allowed=most)
+    most = min(most, settings.max_connections or most)
+    proxies = [ip_network(entry, strict=False) for entry in settings.trusted_proxies or ()]
+
+    def is_proxy(address: str) -> bool:
+        return any(ip in proxy for proxy in proxies) if (ip := address_of(address)) is not None else False
+
+    return ConnectionLimits(
+        max_connections=most,
+        max_per_address=settings.max_connections_per_address or max(1, most * 3 // 4),
+        exempt=is_proxy,
+    )
 
 
 def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
@@ -213,7 +238,7 @@ def load_sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
     return defaults
 
 
-async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
+async def _serve(settings: GatewaySettings, listener: socket.socket, limits: ConnectionLimits) -> int:
     clock = SystemClock()
     tiers = load_tiers(settings.tiers_path)
     redis = connection.connect(str(settings.redis_url))
@@ -221,7 +246,9 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
     app = build_gateway(settings, redis, tiers, clock, gateway_name(port))
     config = uvicorn.Config(
         app,
-        http=HttpProtocol,
+        http=protocol_factory(ConnectionTable(limits, app.state.gateway.metrics.count_closed)),  # type: ignore[arg-type]
+        proxy_headers=settings.trusted_proxies is not None,
+        forwarded_allow_ips=settings.trusted_proxies or [],
         log_config=None,
         access_log=False,
         server_header=False,
@@ -239,6 +266,8 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
             background.start(gateway.tier_changes.reload_on_signal())
             background.start(gateway.key_source.reload())
 
+    gc.collect()
+    gc.freeze()  # what the start has made stays; looking through it again and again would hold up streams
     log.info("the gateway serves", host=settings.host, port=port)
     try:
         with hangup_calls(reload, shutdown):

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import sys
@@ -34,6 +35,15 @@ def dies_with_parent() -> Callable[[], None]:
             os._exit(1)
 
     return bind
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's limit of open descriptors to what the system allows, also for its children. Return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS allows less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def ignore_hangup() -> None:

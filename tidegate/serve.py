@@ -20,7 +20,7 @@ from scheduler.config import TierConfigError, load_tiers
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
-from tidegate.process import gateway_name, worker_name
+from tidegate.process import gateway_name, raise_descriptor_limit, worker_name
 from tidegate.settings import CommonSettings, GatewaySettings, ServeSettings, WorkerSettings
 from tidegate.supervisor import EX_CONFIG, Part, Stage, Supervisor
 from tidegate.valkey import EmbeddedValkey, ValkeyError
@@ -37,6 +37,7 @@ class CannotServe(Exception):
 
 def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = None) -> int:
     """Run the server until SIGTERM or SIGINT. Return the exit code."""
+    raise_descriptor_limit()
     with contextlib.ExitStack() as cleanup:
         try:
             load_tiers(settings.tiers_path)

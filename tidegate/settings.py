@@ -6,6 +6,7 @@ tiers have a file of their own (`scheduler.config`).
 
 import os
 import re
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -204,6 +205,26 @@ class GatewaySettings(CommonSettings):
     answer_cache_mb: int = Field(
         default=64, ge=0, description="largest size of the answer cache in the store, in MB; 0: no answer is kept"
     )
+    allowed_hosts: Annotated[list[str] | None, NoDecode] = Field(
+        default=None,
+        description="host names by which clients may call a server without API keys, besides localhost and the address "
+        "that it listens on; *.example.com: all below; *: all",
+    )
+    trusted_proxies: Annotated[list[str] | None, NoDecode] = Field(
+        default=None,
+        description="addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed",
+    )
+    max_connections: int | None = Field(
+        default=None, ge=1, description="most connections at once; unset: what the limit of descriptors allows"
+    )
+    max_connections_per_address: int | None = Field(
+        default=None,
+        ge=1,
+        description="most connections of one address that is no trusted proxy; unset: three quarters of all",
+    )
+    private_docs: bool = Field(
+        default=False, description="/openapi.json and /metrics need an API key, and there is no /docs"
+    )
     max_body_mb: int = Field(default=16, ge=1, description="largest JSON body of a request, in MB")
     response_ttl_s: float = Field(
         default=86_400.0,
@@ -252,17 +273,24 @@ class GatewaySettings(CommonSettings):
         own = {KEY_VARIABLE: self.api_key.get_secret_value()} if self.api_key is not None else {}
         return super().secret_env | own
 
-    @field_validator("allowed_origins", mode="before")
-    @classmethod
-    def _split_origins(cls, value: Any) -> Any:
-        return split_list(value)
-
     @field_validator("allowed_origins")
     @classmethod
     def _are_origins(cls, value: list[str] | None) -> list[str] | None:
         for entry in value or ():
             if not re.fullmatch(ORIGIN, entry):
                 raise ValueError(f"{entry!r} is no origin: it needs a scheme and no path, such as https://chat.example")
+        return value
+
+    @field_validator("allowed_hosts", "allowed_origins", "trusted_proxies", mode="before")
+    @classmethod
+    def _split_items(cls, value: Any) -> Any:
+        return split_list(value)
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _are_networks(cls, value: list[str] | None) -> list[str] | None:
+        for entry in value or ():
+            ip_network(entry, strict=False)  # raises ValueError with a sentence about the entry
         return value
 
 

@@ -10,16 +10,18 @@ import os
 import shutil
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import anyio.to_process
 import msgspec
 
 from gateway.batches.model import LineError
 from gateway.files.store import PRIVATE_DIR
 from gateway.protocol.errors import ApiError
-from gateway.protocol.json_body import parse_json_object
+from gateway.protocol.json_body import INLINE_SIZE, parse_json_object
 
 MAX_LINES = 50_000  # as in OpenAI's Batch API
 MAX_LINE_BYTES = 16 * 2**20
@@ -116,6 +118,19 @@ def inspect_input(
     if total == 0:
         errors.append(LineError("empty_file", "The input file is empty."))
     return InputReport(total, seen.model, tuple(errors))
+
+
+async def inspect_aside(
+    path: Path, endpoint: str, model_names: Collection[str], *, max_line_bytes: int = MAX_LINE_BYTES
+) -> InputReport:
+    """Do the same while the event loop goes on: a short file in a thread, a longer one in another process.
+
+    A parser holds Python's global lock for as long as a line takes, so in a thread long lines would stop all streams.
+    """
+    inspect = partial(inspect_input, path, endpoint, tuple(model_names), max_line_bytes=max_line_bytes)
+    if (await asyncio.to_thread(path.stat)).st_size <= INLINE_SIZE:
+        return await asyncio.to_thread(inspect)
+    return await anyio.to_process.run_sync(inspect, cancellable=True)
 
 
 @dataclass(slots=True)

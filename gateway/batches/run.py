@@ -17,7 +17,7 @@ from redis.exceptions import ConnectionError as StoreUnreachable
 from redis.exceptions import LockError
 from redis.exceptions import TimeoutError as StoreSilent
 
-from gateway.batches.input import input_path, inspect_input
+from gateway.batches.input import input_path, inspect_aside
 from gateway.batches.line import LineRunner
 from gateway.batches.line_execution import LineExecution
 from gateway.batches.model import Batch, BatchStatus, LineError
@@ -125,9 +125,7 @@ class BatchRun:
 
     async def _validate(self, batch: Batch) -> None:
         path = input_path(self._directory)
-        report = await asyncio.to_thread(
-            inspect_input, path, batch.endpoint, self._model_names, max_line_bytes=self._max_line_bytes
-        )
+        report = await inspect_aside(path, batch.endpoint, self._model_names, max_line_bytes=self._max_line_bytes)
         if report.errors:
             await self._move(BatchStatus.FAILED, errors=report.errors)
         else:

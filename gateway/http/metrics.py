@@ -56,6 +56,12 @@ class GatewayMetrics:
             ["tier"],
             registry=self.registry,
         )
+        self.connections_closed = Counter(
+            "tidegate_connections_closed_total",
+            "Connections that the server refused or closed because they were too many or too slow.",
+            ["reason"],
+            registry=self.registry,
+        )
         self.workers_alive = Gauge("tidegate_workers_alive", "Workers with a fresh heartbeat.", registry=self.registry)
         self.batches = Gauge("tidegate_batches", "Batches by status.", ["status"], registry=self.registry)
         self.usage_requests = Counter(
@@ -122,3 +128,6 @@ class GatewayMetrics:
 
     def count_cache_lookup(self, result: str) -> None:
         self.answer_cache.labels(result).inc()
+
+    def count_closed(self, reason: str) -> None:
+        self.connections_closed.labels(reason).inc()

@@ -80,6 +80,7 @@ class RequestContext:
             "request",
             method=scope["method"],
             route=route,
+            client=(scope.get("client") or ("",))[0],
             status=status,
             seconds=round(seconds, 4),
             client_request_id=client_id[:512] or None,

@@ -44,6 +44,10 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
+    def __reduce__(self) -> tuple[type["ApiError"], tuple[Any, ...]]:
+        """Return how to make a copy in another process, where large bodies are parsed."""
+        return ApiError, (self.status, self.message, self.type, self.param, self.code, self.headers)
+
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object. All four keys are always present."""
         fault = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
@@ -103,6 +107,14 @@ def foreign_origin(origin: str) -> ApiError:
     return ApiError(403, message, code="origin_not_allowed")
 
 
+def host_not_allowed(host: str) -> ApiError:
+    message = (
+        f"This server may not be called by the host name {host[:100]!r} while it asks for no API key. "
+        "Configure API keys (--api-keys), or name the host (--allowed-hosts)."
+    )
+    return ApiError(403, message, code="host_not_allowed")
+
+
 def model_not_found(model: str) -> ApiError:
     message = f"The model `{model[:200]}` does not exist or you do not have access to it."
     return ApiError(404, message, param="model", code="model_not_found")
@@ -123,6 +135,11 @@ def timed_out(tier: str) -> ApiError:
 
 def internal_error(message: str = "The server had an error while processing your request.") -> ApiError:
     return ApiError(500, message, "server_error")
+
+
+def too_many_bodies() -> ApiError:
+    message = "The server is receiving too many large bodies at the moment."
+    return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(2.0))
 
 
 def store_unreachable() -> ApiError:

@@ -10,7 +10,7 @@ import yaml
 from fastapi import APIRouter, Depends, Request
 from sse_starlette import EventSourceResponse
 
-from gateway.protocol.errors import ApiError, invalid_request, retry_after
+from gateway.protocol.errors import ApiError, invalid_request, retry_after, too_large
 from gateway.protocol.json_body import parse_json_object
 from gateway.routes.dependencies import Administrator
 from gateway.routes.sla_feed import PERIOD_S, SlaFeed, SlaStreamResponse, explain
@@ -18,6 +18,7 @@ from gateway.state import gateway_of
 from scheduler.config import TierConfigError
 from scheduler.reload.coordinator import Applied, Late, Outcome, Refused, TierChanges
 
+MAX_DOCUMENT_BYTES = 2**16  # ten times the shipped tiers.yaml with all its comments
 YAML_TYPES = frozenset({"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"})
 # Seconds of Retry-After if a gateway or worker has not confirmed a change. They look for changes about once a second.
 RETRY_S = 5.0
@@ -123,12 +124,24 @@ async def _read_document(request: Request) -> object:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     data = await request.body()
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise too_large(MAX_DOCUMENT_BYTES)
     if kind not in YAML_TYPES:
         return parse_json_object(data)
     try:
-        return await asyncio.to_thread(yaml.safe_load, data)
+        return await asyncio.to_thread(yaml.load, data, _PlainLoader)
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError):
-        raise invalid_request("The body is not valid YAML.", code="invalid_yaml") from None
+        message = "The body is not valid YAML, or has aliases (`*name`), which are not accepted here."
+        raise invalid_request(message, code="invalid_yaml") from None
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """A safe loader without aliases, and so without merges: with them, a few lines become gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "aliases are not accepted", None)
+        return super().compose_node(parent, index)
 
 
 def _invalid_tiers(error: TierConfigError) -> ApiError:

@@ -9,20 +9,27 @@ server compares `Origin` with `Host`, so a proxy has to pass on `Host` as the cl
 
 Without keys, /admin is open only to programs on this machine. The client's address must be a loopback address, and the
 host name in the request must be `localhost` or a loopback address. The check of the host name keeps out web pages whose
-host name was made to resolve to 127.0.0.1 (DNS rebinding). Pages of other origins may not use /admin without a key,
+host name was made to resolve to 127.0.0.1 (DNS rebinding). A request that a proxy on this machine has passed on is not
+local, even if the proxy has written another host name into it. Pages of other origins may not use /admin without a key,
 whatever `--allowed-origins` says.
 """
 
-from ipaddress import ip_address
 from typing import Annotated
 from urllib.parse import urlsplit
 
 import structlog
 from fastapi import Depends, Request
 
+from gateway.http.hosts import address_of, host_name
+from gateway.http.wrong_keys import WrongKeys
 from gateway.identity import ApiKey
 from gateway.protocol.errors import ApiError, foreign_origin
 from gateway.state import gateway_of
+
+# The headers that proxies add. nginx adds none unless it is told to, but by default it speaks HTTP/1.0 to servers.
+PROXY_HEADERS = frozenset(
+    ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-server", "x-real-ip")
+)
 
 
 async def authenticated(request: Request) -> ApiKey | None:
@@ -40,7 +47,11 @@ async def authenticated(request: Request) -> ApiKey | None:
         and not gateway.allowed_origins.allows(origin)
     ):
         raise foreign_origin(origin)
-    key = keyring.authenticate(request.headers.get("authorization"))
+    try:
+        key = keyring.authenticate(request.headers.get("authorization"))
+    except ApiError:
+        await _slow_down(request)
+        raise
     if key is not None:
         structlog.contextvars.bind_contextvars(key=key.name)
     return key
@@ -87,19 +98,24 @@ def _is_cross_site(request: Request) -> bool:
 
 
 def _is_local(request: Request) -> bool:
+    if PROXY_HEADERS & set(request.headers) or request.scope["http_version"] == "1.0":
+        return False
     if request.client is None or not _is_loopback(request.client.host):
         return False
-    try:
-        name = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-    except ValueError:
-        return False
+    name = host_name(request.headers.get("host", ""))
     return name == "localhost" or _is_loopback(name)
 
 
+async def _slow_down(request: Request) -> None:
+    """Wait before a wrong key is refused, if its address has sent many."""
+    wrong_keys: WrongKeys = request.app.state.wrong_keys
+    clock = gateway_of(request).clock
+    address = request.client.host if request.client is not None else ""
+    if delay_s := wrong_keys.delay_s(address, clock.now()):
+        structlog.contextvars.bind_contextvars(delayed_s=round(delay_s, 1))
+        await clock.sleep(delay_s)
+
+
 def _is_loopback(host: str) -> bool:
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+    address = address_of(host)
+    return address is not None and address.is_loopback

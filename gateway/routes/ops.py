@@ -1,26 +1,30 @@
 """The endpoints GET /, /health, /ping, /ready, /version and /metrics, for load balancers and Prometheus.
 
-They need no API key. Load balancers may also send HEAD to /health, /ping and /ready. The server then sends no body.
+They need no API key, except /metrics with `--private-docs`. Load balancers may also send HEAD to /health, /ping and
+/ready. The server then sends no body.
 """
 
 import asyncio
+import contextvars
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import structlog
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from gateway.routes.dependencies import authenticated
 from gateway.state import Gateway, gateway_of
 from scheduler.client.client import SchedulerClient
 
 log = structlog.get_logger(__name__)
 
+METRICS_PERIOD_S = 1.0  # seconds for which one rendering of /metrics answers every scrape
 STORE_TIMEOUT_S = 2.0  # seconds for the store to answer while the server handles /ready or /metrics
 
 router = APIRouter(tags=["operations"])
@@ -58,10 +62,45 @@ async def ready(request: Request) -> JSONResponse:
     return JSONResponse(report, status_code=200 if is_ready else 503)
 
 
-@router.get("/metrics")
+async def _may_read_metrics(request: Request) -> None:
+    """Raises `ApiError` 401 if the metrics need an API key and the caller has none."""
+    if gateway_of(request).private_docs:
+        await authenticated(request)
+
+
+@router.get("/metrics", dependencies=[Depends(_may_read_metrics)])
 async def metrics(request: Request) -> Response:
     """Return the metrics of this gateway and of every worker in Prometheus' text format."""
-    return Response(await _exposition(gateway_of(request)), media_type=CONTENT_TYPE_LATEST)
+    page: MetricsPage = request.app.state.metrics_page
+    return Response(await page.read(), media_type=CONTENT_TYPE_LATEST)
+
+
+class MetricsPage:
+    """The text of /metrics, rendered at most once for each `METRICS_PERIOD_S`, however many clients ask for it.
+
+    Rendering is slow and holds Python's global lock, so without this limit scrapes would slow down streams.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._began_s = float("-inf")
+        self._rendering: asyncio.Task[bytes] | None = None
+
+    async def read(self) -> bytes:
+        now = self._gateway.clock.now()
+        if self._rendering is None or (self._rendering.done() and now - self._began_s >= METRICS_PERIOD_S):
+            self._began_s = now
+            self._rendering = asyncio.create_task(_exposition(self._gateway), context=contextvars.Context())
+        return await asyncio.shield(self._rendering)  # a client that hangs up must not cancel it for others
+
+
+private_router = APIRouter(dependencies=[Depends(authenticated)], include_in_schema=False)
+
+
+@private_router.get("/openapi.json")
+async def openapi(request: Request) -> JSONResponse:
+    """Return the description of the API, where `--private-docs` takes the place of FastAPI's own route."""
+    return JSONResponse(request.app.openapi())
 
 
 async def _readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:

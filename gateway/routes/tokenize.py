@@ -47,7 +47,7 @@ class DetokenizeRequest(Body):
 async def tokenize(request: Request, key: Caller) -> Response:
     """Return the token ids of `prompt`, or of the prompt that the chat template makes of `messages`."""
     gateway = gateway_of(request)
-    body, with_strings = await read_object(request, partial(_parse_tokenize, gateway))
+    body, with_strings = await read_object(request, partial(_parse_tokenize, gateway.model_names))
     ids = await gateway.completions.encode(body)
     strings = await gateway.tokenizer.token_strings(ids) if with_strings else None
     return _json(
@@ -60,26 +60,26 @@ async def detokenize(request: Request, key: Caller) -> Response:
     """Return the text of `tokens`, with special tokens."""
     gateway = gateway_of(request)
     body = await read_object(request, partial(parse, DetokenizeRequest))
-    _check_model(gateway, body.model)
+    _check_model(gateway.model_names, body.model)
     vocab_size = _limits(gateway).vocab_size
     if max(body.tokens, default=0) >= vocab_size:
         raise invalid_value("tokens", f"Invalid value for 'tokens': token ids must be less than {vocab_size}.")
     return _json({"prompt": await gateway.tokenizer.decode(body.tokens)})
 
 
-def _parse_tokenize(gateway: Gateway, body: dict[str, Any]) -> tuple[AnyRequest, bool]:
+def _parse_tokenize(model_names: tuple[str, ...], body: dict[str, Any]) -> tuple[AnyRequest, bool]:
     """Return the request of a completion endpoint with the same prompt, and whether texts of tokens are wanted."""
     options = parse(TokenizeRequest, body)
     if (options.prompt is None) == (options.messages is None):
         raise invalid_value("prompt", "Either 'prompt' or 'messages' is needed, and not both.")
-    _check_model(gateway, options.model)
+    _check_model(model_names, options.model)
     kind: type[AnyRequest] = CompletionRequest if options.messages is None else ChatCompletionRequest
     rest = {name: value for name, value in body.items() if name != "return_token_strs"}
-    return parse_generation(kind, {**rest, "model": gateway.model_names[0]}), options.return_token_strs
+    return parse_generation(kind, {**rest, "model": model_names[0]}), options.return_token_strs
 
 
-def _check_model(gateway: Gateway, model: str | None) -> None:
-    if model is not None and model not in gateway.model_names:
+def _check_model(model_names: tuple[str, ...], model: str | None) -> None:
+    if model is not None and model not in model_names:
         raise model_not_found(model)
 
 

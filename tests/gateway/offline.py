@@ -26,6 +26,7 @@ from gateway.batches.service import BatchService
 from gateway.files.store import FileStore
 from gateway.identity import ApiKey, Keyring
 from gateway.protocol import errors
+from gateway.protocol.json_body import BodyReader
 from gateway.routes import batches as batch_routes
 from gateway.routes import files as file_routes
 from scheduler.config import Tier, load_tiers
@@ -216,11 +217,12 @@ def make_gateway(
     errors.install(app)
     app.include_router(file_routes.router)
     app.include_router(batch_routes.router)
+    app.state.body_reader = BodyReader(16 * max_body_bytes)
     app.state.gateway = SimpleNamespace(files=files, batches=batches, tiers=TIERS, keyring=keys or Keyring())
     # Any: newer openai clients are typed against httpx2. No TLS here: building a TLS context takes 50 ms.
-    http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", verify=False)
+    http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", verify=False)
     client = openai.AsyncOpenAI(
-        base_url="http://gateway/v1",
+        base_url="http://localhost/v1",
         api_key="-",
         http_client=http,
         max_retries=0,

@@ -29,8 +29,10 @@ from gateway.completion.metering import Metering
 from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.service import OPENAI_DEFAULTS, CompletionService
 from gateway.completion.tokenizer import Tokenizer
+from gateway.http.connection import protocol_factory
+from gateway.http.connections import ConnectionLimits, ConnectionTable
 from gateway.http.cors import AllowedOrigins
-from gateway.http.http10 import HttpProtocol
+from gateway.http.hosts import AllowedHosts
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
 from gateway.keys.limits import KeyLimits
@@ -234,6 +236,9 @@ async def running_stand(
     responses: ResponseStore | None = None,
     redis: Redis | None = None,
     allowed_origins: Sequence[str] = (),
+    limits: ConnectionLimits | None = None,
+    allowed_hosts: AllowedHosts | None = None,
+    private_docs: bool = False,
 ) -> AsyncIterator[Stand]:
     """Run a gateway.
 
@@ -248,11 +253,11 @@ async def running_stand(
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)
     client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1", draw=lambda: 0.0)
     metrics, names = GatewayMetrics(), (MODEL, "alias")
-    limits = usage = metering = None
+    key_limits = usage = metering = None
     if metered is not None:
-        limits, usage = KeyLimits(metered, clock, metrics.count_rate_limited), UsageMeter(metered, metrics, clock)
+        key_limits, usage = KeyLimits(metered, clock, metrics.count_rate_limited), UsageMeter(metered, metrics, clock)
         cache = AnswerCache(metered, clock, MODEL, max_ttl_s=3600, max_bytes=cache_bytes)
-        metering = Metering(keyring, limits, usage, cache, metrics)
+        metering = Metering(keyring, key_limits, usage, cache, metrics)
     service = CompletionService(
         client,
         clock,
@@ -274,12 +279,14 @@ async def running_stand(
         completions=service,
         metrics=metrics,
         key_source=key_source,
-        limits=limits,
+        limits=key_limits,
         usage=usage,
         tier_changes=administered and _tier_changes(*administered, client, queue, keyring),
         responses=ResponseService(service, clock, redis, responses),
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(allowed_origins),
+        allowed_hosts=allowed_hosts or AllowedHosts(),
+        private_docs=private_docs,
     )
     async with AsyncExitStack() as stack:
         if with_worker:
@@ -287,7 +294,7 @@ async def running_stand(
             running = asyncio.create_task(worker.run())
             stack.push_async_callback(worker.stop)
             stack.callback(running.cancel)
-        url = await stack.enter_async_context(_serving(gateway))
+        url = await stack.enter_async_context(_serving(gateway, limits or ConnectionLimits()))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30, verify=False))
         # No TLS here: building a TLS context takes 50 ms.
         plain = openai.DefaultAsyncHttpxClient(verify=False)
@@ -307,14 +314,14 @@ def _tier_changes(
 
 
 @asynccontextmanager
-async def _serving(gateway: Gateway) -> AsyncIterator[str]:
+async def _serving(gateway: Gateway, limits: ConnectionLimits) -> AsyncIterator[str]:
     """Run a real server on a free loopback port, in this event loop. Yields its URL."""
     # The protocol is named because asyncio sets TCP_NODELAY on no other: every answer would take 40 ms more.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
             create_app(gateway),
-            http=HttpProtocol,
+            http=protocol_factory(ConnectionTable(limits, gateway.metrics.count_closed)),  # type: ignore[arg-type]
             log_config=None,
             ws="none",
             access_log=False,

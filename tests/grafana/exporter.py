@@ -92,6 +92,7 @@ class Deployment:
                 self.gateway.count_tokens("chat-ui", tier, kind, 30)
         self.gateway.count_rate_limited("chat-ui", "tokens")
         self.gateway.count_cache_lookup("hit")
+        self.gateway.count_closed("headers too slow")
         self.gateway.workers_alive.set(len(self.workers))
         self.gateway.batches.labels("in_progress").set(1)
 

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from tidegate.gateway import BadSamplingDefaults, load_sampling_defaults
+from tidegate.gateway import BadSamplingDefaults, connection_limits, load_sampling_defaults
 from tidegate.settings import GatewaySettings
 
 
@@ -25,3 +26,24 @@ def test_a_sampling_default_out_of_range_prevents_the_start(tmp_path: Path) -> N
     with pytest.raises(BadSamplingDefaults, match="generation_config.json: temperature"):
         load_sampling_defaults(GatewaySettings(model=model))
     assert load_sampling_defaults(GatewaySettings(model=model, sampling_defaults="openai")).temperature == 1.0
+
+
+def test_connections_follow_the_descriptors_and_the_settings() -> None:
+    limits = connection_limits(GatewaySettings(), 1024)
+    assert (limits.max_connections, limits.max_per_address) == (512, 384)
+    assert not limits.exempt("127.0.0.1")
+    proxies = ["10.0.0.0/8", "::1"]
+    settings = GatewaySettings(max_connections=100, max_connections_per_address=5, trusted_proxies=proxies)
+    limits = connection_limits(settings, 1024)
+    assert (limits.max_connections, limits.max_per_address) == (100, 5)
+    assert [limits.exempt(address) for address in ("10.1.2.3", "::1", "11.0.0.1", "")] == [True, True, False, False]
+    assert connection_limits(GatewaySettings(max_connections=5000), 1024).max_connections == 512
+
+
+def test_a_trusted_proxy_is_an_address_or_a_network() -> None:
+    assert GatewaySettings.model_validate({"trusted_proxies": "10.0.0.1, 10.1.0.0/16"}).trusted_proxies == [
+        "10.0.0.1",
+        "10.1.0.0/16",
+    ]
+    with pytest.raises(ValidationError, match="nginx"):
+        GatewaySettings(trusted_proxies=["nginx"])

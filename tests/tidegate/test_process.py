@@ -38,3 +38,16 @@ def test_sighup_reloads_or_stops_if_the_terminal_was_closed() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_the_limit_of_descriptors_is_raised_for_children_too() -> None:
+    child = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    program = f"""
+import resource, subprocess, sys
+from tidegate.process import raise_descriptor_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
+print(raise_descriptor_limit(), flush=True)
+subprocess.run([sys.executable, "-c", {child!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n")[:2] == ["512", "(512, 512)"]

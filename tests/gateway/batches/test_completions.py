@@ -44,7 +44,7 @@ async def offline_tier(
     gateway = dataclasses.replace(whole, files=files, batches=batches, keyring=keyring or whole.keyring)
     await batches.start()
     transport = httpx.ASGITransport(create_app(gateway))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway/v1") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost/v1") as http:
         yield http
     await batches.close()
 

@@ -19,7 +19,7 @@ async def exchange(
     address = urlsplit(stand.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     data = json.dumps(body).encode()
-    lines = [f"POST /v1/chat/completions HTTP/{version}", f"Content-Length: {len(data)}", "Host: a", *headers]
+    lines = [f"POST /v1/chat/completions HTTP/{version}", f"Content-Length: {len(data)}", "Host: localhost", *headers]
     writer.write("\r\n".join([*lines, "", ""]).encode() + data)
     head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
     writer.close()

@@ -1,30 +1,147 @@
-"""Short bodies are parsed on the event loop, long ones in a thread."""
+"""Short bodies are parsed on the event loop, long ones in another process, and never too many at once."""
 
-import threading
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import Request
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.types import Message
 
-from gateway.protocol.json_body import INLINE_SIZE, is_large, read_object
+from gateway.protocol.errors import ApiError, invalid_value
+from gateway.protocol.json_body import (
+    INLINE_SIZE,
+    MAX_CONTAINERS,
+    MAX_VALUES,
+    BodyReader,
+    _outside_strings,
+    is_large,
+    parse_json_object,
+    read_object,
+)
+from gateway.protocol.schemas import ChatCompletionRequest, parse_generation
+
+LONG = b'{"a": "%s"}' % (b"x" * INLINE_SIZE)
 
 
-def request_with(data: bytes) -> Request:
+def request_with(*chunks: bytes, reader: BodyReader | None = None) -> Request:
+    rest = [*chunks]
+
     async def receive() -> Message:
-        return {"type": "http.request", "body": data, "more_body": False}
+        body = rest.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(rest)}
 
-    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+    app = SimpleNamespace(state=SimpleNamespace(body_reader=reader or BodyReader(2**26)))
+    return Request({"type": "http", "method": "POST", "headers": [], "app": app}, receive)
 
 
-@pytest.mark.parametrize(("num_chars", "on_loop"), [(10, True), (INLINE_SIZE, False)])
-async def test_long_bodies_are_read_off_the_loop(num_chars: int, on_loop: bool) -> None:
-    def interpret(body: dict[str, Any]) -> tuple[int, threading.Thread]:
-        return len(body["a"]), threading.current_thread()
+def where(body: dict[str, Any]) -> tuple[int, int, int]:
+    return len(body["a"]), os.getpid(), os.nice(0)
 
-    length, thread = await read_object(request_with(b'{"a": "%s"}' % (b"x" * num_chars)), interpret)
-    assert length == num_chars
-    assert (thread is threading.main_thread()) == on_loop
+
+def refuse(body: dict[str, Any]) -> None:
+    raise invalid_value("a", "no")
+
+
+async def test_short_bodies_are_read_here_and_long_ones_elsewhere() -> None:
+    assert await read_object(request_with(b'{"a": ', b'"x"}'), where) == (1, os.getpid(), os.nice(0))
+    length, process, niceness = await read_object(request_with(LONG), where)
+    assert length == INLINE_SIZE
+    assert process != os.getpid()
+    assert niceness > os.nice(0)
+    assert (await read_object(request_with(LONG), where))[2] == niceness  # the priority does not fall every time
+
+
+async def test_requests_and_errors_come_back_from_the_other_process() -> None:
+    message = {"role": "user", "content": "x" * INLINE_SIZE}
+    data = b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}' % message["content"].encode()
+    parsed = await read_object(request_with(data), partial(parse_generation, ChatCompletionRequest))
+    assert parsed == parse_generation(ChatCompletionRequest, {"model": "m", "messages": [message]})
+    with pytest.raises(ApiError) as error:
+        await read_object(request_with(LONG), refuse)
+    assert (error.value.status, error.value.param, error.value.code) == (400, "a", "invalid_value")
+
+
+def die(body: dict[str, Any]) -> None:
+    os._exit(1)
+
+
+async def test_a_process_that_dies_fails_one_request_only() -> None:
+    with pytest.raises(ApiError) as error:
+        await read_object(request_with(LONG), die)
+    assert error.value.status == 500
+    assert (await read_object(request_with(LONG), where))[0] == INLINE_SIZE
+
+
+async def test_bodies_have_a_limit_in_total() -> None:
+    reader = BodyReader(1000)
+
+    class Slow(Request):
+        """A body of which 600 bytes have come."""
+
+        async def stream(self) -> AsyncIterator[bytes]:
+            yield b'{"a": "' + b"x" * 593
+            await asyncio.Event().wait()
+
+    request = request_with()
+    reading = asyncio.create_task(reader.read(Slow(request.scope, request.receive), where))
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError) as error:
+        await reader.read(request_with(b'{"a": "', b"x" * 500), where)
+    assert error.value.status == 503 and "retry-after" in error.value.headers
+    reading.cancel()
+    await asyncio.wait([reading])
+    assert (await reader.read(request_with(b'{"a": "%s"}' % (b"x" * 900)), where))[0] == 900
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"a": [%s 1]}' % (b"1," * (MAX_VALUES + 1)),
+        b'{"a": [%s 1]}' % (b"{}," * (MAX_CONTAINERS + 1)),
+        b'{"a": %s}' % (b"[" * (MAX_CONTAINERS + 1)),
+        b'{"a": "%s' % (b'"\\' * MAX_VALUES + b"," * MAX_VALUES),  # a string without an end
+    ],
+    ids=["numbers", "objects", "arrays", "malformed"],
+)
+def test_too_many_values_are_refused_before_they_take_memory(data: bytes) -> None:
+    with pytest.raises(ApiError) as error:
+        parse_json_object(data)
+    assert error.value.status == 400
+
+
+def test_values_are_not_counted_in_strings() -> None:
+    text = r"[{,\"" * MAX_CONTAINERS
+    data = b'{"a": "%s", "b": [1, {"c": "\\\\"}]}' % (text.encode() * 3)
+    assert set(parse_json_object(data)) == {"a", "b"}
+
+
+TEXTS = st.text(alphabet='ab,"\\[{}]:\né', max_size=6)
+VALUES = st.recursive(
+    st.none() | st.integers() | TEXTS,
+    lambda values: st.lists(values, max_size=4) | st.dictionaries(TEXTS, values, max_size=4),
+    max_leaves=20,
+)
+
+
+def count_marks(value: Any) -> int:
+    """The commas and opening brackets that JSON needs for `value`."""
+    if not isinstance(value, list | dict):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(0, len(value) - 1) + sum(count_marks(item) for item in inner)
+
+
+@given(VALUES, st.booleans())
+def test_only_marks_outside_strings_are_counted(value: Any, ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    assert len(_outside_strings(text)) == count_marks(value)
 
 
 @pytest.mark.parametrize(

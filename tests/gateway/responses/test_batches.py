@@ -30,7 +30,7 @@ async def test_lines_of_a_batch_may_be_responses(redis_client: Redis, tmp_path: 
         batches = BatchService(redis_client, files, stand.gateway.responses, whole.tiers, whole.model_names, clock)
         await batches.start()
         app = create_app(dataclasses.replace(whole, files=files, batches=batches))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway/v1") as http:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost/v1") as http:
             content = jsonl([line("good"), line("later", background=True)])
             upload = {"file": ("in.jsonl", content)}
             file = (await http.post("/files", files=upload, data={"purpose": "batch"})).json()

@@ -218,3 +218,21 @@ async def test_the_batch_service_learns_of_its_new_tier() -> None:
         tiers = make_tiers(batch={"priority": 1})
         GatewayTiers(stand.gateway.client, Keyring(), batches).reconfigure(tiers)
         assert stand.gateway.tiers is batches.tiers is tiers
+
+
+BOMB = b"x0: &x0 {a: 1, b: 2}\n" + b"".join(
+    b"x%d: &x%d\n  <<: [%s]\n" % (i, i, b",".join([b"*x%d" % (i - 1)] * 9)) for i in range(1, 9)
+)
+
+
+@pytest.mark.parametrize("body", [BOMB, b"a: &a [1]\nb: [*a, *a]", b"&a [*a]"], ids=["merges", "aliases", "a loop"])
+async def test_yaml_with_aliases_is_refused_at_once(stand: Stand, body: bytes) -> None:
+    async with asyncio.timeout(5):  # with merges, these lines would take minutes
+        answer = await stand.http.post("/admin/tiers", content=body, headers={"content-type": "application/yaml"})
+    assert error_of(answer) == (400, None, "invalid_yaml")
+
+
+@pytest.mark.parametrize("kind", ["application/yaml", "application/json"])
+async def test_a_large_document_is_refused(stand: Stand, kind: str) -> None:
+    answer = await stand.http.post("/admin/tiers", content=b"[" + b" " * 2**16 + b"]", headers={"content-type": kind})
+    assert answer.status_code == 413

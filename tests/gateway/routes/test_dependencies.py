@@ -1,15 +1,21 @@
-"""Web pages of other origins may not use a server without keys. With keys, a key is enough."""
+"""Web pages of other origins and other host names may not use a server without keys. With keys, a key is enough."""
 
+import asyncio
 import hashlib
 from typing import Any
 
 import msgspec
 import pytest
+import structlog
 
+from gateway.http.hosts import AllowedHosts
+from gateway.http.wrong_keys import FREE
 from gateway.identity import ApiKey, Keyring
 from tests.gateway.stand import MODEL, Stand, running_stand
 
 CHAT = msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
+
+KEYRING = Keyring([ApiKey("a", hashlib.sha256(b"sk-right").digest())])
 
 
 async def post_as_a_page(stand: Stand, origin: str, **headers: str) -> Any:
@@ -31,15 +37,77 @@ async def test_an_open_server_refuses_pages_of_other_origins(origin: str) -> Non
 
 
 async def test_an_open_server_serves_programs_and_its_own_pages() -> None:
-    async with running_stand() as stand:
+    async with running_stand(allowed_hosts=AllowedHosts(["gate.example"])) as stand:
         assert (await stand.http.post("/v1/chat/completions", content=CHAT)).status_code == 200
         assert (await post_as_a_page(stand, stand.url)).status_code == 200
         assert (await post_as_a_page(stand, "https://Gate.example", host="gate.example")).status_code == 200
 
 
 async def test_a_key_is_enough() -> None:
-    keyring = Keyring([ApiKey("a", hashlib.sha256(b"sk-right").digest())])
-    async with running_stand(keyring=keyring) as stand:
+    async with running_stand(keyring=KEYRING) as stand:
         served = await post_as_a_page(stand, "http://evil.example", authorization="Bearer sk-right")
         refused = await post_as_a_page(stand, "http://evil.example")
     assert (served.status_code, refused.status_code) == (200, 401)
+
+
+ROUTES = ["/", "/health", "/ready", "/metrics", "/docs", "/openapi.json", "/v1/models", "/admin/sla", "/nowhere"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_an_open_server_refuses_other_host_names_on_all_routes(path: str) -> None:
+    async with running_stand() as stand:
+        refused = await stand.http.get(path, headers={"host": "rebound.example:8000"})
+        served = await stand.http.get(path, headers={"host": "localhost:8000"})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (403, "host_not_allowed")
+    assert "--allowed-hosts" in error["message"] and "--api-keys" in error["message"]
+    assert served.status_code in (200, 404)
+
+
+async def test_host_names_are_free_where_keys_are_needed() -> None:
+    async with running_stand(keyring=KEYRING) as stand:
+        assert (await stand.http.get("/health", headers={"host": "gate.example"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header", ["forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"]
+)
+async def test_a_request_through_a_proxy_is_not_local(header: str) -> None:
+    async with running_stand() as stand:
+        assert (await stand.http.get("/admin/sla")).status_code == 200
+        response = await stand.http.get("/admin/sla", headers={header: "127.0.0.1"})
+    assert (response.status_code, response.json()["error"]["code"]) == (403, "insufficient_permissions")
+
+
+async def test_a_request_of_http_1_0_is_not_local() -> None:
+    async with running_stand() as stand:
+        host, port = stand.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /admin/sla HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+        assert b" 403 " in await reader.readline()
+        writer.close()
+
+
+async def test_many_wrong_keys_are_refused_slowly_and_right_ones_at_once() -> None:
+    wrong, right = {"authorization": "Bearer sk-wrong"}, {"authorization": "Bearer sk-right"}
+    with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logs:
+        async with running_stand(keyring=KEYRING) as stand:
+            for _ in range(FREE):
+                assert (await stand.http.get("/v1/models", headers=wrong)).status_code == 401
+            slow = asyncio.create_task(stand.http.get("/v1/models", headers=wrong))
+            assert (await stand.http.get("/v1/models", headers=right)).status_code == 200
+            assert not slow.done()
+            assert (await slow).status_code == 401
+    refusals = [entry for entry in logs if entry["event"] == "request" and entry["status"] == 401]
+    assert {entry["client"] for entry in refusals} == {"127.0.0.1"}
+    assert ["delayed_s" in entry for entry in refusals] == [False] * FREE + [True]
+
+
+async def test_private_docs_need_a_key() -> None:
+    right = {"authorization": "Bearer sk-right"}
+    async with running_stand(keyring=KEYRING, private_docs=True) as stand:
+        for path in ("/openapi.json", "/metrics"):
+            assert (await stand.http.get(path)).status_code == 401
+            assert (await stand.http.get(path, headers=right)).status_code == 200
+        assert (await stand.http.get("/docs")).status_code == 404
+        assert (await stand.http.get("/health")).status_code == 200

@@ -1,6 +1,8 @@
 """Models, health, readiness, metrics and logs."""
 
+import asyncio
 import hashlib
+from dataclasses import replace
 
 import openai
 import pytest
@@ -8,7 +10,9 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.identity import ApiKey, Keyring
+from gateway.routes import ops
 from gateway.routes.ops import render
+from scheduler.clock import SystemClock
 from tests.gateway.stand import CONTEXT, MODEL, running_stand, token_ids
 from tests.waiting import until
 
@@ -26,6 +30,15 @@ tidegate_step_seconds_bucket{le="+Inf"} 2
 tidegate_step_seconds_count 2
 tidegate_step_seconds_sum 0.5
 """
+
+
+class FrozenClock(SystemClock):
+    """A clock that a test moves."""
+
+    seconds = 100.0
+
+    def now(self) -> float:
+        return self.seconds
 
 
 async def test_models() -> None:
@@ -131,6 +144,27 @@ async def test_metrics_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
         response = await stand.http.get("/metrics")
     assert response.status_code == 200
     assert "tidegate_workers_alive 1.0" in response.text
+
+
+async def test_metrics_are_rendered_once_for_many_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_stand() as stand:
+        asked = 0
+        ask = stand.gateway.client.worker_metrics
+
+        async def counted() -> dict[str, str]:
+            nonlocal asked
+            asked += 1
+            return await ask()
+
+        monkeypatch.setattr(stand.gateway.client, "worker_metrics", counted)
+        clock = FrozenClock()
+        page = ops.MetricsPage(replace(stand.gateway, clock=clock))
+        assert len({await page.read() for _ in range(20)}) == 1
+        await asyncio.gather(*(page.read() for _ in range(20)))
+        assert asked == 1
+        clock.seconds += ops.METRICS_PERIOD_S
+        await asyncio.gather(*(page.read() for _ in range(20)))
+        assert asked == 2
 
 
 async def test_families_of_several_workers_become_one() -> None:

@@ -1,0 +1,79 @@
+"""The host names by which clients may call a server without API keys.
+
+Keeps out web pages whose host name was made to resolve to this server (DNS rebinding): to a browser, they are pages of
+the server itself. Knows the `Host` header; does not know the client's address.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.protocol.errors import error_response, host_not_allowed
+
+MAX_HOST = 300  # characters of a `Host` header: DNS names have at most 253
+MAX_CACHED = 256  # answers for the host names of recent requests, because parsing one takes longer than all else here
+
+
+class AllowedHosts:
+    """The allowed host names: those of this machine, the address that the server listens on, and `entries`.
+
+    An entry is a name, `*.example.com` for all names below example.com, or `*` for all names. If the server does not
+    only listen on a loopback address, every IP address is allowed too: no attacker's name server can answer for it.
+    """
+
+    def __init__(self, entries: Sequence[str] = (), bound: str = "127.0.0.1") -> None:
+        names = [entry.lower().rstrip(".") for entry in (*entries, bound)]
+        self._any = "*" in entries
+        self._names = {"localhost", *names}
+        self._suffixes = tuple(name[1:] for name in names if name.startswith("*."))
+        listens_on = address_of(bound)
+        self.allows = lru_cache(MAX_CACHED)(self._allows)
+        self._any_address = bound != "localhost" and (listens_on is None or not listens_on.is_loopback)
+
+    def _allows(self, host: str) -> bool:
+        """Whether the `Host` header `host` is allowed. Browsers always send one, so a missing one is allowed."""
+        if self._any or not host:
+            return True
+        name = host_name(host)
+        address = address_of(name)
+        if address is not None:
+            return self._any_address or address.is_loopback or name in self._names
+        return name in self._names or name.endswith(self._suffixes)
+
+
+class HostCheck:
+    """The middleware that refuses other host names with status 403 while `is_open()`."""
+
+    def __init__(self, app: ASGIApp, allowed: AllowedHosts, is_open: Callable[[], bool]) -> None:
+        self._app = app
+        self._allowed = allowed
+        self._is_open = is_open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._is_open():
+            host = Headers(scope=scope).get("host", "")
+            if len(host) > MAX_HOST or not self._allowed.allows(host):
+                await error_response(host_not_allowed(host))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def host_name(host: str) -> str:
+    """Return the name in a `Host` header in lower case, without the port. Return "?" if there is none."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "?").rstrip(".")
+    except ValueError:
+        return "?"
+
+
+def address_of(name: str) -> IPv4Address | IPv6Address | None:
+    """Return `name` as an IP address; None if it is not one. An IPv4 address in IPv6 form becomes an IPv4 address."""
+    try:
+        address = ip_address(name)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address

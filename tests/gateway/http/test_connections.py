@@ -1,0 +1,270 @@
+"""Connections that are too many, too slow or too large are closed, and keep nobody else out. Over real sockets."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+
+from gateway.http.connections import RESERVED_DESCRIPTORS, ConnectionLimits, default_max_connections
+from tests.gateway.stand import MODEL, Stand, running_stand
+from tests.waiting import until
+
+SOON = 0.2  # seconds; a timeout that a test waits for
+LIMITS = ConnectionLimits(header_timeout_s=60, body_timeout_s=60, send_timeout_s=60)
+CHAT = msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
+HALF_OPEN = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+HEALTH = HALF_OPEN + b"\r\n"
+
+
+def post(body: bytes, length: int | None = None, path: str = "/v1/chat/completions") -> bytes:
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class Client:
+    """One raw connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self._writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def answer(self) -> tuple[int, dict[str, Any] | None]:
+        """Return the status and the JSON body of one answer."""
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+        return int(head.split()[1]), msgspec.json.decode(await self.reader.readexactly(length))
+
+    async def ask(self, data: bytes) -> int:
+        await self.send(data)
+        return (await self.answer())[0]
+
+    async def is_closed(self) -> bool:
+        """Wait for the end of the connection."""
+        try:
+            async with asyncio.timeout(10):
+                return await self.reader.read() == b""
+        except ConnectionResetError:
+            return True
+
+
+@asynccontextmanager
+async def connected(stand: Stand, source: str = "127.0.0.1") -> AsyncIterator[Client]:
+    host, port = stand.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.close()
+
+
+@asynccontextmanager
+async def many(stand: Stand, number: int, data: bytes, source: str = "127.0.0.1") -> AsyncIterator[Sequence[Client]]:
+    """Open `number` connections that have all sent `data`, one after the other."""
+    async with AsyncExitStack() as stack:
+        clients = []
+        for _ in range(number):
+            clients.append(await stack.enter_async_context(connected(stand, source)))
+            await clients[-1].send(data)
+        yield clients
+
+
+def closed(stand: Stand, reason: str) -> float:
+    return stand.metric("tidegate_connections_closed_total", reason=reason)
+
+
+@pytest.mark.parametrize("data", [b"", b"GET", HALF_OPEN, b"\r\n", b"GET / HTTP/1.0\r\n", HEALTH + HALF_OPEN])
+async def test_headers_must_come_in_time(data: bytes) -> None:
+    async with running_stand(limits=replace(LIMITS, header_timeout_s=SOON)) as stand, connected(stand) as client:
+        await client.send(data)
+        if data.startswith(HEALTH):
+            assert (await client.answer())[0] == 200
+        if data.startswith(b"GET"):
+            status, body = await client.answer()
+            assert (status, body and body["error"]["code"]) == (408, "timeout")
+        assert await client.is_closed()
+        assert closed(stand, "slow_headers") == 1
+
+
+async def test_headers_byte_by_byte_do_not_gain_time() -> None:
+    async with running_stand(limits=replace(LIMITS, header_timeout_s=SOON)) as stand, connected(stand) as client:
+        await client.send(HALF_OPEN + b"X-Slow: ")
+
+        async def trickle() -> None:
+            while closed(stand, "slow_headers") == 0:
+                await client.send(b"a")
+                await asyncio.sleep(SOON / 20)
+
+        async with asyncio.timeout(10):
+            await trickle()
+        assert (await client.answer())[0] == 408
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"X-A: " + b"a" * 2**20, b"X-A: b\r\n" * 2**16, b"X-" + b"a" * 2**17],
+    ids=["one value", "many headers", "one name"],
+)
+async def test_large_headers_are_refused_while_they_come(header: bytes) -> None:
+    async with running_stand(limits=LIMITS) as stand, connected(stand) as client:
+        await client.send(HALF_OPEN + header)
+        status, body = await client.answer()
+        assert (status, body and body["error"]["code"]) == (431, "headers_too_large")
+
+
+async def test_a_large_request_line_is_refused() -> None:
+    async with running_stand(limits=LIMITS) as stand, connected(stand) as client:
+        assert await client.ask(b"GET /" + b"a" * 2**17) == 431
+
+
+async def test_large_trailers_are_refused() -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with running_stand(limits=LIMITS) as stand, connected(stand) as client:
+        assert await client.ask(head + b"2\r\n{}\r\n0\r\nX-A: " + b"a" * 2**17) == 431
+
+
+async def test_headers_just_below_the_limit_are_accepted_in_any_pieces() -> None:
+    filler = b"X-A: " + b"a" * (2**16 - len(HEALTH) - len(b"X-A: \r\n")) + b"\r\n\r\n"
+    async with running_stand(limits=LIMITS) as stand, connected(stand) as client:
+        for _ in range(3):  # the bytes of one request do not count for the next
+            assert await client.ask(HALF_OPEN + filler) == 200
+        await client.send((HALF_OPEN + filler)[:40_000])
+        assert await client.ask((HALF_OPEN + filler)[40_000:]) == 200
+        assert await client.ask(post(b'{"model": "%s"}' % (b"x" * 300_000))) == 400
+
+
+async def test_bodies_must_come_at_a_rate() -> None:
+    async with running_stand(limits=replace(LIMITS, body_timeout_s=SOON)) as stand, connected(stand) as client:
+        assert await client.ask(post(b"{", length=1000)) == 408
+        assert await client.is_closed()
+        assert closed(stand, "slow_body") == 1
+        assert stand.worker.served == []
+
+
+async def test_bytes_gain_time_for_a_body() -> None:
+    limits = replace(LIMITS, body_timeout_s=SOON, body_bytes_per_s=1.0)
+    async with running_stand(limits=limits) as stand, connected(stand) as slow, connected(stand) as client:
+        await client.send(post(CHAT)[:-1])
+        assert await slow.ask(post(b"", length=10)) == 408  # after the same time, but without a byte
+        await client.send(CHAT[-1:])
+        assert (await client.answer())[0] == 200
+
+
+async def test_the_rest_of_a_refused_body_must_come_soon() -> None:
+    async with running_stand(limits=replace(LIMITS, body_timeout_s=SOON), max_body_bytes=100) as stand:
+        async with connected(stand) as client:
+            assert await client.ask(post(b"{", length=10**6)) == 413
+            assert await client.is_closed()
+        async with connected(stand) as client:
+            assert await client.ask(post(b"{", length=200)) == 413
+            await client.send(b" " * 199)
+            assert await client.ask(HEALTH) == 200  # the connection can be used again
+
+
+async def test_clients_that_send_nothing_keep_nobody_out() -> None:
+    limits = replace(LIMITS, max_connections=20, max_per_address=20)
+    with structlog.testing.capture_logs() as logs:
+        async with running_stand(limits=limits) as stand, many(stand, 60, HALF_OPEN):
+            async with connected(stand) as client:
+                assert await client.ask(HEALTH) == 200
+            assert closed(stand, "replaced") == 41
+    assert [entry["event"] for entry in logs].count("connections_closed") == 1
+
+
+async def test_idle_connections_make_room_after_half_open_ones() -> None:
+    limits = replace(LIMITS, max_connections=10, max_per_address=10)
+    async with running_stand(limits=limits) as stand, connected(stand) as idle:
+        assert await idle.ask(HEALTH) == 200
+        async with many(stand, 30, HALF_OPEN):
+            assert await idle.ask(HEALTH) == 200
+        async with connected(stand) as slow:
+            await slow.send(post(b"{", length=100))
+            await until(lambda: closed(stand, "replaced") > 0)
+
+
+async def test_busy_connections_are_kept_and_new_ones_refused() -> None:
+    limits = replace(LIMITS, max_connections=3, max_per_address=3)
+    async with running_stand(limits=limits) as stand:
+        stand.worker.gate.clear()
+        async with many(stand, 3, post(CHAT)) as clients:
+            await until(lambda: len(stand.worker.served) == 3)
+            async with connected(stand) as refused:
+                status, body = await refused.answer()
+                assert (status, body and body["error"]["code"]) == (503, "server_overloaded")
+            stand.worker.gate.set()
+            assert [(await client.answer())[0] for client in clients] == [200, 200, 200]
+
+
+async def test_one_address_cannot_take_every_connection() -> None:
+    limits = replace(LIMITS, max_connections=10, max_per_address=3)
+    async with running_stand(limits=limits) as stand:
+        stand.worker.gate.clear()
+        async with many(stand, 3, post(CHAT), source="127.0.0.2"):
+            await until(lambda: len(stand.worker.served) == 3)
+            async with connected(stand, "127.0.0.2") as refused:
+                assert (await refused.answer())[0] == 503
+            async with connected(stand) as other:
+                assert await other.ask(HEALTH) == 200
+
+
+async def test_a_proxy_may_have_many_connections() -> None:
+    limits = replace(LIMITS, max_connections=100, max_per_address=3, exempt=lambda address: address == "127.0.0.2")
+    async with running_stand(limits=limits) as stand, many(stand, 20, HEALTH, source="127.0.0.2") as clients:
+        assert [(await client.answer())[0] for client in clients] == [200] * 20
+
+
+async def test_a_client_that_does_not_read_is_closed() -> None:
+    ask = b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with socket.socket() as narrow:
+        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        async with running_stand(limits=replace(LIMITS, send_timeout_s=SOON)) as stand:
+            host, port = stand.url.removeprefix("http://").split(":")
+            narrow.connect((host, int(port)))
+            narrow.setblocking(False)
+
+            async def is_given_up() -> bool:
+                with suppress(BlockingIOError, ConnectionError):
+                    narrow.send(ask)
+                return closed(stand, "slow_reader") == 1
+
+            await until(is_given_up, 30)
+
+
+@pytest.mark.parametrize("repeated", [HEALTH, post(CHAT)])
+async def test_many_requests_at_once_on_one_connection_are_refused(repeated: bytes) -> None:
+    async with running_stand(limits=LIMITS) as stand, connected(stand) as client:
+        await client.send(repeated * 10)
+        assert [(await client.answer())[0] for _ in range(10)] == [200] * 10
+        await client.send(repeated * 1000)
+        with suppress(ConnectionResetError):
+            assert (await client.reader.read()).count(b"HTTP/1.1 200") < 100
+        assert await client.is_closed()
+        assert len(stand.worker.served) < 100
+
+
+async def test_streams_to_http_1_0_have_no_chunks() -> None:
+    body = CHAT[:-1] + b', "stream": true}'
+    head = b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with running_stand("one two") as stand, connected(stand) as client:
+        await client.send(head + body)
+        text = await client.reader.read()
+    head, _, frames = text.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower() and b"connection: close" in head.lower()
+    assert frames.startswith(b"data: {") and frames.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(("descriptors", "connections"), [(256, 128), (1024, 512), (20_000, 16_384)])
+def test_the_default_leaves_descriptors_for_other_uses(descriptors: int, connections: int) -> None:
+    assert default_max_connections(descriptors) == connections
+    assert descriptors - connections >= min(descriptors // 2, RESERVED_DESCRIPTORS)
