@@ -16,7 +16,7 @@ from gateway.completion.piece import Piece
 from gateway.completion.stop_strings import StopMatcher
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.sse import DONE, PING, Write
-from gateway.protocol.errors import ApiError, internal_error, timed_out
+from gateway.protocol.errors import ApiError, internal_error, timed_out, unavailable
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
@@ -142,6 +142,8 @@ class ResponseStream:
         if event.kind is EventKind.FAILED:
             log.warning("generation_failed", sequence=event.request_id, reason=event.error)
             raise internal_error("The generation was interrupted by an error of the server.")
+        if event.kind is EventKind.UNAVAILABLE:
+            raise unavailable(event.error)
         if event.kind is EventKind.CANCELLED:
             raise ApiError(503, "The server cancelled the request.", "server_error", code="server_overloaded")
         piece = choice.feed(event)
