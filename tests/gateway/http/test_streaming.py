@@ -311,7 +311,7 @@ async def test_what_a_shutdown_cuts_off_gets_503_and_may_be_retried() -> None:
     """Before the first token it is an HTTP error, later an error frame with the same code; never a 500."""
     reason = "The server is shutting down."
     async with running_stand(lambda r: [TokenEvent(r.id, EventKind.TOKENS, 0, token_ids("ab"))]) as stand:
-        whole = asyncio.create_task(stand.post("/v1/chat/completions", CHAT))
+        whole = asyncio.create_task(stand.post("/v1/chat/completions", {**CHAT, "stream": False}))
         stream = await stand.client.chat.completions.create(model=MODEL, messages=HI, stream=True)
         assert (await anext(stream)).choices[0].delta.role == "assistant"
         assert (await anext(stream)).choices[0].delta.content == "ab"
