@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
+from gateway.http.draining import RefuseWhileDraining
 from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.protocol import errors
 from gateway.routes import admin, batches, chat, files, models, ops
@@ -24,6 +25,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         redirect_slashes=False,
         middleware=[  # from the outermost to the innermost
             Middleware(RequestContext, metrics=gateway.metrics, clock=gateway.clock),
+            Middleware(RefuseWhileDraining, is_draining=lambda: gateway.client.is_draining),
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt="/v1/files"),
         ],
     )
