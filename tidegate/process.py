@@ -36,6 +36,14 @@ def dies_with_parent() -> Callable[[], None]:
     return bind
 
 
+def keep_files_private() -> None:
+    """Make all files that this process and its children create from now on readable only for this user.
+
+    They hold prompts and answers.
+    """
+    os.umask(0o077)
+
+
 def ignore_hangup() -> None:
     """Ignore SIGHUP until `hangup_calls` sets a handler. By default, SIGHUP would end the process."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

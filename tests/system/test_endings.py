@@ -31,14 +31,21 @@ async def test_sigterm_drains_and_exits_zero(tmp_path: Path) -> None:
                 events = feed.aiter_lines()
                 assert await anext(events) == "event: sla"
                 server.process.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(wait_for, lambda: not server.is_ready(), 5, "the drain")
+                refused = await watcher.get("/v1/models")
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "5"), "and not a closed port"
                 assert await short == "length", "a running request is finished"
                 assert "data" in {line.partition(":")[0] async for line in events}, "the live feed ends by itself"
             go_on.set()
             answers = await asyncio.gather(*streams)
         assert all(ended_by_the_server(answer) for answer in answers)
-        assert any(isinstance(answer, APIError) for answer in answers), "no request was left at the end of the drain"
+        errors = [answer for answer in answers if isinstance(answer, APIError)]
+        assert errors, "no request was left at the end of the drain"
+        assert {error.code for error in errors} == {"server_overloaded"}, "the code of a 503, which clients retry"
         assert await asyncio.to_thread(server.process.wait, 60) == 0
         assert not any(psutil.pid_exists(pid) for pid in parts)
+        open_to_others = [path for path in tmp_path.rglob("*") if path != server.log and path.stat().st_mode & 0o077]
+        assert not open_to_others
 
 
 async def test_the_second_interrupt_kills_at_once(own_server: Server) -> None:
