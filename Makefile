@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo test test-bench gpu-check lint format clean
+.PHONY: serve demo test test-bench conformance gpu-check lint format clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -18,6 +18,10 @@ test: lint
 # The tests of bench/, the laboratory, which is no part of the wheel; they start servers and engines.
 test-bench: $(VENV)/.installed-dev
 	$(BIN)/pytest -n 2 --dist loadfile tests/bench
+
+# Clients that people use, in their default modes, against the demo model. Installs each of them into .conformance/.
+conformance: $(VENV)/.installed-dev
+	$(BIN)/python -m bench conformance
 
 # With the Python that has the CUDA torch; what it lacks may lie in wheels/. Writes gpu-check/gpu-check.{log,json}.
 gpu-check:

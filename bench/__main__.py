@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pydantic_settings import BaseSettings, CliApp, CliSubCommand, SettingsConfigDict
 
 from bench.ablation import Ablation
+from bench.conformance.command import Conformance
 from bench.engines.commands import Engines, Growth, Soak
+from bench.facade import Facade
 from bench.isolation.command import Isolation
 from bench.locust.command import Locust
 from bench.peers.commands import BusyNeighbour, ClosedLoops, Frontier
@@ -33,6 +35,9 @@ class Bench(BaseSettings):
 
     Experiments on an engine. engines: our engine compared with other systems. growth: the time of a step as streams,
     context or model size grow. soak: an engine under random load for a long time.
+
+    Experiments on the HTTP side. conformance: clients that people use, in their default modes. facade: requests per
+    second of the gateway, beside LiteLLM's proxy.
 
     Other experiments. store: the requests per second of a real store. simulator-accuracy: a measured run compared with
     its simulation. ablation: simulated loads with each part of the controller switched off.
@@ -59,6 +64,8 @@ class Bench(BaseSettings):
     store: CliSubCommand[Store]
     simulator_accuracy: CliSubCommand[SimulatorAccuracy]
     ablation: CliSubCommand[Ablation]
+    conformance: CliSubCommand[Conformance]
+    facade: CliSubCommand[Facade]
 
     def cli_cmd(self) -> None:
         CliApp.run_subcommand(self)

@@ -16,7 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("engine", "scheduler", "gateway", "tidegate", "loadtest", "bench", "demo_model")
-MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+SCRIPTS = ROOT / "bench" / "conformance" / "scripts"  # programs that run with the packages of other environments
+MODULES = sorted(
+    path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if not path.is_relative_to(SCRIPTS)
+)
 INITS = [path for path in MODULES if path.name == "__init__.py"]
 
 # What a package may import of the others. The composition root knows every part.
@@ -39,7 +42,8 @@ HOUSES = {
     "engine": "interface config → step_time sequences thread → modeled native → factory",
     "loadtest": "machine extras child_environment random_weights shipped_tiers traffic → client model_shapes"
     " → estimates running locustfile → reporting → checks model_command simulation → calibration",
-    "bench": "reporting engines gpu_check simulator_accuracy store_throughput → isolation → ablation locust peers",
+    "bench": "reporting engines gpu_check simulator_accuracy store_throughput → isolation"
+    " → ablation conformance locust peers → facade",
     "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",
 }
 # Where tensors live. What is elsewhere must start without torch; the model's trainer is a program of its own, and

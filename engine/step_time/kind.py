@@ -68,10 +68,11 @@ class StepKind:
     def min_step_s(self) -> float:
         """The minimum step time in seconds.
 
-        It is the shortest step seen, but at most `MAX_MIN_STEP` times the linear prediction of one decode.
+        It is the shortest step seen, but at most `MAX_MIN_STEP` times the linear prediction of one decode, unless noise
+        has made that 0.
         """
         one_decode_s = self._theta[0] + self._theta[4] * _SCALE[4]
-        return min(self._min_step_s, MAX_MIN_STEP * one_decode_s)
+        return min(self._min_step_s, MAX_MIN_STEP * one_decode_s) if one_decode_s > SHORTEST_S else self._min_step_s
 
     def track(self, x: Sequence[float], rows: int, seconds: float) -> None:
         """Record the error of the linear prediction for a step. Call this before the step is learned."""

@@ -270,7 +270,6 @@ class SLAController:
             "margin": self._margin,
             "overloaded": sorted(self._overloaded),
             "bulk_step_s": bulk_alone_s(traffic, self._cost) if traffic else None,
-            "step_cost": asdict(self._cost),
             "tiers": {
                 name: explain_tier(name, knobs, self._stats[name], self._deficits, now)
                 for name, knobs in self._knobs.items()

@@ -53,9 +53,9 @@ def explain_tier(
         "signals": {
             "ttft_p99_s": stats.p99_s("ttft", now),
             "itl_p99_s": stats.p99_s("itl", now),
-            "miss_share": stats.worst_miss_share(now, stats.last_cut_s),
+            "miss_share": stats.worst_miss_share(now),
             "attainment": stats.attainment(now),
-            "arrivals_per_s": stats.rate_per_s,
+            "arrivals_per_s": round(stats.rate_per_s, 6),
             "first_token_service_s": stats.service_s,
             "floor_share": deficits.share(tier),
             "floor_debt_s": deficits.deficit_s(tier),

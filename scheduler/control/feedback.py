@@ -127,7 +127,7 @@ def _move_bulk_size(
     wants_more = load.waiting.get(tier.name, 0) > 0 or held >= size
     harms_none = interactive.is_absent or _below(interactive.miss_share, MISS_TARGET / 2)
     if wants_more and load.kv_usage < KV_LOW and harms_none:
-        return _resize(knobs, size + GROWTH, "queue", "work waits and nobody above is harmed")
+        return _resize(knobs, size + GROWTH, "queue", "work waits and bulk harms nobody above")
     return []
 
 

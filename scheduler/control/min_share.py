@@ -43,7 +43,8 @@ class DeficitCounter:
 
     def has_deficit(self, tier: str, step_s: float) -> bool:
         """Return whether the deficit of `tier` is large enough for a step of `step_s` seconds."""
-        return self.share(tier) > 0 and self._deficit_s[tier] >= min(step_s, MAX_DEFICIT_S)
+        deficit_s = self._deficit_s[tier]
+        return self.share(tier) > 0 and deficit_s > 0 and deficit_s >= min(step_s, MAX_DEFICIT_S)
 
     def add_step(self, elapsed_s: float, used_s: Mapping[str, float], wanting: Iterable[str]) -> None:
         """Update the deficits after a step. `used_s` is the engine time that each tier used of `elapsed_s` seconds.

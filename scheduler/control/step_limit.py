@@ -139,7 +139,7 @@ class StepLimits:
 
 def step_limits(traffic: InteractiveTraffic | None, work: InteractiveWork, cost: StepCost, now: float) -> StepLimits:
     """Return the limits of the next step. `traffic` is None if no tier is interactive."""
-    guaranteed = StepLimit(AMORTISE * cost.step_s)
+    guaranteed = StepLimit(_amortised_s(cost))
     if traffic is None:
         return StepLimits(StepLimit(), StepLimit(), StepLimit(), guaranteed)
     alone_s = bulk_alone_s(traffic, cost)
@@ -179,7 +179,12 @@ def bulk_alone_s(traffic: InteractiveTraffic, cost: StepCost) -> float:
     for_waste_s = NEVER_S
     if traffic.residual < NO_EVICTION_RESIDUAL and traffic.arrivals_per_s > 0:
         for_waste_s = MAX_WASTED_SHARE / (EXPECTED_WASTE * traffic.arrivals_per_s)
-    return max(AMORTISE * cost.step_s, min(traffic.ttft_slo_s, for_delay_s, for_waste_s))
+    return max(_amortised_s(cost), min(traffic.ttft_slo_s, for_delay_s, for_waste_s))
+
+
+def _amortised_s(cost: StepCost) -> float:
+    """Return the time that a bulk step may always last, because a shorter step would be mostly overhead."""
+    return max(AMORTISE * cost.step_s, cost.step(0.0))
 
 
 def is_overloaded(tier: Tier, limit: StepLimit, work: InteractiveWork, cost: StepCost, now: float) -> bool:

@@ -84,15 +84,15 @@ class TierStats:
         p99_s = self.p99_s(kind, now, since_s)
         return None if p99_s is None else p99_s / self.target_s[kind]
 
-    def worst_miss_share(self, now: float, since_s: float) -> float | None:
-        """Return the share of misses among first tokens or among gaps since `since_s`, whichever share is larger.
+    def worst_miss_share(self, now: float) -> float | None:
+        """Return the share of misses among first tokens or among gaps, whichever share is larger.
 
         Return None if there is too little data.
         """
-        return _worst(self.windows.values(), now, since_s)
+        return _worst(self.windows.values(), now, -NEVER_S)
 
     def worst_bulk_miss_share(self, now: float, since_s: float) -> float | None:
-        """Return the same share as `worst_miss_share`, but count only the misses that bulk caused.
+        """Return the same share as `worst_miss_share`, but count only misses since `since_s` that bulk caused.
 
         Bulk caused a miss if the latency would have met its target without bulk.
         """

@@ -27,7 +27,7 @@ class CoreStatus:
     kv_reserve_blocks: int  # KV blocks that bulk leaves free for interactive sequences
     step_cost: StepCost  # predicted costs in a step with prefills
     knows_step_times: bool  # whether enough steps were observed to predict step times
-    step_time_error: float  # mean |measured / predicted - 1| of recent steps
+    step_time_error: float  # mean |predicted ÷ measured − 1| of recent steps
     held: Mapping[str, TierCounts]  # requests that the worker holds, by tier
     outputs: Mapping[str, TierOutputs]  # the controller's report, by tier
     used_s: Mapping[str, float]  # sum: engine time by tier, without work thrown away

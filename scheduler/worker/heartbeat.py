@@ -5,7 +5,7 @@ seconds.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -83,6 +83,7 @@ class Heartbeat:
             "kv_usage": status.kv_usage,
             "step_time_error": status.step_time_error,
             **self._core.explain(now),
+            "step_cost": asdict(status.step_cost),
         }
 
     def _tier(self, tier: str, status: CoreStatus, capacity: TierCapacity, interval_s: float) -> TierStatus:

@@ -84,7 +84,7 @@ class SchedulerMetrics:
         )
         self._arriving = gauge("arrivals_per_second", "Smoothed arrival rate, as this worker sees it.", "tier")
         self._reserve = gauge("kv_reserve_blocks", "KV blocks that bulk leaves free for interactive sequences.")
-        self._error = gauge("step_time_error_ratio", "Mean |measured / predicted - 1| of recent steps.")
+        self._error = gauge("step_time_error_ratio", "Mean |predicted / measured - 1| of recent steps.")
         self._steps_evicted_from = counter(
             "steps_shed", "Steps from which bulk was evicted for an interactive arrival."
         )

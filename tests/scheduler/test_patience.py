@@ -112,8 +112,8 @@ def test_a_benchmark_of_a_fresh_server_sees_no_error(load: Load, cost: StepCost)
 
 @pytest.mark.parametrize(
     ("load", "share"),
-    [(streams(32), 0.9), (streams(64), 0.9), (streams(128), 0.7), (arrivals(36), 0.7)],
-    ids=["32 streams", "64 streams", "128 streams", "1.2 x capacity"],
+    [(streams(32), 0.9), (streams(128), 0.7), (arrivals(36), 0.7)],
+    ids=["32 streams", "128 streams", "1.2 x capacity"],
 )
 def test_most_predictions_are_right_within_a_factor_of_two(load: Load, share: float) -> None:
     """Of the longest waits fewer are, since who is late does not always wait in order."""

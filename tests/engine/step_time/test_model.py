@@ -288,6 +288,17 @@ def test_the_minimum_is_not_taken_from_long_steps() -> None:
     assert model.predict(make_work((16, 0))) < 0.2
 
 
+def test_where_noise_hides_the_costs_of_a_decode_no_step_is_free() -> None:
+    """The fit of these steps says that neither a step nor a decode costs anything."""
+    model = StepTimeModel()
+    for _ in range(200):
+        model.observe(make_work(*[(1, 400)] * 8), 0.040)
+        model.observe(make_work((1, 100)), 0.001)
+    cost = model.cost(mixed=False)
+    assert cost.step_s + cost.decode_s < 1e-6, "the condition of this test"
+    assert cost.step(0.0) > 0
+
+
 def test_more_work_never_costs_less() -> None:
     model = taught_both(600, noise=0.1)
     rng = random.Random(11)

@@ -151,6 +151,15 @@ def test_an_overload_is_shown_while_it_lasts() -> None:
         assert controller.explain(0.0)["overloaded"] == shown
 
 
+def test_misses_stay_visible_during_an_overload_and_after_it() -> None:
+    outer = OuterLoop()
+    observe(outer.controller, "ttft", 5000, now=outer.now)
+    for states in ([make_state("rt", claimed_s=-10.0)], []):
+        budgets_of(outer.controller, states, outer.now)
+        outer.update(make_load(realtime=5))
+        assert outer.controller.explain(outer.now)["tiers"]["realtime"]["signals"]["miss_share"] == 1.0
+
+
 def test_outputs_show_what_was_observed() -> None:
     outer = OuterLoop()
     observe(outer.controller, "ttft", 200)

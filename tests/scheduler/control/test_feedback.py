@@ -26,7 +26,7 @@ def test_bulk_grows_in_small_steps_up_to_its_bound_while_no_tier_above_has_reque
     sizes = [64.0, *(d.new for d in decisions)]
     assert len(sizes) > 2 and sizes == sorted(sizes) and sizes[-1] == 70
     assert all(d.old == size and d.knob == "batch_size" for d, size in zip(decisions, sizes, strict=False))
-    assert {(d.signal, d.reason) for d in decisions} == {("queue", "work waits and nobody above is harmed")}
+    assert {(d.signal, d.reason) for d in decisions} == {("queue", "work waits and bulk harms nobody above")}
 
 
 @pytest.mark.trap(6)

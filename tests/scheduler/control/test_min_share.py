@@ -57,6 +57,14 @@ def test_urgency_gives_a_share_to_a_tier_without_a_min_share() -> None:
     assert counter.has_deficit("bulk", STEP_S)
 
 
+def test_no_deficit_is_worth_no_step_even_if_steps_cost_nothing() -> None:
+    """Noise can make the predicted fixed cost of a step 0."""
+    counter = make_counter()
+    assert not counter.has_deficit("bulk", 0.0)
+    counter.add_step(0.1, {}, ["bulk"])
+    assert counter.has_deficit("bulk", 0.0)
+
+
 def test_a_tier_without_work_has_no_deficit() -> None:
     counter = make_counter(0.1)
     counter.add_step(10.0, {}, ["realtime"])

@@ -57,6 +57,14 @@ def test_late_prefills_are_left_some_of_the_time() -> None:
     assert first_limit_s(NEVER_S, planned_s=0.2) == NEVER_S
 
 
+@pytest.mark.parametrize("tier", ["bulk", "batch"])
+def test_guaranteed_work_has_time_for_a_step_even_if_noise_hides_its_fixed_cost(tier: str) -> None:
+    controller = SLAController(make_tiers(bulk={"floor": 0.1}, batch={"floor": 0.1}))
+    controller.observe_step(1.0, 0.0, {}, ["bulk", "batch"], 0.0, 0.0)
+    budget = budgets_of(controller, [], 0.0, StepCost(step_s=0.0, decode_s=0.0, min_step_s=0.01))[tier]
+    assert budget.guaranteed and budget.limit.base_s >= 0.01
+
+
 # -- beside interactive requests -----------------------------------------------------------------------------------
 
 

@@ -1,0 +1,96 @@
+"""The clients that are tried: their packages and their scripts.
+
+Each client has an environment of its own, because clients pin each other's dependencies. To add a client, add a script
+and a row. Knows package managers; does not know servers.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent / "scripts"
+INSTALL_TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    name: str
+    script: str
+    packages: tuple[str, ...]  # of PyPI, or of npm if the script is a module of Node
+
+    @property
+    def runs_on_node(self) -> bool:
+        return self.script.endswith(".mjs")
+
+    def command(self, folder: Path) -> list[str]:
+        """Return the command that runs the script in the environment in `folder`."""
+        if self.runs_on_node:  # Node looks for packages beside the script
+            return ["node", str(shutil.copy(SCRIPTS / self.script, folder / self.script))]
+        return [str(folder / "bin" / "python"), str(SCRIPTS / self.script)]
+
+
+CLIENTS = (
+    Client("openai", "openai_sdk.py", ("openai",)),
+    Client("openai-agents", "openai_agents.py", ("openai-agents",)),
+    Client("pydantic-ai", "pydantic_ai_client.py", ("pydantic-ai-slim[openai]",)),
+    Client("langchain", "langchain_client.py", ("langchain", "langchain-openai")),
+    Client("instructor", "instructor_client.py", ("instructor",)),
+    Client("llama-index", "llama_index_client.py", ("llama-index-llms-openai-like",)),
+    Client("litellm", "litellm_client.py", ("litellm[proxy]",)),
+    Client("litellm-proxy", "litellm_proxy.py", ("litellm[proxy]",)),
+    Client("node", "node_clients.mjs", ("openai", "ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod")),
+)
+
+
+class InstallError(Exception):
+    """The packages of a client cannot be installed. The message is the end of the package manager's output."""
+
+
+def install(client: Client, root: Path) -> Path:
+    """Return the folder of the client's environment under `root`. It is made if it is missing or its packages changed.
+
+    Raises `InstallError`.
+    """
+    folder = root / client.name
+    mark = folder / "installed.txt"
+    wanted = "\n".join(client.packages)
+    if not mark.exists() or mark.read_text() != wanted:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for command in _install_commands(client, folder):
+            _run(command, folder)
+        mark.write_text(wanted)
+    return folder
+
+
+def versions(client: Client, folder: Path) -> str:
+    """Return the installed versions of the client's packages, for people."""
+    if client.runs_on_node:
+        listed = _run(["npm", "ls", "--depth=0", "--parseable", "--long"], folder)
+        names = [line.rsplit(":", 1)[-1] for line in listed.splitlines()[1:]]
+        return ", ".join(names)
+    listed = _run([str(folder / "bin" / "pip"), "list", "--format=freeze", "--disable-pip-version-check"], folder)
+    wanted = {package.split("[")[0] for package in client.packages}
+    return ", ".join(line.replace("==", " ") for line in listed.splitlines() if line.split("==")[0] in wanted)
+
+
+def _install_commands(client: Client, folder: Path) -> list[Sequence[str]]:
+    if client.runs_on_node:
+        return [["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *client.packages]]
+    pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
+    return [[sys.executable, "-m", "venv", str(folder)], [*pip, *client.packages]]
+
+
+def _run(command: Sequence[str], folder: Path) -> str:
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=True
+        )
+    except subprocess.CalledProcessError as error:
+        raise InstallError(f"{command[0]} failed: {(error.stderr or error.stdout)[-500:].strip()}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InstallError(str(error)) from None
+    return done.stdout

@@ -1,0 +1,72 @@
+"""The clients' scripts are run in their environments, and each check has an outcome."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.conformance import clients
+from bench.conformance.clients import CLIENTS, Client, InstallError, install
+from bench.conformance.command import _run_script, read_outcomes
+from loadtest.client.http import Target
+
+CLIENT = Client("some", "some.py", ())
+CHECKS = """
+from checks import BASE_URL, MODEL, check, main
+
+@check
+def passes():
+    \"\"\"sees the server\"\"\"
+    assert (BASE_URL, MODEL) == ("http://127.0.0.1:1/v1", "m")
+
+@check
+async def fails():
+    raise ValueError("no")
+
+print("a client's own line")
+main()
+"""
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of scripts with the module `checks`, beside an environment with this Python."""
+    scripts, bin_folder = tmp_path / "scripts", tmp_path / "environment" / "bin"
+    scripts.mkdir()
+    bin_folder.mkdir(parents=True)
+    (bin_folder / "python").symlink_to(sys.executable)
+    (scripts / "checks.py").write_text((clients.SCRIPTS / "checks.py").read_text())
+    monkeypatch.setattr(clients, "SCRIPTS", scripts)
+    return scripts
+
+
+async def run(scripts: Path, text: str) -> list[tuple[str, str]]:
+    (scripts / CLIENT.script).write_text(text)
+    outcomes = await _run_script(CLIENT, scripts.parent / "environment", Target("127.0.0.1", 1, model="m"))
+    return [(outcome.check, outcome.error) for outcome in outcomes]
+
+
+async def test_each_check_has_an_outcome(scripts: Path) -> None:
+    assert await run(scripts, CHECKS) == [("sees the server", ""), ("fails", "ValueError: no")]
+
+
+async def test_a_script_that_breaks_is_a_failed_check(scripts: Path) -> None:
+    [(check, error)] = await run(scripts, "import nothing_of_this_name")
+    assert check == "the script runs" and "nothing_of_this_name" in error
+
+
+def test_each_client_has_its_script() -> None:
+    assert {client.script for client in CLIENTS} | {"checks.py"} == {path.name for path in clients.SCRIPTS.glob("*.*")}
+    assert len({client.name for client in CLIENTS}) == len(CLIENTS)
+
+
+def test_an_installation_that_fails_is_one_sentence_and_is_tried_again(tmp_path: Path) -> None:
+    client = Client("some", "some.py", ("./there-is-no-such-package",))
+    for _ in range(2):
+        with pytest.raises(InstallError, match="pip failed"):
+            install(client, tmp_path)
+    assert not (tmp_path / "some" / "installed.txt").exists()
+
+
+def test_lines_that_a_client_printed_are_skipped() -> None:
+    assert read_outcomes("c", 'warning\n{"check": "a", "error": ""}\n{}\n')[0].check == "a"
