@@ -24,7 +24,7 @@ from scheduler.request import EventKind, Request, TokenEvent
 
 log = structlog.get_logger()
 
-REFRESH_S = 1.0  # seconds between two reads of the waiting work
+REFRESH_S = 1.0  # seconds between two reads of the heartbeats and of the waiting work, for admission
 CHECK_EVERY = 3  # number of refreshes between two checks; a lost request is failed at the second check after its loss
 # Bulk requests are still accepted for this many seconds after the last worker was seen, because it may be restarting.
 WORKER_GRACE_S = 20.0
@@ -69,7 +69,8 @@ class SchedulerClient:
         await self._events.open(self.gateway_id)
         await self._read_workers()
         await self._refresh()
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._keep_fresh())]
+        work = (self._receive(), self._keep_fresh(), self._watch_workers())
+        self._tasks = [asyncio.create_task(task) for task in work]
 
     async def close(self) -> None:
         """Cancel all open requests and stop listening. After that, publishing to this gateway fails."""
@@ -235,19 +236,24 @@ class SchedulerClient:
             stream.deliver(event)
 
     async def _keep_fresh(self) -> None:
-        refresh_every = round(REFRESH_S / CHECK_S)
         rounds = 0
         while True:
-            await self._clock.sleep(CHECK_S)
+            await self._clock.sleep(REFRESH_S)
             rounds += 1
+            try:
+                await self._refresh()
+                if rounds % CHECK_EVERY == 0:
+                    await self._fail_lost()
+            except Exception as error:  # the store may be restarting: keep the last data and try again
+                log.warning("heartbeats not read", error=str(error))
+
+    async def _watch_workers(self) -> None:
+        while True:
+            await self._clock.sleep(CHECK_S)
             try:
                 await self._read_workers()
                 self._fail_unserved()
-                if rounds % refresh_every == 0:
-                    await self._refresh()
-                if rounds % (refresh_every * CHECK_EVERY) == 0:
-                    await self._fail_lost()
-            except Exception as error:  # the store may be restarting: keep the last list and try again
+            except Exception as error:  # as above
                 log.warning("worker list not refreshed", error=str(error))
 
     async def _read_workers(self) -> None:
@@ -262,7 +268,8 @@ class SchedulerClient:
             self._reads_without_worker += 1
 
     async def _refresh(self) -> None:
-        self._admission.on_heartbeat(self._workers, await self.backlogs(), self._clock.now(), self._clock.wall_ms())
+        workers = [w for w in await self._registry.workers() if not self._monitor.is_silent(w.worker_id)]
+        self._admission.on_heartbeat(workers, await self.backlogs(), self._clock.now(), self._clock.wall_ms())
 
     def _fail_unserved(self) -> None:
         """Fail the open interactive requests if no worker has been alive for `MAX_AWAY_S`.

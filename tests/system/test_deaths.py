@@ -133,11 +133,12 @@ async def test_a_batch_survives_the_death_of_every_part(tmp_path: Path) -> None:
         async with make_client(server, max_retries=8) as client:
             batch_id = await submit_batch(client, nonces)
 
-            async def is_half_done() -> bool:
-                counts = (await client.batches.retrieve(batch_id)).request_counts
-                return counts is not None and 0 < counts.completed < len(nonces)
+            async def is_running() -> bool:
+                batch = await client.batches.retrieve(batch_id)
+                counts = batch.request_counts
+                return batch.status == "in_progress" and counts is not None and counts.completed < len(nonces)
 
-            await run_until(server, is_half_done)
+            await run_until(server, is_running)
             for part in ("gateway", "valkey"):
                 server.kill(part)
                 os.kill(server.pid_of("worker"), signal.SIGCONT)
