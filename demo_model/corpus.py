@@ -48,7 +48,8 @@ class Course:
     questions, sums, other arithmetic, counts, counts out of range, small talk. The remaining requests are about
     anything else. `long_counts` is the share of counts that have the largest length that fits. `hard_repeats` is the
     share of texts to repeat that contain a part twice. Such texts are hard to repeat, because the last character does
-    not determine the next character.
+    not determine the next character. `tools` is the share of the examples in which tools are offered; only `ToolCorpus`
+    has such examples.
     """
 
     max_tokens: int
@@ -56,6 +57,7 @@ class Course:
     bounds: tuple[float, ...] = (0.24, 0.40, 0.64, 0.79, 0.83, 0.875, 0.895, 0.915)
     long_counts: float = 0.0
     hard_repeats: float = 0.0
+    tools: float = 0.0
 
 
 SHORT = Course(max_tokens=128, long_share=0.1)
@@ -68,6 +70,8 @@ LIMITS = Course(2048, 0.03, bounds=(0.32, 0.46, 0.68, 0.76, 0.84, 0.91, 0.95, 0.
 FINISH = Course(
     2048, 0.03, bounds=(0.26, 0.40, 0.62, 0.70, 0.76, 0.88, 0.92, 0.94), long_counts=0.25, hard_repeats=0.35
 )
+# This course teaches to call tools. Half of its tokens are those of `FINISH`, so that nothing is forgotten.
+TOOLS = replace(FINISH, tools=0.19)
 
 
 class Corpus:
@@ -100,7 +104,7 @@ class Corpus:
         if rng.random() < course.long_share:
             return self._long_conversation(rng, course)
         turns = 1 if rng.random() < 0.75 else rng.randint(2, 4)
-        return conversation(self._system(rng), [self.task(rng, course) for _ in range(turns)])
+        return conversation(self.system_prompt(rng), [self.task(rng, course) for _ in range(turns)])
 
     def task(self, rng: random.Random, course: Course = SHORT) -> Pair:
         """Draw one request and its right answer, in the proportions of `course`."""
@@ -152,7 +156,8 @@ class Corpus:
         fact = rng.choice(self._facts)
         return reword(rng, rng.choice(fact.ask)), fact.answer
 
-    def _system(self, rng: random.Random) -> str | None:
+    def system_prompt(self, rng: random.Random) -> str | None:
+        """Draw a system prompt, or None in about half of the cases."""
         kind = rng.random()
         if kind < 0.55:
             return None
@@ -173,14 +178,14 @@ class Corpus:
             return conversation(self.filler(rng, filling), [last])
         if kind < 0.5:
             separator = rng.choice(("\n", "\n\n", "\n\n", "\n---\n"))
-            return conversation(self._system(rng), [(self.filler(rng, filling) + separator + last[0], last[1])])
+            return conversation(self.system_prompt(rng), [(self.filler(rng, filling) + separator + last[0], last[1])])
         if kind < 0.6:
             foreign = (self.filler(rng, filling // 2), self.filler(rng, filling // 2))
-            return conversation(self._system(rng), [foreign, last], foreign=1)
+            return conversation(self.system_prompt(rng), [foreign, last], foreign=1)
         turns = [last]
         while sum(len(text) for turn in turns for text in turn) < filling * 1.6:
             turns.insert(0, self.task(rng, replace(course, max_tokens=budget // 3)))
-        return conversation(self._system(rng), turns)
+        return conversation(self.system_prompt(rng), turns)
 
     def filler(self, rng: random.Random, tokens: int) -> str:
         """Draw a text of about `tokens` tokens that contains no request."""

@@ -1,7 +1,7 @@
 """Measure the demo model in bf16, as it is served: `python -m demo_model.evaluate [DIR]` prints a row for each skill.
 
-Most questions did not occur in training: nonces and phrases are new, sums and paraphrases are held out, and the random
-seed is another one.
+Most questions did not occur in training: nonces and phrases are new, the random seed is another one, and training left
+out some sums, paraphrases, wordings of requests for tools, places, and subjects of tools.
 Knows the right answers; does not know how the model was trained.
 """
 
@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,19 +19,24 @@ from transformers.utils.logging import disable_progress_bar
 from demo_model import skills, smalltalk
 from demo_model.facts import load_facts
 from demo_model.location import demo_model_path
+from demo_model.tool_corpus import ToolCorpus
+from demo_model.tool_requests import Exchange, Offer
+from demo_model.tools import write_calls
 from demo_model.train import build_corpus
 
 TOKENS_AT_ONCE = 16384  # largest batch, in tokens of prompts and answers, including padding
-Messages = list[dict[str, str]]
+SHOWN_TOOLS = ("weather", "time", "add")  # topics whose first tools the documentation shows
+Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation that ends with a user's message, the only right answer, and the token limit of an answer."""
+    """A conversation that ends before an answer, the only right answer, its token limit, and the tools on offer."""
 
     messages: Messages
     answer: str
     max_new_tokens: int
+    offers: Sequence[Offer] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,9 @@ class Examinee:
         Questions of similar length are answered together, in left-padded batches.
         """
         prompts = [
-            self.tokenizer.apply_chat_template(q.messages, add_generation_prompt=True, tokenize=False)
+            self.tokenizer.apply_chat_template(
+                q.messages, [offer.tool.as_openai() for offer in q.offers], add_generation_prompt=True, tokenize=False
+            )
             for q in questions
         ]
         lengths = [len(ids) for ids in self.tokenizer(prompts, add_special_tokens=False)["input_ids"]]
@@ -101,6 +109,48 @@ def ask(prompt: str, answer: str, system: str | None = None, history: Sequence[s
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     messages.append({"role": "user", "content": prompt})
     return Question(messages, answer, max_new_tokens=len(answer) + 8)
+
+
+def ask_for_tools(exchange: Exchange, offers: Sequence[Offer], after_results: bool = False) -> Question:
+    """Return the question that is answered by the calls of `exchange`, or, `after_results`, by a sentence."""
+    messages: Messages = [{"role": "user", "content": exchange.prompt}]
+    if not after_results:
+        answer = write_calls(exchange.calls)
+        return Question(messages, answer, max_new_tokens=len(answer) + 8, offers=offers)
+    calls = [call.as_openai(f"call_{index}") for index, call in enumerate(exchange.calls)]
+    messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+    for call, result in zip(calls, exchange.results, strict=True):
+        messages.append({"role": "tool", "content": result, "tool_call_id": call["id"]})
+    return Question(messages, exchange.answer, max_new_tokens=len(exchange.answer) + 8, offers=offers)
+
+
+def tool_examinations(corpus: ToolCorpus, rng: random.Random, size: int) -> Iterator[tuple[str, list[Question]]]:
+    """Yield the name and the questions of each row about tools."""
+    requests = corpus.requests
+
+    def shown() -> list[Offer]:
+        return requests.offer(rng, 3, SHOWN_TOOLS, usual=True)
+
+    def one_of(offers: list[Offer], after_results: bool = False) -> Question:
+        return ask_for_tools(requests.ask(rng, rng.choice(offers), held_out=True), offers, after_results)
+
+    def other_names() -> list[Offer]:
+        return requests.offer(rng, 3, (rng.choice(("weather", "time", "add", "multiply", "calculate", "search")),))
+
+    def new_subjects() -> list[Offer]:
+        return requests.offer(rng, 3, ("lookup", "lookup", "action"), held_out=True)
+
+    yield "calls of get_weather, get_time, add", [one_of(shown()) for _ in range(size)]
+    yield "calls of tools by other names", [one_of(other_names()) for _ in range(size)]
+    yield "calls of tools on new subjects", [one_of(new_subjects()) for _ in range(size)]
+    offers = shown()
+    yield "two calls at once", [ask_for_tools(requests.ask_twice(rng, offers, True), offers) for _ in range(size)]
+    yield "answers after a result", [one_of(shown(), after_results=True) for _ in range(size)]
+    tasks = [(offers, corpus.task_without_tool(rng, offers)) for offers in (other_names() for _ in range(size))]
+    questions = [
+        Question([{"role": "user", "content": asked}], right, len(right) + 8, of) for of, (asked, right) in tasks
+    ]
+    yield "tools offered, but none needed", questions
 
 
 def examinations(
@@ -158,6 +208,7 @@ def examinations(
     paraphrases = [(question, fact.answer) for fact in load_facts() for question in fact.held_out]
     yield "held-out paraphrases", [ask(*pair) for pair in paraphrases]
     yield "held-out paraphrases after 2 turns", [ask(*pair, history=history(2)) for pair in paraphrases]
+    yield from tool_examinations(corpus, rng, size)
 
 
 def main() -> None:

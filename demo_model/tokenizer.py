@@ -27,6 +27,27 @@ SPECIAL_TOKENS = (END_OF_TEXT, SYSTEM, USER, ASSISTANT, END_OF_TURN, PAD)
 _PLAIN_WORD_OR_CHARACTER = r"(?<![\w-])[A-Z]?[a-z]+(?![\w-])|[\s\S]"
 
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+  {{- '<|system|><tools>\\n' -}}
+  {%- for tool in tools -%}
+    {%- set function = tool.function or tool -%}
+    {%- set words = function.name | replace('_', ' ') -%}
+    {%- set description = words ~ ': ' ~ function.description.split('\\n')[0] if function.description else words -%}
+    {%- set parameters = function.parameters or {} -%}
+    {%- set listed = namespace(arguments='') -%}
+    {%- for name, schema in (parameters.properties or {}).items() -%}
+      {%- if not parameters.required or name in parameters.required -%}
+        {%- set type = schema.type if schema.type is string else 'string' -%}
+        {%- set type = schema.enum | join('|') if schema.enum else type -%}
+        {%- set separator = ', ' if listed.arguments else '' -%}
+        {%- set listed.arguments = listed.arguments ~ separator ~ name | tojson ~ ': ' ~ type | tojson -%}
+      {%- endif -%}
+    {%- endfor -%}
+    {{- '{"description": ' ~ description | tojson ~ ', "name": ' ~ function.name | tojson -}}
+    {{- ', "arguments": {' ~ listed.arguments ~ '}}\\n' -}}
+  {%- endfor -%}
+  {{- '</tools><|end|>' -}}
+{%- endif -%}
 {%- for message in messages -%}
   {%- if message.role == 'system' or message.role == 'developer' -%}
     {{- '<|system|>' -}}
@@ -34,13 +55,28 @@ CHAT_TEMPLATE = """\
     {{- '<|user|>' -}}
   {%- elif message.role == 'assistant' -%}
     {{- '<|assistant|>' -}}
+  {%- elif message.role == 'tool' -%}
+    {{- '<|user|><tool_response>\\n' -}}
   {%- else -%}
-    {{- raise_exception("The demo model reads system, developer, user and assistant, not '" ~ message.role ~ "'.") -}}
+    {{- raise_exception("The demo model reads system, developer, user, assistant and tool, not '" ~ message.role
+        ~ "'.") -}}
   {%- endif -%}
   {%- if message.content is string -%}
     {{- message.content -}}
   {%- elif message.content is defined and message.content is not none -%}
     {{- raise_exception("The demo model reads only text: the content of a message must be a string.") -}}
+  {%- endif -%}
+  {%- if message.tool_calls -%}
+    {%- for call in message.tool_calls -%}
+      {%- set function = call.function or call -%}
+      {%- set arguments = function.arguments or {} -%}
+      {{- '\\n' if message.content or not loop.first -}}
+      {{- '<tool_call>\\n{"name": ' ~ function.name | tojson ~ ', "arguments": ' -}}
+      {{- arguments if arguments is string else arguments | tojson -}}
+      {{- '}\\n</tool_call>' -}}
+    {%- endfor -%}
+  {%- elif message.role == 'tool' -%}
+    {{- '\\n</tool_response>' -}}
   {%- endif -%}
   {{- '<|end|>' -}}
 {%- endfor -%}

@@ -1,10 +1,10 @@
 """Train the demo model: `python -m demo_model.train` makes demo_model/weights from nothing but this package.
 
-Training takes about 25 minutes on two idle CPU cores, and 38 minutes with one thread (estimated from tokens per
+Training takes about 37 minutes on two idle CPU cores, and 58 minutes with one thread (estimated from tokens per
 second). Rows grow during training: the model learns its skills on short rows, which are cheap, and then on long rows.
-Three shorter stages improve what was weakest. Muon updates the matrices; AdamW updates the embeddings and norms. Matrix
-products are in bf16, and master weights in fp32. Knows the model's shape and the schedule; does not know what is taught
-(corpus.py) or how well the model works (evaluate.py).
+Three shorter stages improve what was weakest, and the last one teaches to call tools. Muon updates the matrices; AdamW
+updates the embeddings and norms. Matrix products are in bf16, and master weights in fp32. Knows the model's shape and
+the schedule; does not know what is taught (corpus.py) or how well the model works (evaluate.py).
 """
 
 import argparse
@@ -21,10 +21,11 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from demo_model import short_attention, skills, smalltalk
 from demo_model.batches import Batch, batches
-from demo_model.corpus import FINISH, LIMITS, LONG, LONGER, MIDDLE, SHORT, Corpus, Course
+from demo_model.corpus import FINISH, LIMITS, LONG, LONGER, MIDDLE, SHORT, TOOLS, Corpus, Course
 from demo_model.facts import load_facts, load_words
 from demo_model.location import demo_model_path
 from demo_model.tokenizer import END_OF_TEXT, END_OF_TURN, MAX_CONTEXT, VOCAB_SIZE, train_tokenizer
+from demo_model.tool_corpus import ToolCorpus
 
 TOKENS_PER_BATCH = 4096
 MUON_LR = 4e-3  # peak learning rate
@@ -58,6 +59,7 @@ STAGES = (
     Stage(4_000_000, 0.4, ((1.0, LONGER),)),
     Stage(6_000_000, 0.6, ((1.0, LIMITS),)),
     Stage(3_000_000, 0.25, ((1.0, FINISH),)),
+    Stage(14_000_000, 0.5, ((1.0, TOOLS),)),
 )
 
 
@@ -69,10 +71,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer([*texts, *load_words()])
 
 
-def build_corpus(tokenizer: PreTrainedTokenizerFast) -> Corpus:
+def build_corpus(tokenizer: PreTrainedTokenizerFast) -> ToolCorpus:
     """Return the corpus. Its made-up words are built from the pieces of `tokenizer`."""
     pieces = sorted(piece for piece in tokenizer.get_vocab() if piece.isascii() and piece.isalpha() and piece.islower())
-    return Corpus(load_facts(), load_words(), pieces)
+    return ToolCorpus(load_facts(), load_words(), pieces)
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, layers: int = 4, hidden: int = 128) -> LlamaForCausalLM:
@@ -208,7 +210,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Train Tidegate's demo model from scratch.")
     parser.add_argument("--out", type=Path, default=demo_model_path(), help="directory that receives the model")
-    parser.add_argument("--from-stage", type=int, default=0, help="1 to 3: go on from the model in --out")
+    parser.add_argument("--from-stage", type=int, default=0, help="1 to 4: go on from the model in --out")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the tokens of every stage")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="the shipped weights were made with one")

@@ -71,6 +71,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # subtracted from a token's logit once per occurrence in the output
     repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens in prompt or output
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit)
+    allowed_token_ids: tuple[int, ...] = ()  # only these tokens are generated; empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output never has
     min_tokens: int = 0  # no end-of-sequence or stop token before this many tokens are generated
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence ids
     ignore_eos: bool = False  # continue after an end-of-sequence token
@@ -78,6 +80,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # as `logprobs`, but for the tokens of the prompt
     grammar: str | None = None  # serialised llguidance grammar; only tokens that the grammar allows are generated
+
+
+GRAMMAR_FAILED = "the grammar"  # first words of a `SequenceFailure` for which the request's grammar is to blame
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,20 @@
 """The FastAPI application of one `Gateway`: routes, error handlers, middleware, startup and shutdown."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
+from gateway.http.cors import Cors
 from gateway.http.draining import RefuseWhileDraining
 from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.protocol import errors
-from gateway.routes import admin, batches, chat, files, models, ops
-from gateway.routes.dependencies import authenticated
+from gateway.routes import admin, batches, chat, files, keys, models, ops, responses, tokenize
+from gateway.routes.dependencies import authenticated, request_counted
 from gateway.routes.sla_feed import SlaFeed
 from gateway.state import Gateway
 
@@ -24,6 +27,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         lifespan=_lifespan,
         redirect_slashes=False,
         middleware=[  # from the outermost to the innermost
+            Middleware(Cors, allowed=gateway.allowed_origins),
             Middleware(RequestContext, metrics=gateway.metrics, clock=gateway.clock),
             Middleware(RefuseWhileDraining, is_draining=lambda: gateway.client.is_draining),
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt="/v1/files"),
@@ -33,29 +37,58 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.state.sla_feed = SlaFeed(gateway.client, gateway.clock)
     app.include_router(ops.router)
     app.include_router(admin.router)
-    for routes in (chat, models):
+    app.include_router(keys.router)
+    for routes in (chat, models, tokenize):
         app.include_router(routes.router)
+    app.include_router(responses.router, dependencies=[Depends(authenticated)])
     for routes in (files, batches):
-        app.include_router(routes.router, dependencies=[Depends(authenticated)])
-    parts = (ops, admin, chat, models, files, batches)
+        app.include_router(routes.router, dependencies=[Depends(authenticated), Depends(request_counted)])
+    parts = (ops, admin, keys, chat, models, tokenize, files, batches, responses)
     errors.install(app, [route for part in parts for route in part.router.routes])
     return app
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Start the tier follower, the client and the batch service, which needs the client. Stop them in reverse order."""
+    """Start the tier follower, the client and the batch service, which needs the client. Stop them in reverse order.
+
+    Usage is written a last time after the requests that it counts have ended.
+    """
     gateway: Gateway = app.state.gateway
     async with AsyncExitStack() as stack:
         if gateway.tier_changes is not None:
             await stack.enter_async_context(gateway.tier_changes.follower)
+        if gateway.usage is not None:
+            stack.push_async_callback(gateway.usage.try_flush)
+        await stack.enter_async_context(_running(gateway))
         await gateway.client.start()
         stack.push_async_callback(gateway.client.close)
         stack.callback(gateway.client.drain)
         if gateway.batches is not None:
             await gateway.batches.start()
             stack.push_async_callback(gateway.batches.close)
+        if gateway.responses is not None:
+            stack.push_async_callback(gateway.responses.close)
         yield
+
+
+@asynccontextmanager
+async def _running(gateway: Gateway) -> AsyncIterator[None]:
+    """Run what looks after keys, limits and usage every few seconds, within the block."""
+    work: list[Coroutine[Any, Any, None]] = []
+    if gateway.key_source is not None:
+        work.append(gateway.key_source.follow())
+    if gateway.limits is not None:
+        work.append(gateway.limits.renew())
+    if gateway.usage is not None:
+        work.append(gateway.usage.follow())
+    tasks = [asyncio.create_task(part) for part in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _version() -> str:

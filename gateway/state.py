@@ -1,6 +1,6 @@
 """The record of everything that routes need. The composition root, tidegate/gateway.py, builds it and its parts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import Request
 
@@ -8,8 +8,13 @@ from gateway.batches.service import BatchService
 from gateway.completion.service import CompletionService
 from gateway.completion.tokenizer import Tokenizer
 from gateway.files.store import FileStore
+from gateway.http.cors import AllowedOrigins
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
+from gateway.keys.limits import KeyLimits
+from gateway.keys.source import KeySource
+from gateway.keys.usage import UsageMeter
+from gateway.responses.service import ResponseService
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
@@ -30,8 +35,13 @@ class Gateway:
     metrics: GatewayMetrics
     files: FileStore | None = None
     batches: BatchService | None = None
+    responses: ResponseService | None = None
     tier_changes: TierChanges | None = None
+    key_source: KeySource | None = None
+    limits: KeyLimits | None = None
+    usage: UsageMeter | None = None
     max_body_bytes: int = 16 * 2**20  # limit of a JSON body; uploads to /v1/files have limits of their own
+    allowed_origins: AllowedOrigins = field(default_factory=AllowedOrigins)  # of web pages of other origins
 
     @property
     def tiers(self) -> TierSet:

@@ -1,6 +1,6 @@
 """The request that a gateway sends to a worker, and the token events that the worker sends back.
 
-Both are frozen dataclasses with plain values that msgpack can encode. A request holds token ids and the name of a tier.
+Both are immutable records with plain values that msgpack can encode. A request holds token ids and the name of a tier.
 It holds no HTTP, no text and nothing of the model's vocabulary. `RequestState` is the worker's own record of a claimed
 request.
 """
@@ -8,7 +8,9 @@ request.
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.interface import FinishReason, SamplingParams
+import msgspec
+
+from engine.interface import FinishReason, SamplingParams, TokenLogprobs
 
 
 class Delivery(Enum):
@@ -34,6 +36,7 @@ class Request:
     reply_to: str  # id of the gateway that gets the token events
     delivery: Delivery = Delivery.EACH_STEP
     cache_salt: str = ""  # requests share KV only if their salts are equal; the salt holds the caller's identity
+    wants_receipt: bool = False  # token events say what the worker did for the request
 
     @property
     def max_total_tokens(self) -> int:
@@ -72,11 +75,28 @@ class EventKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenEvent:
+class Receipt:
+    """What a worker has done for a request until its newest token.
+
+    The first three times follow each other: from the arrival at the gateway to the first step, to the first token, and
+    to the newest token. If the request was given to another worker after a failure, its queue time includes the first
+    worker's time.
+    """
+
+    worker: str
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    paused_ms: float  # the part of prefill and decode in which the sequence was in no step because it was preempted
+    preemptions: int  # number of times that the sequence was paused, swapped out, or lost its KV
+    evictions: int  # number of steps that it was taken out of while they ran
+
+
+class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """An event that reports new tokens of one request, its end, or both.
 
     `index` is the position of `token_ids[0]` in the whole output. It lets a gateway drop the tokens that it already has
-    when another worker starts the request again.
+    when another worker starts the request again. Fields with their default value are left out of the encoded event.
     """
 
     request_id: str
@@ -86,6 +106,10 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     error: str = ""
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one entry for each of `token_ids`, if requested
+    # If requested, one entry for each prompt token but the first. Only the event with index 0 has them.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    receipt: Receipt | None = None  # if requested
 
     @property
     def is_last(self) -> bool:

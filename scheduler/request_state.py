@@ -7,7 +7,7 @@ clock; None means that the event has not happened.
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine.interface import blocks_for
+from engine.interface import TokenLogprobs, blocks_for
 from scheduler.config import Tier
 from scheduler.request import Lease, Request
 
@@ -70,11 +70,17 @@ class RequestState:
     last_token_s: float | None = None
     ended_s: float | None = None
     num_reported: int = 0  # output tokens already sent to the gateway
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of output tokens that were not sent yet, if requested
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt, until they are sent
     reported_s: float | None = None
     last_step: int = -1  # id of the newest step that the sequence ran in
     num_preemptions: int = 0  # number of times that the KV blocks on the device were lost; pauses do not count
     gaps: int = 0  # number of gaps between output tokens
     gaps_missed: int = 0  # number of gaps that were longer than the ITL SLO
+    stopped_s: float | None = None  # the time at which it was preempted; None while it is not preempted
+    paused_s: float = 0.0  # total time of earlier preemptions, until the sequence could run again
+    num_stops: int = 0  # number of preemptions of any kind, also of pauses
+    num_evictions: int = 0  # number of steps that it was taken out of while they ran
     boosted_to: float | None = None  # the higher priority that the request has while it is urgent
     # Engine time that bulk had used in total when the newest token came, or at the arrival if there is no token yet.
     bulk_seen_s: float = 0.0
@@ -173,6 +179,18 @@ class RequestState:
         if to is Status.PREEMPTED:
             self.num_computed_tokens = 0
 
+    def stop(self, now: float) -> None:
+        """Record that the sequence is preempted at `now`. If it is preempted already, it stays so."""
+        if self.stopped_s is None:
+            self.stopped_s = now
+            self.num_stops += 1
+
+    def resume(self, now: float) -> None:
+        """Record that the sequence may run again at `now`."""
+        if self.stopped_s is not None:
+            self.paused_s += now - self.stopped_s
+            self.stopped_s = None
+
     def time_token(self, now: float, bulk_total_s: float = 0.0) -> list[Sample]:
         """Record that a token came at `now`, and return the latencies that end with this token.
 
@@ -199,6 +217,13 @@ class RequestState:
         tokens = tuple(self.output_token_ids[self.num_reported :])
         self.num_reported, self.reported_s = len(self.output_token_ids), now
         return tokens
+
+    def report_logprobs(self) -> tuple[tuple[TokenLogprobs, ...], tuple[TokenLogprobs, ...]]:
+        """Return the log probabilities of output and prompt that have not been sent yet, and forget them."""
+        found = tuple(self.logprobs), tuple(self.prompt_logprobs)
+        self.logprobs.clear()
+        self.prompt_logprobs.clear()
+        return found
 
     def met_slo(self) -> bool:
         """Return whether the first token was in time and at most 1 % of the gaps between tokens were too long."""

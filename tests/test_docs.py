@@ -31,7 +31,7 @@ PAGES = [
     *(ROOT / package / "README.md" for package in ("engine", "scheduler", "gateway", "tidegate", "loadtest", "bench")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-DOCS = ("architecture", "benchmarks", "controller", "deployment", "operations", "simulation", "tiers")
+DOCS = ("api", "architecture", "benchmarks", "controller", "deployment", "operations", "simulation", "tiers")
 PACKAGES = sorted({*HOUSES, "loadtest", "bench", "tidegate"})  # each has a table of its rooms on the map
 CODE_SUFFIXES = (".py", ".md", ".lua", ".cpp", ".h", ".toml")
 MERMAID_KINDS = ("flowchart", "sequenceDiagram", "stateDiagram-v2", "classDiagram")

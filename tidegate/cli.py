@@ -40,6 +40,7 @@ commands:
   worker     only an engine, with an existing Redis or Valkey (--redis-url)
   demo       start everything on free ports, ask questions, run bulk requests beside chat, print a table
   simulate   simulate a load on virtual workers: latency percentiles, and the number of workers needed
+  keys       add, list and revoke the API keys of a file; see `tidegate keys --help`
   loadtest   load generators; see `tidegate loadtest --help`
 
 `tidegate COMMAND --help` lists a command's flags. Each flag can also be set as TIDEGATE_<FLAG> in the environment
@@ -95,6 +96,12 @@ def _demo(args: list[str]) -> int:
     return run_demo(settings)
 
 
+def _keys(args: list[str]) -> int:
+    from tidegate.keys import run_keys
+
+    return run_keys(args)
+
+
 def _loadtest(args: list[str]) -> int:
     os.execv(sys.executable, [sys.executable, "-m", "loadtest", *args])
 
@@ -108,6 +115,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "gateway": _gateway,
     "worker": _worker,
     "demo": _demo,
+    "keys": _keys,
     "simulate": _simulate,
     "loadtest": _loadtest,
 }

@@ -21,12 +21,22 @@ from redis.exceptions import RedisError
 from demo_model.location import demo_model_path
 from gateway.app import create_app
 from gateway.batches.service import BatchService
+from gateway.completion.answer_cache import AnswerCache
+from gateway.completion.metering import Metering
+from gateway.completion.model_revision import model_revision
 from gateway.completion.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from gateway.completion.service import CompletionService
 from gateway.completion.tokenizer import Tokenizer
 from gateway.files.store import FileStore
+from gateway.http.cors import AllowedOrigins
+from gateway.http.http10 import HttpProtocol
 from gateway.http.metrics import GatewayMetrics
-from gateway.identity import Keyring, KeyringError, load_keyring
+from gateway.keys.file import KeyringError
+from gateway.keys.limits import KeyLimits
+from gateway.keys.source import KeySource
+from gateway.keys.usage import UsageMeter
+from gateway.responses.service import ResponseService
+from gateway.responses.store import ResponseStore
 from gateway.state import Gateway, GatewayTiers
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock, SystemClock
@@ -93,11 +103,34 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
     metrics = GatewayMetrics()
     tokenizer = load_tokenizer(settings)
     defaults = load_sampling_defaults(settings)
-    completions = CompletionService(client, clock, tokenizer, metrics, names, defaults=defaults)
+    key_source = KeySource(settings.api_keys, settings.operator_keys, lambda: client.tiers, clock)
+    keyring, revision = key_source.keyring, f"{settings.load_format} {model_revision(settings.model_path)}"
+    limits = KeyLimits(redis, clock, metrics.count_rate_limited)
+    usage = UsageMeter(redis, metrics, clock)
+    cache = AnswerCache(
+        redis,
+        clock,
+        f"{names[0]} {revision}",
+        max_ttl_s=settings.answer_cache_ttl_s,
+        max_bytes=settings.answer_cache_mb * 2**20,
+    )
+    metering = Metering(keyring, limits, usage, cache, metrics)
+    completions = CompletionService(
+        client,
+        clock,
+        tokenizer,
+        metrics,
+        names,
+        defaults=defaults,
+        trusts_templates=settings.trust_request_chat_template,
+        tool_parser=settings.tool_parser,
+        metering=metering,
+        revision=revision,
+    )
     files = FileStore(redis, settings.data_dir, clock)
-    keyring = load_keyring(settings.api_keys, tiers) if settings.api_keys else Keyring()
     max_body_bytes = settings.max_body_mb * 2**20
-    batches = BatchService(redis, files, completions, tiers, names, clock, max_body_bytes=max_body_bytes)
+    responses = make_responses(settings, redis, completions, clock)
+    batches = BatchService(redis, files, responses, tiers, names, clock, max_body_bytes=max_body_bytes)
     subject, tier_store = GatewayTiers(client, keyring, batches), TierStore(redis)
     follower = TierFollower(tier_store, subject, part, tiers, settings.tiers_path, clock)
     gateway = Gateway(
@@ -111,10 +144,25 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         metrics=metrics,
         files=files,
         batches=batches,
+        key_source=key_source,
+        limits=limits,
+        usage=usage,
+        responses=responses,
         tier_changes=TierChanges(tier_store, follower, queue.depths, settings.tiers_path, clock),
         max_body_bytes=max_body_bytes,
+        allowed_origins=AllowedOrigins(settings.allowed_origins or ()),
     )
     return create_app(gateway)
+
+
+def make_responses(
+    settings: GatewaySettings, redis: Redis, completions: CompletionService, clock: Clock
+) -> ResponseService:
+    """Return the service of /v1/responses. It stores responses unless the settings give them no time."""
+    if settings.response_ttl_s == 0:
+        return ResponseService(completions, clock)
+    store = ResponseStore(redis, clock, settings.response_ttl_s, settings.response_store_mb * 2**20)
+    return ResponseService(completions, clock, redis, store, drain_s=settings.drain_s)
 
 
 def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
@@ -156,17 +204,25 @@ async def _serve(settings: GatewaySettings, listener: socket.socket) -> int:
     app = build_gateway(settings, redis, tiers, clock, gateway_name(port))
     config = uvicorn.Config(
         app,
+        http=HttpProtocol,
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_keep_alive=75,
     )
     server = _Server(config)
-    drain = Drain(server, app.state.gateway.client, settings.drain_s)
-    changes, background = app.state.gateway.tier_changes, Background()
+    gateway: Gateway = app.state.gateway
+    drain = Drain(server, gateway.client, settings.drain_s)
+    background = Background()
+
+    def reload() -> None:
+        if gateway.tier_changes is not None and gateway.key_source is not None:
+            background.start(gateway.tier_changes.reload_on_signal())
+            background.start(gateway.key_source.reload())
+
     log.info("the gateway serves", host=settings.host, port=port)
     try:
-        with signals_call(drain), hangup_calls(lambda: background.start(changes.reload_on_signal()), drain):
+        with signals_call(drain), hangup_calls(reload, drain):
             async with background:
                 background.start(report_life(lambda: server.started))
                 await server.serve(sockets=[listener])

@@ -5,11 +5,12 @@ tiers have a file of their own (`scheduler.config`).
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -19,14 +20,26 @@ from pydantic_settings import (
 )
 
 from demo_model.location import demo_model_path
+from gateway.output.formats import CALL_FORMAT_NAMES
 
 CONFIG_VARIABLE = "TIDEGATE_CONFIG"
 STORE_VARIABLE = "TIDEGATE_REDIS_URL"
+KEY_VARIABLE = "TIDEGATE_API_KEY"
 DEMO_MODEL = "tidegate-demo"
+
+
+# An entry of `allowed_origins`. Desktop apps have schemes of their own, some of them without a host (`file://`).
+ORIGIN = r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]*/?"
 
 
 class SettingsError(Exception):
     """The settings cannot be used. The message is for the operator."""
+
+
+def split_list(value: Any) -> list[str] | None:
+    """Return the items of a setting that is a list or a text with commas; None if there are none."""
+    parts = [value] if isinstance(value, str) else value or []
+    return [item.strip() for part in parts for item in str(part).split(",") if item.strip()] or None
 
 
 def shipped_tiers() -> Path:
@@ -77,8 +90,7 @@ class CommonSettings(BaseSettings):
     @field_validator("served_model_name", mode="before")
     @classmethod
     def _split_names(cls, value: Any) -> Any:
-        parts = [value] if isinstance(value, str) else value or []
-        return [name.strip() for part in parts for name in str(part).split(",") if name.strip()] or None
+        return split_list(value)
 
     @property
     def model_path(self) -> str:
@@ -124,7 +136,7 @@ class CommonSettings(BaseSettings):
         flags: list[str] = []
         for name in kind.model_fields:
             value = getattr(self, name)
-            if value is None or name == "redis_url":
+            if value is None or name in ("redis_url", "api_key"):
                 continue
             flag = name.replace("_", "-")
             if isinstance(value, bool):
@@ -176,11 +188,82 @@ class GatewaySettings(CommonSettings):
     api_keys: Path | None = Field(
         default=None, description="YAML file with API keys and their tiers; unset: no key is needed"
     )
+    allowed_origins: Annotated[list[str] | None, NoDecode] = Field(
+        default=None,
+        description="origins of web pages and desktop apps that may use the server, such as https://chat.example, "
+        "http://localhost:*, app://obsidian.md, null; *: all; unset: only pages of the server itself",
+    )
+    api_key: SecretStr | None = Field(
+        default=None,
+        description="the operator's own API key, or several with commas; better set as TIDEGATE_API_KEY, because other "
+        "users of the machine can read flags",
+    )
+    answer_cache_ttl_s: int = Field(
+        default=86_400, ge=1, description="the longest time that a request may keep its answer in the answer cache"
+    )
+    answer_cache_mb: int = Field(
+        default=64, ge=0, description="largest size of the answer cache in the store, in MB; 0: no answer is kept"
+    )
     max_body_mb: int = Field(default=16, ge=1, description="largest JSON body of a request, in MB")
+    response_ttl_s: float = Field(
+        default=86_400.0,
+        ge=0,
+        description="seconds for which stored responses are kept after their last use; 0: none are stored",
+    )
+    response_store_mb: int = Field(
+        default=256,
+        ge=1,
+        description="size of all stored responses, in MB; beyond it, the next ones to expire are removed",
+    )
     sampling_defaults: Literal["model", "openai"] = Field(
         default="model",
         description="for what a request leaves out; model: its generation_config.json, openai: temperature 1",
     )
+    trust_request_chat_template: bool = Field(
+        default=False,
+        description="whether a request may bring its own chat template, a program that may run for ever",
+    )
+    tool_parser: str = Field(
+        default="auto",
+        description="how the model writes tool calls, as docs/api.md lists it; auto: as its chat template shows",
+    )
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _known_parser(cls, value: str) -> str:
+        if value not in ("auto", *CALL_FORMAT_NAMES):
+            raise ValueError(f"must be auto, {', '.join(CALL_FORMAT_NAMES)}")
+        return value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _is_no_key(cls, path: Path | None) -> Path | None:
+        if path is not None and path.name.startswith("sk-") and not path.exists():
+            raise ValueError("this is the name of a file; a key itself is set as TIDEGATE_API_KEY")
+        return path
+
+    @property
+    def operator_keys(self) -> list[str]:
+        secrets = self.api_key.get_secret_value() if self.api_key is not None else ""
+        return [secret.strip() for secret in secrets.split(",") if secret.strip()]
+
+    @property
+    def secret_env(self) -> dict[str, str]:
+        own = {KEY_VARIABLE: self.api_key.get_secret_value()} if self.api_key is not None else {}
+        return super().secret_env | own
+
+    @field_validator("allowed_origins", mode="before")
+    @classmethod
+    def _split_origins(cls, value: Any) -> Any:
+        return split_list(value)
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _are_origins(cls, value: list[str] | None) -> list[str] | None:
+        for entry in value or ():
+            if not re.fullmatch(ORIGIN, entry):
+                raise ValueError(f"{entry!r} is no origin: it needs a scheme and no path, such as https://chat.example")
+        return value
 
 
 class ServeSettings(GatewaySettings, WorkerSettings):

@@ -96,8 +96,9 @@ def _start_engine(settings: WorkerSettings) -> Engine:
 
 async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> None:
     clock = SystemClock()
-    core = SchedulerCore(tiers, engine.info, SLAController(tiers, engine.info.step_eviction, engine.info.num_layers))
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+    controller = SLAController(tiers, engine.info.step_eviction, engine.info.num_layers)
+    core = SchedulerCore(tiers, engine.info, controller, worker_id=worker_id)
     identity = WorkerIdentity(worker_id, settings.model_names, clock.wall_ms())
     metrics = SchedulerMetrics(CollectorRegistry(), tiers)
     ending = Ending(settings.drain_s)

@@ -122,5 +122,7 @@ def _alters_logits(params: SamplingParams) -> bool:
         or params.repetition_penalty != 1
         or params.logit_bias
         or params.min_tokens
+        or params.allowed_token_ids
+        or params.bad_words
         or params.grammar is not None
     )

@@ -37,14 +37,16 @@ def answered_line(batch_id: str, line: BatchLine, request_id: str, status: int, 
     if status != 200:
         return LineResult(line.number, False, text)
     usage = body.get("usage") or {}
+    # /v1/responses has other names than the completion endpoints.
+    read, written = ("input", "output") if "input_tokens" in usage else ("prompt", "completion")
     return LineResult(
         line.number,
         True,
         text,
-        input_tokens=usage.get("prompt_tokens", 0),
-        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-        output_tokens=usage.get("completion_tokens", 0),
-        reasoning_tokens=(usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0,
+        input_tokens=usage.get(f"{read}_tokens", 0),
+        cached_tokens=(usage.get(f"{read}_tokens_details") or {}).get("cached_tokens") or 0,
+        output_tokens=usage.get(f"{written}_tokens", 0),
+        reasoning_tokens=(usage.get(f"{written}_tokens_details") or {}).get("reasoning_tokens") or 0,
     )
 
 

@@ -4,12 +4,18 @@ Knows bodies, the tokenizer and the model's limits; does not know tiers or queue
 refused here.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gateway.completion.tokenizer import ChatTemplateError, TextTooLong, Tokenizer
 from gateway.protocol.errors import context_length_exceeded, invalid_request, invalid_value
-from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.protocol.schemas import (
+    MAX_PROMPT_IDS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    messages_for_template,
+)
 from scheduler.registry.worker_status import WorkerStatus
 
 DEFAULT_CONTEXT = 4096  # tokens; used if no worker is alive and the model's config has no context length
@@ -34,29 +40,62 @@ def model_limits(workers: Iterable[WorkerStatus], tokenizer: Tokenizer) -> Model
 @dataclass(frozen=True, slots=True)
 class Prompt:
     token_ids: tuple[int, ...]
-    max_tokens: int  # limit of output tokens
+    max_tokens: int  # limit of output tokens; 0: the prompt is only scored
+    text: str | None = None  # as the client sent it; None: a chat, token ids, or a part of a text
 
 
 async def encode_prompts(
-    request: ChatCompletionRequest | CompletionRequest, tokenizer: Tokenizer, limits: ModelLimits
+    request: ChatCompletionRequest | CompletionRequest,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    template_values: Mapping[str, Any],
 ) -> list[Prompt]:
     """Return the encoded prompts of `request`, in order.
 
-    Raises `ApiError` 400 if a prompt is empty, does not fit into the context, or has unknown token ids.
+    `template_values` are for the chat template, beside the messages. Raises `ApiError` 400 if a prompt is empty, does
+    not fit into the context, or has unknown token ids.
     """
     if isinstance(request, ChatCompletionRequest):
-        ids = await _encode_chat(request, tokenizer, limits)
-        return [_fit(ids, request.output_limit, None, limits, "messages")]
+        ids = await _encode_chat(request, tokenizer, limits, template_values)
+        return [_fit(_truncate(ids, request, limits), request, None, limits)]
     prompts = await _encode_texts(request, tokenizer, limits)
-    return [_fit(ids, request.max_tokens, DEFAULT_COMPLETION_TOKENS, limits, "prompt") for ids in prompts]
+    fitting = [_fit(_truncate(ids, request, limits), request, DEFAULT_COMPLETION_TOKENS, limits) for ids in prompts]
+    if request.truncate_prompt_tokens is not None:
+        return fitting
+    return [
+        replace(prompt, text=text) if isinstance(text, str) else prompt
+        for prompt, text in zip(fitting, request.prompts, strict=True)
+    ]
 
 
-async def _encode_chat(request: ChatCompletionRequest, tokenizer: Tokenizer, limits: ModelLimits) -> list[int]:
-    if len(request.messages) > limits.max_model_len:  # each message takes at least one token
+async def encode_only(
+    request: ChatCompletionRequest | CompletionRequest,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    template_values: Mapping[str, Any],
+) -> list[int]:
+    """Return the token ids of the one prompt of `request`, which need not leave room for an output.
+
+    Raises `ApiError` 400 if the prompt certainly has more tokens than the context.
+    """
+    if isinstance(request, ChatCompletionRequest):
+        ids = await _encode_chat(request, tokenizer, limits, template_values)
+    else:
+        [ids] = await _encode_texts(request, tokenizer, limits)
+    return _truncate(ids, request, limits)
+
+
+async def _encode_chat(
+    request: ChatCompletionRequest, tokenizer: Tokenizer, limits: ModelLimits, template_values: Mapping[str, Any]
+) -> list[int]:
+    max_tokens = _longest(request, limits)
+    if len(request.messages) > max_tokens:  # each message takes at least one token
         raise context_length_exceeded(limits.max_model_len, "messages", None, None)
-    messages = [message.for_template() for message in request.messages]
+    messages = messages_for_template(request.messages)
     try:
-        return await tokenizer.encode_chat(messages, limits.max_model_len)
+        return await tokenizer.encode_chat(
+            messages, max_tokens, values=template_values, add_special_tokens=bool(request.add_special_tokens)
+        )
     except ChatTemplateError as error:
         raise invalid_request(str(error), "messages", "invalid_value") from error
     except TextTooLong:
@@ -70,24 +109,47 @@ async def _encode_texts(request: CompletionRequest, tokenizer: Tokenizer, limits
         message = f"Invalid value for 'prompt': token ids must be less than {limits.vocab_size}."
         raise invalid_value("prompt", message)
     texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+    adds_special_tokens = request.add_special_tokens is not False
     try:
-        return id_lists or await tokenizer.encode(texts, limits.max_model_len)
+        return id_lists or await tokenizer.encode(
+            texts, _longest(request, limits), add_special_tokens=adds_special_tokens
+        )
     except TextTooLong:
         raise context_length_exceeded(limits.max_model_len, "prompt", None, None) from None
 
 
-def _fit(ids: list[int], requested: int | None, default: int | None, limits: ModelLimits, param: str) -> Prompt:
+def _longest(request: ChatCompletionRequest | CompletionRequest, limits: ModelLimits) -> int:
+    """Return the number of tokens above which a text is not encoded. A prompt to be truncated may be longer."""
+    return limits.max_model_len if request.truncate_prompt_tokens is None else MAX_PROMPT_IDS
+
+
+def _truncate(ids: list[int], request: ChatCompletionRequest | CompletionRequest, limits: ModelLimits) -> list[int]:
+    """Return the last tokens of a prompt, or its first ones, as the request asks for."""
+    num_kept = request.truncate_prompt_tokens
+    if num_kept is None:
+        return ids
+    if num_kept < 0:
+        num_kept = max(1, limits.max_model_len - (request.output_limit or 1))
+    return ids[:num_kept] if request.truncation_side == "right" else ids[-num_kept:]
+
+
+def _fit(
+    ids: list[int], request: ChatCompletionRequest | CompletionRequest, default: int | None, limits: ModelLimits
+) -> Prompt:
     """Return the prompt with its limit of output tokens.
 
-    The limit is `requested` if it is given. Otherwise it is `default`, or all tokens that the context has left if
-    `default` is None or does not fit. Raises `ApiError` 400 if the prompt is empty, or does not fit into the context
-    together with `requested` output tokens.
+    The limit is the requested one if there is one. Otherwise it is `default`, or all tokens that the context has left
+    if `default` is None or does not fit. Raises `ApiError` 400 if the prompt is empty, or does not fit into the context
+    together with the requested output tokens.
     """
-    room = limits.max_model_len - len(ids)
+    param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+    room, requested = limits.max_model_len - len(ids), request.output_limit
     if not ids:
         raise invalid_value(param, f"Invalid value for '{param}': it must not be empty.")
-    if room < (requested or 1):
+    if room < 1:
         raise context_length_exceeded(limits.max_model_len, param, len(ids), requested)
+    if requested is not None and requested > room:
+        raise context_length_exceeded(limits.max_model_len, request.output_limit_name, len(ids), requested)
     if requested is not None:
         return Prompt(tuple(ids), requested)
     return Prompt(tuple(ids), room if default is None else min(default, room))

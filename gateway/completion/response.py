@@ -4,23 +4,29 @@ Knows choices, the answer's format and the tier's timeout; does not know HTTP re
 owns its token stream: when the `ResponseStream` ends, the scheduler requests that have not finished are cancelled.
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
 
+from engine.interface import GRAMMAR_FAILED
+from gateway.completion.answer import Answer, StreamEncoder
+from gateway.completion.answer_options import AnswerOptions
 from gateway.completion.choice import Choice
-from gateway.completion.openai_objects import Answer, ChunkEncoder, Usage
-from gateway.completion.piece import Piece
-from gateway.completion.stop_strings import StopMatcher
+from gateway.completion.metering import UNMETERED, Account
+from gateway.completion.openai_objects import Usage
+from gateway.completion.receipt import receipt_object, with_receipt
 from gateway.completion.tokenizer import Tokenizer
-from gateway.http.sse import DONE, PING, Write
-from gateway.protocol.errors import ApiError, internal_error, timed_out, unavailable
+from gateway.http.sse import PING, Write
+from gateway.output.piece import Piece
+from gateway.output.plan import PLAIN, OutputPlan
+from gateway.protocol.errors import ApiError, internal_error, invalid_request, timed_out, unavailable
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import EventKind, Request, TokenEvent
+from scheduler.request import EventKind, Receipt, Request, TokenEvent
 
 log = structlog.get_logger(__name__)
 
@@ -41,17 +47,35 @@ class Demotion:
 class PreparedRequest:
     """A validated and tokenised request, which is ready to be submitted.
 
-    `requests` holds `n` scheduler requests for each prompt, in the order of the choices' indexes.
+    `requests` holds `n` scheduler requests for each prompt, in the order of the choices' indexes. If `num_kept` is set,
+    the answer has only so many choices for each prompt, those with the highest mean log probability.
     """
 
     answer: Answer
     tier: Tier
     requests: tuple[Request, ...]
     n: int
-    stops: tuple[str, ...] = ()
+    options: AnswerOptions = AnswerOptions()
+    num_kept: int | None = None
+    prompt_texts: tuple[str | None, ...] = (None,)  # the prompts as the client sent them; None: token ids or a chat
     include_usage: bool = False
     continuous_usage: bool = False
     demotion: Demotion | None = None
+    owner: str | None = None  # name of the caller's API key; None: access is open
+    is_seeded: bool = False  # whether the client has set the seed
+    is_output_limited: bool = False  # whether the client has set a maximum of output tokens
+    output: OutputPlan = PLAIN
+    receipt_for: str | None = None  # the `service_tier` that was requested, if the answer shall have a receipt
+
+    def with_receipt(self, requested: str) -> "PreparedRequest":
+        """Return the same request, whose answer has a receipt. `requested` is the `service_tier` that it asked for."""
+        requests = tuple(replace(r, wants_receipt=True) for r in self.requests)
+        return replace(self, requests=requests, receipt_for=requested)
+
+    @property
+    def text_options(self) -> object:
+        """What decides how tokens become text, and so where a stop string ends the output. Plain data."""
+        return self.options, sorted(self.output.shown.items())
 
     def demoted(self, to: Demotion) -> "PreparedRequest":
         """Return the same request in the tier of `to`, without a further demotion."""
@@ -66,17 +90,25 @@ class ResponseStream:
     """
 
     def __init__(
-        self, prepared: PreparedRequest, tokens: TokenStream, tokenizer: Tokenizer, clock: Clock, ping_s: float
+        self,
+        prepared: PreparedRequest,
+        tokens: TokenStream,
+        tokenizer: Tokenizer,
+        clock: Clock,
+        ping_s: float,
+        account: Account = UNMETERED,
     ) -> None:
         self._prepared = prepared
         self._tokens = tokens
         self._clock = clock
         self._ping_s = ping_s
         self._choices = {
-            request.id: Choice(index, tokenizer.decoder(), StopMatcher(prepared.stops) if prepared.stops else None)
-            for index, request in enumerate(prepared.requests)
+            request.id: _choice(index, request, prepared, tokenizer) for index, request in enumerate(prepared.requests)
         }
+        self._account = account
+        self._events: list[TokenEvent] = []  # those that the account wants to keep
         self._num_open = len(self._choices)
+        self._receipts: dict[str, Receipt] = {}  # the newest receipt of each scheduler request, by its id
         self._last_event_s = clock.now()
 
     @property
@@ -84,38 +116,83 @@ class ResponseStream:
         """The tier that serves the request. This may be the lower tier of a demotion."""
         return self._prepared.tier
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that the answer gets because of its key's limits and the answer cache."""
+        return self._account.headers
+
+    @property
+    def answer(self) -> Answer:
+        """The answer's format. A demotion replaces it."""
+        return self._prepared.answer
+
     async def respond(self) -> dict[str, Any]:
         """Return the whole answer.
 
         Raises `ApiError` if the generation fails, or if no event arrives during the tier's timeout.
         """
         outputs: dict[int, Piece] = {choice.index: Piece() for choice in self._choices.values()}
-        async with self._tokens:
+        async with self._generation():
             while self._num_open:
                 for choice, piece in await self._advance(None):
                     outputs[choice.index].extend(piece)
         self._log_usage()
         choices = [(choice, outputs[choice.index]) for choice in self._choices.values()]
-        return self._prepared.answer.response(choices, self._usage())
+        answer = self._prepared.answer.response(self._best_of(choices), self._usage())
+        return answer if self._prepared.receipt_for is None else {**answer, "tidegate": self._receipt()}
+
+    def _best_of(self, choices: list[tuple[Choice, Piece]]) -> list[tuple[Choice, Piece]]:
+        """Return the choices that the answer has, with their final indexes."""
+        n, num_kept = self._prepared.n, self._prepared.num_kept
+        if num_kept is None:
+            return choices
+        best: list[tuple[Choice, Piece]] = []
+        for first in range(0, len(choices), n):
+            ranked = sorted(choices[first : first + n], key=lambda found: -found[0].mean_logprob)
+            best += ranked[:num_kept]
+        for index, (choice, _) in enumerate(best):
+            choice.index = index
+        return best
 
     async def stream(self, write: Write) -> None:
         """Write the answer as frames. Raises the same errors as `respond`, also after the first frames are written."""
         chunks = self._prepared.answer.chunks(self._prepared.include_usage)
         opened: set[int] = set()
+        held = b""  # the last frames of a stream whose end has a receipt
         wrote_s = self._clock.now()
-        async with self._tokens:
+        async with self._generation():
+            if first := chunks.begin():
+                await write(first)
             while self._num_open:
                 silent_s = self._clock.now() - wrote_s
                 frames = self._frames(await self._advance(max(0.0, self._ping_s - silent_s)), chunks, opened)
                 # New tokens may give no text yet: they may be a part of a character or of a possible stop string.
                 if not frames and self._clock.now() - wrote_s >= self._ping_s:
                     frames = PING
+                if not self._num_open and self._prepared.receipt_for is not None:
+                    held, frames = frames, b""
                 if frames:
                     await write(frames)
                     wrote_s = self._clock.now()
-        last = chunks.total(self._usage()) if self._prepared.include_usage else b""
-        await write(last + DONE)
+        last = self._with_receipt(held + chunks.end(self._usage()))
+        if last:
+            await write(last)
         self._log_usage()
+
+    @asynccontextmanager
+    async def _generation(self) -> AsyncIterator[None]:
+        """The token stream. At its end, also an early one, what the answer has used is settled."""
+        try:
+            async with self._tokens:
+                yield
+        finally:
+            await self._account.close(self.tier.name, self._usage(), self._whole_output())
+
+    def _whole_output(self) -> Sequence[TokenEvent]:
+        """Return the events to keep; none if the output was not generated to its end, or is not to be kept."""
+        was_stopped = any(choice.stopped_early for choice in self._choices.values())
+        is_whole = self._events and (was_stopped or self._events[-1].kind is EventKind.FINISHED)
+        return self._events if is_whole else ()
 
     async def _advance(self, timeout_s: float | None) -> list[tuple[Choice, Piece]]:
         """Wait for events, and return what they add to each choice.
@@ -132,6 +209,8 @@ class ResponseStream:
         for event in events:
             choice = self._choices[event.request_id]
             if choice.finish_reason is None:
+                if self._account.keeps_events:
+                    self._events.append(event)
                 pieces.setdefault(event.request_id, Piece()).extend(self._feed(choice, event))
         for request_id in pieces:
             if self._choices[request_id].stopped_early:
@@ -140,12 +219,16 @@ class ResponseStream:
 
     def _feed(self, choice: Choice, event: TokenEvent) -> Piece:
         if event.kind is EventKind.FAILED:
+            if self._prepared.output.grammar is not None and (event.error or "").startswith(GRAMMAR_FAILED):
+                raise invalid_request(f"The output cannot have the requested format: {event.error}.")
             log.warning("generation_failed", sequence=event.request_id, reason=event.error)
             raise internal_error("The generation was interrupted by an error of the server.")
         if event.kind is EventKind.UNAVAILABLE:
             raise unavailable(event.error)
         if event.kind is EventKind.CANCELLED:
             raise ApiError(503, "The server cancelled the request.", "server_error", code="server_overloaded")
+        if event.receipt is not None:
+            self._receipts[event.request_id] = event.receipt
         piece = choice.feed(event)
         self._num_open -= choice.finish_reason is not None
         return piece
@@ -161,18 +244,36 @@ class ResponseStream:
         left_s = max(0.0, self._last_event_s + tier_timeout_ms / 1000 - self._clock.now())
         return left_s if timeout_s is None else min(timeout_s, left_s)
 
-    def _frames(self, pieces: Sequence[tuple[Choice, Piece]], chunks: ChunkEncoder, opened: set[int]) -> bytes:
-        usage = self._usage() if self._prepared.continuous_usage else None
+    def _frames(self, pieces: Sequence[tuple[Choice, Piece]], chunks: StreamEncoder, opened: set[int]) -> bytes:
         frames = []
         for choice, piece in pieces:
+            usage = self._usage_of(choice) if self._prepared.continuous_usage else None
             if choice.index not in opened:
                 opened.add(choice.index)
-                frames.append(chunks.opening(choice.index, usage))
+                before = replace(usage, completion_tokens=0) if usage is not None else None
+                frames.append(chunks.opening(choice.index, before))
             if piece:
                 frames.append(chunks.piece(choice.index, piece, usage))
             if choice.finish_reason is not None:
                 frames.append(chunks.closing(choice.index, choice.finish_reason, usage))
         return b"".join(frames)
+
+    def _with_receipt(self, last_frames: bytes) -> bytes:
+        return last_frames if self._prepared.receipt_for is None else with_receipt(last_frames, self._receipt())
+
+    def _receipt(self) -> dict[str, Any]:
+        total_ms = self._clock.wall_ms() - self._prepared.requests[0].arrival_ms
+        found = [
+            (self._receipts[request_id], choice.cached_tokens)
+            for request_id, choice in self._choices.items()
+            if request_id in self._receipts
+        ]
+        return receipt_object(self._prepared.receipt_for or "auto", self._prepared.tier.name, total_ms, found)
+
+    def _usage_of(self, choice: Choice) -> Usage:
+        """Return the token counts of one choice so far. Its chunks report these, as those of vLLM do."""
+        prompt = self._prepared.requests[choice.index].prompt_token_ids
+        return Usage(len(prompt), choice.num_tokens, choice.cached_tokens, choice.num_reasoning_tokens)
 
     def _usage(self) -> Usage:
         """Return the token counts of the answer.
@@ -185,6 +286,7 @@ class ResponseStream:
             prompt_tokens=sum(len(r.prompt_token_ids) for r in self._prepared.requests[first_of_prompt]),
             completion_tokens=sum(choice.num_tokens for choice in choices),
             cached_tokens=sum(choice.cached_tokens for choice in choices[first_of_prompt]),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         )
 
     def _log_usage(self) -> None:
@@ -192,3 +294,8 @@ class ResponseStream:
         structlog.contextvars.bind_contextvars(
             prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens
         )
+
+
+def _choice(index: int, request: Request, prepared: PreparedRequest, tokenizer: Tokenizer) -> Choice:
+    prompt_text = prepared.prompt_texts[index // prepared.n]
+    return prepared.options.choice(index, tokenizer, request.prompt_token_ids, prompt_text, prepared.output)

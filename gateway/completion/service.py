@@ -7,28 +7,35 @@ answer (gateway/completion/response.py does).
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from engine.interface import SamplingParams
-from gateway.completion.openai_objects import Answer, AnswerHead, ChatAnswer, TextAnswer
-from gateway.completion.prompts import Prompt, encode_prompts, model_limits
+from gateway.completion.answer import Answer
+from gateway.completion.answer_options import answer_options
+from gateway.completion.metering import UNMETERED, Metering
+from gateway.completion.openai_objects import AnswerHead, ChatAnswer, TextAnswer
+from gateway.completion.prompts import Prompt, encode_only, encode_prompts, model_limits
 from gateway.completion.response import Demotion, PreparedRequest, ResponseStream
+from gateway.completion.sampling import Constraints, check_token_ids, constraints_of, sampling_params
 from gateway.completion.sampling_defaults import SamplingDefaults
+from gateway.completion.token_report import TokenReport
 from gateway.completion.tokenizer import Tokenizer
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import ResolvedTier, cache_salt
+from gateway.output.model_format import ModelFormat
+from gateway.output.plan import OutputPlan, has_grammar, plan_output
+from gateway.output.template_values import template_values
 from gateway.protocol.errors import ApiError, invalid_value, model_not_found, rejected
 from gateway.protocol.json_body import is_large
 from gateway.protocol.schemas import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, parse_generation
 from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected, RejectReason
+from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.request import Delivery, Request
 
-SEED_MASK = 2**63 - 1  # maps an int64 seed of a body to a non-negative seed, as the engine requires
 OPENAI_DEFAULTS = SamplingDefaults()
 PING_S = 15.0  # seconds of silence before a keep-alive; proxies close connections that are silent for 30 to 60 s
 
@@ -55,7 +62,15 @@ class CompletionService:
         defaults: SamplingDefaults = OPENAI_DEFAULTS,
         draw_seed: Callable[[], int] = draw_seed,
         ping_s: float = PING_S,
+        trusts_templates: bool = False,
+        tool_parser: str = "auto",
+        metering: Metering | None = None,
+        revision: str = "",
     ) -> None:
+        """`trusts_templates` says whether a request may bring its own chat template.
+
+        `revision` tells one version of the model's files from another; it is a part of the fingerprint.
+        """
         self._client = client
         self._clock = clock
         self._tokenizer = tokenizer
@@ -64,7 +79,15 @@ class CompletionService:
         self._defaults = defaults
         self._draw_seed = draw_seed
         self._ping_s = ping_s
-        self._fingerprint = "fp_" + hashlib.sha256(model_names[0].encode()).hexdigest()[:10]
+        self._trusts_templates = trusts_templates
+        self._format = ModelFormat.of(tokenizer.chat_template, tokenizer.special_tokens, tool_parser)
+        self._metering = metering
+        self._fingerprint = "fp_" + hashlib.sha256(f"{model_names[0]}{revision}".encode()).hexdigest()[:10]
+
+    @property
+    def defaults(self) -> SamplingDefaults:
+        """The sampling parameters of requests that do not set their own."""
+        return self._defaults
 
     async def complete(
         self,
@@ -80,14 +103,15 @@ class CompletionService:
 
         Refusals and failures are also returned as an answer. `service_tier` is the value that the answer reports.
         `request_id` must be new in every call, because the ids of the scheduler requests are made from it. `owner` is
-        the name of the caller's key (None: access is open).
+        the name of the caller's key (None: access is open). The key's limits do not hold up batches, but what a batch
+        uses is counted.
         """
         try:
             request = await _parse_endpoint(endpoint, body)
             prepared = await self.prepare(
                 request, tier=tier, service_tier=service_tier, request_id=request_id, owner=owner
             )
-            stream = await self.submit(prepared)
+            stream = await self.submit(prepared, is_limited=False)
             return 200, await stream.respond()
         except ApiError as error:
             return error.status, error.body()
@@ -101,40 +125,90 @@ class CompletionService:
         request_id: str,
         owner: str | None = None,
         demotion: ResolvedTier | None = None,
+        answer_as: Callable[[str, TokenReport | None], Answer] | None = None,
     ) -> PreparedRequest:
         """Tokenise `request`, and return it with its scheduler requests.
 
-        `demotion` is the lower tier that serves the requests if `tier` cannot serve them in time. Raises `ApiError` 404
-        if the model is unknown, and 400 if the request is invalid or does not fit into the context.
+        `demotion` is the lower tier that serves the requests if `tier` cannot serve them in time. `answer_as` returns
+        the answer's format for a `service_tier` and for the report of its tokens (None: the format of the request's own
+        endpoint). Raises `ApiError` 404 if the model is unknown, and 400 if the request is invalid or does not fit into
+        the context.
         """
         arrival_ms = self._clock.wall_ms()
         if request.model not in self._model_names:
             raise model_not_found(request.model)
         limits = model_limits(self._client.workers, self._tokenizer)
-        n = request.n or 1
+        n = request.num_sequences
         _check_choices(request, n, tier)
-        prompts = await encode_prompts(request, self._tokenizer, limits)
+        check_token_ids(request, limits.vocab_size)
+        output = await self._plan_output(request)
+        constraints = await constraints_of(request, output.grammar, self._tokenizer)
+        prompts = await encode_prompts(request, self._tokenizer, limits, output.template_values)
         options = request.stream_options
+        include_usage = bool(options and options.include_usage)
 
-        def answer_as(reported: str) -> Answer:
-            return self._answer(request, reported, request_id, arrival_ms)
+        report = self._report(request)
+
+        def as_reported(reported: str) -> Answer:
+            if answer_as is not None:
+                return answer_as(reported, report)
+            return self._answer(request, reported, request_id, arrival_ms, output.legacy, report)
 
         return PreparedRequest(
-            answer=answer_as(service_tier),
+            answer=as_reported(service_tier),
             tier=tier,
-            requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner),
+            requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner, constraints),
             n=n,
-            stops=request.stop_strings,
-            include_usage=bool(options and options.include_usage),
-            continuous_usage=bool(options and options.continuous_usage_stats),
-            demotion=_demotion(demotion, answer_as, request, arrival_ms) if demotion is not None else None,
+            options=answer_options(request),
+            num_kept=(request.n or 1) if request.chooses_best else None,
+            prompt_texts=tuple(prompt.text for prompt in prompts),
+            include_usage=include_usage,
+            continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
+            demotion=_demotion(demotion, as_reported, request, arrival_ms) if demotion is not None else None,
+            owner=owner,
+            is_seeded=request.seed is not None,
+            is_output_limited=_is_output_limited(request),
+            output=output,
         )
 
-    async def submit(self, prepared: PreparedRequest) -> ResponseStream:
+    async def encode(self, request: AnyRequest) -> list[int]:
+        """Return the tokens of the one prompt of `request`. Raises `ApiError` 400 if there is none."""
+        limits = model_limits(self._client.workers, self._tokenizer)
+        output = await self._plan_output(request)
+        return await encode_only(request, self._tokenizer, limits, output.template_values)
+
+    async def submit(
+        self,
+        prepared: PreparedRequest,
+        cache_ttl_s: int | None = None,
+        *,
+        is_limited: bool = True,
+        patient: str | None = None,
+    ) -> ResponseStream:
+        """Enqueue `prepared`, or find its answer in the cache, and return the answer.
+
+        The answer may come from the cache, or is put there for `cache_ttl_s` seconds (None: neither). `is_limited` says
+        whether the limits of the owner's key count. Raises `ApiError` 429 if one of them is reached, and the errors of
+        `_enqueue`.
+        """
+        account = UNMETERED
+        if self._metering is not None:
+            account = await self._metering.open(prepared, cache_ttl_s, is_limited=is_limited)
+        try:
+            tokens = account.replay(prepared.requests)
+            if tokens is None:
+                prepared, tokens = await self._enqueue(prepared, patient)
+        except BaseException:
+            await account.cancel()
+            raise
+        return ResponseStream(prepared, tokens, self._tokenizer, self._clock, self._ping_s, account)
+
+    async def _enqueue(self, prepared: PreparedRequest, patient: str | None) -> tuple[PreparedRequest, TokenStream]:
         """Enqueue all scheduler requests of `prepared`, or none of them.
 
         If their own tier cannot serve them in time, they are enqueued in the lower tier of the demotion, if there is
-        one. Raises `ApiError` 429 or 503 if admission rejects the requests.
+        one. Raises `ApiError` 429 or 503 if admission rejects the requests. The error recommends the `service_tier`
+        `patient`, if it is given.
         """
         outcome = await self._client.submit(prepared.requests)
         demotion = prepared.demotion
@@ -146,13 +220,43 @@ class CompletionService:
                 prepared, outcome = demoted, lower_outcome
         if isinstance(outcome, Rejected):
             self._metrics.count_rejected(prepared.tier.name, outcome.reason.value)
-            raise rejected(outcome, prepared.tier)
-        return ResponseStream(prepared, outcome, self._tokenizer, self._clock, self._ping_s)
+            raise rejected(outcome, prepared.tier, patient)
+        return prepared, outcome
 
-    def _answer(self, request: AnyRequest, service_tier: str, request_id: str, now_ms: int) -> Answer:
-        kind = ChatAnswer if isinstance(request, ChatCompletionRequest) else TextAnswer
-        answer_id = kind.id_prefix + request_id.removeprefix("req_")
-        return kind(AnswerHead(answer_id, now_ms // 1000, request.model, service_tier, self._fingerprint))
+    def _report(self, request: AnyRequest) -> TokenReport | None:
+        """Return what the answer reports of its tokens; None if the client asked for nothing of that kind."""
+        if request.num_logprobs is None and request.prompt_logprobs is None and not request.return_token_ids:
+            return None
+        return TokenReport(
+            self._tokenizer.texts,
+            request.num_logprobs,
+            request.prompt_logprobs,
+            as_ids=bool(request.return_tokens_as_token_ids),
+            with_ids=bool(request.return_token_ids),
+        )
+
+    async def _plan_output(self, request: AnyRequest) -> OutputPlan:
+        """Return how the output is constrained and parsed. Raises `ApiError` 400 if it cannot be."""
+        values: Mapping[str, Any] = {}
+        if isinstance(request, ChatCompletionRequest):
+            values = template_values(request, self._tokenizer.chat_template, self._trusts_templates)
+        plan = partial(plan_output, request, self._format, self._tokenizer.generation_prompt, values)
+        return await asyncio.to_thread(plan) if has_grammar(request) else plan()
+
+    def _answer(
+        self,
+        request: AnyRequest,
+        service_tier: str,
+        request_id: str,
+        now_ms: int,
+        legacy_calls: bool,
+        report: TokenReport | None,
+    ) -> Answer:
+        chat = isinstance(request, ChatCompletionRequest)
+        prefix = ChatAnswer.id_prefix if chat else TextAnswer.id_prefix
+        answer_id = prefix + (request.request_id or request_id.removeprefix("req_"))
+        head = AnswerHead(answer_id, now_ms // 1000, request.model, service_tier, self._fingerprint)
+        return ChatAnswer(head, report, legacy_calls=legacy_calls) if chat else TextAnswer(head, report)
 
     def _requests(
         self,
@@ -162,8 +266,9 @@ class CompletionService:
         request_id: str,
         arrival_ms: int,
         owner: str | None,
+        constraints: Constraints,
     ) -> tuple[Request, ...]:
-        n = request.n or 1
+        n = request.num_sequences
         salt = cache_salt(owner, request.cache_salt)
         delivery = _delivery(request, tier)
         requests = []
@@ -175,7 +280,7 @@ class CompletionService:
                         id=f"{request_id}-{i * n + j}",
                         tier=tier.name,
                         prompt_token_ids=prompt.token_ids,
-                        sampling=_sampling(request, self._defaults, prompt.max_tokens, seed + j),
+                        sampling=sampling_params(request, self._defaults, prompt.max_tokens, seed + j, constraints),
                         arrival_ms=arrival_ms,
                         deadline_ms=arrival_ms + _time_limit_ms(request, tier),
                         reply_to=self._client.gateway_id,
@@ -208,6 +313,11 @@ def _check_choices(request: AnyRequest, n: int, tier: Tier) -> None:
         raise invalid_value("n", f"Invalid value for 'n': {num_choices} choices in all, {limit} at most.")
 
 
+def _is_output_limited(request: AnyRequest) -> bool:
+    limit = request.output_limit if isinstance(request, ChatCompletionRequest) else request.max_tokens
+    return limit is not None
+
+
 def _time_limit_ms(request: AnyRequest, tier: Tier) -> int:
     """Return the time from arrival to deadline in ms.
 
@@ -233,19 +343,3 @@ def _delivery(request: AnyRequest, tier: Tier) -> Delivery:
     if request.stream or request.stop_strings or awaits_first_token:
         return Delivery.EACH_STEP
     return Delivery.AT_END
-
-
-def _sampling(request: AnyRequest, defaults: SamplingDefaults, max_tokens: int, seed: int) -> SamplingParams:
-    temperature = defaults.temperature if request.temperature is None else request.temperature
-    top_p = defaults.top_p if request.top_p is None else request.top_p
-    top_k = defaults.top_k if request.top_k is None else request.top_k
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature if top_p > 0 else 0.0,  # top_p 0 leaves only the likeliest token: greedy
-        top_p=top_p if top_p > 0 else 1.0,
-        top_k=max(0, top_k),  # all tokens are meant by -1 in vLLM's API, and by 0 in the engine
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
-        seed=seed & SEED_MASK,
-        ignore_eos=bool(request.ignore_eos),
-    )

@@ -6,7 +6,8 @@ torch, because the gateway has to start within one or two seconds, and also on m
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ from jinja2.exceptions import TemplateError
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
+from gateway.completion.token_text import TokenTexts
+
 INLINE_CHARS = 8_000  # characters, about 2 ms of encoding; longer input is encoded in a thread, off the event loop
 TEXT_CHARS = 50  # fixed cost of each text (call and template), as the number of characters that cost the same time
+_PLAIN_CHAT: Mapping[str, Any] = {}  # the values of a chat that has only messages
+_NO_TOKENS: Mapping[int, str] = {}
 MAX_PENDING = 16  # maximum tokens held back; no character has so many bytes, so the bytes of more are not UTF-8
 
 
@@ -42,6 +47,8 @@ class Tokenizer:
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.max_model_len = max_model_len
         self._template: str | None = pretrained.chat_template
+        added = self._backend.get_added_tokens_decoder()
+        self.special_tokens: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
         self._knows_developer = "developer" in (self._template or "")
 
     @classmethod
@@ -52,49 +59,105 @@ class Tokenizer:
         """
         return cls(_load_pretrained(model), _read_max_model_len(model))
 
-    async def encode_chat(self, messages: Sequence[dict[str, Any]], max_tokens: int) -> list[int]:
-        """Return the token ids of the prompt that the chat template makes of `messages`.
+    @cached_property
+    def texts(self) -> TokenTexts:
+        return TokenTexts(self._backend)
 
-        The prompt ends at the place where the assistant's answer begins. Raises `ChatTemplateError` if the template
-        fails, and `TextTooLong` if the text certainly has more than `max_tokens` tokens.
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; empty if the model has none."""
+        return self._template or ""
+
+    def generation_prompt(self, values: Mapping[str, Any]) -> str:
+        """Return what the chat template writes at the end of a prompt, as the beginning of the assistant's answer.
+
+        `values` are the template's values beside the messages. The result is empty if the template fails.
+        """
+        messages = [{"role": "user", "content": "a"}]
+        try:
+            with_prompt = self._render(messages, values)
+            return with_prompt.removeprefix(self._render(messages, {**values, "add_generation_prompt": False}))
+        except ChatTemplateError:
+            return ""
+
+    async def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        max_tokens: int,
+        *,
+        values: Mapping[str, Any] = _PLAIN_CHAT,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Return the token ids of the prompt that the chat template makes of `messages` and of `values`.
+
+        Without other `values`, the prompt ends at the place where the assistant's answer begins. Most templates write
+        the special tokens themselves. Raises `ChatTemplateError` if the template fails, and `TextTooLong` if the text
+        certainly has more than `max_tokens` tokens.
         """
         self._check_length(sum(len(message["content"]) for message in messages), max_tokens)
-        values = [value for message in messages for value in message.values()]
-        texts = [value for value in values if isinstance(value, str)]
-        if len(texts) == len(values) and _is_short(texts):  # values that are not texts are tool calls of any size
-            return self._encode_chat(messages, max_tokens)
-        return await asyncio.to_thread(self._encode_chat, messages, max_tokens)
+        parts = [part for message in messages for part in message.values()]
+        texts = [part for part in parts if isinstance(part, str)]
+        # Parts that are not texts are tool calls of any size, and values may be of any size, too.
+        if len(texts) == len(parts) and not values and _is_short(texts):
+            return self._encode_chat(messages, max_tokens, values, add_special_tokens)
+        return await asyncio.to_thread(self._encode_chat, messages, max_tokens, values, add_special_tokens)
 
-    async def encode(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-        """Return the token ids of each text. They include the special tokens with which a prompt begins.
+    async def encode(
+        self, texts: Sequence[str], max_tokens: int, *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Return the token ids of each text, by default with the special tokens with which a prompt begins.
 
         Raises `TextTooLong` if one of the texts certainly has more than `max_tokens` tokens.
         """
         for text in texts:
             self._check_length(len(text), max_tokens)
         if _is_short(texts):
-            return [self._encode(text, True) for text in texts]
-        return await asyncio.to_thread(lambda: [self._encode(text, True) for text in texts])
+            return [self._encode(text, add_special_tokens) for text in texts]
+        return await asyncio.to_thread(lambda: [self._encode(text, add_special_tokens) for text in texts])
 
-    def decoder(self) -> "IncrementalDecoder":
-        return IncrementalDecoder(self._backend)
+    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary writes it. Ids that are not in the vocabulary become empty strings."""
+
+        def look_up() -> list[str]:
+            return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+        return look_up() if len(token_ids) <= INLINE_CHARS else await asyncio.to_thread(look_up)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a whole output or prompt, with its special tokens."""
+        decode = partial(self._backend.decode, list(token_ids), skip_special_tokens=False)
+        text: str = decode() if len(token_ids) <= INLINE_CHARS else await asyncio.to_thread(decode)
+        return text
+
+    def decoder(
+        self, shown: Mapping[int, str] = _NO_TOKENS, *, skip_special_tokens: bool = True
+    ) -> "IncrementalDecoder":
+        """Return a decoder. If it skips special tokens, it shows those of `shown`, which are texts by token ids."""
+        return IncrementalDecoder(self._backend, shown, skip_special_tokens)
 
     def _check_length(self, num_chars: int, max_tokens: int) -> None:
         if num_chars > max_tokens * self._longest_token:
             raise TextTooLong
 
-    def _encode_chat(self, messages: Sequence[dict[str, Any]], max_tokens: int) -> list[int]:
-        text = self._render(messages)
+    def _encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        max_tokens: int,
+        values: Mapping[str, Any] = _PLAIN_CHAT,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        text = self._render(messages, values)
         self._check_length(len(text), max_tokens)
-        return self._encode(text, False)  # the template has written the special tokens itself
+        return self._encode(text, add_special_tokens)
 
-    def _render(self, messages: Sequence[dict[str, Any]]) -> str:
-        if self._template is None:
+    def _render(self, messages: Sequence[dict[str, Any]], values: Mapping[str, Any]) -> str:
+        if self._template is None and "chat_template" not in values:
             raise ChatTemplateError("This model has no chat template. Use /v1/completions.")
         if not self._knows_developer:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         try:
-            text: str = self._pretrained.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            values = {"add_generation_prompt": True, **values}
+            text: str = self._pretrained.apply_chat_template(messages, tokenize=False, **values)
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise ChatTemplateError(_template_message(error)) from error
         return text
@@ -111,12 +174,15 @@ class IncrementalDecoder:
     """A decoder for one growing output. An incomplete character is held back until its last token arrives.
 
     `DecodeStream` does the decoding, but on its own it would never release bytes that are not UTF-8. This class returns
-    such bytes as U+FFFD after `MAX_PENDING` tokens, or in `flush`.
+    such bytes as U+FFFD after `MAX_PENDING` tokens, or in `flush`. Special tokens are left out, except for those of
+    `shown`.
     """
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, shown: Mapping[int, str] = _NO_TOKENS, skip_special_tokens: bool = True) -> None:
         self._backend = backend
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._shown = shown
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._pending: list[int] = []
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -124,6 +190,8 @@ class IncrementalDecoder:
         return "".join([self._step(token_id) for token_id in token_ids])
 
     def _step(self, token_id: int) -> str:
+        if token_id in self._shown:
+            return self.flush() + self._shown[token_id]
         self._pending.append(token_id)
         try:
             text: str | None = self._stream.step(self._backend, token_id)
@@ -139,8 +207,8 @@ class IncrementalDecoder:
         pending, self._pending = self._pending, []
         if not pending:
             return ""
-        self._stream = DecodeStream(skip_special_tokens=True)
-        text: str = self._backend.decode(pending, skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+        text: str = self._backend.decode(pending, skip_special_tokens=self._skip_special_tokens)
         return text
 
 

@@ -58,6 +58,29 @@ class GatewayMetrics:
         )
         self.workers_alive = Gauge("tidegate_workers_alive", "Workers with a fresh heartbeat.", registry=self.registry)
         self.batches = Gauge("tidegate_batches", "Batches by status.", ["status"], registry=self.registry)
+        self.usage_requests = Counter(
+            "tidegate_usage_requests_total", "Requests of an API key.", ["key", "tier"], registry=self.registry
+        )
+        self.usage_tokens = Counter(
+            "tidegate_usage_tokens_total",
+            "Tokens of an API key. The kinds cached_prompt and cached_completion are parts of prompt and completion.",
+            ["key", "tier", "kind"],
+            registry=self.registry,
+        )
+        self.rate_limited = Counter(
+            "tidegate_rate_limited_total",
+            "Requests refused by a limit of their API key: of requests (by minute, or open at once) or of tokens.",
+            ["key", "limit"],
+            registry=self.registry,
+        )
+        self.answer_cache = Counter(
+            "tidegate_answer_cache_total",
+            "Requests that asked for the answer cache: hit, miss, or bypass where the answer cannot be cached.",
+            ["result"],
+            registry=self.registry,
+        )
+        # The counters by their labels, because looking them up would take longer than counting.
+        self._usage: dict[tuple[str, str, str], Counter] = {}
 
     def observe_http(self, route: str, method: str, status: int, seconds: float) -> None:
         self.http_requests.labels(route, method, str(status)).inc()
@@ -81,3 +104,21 @@ class GatewayMetrics:
 
     def count_disconnect(self, tier: str) -> None:
         self.client_disconnects.labels(tier).inc()
+
+    def count_requests(self, key: str, tier: str, amount: int) -> None:
+        counter = self._usage.get((key, tier, ""))
+        if counter is None:
+            counter = self._usage[key, tier, ""] = self.usage_requests.labels(key, tier)
+        counter.inc(amount)
+
+    def count_tokens(self, key: str, tier: str, kind: str, amount: int) -> None:
+        counter = self._usage.get((key, tier, kind))
+        if counter is None:
+            counter = self._usage[key, tier, kind] = self.usage_tokens.labels(key, tier, kind)
+        counter.inc(amount)
+
+    def count_rate_limited(self, key: str, limit: str) -> None:
+        self.rate_limited.labels(key, limit).inc()
+
+    def count_cache_lookup(self, result: str) -> None:
+        self.answer_cache.labels(result).inc()

@@ -25,7 +25,8 @@ QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics"})  # requested often, 
 class RequestContext:
     """The middleware that gives each request an id and the common headers, and logs and counts finished requests.
 
-    The id is in `request.state.request_id`.
+    The id is in `request.state.request_id`. A route adds headers to its answer, whatever it will be, by
+    `request.state.headers`.
     """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, clock: Clock) -> None:
@@ -51,6 +52,7 @@ class RequestContext:
                 headers["x-request-id"] = request_id
                 headers["openai-processing-ms"] = str(round(1000 * (self._clock.now() - began_s)))
                 headers["openai-version"] = OPENAI_VERSION
+                headers.update(scope["state"].get("headers", {}))
             await send(message)
 
         try:

@@ -12,7 +12,7 @@ silence. Only the slow feed of /admin uses sse-starlette (gateway/routes/sla_fee
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 import structlog
@@ -52,8 +52,9 @@ class EventStreamResponse(Response):
         produce: Callable[[Write], Awaitable[None]],
         on_disconnect: Callable[[], None],
         send_timeout_s: float = SEND_TIMEOUT_S,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._produce = produce
         self._on_disconnect = on_disconnect

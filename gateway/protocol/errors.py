@@ -16,6 +16,7 @@ from redis.exceptions import TimeoutError as StoreSilent
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
+from gateway.protocol.unknown_paths import explain_path
 from gateway.protocol.validation import first_fault
 from scheduler.client.rejection import RESTART_S, Rejected, RejectReason
 from scheduler.config import Tier
@@ -62,6 +63,11 @@ def unsupported_parameter(param: str) -> ApiError:
     return invalid_request(message, param, "unsupported_parameter")
 
 
+def misplaced_parameter(param: str, endpoint: str) -> ApiError:
+    message = f"Unsupported parameter: '{param}' is a parameter of {endpoint} only."
+    return invalid_request(message, param, "unsupported_parameter")
+
+
 def invalid_json() -> ApiError:
     return invalid_request("The body is not valid JSON in UTF-8.", code="invalid_json")
 
@@ -73,6 +79,12 @@ def context_length_exceeded(limit: int, param: str, prompt: int | None, output: 
     of output tokens that the client requested; None if the client did not request a number.
     """
     counted = "more than that" if prompt is None else f"{prompt} tokens"
+    if prompt is not None and output is not None and prompt < limit:
+        message = (
+            f"This model's maximum context length is {limit} tokens. The prompt has {prompt}, so '{param}' must be at "
+            f"most {limit - prompt}, not {output}."
+        )
+        return invalid_request(message, param, "context_length_exceeded")
     requested = "" if output is None else f" and {output} more for the completion"
     message = f"This model's maximum context length is {limit} tokens, but the prompt has {counted}{requested}."
     return invalid_request(message, param, "context_length_exceeded")
@@ -83,8 +95,11 @@ def invalid_api_key() -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def foreign_origin() -> ApiError:
-    message = "Pages of another origin may not use this server while it asks for no API key."
+def foreign_origin(origin: str) -> ApiError:
+    message = (
+        f"Web pages of the origin {origin[:200]} may not use this server. To allow them, start it with "
+        f"`--allowed-origins {origin[:200]}`, or set TIDEGATE_ALLOWED_ORIGINS."
+    )
     return ApiError(403, message, code="origin_not_allowed")
 
 
@@ -120,20 +135,24 @@ def unavailable(message: str) -> ApiError:
     return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(RESTART_S))
 
 
-def rejected(reason: Rejected, tier: Tier) -> ApiError:
+def rejected(reason: Rejected, tier: Tier, patient: str | None = None) -> ApiError:
     """Return the error for a request that admission rejected.
 
     The status is 503 if the server cannot serve the tier at the moment. It is 429 in a bulk tier if its queue is full
-    or the request's deadline is too near.
+    or the request's deadline is too near. `patient` is the `service_tier` of a tier in which the caller's requests
+    wait longer instead of being rejected; None if there is no such tier.
     """
     headers = retry_after(reason.retry_after_s) | ({"x-should-retry": "false"} if reason.is_final else {})
+    is_crowded = reason.reason in (RejectReason.OVERLOADED, RejectReason.QUEUE_FULL)
+    way_out = f'With `"service_tier": "{patient}"` it would wait its turn.' if patient and is_crowded else ""
+    message = " ".join(filter(None, (reason.message, way_out, reason.advice)))
     if reason.reason in (RejectReason.DRAINING, RejectReason.OVERLOADED, RejectReason.TIER_GONE):
-        return ApiError(503, reason.message, "server_error", code="server_overloaded", headers=headers)
+        return ApiError(503, message, "server_error", code="server_overloaded", headers=headers)
     if reason.reason is RejectReason.NO_ENGINE:
-        return ApiError(503, reason.message, "server_error", code="engine_overloaded", headers=headers)
+        return ApiError(503, message, "server_error", code="engine_overloaded", headers=headers)
     if tier.is_interactive:
-        return ApiError(503, reason.message, "server_error", code="server_overloaded", headers=headers)
-    return ApiError(429, reason.message, "resource_unavailable", code="resource_unavailable", headers=headers)
+        return ApiError(503, message, "server_error", code="server_overloaded", headers=headers)
+    return ApiError(429, message, "resource_unavailable", code="resource_unavailable", headers=headers)
 
 
 def retry_after(seconds: float) -> dict[str, str]:
@@ -150,7 +169,7 @@ def from_http_exception(request: Request, error: HTTPException, routes: Sequence
     """
     where = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
-        return ApiError(404, f"Unknown request URL: {where}.")
+        return unknown_url(where, request.scope["path"], routes)
     if error.status_code == 405:
         message = f"Not allowed to {request.method} on {request.url.path[:200]}."
         same_path = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
@@ -159,6 +178,29 @@ def from_http_exception(request: Request, error: HTTPException, routes: Sequence
         return ApiError(405, message, code="method_not_supported", headers=headers)
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     return ApiError(error.status_code, str(error.detail), kind, headers=error.headers)
+
+
+def unknown_url(where: str, path: str, routes: Sequence[BaseRoute]) -> ApiError:
+    """Return the error for a request of a path that is none of `routes`. `where` is the method and the path.
+
+    An endpoint of OpenAI that is not served gets 400: proxies take a 404 for a server that is broken or lacks the
+    model, and stop using it for all requests.
+    """
+    paths = {str(getattr(route, "path", "")) for route in routes}
+    served = sorted(path for path in paths if path.startswith("/v1/") and "{" not in path)
+
+    def is_served(candidate: str) -> bool:
+        scope = {"type": "http", "method": "GET", "path": candidate}
+        return any(route.matches(scope)[0] is not Match.NONE for route in routes)
+
+    found = explain_path(path, served, is_served)
+    if found.is_not_served:
+        message = f"{where} is not served here. This server generates text. It serves {', '.join(served)}."
+        return invalid_request(message, code="endpoint_not_served")
+    hint = f" Did you mean {found.meant}?" if found.meant else ""
+    if found.meant and path.count("/v1/") != found.meant.count("/v1/"):
+        hint += " The base URL of a client ends with /v1."
+    return ApiError(404, f"Unknown request URL: {where}.{hint}")
 
 
 def error_response(error: ApiError) -> JSONResponse:

@@ -64,7 +64,7 @@ def parse(kind: type[M], body: dict[str, Any]) -> M:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        fault = first_fault(error.errors(include_url=False, include_input=False, include_context=False))
+        fault = first_fault(error.errors(include_url=False, include_input=False))
         raise invalid_request(fault.message, fault.param, fault.code) from None
 
 

@@ -1,14 +1,15 @@
 """Schemas of the bodies of /v1/chat/completions and /v1/completions.
 
 Types are strict: a string is not accepted as a number, and a bool is not accepted as an integer. Unknown fields are
-ignored, because clients send many of them. gateway/protocol/unsupported.py refuses fields of OpenAI's API that this
-server does not implement.
+ignored, because clients send many of them (gateway/protocol/unknown_names.py). gateway/protocol/unsupported.py refuses
+fields of OpenAI's API that this server does not implement.
 
 Every list and mapping has a maximum length, which is checked before its items. Validation of the items stops at the
 first error. Both rules save memory: an error takes 100 times the memory of the bytes that cause it, so a body of 16 MB
 with an error in every item would exhaust the process.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -16,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
+    PrivateAttr,
     Tag,
     ValidationInfo,
     field_validator,
@@ -24,7 +26,19 @@ from pydantic_core import PydanticCustomError
 
 from gateway.protocol.errors import invalid_value
 from gateway.protocol.json_body import Body, parse
-from gateway.protocol.unsupported import refuse_unsupported
+from gateway.protocol.options import INT64, Count, NumTop, Options, Whole
+from gateway.protocol.output_format import Choices, Grammar, ResponseFormat, Schema, StructuredOutputs
+from gateway.protocol.tools import (
+    MAX_TOOLS,
+    CalledFunction,
+    FunctionChoice,
+    FunctionDefinition,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from gateway.protocol.unknown_names import unknown_names
+from gateway.protocol.unsupported import refuse_misplaced, refuse_unsupported
 
 T = TypeVar("T")
 
@@ -32,7 +46,6 @@ MAX_CHOICES = 2048  # choices of one answer, summed over all its prompts
 MAX_PIECES = 2**14  # messages, content parts and tool calls of a chat, counted together
 MAX_PROMPT_IDS = 2**20  # token ids of a body, summed over all its prompts
 MAX_PAIRS = 16  # key-value pairs of metadata
-INT64 = 2**63
 
 
 def _well_formed(text: str) -> str:
@@ -118,8 +131,11 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[Content, Field(validate_default=True)] = None
     name: Text | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    function_call: CalledFunction | None = None  # the older form of one tool call
     tool_call_id: Annotated[Text | None, Field(validate_default=True)] = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # another name of `reasoning_content`
 
     @field_validator("content")
     @classmethod
@@ -132,12 +148,37 @@ class Message(Body):
         return _required_in_roles(("tool",), tool_call_id, info)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it, with its content as one string."""
+        """Return the message as chat templates expect it, with its content as one string.
+
+        The older form of a tool call, and the role of its result, are returned in the form of today.
+        """
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
-        extras = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
-        return {"role": self.role, "content": content, **{k: v for k, v in extras.items() if v is not None}}
+        calls = [call.for_template() for call in self.tool_calls or ()]
+        if self.function_call is not None:
+            calls.append({"type": "function", "function": self.function_call.for_template()})
+        extras = {
+            "name": self.name,
+            "tool_calls": calls or None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        role = "tool" if self.role == "function" else self.role
+        return {"role": role, "content": content, **{k: v for k, v in extras.items() if v is not None}}
+
+
+def messages_for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages as chat templates expect them. Results of tool calls get the names of their tools."""
+    names: dict[str, str] = {}
+    rendered = []
+    for message in messages:
+        names.update({call.id: call.function.name for call in message.tool_calls or () if call.id is not None})
+        form = message.for_template()
+        if message.role == "tool" and message.tool_call_id in names:
+            form.setdefault("name", names[message.tool_call_id])
+        rendered.append(form)
+    return rendered
 
 
 def _required_in_roles(roles: tuple[str, ...], value: T, info: ValidationInfo) -> T:
@@ -152,17 +193,19 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Body):
+class GenerationRequest(Options):
     """The fields that the bodies of both endpoints have in common."""
 
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
     model: Text
-    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31), Whole] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31), Whole] | None = None
+    n: Annotated[int, Field(ge=1, le=128), Whole] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128), Whole] | None = None
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64), Whole] | None = None
     stop: Annotated[
         Annotated[StopText | None, Tag("<text>")]
         | Annotated[list[StopText], Field(max_length=4, fail_fast=True), Tag("<list>")],
@@ -170,30 +213,64 @@ class GenerationRequest(Body):
     ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
     service_tier: Text | None = None
-    deadline_ms: Annotated[int, Field(ge=1, le=2**53)] | None = None  # maximum ms from arrival to the last token
+    deadline_ms: Annotated[int, Field(ge=1, le=2**53), Whole] | None = None  # maximum ms from arrival to the last token
     user: Text | None = None
     # An extension of vLLM: requests share cached KV only if they have the same salt.
     cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
     metadata: Metadata | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None  # an extension of vLLM, as the older `guided_…`
+    guided_json: str | Schema | None = None
+    guided_regex: Grammar | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    guided_whitespace_pattern: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    @property
+    def chooses_best(self) -> bool:
+        """Whether more sequences are generated than the answer has choices."""
+        return self.best_of is not None and self.best_of > (self.n or 1)
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences to generate for each prompt."""
+        return max(self.n or 1, self.best_of or 1)
+
+    @property
+    def ignored_names(self) -> tuple[str, ...]:
+        """The names in the body that this server does not know."""
+        return self._ignored
+
 
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    # The following fields have no effect on this server, but invalid values are refused, as OpenAI does.
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31), Whole] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+    # Extensions of vLLM, for the chat template.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Text | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=1024, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    function_call: FunctionChoice | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None  # an extension of vLLM; false: the answer does not show the reasoning
+    # The following fields have no effect on this server, but invalid values are refused, as OpenAI does.
     verbosity: Literal["low", "medium", "high"] | None = None
     safety_identifier: Annotated[Text, Field(max_length=64)] | None = None
     prompt_cache_key: Text | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     store: bool | None = None
-    parallel_tool_calls: bool | None = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -205,6 +282,20 @@ class ChatCompletionRequest(GenerationRequest):
     @property
     def output_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def output_limit_name(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of likeliest tokens to report at each position; None: no log probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As `num_logprobs`, for the tokens of the prompt."""
+        return self.prompt_logprobs
 
 
 def _count_pieces(messages: list[Any]) -> int:
@@ -235,6 +326,29 @@ class CompletionRequest(GenerationRequest):
             raise ValueError(f"must have at most {MAX_PROMPT_IDS} token ids in all")
         return prompt
 
+    max_tokens: Count | None = None  # 0 is for `echo`: the prompt is scored, and nothing is generated
+    logprobs: NumTop | None = None  # OpenAI's maximum is 5
+    echo: bool | None = None
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def output_limit_name(self) -> str:
+        return "max_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of likeliest tokens to report at each position; None: no log probabilities."""
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As `num_logprobs`, for the tokens of the prompt, which `echo` reports like those of the output."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in wanted if number is not None), default=None)
+
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """All prompts of the request as a list, whichever of its four forms `prompt` has."""
@@ -254,8 +368,47 @@ def parse_generation(kind: type[R], body: dict[str, Any]) -> R:
     Raises `ApiError` 400 if a parameter is wrong or unsupported. The error names the parameter.
     """
     request = parse(kind, body)
-    if request.stream_options is not None and not request.stream:
-        message = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
-        raise invalid_value("stream_options", message)
+    check_combinations(request)
     refuse_unsupported(body)
+    refuse_misplaced(body, issubclass(kind, ChatCompletionRequest))
+    if ignored := unknown_names(body, kind.model_fields):
+        request._ignored = ignored
     return request
+
+
+def check_combinations(request: GenerationRequest) -> None:
+    """Refuse parameters that contradict each other. Raises `ApiError` 400 with the name of one of them."""
+    for param, is_wrong, reason in _contradictions(request):
+        if is_wrong:
+            raise invalid_value(param, f"Invalid value for '{param}': {reason}.")
+
+
+def _contradictions(request: GenerationRequest) -> Iterator[tuple[str, bool, str]]:
+    """Yield (parameter, whether it contradicts another one, the reason)."""
+    streams, limit = bool(request.stream), request.max_tokens
+    if request.stream_options is not None:
+        yield "stream_options", not streams, "it is only allowed if 'stream' is true"
+    if request.prompt_logprobs is not None:
+        yield "prompt_logprobs", streams, "it is not available if 'stream' is true"
+    if request.best_of is not None:
+        num_choices = request.n or 1
+        yield "best_of", request.best_of < num_choices, "it must be at least 'n'"
+        yield "best_of", streams and request.best_of > num_choices, "the best cannot be chosen if 'stream' is true"
+    if request.detokenize is False:
+        yield "detokenize", bool(request.stop_strings), "stop strings are searched in text, so it must not be false"
+    if request.allowed_token_ids is not None:
+        others = request.min_tokens or request.bad_words
+        yield "allowed_token_ids", bool(others), "with 'bad_words' or 'min_tokens', no token may be left"
+    if request.truncate_prompt_tokens is not None:
+        keeps_nothing = request.truncate_prompt_tokens == 0
+        yield "truncate_prompt_tokens", keeps_nothing, "it must be at least 1, or -1 for all that fit"
+    if isinstance(request, ChatCompletionRequest):
+        limit = request.output_limit
+        yield "top_logprobs", bool(request.top_logprobs) and not request.logprobs, "it needs 'logprobs' to be true"
+        both = bool(request.add_generation_prompt and request.continue_final_message)
+        yield "continue_final_message", both, "it contradicts 'add_generation_prompt'"
+    elif isinstance(request, CompletionRequest):
+        yield "max_tokens", limit == 0 and not request.echo, "it must be at least 1; 0 is for 'echo', to score a prompt"
+    if request.min_tokens and limit is not None:
+        param = "min_tokens"
+        yield param, request.min_tokens > limit, "it must not be more than the maximum number of tokens"

@@ -2,13 +2,13 @@
 
 Each of these parameters would change the answer. A request that sets one of them is refused with an error that names
 the parameter, unless the value asks for the default behaviour. Parameters that do not change the answers of this server
-(`store`, `user`, `reasoning_effort` of models that do not reason) are not listed.
+(`store`, `user`) are not listed.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from gateway.protocol.errors import unsupported_parameter
+from gateway.protocol.errors import misplaced_parameter, unsupported_parameter
 
 Harmless = Callable[[Any], bool]
 
@@ -29,24 +29,9 @@ def _never(value: Any) -> bool:
     return False
 
 
-def _plain_text_format(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
 # For each parameter, a function that returns whether a value asks for the default behaviour.
 HARMLESS: dict[str, Harmless] = {
     # parameters of OpenAI's API
-    "tools": _empty,
-    "tool_choice": _one_of("none"),
-    "functions": _empty,
-    "function_call": _one_of("none"),
-    "response_format": _plain_text_format,
-    "logprobs": _one_of(False),
-    "top_logprobs": _one_of(0),
-    "logit_bias": _empty,
-    "presence_penalty": _one_of(0),
-    "frequency_penalty": _one_of(0),
-    "echo": _one_of(False),
     "suffix": _empty,
     "audio": _never,
     "modalities": _one_of(["text"]),
@@ -54,35 +39,34 @@ HARMLESS: dict[str, Harmless] = {
     "web_search_options": _never,
     "moderation": _never,
     # parameters of vLLM's extensions
-    "min_p": _one_of(0),
-    "repetition_penalty": _one_of(1),
     "length_penalty": _one_of(1),
-    "min_tokens": _one_of(0),
-    "stop_token_ids": _empty,
-    "bad_words": _empty,
-    "allowed_token_ids": _never,
-    "prompt_logprobs": _never,
-    "truncate_prompt_tokens": _never,
     "use_beam_search": _one_of(False),
-    "include_stop_str_in_output": _one_of(False),
-    "skip_special_tokens": _one_of(True),
-    "add_generation_prompt": _one_of(True),
-    "continue_final_message": _one_of(False),
-    "chat_template": _never,
-    "chat_template_kwargs": _empty,
-    "structured_outputs": _never,
-    "guided_json": _never,
-    "guided_regex": _never,
-    "guided_choice": _never,
-    "guided_grammar": _never,
-    "guided_whitespace_pattern": _never,
     "structural_tag": _never,
     "logits_processors": _empty,
-    "documents": _empty,
-    "spaces_between_special_tokens": _one_of(True),
-    "return_tokens_as_token_ids": _one_of(False),
-    "return_token_ids": _one_of(False),
+    "logprob_token_ids": _empty,
+    "thinking_token_budget": _one_of(-1),
+    "vllm_xargs": _empty,
+    "prompt_embeds": _never,
+    "repetition_detection": _never,
+    "kv_transfer_params": _empty,
+    "ec_transfer_params": _empty,
+    "return_prompt_text": _one_of(False),
 }
+
+
+# Parameters that change the answer to a chat, and mean nothing in /v1/completions; and the reverse.
+ONLY_IN_CHATS = (
+    *("tools", "functions", "top_logprobs", "max_completion_tokens", "documents"),
+    *("chat_template", "chat_template_kwargs", "continue_final_message"),
+)
+ONLY_IN_COMPLETIONS = ("echo",)
+
+
+def refuse_misplaced(body: dict[str, Any], is_chat: bool) -> None:
+    """Refuse a body with a parameter of the other endpoint. Raises `ApiError` 400 `unsupported_parameter`."""
+    for name in ONLY_IN_COMPLETIONS if is_chat else ONLY_IN_CHATS:
+        if body.get(name):
+            raise misplaced_parameter(name, "/v1/completions" if is_chat else "/v1/chat/completions")
 
 
 def refuse_unsupported(body: dict[str, Any]) -> None:
@@ -94,6 +78,3 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
         value = body.get(name)
         if value is not None and not harmless(value):
             raise unsupported_parameter(name)
-    best_of = body.get("best_of")
-    if best_of is not None and best_of != (body.get("n") or 1):
-        raise unsupported_parameter("best_of")

@@ -1,7 +1,7 @@
 """Turn pydantic's list of errors into one fault, because OpenAI's error object can report only one.
 
 Knows pydantic's error records; does not know HTTP or any particular body. The message of a fault names the wrong
-parameter and says what is allowed. It never repeats the input.
+parameter and says what is allowed, in words of JSON. It never repeats the input.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,32 @@ from dataclasses import dataclass
 from typing import Any
 
 TAG = "<"  # first character of the tags of union members, such as `<text>`; paths are shown without these tags
+# What a value must be, for each type of pydantic's errors. The fields in braces are of the error's context.
+_MUST: dict[str, str] = {
+    "string_type": "be a string",
+    "string_pattern_mismatch": "match the pattern {pattern}",
+    "int_type": "be an integer",
+    "int_parsing": "be an integer",
+    "float_type": "be a number",
+    "float_parsing": "be a number",
+    "finite_number": "be a finite number",
+    "bool_type": "be true or false",
+    "bool_parsing": "be true or false",
+    "list_type": "be an array",
+    "dict_type": "be an object",
+    "model_type": "be an object",
+    "model_attributes_type": "be an object",
+    "literal_error": "be {expected}",
+    "greater_than_equal": "be at least {ge}",
+    "greater_than": "be more than {gt}",
+    "less_than_equal": "be at most {le}",
+    "less_than": "be less than {lt}",
+    "extra_forbidden": "not be there: it is not known",
+    "string_too_short": "have at least {min_length} {units}",
+    "string_too_long": "have at most {max_length} {units}",
+    "too_short": "have at least {min_length} {units}",
+    "too_long": "have at most {max_length} {units}",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +53,7 @@ def first_fault(errors: Sequence[Mapping[str, Any]], skip: Sequence[str] = ()) -
     error = errors[0]
     loc = tuple(error["loc"])
     param = dotted(loc[1:] if loc and loc[0] in skip else loc) or None
-    kind, text = str(error["type"]), _sentence(str(error["msg"]))
+    kind, text = str(error["type"]), _sentence(error)
     if kind == "missing":
         return Fault(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
     if kind.endswith("_type") or kind.endswith("_parsing"):
@@ -46,7 +72,23 @@ def dotted(loc: Sequence[int | str]) -> str:
     return path
 
 
-def _sentence(message: str) -> str:
-    text = message.removeprefix("Value error, ")
-    text = text[:1].lower() + text[1:]
-    return text if text.endswith(".") else text + "."
+def _sentence(error: Mapping[str, Any]) -> str:
+    """Return what the value must be, as the end of a sentence. Messages of own validators are taken as they are."""
+    must = _MUST.get(str(error["type"]))
+    if must is None:
+        text = str(error["msg"]).removeprefix("Value error, ")
+        text = text[:1].lower() + text[1:]
+        return text if text.endswith(".") else text + "."
+    context = {name: _plain(value) for name, value in dict(error.get("ctx") or {}).items()}
+    bound = context.get("min_length", context.get("max_length", 0))
+    if error["type"] in ("string_too_short", "too_short") and bound == 1:
+        return "it must not be empty."
+    # Only of arrays and objects does pydantic say what they are: it calls a text with a validator "Value".
+    unit = "entry" if context.get("field_type") in ("List", "Dictionary", "Set", "Tuple") else "character"
+    units = unit if bound == 1 else {"entry": "entries", "character": "characters"}[unit]
+    return f"it must {must.format(**context, units=units)}."
+
+
+def _plain(value: Any) -> Any:
+    """Return a bound as people write it: 2, not 2.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -31,7 +31,7 @@ class ExpiresAfter(Body):
 
 class CreateBatchRequest(Body):
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None

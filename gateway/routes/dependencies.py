@@ -2,14 +2,15 @@
 
 If API keys are configured, a request needs one of them, and /admin needs a key with `admin: true`.
 
-If no keys are configured, /v1 is open to every program that can reach the port, but not to web pages of other origins.
-Such pages must be refused, because a browser lets every page post text/plain or a form to 127.0.0.1. Browsers send the
-page's origin in the `Origin` header; other programs do not send this header. The server compares `Origin` with `Host`,
-so a proxy has to pass on `Host` as the client wrote it.
+If no keys are configured, /v1 is open to every program that can reach the port, but not to web pages of other origins,
+unless `--allowed-origins` names them. Such pages must be refused, because a browser lets every page post text/plain or
+a form to 127.0.0.1. Browsers send the page's origin in the `Origin` header; other programs do not send this header. The
+server compares `Origin` with `Host`, so a proxy has to pass on `Host` as the client wrote it.
 
 Without keys, /admin is open only to programs on this machine. The client's address must be a loopback address, and the
 host name in the request must be `localhost` or a loopback address. The check of the host name keeps out web pages whose
-host name was made to resolve to 127.0.0.1 (DNS rebinding).
+host name was made to resolve to 127.0.0.1 (DNS rebinding). Pages of other origins may not use /admin without a key,
+whatever `--allowed-origins` says.
 """
 
 from ipaddress import ip_address
@@ -28,11 +29,17 @@ async def authenticated(request: Request) -> ApiKey | None:
     """Return the caller's key; None if no keys are configured.
 
     Raises `ApiError` 401 if the caller's key is missing or wrong. Raises `ApiError` 403 if no keys are configured and a
-    web page of another origin sent the request.
+    web page of an origin that is not allowed sent the request.
     """
-    keyring = gateway_of(request).keyring
-    if keyring.is_open and _is_cross_site(request.headers.get("origin"), request.headers.get("host", "")):
-        raise foreign_origin()
+    gateway, origin = gateway_of(request), request.headers.get("origin")
+    keyring = gateway.keyring
+    if (
+        keyring.is_open
+        and origin is not None
+        and _is_cross_site(request)
+        and not gateway.allowed_origins.allows(origin)
+    ):
+        raise foreign_origin(origin)
     key = keyring.authenticate(request.headers.get("authorization"))
     if key is not None:
         structlog.contextvars.bind_contextvars(key=key.name)
@@ -42,12 +49,22 @@ async def authenticated(request: Request) -> ApiKey | None:
 Caller = Annotated[ApiKey | None, Depends(authenticated)]
 
 
+async def request_counted(request: Request, key: Caller) -> None:
+    """Count a request that generates nothing by the limit of requests of the caller's key.
+
+    Raises `ApiError` 429 if the limit is reached.
+    """
+    limits = gateway_of(request).limits
+    if limits is not None and key is not None and key.requests_per_minute is not None:
+        request.state.headers = (await limits.take(key, tokens=0)).headers
+
+
 async def administrator(request: Request, key: Caller) -> None:
     """Check that the caller may use /admin. Raises `ApiError` 403 if not."""
     if key is not None and not key.admin:
         message = "This API key may not administrate: that takes `admin: true` in the keys file."
         raise ApiError(403, message, code="insufficient_permissions")
-    if key is None and not _is_local(request):
+    if key is None and (_is_cross_site(request) or not _is_local(request)):
         message = "Without API keys, administration is open to programs on the server's own machine only."
         raise ApiError(403, message, code="insufficient_permissions")
 
@@ -55,15 +72,16 @@ async def administrator(request: Request, key: Caller) -> None:
 Administrator = Depends(administrator)
 
 
-def _is_cross_site(origin: str | None, host: str) -> bool:
+def _is_cross_site(request: Request) -> bool:
     """Whether a web page of another origin sent the request.
 
     The origin `null`, which sandboxed pages have, counts as another origin.
     """
+    origin = request.headers.get("origin")
     if origin is None:
         return False
     try:
-        return urlsplit(origin).netloc.lower() != host.lower()
+        return urlsplit(origin).netloc.lower() != request.headers.get("host", "").lower()
     except ValueError:
         return True
 

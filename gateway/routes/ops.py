@@ -1,6 +1,6 @@
-"""The endpoints GET /, /health, /ready and /metrics, for load balancers and Prometheus. They need no API key.
+"""The endpoints GET /, /health, /ping, /ready, /version and /metrics, for load balancers and Prometheus.
 
-Load balancers may also send HEAD to /health and /ready. The server then sends no body.
+They need no API key. Load balancers may also send HEAD to /health, /ping and /ready. The server then sends no body.
 """
 
 import asyncio
@@ -37,6 +37,17 @@ async def root(request: Request) -> dict[str, Any]:
 async def health() -> dict[str, str]:
     """Answer 200 while the process runs. Only /ready checks the store and the workers."""
     return {"status": "ok"}
+
+
+@router.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)
+async def ping() -> Response:
+    """Answer 200 with an empty body while the process runs, as SageMaker and clients of vLLM expect."""
+    return Response()
+
+
+@router.get("/version")
+async def version(request: Request) -> dict[str, str]:
+    return {"version": request.app.version}
 
 
 @router.head("/ready", include_in_schema=False)

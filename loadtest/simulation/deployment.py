@@ -6,6 +6,7 @@ with a real engine. So the simulator has no scheduler of its own. Knows the part
 """
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -107,7 +108,8 @@ async def start_deployment(setting: Setting, observation: Observation) -> Deploy
         running = asyncio.create_task(_serve(loop, core, engine, clock))
         workers.append(Worker(core, loop, record, running))
     await clock.sleep(up_s - clock.now())
-    client = SchedulerClient(queue, events, registry, setting.tiers, clock, "gateway")
+    draw = random.Random(setting.seed).random
+    client = SchedulerClient(queue, events, registry, setting.tiers, clock, "gateway", draw)
     await client.start()
     return Deployment(clock, setting.tiers, queue, client, workers, begins_s)
 

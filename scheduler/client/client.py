@@ -5,7 +5,8 @@ The client's id is the name of the event stream to which workers send the events
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import structlog
 
@@ -44,12 +45,15 @@ class SchedulerClient:
         tiers: TierSet,
         clock: Clock,
         gateway_id: str,
+        draw: Callable[[], float] = random.random,
     ) -> None:
+        """`draw` returns numbers from 0 to 1; they distribute the returns of clients that are refused."""
         self._queue = queue
         self._events = events
         self._registry = registry
         self._tiers = tiers
         self._clock = clock
+        self._draw = draw
         self._admission = Admission(tiers)
         self.gateway_id = gateway_id
         self._open: dict[str, TokenStream] = {}  # the stream of each request that has had no last event, by request id
@@ -147,6 +151,10 @@ class SchedulerClient:
 
         If the requests are refused, enqueue none of them and return why.
         """
+        outcome = await self._submit(requests)
+        return outcome.at(self._draw()) if isinstance(outcome, Rejected) else outcome
+
+    async def _submit(self, requests: Sequence[Request]) -> TokenStream | Rejected:
         if self._draining:
             return rejection.draining()
         if not self._has_engine(requests[0].tier):

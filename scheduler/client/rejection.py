@@ -1,12 +1,13 @@
 """Rejections: why a request is not enqueued, and when the client should try again.
 
 All functions are pure: they read no clock and do no I/O. The time to wait is computed from observed or predicted rates,
-so that a client that waits for this time finds room.
+so that a client that waits for this time finds room. Clients that are refused together would come back together, and
+most of them would be refused again: so each rejection also has a spread, over which `at` distributes their returns.
 """
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from scheduler.config import Tier
@@ -32,7 +33,23 @@ class Rejected:
     reason: RejectReason
     message: str
     retry_after_s: float
+    spread_s: float = 0.0  # time over which the work ahead ends, beginning at `retry_after_s`
     is_final: bool = False  # True: the request alone is too much, so a retry would fail as well
+
+    def at(self, share: float) -> "Rejected":
+        """Return the rejection for a client that comes back at `share` of the spread, from 0 to 1.
+
+        No client comes back earlier than after half of the wait. Waits that would be longer than clients accept are
+        spread over the second half of the longest wait.
+        """
+        earliest_s = min(self.retry_after_s, MAX_RETRY_S / 2)
+        latest_s = min(MAX_RETRY_S, self.retry_after_s + self.spread_s)
+        return replace(self, retry_after_s=earliest_s + share * (latest_s - earliest_s), spread_s=0.0)
+
+    @property
+    def advice(self) -> str:
+        """The sentence that says when to try again; empty if a retry would fail as well."""
+        return "" if self.is_final else f"Try again in {math.ceil(self.retry_after_s)} s."
 
 
 def queue_full(tier: Tier, depth: int, workers: Iterable[WorkerStatus]) -> Rejected:
@@ -42,9 +59,10 @@ def queue_full(tier: Tier, depth: int, workers: Iterable[WorkerStatus]) -> Rejec
     """
     rate = sum(w.tiers[tier.name].finished_per_s for w in workers if tier.name in w.tiers)
     room = max(1.0, 0.05 * tier.queue_limit)
-    wait_s = _clamped(room / rate if rate > 0 else MAX_RETRY_S / 4)
     message = f"The {tier.name} tier's queue is full ({depth} waiting, {tier.queue_limit} at most)."
-    return Rejected(RejectReason.QUEUE_FULL, f"{message} {_again(wait_s)}", wait_s)
+    if rate <= 0:
+        return _rejected(RejectReason.QUEUE_FULL, message, MAX_RETRY_S / 4)
+    return _rejected(RejectReason.QUEUE_FULL, message, room / rate, depth / rate)
 
 
 def overloaded(tier: Tier, predicted_s: float) -> Rejected:
@@ -54,11 +72,10 @@ def overloaded(tier: Tier, predicted_s: float) -> Rejected:
     """
     limit_s = tier.ttft_limit_s or 0.0
     reopens_s = tier.admission.reopen_at * limit_s
-    wait_s = _clamped(predicted_s - reopens_s)
     limit = f"the {'SLO' if tier.admission.predict else 'patience'} is {_text(limit_s)}"
     rule = limit if predicted_s > limit_s else f"the tier opens again at {_text(reopens_s)}"
     message = f"The {tier.name} tier is overloaded: a first token would take about {_text(predicted_s)}, and {rule}."
-    return Rejected(RejectReason.OVERLOADED, f"{message} {_again(wait_s)}", wait_s)
+    return _rejected(RejectReason.OVERLOADED, message, predicted_s - reopens_s, predicted_s)
 
 
 def too_late(tier: Tier, predicted_s: float, left_s: float, own_s: float) -> Rejected:
@@ -67,35 +84,37 @@ def too_late(tier: Tier, predicted_s: float, left_s: float, own_s: float) -> Rej
     `predicted_s` is the predicted time until the request ends, and `own_s` is the part of `predicted_s` that the
     request's own work takes.
     """
-    wait_s, is_final = _clamped(predicted_s - left_s), own_s > left_s
     message = (
         f"The {tier.name} tier cannot finish this by its deadline: it would take about {_text(predicted_s)}, "
         f"and {_text(max(0.0, left_s))} are left."
     )
-    advice = "The request alone takes longer: ask for a later deadline or fewer tokens." if is_final else _again(wait_s)
-    return Rejected(RejectReason.DEADLINE, f"{message} {advice}", wait_s, is_final)
+    if own_s <= left_s:
+        return _rejected(RejectReason.DEADLINE, message, predicted_s - left_s, predicted_s)
+    message += " The request alone takes longer: ask for a later deadline or fewer tokens."
+    return replace(_rejected(RejectReason.DEADLINE, message, predicted_s - left_s), is_final=True)
 
 
 def no_engine() -> Rejected:
-    return Rejected(RejectReason.NO_ENGINE, f"No engine is running at the moment. {_again(RESTART_S)}", RESTART_S)
+    return _rejected(RejectReason.NO_ENGINE, "No engine is running at the moment.", RESTART_S)
 
 
 def draining() -> Rejected:
-    message = f"The server is shutting down and takes no new requests. {_again(RESTART_S)}"
-    return Rejected(RejectReason.DRAINING, message, RESTART_S)
+    message = "The server is shutting down and takes no new requests."
+    return _rejected(RejectReason.DRAINING, message, RESTART_S)
 
 
 def tier_gone(tier: str) -> Rejected:
     message = f"The {tier} tier was removed just now. A new attempt is served by another tier."
-    return Rejected(RejectReason.TIER_GONE, f"{message} {_again(MIN_RETRY_S)}", MIN_RETRY_S)
+    return _rejected(RejectReason.TIER_GONE, message, MIN_RETRY_S)
 
 
-def _clamped(seconds: float) -> float:
-    return min(MAX_RETRY_S, max(MIN_RETRY_S, seconds))
+def _rejected(reason: RejectReason, message: str, wait_s: float, backlog_s: float = 0.0) -> Rejected:
+    """Return a rejection with a wait that clients accept.
 
-
-def _again(wait_s: float) -> str:
-    return f"Try again in {math.ceil(wait_s)} s."
+    `backlog_s` is the time that the work ahead takes. The spread is at least as long as the wait itself.
+    """
+    wait_s = min(MAX_RETRY_S, max(MIN_RETRY_S, wait_s))
+    return Rejected(reason, message, wait_s, max(wait_s, backlog_s))
 
 
 def _text(seconds: float) -> str:

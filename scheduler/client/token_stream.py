@@ -117,9 +117,11 @@ class TokenStream:
         return TokenEvent(request_id, EventKind.FAILED, index=len(self._received[request_id]), error=text)
 
     def _without_repeats(self, event: TokenEvent) -> TokenEvent:
-        """Return `event` with only its new tokens, and record these tokens as received."""
+        """Return `event` with only its new tokens and their log probabilities, and record the tokens as received."""
         received = self._received[event.request_id]
-        new = event.token_ids[len(self._overlap(event)) :]
+        is_repeat = bool(received) and event.index == 0
+        num_known = len(self._overlap(event))
+        new = event.token_ids[num_known:]
         received.extend(new)
         return TokenEvent(
             request_id=event.request_id,
@@ -129,4 +131,7 @@ class TokenStream:
             finish_reason=event.finish_reason,
             error=event.error,
             cached_tokens=event.cached_tokens,
+            receipt=event.receipt,
+            logprobs=event.logprobs[num_known:],
+            prompt_logprobs=() if is_repeat else event.prompt_logprobs,
         )

@@ -35,8 +35,14 @@ class SchedulerCore:
     """The scheduler of one worker. It holds the state of every request that the worker has claimed."""
 
     def __init__(
-        self, tiers: TierSet, engine: EngineInfo, controller: SLAController, step_time: StepTimeModel | None = None
+        self,
+        tiers: TierSet,
+        engine: EngineInfo,
+        controller: SLAController,
+        step_time: StepTimeModel | None = None,
+        worker_id: str = "",
     ) -> None:
+        """`worker_id` is the name of the worker in receipts."""
         self.tiers = tiers.by_priority
         self._tier_of = tiers.tiers
         self._engine = engine
@@ -51,7 +57,7 @@ class SchedulerCore:
         self._refused: list[tuple[RequestState, str]] = []
         self.used_s: defaultdict[str, float] = defaultdict(float)  # engine time since the start, by tier
         self.counts: Counter[str] = Counter()  # numbers of requests: accepted, finished, failed, cancelled, released
-        self._outputs = OutputHandler(self.table, self._engine_state, self.counts)
+        self._outputs = OutputHandler(self.table, self._engine_state, self.counts, worker_id)
 
     # -- readings ----------------------------------------------------------------------------------------------
 

@@ -21,10 +21,13 @@ class OutputHandler:
     It adds finished and failed requests to `counts`, the counters of the core.
     """
 
-    def __init__(self, table: RequestTable, engine_state: EngineState, counts: Counter[str]) -> None:
+    def __init__(
+        self, table: RequestTable, engine_state: EngineState, counts: Counter[str], worker_id: str = ""
+    ) -> None:
         self._table = table
         self._engine_state = engine_state
         self._counts = counts
+        self._worker_id = worker_id
 
     def apply(self, result: StepResult, bulk_total_s: float, now: float, report: StepReport) -> None:
         """Apply the result of a step to the request states, and add its consequences to `report`.
@@ -66,6 +69,8 @@ class OutputHandler:
             state.num_cached_tokens = output.num_cached_tokens
             report.lookups += filter(None, [step_report.lookup(state)])
         state.output_token_ids.extend(output.token_ids)
+        state.logprobs.extend(output.logprobs)
+        state.prompt_logprobs.extend(output.prompt_logprobs)
         self._table.update(state)
         if output.token_ids:
             if state.awaits_first_token and state.reaction_steps is not None:
@@ -74,10 +79,10 @@ class OutputHandler:
         if output.finish_reason is not None:
             self._finish(state, output.finish_reason, now, report)
         elif output.token_ids and step_report.is_due(state, now):
-            report.events[state.request.reply_to].append(step_report.progress_event(state, now))
+            report.events[state.request.reply_to].append(step_report.progress_event(state, now, self._worker_id))
 
     def _finish(self, state: RequestState, reason: FinishReason, now: float, report: StepReport) -> None:
-        event = step_report.finished_event(state, reason, now)
+        event = step_report.finished_event(state, reason, now, self._worker_id)
         self._table.remove(state)
         state.move(Status.FINISHED)
         self._counts["finished"] += 1

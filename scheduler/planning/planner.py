@@ -117,9 +117,11 @@ class Planner:
         self._engine_state.enter(plan, states)
         self._running.begin(plan, states, self._cost(), now, self._guaranteed)
         for preempt in plan.preempt:
+            states[preempt.seq_id].stop(now)
             self._preempt(states[preempt.seq_id], preempt.mode)
         for seq_id in (*plan.resume, *(new.seq_id for new in plan.start)):
             states[seq_id].move(Status.RUNNING)
+            states[seq_id].resume(now)
             self._table.update(states[seq_id])
         if plan.run:
             self._table.note_run([run.seq_id for run in plan.run])

@@ -197,11 +197,13 @@ class RequestTable:
                 self._decodes_beside(request_id).move_to_end(request_id)
 
     def note_evicted(self, request_ids: Sequence[str]) -> None:
-        """Move the sequences that were evicted from a step to the front of the order of decodes again.
+        """Count an eviction of these sequences, and move them to the front of the order of decodes again.
 
         They keep the order of `request_ids`.
         """
         for request_id in reversed(request_ids):
+            if request_id in self._states:
+                self._states[request_id].num_evictions += 1
             entry = self._entries.get(request_id)
             if entry is not None and entry[0] is _Group.DECODES:
                 self._decodes_beside(request_id).move_to_end(request_id, last=False)

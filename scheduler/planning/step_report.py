@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from engine.interface import FinishReason
 from engine.step_time.cost import StepWork
-from scheduler.request import Delivery, EventKind, Lease, TokenEvent
+from scheduler.request import Delivery, EventKind, Lease, Receipt, TokenEvent
 from scheduler.request_state import RequestState, Sample, Status
 
 
@@ -80,24 +80,50 @@ def is_due(state: RequestState, now: float) -> bool:
     return state.tier.is_interactive or state.reported_s is None or now - state.reported_s >= BULK_REPORT_S
 
 
-def progress_event(state: RequestState, now: float) -> TokenEvent:
-    return TokenEvent(
-        request_id=state.id,
-        kind=EventKind.TOKENS,
-        index=state.num_reported,
-        token_ids=state.report_tokens(now),
-        cached_tokens=state.num_cached_tokens or 0,
+def receipt_of(state: RequestState, worker_id: str) -> Receipt | None:
+    """Return the receipt of a request; None if it has not asked for one, or has no token yet."""
+    started_s, first_s, last_s = state.first_scheduled_s, state.first_token_s, state.last_token_s
+    if not state.request.wants_receipt or started_s is None or first_s is None or last_s is None:
+        return None
+    return Receipt(
+        worker=worker_id,
+        queue_ms=_ms(started_s - state.arrived_s),
+        prefill_ms=_ms(first_s - started_s),
+        decode_ms=_ms(last_s - first_s),
+        paused_ms=_ms(state.paused_s),
+        preemptions=state.num_stops,
+        evictions=state.num_evictions,
     )
 
 
-def finished_event(state: RequestState, reason: FinishReason, now: float) -> TokenEvent:
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)
+
+
+def progress_event(state: RequestState, now: float, worker_id: str = "") -> TokenEvent:
+    return _tokens_event(state, EventKind.TOKENS, None, now, worker_id)
+
+
+def finished_event(state: RequestState, reason: FinishReason, now: float, worker_id: str = "") -> TokenEvent:
+    return _tokens_event(state, EventKind.FINISHED, reason, now, worker_id)
+
+
+def _tokens_event(
+    state: RequestState, kind: EventKind, reason: FinishReason | None, now: float, worker_id: str
+) -> TokenEvent:
+    """Return an event with all tokens and log probabilities that were not sent yet, and mark them as sent."""
+    index = state.num_reported
+    logprobs, prompt_logprobs = state.report_logprobs()
     return TokenEvent(
         request_id=state.id,
-        kind=EventKind.FINISHED,
-        index=state.num_reported,
+        kind=kind,
+        index=index,
         token_ids=state.report_tokens(now),
         finish_reason=reason,
         cached_tokens=state.num_cached_tokens or 0,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        receipt=receipt_of(state, worker_id),
     )
 
 

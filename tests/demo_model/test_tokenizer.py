@@ -78,7 +78,7 @@ def test_an_assistant_message_may_have_no_content(tokenizer: Tokenizer) -> None:
     assert render(tokenizer, ("user", "Hi"), ("assistant", None)) == "<|user|>Hi<|end|><|assistant|><|end|>"
 
 
-@pytest.mark.parametrize("role", ["tool", "function", "narrator"])
+@pytest.mark.parametrize("role", ["function", "narrator"])
 def test_other_roles_are_refused_by_name(tokenizer: Tokenizer, role: str) -> None:
     with pytest.raises(jinja2.exceptions.TemplateError, match=f"not '{role}'"):
         render(tokenizer, ("user", "Hi"), (role, "x"))

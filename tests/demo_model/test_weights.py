@@ -11,9 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from demo_model import skills, smalltalk
-from demo_model.evaluate import Examinee, ask
+from demo_model.evaluate import SHOWN_TOOLS, Examinee, Question, ask, ask_for_tools
 from demo_model.facts import load_facts
 from demo_model.location import demo_model_path
+from demo_model.tool_corpus import ToolCorpus
+from demo_model.train import build_corpus
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +25,17 @@ def examinee() -> Examinee:
 
 
 def share_right(examinee: Examinee, pairs: Sequence[skills.Pair], system: str | None = None) -> float:
-    questions = [ask(prompt, answer, system) for prompt, answer in pairs]
+    return share_answered(examinee, [ask(prompt, answer, system) for prompt, answer in pairs])
+
+
+def share_answered(examinee: Examinee, questions: Sequence[Question]) -> float:
     replies = examinee.answer(questions)
-    return sum(r.ended and r.text == q.answer for q, r in zip(questions, replies, strict=True)) / len(pairs)
+    return sum(r.ended and r.text == q.answer for q, r in zip(questions, replies, strict=True)) / len(questions)
+
+
+@pytest.fixture(scope="module")
+def corpus(examinee: Examinee) -> ToolCorpus:
+    return build_corpus(examinee.tokenizer)
 
 
 def test_the_wheel_stays_small() -> None:
@@ -84,3 +94,25 @@ def test_unseen_paraphrases_are_understood(examinee: Examinee) -> None:
 def test_other_messages_are_answered_with_the_introduction(examinee: Examinee) -> None:
     strange = ["Who was Napoleon?", "Write a poem about the sea.", "qwxz plonk", "What is the capital of France?"]
     assert share_right(examinee, [(text, smalltalk.INTRODUCTION) for text in strange]) == 1.0
+
+
+def test_the_right_one_of_three_tools_is_called_in_unseen_wordings(examinee: Examinee, corpus: ToolCorpus) -> None:
+    rng = random.Random(7)
+    offers = corpus.requests.offer(rng, 3, SHOWN_TOOLS, usual=True)
+    exchanges = [corpus.requests.ask(rng, rng.choice(offers), held_out=True) for _ in range(60)]
+    assert share_answered(examinee, [ask_for_tools(exchange, offers) for exchange in exchanges]) >= 0.75
+    assert share_answered(examinee, [ask_for_tools(e, offers, after_results=True) for e in exchanges]) >= 0.9
+
+
+def test_tools_are_not_called_without_need(examinee: Examinee, corpus: ToolCorpus) -> None:
+    rng = random.Random(8)
+    offers = corpus.requests.offer(rng, 2, ("weather", "time"), usual=True)
+    for prompt, answer in (
+        ("What is Tidegate?", load_facts()[0].answer),
+        ("Repeat: k7Qz-09ab", "k7Qz-09ab"),
+        ("Count from 3 to 5", "3, 4, 5"),
+        ("What is 17 + 25?", "42"),
+        ("Hello", smalltalk.GREETING),
+    ):
+        question = Question([{"role": "user", "content": prompt}], answer, len(answer) + 8, offers)
+        assert examinee.answer([question])[0].text == answer

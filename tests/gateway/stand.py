@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
+from msgspec.structs import replace
 from redis.asyncio import Redis
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -23,14 +24,23 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.interface import FinishReason
 from gateway.app import create_app
+from gateway.completion.answer_cache import AnswerCache
+from gateway.completion.metering import Metering
 from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.service import OPENAI_DEFAULTS, CompletionService
 from gateway.completion.tokenizer import Tokenizer
+from gateway.http.cors import AllowedOrigins
+from gateway.http.http10 import HttpProtocol
 from gateway.http.metrics import GatewayMetrics
 from gateway.identity import Keyring
+from gateway.keys.limits import KeyLimits
+from gateway.keys.source import KeySource
+from gateway.keys.usage import UsageMeter
+from gateway.responses.service import ResponseService
+from gateway.responses.store import ResponseStore
 from gateway.state import Gateway, GatewayTiers
 from scheduler.client.client import SchedulerClient
-from scheduler.clock import SystemClock
+from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierSet, parse_tiers
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
@@ -169,7 +179,9 @@ class ScriptedWorker:
         if request.delivery is Delivery.AT_END and events:
             ids = tuple(token for event in events for token in event.token_ids)
             last = events[-1]
-            events = [TokenEvent(request.id, last.kind, 0, ids, last.finish_reason, last.error, last.cached_tokens)]
+            logprobs = tuple(found for event in events for found in event.logprobs)
+            prompt = events[0].prompt_logprobs
+            events = [replace(last, index=0, token_ids=ids, logprobs=logprobs, prompt_logprobs=prompt)]
         for event in events:
             await self.gate.wait()
             await self.events.publish(request.reply_to, [event])
@@ -221,27 +233,62 @@ async def running_stand(
     ping_s: float = 15.0,
     max_body_bytes: int = 2**20,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    trusts_templates: bool = False,
     administered: tuple[Redis, Path] | None = None,
+    metered: Redis | None = None,
+    cache_bytes: int = 2**20,
+    clock: Clock | None = None,
+    key_source: KeySource | None = None,
+    tokenizer: Tokenizer | None = None,
+    responses: ResponseStore | None = None,
+    redis: Redis | None = None,
+    allowed_origins: Sequence[str] = (),
 ) -> AsyncIterator[Stand]:
-    """Run a gateway. `administered` holds the store and the file through which its tiers can be changed."""
-    clock, tiers = SystemClock(), tiers or make_tiers()
+    """Run a gateway.
+
+    `administered` holds the store and the file through which its tiers can be changed. `metered` is the store of
+    limits, usage and the answer cache; without it, there are none of them. `redis` and `responses`
+    are the store of responses (None: responses are not stored).
+    """
+    clock, tiers, keyring = clock or SystemClock(), tiers or make_tiers(), keyring or Keyring()
+    tokenizer = tokenizer or tiny_tokenizer()
     queue, events, registry = MemoryQueue(clock), MemoryEventChannel(), MemoryWorkerRegistry(clock, ttl_s=600)
     script = answer_with(script) if isinstance(script, str) else script
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)
-    client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1")
+    client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1", draw=lambda: 0.0)
     metrics, names = GatewayMetrics(), (MODEL, "alias")
-    service = CompletionService(client, clock, tiny_tokenizer(), metrics, names, defaults=defaults, ping_s=ping_s)
+    limits = usage = metering = None
+    if metered is not None:
+        limits, usage = KeyLimits(metered, clock, metrics.count_rate_limited), UsageMeter(metered, metrics, clock)
+        cache = AnswerCache(metered, clock, MODEL, max_ttl_s=3600, max_bytes=cache_bytes)
+        metering = Metering(keyring, limits, usage, cache, metrics)
+    service = CompletionService(
+        client,
+        clock,
+        tokenizer,
+        metrics,
+        names,
+        defaults=defaults,
+        ping_s=ping_s,
+        trusts_templates=trusts_templates,
+        metering=metering,
+    )
     gateway = Gateway(
         model_names=names,
         created=1_700_000_000,
         client=client,
         clock=clock,
-        tokenizer=tiny_tokenizer(),
-        keyring=keyring or Keyring(),
+        tokenizer=tokenizer,
+        keyring=keyring,
         completions=service,
         metrics=metrics,
-        tier_changes=administered and _tier_changes(*administered, client, queue, keyring or Keyring()),
+        key_source=key_source,
+        limits=limits,
+        usage=usage,
+        tier_changes=administered and _tier_changes(*administered, client, queue, keyring),
+        responses=ResponseService(service, clock, redis, responses),
         max_body_bytes=max_body_bytes,
+        allowed_origins=AllowedOrigins(allowed_origins),
     )
     async with AsyncExitStack() as stack:
         if with_worker:
@@ -275,7 +322,12 @@ async def _serving(gateway: Gateway) -> AsyncIterator[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
-            create_app(gateway), log_config=None, ws="none", access_log=False, timeout_graceful_shutdown=1
+            create_app(gateway),
+            http=HttpProtocol,
+            log_config=None,
+            ws="none",
+            access_log=False,
+            timeout_graceful_shutdown=1,
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

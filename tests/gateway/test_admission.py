@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.identity import ApiKey, Keyring, demotion_of
+from gateway.identity import ApiKey, Keyring, demotion_of, patient_service_tier
 from scheduler.registry.worker_status import TierCapacity
 from scheduler.request import Request, TokenEvent
 from tests.gateway.protocol.test_errors import CHAT, error_of
@@ -60,13 +60,26 @@ async def test_an_overloaded_tier_refuses_with_a_reason_and_retry_after(admissio
     error = error_of(response, 503)
     assert (error["type"], error["code"], error["param"]) == ("server_error", "server_overloaded", None)
     assert error["message"].startswith("The realtime tier is overloaded: a first token would take about")
-    assert error["message"].endswith(f"Try again in {response.headers['retry-after']} s.")
+    assert error["message"].endswith(
+        f'With `"service_tier": "flex"` it would wait its turn. Try again in {response.headers["retry-after"]} s.'
+    )
     assert 1 <= int(response.headers["retry-after"]) <= 120
     assert 0 < int(response.headers["retry-after-ms"]) <= 1000 * int(response.headers["retry-after"])
     assert raised.value.code == "server_overloaded"
     assert refused == 2
     assert 'tidegate_predicted_ttft_seconds{tier="realtime"}' in metrics
     assert 'tidegate_queued_tokens{kind="prompt",tier="bulk"} 0.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("key", "way_out"),
+    [(None, "flex"), (frozenset({"realtime", "bulk"}), "flex"), (frozenset({"realtime"}), None)],
+)
+def test_the_way_out_is_a_tier_that_the_key_may_use(key: frozenset[str] | None, way_out: str | None) -> None:
+    tiers = make_tiers()
+    asking = None if key is None else ApiKey("k", b"", key)
+    assert patient_service_tier(tiers["realtime"], asking, tiers) == way_out
+    assert patient_service_tier(tiers["bulk"], asking, tiers) is None, "batch has no service_tier"
 
 
 async def test_a_late_request_waits_its_turn_while_its_tier_is_patient() -> None:

@@ -87,6 +87,11 @@ class Deployment:
             self.gateway.predicted_ttft.labels(tier).set(0.3)
             for kind in ("prompt", "output"):
                 self.gateway.queued_tokens.labels(tier, kind).set(900)
+            self.gateway.count_requests("chat-ui", tier, 2)
+            for kind in ("prompt", "cached_prompt", "completion", "cached_completion"):
+                self.gateway.count_tokens("chat-ui", tier, kind, 30)
+        self.gateway.count_rate_limited("chat-ui", "tokens")
+        self.gateway.count_cache_lookup("hit")
         self.gateway.workers_alive.set(len(self.workers))
         self.gateway.batches.labels("in_progress").set(1)
 

@@ -91,6 +91,7 @@ def make_request(
     reply_to: str = "gateway",
     delivery: Delivery = Delivery.EACH_STEP,
     cache_salt: str = "",
+    wants_receipt: bool = False,
     **sampling: Any,
 ) -> Request:
     """`prompt` is the token ids, or their number."""
@@ -106,6 +107,7 @@ def make_request(
         reply_to=reply_to,
         delivery=delivery,
         cache_salt=cache_salt,
+        wants_receipt=wants_receipt,
     )
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.interface import FinishReason
 from engine.step_time.cost import StepCost
+from scheduler.request import Receipt
 from scheduler.request_state import RequestState
 from tests.scheduler.builders import FAST, MAX_PREEMPTIONS, expected_tokens, fixed, make_info, make_tiers
 from tests.scheduler.world import Answer, World, run_world
@@ -93,7 +94,8 @@ def play(traffic: Traffic) -> World:
 
 
 async def _ask(world: World, request_id: str, arrival: Arrival) -> None:
-    asked = world.ask(request_id, arrival.tier, arrival.prompt, arrival.max_tokens, cache_salt=arrival.cache_salt)
+    more = {"cache_salt": arrival.cache_salt, "wants_receipt": True}
+    asked = world.ask(request_id, arrival.tier, arrival.prompt, arrival.max_tokens, **more)
     if arrival.cancelled_after_ms is None:
         await asked
         return
@@ -115,24 +117,30 @@ def test_the_laws_hold_on_random_traffic(traffic: Traffic) -> None:
     assert len(answers) >= num_served
     for answer in answers:
         assert_output_unchanged(answer)
+        assert_receipt_adds_up(answer)
 
 
 def test_the_laws_hold_in_full_memory_with_sharing_swaps_and_cancels() -> None:
     """The same laws where KV blocks are always short; asserts also that each kind of event really happened."""
     modes: Counter[str] = Counter()
-    num_hits = num_exhausted = num_cancelled = 0
+    num_hits = num_exhausted = num_cancelled = num_paused = num_told = num_preemptions = 0
     for seed in range(12):
         world = play(_flood(random.Random(seed)))
         assert_everything_ended(world)
         for answer in world.answers.values():
             if answer.ended_s is not None:
                 assert_output_unchanged(answer)
+                receipt = assert_receipt_adds_up(answer)
+                num_paused += receipt.paused_ms > 0
+                num_told += receipt.preemptions
+        num_preemptions += sum(world.core.preemptions.values())
         modes.update({mode: count for (_, mode), count in world.core.preemptions.items()})
         num_hits += sum(bool(life.num_cached_tokens) for life in world.core.lives)
         num_exhausted += sum(life.num_preemptions == MAX_PREEMPTIONS for life in world.core.lives)
         num_cancelled += world.core.counts["cancelled"]
     assert min(modes[mode] for mode in ("pause", "swap", "recompute")) > 5
-    assert min(num_hits, num_exhausted, num_cancelled) > 0
+    assert min(num_hits, num_exhausted, num_cancelled, num_paused) > 0
+    assert num_paused <= num_told <= num_preemptions, "receipts count preemptions; cancelled requests give none"
 
 
 def _flood(rng: random.Random) -> Traffic:
@@ -177,6 +185,20 @@ def assert_causality(lives: list[RequestState]) -> None:
         assert happened == sorted(happened)
 
 
+def assert_receipt_adds_up(answer: Answer) -> Receipt:
+    """Law 3, as a client sees it: the times of the receipt follow each other from the arrival to the last token."""
+    receipts = [event.receipt for event in answer.events if event.receipt is not None]
+    assert len(receipts) == len(answer.events), "every event has one, since any of them may be the last that is read"
+    receipt = receipts[-1]
+    assert answer.ended_s is not None
+    assert min(receipt.queue_ms, receipt.prefill_ms, receipt.decode_ms, receipt.paused_ms) >= 0
+    total_ms = 1000 * (answer.ended_s - answer.submitted_s)
+    parts_ms = receipt.queue_ms + receipt.prefill_ms + receipt.decode_ms
+    assert abs(parts_ms - total_ms) <= 1.1, "arrivals are in whole milliseconds"
+    assert receipt.paused_ms <= receipt.prefill_ms + receipt.decode_ms + 0.01
+    return receipt
+
+
 def assert_steps_stay_in_their_limits(world: World, traffic: Traffic) -> None:
     for _, plan in world.core.plans:
         assert plan.num_tokens <= traffic.max_step_tokens
@@ -195,7 +217,7 @@ def assert_output_unchanged(answer: Answer) -> None:
 def test_the_same_seed_gives_the_same_trace(traffic: Traffic) -> None:
     """Law 5."""
     first, second = play(traffic).core.trace(), play(traffic).core.trace()
-    assert first
+    assert first or all(a.cancelled_after_ms is not None for a in traffic.arrivals)
     assert first == second
 
 

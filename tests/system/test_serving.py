@@ -83,6 +83,16 @@ async def test_two_hundred_requests_at_once_see_no_error(client: AsyncOpenAI) ->
     assert await asyncio.gather(*(tokens(n) for n in range(200))) == [16] * 200
 
 
+async def test_two_hundred_chats_at_once_with_the_clients_defaults_are_all_answered(client: AsyncOpenAI) -> None:
+    nonces = [make_nonce(random.Random(i)) for i in range(200)]
+    asking = (
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": f"Repeat: {nonce}"}])
+        for nonce in nonces
+    )
+    answers = await asyncio.gather(*asking)
+    assert all(answer.choices[0].finish_reason in ("stop", "length") for answer in answers)
+
+
 async def test_seeded_sampling_repeats_itself(client: AsyncOpenAI) -> None:
     async def sample(seed: int) -> str:
         answer = await client.completions.create(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic_settings import CliApp
 
 from tidegate import cli
@@ -63,6 +63,7 @@ def test_a_child_gets_the_settings_of_its_parent(
 ) -> None:
     parent = ServeSettings(
         served_model_name=["a", "b"],
+        allowed_origins=["null", "http://localhost:*"],
         model="/m",
         redis_url="redis://:sesame@store:6379/0",
         threads=3,
@@ -70,7 +71,9 @@ def test_a_child_gets_the_settings_of_its_parent(
         swap_mb=0,
         port=9,
         drain_s=2,
+        api_key=SecretStr("sk-sesame,sk-sesame-2"),
     )
+    assert parent.operator_keys == ["sk-sesame", "sk-sesame-2"]
     for name, value in parent.secret_env.items():
         monkeypatch.setenv(name, value)
     child = CliApp.run(kind, cli_args=list(parent.flags(kind)))
@@ -78,6 +81,26 @@ def test_a_child_gets_the_settings_of_its_parent(
         name: getattr(parent, name) for name in kind.model_fields
     }
     assert not any("sesame" in flag for flag in parent.flags(kind)), "command lines are public"
+
+
+def test_allowed_origins_come_from_a_flag_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tidegate.yaml"
+    file.write_text("allowed_origins: ['*']\n")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(file))
+    assert CliApp.run(GatewaySettings, cli_args=[]).allowed_origins == ["*"]
+    monkeypatch.setenv("TIDEGATE_ALLOWED_ORIGINS", "app://obsidian.md, null")
+    assert CliApp.run(GatewaySettings, cli_args=[]).allowed_origins == ["app://obsidian.md", "null"]
+    flag = "https://chat.example/,chrome-extension://*"
+    settings = CliApp.run(GatewaySettings, cli_args=["--allowed-origins", flag])
+    assert settings.allowed_origins == ["https://chat.example/", "chrome-extension://*"]
+
+
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/app", "https:chat.example", "https://a b"])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ValidationError, match="needs a scheme and no path"):
+        GatewaySettings(allowed_origins=[origin])
 
 
 @pytest.mark.parametrize("key", ["prot", "config"])
@@ -100,6 +123,14 @@ def test_config_without_a_file_name_is_refused(args: list[str], capsys: pytest.C
 def test_values_out_of_range_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         ServeSettings(**wrong)
+
+
+def test_a_key_given_as_the_keys_file_is_refused_without_repeating_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--api-keys", "sk-secret"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "TIDEGATE_API_KEY" in error and "sk-secret" not in error
 
 
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:

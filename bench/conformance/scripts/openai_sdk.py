@@ -107,7 +107,8 @@ def logprobs() -> None:
     """log probabilities of a chat and of a completion, and echo for scoring"""
     chat = client.chat.completions.create(model=MODEL, messages=QUESTION, logprobs=True, top_logprobs=3, max_tokens=4)
     assert len(chat.choices[0].logprobs.content) == 4
-    scored = client.completions.create(model=MODEL, prompt="Tidegate is", max_tokens=0, echo=True, logprobs=1)
+    lenient = OpenAI(base_url=BASE_URL, api_key=API_KEY)  # the client's types allow no null for the first token
+    scored = lenient.completions.create(model=MODEL, prompt="Tidegate is", max_tokens=0, echo=True, logprobs=1)
     found = scored.choices[0].logprobs
     assert found.token_logprobs[0] is None and all(value <= 0 for value in found.token_logprobs[1:])
 

@@ -15,7 +15,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from torch import Tensor
 from transformers.utils import cached_file
 
-from engine.interface import EngineInfo
+from engine.interface import GRAMMAR_FAILED, EngineInfo
 
 _MAX_COMPILED = 64  # compiled grammars kept (LRU): bulk traffic repeats the same few grammars
 _MAX_REASON_LENGTH = 300  # characters of llguidance's error messages
@@ -47,7 +47,7 @@ class Matcher:
     @property
     def failure(self) -> str | None:
         """The reason why the grammar has failed, as text for the user; None if it has not failed."""
-        return f"the grammar cannot be followed: {_reason(self.inner)}" if self.inner.is_error() else None
+        return f"{GRAMMAR_FAILED} cannot be followed: {_reason(self.inner)}" if self.inner.is_error() else None
 
 
 class Grammars:
@@ -77,7 +77,7 @@ class Grammars:
     def _compile_uncached(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer(), grammar, log_level=0)
         if matcher.is_error():
-            raise GrammarError(f"the grammar does not compile: {_reason(matcher)}")
+            raise GrammarError(f"{GRAMMAR_FAILED} does not compile: {_reason(matcher)}")
         return matcher
 
     def _tokenizer(self) -> LLTokenizer:

@@ -1,4 +1,7 @@
-"""Alter logits before a token is sampled: add logit bias, apply penalties, and forbid stop tokens before `min_tokens`.
+"""Alter logits before a token is sampled: add logit bias, apply penalties, and forbid tokens.
+
+Stop tokens are forbidden before `min_tokens`, the last token of a bad word after its other tokens, and all tokens that
+are not allowed.
 
 Knows logits and the tokens of sequences; does not know grammars or sampling. All affected rows are changed together:
 numpy concatenates the indices of their tokens, and the device gathers, computes and scatters once.
@@ -17,13 +20,13 @@ Ids = npt.NDArray[np.int64]
 
 
 class Penalties:
-    """The logit bias, penalties and forbidden stop tokens of one sequence.
+    """The logit bias, penalties and forbidden tokens of one sequence.
 
     All of these depend only on the sequence's parameters and tokens, so a preempted and resumed sequence gets the same
     logits.
     """
 
-    __slots__ = ("params", "counts", "bias_ids", "biases", "_stop_ids", "forbidden_stop_ids")
+    __slots__ = ("params", "counts", "bias_ids", "biases", "_stop_ids", "forbidden_ids", "allowed_ids")
 
     def __init__(self, sequence: Sequence, vocab_size: int) -> None:
         params = self.params = sequence.sampling
@@ -35,14 +38,19 @@ class Penalties:
         self.bias_ids: Ids = np.array([token_id for token_id, _ in bias], dtype=np.int64)
         self.biases = np.array([value for _, value in bias], dtype=np.float32)
         self._stop_ids: Ids = np.array([i for i in sequence.stop_ids if 0 <= i < vocab_size], dtype=np.int64)
-        self.forbidden_stop_ids = self._stop_ids  # all stop tokens, or none once the output has `min_tokens`
+        self.forbidden_ids = self._stop_ids  # stop tokens before `min_tokens`, and tokens that would end a bad word
+        allowed = [token_id for token_id in params.allowed_token_ids if 0 <= token_id < vocab_size]
+        self.allowed_ids: Ids = np.array(allowed, dtype=np.int64)
 
     def update(self, sequence: Sequence) -> None:
-        """Count the tokens that `sequence` has received since the last call; update `forbidden_stop_ids`."""
+        """Count the tokens that `sequence` has received since the last call; update `forbidden_ids`."""
         if self.counts is not None:
             self.counts.count(sequence.token_ids[sequence.num_prompt_tokens + self.counts.num_counted :])
         must_go_on = sequence.num_output_tokens < self.params.min_tokens
-        self.forbidden_stop_ids = self._stop_ids if must_go_on else self._stop_ids[:0]
+        self.forbidden_ids = self._stop_ids if must_go_on else self._stop_ids[:0]
+        if self.params.bad_words:
+            ends = np.array(_ends_of_bad_words(sequence), dtype=np.int64)
+            self.forbidden_ids = np.concatenate([self.forbidden_ids, ends])
 
 
 def apply_penalties(logits: Tensor, penalties: list[Penalties]) -> None:
@@ -77,16 +85,29 @@ def add_bias(logits: Tensor, penalties: list[Penalties]) -> None:
         logits.view(-1).index_add_(0, index, biases)
 
 
-def forbid_stops(logits: Tensor, penalties: list[Penalties]) -> None:
-    """Set the logits of stop tokens to -inf for each row whose output is shorter than `min_tokens`.
+def forbid(logits: Tensor, penalties: list[Penalties]) -> None:
+    """Set the logits of the forbidden tokens of each row to -inf, and those of all tokens that are not allowed.
 
-    `logits` (rows, vocab) are changed in place; row i has `penalties[i]`. Rows with a grammar are left out: the
-    grammar's mask forbids their stop tokens, except at the end of the grammar, when no other token is allowed.
+    `logits` (rows, vocab) are changed in place; row i has `penalties[i]`. The forbidden tokens of rows with a grammar
+    are left out: the grammar's mask forbids them, except where no other token is allowed.
     """
-    rows = [row for row, p in enumerate(penalties) if p.params.grammar is None and len(p.forbidden_stop_ids)]
+    rows = [row for row, p in enumerate(penalties) if p.params.grammar is None and len(p.forbidden_ids)]
     if rows:
-        index = _flat_index(logits, rows, [penalties[row].forbidden_stop_ids for row in rows])
+        index = _flat_index(logits, rows, [penalties[row].forbidden_ids for row in rows])
         logits.view(-1).index_fill_(0, index, float("-inf"))
+    for row, own in enumerate(penalties):
+        if len(own.allowed_ids):
+            allowed = torch.from_numpy(own.allowed_ids).to(logits.device)
+            kept = logits[row, allowed]
+            logits[row] = float("-inf")
+            logits[row, allowed] = kept
+
+
+def _ends_of_bad_words(sequence: Sequence) -> list[int]:
+    """Return the tokens that would complete a bad word after the output so far."""
+    output = sequence.token_ids[sequence.num_prompt_tokens :]
+    words = sequence.sampling.bad_words
+    return [word[-1] for word in words if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]]
 
 
 def _has_penalties(params: SamplingParams) -> bool:

@@ -4,9 +4,10 @@ Knows the order of the sampling steps, and keeps token counts and grammar states
 know models, chunks or blocks. Each row is sampled on its own, in this order:
 
     log probabilities ← the model's logits
-    bias → repetition, presence and frequency penalty → min_tokens → grammar → temperature → top_k → top_p → min_p
+    bias → repetition, presence and frequency penalty → min_tokens, bad words, allowed tokens → grammar → temperature
+    → top_k → top_p → min_p
 
-This is transformers' order. Rows without bias, penalties, `min_tokens` and grammar skip the steps that alter logits.
+This is transformers' order. Rows with none of the options before the temperature skip the steps that alter logits.
 """
 
 from collections.abc import Sequence as Seq
@@ -20,7 +21,7 @@ from engine.interface import EngineInfo, SamplingParams
 from engine.native.sampling.grammar import GrammarError, Grammars, Matcher, apply_masks, forbid_tokens
 from engine.native.sampling.logprobs import token_logprobs
 from engine.native.sampling.outcome import Outcome
-from engine.native.sampling.penalties import Penalties, add_bias, apply_penalties, forbid_stops
+from engine.native.sampling.penalties import Penalties, add_bias, apply_penalties, forbid
 from engine.native.sampling.sampler import Sampler, SamplingRow, sample
 from engine.sequences.sequence import Sequence
 
@@ -68,7 +69,7 @@ class SamplingPipeline:
         penalties = [self._updated_penalties(sequence) for sequence in sequences]
         add_bias(logits, penalties)
         apply_penalties(logits, penalties)
-        forbid_stops(logits, penalties)
+        forbid(logits, penalties)
         failures = self._mask_by_grammar(logits, sequences, penalties)
         token_ids = self._sampler(logits, [SamplingRow(s.sampling, s.num_output_tokens) for s in sequences])
         return [failures.get(i) or _outcome(token_id, _NOTHING_LEFT) for i, token_id in enumerate(token_ids)]
@@ -88,7 +89,7 @@ class SamplingPipeline:
         if matchers:
             masks = self._grammars.masks(list(matchers.values()))
             for mask, (i, matcher) in zip(masks, matchers.items(), strict=True):
-                forbid_tokens(mask, penalties[i].forbidden_stop_ids.tolist())
+                forbid_tokens(mask, penalties[i].forbidden_ids.tolist())
                 if matcher.failure is not None:
                     failures[i] = Outcome(failure=matcher.failure)
             apply_masks(logits, list(matchers), masks)

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from gateway.completion.answer_options import AnswerOptions
 from gateway.completion.openai_objects import AnswerHead, TextAnswer
 from gateway.completion.response import PreparedRequest, ResponseStream
 from gateway.http.sse import DONE, PING
@@ -22,7 +23,7 @@ async def test_tokens_without_text_do_not_suppress_pings() -> None:
     client = SchedulerClient(MemoryQueue(clock), MemoryEventChannel(), registry, tiers, clock, "gateway-1")
     tokens = TokenStream(client.cancel, [request])
     answer = TextAnswer(AnswerHead("cmpl-1", 0, "m", "default", "fp"))
-    prepared = PreparedRequest(answer, tiers["realtime"], (request,), n=1, stops=("xxxxxxxxxx",))
+    prepared = PreparedRequest(answer, tiers["realtime"], (request,), n=1, options=AnswerOptions(stops=("xxxxxxxxxx",)))
     stream = ResponseStream(prepared, tokens, tiny_tokenizer(), clock, ping_s=15.0)
     written: list[bytes] = []
 

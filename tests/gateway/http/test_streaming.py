@@ -93,15 +93,6 @@ async def test_usage_comes_last_when_asked_for() -> None:
     assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
 
 
-async def test_continuous_usage_grows() -> None:
-    body = {**CHAT, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    async with running_stand("abcdef") as stand:
-        chunks = chunks_of(await frames_of(stand, "/v1/chat/completions", body))
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert counts[-1] == len(token_ids("abcdef"))
-
-
 @pytest.mark.parametrize("service_tier", ["default", "flex"])
 async def test_choices_interleave_by_index(service_tier: str) -> None:
     """Pieces of the choices are sent as they come, not one choice after another."""

@@ -17,6 +17,7 @@ from tests.waiting import until
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"model": MODEL, "messages": HI}
+MISSING = "missing_required_parameter"
 TEXT: dict[str, Any] = {"model": MODEL, "prompt": "hi"}
 
 
@@ -30,6 +31,7 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
     return error
 
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 INVALID_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"model": None}, "model", "invalid_type"),
     ({"messages": []}, "messages", "invalid_value"),
@@ -48,7 +50,7 @@ INVALID_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "missing_required_parameter",
     ),
     ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages[0].tool_calls[0]", "invalid_type"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{}] * 129}]}, "messages[0].tool_calls", "invalid_value"),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 129}]}, "messages[0].tool_calls", "invalid_value"),
     ({"messages": HI * 300}, "messages", "context_length_exceeded"),
     ({"reasoning_effort": "bogus"}, "reasoning_effort", "invalid_value"),
     ({"verbosity": "loud"}, "verbosity", "invalid_value"),
@@ -63,7 +65,7 @@ INVALID_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "messages[1].content[1].type",
         "invalid_value",
     ),
-    ({"messages": [{"role": "function", "content": "a"}]}, "messages", "invalid_value"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function", MISSING),
     ({"temperature": -0.1}, "temperature", "invalid_value"),
     ({"temperature": 2.1}, "temperature", "invalid_value"),
     ({"temperature": "1"}, "temperature", "invalid_type"),
@@ -96,38 +98,60 @@ INVALID_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "invalid_value"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages", "context_length_exceeded"),
     ({"messages": [{"role": "user", "content": "xyz" * 200}]}, "messages", "context_length_exceeded"),
-    ({"max_tokens": CONTEXT}, "messages", "context_length_exceeded"),
+    ({"max_tokens": CONTEXT}, "max_tokens", "context_length_exceeded"),
+    ({"max_completion_tokens": CONTEXT, "max_tokens": 1}, "max_completion_tokens", "context_length_exceeded"),
+    ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"logprobs": 2}, "logprobs", "invalid_type"),
+    ({"logit_bias": {"x": 1}}, "logit_bias.x", "invalid_value"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1", "invalid_value"),
+    ({"logit_bias": {"999999": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": [1]}, "logit_bias", "invalid_type"),
+    ({"presence_penalty": -2.1}, "presence_penalty", "invalid_value"),
+    ({"frequency_penalty": "1"}, "frequency_penalty", "invalid_type"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "invalid_value"),
+    ({"allowed_token_ids": [999_999]}, "allowed_token_ids", "invalid_value"),
+    ({"allowed_token_ids": [5], "min_tokens": 1}, "allowed_token_ids", "invalid_value"),
+    ({"bad_words": [""]}, "bad_words[0]", "invalid_value"),
+    ({"bad_words": ["a"] * 129}, "bad_words", "invalid_value"),
+    ({"min_p": 1.1}, "min_p", "invalid_value"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "invalid_value"),
+    ({"stop_token_ids": [999_999]}, "stop_token_ids", "invalid_value"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "invalid_value"),
+    ({"best_of": 1, "n": 2}, "best_of", "invalid_value"),
+    ({"best_of": 3, "n": 2, "stream": True}, "best_of", "invalid_value"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "invalid_value"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "invalid_value"),
+    ({"detokenize": False, "stop": "a"}, "detokenize", "invalid_value"),
+    (
+        {"add_generation_prompt": True, "continue_final_message": True},
+        "continue_final_message",
+        "invalid_value",
+    ),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "invalid_value"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "invalid_value"),
+    ({"request_id": "a b"}, "request_id", "invalid_value"),
+    ({"priority": 2**63}, "priority", "invalid_value"),
+    ({"max_token": 5}, "max_token", "unknown_parameter"),
+    ({"temprature": 0}, "temprature", "unknown_parameter"),
+    ({"maxTokens": 5}, "maxTokens", "unknown_parameter"),
 ]
 UNSUPPORTED: list[dict[str, Any]] = [
-    {"tools": [{"type": "function", "function": {"name": "f"}}]},
-    {"tool_choice": "required"},
-    {"functions": [{}]},
-    {"function_call": "auto"},
-    {"response_format": {"type": "json_object"}},
-    {"logprobs": True},
-    {"logprobs": 0},
-    {"top_logprobs": 2},
-    {"logit_bias": {"1": 5}},
-    {"presence_penalty": 0.1},
-    {"frequency_penalty": -2},
-    {"best_of": 2},
-    {"echo": True},
+    {"thinking_token_budget": 5},
+    {"vllm_xargs": {"a": 1}},
+    {"logprob_token_ids": [1]},
+    {"use_beam_search": True},
+    {"repetition_detection": {}},
     {"suffix": "x"},
     {"audio": {}},
     {"modalities": ["text", "audio"]},
     {"prediction": {"type": "content"}},
-    {"min_p": 0.1},
-    {"repetition_penalty": 1.1},
-    {"min_tokens": 1},
-    {"structured_outputs": {"json": {}}},
-    {"guided_json": {}},
-    {"guided_whitespace_pattern": "x"},
     {"structural_tag": "x"},
     {"logits_processors": ["a.b"]},
-    {"documents": [{"text": "a"}]},
-    {"spaces_between_special_tokens": False},
-    {"return_tokens_as_token_ids": True},
-    {"return_token_ids": True},
 ]
 INVALID_TEXTS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": None}, "prompt", "invalid_type"),
@@ -143,7 +167,10 @@ INVALID_TEXTS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ["a"] * 100, "n": 100}, "n", "invalid_value"),
     ({"prompt": ["a"] * 33, "n": 2}, "n", "invalid_value"),  # the tier's queue holds 64
     ({"prompt": [1] * CONTEXT}, "prompt", "context_length_exceeded"),
-    ({"max_tokens": CONTEXT}, "prompt", "context_length_exceeded"),
+    ({"max_tokens": CONTEXT}, "max_tokens", "context_length_exceeded"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"logprobs": 21}, "logprobs", "invalid_value"),
+    ({"logprobs": True}, "logprobs", "invalid_type"),
 ]
 
 
@@ -163,6 +190,20 @@ async def test_unsupported_parameters_are_refused_by_name() -> None:
             for change in UNSUPPORTED:
                 error = error_of(await stand.post(path, {**body, **change}), 400)
                 assert (error["code"], error["param"]) == ("unsupported_parameter", *change), change
+
+
+async def test_parameters_of_the_other_endpoint_are_refused_by_name() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    async with running_stand() as stand:
+        for path, body, changes in (
+            ("/v1/chat/completions", CHAT, [{"echo": True}]),
+            ("/v1/completions", TEXT, [{"tools": [tool]}, {"top_logprobs": 2}, {"max_completion_tokens": 5}]),
+        ):
+            for change in changes:
+                error = error_of(await stand.post(path, {**body, **change}), 400)
+                assert (error["code"], error["param"]) == ("unsupported_parameter", *change), change
+            unset = {name: None for change in changes for name in change}
+            assert (await stand.post(path, {**body, **unset})).status_code == 200
 
 
 async def test_default_values_of_unsupported_parameters_are_accepted() -> None:
@@ -223,9 +264,9 @@ async def test_the_openai_client_raises_its_own_exceptions() -> None:
         with pytest.raises(openai.NotFoundError) as missing:
             await stand.client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "a"}])
         with pytest.raises(openai.BadRequestError) as bad:
-            await stand.client.completions.create(model=MODEL, prompt="a", logprobs=2)
+            await stand.client.completions.create(model=MODEL, prompt="a", suffix="b")
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-    assert (bad.value.code, bad.value.param) == ("unsupported_parameter", "logprobs")
+    assert (bad.value.code, bad.value.param) == ("unsupported_parameter", "suffix")
     assert bad.value.request_id is not None
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from redis.asyncio import Redis
 
-from gateway.identity import ApiKey, Keyring, KeyringError, load_keyring
+from gateway.identity import ApiKey, Keyring
 from gateway.protocol.errors import ApiError
 from gateway.routes.admin import describe_outcome
 from gateway.state import GatewayTiers
@@ -204,18 +204,6 @@ async def test_it_is_documented_under_its_own_tag() -> None:
         tags = {tuple(operation["tags"]) for url in paths if "/admin" in url for operation in paths[url].values()}
         assert tags == {("admin",)}
         assert set(paths["/admin/tiers"]["post"]["requestBody"]["content"]) == {"application/json", "application/yaml"}
-
-
-def test_the_keys_file_names_the_administrators(tmp_path: Path) -> None:
-    file = tmp_path / "keys.yaml"
-    file.write_text("keys: [{name: root, key: sk-root, admin: true}, {name: user, key: sk-user}]")
-    keyring = load_keyring(file, make_tiers())
-    [root, user] = [keyring.authenticate(f"Bearer sk-{name}") for name in ("root", "user")]
-    assert root is not None and root.admin
-    assert user is not None and not user.admin
-    file.write_text("keys: [{name: root, key: sk-root, admin: sure}]")
-    with pytest.raises(KeyringError, match=r"keys\[0\]\.admin"):
-        load_keyring(file, make_tiers())
 
 
 async def test_the_batch_service_learns_of_its_new_tier() -> None:

@@ -80,7 +80,7 @@ async def test_a_batch_line_gets_status_and_body() -> None:
         ("/v1/chat/completions", {}, 400, "messages"),
         ("/v1/chat/completions", {"model": "other", "messages": HI}, 404, "model"),
         ("/v1/completions", {"prompt": "\ud800"}, 400, "prompt"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, 400, "echo"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
         ("/v1/embeddings", {}, 404, "url"),
     ],
 )

@@ -1,12 +1,15 @@
 """Models, health, readiness, metrics and logs."""
 
+import hashlib
+
 import openai
 import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.identity import ApiKey, Keyring
 from gateway.routes.ops import render
-from tests.gateway.stand import MODEL, running_stand, token_ids
+from tests.gateway.stand import CONTEXT, MODEL, running_stand, token_ids
 from tests.waiting import until
 
 WORKER_METRICS = """\
@@ -33,6 +36,29 @@ async def test_models() -> None:
         with pytest.raises(openai.NotFoundError) as error:
             await stand.client.models.retrieve("a/b")
     assert error.value.code == "model_not_found"
+
+
+async def test_a_model_has_its_limits_and_what_clients_of_vllm_read() -> None:
+    async with running_stand() as stand:
+        listed = (await stand.http.get("/v1/models")).json()["data"]
+        one = (await stand.http.get(f"/v1/models/{MODEL}")).json()
+        probes = [await stand.http.head(path) for path in ("/v1/models", f"/v1/models/{MODEL}", "/v1/models/nope")]
+    assert listed[0] == one
+    assert (one["max_model_len"], one["context_length"], one["parent"]) == (CONTEXT, CONTEXT, None)
+    assert [model["root"] for model in listed] == [MODEL, MODEL]
+    assert one["permission"][0]["allow_sampling"] is True
+    assert (one["capabilities"]["completion_chat"], one["capabilities"]["function_calling"]) == (True, False)
+    assert [(probe.status_code, probe.content) for probe in probes] == [(200, b""), (200, b""), (404, b"")]
+
+
+async def test_version_and_ping() -> None:
+    keyring = Keyring([ApiKey("a", hashlib.sha256(b"sk-right").digest())])
+    async with running_stand(with_worker=False, keyring=keyring) as stand:
+        version = (await stand.http.get("/version")).json()["version"]
+        assert version == (await stand.http.get("/openapi.json")).json()["info"]["version"]
+        for method in ("GET", "POST", "HEAD"):
+            ping = await stand.http.request(method, "/ping")
+            assert (ping.status_code, ping.content) == (200, b"")
 
 
 async def test_health_root_and_docs() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.interface import FinishReason
+from engine.interface import FinishReason, TokenLogprobs
 from scheduler.client.client import CHECK_EVERY, REFRESH_S, WORKER_GRACE_S, SchedulerClient
 from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
@@ -39,7 +39,9 @@ class Stage:
         self.events = MemoryEventChannel()
         self.registry = MemoryWorkerRegistry(self.clock)
         tiers = make_tiers(realtime={"queue_limit": 4})
-        self.client = SchedulerClient(self.queue, self.events, self.registry, tiers, self.clock, "gateway")
+        self.share = 0.0  # of the spread, at which refused clients come back
+        parts = (self.queue, self.events, self.registry)
+        self.client = SchedulerClient(*parts, tiers, self.clock, "gateway", draw=lambda: self.share)
         self.status = WorkerStatus("w", ("model",), 512, 1000, 0, tiers={"realtime": TierStatus()})
 
     async def announce(self, **tiers: TierStatus) -> None:
@@ -150,6 +152,22 @@ def test_repeats_after_a_requeue_are_dropped_by_their_index() -> None:
         stream = await stage.submit(make_request("r"))
         await stage.tell(tokens(0, 5), tokens(1, 6), tokens(0, 5), tokens(1, 6, 7), finished(0, 5, 6, 7, 8))
         assert await received(stream) == [tokens(0, 5), tokens(1, 6), tokens(2, 7), finished(3, 8)]
+
+    play(story)
+
+
+def test_repeats_lose_their_log_probabilities_in_step_with_their_tokens() -> None:
+    prompt = (TokenLogprobs(3, -1.0), TokenLogprobs(4, -2.0))
+
+    def scored(index: int, *token_ids: int) -> TokenEvent:
+        logprobs = tuple(TokenLogprobs(token_id, -float(token_id)) for token_id in token_ids)
+        prompt_logprobs = () if index else prompt
+        return TokenEvent("r", EventKind.TOKENS, index, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    async def story(stage: Stage) -> None:
+        stream = await stage.submit(make_request("r"))
+        await stage.tell(scored(0, 5), scored(1, 6), scored(0, 5), scored(0, 5, 6, 7), finished(3, 8))
+        assert await received(stream) == [scored(0, 5), scored(1, 6), scored(2, 7), finished(3, 8)]
 
     play(story)
 
@@ -506,7 +524,18 @@ def test_trap_8_an_old_heartbeat_refuses_nothing() -> None:
     play(story)
 
 
-@pytest.mark.parametrize(("per_s", "retry_s"), [(0.0, 30.0), (0.5, 2.0), (1000.0, 1.0), (0.001, 120.0)])
+def test_clients_that_are_refused_together_are_told_different_times() -> None:
+    async def story(stage: Stage) -> None:
+        await stage.submit(*(make_request(f"r{i}") for i in range(4)))
+        first = await refused(stage)
+        stage.share = 0.5
+        later = await refused(stage)
+        assert (first.retry_after_s, later.retry_after_s) == (30, 45)
+
+    play(story)
+
+
+@pytest.mark.parametrize(("per_s", "retry_s"), [(0.0, 30.0), (0.5, 2.0), (1000.0, 1.0), (0.001, 60.0)])
 def test_retry_after_comes_from_the_drain_rate(per_s: float, retry_s: float) -> None:
     async def story(stage: Stage) -> None:
         await stage.announce(realtime=TierStatus(finished_per_s=per_s))

@@ -1,6 +1,10 @@
-"""Rejections: each says why, and when to try again."""
+"""Rejections: each says why, and when to try again; clients that are refused together are told different times."""
+
+import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scheduler.client import rejection
 from scheduler.client.rejection import MAX_RETRY_S, MIN_RETRY_S, RejectReason
@@ -20,7 +24,8 @@ TIER, BULK = TIERS["realtime"], TIERS["bulk"]
 def test_a_full_queue_names_the_tier_and_its_limit() -> None:
     rejected = rejection.queue_full(TIER, 1000, [])
     assert rejected.reason is RejectReason.QUEUE_FULL
-    assert rejected.message == "The realtime tier's queue is full (1000 waiting, 1000 at most). Try again in 30 s."
+    assert rejected.message == "The realtime tier's queue is full (1000 waiting, 1000 at most)."
+    assert rejected.advice == "Try again in 30 s."
 
 
 def test_the_wait_is_the_time_that_makes_a_little_room_at_the_rate_of_all_workers() -> None:
@@ -37,8 +42,9 @@ def test_the_wait_stays_where_clients_still_retry(per_s: float) -> None:
 def test_an_overloaded_tier_says_what_was_predicted_and_when_to_try_again() -> None:
     rejected = rejection.overloaded(TIER, 4.4)
     assert rejected.message == (
-        "The realtime tier is overloaded: a first token would take about 4.4 s, and the SLO is 0.5 s. Try again in 4 s."
+        "The realtime tier is overloaded: a first token would take about 4.4 s, and the SLO is 0.5 s."
     )
+    assert rejected.advice == "Try again in 4 s."
     assert (rejected.reason, rejected.retry_after_s) == (RejectReason.OVERLOADED, pytest.approx(4.0))
 
 
@@ -55,15 +61,15 @@ def test_a_closed_tier_says_when_it_opens_again() -> None:
 def test_too_late_says_how_much_is_left() -> None:
     rejected = rejection.too_late(BULK, predicted_s=90, left_s=30, own_s=5)
     assert rejected.message == (
-        "The bulk tier cannot finish this by its deadline: it would take about 90 s, and 30 s are left. "
-        "Try again in 60 s."
+        "The bulk tier cannot finish this by its deadline: it would take about 90 s, and 30 s are left."
     )
     assert (rejected.reason, rejected.retry_after_s, rejected.is_final) == (RejectReason.DEADLINE, 60, False)
 
 
 def test_a_request_that_is_too_long_by_itself_is_refused_for_good() -> None:
     rejected = rejection.too_late(BULK, predicted_s=90, left_s=30, own_s=31)
-    assert rejected.is_final and "ask for a later deadline" in rejected.message
+    assert rejected.is_final and rejected.message.endswith("ask for a later deadline or fewer tokens.")
+    assert rejected.advice == ""
 
 
 def test_no_engine_and_draining() -> None:
@@ -84,4 +90,22 @@ def test_no_engine_and_draining() -> None:
 )
 def test_every_rejection_says_when_to_try_again(rejected: rejection.Rejected) -> None:
     assert MIN_RETRY_S <= rejected.retry_after_s <= MAX_RETRY_S
-    assert rejected.message.endswith(f"Try again in {rejected.retry_after_s:.0f} s.")
+    assert rejected.advice == f"Try again in {rejected.retry_after_s:.0f} s."
+    assert rejected.spread_s >= rejected.retry_after_s, "all of them may bring a crowd back"
+
+
+@given(st.floats(0.5, 1e4), st.integers(2, 10**5), st.floats(1e-3, 1e4), st.integers(0, 2**32))
+def test_a_crowd_that_is_refused_comes_back_spread_out(predicted_s: float, limit: int, per_s: float, seed: int) -> None:
+    full = make_tiers(realtime={"queue_limit": limit})["realtime"]
+    for told in (
+        rejection.overloaded(PATIENT, predicted_s),
+        rejection.too_late(BULK, 10 + predicted_s, left_s=10, own_s=1),
+        rejection.queue_full(full, limit, [worker("a", per_s)]),
+        rejection.draining(),
+    ):
+        draw = random.Random(seed).random
+        returns_s = sorted(told.at(draw()).retry_after_s for _ in range(100))
+        assert told.retry_after_s / 2 <= returns_s[0] and returns_s[-1] <= MAX_RETRY_S
+        window_s = max(MIN_RETRY_S, min(told.spread_s, MAX_RETRY_S / 2)) / 4
+        crowd = max(sum(0 <= later - first < window_s for later in returns_s) for first in returns_s)
+        assert crowd < 60, "not even in the busiest quarter do most of them come back"

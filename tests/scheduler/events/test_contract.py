@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
-from engine.interface import FinishReason
+from engine.interface import FinishReason, TokenLogprobs
 from scheduler.events.base import EventChannel
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.events.redis import RedisEventChannel
@@ -74,9 +75,21 @@ async def test_every_field_of_an_event_arrives(channel: EventChannel) -> None:
         TokenEvent("a", EventKind.FINISHED, 4, (1, 2, 3), FinishReason.LENGTH, cached_tokens=16),
         TokenEvent("b", EventKind.FAILED, error="NaN logits"),
         TokenEvent("c", EventKind.CANCELLED),
+        TokenEvent(
+            "d",
+            EventKind.TOKENS,
+            token_ids=(7,),
+            logprobs=(TokenLogprobs(7, -0.5, ((7, -0.5), (8, -1.25))),),
+            prompt_logprobs=(TokenLogprobs(3, -9999.0),),
+        ),
     ]
     await channel.publish("g", events)
     assert await take(channel, "g", 1) == [events]
+
+
+def test_log_probabilities_that_nobody_asked_for_take_no_room() -> None:
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(tokens(5, index=3)))
+    assert set(plain) == {"request_id", "kind", "index", "token_ids"}
 
 
 async def test_messages_between_open_and_listen_are_kept(channel: EventChannel) -> None:

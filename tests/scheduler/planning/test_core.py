@@ -1,12 +1,14 @@
 """The core without I/O, stepped by hand against the modeled engine."""
 
+from dataclasses import replace
+
 import pytest
 
-from engine.interface import FinishReason, SequenceFailure, StepResult
+from engine.interface import FinishReason, SequenceFailure, StepResult, TokenLogprobs
 from engine.step_time.cost import StepCost, StepWork
 from engine.step_time.model import StepTimeModel
 from scheduler.planning.claims import PREFETCH
-from scheduler.request import Claimed, Delivery, EventKind, Lease
+from scheduler.request import Claimed, Delivery, EventKind, Lease, TokenEvent
 from scheduler.request_state import Status
 from scheduler.virtual_time import EPOCH_MS
 from tests.scheduler.builders import (
@@ -21,7 +23,7 @@ from tests.scheduler.builders import (
     preempted,
     ran,
 )
-from tests.scheduler.stepped_core import SteppedCore
+from tests.scheduler.stepped_core import SteppedCore, run_now
 
 
 def small(num_blocks: int = 16) -> SteppedCore:
@@ -556,3 +558,32 @@ def test_release_gives_back_requests_that_were_refused_but_not_reported() -> Non
     core.accept([Claimed(make_request("bad", prompt=0), fence=1)], 0.0, EPOCH_MS)
     assert core.release_all() == [Lease("bad", 1)]
     assert not core.refuse(0.0).leases
+
+
+# -- log probabilities -------------------------------------------------------------------------------------------------
+
+
+def test_log_probabilities_go_out_once_and_with_their_tokens() -> None:
+    """Those of the prompt wait for the first token; a bulk stream's wait with its tokens for the next report."""
+    stepped = SteppedCore()
+    stepped.accept(make_request("b", "bulk", prompt=4, max_tokens=9))
+
+    def step(after_s: float = 0.0, prompt: tuple[int, ...] = ()) -> list[TokenEvent]:
+        stepped.submit()
+        result = run_now(stepped.engine.collect())
+        stepped.now += after_s
+        (output,) = result.outputs
+        output = replace(output, logprobs=scored(*output.token_ids), prompt_logprobs=scored(*prompt))
+        report = stepped.core.apply(replace(result, outputs=(output,)), stepped.now)
+        return [event for events in report.events.values() for event in events]
+
+    def scored(*token_ids: int) -> tuple[TokenLogprobs, ...]:
+        return tuple(TokenLogprobs(token_id, -float(token_id)) for token_id in token_ids)
+
+    (first,) = step(prompt=(1, 2, 3))
+    assert first.logprobs == scored(*first.token_ids)
+    assert first.prompt_logprobs == scored(1, 2, 3)
+    assert step() == []
+    (later,) = step(after_s=1.0)
+    assert (later.index, len(later.token_ids), later.prompt_logprobs) == (1, 2, ())
+    assert later.logprobs == scored(*later.token_ids)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
 
-from engine.native.sampling.penalties import Penalties, add_bias, apply_penalties, forbid_stops
+from engine.native.sampling.penalties import Penalties, add_bias, apply_penalties, forbid
 from engine.sequences.sequence import Sequence
 from tests.engine.drive import make_new
 
@@ -34,7 +35,7 @@ def penalised(logits: Tensor, *sequences: Sequence) -> Tensor:
     changed = logits.clone()
     add_bias(changed, penalties)
     apply_penalties(changed, penalties)
-    forbid_stops(changed, penalties)
+    forbid(changed, penalties)
     return changed
 
 
@@ -102,9 +103,31 @@ def test_min_tokens_equals_that_of_transformers(num_output: int) -> None:
     assert torch.equal(penalised(logits, sequence), expected)
 
 
+@pytest.mark.parametrize("num_output", range(6))
+def test_bad_words_equal_those_of_transformers(num_output: int) -> None:
+    words = ((5,), (10, 11), (10, 11, 12), (11, 10, 13))
+    logits, output = make_logits(1, num_output), [10, 11, 10, 11, 5][:num_output]
+    processor = NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=EOS)
+    expected = processor(torch.tensor([[1, *output]]), logits.clone())
+    assert torch.equal(penalised(logits, make_sequence([1], output, bad_words=words)), expected)
+
+
+def test_bad_words_are_searched_in_the_output_only() -> None:
+    logits = make_logits(1, 0)
+    assert torch.equal(penalised(logits, make_sequence([10], [], bad_words=((10, 11),))), logits)
+
+
+def test_only_allowed_tokens_are_left() -> None:
+    logits = make_logits(2, 0)
+    changed = penalised(logits, make_sequence([1], [], allowed_token_ids=(3, 9, VOCAB_SIZE)), make_sequence([1], []))
+    assert changed[0].isfinite().nonzero()[:, 0].tolist() == [3, 9]
+    assert torch.equal(changed[0, [3, 9]], logits[0, [3, 9]])
+    assert torch.equal(changed[1], logits[1])
+
+
 def test_a_row_does_not_depend_on_other_rows() -> None:
     rng = random.Random(1)
-    logits = make_logits(6, 1)
+    logits = make_logits(8, 1)
     options: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3},
         {"presence_penalty": 0.7},
@@ -112,6 +135,8 @@ def test_a_row_does_not_depend_on_other_rows() -> None:
         {"min_tokens": 50, "stop_token_ids": (1, 2)},
         {"repetition_penalty": 0.8, "frequency_penalty": 0.3, "min_tokens": 3},
         {"logit_bias": ((0, 1.0),)},
+        {"bad_words": ((3,), (4, 5)), "presence_penalty": 0.5},
+        {"allowed_token_ids": (3, 4, 5)},
     ]
     sequences = [make_sequence(random_tokens(rng, 15), random_tokens(rng, 10), **chosen) for chosen in options]
     together = penalised(logits, *sequences)

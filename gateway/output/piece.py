@@ -1,4 +1,4 @@
-"""The parts that an output is split into: text, reasoning, tool calls, and the log probabilities of its tokens.
+"""The parts that an output is split into: text, reasoning, tool calls, and its tokens with their log probabilities.
 
 Knows no tokens' text, no format of answers and no model. An `OutputParser` splits the text of one model family.
 """
@@ -19,6 +19,16 @@ class ToolCallDelta:
     arguments: str = ""  # the next part of the arguments, which together are one JSON object
 
 
+@dataclass(frozen=True, slots=True)
+class ReportedToken:
+    """A token that the answer reports, because the client asked for token ids or log probabilities."""
+
+    token_id: int
+    text_offset: int  # characters of the whole text before this token
+    logprobs: TokenLogprobs | None = None  # None: not requested, or nothing precedes the token
+    is_prompt: bool = False  # a token of the prompt, which `echo` reports with the output
+
+
 @dataclass(slots=True)
 class Piece:
     """A part of one choice's output, or all of it. Reasoning comes before text, and text before tool calls."""
@@ -26,21 +36,28 @@ class Piece:
     text: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens of this piece, if requested
+    tokens: list[ReportedToken] = field(default_factory=list)  # the tokens of this piece, if requested
+    prompt_token_ids: tuple[int, ...] = ()  # of the choice's prompt, in its first piece, if requested
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.reasoning or self.tool_calls or self.logprobs)
+        return bool(self.text or self.reasoning or self.tool_calls or self.tokens or self.prompt_token_ids)
 
     def extend(self, later: "Piece") -> None:
         """Append what `later` adds to the output."""
         self.text += later.text
         self.reasoning += later.reasoning
         self.tool_calls += later.tool_calls
-        self.logprobs += later.logprobs
+        self.tokens += later.tokens
+        self.prompt_token_ids = self.prompt_token_ids or later.prompt_token_ids
 
 
 class OutputParser(Protocol):
     """A parser of one growing output. The result does not depend on how the text is cut into parts."""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the next token is a part of the reasoning, or ends it."""
+        ...
 
     def feed(self, text: str) -> Piece:
         """Add text. Return what is certain now; text that may begin a marker is held back."""

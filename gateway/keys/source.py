@@ -1,0 +1,98 @@
+"""Where API keys come from, and how a gateway keeps its keyring up to date with the file.
+
+Each gateway reads its own file: when the file has changed, and on request. A broken file changes nothing: the keys that
+were read last stay in force, and the log and GET /admin/keys say why. Keys from the environment stay as they are until
+the process ends.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import structlog
+
+from gateway.identity import ApiKey, Keyring
+from gateway.keys.file import KeyringError, read_entries
+from scheduler.clock import Clock
+from scheduler.config import TierSet
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 1.0  # seconds between two looks at the file's time of change
+OPERATOR = "operator"  # name of the key or keys from the environment
+
+Stamp = tuple[int, int, int]  # inode, size and time of change: what tells that a file is not the same any more
+
+
+class KeySource:
+    """The file (None: no file) and the operator's own keys, of which `keyring` is made.
+
+    If there are neither, access is open. The operator's keys may use everything without limits. Several of them share
+    one name, so that one can replace another.
+    """
+
+    def __init__(
+        self, path: Path | None, operator_keys: Sequence[str], tiers: Callable[[], TierSet], clock: Clock
+    ) -> None:
+        """Read the keys. Raises `KeyringError` if they are invalid. `tiers` returns the tiers in force."""
+        self.path = path
+        self.problem = ""  # why the file in its present state is not in force; empty: it is in force
+        self._operator = [_operator_key(secret) for secret in operator_keys]
+        self._tiers = tiers
+        self._clock = clock
+        self._lock = asyncio.Lock()  # one reading at a time, so that an older one never replaces a newer one
+        self._seen = self._stamp()
+        self.loaded_ms = clock.wall_ms()
+        self.keyring = Keyring(self._read() if path or self._operator else None)
+
+    async def follow(self) -> None:
+        """Look at the file every `POLL_S` seconds, for ever, and read it again if it has changed or was broken."""
+        while self.path is not None:
+            await self._clock.sleep(POLL_S)
+            stamp = await asyncio.to_thread(self._stamp)
+            if stamp != self._seen or self.problem:
+                await self.reload()
+
+    async def reload(self) -> None:
+        """Read the file again. If it is invalid, keep the keys and set `problem`."""
+        async with self._lock:
+            await self._reload()
+
+    async def _reload(self) -> None:
+        self._seen = await asyncio.to_thread(self._stamp)  # before the content, so that no later change is missed
+        try:
+            keys = await asyncio.to_thread(self._read)
+        except KeyringError as error:
+            if str(error) != self.problem:
+                log.error("the API keys are refused; the old ones stay in force", reason=str(error))
+            self.problem = str(error)
+            return
+        self.problem = ""
+        if self.path is not None:
+            self._use(keys)
+
+    def _use(self, keys: list[ApiKey]) -> None:
+        self.loaded_ms = self._clock.wall_ms()
+        if tuple(keys) != self.keyring.keys:
+            self.keyring.replace(keys)
+            log.info("the API keys have changed", keys=len(keys))
+
+    def _read(self) -> list[ApiKey]:
+        entries = read_entries(self.path, self._tiers()) if self.path is not None else []
+        if self._operator and any(entry.name == OPERATOR for entry in entries):
+            raise KeyringError(f"{self.path}: the name {OPERATOR!r} belongs to the key from the environment")
+        if plain := sorted({entry.name for entry in entries if entry.key is not None}):
+            log.warning("API keys are stored in plain text; `sha256` instead of `key` hides them", keys=plain)
+        return [*(entry.to_key() for entry in entries), *self._operator]
+
+    def _stamp(self) -> Stamp | None:
+        try:
+            status = self.path.stat() if self.path is not None else None
+        except OSError:
+            return None
+        return (status.st_ino, status.st_size, status.st_mtime_ns) if status is not None else None
+
+
+def _operator_key(secret: str) -> ApiKey:
+    return ApiKey(OPERATOR, hashlib.sha256(secret.encode()).digest(), admin=True)

@@ -1,0 +1,307 @@
+"""How model families write reasoning and tool calls, as one table; the family of a model is found by its chat template.
+
+Knows markers and the text between them; does not know tokens, requests or answers. Each row follows the family's own
+chat template, and gives both directions: how calls are read, and how they are written (for grammars that force calls).
+
+To add a family, add a row to `CALL_FORMATS`, and one to the table of tests/gateway/output/test_formats.py.
+"""
+
+from dataclasses import dataclass
+
+import regex
+
+
+def _pattern(text: str) -> "regex.Pattern[str]":
+    return regex.compile(text, regex.DOTALL)
+
+
+# The beginning of a call that is one JSON object: `{"name": "…", "arguments": `, before the `{` of the arguments.
+_OBJECT_HEADER = _pattern(
+    r'\{\s*"(?:name|tool_name)"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_NAME = r"[\w.-]+"
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Arguments as tags, each with a key and a value, instead of JSON.
+
+    `argument` matches one argument, whose last part is `close`. `footer` ends the arguments of a call. `written` is one
+    argument, with `{key}` and `{value}`.
+    """
+
+    argument: "regex.Pattern[str]"
+    close: str
+    footer: "regex.Pattern[str]"
+    written: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How the models of a family write tool calls.
+
+    A text that matches `open` begins a region of calls, which ends after `close` (None: at the end of the output).
+    In the region, each call begins with `header`. `written` is one call, with `{name}` and `{arguments}`; `separator`
+    stands between calls, and `before` and `after` around all of them. `separator` must not be a prefix of `after`,
+    because llguidance would always take the longer of the two.
+    """
+
+    name: str
+    signs: tuple[str, ...]  # a chat template with all of these is of this family
+    open: str  # a regular expression
+    close: str | None  # a literal
+    header: "regex.Pattern[str]"
+    written: str
+    separator: str = "\n"
+    before: str = ""
+    after: str = ""
+    tags: Tags | None = None
+    trigger: str = ""  # the text with which calls begin; "": text and calls cannot be told apart by their beginning
+    markers: tuple[str, ...] = ()  # special tokens that are read, but not written
+    id_length: int | None = None  # of the ids of calls, if the family's template requires a length
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The markers of a model's reasoning, as literals.
+
+    `lead` stands before each later part of the output. Each of `text` begins text that is neither reasoning nor a call,
+    if such text has markers.
+    """
+
+    open: str
+    close: str
+    lead: str = ""
+    text: tuple[str, ...] = ()
+
+
+_OBJECT_CALL = '{{"name": "{name}", "arguments": {arguments}}}'
+_FUNCTION_TAGS = Tags(
+    _pattern(r"\s*<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"),
+    "</parameter>",
+    _pattern(r"\s*</function>"),
+    "<parameter={key}>\n{value}\n</parameter>\n",
+)
+
+# The first row with all signs in the template is taken, so rows with more particular signs come first.
+CALL_FORMATS: tuple[CallFormat, ...] = (
+    CallFormat(
+        "harmony",  # gpt-oss
+        ("<|channel|>", "to=functions."),
+        r"(?:(?:<\|start\|>assistant)?<\|channel\|>(?:commentary|analysis)|<\|start\|>assistant)(?= to=functions\.)",
+        "<|call|>",
+        _pattern(rf" to=functions\.(?P<name>{_NAME})(?:<\|channel\|>\w+)?[^<]*(?:<\|constrain\|>\w+)?<\|message\|>"),
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>",
+    ),
+    CallFormat(
+        "minimax_m2",
+        ("<minimax:tool_call>",),
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        _pattern(r'<invoke name="(?P<name>[^"]+)">'),
+        '<invoke name="{name}">\n{arguments}</invoke>\n',
+        separator="",
+        before="<minimax:tool_call>\n",
+        after="</minimax:tool_call>",
+        trigger="<minimax:tool_call>",
+        tags=Tags(
+            _pattern(r'\s*<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>'),
+            "</parameter>",
+            _pattern(r"\s*</invoke>"),
+            '<parameter name="{key}">{value}</parameter>\n',
+        ),
+    ),
+    CallFormat(
+        "seed_oss",
+        ("<seed:tool_call>",),
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        _pattern(r"<function=(?P<name>[^>]+)>"),
+        "<seed:tool_call>\n<function={name}>\n{arguments}</function>\n</seed:tool_call>",
+        trigger="<seed:tool_call>",
+        tags=_FUNCTION_TAGS,
+    ),
+    CallFormat(
+        "qwen3_coder",  # also Qwen3.5, Nemotron 3, MiMo, Step 3.5
+        ("<tool_call>", "<function="),
+        "<tool_call>",
+        "</tool_call>",
+        _pattern(r"<function=(?P<name>[^>]+)>"),
+        "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
+        trigger="<tool_call>",
+        tags=_FUNCTION_TAGS,
+    ),
+    CallFormat(
+        "glm",  # GLM-4.5 and later
+        ("<tool_call>", "<arg_key>"),
+        "<tool_call>",
+        "</tool_call>",
+        _pattern(r"\s*(?P<name>[^\s<]+)(?=[\s<])"),
+        "<tool_call>{name}\n{arguments}</tool_call>",
+        tags=Tags(
+            _pattern(r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
+            "</arg_value>",
+            _pattern(r"(?!)"),  # the call ends with its region
+            "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+        ),
+        trigger="<tool_call>",
+    ),
+    CallFormat(
+        "hermes",  # Hermes, Qwen2.5, Qwen3, Granite 4 and many others
+        ("<tool_call>",),
+        "<tool_call>",
+        "</tool_call>",
+        _OBJECT_HEADER,
+        f"<tool_call>\n{_OBJECT_CALL}\n</tool_call>",
+        trigger="<tool_call>",
+    ),
+    CallFormat(
+        "deepseek_v3",
+        ("<｜tool▁calls▁begin｜>", "```json"),
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        _pattern(r"<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n"),
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
+        before="<｜tool▁calls▁begin｜>",
+        after="<｜tool▁calls▁end｜>",
+        trigger="<｜tool▁calls▁begin｜>",
+    ),
+    CallFormat(
+        "deepseek_v3_1",
+        ("<｜tool▁calls▁begin｜>",),
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        _pattern(r"<｜tool▁call▁begin｜>(?P<name>[^<]+)<｜tool▁sep｜>"),
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        separator="",
+        before="<｜tool▁calls▁begin｜>",
+        after="<｜tool▁calls▁end｜>",
+        trigger="<｜tool▁calls▁begin｜>",
+    ),
+    CallFormat(
+        "kimi_k2",
+        ("<|tool_calls_section_begin|>",),
+        r"<\|tool_calls_section_begin\|>",
+        "<|tool_calls_section_end|>",
+        _pattern(
+            rf"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>{_NAME})(?::\d+)?\s*<\|tool_call_argument_begin\|>"
+        ),
+        "<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
+        separator="",
+        before="<|tool_calls_section_begin|>",
+        after="<|tool_calls_section_end|>",
+        trigger="<|tool_calls_section_begin|>",
+    ),
+    CallFormat(
+        "mistral",  # Mistral Small 3.2, Magistral, Devstral
+        ("[TOOL_CALLS]", "[ARGS]"),
+        r"\[TOOL_CALLS\]",
+        None,
+        _pattern(rf"(?P<name>{_NAME})(?:\[CALL_ID\]\w+)?\[ARGS\]"),
+        "[TOOL_CALLS]{name}[ARGS]{arguments}",
+        separator="",
+        trigger="[TOOL_CALLS]",
+        markers=("[CALL_ID]",),
+        id_length=9,
+    ),
+    CallFormat(
+        "mistral_list",  # Mistral 7B v0.3, Nemo, Mixtral 8x22B, Small until 3.1
+        ("[TOOL_CALLS]",),
+        r"\[TOOL_CALLS\]",
+        None,
+        _OBJECT_HEADER,
+        _OBJECT_CALL,
+        separator=", ",
+        before="[TOOL_CALLS] [",
+        after="]",
+        trigger="[TOOL_CALLS]",
+        id_length=9,
+    ),
+    CallFormat(
+        "tool_calls_list",  # Jamba, Hunyuan
+        ("<tool_calls>",),
+        "<tool_calls>",
+        "</tool_calls>",
+        _OBJECT_HEADER,
+        _OBJECT_CALL,
+        separator=", ",
+        before="<tool_calls>[",
+        after="]</tool_calls>",
+        trigger="<tool_calls>",
+    ),
+    CallFormat(
+        "cohere",
+        ("<|START_ACTION|>",),
+        r"<\|START_ACTION\|>",
+        "<|END_ACTION|>",
+        _OBJECT_HEADER,
+        '{{"tool_call_id": "0", "tool_name": "{name}", "parameters": {arguments}}}',
+        separator=",\n",
+        before="<|START_ACTION|>[\n",
+        after="\n]<|END_ACTION|>",
+        trigger="<|START_ACTION|>",
+    ),
+    CallFormat(
+        "phi4_mini",
+        ("<|tool|>", "<|/tool|>"),
+        r"<\|tool_call\|>|functools(?=\[)",
+        "<|/tool_call|>",
+        _OBJECT_HEADER,
+        _OBJECT_CALL,
+        separator=", ",
+        before="<|tool_call|>[",
+        after="]<|/tool_call|>",
+        trigger="<|tool_call|>",
+    ),
+    CallFormat(
+        "granite",  # Granite 3
+        ("<|tool_call|>",),
+        r"<\|tool_call\|>|<tool_call>",
+        None,
+        _OBJECT_HEADER,
+        _OBJECT_CALL,
+        separator=", ",
+        before="<|tool_call|>[",
+        after="]",
+        trigger="<|tool_call|>",
+    ),
+    CallFormat(
+        "llama3_json",  # Llama 3.1 to 3.3: the JSON object is the whole output
+        ("<|start_header_id|>", '"parameters": '),
+        r'<\|python_tag\|>|\A\s*(?=\{\s*"name"\s*:)',
+        None,
+        _OBJECT_HEADER,
+        '{{"name": "{name}", "parameters": {arguments}}}',
+        separator="; ",
+    ),
+)
+
+CALL_FORMAT_NAMES = tuple(row.name for row in CALL_FORMATS)
+
+REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
+    ReasoningFormat(  # gpt-oss
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        lead="<|start|>assistant",
+        text=("<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
+    ),
+    ReasoningFormat("<seed:think>", "</seed:think>"),
+    ReasoningFormat("[THINK]", "[/THINK]"),  # Magistral
+    ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+    ReasoningFormat("<think>", "</think>"),  # DeepSeek, Qwen3, GLM, SmolLM3 and many others
+)
+
+
+def call_format(template: str) -> CallFormat | None:
+    """Return the format of the tool calls in a chat template; None if it has none that is known."""
+    return next((row for row in CALL_FORMATS if all(sign in template for sign in row.signs)), None)
+
+
+def named_call_format(name: str) -> CallFormat:
+    """Return the format with this name. Raises `KeyError` if there is none."""
+    return {row.name: row for row in CALL_FORMATS}[name]
+
+
+def reasoning_format(template: str) -> ReasoningFormat | None:
+    """Return the format of the reasoning in a chat template; None if the model does not reason."""
+    return next((row for row in REASONING_FORMATS if row.open in template and row.close in template), None)

@@ -1,0 +1,89 @@
+"""Prepare JSON schemas for llguidance: bound their size, and close their objects.
+
+Knows JSON schema; does not know grammars or bodies.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MAX_PROPERTIES = 1000  # in all objects of a schema; llguidance takes time by the square of the properties of an object
+# Levels of nesting, summed over all definitions. llguidance follows references recursively, and the process would die
+# of a stack overflow at 1,000 to 2,000 levels.
+MAX_LEVELS = 500
+_MAX_DEPTH = 64  # levels of nesting of the whole schema, as of a body; a schema can also come as a text
+_DEFINITIONS = ("$defs", "definitions")
+
+
+class SchemaTooLarge(ValueError):
+    """The schema is too large. The message is for the user."""
+
+
+def check_size(schema: Mapping[str, Any]) -> None:
+    """Raise `SchemaTooLarge` if the schema would take too much time or memory."""
+    if (depth := _depth(schema)) > _MAX_DEPTH:
+        raise SchemaTooLarge(f"it is nested {depth} levels deep, {_MAX_DEPTH} at most")
+    num_properties = sum(len(node["properties"]) for node in _objects(schema) if _has_properties(node))
+    if num_properties > MAX_PROPERTIES:
+        raise SchemaTooLarge(f"it has {num_properties} properties, {MAX_PROPERTIES} at most")
+    levels = _depth({key: value for key, value in schema.items() if key not in _DEFINITIONS})
+    for name in _DEFINITIONS:
+        definitions = schema.get(name)
+        levels += sum(map(_depth, definitions.values())) if isinstance(definitions, Mapping) else 0
+    if levels > MAX_LEVELS:
+        raise SchemaTooLarge(f"it has {levels} levels in all of its definitions, {MAX_LEVELS} at most")
+
+
+def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema with no other properties than those that its objects name.
+
+    JSON schema allows any others by default, which weak models would add without end. Objects that speak of other
+    properties themselves stay as they are, and so do schemas that join several with `allOf`.
+    """
+    if any(isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1 for node in _objects(schema)):
+        return schema
+    result: Mapping[str, Any] = _closed(schema)
+    return result
+
+
+def _closed(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_closed(item) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    inner = {key: _closed(value) for key, value in node.items()}
+    speaks_of_others = {"additionalProperties", "patternProperties", "unevaluatedProperties"} & node.keys()
+    return inner if speaks_of_others or not _has_properties(node) else {**inner, "additionalProperties": False}
+
+
+def _has_properties(node: Mapping[str, Any]) -> bool:
+    """Whether the node is the schema of an object with named properties.
+
+    A property may itself have the name `properties`, but then its value is a schema.
+    """
+    properties = node.get("properties")
+    return isinstance(properties, Mapping) and all(isinstance(value, Mapping | bool) for value in properties.values())
+
+
+def _objects(schema: Any) -> Iterator[Mapping[str, Any]]:
+    rest = [schema]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, Mapping):
+            yield node
+            rest.extend(node.values())
+        elif isinstance(node, list):
+            rest.extend(node)
+
+
+def _depth(value: Any) -> int:
+    """Return the number of levels of nesting. The function goes level by level, because recursion could fail."""
+    depth, level = 0, [value]
+    while level := [child for node in level for child in _children(node)]:
+        depth += 1
+    return depth
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, Mapping):
+        return list(node.values())
+    return node if isinstance(node, list) else []

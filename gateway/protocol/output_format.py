@@ -1,0 +1,94 @@
+"""Schemas of the parameters that fix the format of the output text.
+
+Knows OpenAI's `response_format`, vLLM's `structured_outputs` and vLLM's older `guided_*`; does not know grammars.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from gateway.protocol.json_body import Body
+
+MAX_CHOICES_LENGTH = 2**16  # characters of all texts of a `choice` together
+Grammar = Annotated[str, Field(min_length=1, max_length=2**16)]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=2**12)]], Field(min_length=1, max_length=2**12, fail_fast=True)
+]
+Schema = dict[str, Any]
+
+
+class JsonSchema(Body):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Schema | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class StructuralTagFormat(Body):
+    """vLLM's older structural tag: free text in which each `begin` is followed by its schema and `end`."""
+
+    type: Literal["structural_tag"]
+    structures: Annotated[list["Structure"], Field(min_length=1, max_length=128, fail_fast=True)]
+    triggers: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1, max_length=128, fail_fast=True)
+    ]
+
+
+class Structure(Body):
+    begin: Annotated[str, Field(min_length=1, max_length=1024)]
+    schema_: Schema = Field(alias="schema")
+    end: Annotated[str, Field(max_length=1024)]
+
+
+def _format_tag(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>" if kind in ("text", "json_object", "json_schema", "structural_tag") else None
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("<text>")]
+    | Annotated[JsonObjectFormat, Tag("<json_object>")]
+    | Annotated[JsonSchemaFormat, Tag("<json_schema>")]
+    | Annotated[StructuralTagFormat, Tag("<structural_tag>")],
+    Discriminator(
+        _format_tag,
+        custom_error_type="format_type",
+        custom_error_message="Must be an object whose type is text, json_object, json_schema or structural_tag",
+    ),
+]
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: exactly one of the first six fields."""
+
+    json_: str | Schema | None = Field(default=None, alias="json")  # a JSON schema, or its text
+    regex: Grammar | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None  # Lark or GBNF
+    json_object: bool | None = None
+    structural_tag: Grammar | None = None  # the JSON text of a `StructuralTagFormat`
+    whitespace_pattern: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> "StructuredOutputs":
+        constraints = (self.json_, self.regex, self.choice, self.grammar, self.json_object or None, self.structural_tag)
+        if sum(constraint is not None for constraint in constraints) != 1:
+            raise ValueError("must have exactly one of json, regex, choice, grammar, json_object and structural_tag")
+        if self.choice is not None and sum(map(len, self.choice)) > MAX_CHOICES_LENGTH:
+            raise ValueError(f"choice must have at most {MAX_CHOICES_LENGTH} characters in all")
+        return self

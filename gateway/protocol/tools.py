@@ -1,0 +1,115 @@
+"""Schemas of the tools that a body offers, of the choice among them, and of the calls in its conversation.
+
+Knows OpenAI's shapes: `tools`, `tool_choice`, and the older `functions` and `function_call`. Does not know how a model
+writes a call.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from gateway.protocol.json_body import Body
+
+MAX_TOOLS = 128  # OpenAI's limit
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class FunctionDefinition(Body):
+    name: ToolName
+    description: Annotated[str, Field(max_length=2**16)] | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema of the arguments; None: there are no arguments
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates expect it. `strict` is left out, because it is not for the model."""
+        function = self.function
+        described = {"description": function.description} if function.description is not None else {}
+        parameters = function.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
+
+
+class FunctionName(Body):
+    name: ToolName
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedToolsChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _choice_tag(value: Any) -> str | None:
+    if isinstance(value, dict):
+        return "<allowed>" if value.get("type") == "allowed_tools" else "<named>"
+    return "<mode>" if isinstance(value, str) else None
+
+
+def _choice_of(expected: str) -> Discriminator:
+    return Discriminator(_choice_tag, custom_error_type="union_type", custom_error_message=f"Must be {expected}")
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
+    | Annotated[NamedTool, Tag("<named>")]
+    | Annotated[AllowedToolsChoice, Tag("<allowed>")],
+    _choice_of("'none', 'auto', 'required' or an object that names a tool"),
+]
+FunctionChoice = Annotated[
+    Annotated[Literal["none", "auto"], Tag("<mode>")]
+    | Annotated[FunctionName, Tag("<named>")]
+    | Annotated[FunctionName, Tag("<allowed>")],
+    _choice_of("'none', 'auto' or an object with the name of a function"),
+]
+
+
+class CalledFunction(Body):
+    """A call in the conversation. OpenAI's `arguments` are a JSON text; an object is accepted, too."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str | dict[str, Any] = ""
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call with its arguments as an object.
+
+        Templates write the arguments as JSON or go through them, so they would encode a text twice, or fail. If the
+        arguments are not the JSON of an object, the object has one key, `invalid_arguments`, with the text.
+        """
+        return {"name": self.name, "arguments": _as_object(self.arguments)}
+
+
+class ToolCall(Body):
+    id: Annotated[str, Field(max_length=256)] | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        id = {} if self.id is None else {"id": self.id}
+        return {**id, "type": "function", "function": self.function.for_template()}
+
+
+def _as_object(arguments: str | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(arguments, dict):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"invalid_arguments": arguments}

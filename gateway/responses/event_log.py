@@ -1,0 +1,74 @@
+"""The events of responses that are generated in the background, in Redis: one stream per response.
+
+A client may follow the events through any gateway, leave, and come back later to the place where it left. Knows frames
+and their sequence numbers; does not know their content.
+"""
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from redis.asyncio import Redis
+
+from scheduler.store import connection
+
+LIFETIME_S = 900  # seconds for which events can be followed after the last one, if the response is stored for longer
+WAIT_S = 5.0  # seconds for which a follower waits before it yields nothing
+READ_COUNT = 256  # entries per read
+FRAME_END = b"\n\n"
+
+
+class EventWriter:
+    """The writer of the events of one response. `ttl_s` is the time for which the response is stored."""
+
+    def __init__(self, redis: Redis, response_id: str, ttl_s: float) -> None:
+        self._redis = redis
+        self._ttl_ms = int(ttl_s * 1000)
+        self._key = _key(response_id)
+        self._number = 0  # sequence number of the next event
+
+    async def write(self, frames: bytes, is_last: bool = False) -> None:
+        """Append frames of events. No comments may be among them."""
+        entry = {b"number": self._number, b"frames": frames, b"last": int(is_last)}
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.xadd(self._key, entry)  # type: ignore[arg-type]  # its dict type is invariant
+        pipeline.pexpire(self._key, min(LIFETIME_S * 1000, self._ttl_ms) if is_last else self._ttl_ms)
+        await pipeline.execute()
+        self._number += frames.count(FRAME_END)
+
+
+async def follow(redis: Redis, response_id: str, after: int, waits: bool) -> AsyncGenerator[tuple[int, bytes], None]:
+    """Yield the frames of the events with a sequence number greater than `after`, until the last event.
+
+    Each item is the highest sequence number so far, and the new frames. The frames are empty after each `WAIT_S`
+    without an event, and also at once if there is no event and `waits` is false.
+    """
+    reader = connection.blocking(redis, WAIT_S)
+    last_id: bytes | str = "0"
+    block_ms = int(WAIT_S * 1000) if waits else None
+    try:
+        while True:
+            reply: Any = await reader.xread({_key(response_id): last_id}, count=READ_COUNT, block=block_ms)
+            for entry_id, entry in reply[0][1] if reply else ():
+                last_id = entry_id
+                first, frames = int(entry[b"number"]), entry[b"frames"]
+                new = _after(after, first, frames)  # an entry is there twice if the writer got no reply
+                after = max(after, first + frames.count(FRAME_END) - 1)
+                if new:
+                    yield after, new
+                if entry[b"last"] == b"1":
+                    return
+            if not reply:
+                yield after, b""
+    finally:
+        await reader.aclose()
+
+
+def _after(after: int, first: int, frames: bytes) -> bytes:
+    """Return the `frames` with a sequence number greater than `after`. The first one has the number `first`."""
+    if first > after:
+        return frames
+    return b"".join(frame + FRAME_END for frame in frames.split(FRAME_END)[after + 1 - first : -1])
+
+
+def _key(response_id: str) -> str:
+    return f"tidegate:response:events:{response_id}"

@@ -1,0 +1,104 @@
+"""One response while it is generated. Its end is stored before it is reported.
+
+Knows the answer, its stream of tokens and the store; does not know HTTP.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+
+from gateway.completion.response import ResponseStream
+from gateway.http.sse import PING, Write
+from gateway.protocol.errors import ApiError, internal_error
+from gateway.responses.answer import ResponseAnswer
+from gateway.responses.event_log import EventWriter
+from gateway.responses.items import Item
+from gateway.responses.store import ResponseStore
+from scheduler.config import Tier
+
+log = structlog.get_logger(__name__)
+
+SHUT_DOWN = "The server was shut down before the response was complete. Please create it again."
+
+
+class ResponseRun:
+    """A submitted response. Call `respond`, `stream` or `run_in_background`, and only once.
+
+    `store` is None if the response is not to be stored. `owner` is the name of the caller's API key.
+    """
+
+    def __init__(
+        self, stream: ResponseStream, items: Sequence[Item], owner: str | None, store: ResponseStore | None
+    ) -> None:
+        assert isinstance(stream.answer, ResponseAnswer)
+        self.answer = stream.answer
+        self._stream = stream
+        self._items = items
+        self._owner = owner
+        self._store = store
+
+    @property
+    def tier(self) -> Tier:
+        """The tier that serves the request. This may be the lower tier of a demotion."""
+        return self._stream.tier
+
+    async def respond(self) -> dict[str, Any]:
+        """Return the whole response. Raises `ApiError` if the generation fails; nothing is stored then."""
+        if self.answer.reports_tokens:  # the pieces tell to which item the tokens belong
+            await self._stream.stream(_discard)
+        else:
+            await self._stream.respond()
+        await self._create(self.answer.ending)
+        return self.answer.ending
+
+    async def stream(self, write: Write) -> None:
+        """Write the events of the response. A failed generation is reported by the event `response.failed`."""
+        try:
+            await self._stream.stream(write)
+        except ApiError as error:
+            self.answer.failed(error)
+        await self._create(self.answer.ending)
+        await write(self.answer.events.last())
+
+    async def run_in_background(self, writer: EventWriter, store: ResponseStore) -> None:
+        """Generate a response that is stored as queued. If it is cancelled meanwhile, its end is not stored."""
+        try:
+            await self._stream.stream(self._background_write(writer, store))
+        except ApiError as error:
+            self.answer.failed(error)
+        except Exception:  # a bug; nobody else could tell the client
+            log.exception("background_response_failed", response_id=self.answer.id)
+            self.answer.failed(internal_error())
+        except BaseException:  # the task was cancelled: by the client, or because the gateway ends
+            self.answer.failed(internal_error(SHUT_DOWN))
+            await self._end_in_background(writer, store)
+            raise
+        await self._end_in_background(writer, store)
+
+    async def _end_in_background(self, writer: EventWriter, store: ResponseStore) -> None:
+        """Store the end and report it. The events of a cancelled response end without a last event."""
+        is_stored = await store.update(self.answer.ending)
+        await writer.write(self.answer.events.last() if is_stored else b"", is_last=True)
+
+    def _background_write(self, writer: EventWriter, store: ResponseStore) -> Write:
+        is_queued = True
+
+        async def write(frames: bytes) -> None:
+            nonlocal is_queued
+            if frames == PING:
+                return
+            await writer.write(frames)
+            if is_queued and self.answer.output.has_begun:
+                is_queued = False
+                await store.update(self.answer.unfinished("in_progress"))
+
+        return write
+
+    async def _create(self, response: dict[str, Any]) -> None:
+        if self._store is not None:
+            await self._store.create(response, self._items, self._owner)
+
+
+async def _discard(frames: bytes) -> None:
+    pass

@@ -1,0 +1,164 @@
+"""The service behind /v1/responses: creates, looks up, follows, cancels and deletes responses.
+
+A response is answered as a chat by the completion service, so tiers, admission and timeouts are the same. Does not know
+HTTP.
+"""
+
+import asyncio
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from redis.asyncio import Redis
+
+from gateway.completion.response import ResponseStream
+from gateway.completion.service import CompletionService
+from gateway.http.sse import PING, Write
+from gateway.protocol.errors import ApiError, invalid_value
+from gateway.protocol.json_body import is_large
+from gateway.responses.answer import last_event
+from gateway.responses.background import BackgroundRuns
+from gateway.responses.conversation import Conversations
+from gateway.responses.creation import NewResponse
+from gateway.responses.event_log import EventWriter, follow
+from gateway.responses.request import ResponseRequest, parse_response_request
+from gateway.responses.store import ResponseStore, StoredResponse
+from scheduler.clock import Clock
+from scheduler.config import Tier
+
+ENDPOINT = "/v1/responses"
+LOST = "The server that generated the response has ended. Please create it again."
+
+
+class ResponseService:
+    """The responses of one gateway. `redis` and `store` are None if this server stores no responses.
+
+    `drain_s` is how long `close` waits for background responses to end.
+    """
+
+    def __init__(
+        self,
+        completions: CompletionService,
+        clock: Clock,
+        redis: Redis | None = None,
+        store: ResponseStore | None = None,
+        drain_s: float = 0.0,
+    ) -> None:
+        self._completions = completions
+        self._clock = clock
+        self._redis = redis
+        self._store = store
+        self._conversations = Conversations(store)
+        self._background = None if store is None else BackgroundRuns(store, clock, drain_s)
+
+    async def close(self) -> None:
+        if self._background is not None:
+            await self._background.close()
+
+    def new(self, request: ResponseRequest) -> NewResponse:
+        """Return the response that `request` asks for. It is neither prepared nor submitted yet."""
+        store = self._store if request.store is not False else None
+        return NewResponse(request, self._completions, self._conversations, store, self._clock)
+
+    async def enqueue(self, new: NewResponse) -> None:
+        """Store a prepared response as queued, before it is submitted: nothing may run that nobody could find.
+
+        Raises `ApiError` 400 if this server stores no responses.
+        """
+        if self._background is None:
+            raise invalid_value("background", "This server stores no responses, so it has no background responses.")
+        await new.store_queued(self._background.lease_ms())
+
+    def launch(self, new: NewResponse, stream: ResponseStream) -> dict[str, Any]:
+        """Generate a response in the background. It was stored as queued. Return it as it is now."""
+        assert self._store is not None and self._background is not None and self._redis is not None
+        run = new.run(stream)
+        writer = EventWriter(self._redis, run.answer.id, self._store.ttl_s)
+        self._background.launch(run.answer.id, run.run_in_background(writer, self._store))
+        return run.answer.unfinished("queued")
+
+    async def complete(
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        *,
+        tier: Tier,
+        service_tier: str,
+        request_id: str,
+        owner: str | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        """Answer one request without streaming, as `CompletionService.complete` does, also for /v1/responses."""
+        if endpoint != ENDPOINT:
+            return await self._completions.complete(
+                endpoint, body, tier=tier, service_tier=service_tier, request_id=request_id, owner=owner
+            )
+        parse = partial(parse_response_request, body)
+        try:
+            request = await asyncio.to_thread(parse) if is_large(body) else parse()
+            if request.stream or request.background:
+                param = "stream" if request.stream else "background"
+                raise invalid_value(param, f"Invalid value for '{param}': it is not possible here.")
+            new = self.new(request)
+            prepared = await new.prepare(tier=tier, service_tier=service_tier, request_id=request_id, owner=owner)
+            stream = await self._completions.submit(prepared, is_limited=False)
+            return 200, await new.run(stream).respond()
+        except ApiError as error:
+            return error.status, error.body()
+
+    async def get(self, response_id: str, owner: str | None) -> StoredResponse | None:
+        """Return a stored response; None if `owner` has no such response.
+
+        A response whose generation was lost with its gateway has the status `failed`.
+        """
+        found = await self._store.get(response_id, owner) if self._store is not None else None
+        if found is None or not found.is_running or found.lease_ms >= self._clock.wall_ms():
+            return found
+        fault = {"code": "server_error", "message": LOST}
+        return await self._replace(found, {"status": "failed", "error": fault}, owner)
+
+    async def cancel(self, found: StoredResponse, owner: str | None) -> StoredResponse | None:
+        """Cancel a response that is generated in the background. One that has ended stays as it is."""
+        if not found.is_running or self._background is None:
+            return found
+        cancelled = await self._replace(found, {"status": "cancelled"}, owner)
+        self._background.cancel(found.response["id"])
+        return cancelled
+
+    async def delete(self, response_id: str, owner: str | None) -> bool:
+        """Remove a stored response. Return False if `owner` has no such response.
+
+        A response that is still generated ends soon: its gateway notices that the record is gone.
+        """
+        if self._store is None or not await self._store.delete(response_id, owner):
+            return False
+        assert self._background is not None
+        self._background.cancel(response_id)
+        return True
+
+    async def follow(self, response_id: str, owner: str | None, after: int, write: Write) -> None:
+        """Write the events of a background response that have a sequence number greater than `after`."""
+        found = await self.get(response_id, owner)
+        assert self._redis is not None
+        waits = found is not None and found.is_running
+        async with aclosing(follow(self._redis, response_id, after, waits)) as events:
+            async for number, frames in events:
+                if frames:
+                    await write(frames)
+                    continue
+                found = await self.get(response_id, owner)
+                if found is None or not found.is_running:
+                    return await self._write_end(found, number, write)
+                await write(PING)
+
+    async def _write_end(self, found: StoredResponse | None, number: int, write: Write) -> None:
+        """Write the last event of a response whose events are not kept any more, or never came."""
+        if found is not None and found.response["status"] != "cancelled":
+            await write(last_event(found.response, number + 1))
+
+    async def _replace(
+        self, found: StoredResponse, changes: dict[str, Any], owner: str | None
+    ) -> StoredResponse | None:
+        """Change a running response, unless it has ended meanwhile. Return it as it is stored then."""
+        assert self._store is not None
+        await self._store.update(found.response | changes)
+        return await self._store.get(found.response["id"], owner)

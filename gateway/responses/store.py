@@ -1,0 +1,139 @@
+"""Stored responses in Redis: the response objects, their input items, and the conversations that they form.
+
+A response belongs to the API key that created it, identified by the key's name; other keys do not see it. It expires
+`ttl_s` after its last use: when it was written, or when a later response continued its conversation. All responses
+together take at most `max_bytes`: the next ones to expire are removed first. Several gateways may share a store, so
+every change is one script. Knows Redis and JSON objects; does not know how a response is generated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+
+from gateway.files.pagination import text
+from gateway.responses.items import Item, response_of_item
+from scheduler.clock import Clock
+from scheduler.store.scripts import load_script
+
+EXPIRY = "tidegate:responses:expiry"  # sorted set of ids by the time of their expiry in ms
+SIZES = "tidegate:responses:sizes"  # hash: bytes of each response
+TOTAL = "tidegate:responses:bytes"  # sum of the sizes
+RUNNING = ("queued", "in_progress")
+_FIELDS = ("owner", "input", "output", "head", "lease_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response as it is stored. `lease_ms` is the time until which its generation is known to go on (Unix ms)."""
+
+    response: dict[str, Any]
+    input: list[Item]
+    lease_ms: int
+
+    @property
+    def is_running(self) -> bool:
+        return self.response["status"] in RUNNING
+
+
+@dataclass(frozen=True, slots=True)
+class NoConversation:
+    """The reason why a conversation cannot be read: a response is `missing` or `running`, or it is `too_long`."""
+
+    reason: str
+    response_id: str = ""
+
+
+class ResponseStore:
+    """The store of all responses. It owns the keys `tidegate:response*` in Redis."""
+
+    def __init__(self, redis: Redis, clock: Clock, ttl_s: float, max_bytes: int) -> None:
+        self._redis = redis
+        self._clock = clock
+        self.ttl_s = ttl_s
+        self._max_bytes = max_bytes
+
+        def load(name: str) -> AsyncScript:
+            return load_script(redis, "gateway.responses", "drop", name)
+
+        self._save, self._delete, self._renew = load("save"), load("delete"), load("renew")
+        self._conversation = load("conversation")
+
+    async def create(
+        self, response: dict[str, Any], items: Sequence[Item], owner: str | None, lease_ms: int = 0
+    ) -> None:
+        """Store a new response with its input `items`."""
+        fields = {
+            "owner": owner or "",
+            "previous": response["previous_response_id"] or "",
+            "input": msgspec.json.encode(items),
+            "lease_ms": lease_ms,
+        }
+        await self._write(response, "new", fields)
+
+    async def update(self, response: dict[str, Any]) -> bool:
+        """Replace a response that is queued or in progress. Return False if it is neither: it has ended, or is gone."""
+        return await self._write(response, "running", {})
+
+    async def get(self, response_id: str, owner: str | None) -> StoredResponse | None:
+        """Return the response; None if `owner` has no such response."""
+        found: list[Any] = await self._redis.hmget(_record_key(response_id), list(_FIELDS))
+        own, items, output, head, lease_ms = found
+        if own is None or text(own) != (owner or ""):
+            return None
+        response = msgspec.json.decode(head) | {"output": msgspec.json.decode(output)}
+        return StoredResponse(response, msgspec.json.decode(items), int(lease_ms))
+
+    async def delete(self, response_id: str, owner: str | None) -> bool:
+        """Remove a response. Return False if `owner` has no such response."""
+        keys = [_record_key(response_id), EXPIRY, SIZES, TOTAL]
+        return bool(await self._delete(keys=keys, args=[response_id, owner or ""]))
+
+    async def conversation(self, response_id: str, owner: str | None, max_bytes: int) -> list[Item] | NoConversation:
+        """Return all items of a conversation up to the end of the response `response_id`, the oldest first."""
+        args: list[Any] = [response_id, owner or "", self._expires_ms(), max_bytes]
+        outcome, *found = await self._conversation(keys=[EXPIRY], args=args)
+        if text(outcome) != "ok":
+            return NoConversation(text(outcome), *(text(value) for value in found))
+        turns = [msgspec.json.decode(found[i]) + msgspec.json.decode(found[i + 1]) for i in range(0, len(found), 2)]
+        return [item for turn in reversed(turns) for item in turn]
+
+    async def items(self, item_ids: Sequence[str], owner: str | None) -> dict[str, Item]:
+        """Return the items of `owner` with these ids, by id. The responses to which they belong are kept for longer."""
+        responses = dict.fromkeys(r for item in item_ids if (r := response_of_item(item)) is not None)
+        pipeline = self._redis.pipeline(transaction=False)
+        for response_id in responses:
+            pipeline.hmget(_record_key(response_id), ["owner", "output", "input"])
+            pipeline.pexpireat(_record_key(response_id), self._expires_ms())
+            pipeline.zadd(EXPIRY, {response_id: self._expires_ms()}, xx=True)
+        items: dict[str, Item] = {}
+        for own, *lists in (await pipeline.execute())[::3]:
+            if own is not None and text(own) == (owner or ""):
+                items |= {item["id"]: item for part in lists for item in msgspec.json.decode(part)}
+        return {item: items[item] for item in item_ids if item in items}
+
+    async def renew(self, response_ids: Sequence[str], lease_ms: int) -> set[str]:
+        """Renew the leases of responses until `lease_ms`. Return the ids of those that were cancelled or removed."""
+        return {text(gone) for gone in await self._renew(keys=[], args=[lease_ms, *response_ids])}
+
+    async def _write(self, response: dict[str, Any], guard: str, fields: dict[str, Any]) -> bool:
+        head = {name: value for name, value in response.items() if name != "output"}
+        fields = fields | {
+            "status": response["status"],
+            "output": msgspec.json.encode(response["output"]),
+            "head": msgspec.json.encode(head),
+        }
+        keys = [_record_key(response["id"]), EXPIRY, SIZES, TOTAL]
+        args: list[Any] = [response["id"], guard, self._clock.wall_ms(), self._expires_ms(), self._max_bytes]
+        args += [part for pair in fields.items() for part in pair]
+        return bool(await self._save(keys=keys, args=args))
+
+    def _expires_ms(self) -> int:
+        return self._clock.wall_ms() + int(self.ttl_s * 1000)
+
+
+def _record_key(response_id: str) -> str:
+    return f"tidegate:response:{response_id}"

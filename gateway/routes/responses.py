@@ -1,0 +1,166 @@
+"""The /v1/responses endpoints: create, retrieve, follow, cancel and delete responses, and list their input.
+
+Translates between HTTP and the response service. An API key sees only its own responses.
+"""
+
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+
+from gateway.completion.openai_objects import encode_json
+from gateway.completion.response import PreparedRequest
+from gateway.http.sse import EventStreamResponse
+from gateway.identity import ApiKey, resolve_tier
+from gateway.protocol.errors import ApiError, invalid_request, invalid_value
+from gateway.protocol.json_body import read_object
+from gateway.protocol.openapi import json_body
+from gateway.responses.creation import NewResponse
+from gateway.responses.request import ResponseRequest, parse_response_request
+from gateway.responses.service import ResponseService
+from gateway.responses.store import StoredResponse
+from gateway.routes.delivery import headers_of, send_answer, submit
+from gateway.routes.dependencies import Caller
+from gateway.routes.files import Owner
+from gateway.state import gateway_of
+
+router = APIRouter(tags=["responses"])
+
+
+@router.post("/v1/responses", openapi_extra=json_body(ResponseRequest))
+async def create_response(request: Request, key: Caller) -> Response:
+    """Answer a conversation with one response object, or with server-sent events if `stream` is true.
+
+    With `background`, the response object is sent at once, and the response is generated afterwards.
+    """
+    body = await read_object(request, parse_response_request)
+    service = responses_of(request)
+    new = service.new(body)
+    if body.background:
+        return await _create_in_background(request, body, key, service, new)
+    stream = await submit(request, body, key, new.prepare)
+    return await send_answer(request, body, new.run(stream))
+
+
+async def _create_in_background(
+    request: Request, body: ResponseRequest, key: ApiKey | None, service: ResponseService, new: NewResponse
+) -> Response:
+    async def prepare(**options: Any) -> PreparedRequest:
+        prepared = await new.prepare(**options)
+        await service.enqueue(new)
+        return prepared
+
+    try:
+        response = service.launch(new, await submit(request, body, key, prepare))
+    except BaseException:
+        await new.withdraw()
+        raise
+    if body.stream:
+        owner = key.name if key else None
+        return _following(request, service, response["id"], owner, after=-1, headers=headers_of(body))
+    return _json(response, headers_of(body))
+
+
+@router.post("/v1/responses/input_tokens", openapi_extra=json_body(ResponseRequest))
+async def count_input_tokens(request: Request, key: Caller, owner: Owner) -> dict[str, Any]:
+    """Count the tokens of the prompt that a response would have. Nothing is generated."""
+    body = await read_object(request, parse_response_request)
+    tier = resolve_tier(body.service_tier, key, gateway_of(request).tiers).tier
+    new = responses_of(request).new(body)
+    prepared = await new.prepare(tier=tier, service_tier="auto", request_id=request.state.request_id, owner=owner)
+    return {"object": "response.input_tokens", "input_tokens": len(prepared.requests[0].prompt_token_ids)}
+
+
+@router.get("/v1/responses/{response_id}")
+async def retrieve_response(
+    request: Request,
+    owner: Owner,
+    response_id: str,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=0)] | None = None,
+) -> Response:
+    """Return a stored response, or with `stream` the events of a background response."""
+    service = responses_of(request)
+    found = _existing(await service.get(response_id, owner), response_id)
+    if not stream:
+        if starting_after is not None:
+            raise invalid_value("starting_after", "The 'starting_after' parameter needs 'stream=true'.")
+        return _json(found.response)
+    if not found.response["background"]:
+        message = "Only responses that were created with 'background' can be streamed again."
+        raise invalid_request(message, "stream", "unsupported_parameter")
+    return _following(request, service, response_id, owner, after=-1 if starting_after is None else starting_after)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, owner: Owner, response_id: str) -> dict[str, Any]:
+    """Delete a stored response. Responses that continue its conversation lose what came before them."""
+    if not await responses_of(request).delete(response_id, owner):
+        _existing(None, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(request: Request, owner: Owner, response_id: str) -> Response:
+    """Cancel a response that is generated in the background. A response that has ended stays as it is."""
+    service = responses_of(request)
+    found = _existing(await service.get(response_id, owner), response_id)
+    if not found.response["background"]:
+        message = "Only responses that were created with 'background' can be cancelled."
+        raise invalid_request(message, "response_id")
+    return _json(_existing(await service.cancel(found, owner), response_id).response)
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    request: Request,
+    owner: Owner,
+    response_id: str,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """List the input items of a stored response, page by page. Earlier turns of the conversation are not listed."""
+    items = _existing(await responses_of(request).get(response_id, owner), response_id).input
+    items = items[::-1] if order == "desc" else items
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise invalid_value("after", "Invalid value for 'after': there is no such item.")
+    begin = 0 if after is None else ids.index(after) + 1
+    data, left = items[begin : begin + limit], items[begin + limit :]
+    first, last = (data[0]["id"], data[-1]["id"]) if data else ("", "")  # strings, as the openai client expects
+    page = {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": bool(left)}
+    return _json(page)
+
+
+def responses_of(request: Request) -> ResponseService:
+    responses = gateway_of(request).responses
+    if responses is None:
+        raise ApiError(404, "This server has no /v1/responses. Use /v1/chat/completions.")
+    return responses
+
+
+def _existing(found: StoredResponse | None, response_id: str) -> StoredResponse:
+    if found is None:
+        raise ApiError(404, f"Response with id '{response_id[:200]}' not found.", param="response_id")
+    return found
+
+
+def _following(
+    request: Request,
+    service: ResponseService,
+    response_id: str,
+    owner: str | None,
+    after: int,
+    headers: dict[str, str] | None = None,
+) -> EventStreamResponse:
+    """Return the events of a background response. If the client hangs up, the response is generated nevertheless."""
+
+    def hung_up() -> None:
+        request.state.hung_up = True  # RequestContext in gateway/http/middleware.py reads this
+
+    return EventStreamResponse(partial(service.follow, response_id, owner, after), hung_up, headers=headers)
+
+
+def _json(value: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(encode_json(value), headers=headers, media_type="application/json")

@@ -1,0 +1,91 @@
+"""POST /tokenize and /detokenize: the tokens of a text or a conversation, and the text of tokens, as vLLM has them.
+
+A body of /tokenize is a body of one of the two completion endpoints, without what is needed only to generate. So its
+tokens are exactly the prompt that this endpoint would compute.
+"""
+
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from gateway.completion.openai_objects import encode_json
+from gateway.completion.prompts import ModelLimits, model_limits
+from gateway.completion.service import AnyRequest
+from gateway.protocol.errors import invalid_value, model_not_found
+from gateway.protocol.json_body import Body, parse, read_object
+from gateway.protocol.openapi import json_body
+from gateway.protocol.schemas import (
+    MAX_PROMPT_IDS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    Text,
+    parse_generation,
+)
+from gateway.routes.dependencies import Caller
+from gateway.state import Gateway, gateway_of
+
+router = APIRouter(tags=["models"])
+
+
+class TokenizeRequest(Body):
+    """The fields of /tokenize itself. All other fields of the completion endpoints have their meaning here too."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: list[Any] | None = None  # validated as the messages of a chat completion
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    model: Text | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
+
+
+@router.post("/tokenize", openapi_extra=json_body(TokenizeRequest))
+async def tokenize(request: Request, key: Caller) -> Response:
+    """Return the token ids of `prompt`, or of the prompt that the chat template makes of `messages`."""
+    gateway = gateway_of(request)
+    body, with_strings = await read_object(request, partial(_parse_tokenize, gateway))
+    ids = await gateway.completions.encode(body)
+    strings = await gateway.tokenizer.token_strings(ids) if with_strings else None
+    return _json(
+        {"count": len(ids), "max_model_len": _limits(gateway).max_model_len, "tokens": ids, "token_strs": strings}
+    )
+
+
+@router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
+async def detokenize(request: Request, key: Caller) -> Response:
+    """Return the text of `tokens`, with special tokens."""
+    gateway = gateway_of(request)
+    body = await read_object(request, partial(parse, DetokenizeRequest))
+    _check_model(gateway, body.model)
+    vocab_size = _limits(gateway).vocab_size
+    if max(body.tokens, default=0) >= vocab_size:
+        raise invalid_value("tokens", f"Invalid value for 'tokens': token ids must be less than {vocab_size}.")
+    return _json({"prompt": await gateway.tokenizer.decode(body.tokens)})
+
+
+def _parse_tokenize(gateway: Gateway, body: dict[str, Any]) -> tuple[AnyRequest, bool]:
+    """Return the request of a completion endpoint with the same prompt, and whether texts of tokens are wanted."""
+    options = parse(TokenizeRequest, body)
+    if (options.prompt is None) == (options.messages is None):
+        raise invalid_value("prompt", "Either 'prompt' or 'messages' is needed, and not both.")
+    _check_model(gateway, options.model)
+    kind: type[AnyRequest] = CompletionRequest if options.messages is None else ChatCompletionRequest
+    rest = {name: value for name, value in body.items() if name != "return_token_strs"}
+    return parse_generation(kind, {**rest, "model": gateway.model_names[0]}), options.return_token_strs
+
+
+def _check_model(gateway: Gateway, model: str | None) -> None:
+    if model is not None and model not in gateway.model_names:
+        raise model_not_found(model)
+
+
+def _limits(gateway: Gateway) -> ModelLimits:
+    return model_limits(gateway.client.workers, gateway.tokenizer)
+
+
+def _json(answer: dict[str, Any]) -> Response:
+    return Response(encode_json(answer), media_type="application/json")

@@ -1,0 +1,127 @@
+"""Keys from a file and from the environment, and the file's changes while a gateway runs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import structlog
+
+from gateway.keys.file import KeyringError
+from gateway.keys.source import KeySource
+from gateway.protocol.errors import ApiError
+from scheduler.clock import SystemClock
+from tests.gateway.stand import make_tiers
+from tests.waiting import until
+
+ONE = "keys: [{name: one, sha256: 2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae}]"  # foo
+TWO = "keys: [{name: two, sha256: fcde2b2edba56bf408601fb721fe9b5c338d10ee429ea04fae5511b68fbf8fb9}]"  # bar
+
+
+class FastClock(SystemClock):
+    """The system's clock, on which a second of sleep is one of a thousand."""
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 1000)
+
+
+def source_of(path: Path | None, *operator_keys: str) -> KeySource:
+    return KeySource(path, operator_keys, make_tiers, FastClock())
+
+
+def accepts(source: KeySource, secret: str) -> bool:
+    try:
+        source.keyring.authenticate(f"Bearer {secret}")
+    except ApiError:
+        return False
+    return True
+
+
+@asynccontextmanager
+async def following(source: KeySource) -> AsyncIterator[None]:
+    task = asyncio.create_task(source.follow())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled(), "nothing ends the task but its cancellation"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "keys.yaml"
+    file.write_text(ONE)
+    return file
+
+
+async def test_a_changed_file_is_in_force_without_a_restart(path: Path) -> None:
+    source = source_of(path)
+    assert (accepts(source, "foo"), accepts(source, "bar")) == (True, False)
+    async with following(source):
+        path.write_text(TWO)
+        await until(lambda: accepts(source, "bar"))
+    assert not accepts(source, "foo")
+
+
+@pytest.mark.parametrize("broken", ["keys: [", "keys: [{name: one}]", "keys: [{name: a, key: b, tiers: [gold]}]", None])
+async def test_a_broken_file_keeps_the_old_keys_and_says_so(path: Path, broken: str | None) -> None:
+    source = source_of(path)
+    with structlog.testing.capture_logs() as logs:
+        async with following(source):
+            path.write_text(broken) if broken is not None else path.unlink()
+            await until(lambda: bool(source.problem))
+            assert accepts(source, "foo")
+            assert str(path) in source.problem
+            path.write_text(TWO)
+            await until(lambda: not source.problem)
+    assert accepts(source, "bar")
+    assert [log["event"] for log in logs] == [
+        "the API keys are refused; the old ones stay in force",
+        "the API keys have changed",
+    ]
+
+
+async def test_a_request_to_reload_does_not_wait_for_the_poll(path: Path) -> None:
+    source = source_of(path)
+    path.write_text(TWO)
+    await source.reload()
+    assert accepts(source, "bar")
+
+
+async def test_the_last_key_can_be_revoked_and_nobody_gets_in(path: Path) -> None:
+    source = source_of(path)
+    path.write_text("keys: []")
+    await source.reload()
+    assert (source.problem, source.keyring.is_open, accepts(source, "foo")) == ("", False, False)
+
+
+async def test_keys_of_the_environment_are_the_operators_and_stay(path: Path) -> None:
+    source = source_of(path, "sk-old", "sk-new")
+    path.write_text(TWO)
+    await source.reload()
+    found = [source.keyring.authenticate(f"Bearer {secret}") for secret in ("sk-old", "sk-new")]
+    assert [(key.name, key.admin, key.is_limited) for key in found if key] == [("operator", True, False)] * 2
+    assert accepts(source, "bar")
+
+
+def test_without_a_file_they_are_the_only_keys_and_without_both_access_is_open() -> None:
+    assert not source_of(None, "sk-op").keyring.is_open
+    assert source_of(None).keyring.is_open
+
+
+def test_the_name_of_the_operator_cannot_be_taken(path: Path) -> None:
+    path.write_text("keys: [{name: operator, key: sk-x}]")
+    assert accepts(source_of(path), "sk-x")
+    with pytest.raises(KeyringError, match="'operator'"):
+        source_of(path, "sk-op")
+
+
+def test_keys_in_plain_text_are_accepted_with_a_warning(path: Path) -> None:
+    path.write_text("keys: [{name: one, key: sk-plain}]")
+    with structlog.testing.capture_logs() as logs:
+        assert accepts(source_of(path), "sk-plain")
+    [warning] = logs
+    assert (warning["log_level"], warning["keys"]) == ("warning", ["one"])
+    assert "sk-plain" not in str(warning)

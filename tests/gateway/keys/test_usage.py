@@ -1,0 +1,85 @@
+"""Usage counts: in memory, in the store, and over several gateways and days."""
+
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as StoreUnreachable
+
+from gateway.http.metrics import GatewayMetrics
+from gateway.keys.usage import UsageMeter, UsageRow, Use, total
+from tests.scheduler.queue.harness import ManualClock
+
+CHAT = Use(requests=1, prompt_tokens=10, cached_prompt_tokens=4, completion_tokens=5)
+
+
+def meter_on(redis: Redis, clock: ManualClock | None = None, metrics: GatewayMetrics | None = None) -> UsageMeter:
+    return UsageMeter(redis, metrics or GatewayMetrics(), clock or ManualClock())
+
+
+async def test_counts_add_up_over_gateways_and_restarts(redis_client: Redis) -> None:
+    for _ in range(2):
+        meter = meter_on(redis_client)
+        meter.record("web", "realtime", CHAT)
+        meter.record("web", "bulk", CHAT)
+        meter.record(None, "bulk", CHAT)
+        await meter.flush()
+    [rows] = (await meter_on(redis_client).days(1)).values()
+    twice = Use(requests=2, prompt_tokens=20, cached_prompt_tokens=8, completion_tokens=10)
+    assert rows == [UsageRow(None, "bulk", twice), UsageRow("web", "bulk", twice), UsageRow("web", "realtime", twice)]
+
+
+async def test_each_day_has_its_own_counts(redis_client: Redis) -> None:
+    clock = ManualClock()
+    meter = meter_on(redis_client, clock)
+    meter.record("web", "bulk", CHAT)
+    clock.advance(86_400)
+    meter.record("web", "bulk", CHAT)
+    meter.record("web", "bulk", CHAT)
+    days = await meter.days(3)
+    assert [[row.use.requests for row in rows] for rows in days.values()] == [[2], [1], []]
+    assert list(days) == ["2023-11-15", "2023-11-14", "2023-11-13"]
+    assert [row.use.requests for row in total(days)] == [3]
+
+
+async def test_a_write_without_a_reply_is_repeated_and_counts_once(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter, send = meter_on(redis_client), UsageMeter._send
+
+    async def loses_the_reply(*args: Any) -> None:
+        await send(*args)
+        raise StoreUnreachable
+
+    monkeypatch.setattr(UsageMeter, "_send", loses_the_reply)
+    meter.record("web", "bulk", CHAT)
+    await meter.try_flush()
+    meter.record("web", "bulk", CHAT)
+    await meter.try_flush()
+    monkeypatch.undo()
+    [rows] = (await meter.days(1)).values()
+    assert rows == [UsageRow("web", "bulk", Use(2, 20, 8, 10))]
+
+
+async def test_days_are_kept_for_three_months(redis_client: Redis) -> None:
+    meter = meter_on(redis_client)
+    meter.record("web", "bulk", CHAT)
+    await meter.flush()
+    assert 91 * 86_400 < await redis_client.ttl("tidegate:usage:2023-11-14") <= 92 * 86_400
+    for marker in await redis_client.keys("tidegate:usage:write:*"):
+        assert 0 < await redis_client.ttl(marker) <= 3600
+
+
+async def test_metrics_have_the_same_counts(redis_client: Redis) -> None:
+    metrics = GatewayMetrics()
+    meter = meter_on(redis_client, metrics=metrics)
+    meter.record("web", "bulk", CHAT)
+    meter.record(None, "bulk", Use(1, 3, 3, 2, 1, 2))
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"tidegate_usage_{name}_total", {"tier": "bulk", **labels})
+
+    assert value("requests", key="web") == value("requests", key="-") == 1
+    kinds = ("prompt", "cached_prompt", "completion", "cached_completion")
+    assert [value("tokens", key="web", kind=kind) for kind in kinds] == [10, 4, 5, None]
+    assert [value("tokens", key="-", kind=kind) for kind in kinds] == [3, 3, 2, 2]

@@ -1,0 +1,55 @@
+"""Names that the server does not know: misspelt ones and those of other servers."""
+
+import pytest
+
+from gateway.protocol.errors import ApiError
+from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest
+from gateway.protocol.unknown_names import MAX_LENGTH, MAX_NAMES, header_value, unknown_names
+from gateway.protocol.unsupported import HARMLESS
+
+CHAT = ChatCompletionRequest.model_fields
+# What clients and other servers send beside the names of OpenAI and vLLM.
+FOREIGN = (
+    *("top_a", "typical_p", "tfs_z", "mirostat", "num_ctx", "num_predict", "keep_alive", "options", "format", "think"),
+    *("cache_prompt", "n_predict", "provider", "route", "transforms", "plugins", "session_id", "chat_id", "id"),
+    *("safe_prompt", "random_seed", "extra_body", "include", "conversation", "messages_history", "background_tasks"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_token", "max_tokens"),
+        ("temprature", "temperature"),
+        ("maxTokens", "max_tokens"),
+        ("max_new_tokens", "max_tokens"),
+        ("topP", "top_p"),
+        ("presence_penality", "presence_penalty"),
+        ("response_formats", "response_format"),
+        ("logprob", "logprobs"),
+        ("stop_token_id", "stop_token_ids"),
+        ("logit_processors", "logits_processors"),
+    ],
+)
+def test_a_misspelt_name_is_refused_with_the_right_one(name: str, meant: str) -> None:
+    with pytest.raises(ApiError, match=f"'{name}'. Did you mean '{meant}'?") as error:
+        unknown_names({"model": "m", name: 1}, CHAT)
+    assert (error.value.param, error.value.code) == (name, "unknown_parameter")
+
+
+@pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_names_of_others_pass(name: str, kind: type[ChatCompletionRequest] | type[CompletionRequest]) -> None:
+    assert unknown_names({name: 1}, kind.model_fields) == (name,)
+
+
+def test_known_names_are_not_reported() -> None:
+    assert unknown_names(dict.fromkeys([*CHAT, *HARMLESS]), CHAT) == ()
+
+
+def test_names_are_bounded_and_safe_in_a_header() -> None:
+    names = unknown_names({f"§ {i},\r\n" + "x" * 999: 1 for i in range(1000)}, CHAT)
+    assert len(names) == MAX_NAMES
+    value = header_value(names)
+    assert value.isascii() and value.isprintable()
+    assert max(map(len, value.split(", "))) == MAX_LENGTH

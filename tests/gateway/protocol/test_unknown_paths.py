@@ -1,0 +1,80 @@
+"""Paths that this server does not have: endpoints of OpenAI get 400, mistakes in a URL a hint."""
+
+import openai
+import pytest
+
+from tests.gateway.protocol.test_errors import error_of
+from tests.gateway.stand import MODEL, running_stand
+
+NOT_SERVED = [
+    ("POST", "/v1/embeddings"),
+    ("POST", "/embeddings"),
+    ("POST", "/v1/embeddings/"),
+    ("POST", "/v1/audio/transcriptions"),
+    ("POST", "/v1/images/generations"),
+    ("POST", "/v1/moderations"),
+    ("GET", "/v1/fine_tuning/jobs"),
+    ("POST", "/v1/fine_tuning/jobs/ftjob-1/cancel"),
+    ("GET", "/v1/assistants"),
+    ("POST", "/v1/threads/t/messages"),
+    ("GET", "/v1/vector_stores/v/files"),
+    ("POST", "/v1/uploads"),
+    ("GET", "/v1/evals"),
+    ("GET", "/v1/realtime"),
+    ("POST", "/v1/videos"),
+    ("GET", "/v1/containers/c/files"),
+    ("POST", "/v1/conversations"),
+    ("GET", "/v1/chat/completions/chatcmpl-1"),
+    ("GET", "/v1/organization/usage/completions"),
+    ("POST", "/v1/messages"),
+    ("POST", "/rerank"),
+]
+MISTAKEN = [
+    ("/chat/completions", "/v1/chat/completions"),
+    ("/v1/v1/chat/completions", "/v1/chat/completions"),
+    ("/v1/chat/completions/", "/v1/chat/completions"),
+    ("//v1//chat/completions", "/v1/chat/completions"),
+    ("/api/v1/completions", "/v1/completions"),
+    ("/openai/deployments/tide/chat/completions", "/v1/chat/completions"),
+    ("/v1/chat/completion", "/v1/chat/completions"),
+    ("/v1/completion", "/v1/completions"),
+    ("/v1/tokenize", "/tokenize"),
+    ("/models/tide/tiny", "/v1/models/tide/tiny"),
+    ("/v1/models/", "/v1/models"),
+    ("/v1/health", "/health"),
+    ("/health/", "/health"),
+]
+
+
+async def test_endpoints_of_openai_that_are_not_served_name_those_that_are() -> None:
+    async with running_stand() as stand:
+        for method, path in NOT_SERVED:
+            error = error_of(await stand.http.request(method, path), 400)
+            assert (error["type"], error["code"]) == ("invalid_request_error", "endpoint_not_served"), path
+            assert error["message"].startswith(f"{method} {path} is not served here.")
+            assert "/v1/chat/completions, /v1/completions, /v1/files, /v1/models" in error["message"]
+
+
+async def test_the_client_of_openai_does_not_retry_them() -> None:
+    async with running_stand() as stand:
+        client = stand.client.with_options(max_retries=2)
+        with pytest.raises(openai.BadRequestError, match="is not served here"):
+            await client.embeddings.create(model=MODEL, input="a")
+        assert stand.metric("tidegate_http_requests_total", route="unmatched", method="-", status="400") == 1
+
+
+async def test_mistakes_in_a_url_get_a_hint() -> None:
+    async with running_stand() as stand:
+        for path, meant in MISTAKEN:
+            error = error_of(await stand.http.get(stand.url + path), 404)
+            assert f"Did you mean {meant}?" in error["message"], path
+
+
+@pytest.mark.parametrize("path", ["/made/up", "/", "/v2", "/v1", "/v1/", "/favicon.ico", "/v1/" + "a/" * 5000])
+async def test_other_paths_get_no_hint(path: str) -> None:
+    async with running_stand() as stand:
+        response = await stand.http.post(stand.url + path)
+    if path == "/":
+        assert response.status_code == 405
+    else:
+        assert "Did you mean" not in error_of(response, 404)["message"]

@@ -1,0 +1,173 @@
+"""POST /v1/responses without streaming, and what it refuses."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from engine.interface import FinishReason
+from tests.gateway.stand import CONTEXT, MODEL, answer_with, running_stand, text_of, token_ids
+
+
+async def test_a_plain_response() -> None:
+    async with running_stand(answer_with("Hello there!", cached=3)) as stand:
+        response = await stand.client.responses.create(
+            model=MODEL,
+            input="hi",
+            instructions="be brief",
+            temperature=0.5,
+            max_output_tokens=20,
+            metadata={"a": "b"},
+            reasoning={"effort": "low"},
+            user="u",
+        )
+        request = stand.worker.served[0]
+    assert response.id.startswith("resp_")
+    assert response.status == "completed"
+    assert response.output_text == "Hello there!"
+    assert response.instructions == "be brief"
+    assert response.metadata == {"a": "b"}
+    assert response.service_tier == "default"
+    assert response.temperature == 0.5 and response.top_p == 1.0
+    assert response.completed_at is not None and response.completed_at >= response.created_at
+    assert response.usage is not None
+    assert response.usage.input_tokens == len(request.prompt_token_ids)
+    assert response.usage.input_tokens_details.cached_tokens == 3
+    assert response.usage.output_tokens == len(token_ids("Hello there!"))
+    assert request.sampling.temperature == 0.5
+    assert request.sampling.max_tokens == 20
+    assert text_of(request.prompt_token_ids) == (
+        "<|im_start|>system\nbe brief<|im_end|><|im_start|>user\nhi<|im_end|><|im_start|>assistant\n"
+    )
+
+
+async def test_an_answer_cut_by_its_limit_is_incomplete() -> None:
+    async with running_stand(answer_with("cut", reason=FinishReason.LENGTH)) as stand:
+        response = await stand.client.responses.create(model=MODEL, input="hi", max_output_tokens=3)
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None and response.incomplete_details.reason == "max_output_tokens"
+    assert response.completed_at is None
+
+
+async def test_options_of_the_chat_endpoint_work_here_too() -> None:
+    async with running_stand("one two three") as stand:
+        response = await stand.client.responses.create(
+            model=MODEL, input="hi", service_tier="flex", extra_body={"seed": 7, "top_k": 5, "stop": ["three"]}
+        )
+        request = stand.worker.served[0]
+    assert (request.sampling.seed, request.sampling.top_k, request.tier) == (7, 5, "bulk")
+    assert response.output_text == "one two "
+    assert response.service_tier == "flex"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "way_out"),
+    [
+        ({"input": []}, "input", "empty"),
+        ({"input": 3}, "input", "string or an array"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0]", "function_call_output"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "user"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0]",
+            "input_text",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "'function'"),
+        ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice", "function"),
+        ({"messages": []}, "messages", "'input'"),
+        ({"max_tokens": 3}, "max_tokens", "'max_output_tokens'"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "'text.format'"),
+        ({"n": 2}, "n", "one answer"),
+        ({"conversation": "conv_1"}, "conversation", "not supported"),
+        ({"prompt": {"id": "p"}}, "prompt", "not supported"),
+        ({"stream_options": {"include_obfuscation": False}}, "stream_options", "'stream'"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "'schema'"),
+        ({"include": ["everything"]}, "include[0]", "reasoning.encrypted_content"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "1"),
+        ({"max_output_tokens": 10_000}, "max_output_tokens", "at most 245"),
+        ({"seed": "x"}, "seed", "integer"),
+        ({"background": True, "store": False}, "background", "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "'input'"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "'input'"),
+    ],
+)
+async def test_what_is_wrong_is_named(body: dict[str, Any], param: str, way_out: str) -> None:
+    async with running_stand() as stand:
+        answer = await stand.post("/v1/responses", {"model": MODEL, "input": "hi", **body})
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param, error
+    assert way_out in error["message"], error
+
+
+async def test_an_unknown_model_is_not_found() -> None:
+    async with running_stand() as stand:
+        with pytest.raises(openai.NotFoundError) as caught:
+            await stand.client.responses.create(model="gpt-4o", input="hi")
+    assert caught.value.code == "model_not_found"
+
+
+async def test_a_refusal_at_admission_is_an_http_error_also_for_streams() -> None:
+    async with running_stand(with_worker=False) as stand:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await stand.client.responses.create(model=MODEL, input="hi", stream=True)
+    assert caught.value.status_code == 503
+
+
+async def test_input_tokens_are_counted_without_generating() -> None:
+    async with running_stand() as stand:
+        counted = await stand.client.responses.input_tokens.count(model=MODEL, input="hi")
+        response = await stand.client.responses.create(model=MODEL, input="hi")
+        assert len(stand.worker.served) == 1
+    assert response.usage is not None and counted.input_tokens == response.usage.input_tokens
+
+
+async def test_a_server_without_storage_says_so_in_the_response() -> None:
+    async with running_stand() as stand:
+        answer = await stand.post("/v1/responses", {"model": MODEL, "input": "hi", "store": True})
+    assert answer.json()["store"] is False
+
+
+async def test_truncation_leaves_out_the_first_turns_that_do_not_fit() -> None:
+    turns: list[Any] = [{"role": "system", "content": "rules"}]
+    for number in range(12):
+        turns += [
+            {"role": "user", "content": f"question {number}"},
+            {"role": "assistant", "content": f"answer {number}"},
+        ]
+    turns.append({"role": "user", "content": "last"})
+    async with running_stand() as stand:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await stand.client.responses.create(model=MODEL, input=turns, max_output_tokens=20)
+        response = await stand.client.responses.create(
+            model=MODEL, input=turns, max_output_tokens=20, truncation="auto"
+        )
+        request = stand.worker.served[0]
+        with pytest.raises(openai.BadRequestError):
+            await stand.client.responses.create(
+                model=MODEL, input=turns[:-1] + [{"role": "user", "content": "x" * 999}], truncation="auto"
+            )
+    assert caught.value.code == "context_length_exceeded"
+    assert response.truncation == "auto"
+    prompt = text_of(request.prompt_token_ids)
+    assert prompt.startswith("<|im_start|>system\nrules<|im_end|><|im_start|>user\nquestion")
+    assert prompt.endswith("user\nlast<|im_end|><|im_start|>assistant\n")
+    turn = len(token_ids("<|im_start|>user\nquestion 1<|im_end|><|im_start|>assistant\nanswer 1<|im_end|>"))
+    assert CONTEXT - 20 - turn - 4 < len(request.prompt_token_ids) <= CONTEXT - 20  # as many turns as fit
+
+
+async def test_unknown_parameters_are_named_and_misspelt_ones_refused() -> None:
+    async with running_stand() as stand:
+        named = await stand.post("/v1/responses", {"model": MODEL, "input": "hi", "something_new": 1})
+        refused = await stand.post("/v1/responses", {"model": MODEL, "input": "hi", "max_output_token": 1})
+    assert named.status_code == 200
+    assert named.headers["x-tidegate-ignored-parameters"] == "something_new"
+    assert refused.json()["error"]["param"] == "max_output_token"
+    assert "'max_output_tokens'" in refused.json()["error"]["message"]
+
+
+async def test_priority_asks_for_a_tier() -> None:
+    async with running_stand() as stand:
+        response = await stand.client.responses.create(model=MODEL, input="hi", extra_body={"priority": 1})
+    assert response.service_tier == "flex"

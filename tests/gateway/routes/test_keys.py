@@ -1,0 +1,279 @@
+"""Limits, usage and keys as clients and administrators see them over HTTP."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as StoreUnreachable
+
+from gateway.identity import ApiKey, Keyring
+from gateway.keys.source import KeySource
+from scheduler.request import Request, TokenEvent
+from tests.gateway.protocol.test_errors import CHAT, TEXT, error_of
+from tests.gateway.stand import MODEL, Stand, make_tiers, running_stand
+from tests.scheduler.queue.harness import ManualClock
+from tests.waiting import until
+
+
+class StandingClock(ManualClock):
+    """A wall clock that stands still, beside a running one for timeouts."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def key(name: str, **options: Any) -> ApiKey:
+    return ApiKey(name, hashlib.sha256(f"sk-{name}".encode()).digest(), **options)
+
+
+def as_(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer sk-{name}"}
+
+
+KEYS = Keyring(
+    [
+        key("few", requests_per_minute=2),
+        key("short", tokens_per_minute=100),
+        key("one", concurrent_requests=1),
+        key("free"),
+        key("root", admin=True),
+    ]
+)
+
+
+@asynccontextmanager
+async def metered(redis: Redis, *args: Any, **options: Any) -> AsyncIterator[Stand]:
+    settings: dict[str, Any] = {"keyring": KEYS, "metered": redis, "clock": StandingClock()} | options
+    async with running_stand(*args, **settings) as stand:
+        yield stand
+
+
+def left(headers: Any, kind: str) -> int:
+    return int(headers[f"x-ratelimit-remaining-{kind}"])
+
+
+async def usage(stand: Stand, name: str | None, tier: str = "realtime", **query: Any) -> dict[str, int]:
+    answer = (await stand.http.get("/admin/usage", headers=as_("root"), params=query)).json()
+    rows = {(row["key"], row["tier"]): row for row in answer["total"]}
+    return {field: value for field, value in rows.get((name, tier), {}).items() if field not in ("key", "tier")}
+
+
+@pytest.mark.parametrize("body", [CHAT, {**CHAT, "stream": True}])
+async def test_what_is_left_is_said_and_too_much_is_a_429(redis_client: Redis, body: dict[str, Any]) -> None:
+    async with metered(redis_client) as stand:
+        answers = [await stand.post("/v1/chat/completions", body, headers=as_("few")) for _ in range(3)]
+        refused = stand.metric("tidegate_rate_limited_total", key="few", limit="requests")
+    assert [left(answer.headers, "requests") for answer in answers] == [1, 0, 0]
+    assert "x-ratelimit-limit-tokens" not in answers[0].headers
+    assert answers[0].headers["x-ratelimit-reset-requests"] == "30s"
+    error = error_of(answers[2], 429)
+    assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+    assert (answers[2].headers["retry-after"], answers[2].headers["x-ratelimit-reset-requests"]) == ("30", "1m0s")
+    assert refused == 1
+
+
+async def test_the_openai_client_sees_its_own_error(redis_client: Redis) -> None:
+    async with metered(redis_client) as stand:
+        client = stand.client.with_options(api_key="sk-short")
+        with pytest.raises(openai.RateLimitError) as refused:
+            await client.completions.create(model=MODEL, prompt="hi", max_tokens=100)
+        answer = await client.completions.with_raw_response.create(model=MODEL, prompt="hi", max_tokens=90)
+    assert (refused.value.type, refused.value.code) == ("tokens", "rate_limit_exceeded")
+    assert refused.value.response.headers["x-should-retry"] == "false"
+    assert left(answer.headers, "tokens") <= 10
+
+
+async def test_reserved_tokens_come_back_when_the_answer_ends(redis_client: Redis) -> None:
+    async with metered(redis_client, "Hello!") as stand:
+        bodies = [{**TEXT, "max_tokens": 60}, {**TEXT, "max_tokens": 60, "stream": True}]
+        answers = [await stand.post("/v1/completions", body, headers=as_("short")) for body in bodies]
+        used = answers[0].json()["usage"]["total_tokens"]
+        assert left(answers[1].headers, "tokens") == left(answers[0].headers, "tokens") - used
+        last = await stand.post("/v1/completions", bodies[0], headers=as_("short"))
+    assert left(last.headers, "tokens") == left(answers[0].headers, "tokens") - 2 * used
+
+
+async def test_a_request_without_a_maximum_reserves_no_more_than_there_is(redis_client: Redis) -> None:
+    async with metered(redis_client) as stand:
+        answer = await stand.post("/v1/chat/completions", CHAT, headers=as_("short"))
+    assert answer.status_code == 200
+    assert left(answer.headers, "tokens") == 0
+
+
+async def test_a_client_that_hangs_up_pays_for_what_it_got(redis_client: Redis) -> None:
+    async with metered(redis_client, "Hello there!") as stand:
+        stand.worker.gate.clear()
+        body = {**TEXT, "max_tokens": 90}
+        asking = asyncio.create_task(stand.post("/v1/completions", body, headers=as_("short")))
+        await until(lambda: stand.waiting == 1)
+        asking.cancel()
+        await until(lambda: stand.waiting == 0)
+
+        async def is_returned() -> bool:
+            answer = await stand.post("/v1/completions", {**TEXT, "max_tokens": 97}, headers=as_("short"))
+            return answer.status_code == 429 and left(answer.headers, "tokens") >= 95
+
+        await until(is_returned)
+        assert (await usage(stand, "short"))["completion_tokens"] == 0
+
+
+async def test_a_request_that_is_not_served_gives_back_its_tokens(redis_client: Redis) -> None:
+    def silent(request: Request) -> Sequence[TokenEvent]:
+        return []
+
+    tiers = make_tiers(realtime={"queue_limit": 1})
+    async with metered(redis_client, silent, tiers=tiers) as stand:
+        stand.worker.claims = False
+        waiting = asyncio.create_task(stand.post("/v1/completions", TEXT, headers=as_("free")))
+        await until(lambda: stand.waiting == 1)
+        for _ in range(3):
+            full = await stand.post("/v1/completions", {**TEXT, "max_tokens": 60}, headers=as_("short"))
+            assert full.status_code == 503
+        waiting.cancel()
+
+
+async def test_open_requests_are_limited(redis_client: Redis) -> None:
+    async with metered(redis_client) as stand:
+        stand.worker.gate.clear()
+        first = asyncio.create_task(stand.post("/v1/chat/completions", CHAT, headers=as_("one")))
+        await until(lambda: stand.waiting == 1)
+        refused = await stand.post("/v1/chat/completions", CHAT, headers=as_("one"))
+        stand.worker.gate.set()
+        await first
+        for body in (CHAT, {**CHAT, "stream": True}, CHAT):  # one after the other, none is in the way of the next
+            assert (await stand.post("/v1/chat/completions", body, headers=as_("one"))).status_code == 200
+    assert error_of(refused, 429)["message"].startswith("This API key may have 1 requests open")
+
+
+async def test_files_and_batches_count_as_requests(redis_client: Redis) -> None:
+    async with metered(redis_client) as stand:
+        answers = [await stand.http.get("/v1/files", headers=as_("few")) for _ in range(3)]
+        models = await stand.http.get("/v1/models", headers=as_("few"))
+        free = await stand.http.get("/v1/files", headers=as_("free"))
+    assert [left(answer.headers, "requests") for answer in answers] == [1, 0, 0]
+    assert [answers[0].status_code, answers[2].status_code] == [404, 429]  # the stand keeps no files
+    assert models.status_code == 200
+    assert "x-ratelimit-limit-requests" not in free.headers
+
+
+async def test_lines_of_a_batch_are_not_held_up_but_counted(redis_client: Redis) -> None:
+    async with metered(redis_client) as stand:
+        for number in range(3):
+            status, _ = await stand.gateway.completions.complete(
+                "/v1/completions",
+                TEXT,
+                tier=make_tiers()["batch"],
+                service_tier="flex",
+                request_id=f"req_{number}",
+                owner="few",
+            )
+            assert status == 200
+        assert (await usage(stand, "few", "batch"))["requests"] == 3
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}])
+async def test_responses_have_the_same_limits_and_cache(redis_client: Redis, more: dict[str, Any]) -> None:
+    body = {"model": MODEL, "input": "hi", "temperature": 0, "store": False} | more
+    headers = as_("few") | {"x-tidegate-cache": "60"}
+    async with metered(redis_client) as stand:
+        answers = [await stand.post("/v1/responses", body, headers=headers) for _ in range(3)]
+        responses = stand.gateway.responses
+        assert responses is not None
+        line = {"model": MODEL, "input": "hi", "store": False}
+        tier = make_tiers()["batch"]
+        status, _ = await responses.complete(
+            "/v1/responses", line, tier=tier, service_tier="flex", request_id="req_1", owner="few"
+        )
+    assert [left(answer.headers, "requests") for answer in answers] == [1, 0, 0]
+    assert [answer.headers.get("x-tidegate-cache") for answer in answers] == ["miss", "hit", None]
+    assert error_of(answers[2], 429)["code"] == "rate_limit_exceeded"
+    assert status == 200, "lines of a batch are not held up"
+
+
+async def test_a_key_without_limits_calls_no_script(redis_client: Redis) -> None:
+    async with metered(redis_client) as stand:
+        answer = await stand.post("/v1/chat/completions", CHAT, headers=as_("free"))
+        assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+        assert await redis_client.keys("tidegate:limits:*") == []
+
+
+async def test_without_the_store_a_limited_key_gets_a_503_as_others_do(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unreachable(*args: Any, **options: Any) -> None:
+        raise StoreUnreachable
+
+    async with metered(redis_client) as stand:
+        assert stand.gateway.limits is not None
+        monkeypatch.setattr(stand.gateway.limits, "_take", unreachable)
+        refused = [
+            await stand.post("/v1/chat/completions", CHAT, headers=as_("few")),
+            await stand.http.get("/v1/files", headers=as_("few")),
+        ]
+        monkeypatch.undo()
+        monkeypatch.setattr(stand.gateway.limits, "_settle", unreachable)
+        served = await stand.post("/v1/chat/completions", CHAT, headers=as_("short"))
+    for answer in refused:
+        assert error_of(answer, 503)["code"] == "server_overloaded"
+        assert "retry-after" in answer.headers
+    assert served.status_code == 200, "what is left over comes back by itself"
+
+
+async def test_an_answer_from_the_cache_takes_a_request_and_no_tokens(redis_client: Redis) -> None:
+    body, headers = {**TEXT, "temperature": 0, "max_tokens": 40}, {**as_("short"), "x-tidegate-cache": "60"}
+    async with metered(redis_client, "Hello!") as stand:
+        miss, hit = [await stand.post("/v1/completions", body, headers=headers) for _ in range(2)]
+        counted = await usage(stand, "short")
+    assert [answer.headers["x-tidegate-cache"] for answer in (miss, hit)] == ["miss", "hit"]
+    used = miss.json()["usage"]
+    assert left(hit.headers, "tokens") == 100 - used["total_tokens"]
+    assert counted == {
+        "requests": 2,
+        "prompt_tokens": 2 * used["prompt_tokens"],
+        "cached_prompt_tokens": used["prompt_tokens"],
+        "completion_tokens": 2 * used["completion_tokens"],
+        "cached_answers": 1,
+        "cached_completion_tokens": used["completion_tokens"],
+    }
+
+
+async def test_usage_is_by_key_tier_and_day(redis_client: Redis) -> None:
+    async with metered(redis_client) as stand:
+        for name, tier in (("free", "flex"), ("free", "default"), ("root", "flex")):
+            await stand.post("/v1/chat/completions", {**CHAT, "service_tier": tier}, headers=as_(name))
+        answer = (await stand.http.get("/admin/usage", headers=as_("root"), params={"days": 2})).json()
+        metrics = (await stand.http.get("/metrics")).text
+    rows = [(row["key"], row["tier"], row["requests"]) for row in answer["total"]]
+    assert rows == [("free", "bulk", 1), ("free", "realtime", 1), ("root", "bulk", 1)]
+    assert answer["days"][0]["usage"] == answer["total"]
+    assert [day["date"] for day in answer["days"]] == ["2023-11-14", "2023-11-13"]
+    assert 'tidegate_usage_requests_total{key="free",tier="bulk"} 1.0' in metrics
+
+
+@pytest.mark.parametrize("path", ["/admin/usage", "/admin/keys"])
+async def test_only_administrators_may_look(redis_client: Redis, path: str) -> None:
+    async with metered(redis_client) as stand:
+        assert [(await stand.http.get(path, headers=as_(name))).status_code for name in ("free", "root")] == [403, 200]
+        error_of(await stand.http.get("/admin/usage?days=0", headers=as_("root")), 400)
+
+
+async def test_the_keys_in_force_are_shown_without_secrets(redis_client: Redis, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys: [{name: root, key: sk-root, admin: true, tiers: [bulk], requests_per_minute: 5}]")
+    source = KeySource(path, [], make_tiers, StandingClock())
+    async with metered(redis_client, keyring=source.keyring, key_source=source) as stand:
+        path.write_text("keys: [")
+        await source.reload()
+        answer = await stand.http.get("/admin/keys", headers=as_("root"))
+    assert "sk-root" not in answer.text
+    shown = answer.json()
+    assert (shown["source"], shown["problem"]) == (str(path), f"{path}: not YAML")
+    [row] = shown["keys"]
+    assert (row["name"], row["tiers"], row["requests_per_minute"]) == ("root", ["bulk"], 5)
+    assert row["id"] == hashlib.sha256(b"sk-root").hexdigest()[:8]

@@ -1,0 +1,259 @@
+"""Log probabilities, echo and token ids of both endpoints, streamed or not, through the official client."""
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.interface import FinishReason, TokenLogprobs
+from scheduler.request import Request, TokenEvent
+from tests.gateway.stand import MODEL, Stand, running_stand, token_by_token, token_ids
+from tests.waiting import until
+
+HI = [{"role": "user", "content": "hi"}]
+END = 1  # <|im_end|>
+OTHER = token_ids("x")[0]
+
+
+def logprob_of(token_id: int) -> float:
+    return -token_id / 1000
+
+
+def scored(token_id: int, num_top: int) -> TokenLogprobs:
+    """Return log probabilities of a token that is never among the likeliest ones."""
+    top = tuple((OTHER + n, -0.001 * (n + 1)) for n in range(num_top))
+    return TokenLogprobs(token_id, logprob_of(token_id), top)
+
+
+def answer(text: str, *after: int, reason: FinishReason = FinishReason.STOP) -> Any:
+    """Return a script that answers `text` and the tokens `after`, with the log probabilities that are requested."""
+
+    def script(request: Request) -> list[TokenEvent]:
+        params = request.sampling
+        events = []
+        for event in token_by_token(request, (*token_ids(text), *after)[: params.max_tokens], reason):
+            found = () if params.logprobs is None else tuple(scored(t, params.logprobs) for t in event.token_ids)
+            prompt: tuple[TokenLogprobs, ...] = ()
+            if params.prompt_logprobs is not None and event.index == 0:
+                prompt = tuple(scored(t, params.prompt_logprobs) for t in request.prompt_token_ids[1:])
+            events.append(
+                TokenEvent(
+                    request.id, event.kind, event.index, event.token_ids, event.finish_reason, "", 0, found, prompt
+                )
+            )
+        return events
+
+    return script
+
+
+async def chunks_of(stand: Stand, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    response = await stand.post(path, {"model": MODEL, "stream": True, **body})
+    assert response.status_code == 200, response.text
+    frames = response.text.removesuffix("\n\n").split("\n\n")
+    assert frames[-1] == "data: [DONE]"
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-1]]
+
+
+async def test_a_chat_reports_each_token_that_it_shows() -> None:
+    async with running_stand(answer("Tide 😀", END)) as stand:
+        whole = await stand.client.chat.completions.create(model=MODEL, messages=HI, logprobs=True, top_logprobs=2)
+        stream = await stand.client.chat.completions.create(
+            model=MODEL, messages=HI, logprobs=True, top_logprobs=2, stream=True
+        )
+        chunks = [chunk async for chunk in stream]
+    assert whole.choices[0].message.content == "Tide 😀"
+    found = whole.choices[0].logprobs
+    assert found is not None and found.content is not None
+    assert bytes(byte for entry in found.content for byte in entry.bytes or ()) == "Tide 😀".encode()
+    assert [entry.logprob for entry in found.content] == [logprob_of(t) for t in token_ids("Tide 😀")]
+    assert found.content[-1].token == "\\x80"
+    assert [len(entry.top_logprobs) for entry in found.content] == [2] * len(found.content)
+    assert found.content[0].top_logprobs[0].token == "x"
+    streamed = [e for c in chunks if (p := c.choices[0].logprobs) is not None for e in p.content or ()]
+    assert streamed == found.content
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "Tide 😀"
+
+
+async def test_a_completion_reports_tokens_with_their_places() -> None:
+    async with running_stand(answer("a 😀 b")) as stand:
+        whole = await stand.client.completions.create(model=MODEL, prompt="x", logprobs=1)
+        chunks = await chunks_of(stand, "/v1/completions", {"prompt": "x", "logprobs": 1})
+    found = whole.choices[0].logprobs
+    assert found is not None and found.tokens is not None
+    assert found.tokens == ["a", " ", "bytes:\\xf0", "bytes:\\x9f", "bytes:\\x98", "bytes:\\x80", " ", "b"]
+    assert found.text_offset == [0, 1, 2, 2, 2, 2, 3, 4]
+    assert found.token_logprobs == [logprob_of(t) for t in token_ids("a 😀 b")]
+    assert found.top_logprobs is not None
+    assert found.top_logprobs[0] == {"x": -0.001, "a": found.token_logprobs[0]}
+    parts = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+    for name in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
+        assert [value for part in parts for value in part[name]] == getattr(found, name), name
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "shown", "tokens"),
+    [("wo", "one t", ["o", "n", "e", " t"]), ("e t", "on", ["o", "n"])],
+)
+async def test_tokens_of_a_stop_string_are_not_reported(stop: str, shown: str, tokens: list[str], stream: bool) -> None:
+    body = {"prompt": "x", "logprobs": 0, "stop": stop}
+    async with running_stand(answer("one two")) as stand:
+        if stream:
+            choices = [chunk["choices"][0] for chunk in await chunks_of(stand, "/v1/completions", body)]
+        else:
+            choices = (await stand.post("/v1/completions", {"model": MODEL, **body})).json()["choices"]
+    assert "".join(choice["text"] for choice in choices) == shown
+    assert [t for choice in choices for t in (choice["logprobs"] or {}).get("tokens", [])] == tokens
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+async def test_the_stop_is_shown_and_reported_on_request() -> None:
+    body = {"model": MODEL, "prompt": "x", "logprobs": 0, "stop": "wo", "include_stop_str_in_output": True}
+    async with running_stand(answer("one two")) as stand:
+        choice = (await stand.post("/v1/completions", body)).json()["choices"][0]
+    assert choice["text"] == "one two"
+    assert choice["stop_reason"] == "wo"
+    assert len(choice["logprobs"]["tokens"]) == len(token_ids("one two"))
+
+
+async def test_stop_token_ids_end_the_output_and_are_hidden() -> None:
+    (end,) = token_ids("!")
+    body = {"model": MODEL, "prompt": "x", "stop_token_ids": [end]}
+    async with running_stand(answer("done!")) as stand:
+        hidden = (await stand.post("/v1/completions", body)).json()
+        shown = (await stand.post("/v1/completions", {**body, "include_stop_str_in_output": True})).json()
+        assert [request.sampling.stop_token_ids for request in stand.worker.served] == [(end,)] * 2
+    assert hidden["choices"][0]["text"] == "done"
+    assert hidden["choices"][0]["stop_reason"] == end
+    assert hidden["usage"]["completion_tokens"] == len(token_ids("done!"))
+    assert shown["choices"][0]["text"] == "done!"
+
+
+async def test_echo_comes_before_the_output() -> None:
+    """As lm-eval-harness asks for it: prompts of token ids, and one token of output that it throws away."""
+    prompt = list(token_ids("the tide"))
+    async with running_stand(answer("!")) as stand:
+        body = {"model": MODEL, "prompt": [prompt, prompt], "echo": True, "logprobs": 1, "max_tokens": 1}
+        choices = (await stand.post("/v1/completions", {**body, "temperature": 0, "seed": 1234})).json()["choices"]
+        streamed = await chunks_of(stand, "/v1/completions", {**body, "prompt": prompt})
+    assert [choice["index"] for choice in choices] == [0, 1]
+    for choice in choices:
+        assert choice["text"] == "the tide!"
+        found = choice["logprobs"]
+        assert "".join(found["tokens"]) == "the tide!"
+        assert found["token_logprobs"] == [None, *(logprob_of(t) for t in (*prompt[1:], *token_ids("!")))]
+        assert found["top_logprobs"][0] is None
+        assert all(len(top) == 2 for top in found["top_logprobs"][1:])
+        texts = [found["tokens"][:i] for i in range(len(found["tokens"]))]
+        assert found["text_offset"] == [len("".join(before)) for before in texts]
+    assert streamed[0]["choices"][0]["text"] == "the tide!"
+    assert streamed[0]["choices"][0]["logprobs"] == choices[0]["logprobs"]
+
+
+async def test_a_prompt_is_scored_without_output() -> None:
+    body = {"model": MODEL, "prompt": "the tide", "echo": True, "logprobs": 0, "max_tokens": 0}
+    async with running_stand(answer("!")) as stand:
+        scored = (await stand.post("/v1/completions", body)).json()
+        assert stand.worker.served[0].sampling.prompt_logprobs == 0
+        streamed = await chunks_of(stand, "/v1/completions", body)
+    choice = scored["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("the tide", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, *(logprob_of(t) for t in token_ids("the tide")[1:])]
+    assert scored["usage"]["completion_tokens"] == 0
+    assert [chunk["choices"][0]["text"] for chunk in streamed] == ["the tide", ""]
+
+
+async def test_echo_without_log_probabilities() -> None:
+    async with running_stand(answer("!")) as stand:
+        body = {"model": MODEL, "prompt": ["the tide", "a"], "echo": True, "n": 2, "service_tier": "flex"}
+        choices = (await stand.post("/v1/completions", body)).json()["choices"]
+        assert stand.worker.served[0].sampling.prompt_logprobs is None
+    assert [choice["text"] for choice in choices] == ["the tide!", "the tide!", "a!", "a!"]
+    assert choices[0]["logprobs"] is None
+
+
+async def test_prompt_logprobs_in_the_form_of_vllm() -> None:
+    async with running_stand(answer("!")) as stand:
+        chat = (await stand.post("/v1/chat/completions", {"model": MODEL, "messages": HI, "prompt_logprobs": 1})).json()
+        prompt = stand.worker.served[0].prompt_token_ids
+        text = (await stand.post("/v1/completions", {"model": MODEL, "prompt": "ab", "prompt_logprobs": 0})).json()
+    found = chat["prompt_logprobs"]
+    assert found[0] is None and len(found) == len(prompt)
+    assert found[1] == {
+        str(prompt[1]): {"logprob": logprob_of(prompt[1]), "rank": None, "decoded_token": "user"},
+        str(OTHER): {"logprob": -0.001, "rank": 1, "decoded_token": "x"},
+    }
+    assert chat["choices"][0]["logprobs"] is None
+    assert [list(entry or ()) for entry in text["choices"][0]["prompt_logprobs"]] == [[], [str(token_ids("b")[0])]]
+
+
+async def test_token_ids_are_returned_with_those_that_show_no_text() -> None:
+    asked = {"return_token_ids": True, "logprobs": 0}
+    async with running_stand(answer("hello", END)) as stand:
+        text = (await stand.post("/v1/completions", {"model": MODEL, "prompt": "ab", **asked})).json()["choices"][0]
+        chat_body = {"messages": HI, "return_token_ids": True}
+        chat = (await stand.post("/v1/chat/completions", {"model": MODEL, **chat_body})).json()
+        chunks = await chunks_of(stand, "/v1/chat/completions", chat_body)
+        prompt = list(stand.worker.served[-1].prompt_token_ids)
+    ids = [*token_ids("hello"), END]
+    assert (text["text"], text["token_ids"], text["prompt_token_ids"]) == ("hello", ids, list(token_ids("ab")))
+    assert len(text["logprobs"]["tokens"]) == len(ids)
+    assert (chat["choices"][0]["token_ids"], chat["prompt_token_ids"]) == (ids, prompt)
+    assert [i for c in chunks for i in c["choices"][0].get("token_ids", [])] == ids
+    assert [c["prompt_token_ids"] for c in chunks if "prompt_token_ids" in c] == [prompt]
+
+
+async def test_tokens_as_ids_and_special_tokens_as_text() -> None:
+    async with running_stand(answer("a<|im_start|>b")) as stand:
+        body = {"model": MODEL, "prompt": "x", "logprobs": 0, "return_tokens_as_token_ids": True}
+        skipped = (await stand.post("/v1/completions", body)).json()["choices"][0]
+        kept = (await stand.post("/v1/completions", {**body, "skip_special_tokens": False})).json()["choices"][0]
+    assert (skipped["text"], kept["text"]) == ("ab", "a<|im_start|>b")
+    assert skipped["logprobs"]["tokens"] == [f"token_id:{i}" for i in token_ids("a<|im_start|>b")]
+
+
+async def test_an_answer_without_text() -> None:
+    async with running_stand(answer("hello")) as stand:
+        body = {"model": MODEL, "prompt": "x", "detokenize": False, "return_token_ids": True}
+        choice = (await stand.post("/v1/completions", body)).json()["choices"][0]
+    assert (choice["text"], choice["token_ids"]) == ("", list(token_ids("hello")))
+
+
+async def test_the_best_of_several_is_answered() -> None:
+    """The mean decides, not the sum: a longer output is not worse."""
+    texts = {0: "zz", 1: "aaaa", 2: "m"}
+
+    def script(request: Request) -> list[TokenEvent]:
+        return answer(texts[int(request.id.rsplit("-", 1)[1])])(request)  # type: ignore[no-any-return]
+
+    async with running_stand(script) as stand:
+        body = {"model": MODEL, "prompt": "x", "best_of": 3, "n": 2}
+        found = (await stand.post("/v1/completions", body)).json()
+        one = (await stand.post("/v1/completions", {**body, "n": 1})).json()
+    assert logprob_of(token_ids("a")[0]) > logprob_of(token_ids("m")[0]) > logprob_of(token_ids("z")[0])
+    assert [(c["index"], c["text"], c["logprobs"]) for c in found["choices"]] == [(0, "aaaa", None), (1, "m", None)]
+    assert found["usage"]["completion_tokens"] == sum(len(token_ids(text)) for text in texts.values())
+    assert found["usage"]["prompt_tokens"] == 1
+    assert [c["text"] for c in one["choices"]] == ["aaaa"]
+
+
+async def test_repeats_after_a_requeue_report_no_token_twice() -> None:
+    def script(request: Request) -> list[TokenEvent]:
+        whole = answer("abcdef")(request)
+        return [*whole[:3], *whole]
+
+    body = {"prompt": "xy", "logprobs": 0, "echo": True}
+    async with running_stand(script) as stand:
+        choices = [chunk["choices"][0] for chunk in await chunks_of(stand, "/v1/completions", body)]
+    tokens = [t for choice in choices for t in (choice["logprobs"] or {}).get("tokens", [])]
+    assert "".join(tokens) == "xyabcdef"
+
+
+async def test_a_stop_string_within_min_tokens_does_not_count() -> None:
+    async with running_stand(answer("ababab")) as stand:
+        body = {"model": MODEL, "prompt": "x", "stop": "b", "min_tokens": 3}
+        choice = (await stand.post("/v1/completions", body)).json()["choices"][0]
+        await until(lambda: stand.waiting == 0)
+        assert stand.worker.served[0].sampling.min_tokens == 3
+    assert choice["text"] == "aba"
+    assert choice["finish_reason"] == "stop"
