@@ -52,4 +52,5 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
             MutableHeaders(scope=message)["connection"] = "close"
         await send(message)
 
-    await error_response(unavailable(rejection.draining().message))(scope, receive, closing)
+    reason = rejection.draining()
+    await error_response(unavailable(f"{reason.message} {reason.advice}"))(scope, receive, closing)

@@ -290,7 +290,8 @@ class SchedulerClient:
         unserved = [i for i in self._admission.ids(interactive) if i in self._open and i not in self._being_put]
         if unserved:
             log.warning("requests failed because no worker is alive", count=len(unserved))
-            self._fail(unserved, rejection.no_engine().message)
+            reason = rejection.no_engine()
+            self._fail(unserved, f"{reason.message} {reason.advice}")
             self._withdraw(unserved)
 
     async def _fail_lost(self) -> None:
