@@ -23,7 +23,7 @@ ENV PYTHONUNBUFFERED=1 \
     HF_HOME=/var/lib/tidegate/huggingface \
     TIDEGATE_DATA_DIR=/var/lib/tidegate
 RUN useradd --system --uid 10001 --create-home tidegate \
-    && install --directory --owner tidegate /var/lib/tidegate
+    && install --directory --owner tidegate --mode 700 /var/lib/tidegate
 # Install dependencies before the project, so that a change of code keeps their layer.
 COPY --from=wheel /wheels/requirements.txt /wheels/
 RUN pip install -r /wheels/requirements.txt
@@ -64,7 +64,7 @@ ENV PYTHONUNBUFFERED=1 \
 # Triton needs a C compiler for the code that launches its kernels.
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN useradd --system --uid 10001 --create-home tidegate \
-    && install --directory --owner tidegate /var/lib/tidegate
+    && install --directory --owner tidegate --mode 700 /var/lib/tidegate
 COPY --from=wheel /wheels/requirements.txt /wheels/
 RUN pip install -r /wheels/requirements.txt
 COPY --from=wheel /wheels /wheels

@@ -10,6 +10,7 @@ from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
 from gateway.http.cors import Cors
+from gateway.http.draining import RefuseWhileDraining
 from gateway.http.hosts import HostCheck
 from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.http.wrong_keys import WrongKeys
@@ -35,6 +36,7 @@ def create_app(gateway: Gateway) -> FastAPI:
             Middleware(Cors, allowed=gateway.allowed_origins),
             Middleware(RequestContext, metrics=gateway.metrics, clock=gateway.clock),
             Middleware(HostCheck, allowed=gateway.allowed_hosts, is_open=lambda: gateway.keyring.is_open),
+            Middleware(RefuseWhileDraining, is_draining=lambda: gateway.client.is_draining),
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt="/v1/files"),
         ],
     )

@@ -69,6 +69,9 @@ class EventKind(Enum):
     FINISHED = "finished"  # the event may carry the last tokens
     FAILED = "failed"  # only this request failed; `error` says why
     CANCELLED = "cancelled"
+    # The gateway has given the request up: it shuts down, no worker is alive, or the request was lost. `error` says
+    # which. A new attempt may succeed.
+    UNAVAILABLE = "unavailable"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from pydantic_settings import CliApp, SettingsError
 
 from tidegate import settings as settings_module
 from tidegate.logs import configure_logging
+from tidegate.process import keep_files_private
 from tidegate.settings import (
     CONFIG_VARIABLE,
     CommonSettings,
@@ -140,6 +141,7 @@ def _load(kind: type[S], command: str, args: list[str]) -> S:
         print(f"tidegate {command}: {error}", file=sys.stderr)
         sys.exit(EX_USAGE)
     configure_logging(command, settings.log_level, settings.log_format)
+    keep_files_private()
     return settings
 
 

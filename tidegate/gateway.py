@@ -6,9 +6,7 @@ error.
 
 import asyncio
 import gc
-import math
 import secrets
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,20 +53,14 @@ from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
 from tidegate.background import Background
-from tidegate.process import gateway_name, hangup_calls, ignore_hangup, raise_descriptor_limit
+from tidegate.drain import Drain
+from tidegate.listening import CannotListen, listen
+from tidegate.notify import report_life
+from tidegate.process import gateway_name, hangup_calls, ignore_hangup, raise_descriptor_limit, signals_call
 from tidegate.settings import GatewaySettings
 from tidegate.supervisor import EX_CONFIG
 
 log = structlog.get_logger()
-
-BACKLOG = 2048  # connections that the kernel queues: enough for a burst of clients
-MIN_DRAIN_S = 1  # seconds; uvicorn takes only whole seconds
-LAST_WORDS_S = 1.0  # seconds for the errors of unfinished requests to reach their clients
-SHUTTING_DOWN = "The server is shutting down."
-
-
-class CannotListen(Exception):
-    """The gateway cannot listen on its address. The message is one sentence for the operator."""
 
 
 class NoTokenizer(Exception):
@@ -98,15 +90,6 @@ def run_gateway(settings: GatewaySettings) -> int:
     except Exception:
         log.exception("the gateway died")
     return 1
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises `CannotListen` if the address cannot be used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
 
 def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock: Clock, part: str) -> FastAPI:
@@ -253,12 +236,10 @@ async def _serve(settings: GatewaySettings, listener: socket.socket, limits: Con
         access_log=False,
         server_header=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(MIN_DRAIN_S, math.ceil(settings.drain_s)),
     )
     server = _Server(config)
-    shutdown = _Shutdown(server, app.state.gateway.client)
-    _drain_on_signals(shutdown)
     gateway: Gateway = app.state.gateway
+    drain = Drain(server, gateway.client, settings.drain_s)
     background = Background()
 
     def reload() -> None:
@@ -270,8 +251,9 @@ async def _serve(settings: GatewaySettings, listener: socket.socket, limits: Con
     gc.freeze()  # what the start has made stays; looking through it again and again would hold up streams
     log.info("the gateway serves", host=settings.host, port=port)
     try:
-        with hangup_calls(reload, shutdown):
+        with signals_call(drain), hangup_calls(reload, drain):
             async with background:
+                background.start(report_life(lambda: server.started))
                 await server.serve(sockets=[listener])
     finally:
         await redis.aclose()
@@ -288,37 +270,3 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class _Shutdown:
-    """The handler of stop signals.
-
-    The first signal starts the drain: new requests are refused, and open requests may finish. Requests that are still
-    open shortly before uvicorn closes their connections get an error. A second signal sends these errors and closes the
-    connections without waiting for the end of the drain.
-    """
-
-    def __init__(self, server: uvicorn.Server, client: SchedulerClient) -> None:
-        self._server = server
-        self._client = client
-
-    def __call__(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._server.should_exit:
-            self._client.fail_open(SHUTTING_DOWN)
-            loop.call_later(LAST_WORDS_S, self._cut_off)
-            return
-        self._client.drain()
-        self._server.should_exit = True
-        drain_s = self._server.config.timeout_graceful_shutdown or 0
-        loop.call_later(max(0.0, drain_s - LAST_WORDS_S), self._client.fail_open, SHUTTING_DOWN)
-
-    def _cut_off(self) -> None:
-        """Cancel the tasks of all open requests, as uvicorn does at the end of its drain."""
-        for task in self._server.server_state.tasks:
-            task.cancel()
-
-
-def _drain_on_signals(shutdown: _Shutdown) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, shutdown)

@@ -46,6 +46,14 @@ def raise_descriptor_limit() -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
+def keep_files_private() -> None:
+    """Make all files that this process and its children create from now on readable only for this user.
+
+    They hold prompts and answers.
+    """
+    os.umask(0o077)
+
+
 def ignore_hangup() -> None:
     """Ignore SIGHUP until `hangup_calls` sets a handler. By default, SIGHUP would end the process."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

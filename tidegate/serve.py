@@ -8,7 +8,6 @@ import contextlib
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -20,6 +19,7 @@ from scheduler.config import TierConfigError, load_tiers
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
+from tidegate.listening import CannotListen, listen
 from tidegate.process import gateway_name, raise_descriptor_limit, worker_name
 from tidegate.settings import CommonSettings, GatewaySettings, ServeSettings, WorkerSettings
 from tidegate.supervisor import EX_CONFIG, Part, Stage, Supervisor
@@ -41,7 +41,6 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
     with contextlib.ExitStack() as cleanup:
         try:
             load_tiers(settings.tiers_path)
-            settings = with_address(settings)
             parts = []
             if settings.redis_url:
                 asyncio.run(_reach(settings.redis_url))
@@ -49,32 +48,25 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
                 valkey = cleanup.enter_context(EmbeddedValkey(settings.data_dir))
                 settings = settings.model_copy(update={"redis_url": valkey.url})
                 parts.append(Part("valkey", Stage.STORE, valkey.argv, ready=valkey.is_ready, pass_fds=valkey.pass_fds))
-        except (ValkeyError, TierConfigError, CannotServe) as error:
+            settings = with_address(settings)  # after the lock: a killed server may still be ending
+        except (ValkeyError, TierConfigError, CannotListen, CannotServe) as error:
             log.error("cannot start", reason=str(error))
             return EX_CONFIG
         return asyncio.run(_supervise(parts, settings, on_ready or _say_ready(settings)))
 
 
 def with_address(settings: ServeSettings) -> ServeSettings:
-    """Return the settings with a definite port and worker id.
+    """Return the settings with a definite port and worker id. Raises `CannotListen` if the port cannot be used.
 
-    Port 0 is replaced by a free port. If no worker id is set, it is made of the host name and the port. This id is the
+    It is checked here because the gateway finds out only beside a worker that loads its model. Port 0 is replaced by a
+    free port. If no worker id is set, it is made of the host name and the port. This id is the
     same at the next start, so that the worker takes over the requests that it left. It differs from the ids of other
     `serve` processes on the same store.
     """
-    port = settings.port or _free_port(settings.host)
+    with listen(settings.host, settings.port) as probe:
+        port: int = probe.getsockname()[1]
     worker_id = settings.worker_id or f"{socket.gethostname()}-{port}"
     return settings.model_copy(update={"port": port, "worker_id": worker_id})
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.create_server((host, 0), family=family) as probe:
-            port: int = probe.getsockname()[1]
-            return port
-    except OSError as error:
-        raise CannotServe(f"cannot listen on {host}: {error.strerror or error}") from error
 
 
 async def _reach(redis_url: str) -> None:
@@ -95,23 +87,26 @@ async def _supervise(parts: list[Part], settings: ServeSettings, on_ready: Calla
 
 
 def _worker(settings: ServeSettings, client: Redis) -> Part:
-    announced = Announced(RedisWorkerRegistry(client), str(settings.worker_id))
-    argv = _command("worker", settings, WorkerSettings)
-    part = worker_name(str(settings.worker_id))
-
-    async def forget() -> None:
-        await announced.forget()
-        await _forget_follower(client, part)
-
-    ready = announced.is_there
-    return Part("worker", Stage.WORKER, argv, settings.secret_env, ready=ready, before_start=forget, reloads=True)
+    argv, worker_id = _command("worker", settings, WorkerSettings), str(settings.worker_id)
+    forget = partial(_forget_worker, client, worker_id)
+    return Part("worker", Stage.WORKER, argv, settings.secret_env, reports=True, before_start=forget, reloads=True)
 
 
 def _gateway(settings: ServeSettings, client: Redis) -> Part:
     argv = _command("gateway", settings, GatewaySettings)
     forget = partial(_forget_follower, client, gateway_name(settings.port))
-    ready = _Answering(settings.host, settings.port)
-    return Part("gateway", Stage.GATEWAY, argv, settings.secret_env, ready=ready, before_start=forget, reloads=True)
+    return Part("gateway", Stage.GATEWAY, argv, settings.secret_env, reports=True, before_start=forget, reloads=True)
+
+
+async def _forget_worker(client: Redis, worker_id: str) -> None:
+    """Remove a killed worker's announcement and report from the store.
+
+    Otherwise, gateways would take the announcement for that of the new worker for some seconds.
+    """
+    with contextlib.suppress(RedisError, OSError):
+        async with asyncio.timeout(FORGET_TIMEOUT_S):
+            await RedisWorkerRegistry(client).withdraw(worker_id)
+    await _forget_follower(client, worker_name(worker_id))
 
 
 async def _forget_follower(client: Redis, part: str) -> None:
@@ -127,61 +122,6 @@ async def _forget_follower(client: Redis, part: str) -> None:
 
 def _command(name: str, settings: ServeSettings, kind: type[CommonSettings]) -> tuple[str, ...]:
     return (sys.executable, "-m", "tidegate", name, *settings.flags(kind))
-
-
-class Announced:
-    """A probe that tells whether the worker has announced itself, which it does when its engine is ready.
-
-    The announcement of a killed worker is withdrawn first. Otherwise, gateways and this probe would take it for the
-    announcement of the new worker for some seconds.
-    """
-
-    def __init__(self, registry: RedisWorkerRegistry, worker_id: str) -> None:
-        self._registry = registry
-        self._worker_id = worker_id
-        self._is_forgotten = False
-
-    async def forget(self) -> None:
-        """Withdraw an old announcement. If the store is unreachable, `is_there` withdraws it later."""
-        self._is_forgotten = False
-        with contextlib.suppress(RedisError, OSError):
-            async with asyncio.timeout(FORGET_TIMEOUT_S):
-                await self._withdraw()
-
-    async def is_there(self) -> bool:
-        """Return whether the worker is announced. Errors of the store's client are raised."""
-        if not self._is_forgotten:
-            await self._withdraw()  # if the worker is alive, it announces itself again within about a second
-        return any(w.worker_id == self._worker_id for w in await self._registry.workers())
-
-    async def _withdraw(self) -> None:
-        await self._registry.withdraw(self._worker_id)
-        self._is_forgotten = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Answering:
-    """A probe that tells whether the gateway answers `GET /health`.
-
-    The gateway accepts connections before it is ready to answer.
-    """
-
-    host: str
-    port: int
-
-    async def __call__(self) -> bool:
-        try:
-            reader, writer = await asyncio.open_connection(self.host, self.port)
-        except OSError:
-            return False
-        writer.write(b"GET /health HTTP/1.0\r\n\r\n")
-        try:
-            async with asyncio.timeout(2):
-                return b" 200 " in await reader.readline()
-        except (OSError, TimeoutError):
-            return False
-        finally:
-            writer.close()
 
 
 def _say_ready(settings: ServeSettings) -> Callable[[], None]:

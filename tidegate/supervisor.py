@@ -1,7 +1,7 @@
 """Keeps the processes of one machine running, and ends them in order: the gateway first, the store last.
 
-Knows processes, signals and exit codes; does not know what the processes do. The processes inherit stdout and stderr,
-and write their own logs there.
+Knows processes, signals, exit codes and what the processes report (`tidegate.notify`); does not know what they do. A
+process that hangs is killed and started again. The processes inherit stdout and stderr, and write their own logs there.
 """
 
 import asyncio
@@ -9,13 +9,16 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
+from typing import Any
 
 import structlog
 from redis.backoff import ExponentialBackoff
 
+from tidegate.notify import Reports
 from tidegate.process import dies_with_parent, exit_text, hangup_calls, ignore_hangup, signals_call
 
 log = structlog.get_logger()
@@ -30,6 +33,7 @@ SETTLED_S = 30.0  # seconds; a part that ran for this long has started well, so 
 PROBE_INTERVAL_S = 0.05  # seconds between two checks whether a part is ready
 DRAIN_S = 30.0  # seconds for running requests to finish
 FAILED_DRAIN_S = 5.0  # seconds; the same after a part was given up, because requests can hardly finish then
+WATCHDOG_S = 15.0  # seconds without a sign of life, after which a part that was ready is killed and started again
 KILL_GRACE_S = 10.0  # seconds for a part to end after its drain: it cancels the remaining work and cleans up
 
 
@@ -52,7 +56,9 @@ class Part:
     stage: Stage
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)  # added to the supervisor's environment
-    # Returns True when the part can serve. None: the part counts as ready after `SETTLED_S`.
+    # Whether the process reports when it is ready and that it is alive. If it does, it is watched.
+    reports: bool = False
+    # For other parts: returns True when the part can serve. None: the part counts as ready after `SETTLED_S`.
     ready: Callable[[], Awaitable[bool]] | None = None
     before_start: Callable[[], Awaitable[None]] | None = None  # called before each start
     pass_fds: tuple[int, ...] = ()
@@ -234,9 +240,16 @@ class _Keeper:
         """
         if self.part.before_start is not None:
             await self.part.before_start()
+        if not self.part.reports:
+            return await self._run_process({}, self._probe)
+        with Reports() as reports:
+            return await self._run_process(reports.env, partial(self._watch, reports))
+
+    async def _run_process(self, env: Mapping[str, str], observe: Callable[[], Coroutine[Any, Any, None]]) -> int:
+        """Run the process to its end, and `observe` it meanwhile. Return the exit code."""
         self._process = await asyncio.create_subprocess_exec(
             *self.part.argv,
-            env={**os.environ, **self.part.env},
+            env={**os.environ, **self.part.env, **env},
             pass_fds=self.part.pass_fds,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -246,10 +259,22 @@ class _Keeper:
         if self._stopping.is_set():  # the keeper was asked to stop while the process was being started
             self._terminate()
         async with asyncio.TaskGroup() as group:
-            probing = group.create_task(self._probe())
+            observer = group.create_task(observe())
             code = await self._process.wait()
-            probing.cancel()
+            observer.cancel()
         return code
+
+    async def _watch(self, reports: Reports) -> None:
+        """Wait until the process reports that it is ready. Kill it if it gives no sign of life any more.
+
+        A process that does not end after a stop signal is not killed here: `stop` has its own limits.
+        """
+        await reports.ready.wait()
+        self._note_ready()
+        await reports.until_silent(WATCHDOG_S)
+        if not self._stopping.is_set():
+            log.error("killing a part that hangs: it gives no sign of life", part=self.part.name, silent_s=WATCHDOG_S)
+            self._kill()
 
     async def _probe(self) -> None:
         if self.part.ready is None:
@@ -261,6 +286,9 @@ class _Keeper:
                 if self._process is None or self._process.returncode is not None:
                     return
                 await asyncio.sleep(PROBE_INTERVAL_S)
+        self._note_ready()
+
+    def _note_ready(self) -> None:
         log.info("ready", part=self.part.name)
         self.ready.set()
 

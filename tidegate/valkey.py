@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import tempfile
 import time
@@ -21,9 +22,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import structlog
+
 from tidegate.process import dies_with_parent
 
+log = structlog.get_logger()
+
 MAX_SOCKET_PATH = 103  # bytes: sun_path has 108 on Linux and 104 on macOS, including the final zero
+LOCK_NAME = "valkey.lock"
+PRIVATE_MODE = 0o700
 LOCK_WAIT_S = 2.0  # seconds to wait for the end of a server whose supervisor was killed
 PING_TIMEOUT_S = 1.0
 START_TIMEOUT_S = 30.0  # seconds; long enough to replay a large AOF
@@ -154,11 +161,12 @@ def find_binary() -> Path:
 def _locked(data_dir: Path) -> Iterator[int]:
     """Hold the lock of the data directory. Yield the descriptor of the lock file, which contains the holder's pid.
 
-    Raises `ValkeyError` if the directory cannot be used or is in use.
+    Raises `ValkeyError` if the directory cannot be used, is in use, or is open to other users.
     """
-    path = data_dir / "valkey.lock"
+    path = data_dir / LOCK_NAME
     try:
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        data_dir.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
+        _close_to_others(data_dir)
         lock_fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise ValkeyError(f"The data directory {data_dir} cannot be used: {error.strerror}.") from error
@@ -173,6 +181,26 @@ def _locked(data_dir: Path) -> Iterator[int]:
         yield lock_fd
     finally:
         os.close(lock_fd)
+
+
+def _close_to_others(data_dir: Path) -> None:
+    """Take all rights on the data directory from other users, if users outside its group have any.
+
+    It holds prompts and answers. Rights of the group alone are the operator's choice. A directory that has been a data
+    directory before, or that is empty, is changed. Any other one may be meant for other users as well, so it is refused
+    with a `ValkeyError`.
+    """
+    mode = stat.S_IMODE(data_dir.stat().st_mode)
+    if not mode & stat.S_IRWXO:
+        return
+    is_ours = (data_dir / LOCK_NAME).exists() or not any(data_dir.iterdir())
+    if not is_ours or data_dir.stat().st_uid != os.geteuid():
+        raise ValkeyError(
+            f"The data directory {data_dir} is open to other users, but prompts and answers are stored there: "
+            f"run `chmod 700 {data_dir}`, or use another --data-dir, such as {data_dir / 'tidegate'}."
+        )
+    data_dir.chmod(PRIVATE_MODE)
+    log.warning("the data directory was open to other users, and is not any more", path=str(data_dir))
 
 
 def _flock(lock_fd: int) -> bool:

@@ -40,6 +40,7 @@ from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.step_log import StepLogError, open_step_log
 from scheduler.worker.warmup import warm_up
 from tidegate.background import Background
+from tidegate.notify import report_life
 from tidegate.process import hangup_calls, ignore_hangup, signals_call, worker_name
 from tidegate.settings import WorkerSettings
 from tidegate.supervisor import EX_CONFIG
@@ -118,6 +119,7 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> No
             background = Background()
             with hangup_calls(lambda: background.start(changes.reload_on_signal()), ending):
                 async with follower, background:
+                    background.start(report_life(lambda: ending.is_announced, lambda: ending.is_stuck))
                     await keep_serving(build, ending, clock)
     log.info("the worker has drained")
 
@@ -158,7 +160,7 @@ async def teach(engine: Engine, core: SchedulerCore, clock: Clock) -> None:
 
 
 class Ending:
-    """The handler of stop signals: it ends the current loop.
+    """The handler of stop signals: it ends the current loop, which it therefore knows.
 
     The first signal drains the loop. After `drain_s` seconds, or at a second signal, the loop stops and its unfinished
     requests go back to the queue.
@@ -177,6 +179,15 @@ class Ending:
         if self._loop is not None:
             self._loop.drain()
         asyncio.get_running_loop().call_later(self._drain_s, self._stop)
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the current loop has announced the worker to the gateways."""
+        return self._loop is not None and self._loop.is_announced
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._loop is not None and self._loop.is_stuck
 
     async def run(self, loop: SchedulerLoop) -> None:
         self._loop = loop

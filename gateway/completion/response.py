@@ -22,7 +22,7 @@ from gateway.completion.tokenizer import Tokenizer
 from gateway.http.sse import PING, Write
 from gateway.output.piece import Piece
 from gateway.output.plan import PLAIN, OutputPlan
-from gateway.protocol.errors import ApiError, internal_error, invalid_request, timed_out
+from gateway.protocol.errors import ApiError, internal_error, invalid_request, timed_out, unavailable
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
@@ -223,6 +223,8 @@ class ResponseStream:
                 raise invalid_request(f"The output cannot have the requested format: {event.error}.")
             log.warning("generation_failed", sequence=event.request_id, reason=event.error)
             raise internal_error("The generation was interrupted by an error of the server.")
+        if event.kind is EventKind.UNAVAILABLE:
+            raise unavailable(event.error)
         if event.kind is EventKind.CANCELLED:
             raise ApiError(503, "The server cancelled the request.", "server_error", code="server_overloaded")
         if event.receipt is not None:

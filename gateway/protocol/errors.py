@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Match
 
 from gateway.protocol.unknown_paths import explain_path
 from gateway.protocol.validation import first_fault
-from scheduler.client.rejection import Rejected, RejectReason
+from scheduler.client.rejection import RESTART_S, Rejected, RejectReason
 from scheduler.config import Tier
 
 MAX_RETRY_AFTER_S = 120  # seconds; the openai client does not retry if it is told to wait longer
@@ -145,6 +145,11 @@ def too_many_bodies() -> ApiError:
 def store_unreachable() -> ApiError:
     message = "The server's store is not reachable at the moment."
     return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(5.0))
+
+
+def unavailable(message: str) -> ApiError:
+    """Return the error for an accepted request that the server gave up, for example at its end. A retry may succeed."""
+    return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(RESTART_S))
 
 
 def rejected(reason: Rejected, tier: Tier, patient: str | None = None) -> ApiError:

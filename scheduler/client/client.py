@@ -19,15 +19,19 @@ from scheduler.config import TierSet
 from scheduler.events.base import EventChannel
 from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
 from scheduler.registry.base import WorkerRegistry
+from scheduler.registry.heartbeat_monitor import CHECK_S, WORKER_SILENT_S, HeartbeatMonitor
 from scheduler.registry.worker_status import WorkerStatus
 from scheduler.request import EventKind, Request, TokenEvent
 
 log = structlog.get_logger()
 
-REFRESH_S = 1.0  # seconds between two reads of the list of live workers
+REFRESH_S = 1.0  # seconds between two reads of the heartbeats and of the waiting work, for admission
 CHECK_EVERY = 3  # number of refreshes between two checks; a lost request is failed at the second check after its loss
-# Requests are still accepted for this many seconds after the last worker was seen, because it may be restarting.
+# Bulk requests are still accepted for this many seconds after the last worker was seen, because it may be restarting.
 WORKER_GRACE_S = 20.0
+# Seconds without any worker after which open interactive requests fail. Together with the time in which a hung worker
+# is noticed (its step counts as stuck after `scheduler.worker.step_loop.STUCK_S`), nobody waits for more than 10 s.
+MAX_AWAY_S = 4.0
 
 
 class SchedulerClient:
@@ -59,14 +63,18 @@ class SchedulerClient:
         self._failed_here: list[str] = []
         self._withdrawals: set[asyncio.Task[None]] = set()
         self._workers: list[WorkerStatus] = []
+        self._monitor = HeartbeatMonitor(WORKER_SILENT_S)
+        self._reads_without_worker = 0  # number of reads in a row that found no live worker
         self._worker_seen_s: float | None = None
         self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         await self._events.open(self.gateway_id)
+        await self._read_workers()
         await self._refresh()
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._keep_fresh())]
+        work = (self._receive(), self._keep_fresh(), self._watch_workers())
+        self._tasks = [asyncio.create_task(task) for task in work]
 
     async def close(self) -> None:
         """Cancel all open requests and stop listening. After that, publishing to this gateway fails."""
@@ -83,7 +91,7 @@ class SchedulerClient:
         self._draining = True
 
     def fail_open(self, message: str) -> None:
-        """End every open request now with a FAILED event that says `message`.
+        """End every open request now with an UNAVAILABLE event that says `message`.
 
         Later events of these requests are ignored, and `close` cancels them.
         """
@@ -149,7 +157,7 @@ class SchedulerClient:
     async def _submit(self, requests: Sequence[Request]) -> TokenStream | Rejected:
         if self._draining:
             return rejection.draining()
-        if not self._has_engine():
+        if not self._has_engine(requests[0].tier):
             return rejection.no_engine()
         ticket = self._admission.begin(requests, self._clock.now(), self._clock.wall_ms())
         if isinstance(ticket, Rejected):
@@ -184,9 +192,9 @@ class SchedulerClient:
             self._admission.forget(request_id)
 
     def _withdraw(self, request_ids: Sequence[str]) -> None:
-        """Cancel requests in the background after an interrupted `put`.
+        """Cancel requests in the background.
 
-        Although it was interrupted, the `put` may have enqueued the requests.
+        After an interrupted `put`, this is needed too: the queue may have the requests nevertheless.
         """
 
         async def withdraw() -> None:
@@ -200,14 +208,16 @@ class SchedulerClient:
         task.add_done_callback(self._withdrawals.discard)
 
     def _fail(self, request_ids: Sequence[str], message: str) -> None:
-        """Deliver a FAILED event for each request. The client makes these events itself; no worker has sent them."""
-        self._dispatch([TokenEvent(i, EventKind.FAILED, index=0, error=message) for i in request_ids])
+        """Deliver an UNAVAILABLE event for each request. Only the client makes such events, no worker."""
+        self._dispatch([TokenEvent(i, EventKind.UNAVAILABLE, error=message) for i in request_ids])
 
-    def _has_engine(self) -> bool:
+    def _has_engine(self, tier: str) -> bool:
+        """Return whether a request of `tier` may be accepted: a worker is alive, or bulk work can wait for one."""
         if self._workers:
             return True
+        is_bulk = tier in self._tiers.tiers and not self._tiers[tier].is_interactive
         seen = self._worker_seen_s
-        return seen is not None and self._clock.now() - seen < WORKER_GRACE_S
+        return is_bulk and seen is not None and self._clock.now() - seen < WORKER_GRACE_S
 
     async def _receive(self) -> None:
         """Pass token events to their streams, for ever.
@@ -242,14 +252,47 @@ class SchedulerClient:
                 await self._refresh()
                 if rounds % CHECK_EVERY == 0:
                     await self._fail_lost()
-            except Exception as error:  # the store may be restarting: keep the last list and try again
+            except Exception as error:  # the store may be restarting: keep the last data and try again
+                log.warning("heartbeats not read", error=str(error))
+
+    async def _watch_workers(self) -> None:
+        while True:
+            await self._clock.sleep(CHECK_S)
+            try:
+                await self._read_workers()
+                self._fail_unserved()
+            except Exception as error:  # as above
                 log.warning("worker list not refreshed", error=str(error))
 
-    async def _refresh(self) -> None:
-        self._workers = await self._registry.workers()
-        self._admission.on_heartbeat(self._workers, await self.backlogs(), self._clock.now(), self._clock.wall_ms())
+    async def _read_workers(self) -> None:
+        listed = await self._registry.workers()
+        for worker_id in self._monitor.observe({w.worker_id: w.at_ms for w in listed}):
+            log.warning("a worker is silent", worker=worker_id)
+        self._workers = [w for w in listed if not self._monitor.is_silent(w.worker_id)]
         if self._workers:
             self._worker_seen_s = self._clock.now()
+            self._reads_without_worker = 0
+        else:
+            self._reads_without_worker += 1
+
+    async def _refresh(self) -> None:
+        workers = [w for w in await self._registry.workers() if not self._monitor.is_silent(w.worker_id)]
+        self._admission.on_heartbeat(workers, await self.backlogs(), self._clock.now(), self._clock.wall_ms())
+
+    def _fail_unserved(self) -> None:
+        """Fail the open interactive requests if no worker has been alive for `MAX_AWAY_S`.
+
+        Reads are counted, not seconds, so that an outage of the store fails no request here.
+        """
+        if self._reads_without_worker < MAX_AWAY_S / CHECK_S:
+            return
+        interactive = [tier.name for tier in self._tiers.tiers.values() if tier.is_interactive]
+        unserved = [i for i in self._admission.ids(interactive) if i in self._open and i not in self._being_put]
+        if unserved:
+            log.warning("requests failed because no worker is alive", count=len(unserved))
+            reason = rejection.no_engine()
+            self._fail(unserved, f"{reason.message} {reason.advice}")
+            self._withdraw(unserved)
 
     async def _fail_lost(self) -> None:
         """Fail the requests that the queue did not know at two checks in a row.

@@ -27,4 +27,11 @@ class EventChannel(Protocol):
         """
         ...
 
+    async def beats(self, gateway_ids: Sequence[str]) -> list[int | None]:
+        """Return the newest heartbeat of each gateway: a number that changes every second while the gateway listens.
+
+        None if the gateway is gone.
+        """
+        ...
+
     async def close(self) -> None: ...

@@ -13,6 +13,7 @@ class MemoryEventChannel:
     """
 
     def __init__(self) -> None:
+        self._num_reads = 0
         self._inboxes: dict[str, asyncio.Queue[list[TokenEvent] | None]] = {}
 
     async def publish(self, reply_to: str, events: Sequence[TokenEvent]) -> bool:
@@ -31,6 +32,11 @@ class MemoryEventChannel:
             raise RuntimeError(f"listen before open: {gateway_id}")
         while (message := await inbox.get()) is not None:
             yield message
+
+    async def beats(self, gateway_ids: Sequence[str]) -> list[int | None]:
+        """Return a new number for each gateway that listens: within one process, no listener hangs."""
+        self._num_reads += 1
+        return [self._num_reads if gateway_id in self._inboxes else None for gateway_id in gateway_ids]
 
     async def close(self) -> None:
         for inbox in self._inboxes.values():

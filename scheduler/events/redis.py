@@ -1,8 +1,9 @@
 """An event channel through Redis: one stream per gateway, one entry per message.
 
-The stream exists exactly while its gateway lives: `open` creates it, `listen` refreshes its TTL, and publishers never
-create it, so publishing to a gateway that is gone fails. A listener continues after the last entry that it has read, so
-a dropped connection neither loses nor repeats messages. A gateway id must have only one listener.
+The stream exists while its gateway lives: `open` creates it, `listen` refreshes its TTL, and publishers never create
+it, so publishing to a gateway that is gone fails. A gateway that ends without `close` leaves its stream behind for a
+while; its heartbeats, which `listen` sends, stop at once. A listener continues after the last entry that it has read,
+so a dropped connection neither loses nor repeats messages. A gateway id must have only one listener.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError
 
 from scheduler.request import TokenEvent
@@ -68,19 +70,24 @@ class RedisEventChannel:
                 if loop.time() >= heartbeat_due_s:
                     await self._unless_closed(self._heartbeat(reader, gateway_id))
                     heartbeat_due_s = loop.time() + self._heartbeat_s
-                for entry_id, fields in await self._unless_closed(self._read(reader, gateway_id)) or ():
+                left_s = heartbeat_due_s - loop.time()
+                for entry_id, fields in await self._unless_closed(self._read(reader, gateway_id, left_s)) or ():
                     self._last_ids[gateway_id] = entry_id
                     if FIELD in fields:
                         yield self._decoder.decode(fields[FIELD])
         finally:
             await reader.aclose()
 
+    async def beats(self, gateway_ids: Sequence[str]) -> list[int | None]:
+        values = await self._client.mget([keys.gateway_beat(i) for i in gateway_ids]) if gateway_ids else []
+        return [None if value is None else int(value) for value in values]
+
     async def close(self) -> None:
         """End the listeners and remove their streams, so that publishing to them fails at once."""
         self._closed = True
         for task in self._pending:
             task.cancel()
-        streams = [keys.events(gateway_id) for gateway_id in self._last_ids]
+        streams = [key(gateway_id) for gateway_id in self._last_ids for key in (keys.events, keys.gateway_beat)]
         self._last_ids.clear()
         if streams:
             with contextlib.suppress(RedisError):  # if the store is unreachable, the TTL removes the streams
@@ -91,11 +98,12 @@ class RedisEventChannel:
         pipeline = client.pipeline(transaction=True)
         pipeline.xadd(keys.events(gateway_id), {b"opened": b""})
         pipeline.pexpire(keys.events(gateway_id), self._ttl_ms)
-        entry_id, _ = await pipeline.execute()
+        self._beat(pipeline, gateway_id)
+        entry_id, *_ = await pipeline.execute()
         self._last_ids[gateway_id] = entry_id
 
     async def _heartbeat(self, reader: Redis, gateway_id: str) -> None:
-        """Refresh the stream's TTL and remove the entries that were read.
+        """Send a heartbeat, refresh the stream's TTL and remove the entries that were read.
 
         If the stream is gone, open a new one. The reason may be that this process was suspended or that the store was
         emptied. Publishing has failed since the stream disappeared.
@@ -103,14 +111,19 @@ class RedisEventChannel:
         pipeline = reader.pipeline(transaction=False)
         pipeline.pexpire(keys.events(gateway_id), self._ttl_ms)
         pipeline.xtrim(keys.events(gateway_id), minid=self._last_ids[gateway_id], approximate=False)
-        alive, _ = await pipeline.execute()
+        self._beat(pipeline, gateway_id)
+        alive, *_ = await pipeline.execute()
         if not alive:
             log.warning("the event stream had expired and is opened again", gateway_id=gateway_id)
             await self._open(reader, gateway_id)
 
-    async def _read(self, reader: Redis, gateway_id: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        """Return new entries with their ids. Wait for them until the next heartbeat at most."""
-        stream, block_ms = keys.events(gateway_id), max(1, int(self._heartbeat_s * 1000))
+    def _beat(self, pipeline: Pipeline, gateway_id: str) -> None:
+        pipeline.incr(keys.gateway_beat(gateway_id))
+        pipeline.pexpire(keys.gateway_beat(gateway_id), self._ttl_ms)
+
+    async def _read(self, reader: Redis, gateway_id: str, timeout_s: float) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Return new entries with their ids. Wait for them for `timeout_s` at most."""
+        stream, block_ms = keys.events(gateway_id), max(1, int(timeout_s * 1000))
         last_id = self._last_ids[gateway_id]
         reply: Any = await reader.xread({stream: last_id}, count=READ_COUNT, block=block_ms)
         entries: list[tuple[bytes, dict[bytes, bytes]]] = reply[0][1] if reply else []

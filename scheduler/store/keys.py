@@ -37,13 +37,16 @@ WAKE = "tidegate:wake"
 # One stream per gateway. It exists while the gateway listens.
 EVENTS_PREFIX = "tidegate:events:"
 
-# Seconds. A gateway that has not refreshed its stream for this long counts as gone, and workers drop its requests. The
-# value is well above any pause of a busy gateway process, and well below the time that workers may waste on requests of
-# a dead gateway.
+# One number per gateway, which grows with every heartbeat of the gateway. Workers drop the requests of a gateway whose
+# number does not change any more.
+GATEWAY_BEAT_PREFIX = "tidegate:gateway:"
+
+# Seconds. The stream and the number of a gateway outlive its last heartbeat for this long. It is well above any outage
+# of the store, because a gateway that lives must not lose its stream.
 EVENTS_TTL_S = 30.0
 
-# Seconds between two refreshes of that TTL. Each refresh also removes the entries that were read.
-EVENTS_HEARTBEAT_S = 2.0
+# Seconds between two heartbeats of a gateway. Each of them also removes the entries that were read.
+EVENTS_HEARTBEAT_S = 1.0
 
 # The maximum number of messages in a stream. It is enough for minutes of steps, and a listener removes read messages at
 # every heartbeat.
@@ -98,6 +101,10 @@ def tier_waiting(tier: str) -> str:
 
 def events(gateway_id: str) -> str:
     return EVENTS_PREFIX + gateway_id
+
+
+def gateway_beat(gateway_id: str) -> str:
+    return GATEWAY_BEAT_PREFIX + gateway_id
 
 
 def worker(worker_id: str) -> str:

@@ -13,6 +13,7 @@ from scheduler.worker.leases import LeaseKeeper
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.maintenance import Maintenance
 from scheduler.worker.metrics import SchedulerMetrics
+from scheduler.worker.peers import Peers
 from scheduler.worker.publisher import Publisher
 from scheduler.worker.step_log import NoStepLog, StepLog
 from scheduler.worker.step_loop import StepLoop
@@ -38,9 +39,10 @@ def build_loop(
     held = HeldRequests(core, engine, metrics, clock)
     heartbeat = Heartbeat(registry, metrics, core, engine.info, identity, clock)
     publisher = Publisher(queue, events, held)
-    claimer = Claimer(core, queue, held, heartbeat, clock)
+    peers = Peers(core, queue, events, registry, held, clock, identity.worker_id)
+    claimer = Claimer(core, queue, held, peers, clock)
     reporter = StepReporter(publisher, metrics, heartbeat, step_log or NoStepLog())
     steps = StepLoop(core, engine, held, claimer, reporter, clock)
-    leases = LeaseKeeper(core, queue, events, held, clock, identity.worker_id)
-    maintenance = Maintenance(core, queue, metrics, heartbeat, held, clock)
-    return SchedulerLoop(steps, claimer, publisher, leases, maintenance, heartbeat, queue)
+    leases = LeaseKeeper(core, queue, held, clock, identity.worker_id)
+    maintenance = Maintenance(core, queue, metrics, heartbeat, held, steps, clock)
+    return SchedulerLoop(steps, claimer, publisher, leases, peers, maintenance, heartbeat, queue)

@@ -10,9 +10,9 @@ from collections import Counter
 from scheduler.clock import Clock
 from scheduler.planning.core import SchedulerCore
 from scheduler.queue.base import Queue
-from scheduler.worker.heartbeat import Heartbeat
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.leases import LEASE_S
+from scheduler.worker.peers import Peers
 
 # Before a worker with a step in flight claims new work, it waits, so that an idle worker gets that work first. It waits
 # `YIELD_S` seconds, and `YIELD_S` more for each interactive request that it holds, but at most `MAX_YIELD_S`.
@@ -24,13 +24,11 @@ LISTEN_S = 0.5
 
 
 class Claimer:
-    def __init__(
-        self, core: SchedulerCore, queue: Queue, held: HeldRequests, heartbeat: Heartbeat, clock: Clock
-    ) -> None:
+    def __init__(self, core: SchedulerCore, queue: Queue, held: HeldRequests, peers: Peers, clock: Clock) -> None:
         self._core = core
         self._queue = queue
         self._held = held
-        self._heartbeat = heartbeat
+        self._peers = peers
         self._clock = clock
         self._room = asyncio.Event()
         self._known_empty = False  # the last claim got fewer requests than it asked for, and nothing was put since
@@ -71,7 +69,7 @@ class Claimer:
 
         New work would wait for the end of this step here, while another worker may be idle.
         """
-        if not self._heartbeat.is_alone and self._core.is_step_in_flight:
+        if not self._peers.is_alone and self._core.is_step_in_flight:
             await self._clock.sleep(min(YIELD_S * (1 + self._core.num_interactive), MAX_YIELD_S))
 
     async def _claim(self) -> None:

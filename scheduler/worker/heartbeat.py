@@ -56,7 +56,6 @@ class Heartbeat:
         self._finished: Counter[str] = Counter()  # number of finished requests by tier, since the last heartbeat
         self._finished_per_s: dict[str, Ewma] = {}  # average rate of finished requests, by tier
         self._last_s: float | None = None
-        self.is_alone = True  # True: no other worker was alive at the last heartbeat
 
     def count_ended(self, end: Ended) -> None:
         self._finished[end.tier] += 1
@@ -72,7 +71,6 @@ class Heartbeat:
         self._finished.clear()
         sla_json = msgspec.json.encode(self._explanation(status, now, wall_ms)).decode()
         await self._registry.announce(self._status(tiers, wall_ms), self._metrics.text(), sla_json)
-        self.is_alone = len(await self._registry.workers()) <= 1
 
     async def withdraw(self) -> None:
         """Remove the worker from the registry."""

@@ -1,12 +1,12 @@
 """Keeps the leases of the requests that a worker holds, and gives them back when the worker ends.
 
-Also drops requests whose gateway is gone, and requeues requests whose worker is gone.
+Also requeues requests whose leases have ended. That happens only where no other worker has noticed the end of their
+worker (`scheduler.worker.peers`), for example because none was running.
 """
 
 from collections.abc import Iterable
 
 from scheduler.clock import Clock
-from scheduler.events.base import EventChannel
 from scheduler.planning.core import SchedulerCore
 from scheduler.queue.base import Queue
 from scheduler.request import Lease
@@ -21,14 +21,12 @@ class LeaseKeeper:
         self,
         core: SchedulerCore,
         queue: Queue,
-        events: EventChannel,
         held: HeldRequests,
         clock: Clock,
         worker_id: str,
     ) -> None:
         self._core = core
         self._queue = queue
-        self._events = events
         self._held = held
         self._clock = clock
         self._worker_id = worker_id
@@ -36,12 +34,11 @@ class LeaseKeeper:
     async def run(self) -> None:
         """Keep the leases until this task is cancelled.
 
-        Each round renews the leases, drops requests of missing gateways and requeues requests with expired leases.
+        Each round renews the leases and requeues requests with expired leases.
         """
         while True:
             await self._clock.sleep(RENEW_S)
             await self._renew()
-            await self._drop_orphans()
             await self._queue.requeue_expired()
 
     async def give_back(self, leases: Iterable[Lease] = ()) -> None:
@@ -63,17 +60,3 @@ class LeaseKeeper:
 
     def _leases(self) -> list[Lease]:
         return [state.lease for state in self._core.states]
-
-    async def _drop_orphans(self) -> None:
-        """Drop the requests of gateways that are gone.
-
-        The publisher notices a missing gateway only when it sends an event. So a request that sends its only event at
-        its end would be computed for nothing.
-        """
-        by_gateway: dict[str, list[str]] = {}
-        for state in self._core.states:
-            by_gateway.setdefault(state.request.reply_to, []).append(state.id)
-        for reply_to, request_ids in by_gateway.items():
-            if not await self._events.publish(reply_to, ()):
-                await self._queue.cancel(request_ids)
-                self._held.drop(request_ids)

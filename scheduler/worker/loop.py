@@ -1,7 +1,8 @@
 """The main loop of a worker: claim → accept → plan → engine → apply → publish, with any clock, queue and engine.
 
-It is the only driver of the scheduler; the simulator runs the same loop. Five small tasks share the core on one thread:
-steps, claims (also while a step runs), publishing, leases and maintenance. `scheduler.worker.assembly` builds the loop.
+It is the only driver of the scheduler; the simulator runs the same loop. Six small tasks share the core on one thread:
+steps, claims (also while a step runs), publishing, leases, peers and maintenance. `scheduler.worker.assembly` builds
+the loop.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from scheduler.worker.claimer import Claimer
 from scheduler.worker.heartbeat import Heartbeat
 from scheduler.worker.leases import LeaseKeeper
 from scheduler.worker.maintenance import Maintenance
+from scheduler.worker.peers import Peers
 from scheduler.worker.publisher import Publisher
 from scheduler.worker.step_loop import StepLoop
 
@@ -23,6 +25,7 @@ class SchedulerLoop:
         claimer: Claimer,
         publisher: Publisher,
         leases: LeaseKeeper,
+        peers: Peers,
         maintenance: Maintenance,
         heartbeat: Heartbeat,
         queue: Queue,
@@ -31,9 +34,16 @@ class SchedulerLoop:
         self._claimer = claimer
         self._publisher = publisher
         self._leases = leases
+        self._peers = peers
         self._maintenance = maintenance
         self._heartbeat = heartbeat
         self._queue = queue
+        self.is_announced = False  # whether the first heartbeat was sent
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the step in flight takes so much longer than predicted that it may never end."""
+        return self._steps.is_stuck
 
     async def run(self) -> None:
         """Serve until `drain` was called and all held requests have ended, or until `stop` was called.
@@ -43,6 +53,7 @@ class SchedulerLoop:
         try:
             await self._leases.give_back(await self._steps.clear())
             await self._heartbeat.beat()
+            self.is_announced = True
             await self._run_tasks()
             await self._leases.give_back()
             await self._heartbeat.withdraw()
@@ -56,6 +67,7 @@ class SchedulerLoop:
             asyncio.create_task(self._claimer.run()),
             asyncio.create_task(self._maintenance.run()),
             asyncio.create_task(self._leases.run()),
+            asyncio.create_task(self._peers.run()),
         ]
         steps = asyncio.create_task(self._steps.run())
         try:

@@ -1,6 +1,7 @@
 """The periodic work of a worker: the outer loop of its controller, its metrics and its heartbeat.
 
-A round takes place every `UPDATE_S` seconds. A heartbeat is sent in every `HEARTBEAT_EVERY`-th round.
+A round takes place every `UPDATE_S` seconds. A heartbeat is sent in every `HEARTBEAT_EVERY`-th round, unless the step
+loop is stuck: a worker that answers nobody must not look alive.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from scheduler.queue.base import Queue
 from scheduler.worker.heartbeat import Heartbeat
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.metrics import SchedulerMetrics
+from scheduler.worker.step_loop import StepLoop
 
 log = structlog.get_logger()
 
@@ -28,6 +30,7 @@ class Maintenance:
         metrics: SchedulerMetrics,
         heartbeat: Heartbeat,
         held: HeldRequests,
+        steps: StepLoop,
         clock: Clock,
     ) -> None:
         self._core = core
@@ -35,6 +38,7 @@ class Maintenance:
         self._metrics = metrics
         self._heartbeat = heartbeat
         self._held = held
+        self._steps = steps
         self._clock = clock
         self._missing: frozenset[str] = frozenset()  # tiers with requests that cannot end by their deadlines
 
@@ -46,7 +50,7 @@ class Maintenance:
             rounds += 1
             self._review(await self._queue.depths([t.name for t in self._core.tiers]))
             self._held.changed.set()  # wakes an idle step loop, because budgets also change with time
-            if rounds % HEARTBEAT_EVERY == 0:
+            if rounds % HEARTBEAT_EVERY == 0 and not self._steps.is_stuck:
                 await self._heartbeat.beat()
 
     def _review(self, depths: Mapping[str, int]) -> None:

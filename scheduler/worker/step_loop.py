@@ -15,6 +15,10 @@ from scheduler.worker.claimer import Claimer
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.step_reporter import StepReporter
 
+# A step counts as stuck when it takes longer than `STUCK_S` seconds and longer than `STUCK_FACTOR` times its
+# prediction. The worker then sends no heartbeats. They go on when the step ends after all.
+STUCK_S = 2.0
+STUCK_FACTOR = 10.0  # far beyond the errors of predictions (`tidegate_step_time_error_ratio`)
 PLANNING_S = 0.003  # seconds; async scheduling plans the next step this long before the step in flight should end
 
 
@@ -36,6 +40,14 @@ class StepLoop:
         self._clock = clock
         self._draining = False
         self._stopped = False
+        self._begun_s: float | None = None  # begin of the step in flight; None: none is in flight
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the step in flight takes so much longer than predicted that it may never end."""
+        if self._begun_s is None:
+            return False
+        return self._clock.now() - self._begun_s > max(STUCK_S, STUCK_FACTOR * self._core.running_step_s)
 
     def drain(self) -> None:
         """Make `run` return when the worker holds no more requests."""
@@ -55,7 +67,9 @@ class StepLoop:
         """
         leases = self._core.release_all()
         while self._core.is_step_in_flight:
+            self._begun_s = self._clock.now()
             self._core.apply(await self._engine.collect(), self._clock.now())
+        self._begun_s = None
         return leases
 
     async def run(self) -> None:
@@ -68,10 +82,11 @@ class StepLoop:
                 await self._idle()
             else:
                 await self._run_steps(plan)
+                self._begun_s = None
 
     async def _run_steps(self, plan: StepPlan) -> None:
         """Run `plan`, and all steps that can be planned while the step before them runs (async scheduling)."""
-        begun_s = self._clock.now()
+        begun_s = self._begun_s = self._clock.now()
         self._engine.submit(plan)
         if not self._engine.info.steps_ahead:
             self._apply(await self._engine.collect(), begun_s)
@@ -84,7 +99,7 @@ class StepLoop:
                 self._apply(await collecting, begun_s)
             finally:
                 collecting.cancel()  # has an effect only after an error; the engine then keeps the result
-            begun_s = self._clock.now()
+            begun_s = self._begun_s = self._clock.now()
 
     async def _submit_next(self, collecting: "asyncio.Task[StepResult]") -> bool:
         """Plan and submit the next step shortly before the step in flight ends.

@@ -139,19 +139,28 @@ class ScriptedWorker:
     registry: MemoryWorkerRegistry
     script: Scripting
     capacity: TierCapacity | None = None  # announced for each tier; None: unknown
+    metrics: str = ""  # announced as the worker's own metrics
     claims: bool = True
     served: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     _serving: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    async def announce(self, metrics: str = "") -> None:
+    async def beat(self) -> None:
+        """Announce the worker every second, so that it never counts as silent."""
+        while True:
+            await self.announce()
+            await asyncio.sleep(1.0)
+
+    async def announce(self, metrics: str | None = None) -> None:
+        self.metrics = self.metrics if metrics is None else metrics
         tiers = {
             name: TierStatus(batch_size=64, finished_per_s=rate, capacity=self.capacity)
             for name, rate in FINISHED_PER_S.items()
         }
-        status = WorkerStatus("w1", (MODEL,), CONTEXT, len(pretrained()), 0, device="cpu", tiers=tiers)
-        await self.registry.announce(status, metrics)
+        at_ms = SystemClock().wall_ms()
+        status = WorkerStatus("w1", (MODEL,), CONTEXT, len(pretrained()), 0, device="cpu", tiers=tiers, at_ms=at_ms)
+        await self.registry.announce(status, self.metrics)
 
     async def run(self) -> None:
         self.gate.set()
@@ -291,9 +300,9 @@ async def running_stand(
     async with AsyncExitStack() as stack:
         if with_worker:
             await worker.announce()
-            running = asyncio.create_task(worker.run())
             stack.push_async_callback(worker.stop)
-            stack.callback(running.cancel)
+            for work in (worker.run(), worker.beat()):
+                stack.callback(asyncio.create_task(work).cancel)
         url = await stack.enter_async_context(_serving(gateway, limits or ConnectionLimits()))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30, verify=False))
         # No TLS here: building a TLS context takes 50 ms.

@@ -98,7 +98,7 @@ class Server:
 def running(data_dir: Path, *flags: str, command: str = "serve") -> Iterator[Server]:
     """Start `tidegate <command>` with `flags`. End it with SIGTERM, and with SIGKILL if that is not enough."""
     port = free_port()
-    data_dir.mkdir(parents=True, exist_ok=True)
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = data_dir / f"{command}-{port}.log"
     argv = [sys.executable, "-m", "tidegate", command, *flags]
     if command != "worker":

@@ -230,7 +230,7 @@ async def test_parts_run_alone_on_an_existing_store(server: Server, tmp_path: Pa
             go_on = asyncio.Event()
             async with long_streams(client, 16, go_on) as streams:
                 gateway.process.send_signal(signal.SIGTERM)
-                await asyncio.to_thread(wait_for, lambda: not gateway.is_listening(), 10, "the gateway to drain")
+                await asyncio.to_thread(wait_for, lambda: not gateway.is_ready(), 10, "the gateway to drain")
                 gateway.process.send_signal(signal.SIGTERM)  # at once, not after 30 s
                 assert await asyncio.to_thread(gateway.process.wait, 15) == 0
                 go_on.set()

@@ -95,7 +95,8 @@ async def client_of(redis: Redis) -> AsyncIterator[SchedulerClient]:
 def make_request(request_id: str) -> Request:
     now_ms = SystemClock().wall_ms()
     sampling = SamplingParams(max_tokens=80, ignore_eos=True, seed=3, repetition_penalty=1.1)
-    return Request(request_id, "realtime", tuple(range(20, 40)), sampling, now_ms, now_ms + 60_000, "gateway")
+    # In the bulk tier, because an interactive request would not wait for the next worker.
+    return Request(request_id, "bulk", tuple(range(20, 40)), sampling, now_ms, now_ms + 60_000, "gateway")
 
 
 async def submit(client: SchedulerClient, request: Request) -> TokenStream:

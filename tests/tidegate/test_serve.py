@@ -1,6 +1,7 @@
 """`serve`: what it decides before its parts run, and how it knows that its worker is ready."""
 
 import socket
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
@@ -11,7 +12,7 @@ from scheduler.registry.worker_status import WorkerStatus
 from scheduler.reload.store import Follower, TierStore
 from scheduler.store import connection
 from tidegate.process import gateway_name, worker_name
-from tidegate.serve import Announced, _gateway, _worker, run_serve, with_address
+from tidegate.serve import _gateway, _worker, run_serve, with_address
 from tidegate.settings import ServeSettings
 
 
@@ -38,7 +39,8 @@ def test_a_store_that_does_not_answer_is_named_without_its_password(url: str, mo
 
 
 def test_workers_of_two_servers_have_two_names() -> None:
-    first, again, second = (with_address(ServeSettings(port=port)).worker_id for port in (8000, 8000, 8001))
+    one, other = free_port(), free_port()
+    first, again, second = (with_address(ServeSettings(port=port)).worker_id for port in (one, one, other))
     assert first == again
     assert first != second
     assert with_address(ServeSettings(worker_id="mine")).worker_id == "mine"
@@ -50,49 +52,34 @@ def test_port_0_becomes_a_free_one() -> None:
     assert str(settings.worker_id).endswith(f"-{settings.port}")
 
 
-def test_an_unusable_host_is_named() -> None:
+def test_an_unusable_host_is_named(tmp_path: Path) -> None:
     with capture_logs() as logs:
-        assert run_serve(ServeSettings(port=0, host="192.0.2.1")) == 78
+        assert run_serve(ServeSettings(port=0, host="192.0.2.1", data_dir=tmp_path)) == 78
     assert "cannot listen on 192.0.2.1" in logs[0]["reason"]
 
 
-async def test_the_announcement_of_a_killed_worker_is_not_taken_for_its_successors(redis_client: Redis) -> None:
+async def test_what_a_killed_worker_has_announced_is_withdrawn_before_its_successor_starts(redis_client: Redis) -> None:
     registry = RedisWorkerRegistry(redis_client)
-    announced = Announced(registry, "mine")
-    await registry.announce(status("mine"), "")
-    await registry.announce(status("other"), "")
-    await announced.forget()
-    assert not await announced.is_there()
+    for worker_id in ("mine", "other"):
+        await registry.announce(status(worker_id), "")
+    part = _worker(with_address(ServeSettings(port=0, worker_id="mine")), redis_client)
+    assert part.before_start is not None
+    await part.before_start()
     assert [w.worker_id for w in await registry.workers()] == ["other"]
-    await registry.announce(status("mine"), "")
-    assert await announced.is_there()
 
 
-async def test_the_old_announcement_is_withdrawn_later_if_the_store_was_unreachable(redis_client: Redis) -> None:
-    class Away(RedisWorkerRegistry):
-        is_away = True
-
-        async def withdraw(self, worker_id: str) -> None:
-            if self.is_away:
-                raise ConnectionError
-            await super().withdraw(worker_id)
-
-    registry = Away(redis_client)
-    announced = Announced(registry, "mine")
-    await registry.announce(status("mine"), "")
-    await announced.forget()
-    with pytest.raises(ConnectionError):
-        await announced.is_there()
-    registry.is_away = False
-    assert not await announced.is_there()
-    await registry.announce(status("mine"), "")
-    assert await announced.is_there()
+def test_a_port_in_use_ends_serve_with_78_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, capture_logs() as logs:
+        port = other.getsockname()[1]
+        assert run_serve(ServeSettings(port=port, data_dir=tmp_path)) == 78
+    assert [line["event"] for line in logs] == ["cannot start"]
+    assert f"127.0.0.1:{port}" in logs[0]["reason"] and "--port" in logs[0]["reason"]
 
 
 async def test_a_killed_part_does_not_count_as_a_follower_of_the_tiers(redis_client: Redis) -> None:
     tiers = TierStore(redis_client)
-    settings = with_address(ServeSettings(port=8123, worker_id="mine"))
-    for name in (worker_name("mine"), gateway_name(8123), worker_name("other")):
+    settings = with_address(ServeSettings(port=0, worker_id="mine"))
+    for name in (worker_name("mine"), gateway_name(settings.port), worker_name("other")):
         await tiers.report(Follower(name))
     for part in (_worker(settings, redis_client), _gateway(settings, redis_client)):
         assert part.reloads

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,8 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
+from structlog.testing import capture_logs
 
 from tests.waiting import until
+from tidegate import notify
 from tidegate import supervisor as supervision
 from tidegate.supervisor import EX_CONFIG, Part, Stage, Supervisor
 from tidegate.valkey import EmbeddedValkey
@@ -358,6 +361,78 @@ async def test_the_embedded_store_keeps_socket_and_data_through_its_restart(tmp_
                 assert client.info("server")["process_id"] != first
             supervisor.stop()
             assert await exit_code(run) == 0
+
+
+# -- parts that report -----------------------------------------------------------------------------------------------
+
+# Usage: JOURNAL BEHAVIOUR. Writes "start reporter PID" and then reports its life, as the behaviour tells.
+REPORTER = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from tidegate import notify
+
+journal, behaviour = sys.argv[1:]
+notify.ALIVE_S = 0.02
+
+async def main():
+    with open(journal, "a") as file:
+        file.write(f"start reporter {os.getpid()}\\n")
+    await notify.report_life(lambda: behaviour != "load", lambda: behaviour == "get stuck")
+
+asyncio.run(main())
+"""
+
+
+def reporter(journal: Journal, behaviour: str = "serve") -> Part:
+    argv = (sys.executable, "-c", REPORTER, str(journal.path), behaviour)
+    return Part("reporter", Stage.WORKER, argv, reports=True)
+
+
+async def test_a_part_that_hangs_is_killed_and_started_again(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = asyncio.Event()
+    monkeypatch.setattr(supervision, "WATCHDOG_S", 0.5)
+    with capture_logs() as logs:
+        async with running(Supervisor([reporter(journal)], on_ready=ready.set)) as run:
+            await asyncio.wait_for(ready.wait(), 10)
+            os.kill(journal.pids("reporter")[0], signal.SIGSTOP)
+            await until(lambda: journal.count("start reporter") == 2)
+            assert gone(journal.pids("reporter")[0])
+            assert not run.done()
+    assert {"part": "reporter", "silent_s": 0.5}.items() <= next(
+        line for line in logs if line["event"].startswith("killing a part that hangs")
+    ).items()
+
+
+async def test_a_part_that_is_stuck_is_killed_and_one_that_is_not_ready_may_take_its_time(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither gives a sign of life, but the second one may be loading a model."""
+    monkeypatch.setattr(supervision, "WATCHDOG_S", 0.1)
+    loads = Journal(journal.path.with_name("loads"))
+    parts = [replace(reporter(loads, "load"), name="loads"), reporter(journal, "get stuck")]
+    async with running(Supervisor(parts)):
+        await until(lambda: loads.count("start reporter") == 1)
+        lives = journal.count("start reporter")
+        await until(lambda: journal.count("start reporter") == lives + 2)
+        assert loads.count("start reporter") == 1
+        assert not gone(loads.pids("reporter")[0])
+
+
+async def test_a_supervisor_that_was_stopped_kills_nobody(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = asyncio.Event()
+    monkeypatch.setattr(supervision, "WATCHDOG_S", 0.8)
+    async with running(Supervisor([reporter(journal)], on_ready=ready.set)):
+        await asyncio.wait_for(ready.wait(), 10)
+        time.sleep(1.0)  # stops the supervisor, which runs in this thread; the reports wait in its socket
+        await asyncio.sleep(0.01)
+        assert journal.count("start reporter") == 1
+        assert not gone(journal.pids("reporter")[0])
+
+
+def test_a_process_without_a_supervisor_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("", "/nowhere/notify", "@nobody"):
+        monkeypatch.setenv(notify.VARIABLE, address)
+        notify._send(notify.READY)
 
 
 # -- the supervisor in its own process: signals, sessions, and its death --------------------------------------------

@@ -1,6 +1,7 @@
 """The embedded server: its binary, its lock, its socket, and its end with the process that started it."""
 
 import os
+import re
 import signal
 import socket
 import stat
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
+from structlog.testing import capture_logs
 
 from tests.waiting import until
 from tidegate import valkey as launcher
@@ -42,6 +44,40 @@ def test_the_directory_is_created_and_private(tmp_path: Path) -> None:
     data_dir = tmp_path / "a" / "b"
     with EmbeddedValkey(data_dir):
         assert stat.S_IMODE(data_dir.stat().st_mode) == 0o700
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("was_used", [True, False])
+def test_a_data_directory_of_ours_that_is_open_to_others_is_closed(tmp_path: Path, was_used: bool) -> None:
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    if was_used:
+        with EmbeddedValkey(data_dir):
+            pass
+    data_dir.chmod(0o755)
+    with capture_logs() as logs, EmbeddedValkey(data_dir):
+        assert mode_of(data_dir) == 0o700
+    assert [line["path"] for line in logs] == [str(data_dir)]
+    data_dir.chmod(0o750)
+    with EmbeddedValkey(data_dir):
+        assert mode_of(data_dir) == 0o750, "the group is the operator's choice"
+
+
+def test_a_directory_with_something_else_is_refused_with_the_command_that_closes_it(tmp_path: Path) -> None:
+    data_dir = tmp_path / "shared"
+    data_dir.mkdir()
+    (data_dir / "of others").write_text("")
+    data_dir.chmod(0o755)
+    with pytest.raises(ValkeyError) as refused, EmbeddedValkey(data_dir):
+        pass
+    assert mode_of(data_dir) == 0o755
+    command = re.findall("`(.*?)`", str(refused.value))
+    subprocess.run(command[0], shell=True, check=True)
+    with EmbeddedValkey(data_dir):
+        pass
 
 
 def test_two_servers_never_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

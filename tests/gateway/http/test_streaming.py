@@ -298,6 +298,24 @@ async def test_a_failure_in_the_stream_is_a_frame() -> None:
     assert "secret" not in str(error.value)
 
 
+async def test_what_a_shutdown_cuts_off_gets_503_and_may_be_retried() -> None:
+    """Before the first token it is an HTTP error, later an error frame with the same code; never a 500."""
+    reason = "The server is shutting down."
+    async with running_stand(lambda r: [TokenEvent(r.id, EventKind.TOKENS, 0, token_ids("ab"))]) as stand:
+        whole = asyncio.create_task(stand.post("/v1/chat/completions", {**CHAT, "stream": False}))
+        stream = await stand.client.chat.completions.create(model=MODEL, messages=HI, stream=True)
+        assert (await anext(stream)).choices[0].delta.role == "assistant"
+        assert (await anext(stream)).choices[0].delta.content == "ab"
+        await until(lambda: stand.waiting == 2)
+        stand.gateway.client.fail_open(reason)
+        response = await whole
+        with pytest.raises(openai.APIError, match=reason) as error:
+            await anext(stream)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "server_overloaded")
+    assert 1 <= int(response.headers["retry-after"]) <= 120
+    assert (error.value.type, error.value.code) == ("server_error", "server_overloaded")
+
+
 async def test_silence_ends_in_a_timeout() -> None:
     async with running_stand(tiers=make_tiers(realtime={"timeout_ms": 30})) as stand:
         stand.worker.claims = False

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,16 +14,24 @@ from scheduler.client.token_stream import TokenStream
 from scheduler.client.ttft_forecast import STALE_S
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
+from scheduler.registry.heartbeat_monitor import CHECK_S
 from scheduler.registry.memory import MemoryWorkerRegistry
 from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
 from scheduler.request import EventKind, Request, TokenEvent
 from scheduler.virtual_time import VirtualClock
+from scheduler.worker.step_loop import STUCK_S
 from tests.scheduler.builders import make_request, make_tiers
 from tests.scheduler.world import run_bounded
 
+HEARTBEAT_S = 1.0  # seconds between two announcements of a worker
+
 
 class Stage:
-    """A client with its queue, event channel and registry. The test acts as the worker."""
+    """A client with its queue, event channel and registry. The test acts as the worker.
+
+    `beating` announces the worker `status` every second; a test cancels it to hang the worker."""
+
+    beating: "asyncio.Task[None]"
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
@@ -33,10 +42,17 @@ class Stage:
         self.share = 0.0  # of the spread, at which refused clients come back
         parts = (self.queue, self.events, self.registry)
         self.client = SchedulerClient(*parts, tiers, self.clock, "gateway", draw=lambda: self.share)
+        self.status = WorkerStatus("w", ("model",), 512, 1000, 0, tiers={"realtime": TierStatus()})
 
-    async def announce(self, finished_per_s: float = 0.0) -> None:
-        tiers = {"realtime": TierStatus(finished_per_s=finished_per_s)}
-        await self.registry.announce(WorkerStatus("w", ("model",), 512, 1000, 0, tiers=tiers), "text of w")
+    async def announce(self, **tiers: TierStatus) -> None:
+        """Announce the worker now, with this status of `tiers` from now on."""
+        self.status = replace(self.status, tiers=tiers or self.status.tiers, at_ms=self.clock.wall_ms())
+        await self.registry.announce(self.status, "text of w")
+
+    async def beat(self) -> None:
+        while True:
+            await self.announce()
+            await self.clock.sleep(HEARTBEAT_S)
 
     async def submit(self, *requests: Request) -> TokenStream:
         outcome = await self.client.submit(requests)
@@ -53,12 +69,15 @@ class Stage:
 def play(story: Callable[[Stage], Awaitable[None]], *, worker: bool = True) -> None:
     async def main() -> None:
         stage = Stage()
-        if worker:
-            await stage.announce()
+        stage.beating = asyncio.create_task(stage.beat())
+        if not worker:
+            stage.beating.cancel()
+        await asyncio.sleep(0)
         await stage.client.start()
         try:
             await story(stage)
         finally:
+            stage.beating.cancel()
             await stage.client.close()
 
     run_bounded(main())
@@ -223,7 +242,7 @@ def test_a_request_that_the_queue_has_lost_fails_soon() -> None:
         async with stream as events, asyncio.timeout(LOST_WITHIN_S):
             assert await anext(events) == tokens(0, 5, of="lost")
             event = await anext(events)
-        assert (event.request_id, event.kind, event.index) == ("lost", EventKind.FAILED, 1)
+        assert (event.request_id, event.kind, event.index) == ("lost", EventKind.UNAVAILABLE, 1)
         assert "lost" in event.error
 
     play(story)
@@ -280,9 +299,9 @@ def test_fail_open_ends_every_open_request_with_the_reason() -> None:
         stage.client.fail_open("The server is shutting down.")
         ended = [*await received(first), *await received(second)]
         assert [(e.request_id, e.kind, e.index, e.error) for e in ended[1:]] == [
-            ("a", EventKind.FAILED, 1, "The server is shutting down."),
-            ("b", EventKind.FAILED, 0, "The server is shutting down."),
-            ("c", EventKind.FAILED, 0, "The server is shutting down."),
+            ("a", EventKind.UNAVAILABLE, 1, "The server is shutting down."),
+            ("b", EventKind.UNAVAILABLE, 0, "The server is shutting down."),
+            ("c", EventKind.UNAVAILABLE, 0, "The server is shutting down."),
         ]
         assert stage.client.num_open == 0
         await stage.client.close()
@@ -427,9 +446,7 @@ PREDICTING = make_tiers(realtime={"admission": {"predict": True}})
 async def predicting_client(stage: Stage, gateway_id: str) -> SchedulerClient:
     """Return a client that knows the worker's capacity: 500 prompt tokens within the SLO of 0.5 s."""
     client = SchedulerClient(stage.queue, stage.events, stage.registry, PREDICTING, stage.clock, gateway_id)
-    tiers = {name: TierStatus(batch_size=64, capacity=CAPACITY) for name in PREDICTING.tiers}
-    wall_ms = stage.clock.wall_ms()
-    await stage.registry.announce(WorkerStatus("w", ("model",), 512, 1000, 0, tiers=tiers, at_ms=wall_ms), "")
+    await stage.announce(**{name: TierStatus(batch_size=64, capacity=CAPACITY) for name in PREDICTING.tiers})
     await client.start()
     return client
 
@@ -493,11 +510,14 @@ def test_trap_7_a_flood_of_bulk_stops_no_chat() -> None:
 
 
 @pytest.mark.trap(8)
-def test_trap_8_without_new_heartbeats_nothing_is_refused() -> None:
+def test_trap_8_an_old_heartbeat_refuses_nothing() -> None:
     async def story(stage: Stage) -> None:
         client = await predicting_client(stage, "gateway-1")
         assert await num_admitted(*(client.submit([make_request(f"a{n}", prompt=100)]) for n in range(9))) == 5
-        await stage.clock.sleep(STALE_S + REFRESH_S)
+        stage.beating.cancel()
+        for n in range(int(STALE_S + REFRESH_S)):  # another worker is alive, and says nothing of its capacity
+            await stage.registry.announce(replace(stage.status, worker_id="other", tiers={}, at_ms=n), "")
+            await stage.clock.sleep(HEARTBEAT_S)
         assert await num_admitted(*(client.submit([make_request(f"b{n}", prompt=100)]) for n in range(9))) == 9
         await client.close()
 
@@ -518,9 +538,8 @@ def test_clients_that_are_refused_together_are_told_different_times() -> None:
 @pytest.mark.parametrize(("per_s", "retry_s"), [(0.0, 30.0), (0.5, 2.0), (1000.0, 1.0), (0.001, 60.0)])
 def test_retry_after_comes_from_the_drain_rate(per_s: float, retry_s: float) -> None:
     async def story(stage: Stage) -> None:
-        await stage.announce(finished_per_s=per_s)
+        await stage.announce(realtime=TierStatus(finished_per_s=per_s))
         await stage.clock.sleep(REFRESH_S * 1.5)
-        await stage.announce(finished_per_s=per_s)
         await stage.submit(*(make_request(f"r{i}") for i in range(4)))
         assert (await refused(stage)).retry_after_s == retry_s
 
@@ -537,14 +556,98 @@ def test_without_any_engine_requests_are_refused() -> None:
     play(story, worker=False)
 
 
-def test_a_restarting_engine_is_waited_for_a_while() -> None:
+def test_bulk_waits_a_while_for_a_restarting_engine_and_interactive_requests_are_refused_at_once() -> None:
     async def story(stage: Stage) -> None:
+        stage.beating.cancel()
         await stage.registry.withdraw("w")
+        await stage.clock.sleep(1.5 * CHECK_S)
+        assert (await refused(stage, make_request("chat"))).reason is RejectReason.NO_ENGINE
         await stage.clock.sleep(WORKER_GRACE_S - 1)
         assert stage.client.workers == []
-        await stage.submit(make_request("r"))
+        await stage.submit(make_request("r", "bulk"))
         await stage.clock.sleep(2)
+        assert (await refused(stage, make_request("b", "bulk"))).reason is RejectReason.NO_ENGINE
+
+    play(story)
+
+
+# -- hung workers --------------------------------------------------------------------------------------------------
+
+
+def test_interactive_requests_are_refused_within_two_seconds_of_a_missed_heartbeat() -> None:
+    async def story(stage: Stage) -> None:
+        stage.beating.cancel()
+        await stage.announce()
+        await stage.clock.sleep(HEARTBEAT_S + 2.0)
+        assert [w.worker_id for w in await stage.registry.workers()] == ["w"], "the store still lists it"
         assert (await refused(stage)).reason is RejectReason.NO_ENGINE
+        await stage.announce()
+        await stage.clock.sleep(CHECK_S)
+        await stage.submit(make_request("r"))
+
+    play(story)
+
+
+def test_a_heartbeat_that_comes_late_refuses_nothing() -> None:
+    async def story(stage: Stage) -> None:
+        stage.beating.cancel()
+        for n in range(20):
+            await stage.announce()
+            await stage.clock.sleep(1.9 * HEARTBEAT_S)
+            await stage.client.cancel([f"r{n - 1}"])
+            await stage.submit(make_request(f"r{n}"))
+
+    play(story)
+
+
+def test_with_a_second_worker_nothing_is_refused_and_nothing_fails() -> None:
+    async def story(stage: Stage) -> None:
+        stream = await stage.submit(make_request("r"))
+        stage.beating.cancel()
+        for n in range(20):
+            await stage.registry.announce(replace(stage.status, worker_id="other", at_ms=n), "")
+            await stage.clock.sleep(HEARTBEAT_S)
+        assert [w.worker_id for w in stage.client.workers] == ["other"]
+        await stage.tell(finished(0, 5))
+        assert await received(stream) == [finished(0, 5)]
+
+    play(story)
+
+
+def test_open_interactive_requests_of_a_hung_worker_fail_within_ten_seconds_and_bulk_requests_stay() -> None:
+    async def story(stage: Stage) -> None:
+        chat, bulk = await stage.submit(make_request("chat")), await stage.submit(make_request("bulk", "bulk"))
+        await stage.queue.for_worker("w").claim({"realtime": 1, "bulk": 1}, 1000.0)
+        await stage.tell(tokens(0, 5, of="chat"))
+        stage.beating.cancel()
+        async with asyncio.timeout(10.0 - STUCK_S):
+            events = await received(chat)
+        assert [(e.kind, e.index) for e in events] == [(EventKind.TOKENS, 0), (EventKind.UNAVAILABLE, 1)]
+        assert "Try again" in events[-1].error
+        await stage.clock.sleep(0.1)
+        assert await stage.queue.known(["chat", "bulk"]) == [False, True]
+        await stage.clock.sleep(100.0)
+        await stage.tell(finished(0, 5, of="bulk"))
+        assert await received(bulk) == [finished(0, 5, of="bulk")]
+
+    play(story)
+
+
+def test_an_outage_of_the_store_fails_no_request() -> None:
+    async def story(stage: Stage) -> None:
+        stream = await stage.submit(make_request("r"))
+        workers = stage.registry.workers
+
+        async def away() -> list[WorkerStatus]:
+            raise ConnectionError("stopped")
+
+        stage.registry.workers = away  # type: ignore[method-assign]
+        await stage.clock.sleep(30.0)
+        stage.registry.workers = workers  # type: ignore[method-assign]
+        await stage.registry.withdraw("w")  # expired meanwhile; the worker announces itself again within a second
+        await stage.clock.sleep(5.0)
+        await stage.tell(finished(0, 5))
+        assert await received(stream) == [finished(0, 5)]
 
     play(story)
 
@@ -596,7 +699,8 @@ def test_the_list_of_workers_survives_a_short_outage_of_the_store() -> None:
         assert [w.worker_id for w in stage.client.workers] == ["w"]
         stage.registry.workers = workers  # type: ignore[method-assign]
         await stage.clock.sleep(2 * REFRESH_S)
-        assert stage.client.workers == await workers()
+        stage.beating.cancel()
+        assert [w.worker_id for w in stage.client.workers] == ["w"]
 
     play(story)
 

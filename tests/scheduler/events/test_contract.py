@@ -12,6 +12,7 @@ from scheduler.events.memory import MemoryEventChannel
 from scheduler.events.redis import RedisEventChannel
 from scheduler.request import EventKind, TokenEvent
 from scheduler.store import connection
+from tests.waiting import until
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -48,6 +49,24 @@ async def test_messages_arrive_in_order_as_they_were_sent(channel: EventChannel)
     for message in sent:
         assert await channel.publish("g", message) is True
     assert await listening == sent
+
+
+async def test_a_gateway_beats_while_it_listens_and_not_after_its_end(channel: EventChannel) -> None:
+    assert await channel.beats(["g"]) == [None]
+    assert await channel.beats([]) == []
+    await channel.open("g")
+    first, unknown = await channel.beats(["g", "unknown"])
+    assert first is not None and unknown is None
+    listening = asyncio.create_task(take(channel, "g", 1))
+
+    async def beats_again() -> bool:
+        return (await channel.beats(["g"]))[0] not in (None, first)
+
+    await until(beats_again)
+    await channel.publish("g", [tokens(1)])
+    await listening
+    await channel.close()
+    assert await channel.beats(["g"]) == [None]
 
 
 async def test_every_field_of_an_event_arrives(channel: EventChannel) -> None:

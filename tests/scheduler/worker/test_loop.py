@@ -11,11 +11,12 @@ from engine.interface import EngineDead, StepPlan
 from engine.modeled.engine import ModeledEngine
 from scheduler.config import Retry
 from scheduler.control.feedback import UPDATE_S
+from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S
 from scheduler.request import Claimed, Delivery, EventKind, Lease, TokenEvent
 from scheduler.worker.assembly import build_loop
 from scheduler.worker.claimer import LISTEN_S
 from scheduler.worker.heartbeat import WorkerIdentity
-from scheduler.worker.leases import LEASE_S, RENEW_S
+from scheduler.worker.leases import LEASE_S
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import FAST, expected_tokens, fixed, make_core, make_info, make_tiers, preempted, ran
 from tests.scheduler.world import Answer, World, run_bounded, run_world, start_world
@@ -134,7 +135,7 @@ def test_requests_that_report_only_at_their_end_are_dropped_with_their_gateway_t
     async def story(world: World) -> None:
         orphan = world.request("orphan", max_tokens=400, reply_to="gone", delivery=Delivery.AT_END)
         await world.queue.put([orphan])
-        await world.clock.sleep(RENEW_S + 5 * STEP_S)
+        await world.clock.sleep(GATEWAY_SILENT_S + 2 * CHECK_S)
         assert world.core.num_held == 0
         assert world.core.counts["cancelled"] == 1
         assert not world.queue._shared.records

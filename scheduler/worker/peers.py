@@ -1,0 +1,72 @@
+"""Notices other workers and gateways that have gone silent, and takes care of the work that they leave behind.
+
+The requests of a silent worker go back to the queue, so that another worker can take them over. If that worker wakes
+up, it drops them, because it has lost their leases. The requests of a silent gateway are dropped: nobody reads their
+tokens. This worker's own requests are looked after by `scheduler.worker.leases`.
+"""
+
+from collections import defaultdict
+
+import structlog
+
+from scheduler.clock import Clock
+from scheduler.events.base import EventChannel
+from scheduler.planning.core import SchedulerCore
+from scheduler.queue.base import Queue
+from scheduler.registry.base import WorkerRegistry
+from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S, WORKER_SILENT_S, HeartbeatMonitor
+from scheduler.worker.held_requests import HeldRequests
+
+log = structlog.get_logger()
+
+
+class Peers:
+    def __init__(
+        self,
+        core: SchedulerCore,
+        queue: Queue,
+        events: EventChannel,
+        registry: WorkerRegistry,
+        held: HeldRequests,
+        clock: Clock,
+        worker_id: str,
+    ) -> None:
+        self._core = core
+        self._queue = queue
+        self._events = events
+        self._registry = registry
+        self._held = held
+        self._clock = clock
+        self._worker_id = worker_id
+        self._workers = HeartbeatMonitor(WORKER_SILENT_S)
+        self._gateways = HeartbeatMonitor(GATEWAY_SILENT_S)
+        self.is_alone = True  # whether no other worker was alive at the last check
+
+    async def run(self) -> None:
+        """Check the other workers and the gateways every `CHECK_S`, until this task is cancelled."""
+        while True:
+            await self._check_workers()
+            await self._check_gateways()
+            await self._clock.sleep(CHECK_S)
+
+    async def _check_workers(self) -> None:
+        beats = {w.worker_id: w.at_ms for w in await self._registry.workers() if w.worker_id != self._worker_id}
+        for worker_id in self._workers.observe(beats):
+            requeued = await self._queue.requeue_worker(worker_id)
+            log.warning("a worker is silent; its requests go back to the queue", worker=worker_id, count=len(requeued))
+        self.is_alone = all(self._workers.is_silent(worker_id) for worker_id in beats)
+
+    async def _check_gateways(self) -> None:
+        held: defaultdict[str, list[str]] = defaultdict(list)
+        for state in self._core.states:
+            held[state.request.reply_to].append(state.id)
+        gateway_ids = sorted({*held, *self._gateways.watched})
+        beats = dict(zip(gateway_ids, await self._events.beats(gateway_ids), strict=True))
+        # A gateway that the store has forgotten, and that has no requests here, need not be remembered here either.
+        known = {gateway_id: beat for gateway_id, beat in beats.items() if beat is not None or gateway_id in held}
+        for gateway_id in self._gateways.observe(known):
+            log.warning("a gateway is silent; its requests are dropped", gateway=gateway_id)
+        for gateway_id, request_ids in held.items():
+            if self._gateways.is_silent(gateway_id):
+                await self._queue.cancel(request_ids)
+                self._held.drop(request_ids)

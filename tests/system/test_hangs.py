@@ -1,0 +1,71 @@
+"""Parts that hang or meet another server: what clients see, with real processes."""
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from openai import AsyncOpenAI
+
+from tests.system.nonces import MODEL, ask
+from tests.system.server import Server, make_client, run_to_end, running, wait_for
+
+pytestmark = pytest.mark.timeout(180)
+
+PROMPTS = [f"Tidegate {n}" for n in range(4)]
+
+
+def test_a_port_in_use_ends_serve_within_five_seconds_with_one_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        ended = run_to_end("serve", "--port", port, "--data-dir", str(tmp_path))
+    assert ended.returncode == 78
+    [line] = [line for line in ended.stderr.splitlines() if '"error"' in line]
+    assert f":{port}" in line and "--port" in line
+    assert "started" not in ended.stderr, "no part was started"
+
+
+async def write(client: AsyncOpenAI, prompt: str, begun: asyncio.Semaphore) -> str:
+    """Return a long text of the model. `begun` is released at its first token."""
+    stream = await client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=200, temperature=1, seed=7, stream=True, extra_body={"ignore_eos": True}
+    )
+    texts: list[str] = []
+    async for chunk in stream:
+        if not texts:
+            begun.release()
+        texts += [choice.text for choice in chunk.choices]
+    return "".join(texts)
+
+
+async def texts_of(client: AsyncOpenAI, server: Server, stopped: int | None = None) -> list[str]:
+    """Return a text for each prompt. The process `stopped` is stopped when all of them have begun."""
+    begun = asyncio.Semaphore(0)
+    writing = [asyncio.create_task(write(client, prompt, begun)) for prompt in PROMPTS]
+    for _ in writing:
+        await begun.acquire()
+    if stopped is not None:
+        os.kill(stopped, signal.SIGSTOP)
+    return await asyncio.gather(*writing)
+
+
+async def test_streams_of_a_stopped_worker_go_on_at_another_one_and_stay_right_when_it_wakes_up(
+    own_server: Server, tmp_path: Path
+) -> None:
+    """The stopped worker's streams have no gap and no repeat, nothing new waits for it, and it may come back."""
+    worker = own_server.pid_of("worker")
+    async with make_client(own_server) as client:
+        expected = await texts_of(client, own_server)
+        flags = ("--redis-url", own_server.socket_url, "--worker-id", "second")
+        with running(tmp_path / "second", *flags, command="worker"):
+            await asyncio.to_thread(wait_for, lambda: len(own_server.workers()) == 2, 60, "the second worker")
+            async with asyncio.timeout(20):
+                assert await texts_of(client, own_server, stopped=worker) == expected
+                await asyncio.to_thread(wait_for, lambda: own_server.workers() == ["second"], 10, "the silence")
+                assert await ask(client, "only-second") == "only-second"
+            os.kill(worker, signal.SIGCONT)
+            await asyncio.to_thread(wait_for, lambda: len(own_server.workers()) == 2, 10, "the first worker again")
+            assert own_server.pid_of("worker") == worker
+            assert await texts_of(client, own_server) == expected
