@@ -15,9 +15,10 @@ this file is loaded, Locust replaces `time.sleep` and sockets by those of gevent
 import json
 import os
 from collections.abc import Iterator
+from random import SystemRandom
+from string import ascii_letters, digits
 from time import perf_counter, sleep
 from typing import Any
-from uuid import uuid4
 
 from locust import HttpUser, between, constant, task
 
@@ -31,8 +32,9 @@ TERMINAL = ("completed", "failed", "expired", "cancelled")
 
 
 def new_nonce() -> str:
-    drawn = uuid4().hex
-    return f"{drawn[:4]}-{drawn[4:8]}"
+    """Return a new nonce. It has no character twice, as those of `loadtest.traffic.prompts.draw_nonces`."""
+    drawn = "".join(SystemRandom().sample(ascii_letters + digits, 8))
+    return f"{drawn[:4]}-{drawn[4:]}"
 
 
 class TierUser(HttpUser):  # type: ignore[misc]

@@ -10,8 +10,9 @@ MODEL = "tidegate-demo"
 
 
 def make_nonce(rng: random.Random) -> str:
-    alphabet = string.ascii_letters + string.digits
-    return "-".join("".join(rng.choices(alphabet, k=4)) for _ in range(2))
+    """Return a nonce without a character twice: of others, the demo model gets about one in a thousand wrong."""
+    drawn = "".join(rng.sample(string.ascii_letters + string.digits, 8))
+    return f"{drawn[:4]}-{drawn[4:]}"
 
 
 def body(nonce: str, **more: Any) -> dict[str, Any]:
