@@ -110,7 +110,8 @@ class Facade(BaseModel):
         config = folder / "litellm.yaml"
         config.write_text(PROXY_CONFIG)
         command = [str(environment / "bin" / "litellm"), "--config", str(config), "--host", "127.0.0.1"]
-        async with serving(command, folder / "litellm.log", "/health/liveliness", dict(os.environ)) as server:
+        environ = {**os.environ, "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
+        async with serving(command, folder / "litellm.log", "/health/liveliness", environ) as server:
             yield server.target
 
 

@@ -1,5 +1,7 @@
 """instructor in its default mode (a named tool), with JSON schema, and streamed."""
 
+from typing import Literal
+
 import instructor
 from checks import API_KEY, BASE_URL, MODEL, check, main
 from openai import OpenAI
@@ -9,7 +11,7 @@ QUESTION = [{"role": "user", "content": "Which city?"}]
 
 
 class City(BaseModel):
-    name: str
+    name: Literal["Paris", "Oslo"]  # a small model may never end a free text
 
 
 def client(**options: object) -> instructor.Instructor:

@@ -1,6 +1,7 @@
 """LiteLLM's proxy in front of the server: an endpoint that is not served does not stop the others."""
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from checks import API_KEY, BASE_URL, MODEL, check, main
 from openai import OpenAI, OpenAIError
 
 HELLO = [{"role": "user", "content": "Hello!"}]
+MASTER_KEY = "sk-" + secrets.token_hex(32)  # the proxy does not start without one
 CONFIG = f"""
 model_list:
   - model_name: demo
@@ -21,7 +23,7 @@ model_list:
 
 with socket.create_server(("127.0.0.1", 0)) as probe:
     port = probe.getsockname()[1]
-client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=API_KEY, max_retries=0)
+client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=MASTER_KEY, max_retries=0)
 
 
 @check
@@ -50,7 +52,10 @@ with tempfile.TemporaryDirectory() as folder:
     command = [str(Path(sys.executable).parent / "litellm"), "--config", str(config), "--port", str(port)]
     log = open(Path(folder) / "log", "wb")  # noqa: SIM115
     proxy = subprocess.Popen(
-        [*command, "--host", "127.0.0.1"], stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "DATABASE_URL": ""}
+        [*command, "--host", "127.0.0.1"],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "LITELLM_MASTER_KEY": MASTER_KEY},
     )
     try:
         until_s = time.monotonic() + 120

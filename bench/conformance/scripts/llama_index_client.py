@@ -1,5 +1,7 @@
 """llama-index with an OpenAI-like server: chat, completion, structured output by tools, streams."""
 
+from typing import Literal
+
 from checks import API_KEY, BASE_URL, MODEL, check, main
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
@@ -11,7 +13,7 @@ HELLO = [ChatMessage(role="user", content="Hello!")]
 class City(BaseModel):
     """A city."""
 
-    name: str
+    name: Literal["Paris", "Oslo"]  # a small model may never end a free text
 
 
 def model(**options: object) -> OpenAILike:

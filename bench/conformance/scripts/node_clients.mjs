@@ -10,7 +10,7 @@ const model = process.env.CONFORMANCE_MODEL;
 const apiKey = "conformance"; // the server asks for none, but clients want one
 const client = new OpenAI({ baseURL, apiKey });
 const messages = [{ role: "user", content: "Hello!" }];
-const schema = z.object({ name: z.string() });
+const schema = z.object({ name: z.enum(["Paris", "Oslo"]) });
 const models = [
   createOpenAI({ baseURL, apiKey })(model),
   createOpenAI({ baseURL, apiKey }).chat(model),

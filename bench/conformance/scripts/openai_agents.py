@@ -1,5 +1,7 @@
 """OpenAI's agents library, which uses /v1/responses by default, and chat completions if told."""
 
+from typing import Literal
+
 from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from checks import API_KEY, BASE_URL, MODEL, check, main
 from openai import AsyncOpenAI
@@ -9,7 +11,7 @@ set_tracing_disabled(True)
 
 
 class City(BaseModel):
-    name: str
+    name: Literal["Paris", "Oslo"]  # a small model may never end a free text
 
 
 @function_tool

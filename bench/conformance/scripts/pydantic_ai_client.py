@@ -1,5 +1,7 @@
 """pydantic-ai with typed output, which it asks for by a required tool, over both endpoints."""
 
+from typing import Literal
+
 from checks import API_KEY, BASE_URL, MODEL, check, main
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput
@@ -8,7 +10,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 
 
 class City(BaseModel):
-    name: str
+    name: Literal["Paris", "Oslo"]  # a small model may never end a free text
 
 
 def models() -> tuple[OpenAIChatModel, OpenAIResponsesModel]:
