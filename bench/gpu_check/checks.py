@@ -29,6 +29,8 @@ SERVER = (
     "starlette",
     "sse_starlette",
     "uvicorn",
+    "anyio",
+    "regex",
     "uvloop",
     "python_multipart",
     "huggingface_hub",
