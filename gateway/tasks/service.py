@@ -71,6 +71,7 @@ class TaskService:
         until_s = self._clock.now() + wait_s
         with self._endings.watch(task_id) as ended:
             while True:
+                ended.clear()
                 found = await self._find(task_id, owner)
                 left_s = until_s - self._clock.now()
                 if found is None or found.state.is_end or left_s <= 0 or self._client.is_draining:
@@ -87,9 +88,12 @@ class TaskService:
         await self._queue.cancel(found.task)
         return await self._find(found.task.id, found.task.owner) or found
 
-    async def dead(self, owner: str | None, limit: int, after: StoredTask | None) -> list[StoredTask]:
-        """Return the dead letters of `owner` that ended before the task `after`, the newest first."""
-        return await self._queue.dead(owner or "", limit, None if after is None else after.ended_ms)
+    async def dead(self, owner: str | None, limit: int, after: str | None) -> list[StoredTask] | None:
+        """Return dead letters of `owner`, the newest first, of those that follow the dead letter `after`.
+
+        None if there is no dead letter `after`.
+        """
+        return await self._queue.dead(owner or "", limit, after)
 
     async def revive(self, found: StoredTask, tier: Tier) -> StoredTask | None:
         """Enqueue a dead letter again in `tier`, with all its tries before it. None if it is no dead letter."""

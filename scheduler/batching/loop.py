@@ -26,8 +26,8 @@ from scheduler.worker.leases import LEASE_S, RENEW_S
 log = structlog.get_logger()
 
 LISTEN_S = 0.5  # longest wait for a wake-up from the queue, because one may be lost
-# Seconds before the next call after a whole call has failed; they double with each further failure. While the endpoint
-# is down, it is called every `MAX_PAUSE_S`.
+# Seconds before the next call after the second call in a row has failed as a whole, or after a first one that says that
+# the endpoint is away or busy. They double with each further failure.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 MAX_RETRY_AFTER_S = 30.0  # the longest Retry-After of an endpoint that is obeyed
 
@@ -168,12 +168,12 @@ class BatchLoop:
         except Unreachable as error:
             self._metrics.record_call(claimed, self._policy.batch, 0.0, "unreachable")
             await self._give_back(plan)
-            await self._pause(str(error))
+            await self._pause(str(error), FIRST_PAUSE_S)
         except CallFailed as error:
             self._record(plan, counts, left, begun_s, "busy" if error.is_busy else "failed")
             await self._apply(outcome.of_failure(claimed, error, self._policy.may_isolate))
             self._held = []
-            await self._pause(str(error), error.retry_after_s)
+            await self._pause(str(error), max(FIRST_PAUSE_S, error.retry_after_s) if error.is_busy else 0.0)
         else:
             self._record(plan, counts, left, begun_s, "ok")
             self._num_failed = 0
@@ -202,9 +202,10 @@ class BatchLoop:
         for r in retried:
             self._metrics.record_retried(r.task.tier)
 
-    async def _pause(self, reason: str, retry_after_s: float = 0.0) -> None:
+    async def _pause(self, reason: str, shortest_s: float) -> None:
         """Leave an endpoint alone for a while after a whole call has failed."""
-        pause_s = max(self._backoff.compute(self._num_failed), min(retry_after_s, MAX_RETRY_AFTER_S))
+        backoff_s = self._backoff.compute(self._num_failed) if self._num_failed else 0.0
+        pause_s = max(backoff_s, min(shortest_s, MAX_RETRY_AFTER_S))
         self._num_failed += 1
         if self._num_failed & (self._num_failed - 1) == 0:  # the first, second, fourth … in a row
             log.warning("a call of the endpoint failed", reason=reason, in_a_row=self._num_failed, pause_s=pause_s)

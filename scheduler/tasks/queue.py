@@ -74,7 +74,7 @@ class TaskQueue:
         None if there is no dead letter `after`.
         """
         key = keys.DEAD_PREFIX + owner
-        rank = -1 if after is None else await self._client.zrevrank(key, after)
+        rank: Any = -1 if after is None else await self._client.zrevrank(key, after)
         if rank is None:
             return None
         ids: list[Any] = await self._client.zrange(key, rank + 1, rank + limit, desc=True)
