@@ -8,10 +8,10 @@ import os
 import re
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -186,6 +186,14 @@ class WorkerSettings(CommonSettings):
         default=None,
         description="append each step's work and time to this file, at most 1 GB; for `loadtest calibrate`",
     )
+
+    @model_validator(mode="after")
+    def _endpoint_is_known(self) -> Self:
+        if self.engine == "static" and self.endpoint is None:
+            raise ValueError("--engine static needs --endpoint http://HOST/PATH or python:module.function")
+        if self.engine != "static" and self.endpoint is not None:
+            raise ValueError("--endpoint is for --engine static")
+        return self
 
 
 class GatewaySettings(CommonSettings):

@@ -44,7 +44,7 @@ def run_static_worker(settings: WorkerSettings) -> int:
     ignore_hangup()
     try:
         tiers = load_tiers(settings.tiers_path)
-        endpoint = open_endpoint(settings.endpoint, settings.batch, settings.endpoint_timeout_s)
+        endpoint = open_endpoint(settings.endpoint or "", settings.batch, settings.endpoint_timeout_s)
         asyncio.run(_serve(settings, tiers, endpoint))
         return 0
     except (EngineStartError, TierConfigError) as error:

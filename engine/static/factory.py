@@ -8,12 +8,8 @@ from engine.static.http_endpoint import HttpEndpoint
 from engine.static.interface import Endpoint
 
 
-def open_endpoint(spec: str | None, batch: int, timeout_s: float) -> Endpoint:
+def open_endpoint(spec: str, batch: int, timeout_s: float) -> Endpoint:
     """Return the endpoint. Raises `EngineStartError` if `spec` names none."""
-    if spec is None:
-        raise EngineStartError(
-            "--engine static needs an endpoint: set --endpoint http://HOST/PATH or python:module.function"
-        )
     if spec.startswith(PREFIX):
         return FunctionEndpoint(spec, load_function(spec), batch, timeout_s)
     url = urlsplit(spec)

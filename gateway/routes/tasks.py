@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
-from gateway.http.disconnect import until_disconnect
+from gateway.http.disconnect import CLIENT_CLOSED, ClientDisconnected, until_disconnect
 from gateway.identity import resolve_tier
 from gateway.protocol import errors
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
@@ -71,8 +71,12 @@ async def retrieve_task(request: Request, owner: Owner, task_id: str, wait_s: Wa
     service = tasks_of(request)
     if not wait_s:
         return _json(task_object(_existing(await service.get(task_id, owner), task_id)))
-    async with until_disconnect(request.receive):
-        found = await service.get(task_id, owner, wait_s)
+    try:
+        async with until_disconnect(request.receive):
+            found = await service.get(task_id, owner, wait_s)
+    except ClientDisconnected:
+        request.state.hung_up = True  # RequestContext in gateway/http/middleware.py reads this
+        return Response(status_code=CLIENT_CLOSED)
     return _json(task_object(_existing(found, task_id)))
 
 

@@ -161,7 +161,7 @@ async def test_a_function_that_never_returns_hangs() -> None:
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (None, "needs an endpoint"),
+        ("", "neither"),
         ("ftp://example.com", "neither"),
         ("example.com/run", "neither"),
         ("python:function", "names no function"),
@@ -170,6 +170,6 @@ async def test_a_function_that_never_returns_hangs() -> None:
         (f"{HERE}.not_a_function", "is not a function"),
     ],
 )
-def test_endpoints_that_cannot_be_opened(spec: str | None, reason: str) -> None:
+def test_endpoints_that_cannot_be_opened(spec: str, reason: str) -> None:
     with pytest.raises(EngineStartError, match=reason):
         open_endpoint(spec, BATCH, 1.0)
