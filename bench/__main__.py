@@ -41,7 +41,8 @@ class Bench(BaseSettings):
     second of the gateway, beside LiteLLM's proxy.
 
     Other experiments. tasks: /v1/tasks with an endpoint that fails and workers that are killed. store: the requests per
-    second of a real store. simulator-accuracy: a measured run compared with its simulation. ablation: simulated loads with each part of the controller switched off.
+    second of a real store. simulator-accuracy: a measured run compared with its simulation. ablation: simulated loads
+    with each part of the controller switched off.
 
     Plots and Locust need `pip install 'tidegate[loadtest]'`. `python -m bench.gpu_check` runs the checks that need a
     GPU."""

@@ -50,7 +50,11 @@ class Tasks(BaseModel):
             run_to_end(self._run())
 
     async def _run(self) -> None:
-        rows = [*await self._endings(), *await self._latency(), *await self._full()]
+        rows = []
+        for measure in (self._endings, self._latency, self._full):
+            for row in await measure():
+                print_progress(": ".join(row))
+                rows.append(row)
         publish(Record(sections=[Section(table=Table.of(("measurement", "figure", "value"), rows))]), self.json_file)
 
     async def _endings(self) -> list[tuple[str, str, str]]:

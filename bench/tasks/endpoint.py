@@ -50,7 +50,7 @@ async def serving_endpoint(endpoint: FailingEndpoint) -> AsyncIterator[str]:
     """Yield the endpoint's URL."""
     app = Starlette(routes=[Route("/run", endpoint.answer, methods=["POST"])])
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}/run"

@@ -22,10 +22,13 @@ MIN_WAIT_S, MAX_WAIT_S = 0.05, 0.1
 ARRIVAL_TAU_S = 1.0  # time constant of the rate of arrivals
 CALL_WEIGHT = 0.2  # weight of the newest call in the average time of a call
 SLO_SHARE = 0.9  # share of an SLO within which an interactive task should end; the rest is for what was not foreseen
-ISOLATED_EVERY = 5  # while other tasks wait, at most one of so many calls is for isolated tasks
+# While other tasks wait, at most one of so many calls is for isolated tasks: the former as long as they are few, the
+# latter when more than `FEW_ISOLATED_BATCHES` batches of them wait.
+ISOLATED_EVERY, MANY_ISOLATED_EVERY = 5, 2
+FEW_ISOLATED_BATCHES = 2
 # Tasks that may be isolated at once, in batches. If more calls fail, the items are hardly the cause, and isolated tries
 # would cost more calls than there are: further tasks are tried again in normal batches.
-MAX_ISOLATED_BATCHES = 2
+MAX_ISOLATED_BATCHES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ class BatchPolicy:
         """Return the next call, or how long to wait for it. `waiting` has the lanes in which tasks wait."""
         main = {tier: waiting[tier.name] for tier in self._tiers if tier.name in waiting}
         isolated = next((lane for tier in self._tiers for lane in isolated_lanes(tier.name) if lane in waiting), None)
-        if isolated is not None and (not main or self._calls_since_isolated >= ISOLATED_EVERY - 1):
+        if isolated is not None and (not main or self._calls_since_isolated >= self._isolated_every - 1):
             return CallPlan({isolated: group_size(isolated, self.batch)}, is_isolated=True)
         due_s = self._due_s(main)
         return CallPlan(self._limits({t: w.count for t, w in main.items()})) if now >= due_s else Wait(due_s)
@@ -128,6 +131,11 @@ class BatchPolicy:
         self._calls_since_isolated = 0 if plan.is_isolated else self._calls_since_isolated + 1
         used_s = {tier: took_s * count / self.batch for tier, count in slots.items()}
         self._deficits.add_step(took_s, used_s, [t.name for t in self._tiers if t.name in wanting])
+
+    @property
+    def _isolated_every(self) -> int:
+        are_few = self._num_isolated <= FEW_ISOLATED_BATCHES * self.batch
+        return ISOLATED_EVERY if are_few else MANY_ISOLATED_EVERY
 
     def _due_s(self, main: Mapping[Tier, LaneWait]) -> float:
         """Return when a batch of these tasks starts; the time before which it has started if it is full."""

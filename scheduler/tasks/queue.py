@@ -164,8 +164,10 @@ class TaskQueue:
         if payload is None:
             return None
         state = TaskState(name.decode())
-        output = result if state is TaskState.DONE else None
-        return StoredTask(self._decode(payload), state, int(attempt), int(ended_ms), output, error.decode())
+        task, output = self._decode(payload), result if state is TaskState.DONE else None
+        # The claim that found a worker to have died in the last try was no try.
+        attempts = len(task.failures) if state is TaskState.DEAD else int(attempt)
+        return StoredTask(task, state, attempts, int(ended_ms), output, error.decode())
 
 
 def _record_names() -> str:

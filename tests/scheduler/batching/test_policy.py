@@ -4,6 +4,8 @@ import pytest
 
 from scheduler.batching.policy import (
     ISOLATED_EVERY,
+    MANY_ISOLATED_EVERY,
+    MAX_ISOLATED_BATCHES,
     MAX_WAIT_S,
     MIN_WAIT_S,
     BatchPolicy,
@@ -86,10 +88,12 @@ def test_a_flood_from_above_leaves_bulk_its_min_share() -> None:
     assert share == pytest.approx(0.1, abs=0.02)
 
 
-def test_isolated_tasks_get_every_fifth_call_while_others_wait() -> None:
+@pytest.mark.parametrize(("count", "every"), [(100, ISOLATED_EVERY), (500, MANY_ISOLATED_EVERY)])
+def test_isolated_tasks_get_a_share_of_the_calls_while_others_wait(count: int, every: int) -> None:
     policy, plans = BatchPolicy(TIERS, BATCH, now=0.0), []
-    waiting = {"realtime": LaneWait(BATCH, 0.0), "bulk.2": LaneWait(500, 0.0), "bulk.3": LaneWait(1, 0.0)}
-    for step in range(2 * ISOLATED_EVERY):
+    waiting = {"realtime": LaneWait(BATCH, 0.0), "bulk.2": LaneWait(count, 0.0), "bulk.3": LaneWait(1, 0.0)}
+    policy.observe(waiting, 0.0)
+    for step in range(2 * every):
         plan = policy.decide(waiting, now=float(step))
         assert isinstance(plan, CallPlan)
         plans.append(plan)
@@ -107,7 +111,7 @@ def test_many_failed_calls_end_isolation() -> None:
     policy = BatchPolicy(TIERS, BATCH, now=0.0)
     policy.observe({"bulk.2": LaneWait(BATCH, 0.0)}, 0.0)
     assert policy.may_isolate
-    policy.observe({"bulk.2": LaneWait(2 * BATCH, 0.0)}, 0.0)
+    policy.observe({"bulk.2": LaneWait(MAX_ISOLATED_BATCHES * BATCH, 0.0)}, 0.0)
     assert not policy.may_isolate
 
 
