@@ -7,6 +7,7 @@ endpoint can take. full: an endpoint that hangs, and the share of the queue at w
 
 import asyncio
 import random
+import re
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -33,6 +34,7 @@ LIST = 1000  # tasks of one POST
 ENDINGS_CALL_S = 0.005  # seconds of a call while endings are counted: the scheduler should be what is busy
 FAILING_CALLS, FAILING_ITEMS, NUM_POISON = 0.02, 0.01, 20
 LATENCY_CALL_S = 0.2
+LATENCY_BATCH = 16  # a smaller one than usual: the client on the same cores has to keep up
 
 
 class Tasks(BaseModel):
@@ -42,6 +44,11 @@ class Tasks(BaseModel):
     kills: int = Field(3, ge=0, le=20, description="SIGKILLs of the worker meanwhile.")
     batch: int = Field(64, ge=1, le=1024, description="Items of a call.")
     duration: float = Field(60.0, gt=0, le=3600, description="Seconds of the second measurement.")
+    parts: str = Field(
+        "endings,latency,full",
+        pattern=r"^(endings|latency|full)(,(endings|latency|full))*$",
+        description="What to measure.",
+    )
     seed: int = Field(1, description="Of arrival times.")
     json_file: Path | None = Field(None, alias="json", description="Write the results to this file as JSON.")
 
@@ -50,9 +57,9 @@ class Tasks(BaseModel):
             run_to_end(self._run())
 
     async def _run(self) -> None:
-        rows = []
-        for measure in (self._endings, self._latency, self._full):
-            for row in await measure():
+        rows, measures = [], {"endings": self._endings, "latency": self._latency, "full": self._full}
+        for part in self.parts.split(","):
+            for row in await measures[part]():
                 print_progress(": ".join(row))
                 rows.append(row)
         publish(Record(sections=[Section(table=Table.of(("measurement", "figure", "value"), rows))]), self.json_file)
@@ -73,9 +80,9 @@ class Tasks(BaseModel):
         return [("endings", name, value) for name, value in rows]
 
     async def _latency(self) -> list[tuple[str, str, str]]:
-        endpoint = FailingEndpoint(self.batch, LATENCY_CALL_S)
-        per_s, draw, seconds = 0.8 * self.batch / LATENCY_CALL_S, random.Random(self.seed), list[float]()
-        async with _serving(endpoint, self.batch) as (http, _), asyncio.TaskGroup() as group:
+        endpoint = FailingEndpoint(LATENCY_BATCH, LATENCY_CALL_S)
+        per_s, draw, seconds = 0.8 * LATENCY_BATCH / LATENCY_CALL_S, random.Random(self.seed), list[float]()
+        async with _serving(endpoint, LATENCY_BATCH) as (http, _), asyncio.TaskGroup() as group:
             begin_s = due_s = perf_counter()
             while (due_s := due_s + draw.expovariate(per_s)) < begin_s + self.duration:
                 await asyncio.sleep(max(0.0, due_s - perf_counter()))
@@ -84,7 +91,7 @@ class Tasks(BaseModel):
         rows = [(f"p{100 * q:.0f}, ms", f"{1000 * e.value:.0f}") for q in (0.5, 0.99) if (e := times.quantile(q))]
         rows += [
             ("tasks", str(len(seconds))),
-            ("batch efficiency", f"{endpoint.items / endpoint.calls / self.batch:.2f}"),
+            ("batch efficiency", f"{endpoint.items / endpoint.calls / LATENCY_BATCH:.2f}"),
         ]
         return [("latency at 80 %", name, value) for name, value in rows]
 
@@ -94,7 +101,8 @@ class Tasks(BaseModel):
             accepted = 0
             while (answer := await http.post("/v1/tasks", json={"input": accepted})).status_code == 202:
                 accepted += 1
-            waiting = accepted - self.batch  # a batch is in the endless call
+            found = re.search(r"\((\d+) waiting", answer.text)
+            waiting = int(found[1]) if found else 0  # the others are in the endless call
         return [("full", f"{answer.status_code} begins at", f"{100 * waiting / limit:.1f} % of the queue")]
 
 
