@@ -20,6 +20,7 @@ from gateway.batches.line_execution import stop
 from gateway.batches.model import BatchStatus
 from gateway.batches.run import LOST_S, BatchRun
 from gateway.batches.store import BatchStore
+from gateway.files.disk import is_disk_full
 from gateway.files.store import ORPHAN_S, PRIVATE_DIR, FileStore, older_than
 from scheduler.clock import Clock
 
@@ -109,9 +110,14 @@ class BatchMaintenance:
         batch_id = task.get_name()
         del self._runs[batch_id]
         self._not_before.pop(batch_id, None)
-        if not task.cancelled() and task.exception() is not None:
-            self._not_before[batch_id] = self._clock.now() + BROKEN_S
-            log.error("the run of batch %s failed; it is started again", batch_id, exc_info=task.exception())
+        fault = None if task.cancelled() else task.exception()
+        if fault is None:
+            return
+        self._not_before[batch_id] = self._clock.now() + BROKEN_S
+        if isinstance(fault, (StoreUnreachable, StoreSilent)) or is_disk_full(fault):
+            log.warning("batch %s waits: %s", batch_id, fault)
+        else:
+            log.error("the run of batch %s failed; it is started again", batch_id, exc_info=fault)
 
     async def _perform(self, duties: "tuple[_Duty, ...]", tick_s: float) -> None:
         while True:

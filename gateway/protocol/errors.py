@@ -20,6 +20,7 @@ from gateway.protocol.unknown_paths import explain_path
 from gateway.protocol.validation import first_fault
 from scheduler.client.rejection import RESTART_S, Rejected, RejectReason
 from scheduler.config import Tier
+from scheduler.store.refusal import StoreRefused
 
 MAX_RETRY_AFTER_S = 120  # seconds; the openai client does not retry if it is told to wait longer
 
@@ -142,8 +143,11 @@ def too_many_bodies() -> ApiError:
     return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(2.0))
 
 
-def store_unreachable() -> ApiError:
+def store_failed(error: StoreUnreachable | StoreSilent | None = None) -> ApiError:
+    """Return the error for a request that needs the store while it is away or takes no writes."""
     message = "The server's store is not reachable at the moment."
+    if isinstance(error, StoreRefused):
+        message = f"The server's store refuses writes at the moment: {error.cause}."
     return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(5.0))
 
 
@@ -244,7 +248,8 @@ def install(app: FastAPI, routes: Sequence[BaseRoute] = ()) -> None:
         return error_response(from_http_exception(request, error, routes))
 
     async def on_store_failure(request: Request, error: Exception) -> JSONResponse:
-        return error_response(store_unreachable())
+        assert isinstance(error, StoreUnreachable | StoreSilent)
+        return error_response(store_failed(error))
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(StoreUnreachable, on_store_failure)
