@@ -42,6 +42,7 @@ class Gateway:
     limits: KeyLimits | None = None
     usage: UsageMeter | None = None
     allowed_hosts: AllowedHosts = field(default_factory=AllowedHosts)  # while no API keys are configured
+    files_quota_mb: int | None = None  # size of all files of a key that has no quota of its own; None: no limit
     private_docs: bool = False  # whether the API's description and the metrics need an API key
     max_body_bytes: int = 16 * 2**20  # limit of a JSON body; uploads to /v1/files have limits of their own
     allowed_origins: AllowedOrigins = field(default_factory=AllowedOrigins)  # of web pages of other origins

@@ -132,7 +132,7 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         metering=metering,
         revision=revision,
     )
-    files = FileStore(redis, settings.data_dir, clock)
+    files = FileStore(redis, settings.data_dir, clock, settings.disk_reserve_mb * 2**20)
     max_body_bytes = settings.max_body_mb * 2**20
     responses = make_responses(settings, redis, completions, clock)
     batches = BatchService(redis, files, responses, tiers, names, clock, max_body_bytes=max_body_bytes)
@@ -157,6 +157,7 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(settings.allowed_origins or ()),
         allowed_hosts=AllowedHosts(settings.allowed_hosts or (), settings.host),
+        files_quota_mb=settings.files_quota_mb,
         private_docs=settings.private_docs,
     )
     return create_app(gateway)

@@ -205,8 +205,8 @@ class Ending:
 async def keep_serving(build: Callable[[], SchedulerLoop], ending: Ending, clock: Clock) -> None:
     """Run a loop until it has drained. If the store stops answering meanwhile, run a new loop when the store is back.
 
-    The new loop uses the same engine and core. Raises `RedisError` if an outage takes more than `GIVE_UP_S`. A store that
-    answers but refuses writes is no outage: a new process would not help.
+    The new loop uses the same engine and core. Raises `RedisError` if an outage takes more than `GIVE_UP_S`. A store
+    that answers but refuses writes is no outage: a new process would not help.
     """
     backoff = ExponentialBackoff(cap=LONGEST_PAUSE_S, base=FIRST_PAUSE_S)
     away_since_s: float | None = None

@@ -125,6 +125,24 @@ def too_large(max_bytes: int) -> ApiError:
     return ApiError(413, f"The body is larger than {max_bytes} bytes.")
 
 
+def disk_full() -> ApiError:
+    """Return the error for a file or a batch that would take the disk's reserve. A retry would not help soon."""
+    message = (
+        "The server's disk has no space for this. Delete files that are not needed any more "
+        "(DELETE /v1/files/{file_id}), or ask the operator for more space."
+    )
+    return ApiError(507, message, "server_error", code="insufficient_storage", headers={"x-should-retry": "false"})
+
+
+def files_quota_exceeded(used_bytes: int, quota_bytes: int) -> ApiError:
+    message = (
+        f"The files of this API key may have {quota_bytes / 2**20:.0f} MB, and its other files have "
+        f"{used_bytes / 2**20:.1f} MB. Delete some (DELETE /v1/files/{{file_id}}), or let them expire "
+        "(`expires_after`)."
+    )
+    return ApiError(413, message, param="file", code="files_quota_exceeded")
+
+
 def timed_out(tier: str) -> ApiError:
     """Return the error for a request that exceeded its tier's timeout.
 

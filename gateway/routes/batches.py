@@ -18,7 +18,7 @@ from gateway.protocol.errors import ApiError, invalid_request, invalid_value
 from gateway.protocol.json_body import Body, parse, read_object
 from gateway.protocol.schemas import Metadata
 from gateway.routes.dependencies import Caller
-from gateway.routes.files import Owner
+from gateway.routes.files import Owner, refusing_full_disk
 from gateway.state import gateway_of
 
 router = APIRouter()
@@ -53,7 +53,8 @@ async def create_batch(request: Request, caller: Caller, owner: Owner) -> dict[s
     batches = batches_of(request)
     _check_tier(request, caller)
     body = await read_object(request, partial(parse, CreateBatchRequest))
-    created = await batches.create(body.to_new_batch(owner))
+    with refusing_full_disk():
+        created = await batches.create(body.to_new_batch(owner))
     if isinstance(created, InputProblem):
         raise invalid_request(created.message, "input_file_id")
     return created.to_json()

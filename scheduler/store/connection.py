@@ -99,8 +99,8 @@ async def _messages_until_silent(pubsub: PubSub, channel: str) -> AsyncIterator[
 async def durable(client: Redis, timeout_s: float = 3.0) -> bool:
     """Wait until everything written so far, on any connection, is on the server's disk. Then return True.
 
-    Return False if the server cannot tell: before Redis 7.2, or without an AOF, where its operator has chosen so. Raises
-    `NotDurable` if it takes longer than `timeout_s`, and `StoreRefused` if the server takes no writes.
+    Return False if the server cannot tell: before Redis 7.2, or without an AOF, where its operator has chosen so.
+    Raises `NotDurable` if it takes longer than `timeout_s`, and `StoreRefused` if the server takes no writes.
     """
     pipeline = client.pipeline(transaction=False)
     pipeline.set(keys.DURABLE, b"", px=int(keys.DURABLE_TTL_S * 1000))

@@ -1,7 +1,7 @@
 """The errors of a store that answers, but refuses to write: its memory or disk is full, or it is not the primary.
 
-Knows the error codes of Redis and Valkey. Does not know who writes what: `scheduler.store.connection` turns these errors
-into `StoreRefused` for all commands, pipelines and scripts.
+Knows the error codes of Redis and Valkey. Does not know who writes what: `scheduler.store.connection` turns these
+errors into `StoreRefused` for all commands, pipelines and scripts.
 """
 
 import re
@@ -13,6 +13,7 @@ CAUSES = {
     "OOM": "its memory is full",
     "MISCONF": "it cannot write to its disk",
     "READONLY": "it is a read-only replica",
+    "UNBLOCKED": "it has just become a replica",
     "NOREPLICAS": "too few of its replicas are connected",
     "LOADING": "it is still loading its data",
     "MASTERDOWN": "it is a replica that has lost its primary",
@@ -26,7 +27,7 @@ _CODES = {
     MasterDownError: "MASTERDOWN",
 }
 # In a pipeline, redis-py puts the command in front of the server's message.
-_CODE = re.compile(r"(?:\A|of pipeline caused error: (?:\(')?)(MISCONF|NOREPLICAS|BUSY) ")
+_CODE = re.compile(r"(?:\A|of pipeline caused error: (?:\(')?)(MISCONF|NOREPLICAS|UNBLOCKED|BUSY) ")
 
 
 class StoreRefused(ConnectionError):
