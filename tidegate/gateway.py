@@ -35,6 +35,7 @@ from gateway.http.connections import ConnectionLimits, ConnectionTable, default_
 from gateway.http.cors import AllowedOrigins
 from gateway.http.hosts import AllowedHosts, address_of
 from gateway.http.metrics import GatewayMetrics
+from gateway.idempotency.store import IdempotencyStore
 from gateway.keys.file import KeyringError
 from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
@@ -152,6 +153,7 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         key_source=key_source,
         limits=limits,
         usage=usage,
+        idempotency=IdempotencyStore(redis, clock),
         responses=responses,
         tier_changes=TierChanges(tier_store, follower, queue.depths, settings.tiers_path, clock),
         max_body_bytes=max_body_bytes,

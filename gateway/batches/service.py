@@ -82,12 +82,17 @@ class BatchService:
         """
         await self._maintenance.close()
 
-    async def create(self, new: NewBatch) -> Batch | InputProblem:
+    async def create(self, new: NewBatch, new_id: str | None = None) -> Batch | InputProblem:
         """Create and start a batch. Return an `InputProblem` if its input file cannot be used.
 
         When this returns, the batch's record is durable. The batch also has its own link to the input, or its own copy.
-        If it raises an error of the store or `DiskFull`, nothing of the batch is left, and it does not run.
+        If it raises an error of the store or `DiskFull`, nothing of the batch is left, and it does not run. `new_id` is
+        the batch's id without its prefix. If an earlier attempt has created this batch, it is returned.
         """
+        batch_id = f"batch_{new_id or secrets.token_hex(12)}"
+        if new_id is not None and (created := await self._store.get(batch_id)) is not None:
+            await self._store.durable()
+            return created
         self._files.disk.check()
         absent = InputProblem(f"No such File object: {new.input_file_id[:200]}")
         file = await self._files.get(new.input_file_id, owner=new.owner)
@@ -95,7 +100,7 @@ class BatchService:
             return absent
         if file.purpose != "batch":
             return InputProblem(f"Invalid file purpose: expected 'batch', got '{file.purpose}'.")
-        batch = new.to_batch(f"batch_{secrets.token_hex(12)}", self._now_s())
+        batch = new.to_batch(batch_id, self._now_s())
         try:
             with noticing_full_disk():
                 await asyncio.to_thread(snapshot_input, self._files.path(file.id), self._directory / batch.id)

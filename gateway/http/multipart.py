@@ -55,7 +55,12 @@ class MalformedUpload(Exception):
 
 
 async def receive_upload(
-    chunks: AsyncIterator[bytes], content_type: str, directory: Path, limit: Limit, disk: DiskReserve
+    chunks: AsyncIterator[bytes],
+    content_type: str,
+    directory: Path,
+    limit: Limit,
+    disk: DiskReserve,
+    on_content: Callable[[bytes], object] | None = None,
 ) -> Upload:
     """Read a multipart form from `chunks`, write its part `file` into `directory`, and return the parts.
 
@@ -66,7 +71,7 @@ async def receive_upload(
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise MalformedUpload("The request must be multipart/form-data.")
-    form = _Form(directory, limit, disk)
+    form = _Form(directory, limit, disk, on_content)
     try:
         parser = MultipartParser(options[b"boundary"], form.callbacks())  # type: ignore[arg-type]
         received = 0
@@ -97,12 +102,15 @@ class _Form:
     A part is the file (named `file`), a plain field, or another file. Other files are skipped.
     """
 
-    def __init__(self, directory: Path, limit: Limit, disk: DiskReserve) -> None:
+    def __init__(
+        self, directory: Path, limit: Limit, disk: DiskReserve, on_content: Callable[[bytes], object] | None
+    ) -> None:
         self.upload = Upload()
         self.is_complete = False
         self._directory = directory
         self._limit = limit
         self._disk = disk
+        self._on_content = on_content
         self._checked_bytes = 0  # of the file, when the disk was checked last
         self._max_bytes = 0
         self._output: BinaryIO | None = None
@@ -163,6 +171,8 @@ class _Form:
                 self._checked_bytes = self.upload.size
                 self._disk.check()
             self._output.write(data[start:end])
+            if self._on_content is not None:
+                self._on_content(data[start:end])
         elif self._value is not None:
             self._value += data[start:end]
             if len(self._value) > MAX_FIELD_BYTES:

@@ -5,12 +5,14 @@ lines of a batch input are not checked here: their errors appear later, in the b
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import FileResponse
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
 
 from gateway.files.disk import DiskFull
 from gateway.files.store import FileStore, QuotaExceeded, StoredFile
@@ -18,6 +20,7 @@ from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, Upload, Uplo
 from gateway.identity import ApiKey
 from gateway.protocol.errors import ApiError, disk_full, files_quota_exceeded, invalid_request, invalid_value
 from gateway.routes.dependencies import Caller
+from gateway.routes.idempotency import idempotency_key, once
 from gateway.state import gateway_of
 
 router = APIRouter()
@@ -47,25 +50,37 @@ def refusing_full_disk() -> Iterator[None]:
 
 
 @router.post("/v1/files")
-async def upload_file(request: Request, caller: Caller, owner: Owner) -> dict[str, Any]:
+async def upload_file(request: Request, caller: Caller, owner: Owner) -> Response:
     files, quota_bytes = files_of(request), _quota_bytes(request, caller)
     announced = int(request.headers.get("content-length") or 0)
     if announced > MAX_FILE_BYTES + MAX_FORM_BYTES:
         raise _too_large(MAX_FILE_BYTES)  # refused before the client sends the file
+    digest = None if idempotency_key(request) is None else hashlib.sha256()
     with refusing_full_disk():
         files.disk.check(announced)
-        await _check_quota(files, owner, quota_bytes, announced)
-        upload = await _receive(request, files)
+        if digest is None:  # otherwise it may be the repetition of an upload that is in the quota already
+            await _check_quota(files, owner, quota_bytes, announced)
+        upload = await _receive(request, files, None if digest is None else digest.update)
+
+        async def store(new_id: str) -> Response:
+            stored = await _store(files, upload, owner, quota_bytes, f"file-{new_id}")
+            return JSONResponse(stored.to_json())
+
         try:
-            return (await _store(files, upload, owner, quota_bytes)).to_json()
+            return await once(request, owner, _fingerprint(upload, digest), store)
         finally:
             upload.discard()
 
 
-async def _receive(request: Request, files: FileStore) -> Upload:
+def _fingerprint(upload: Upload, content: "hashlib._Hash | None") -> str:
+    """Return what tells two uploads apart. Their raw bodies would not do: clients draw a new boundary for each."""
+    return json.dumps([upload.filename, sorted(upload.fields.items()), content.hexdigest() if content else ""])
+
+
+async def _receive(request: Request, files: FileStore, on_content: Callable[[bytes], object] | None) -> Upload:
     content_type = request.headers.get("content-type", "")
     try:
-        return await receive_upload(request.stream(), content_type, files.incoming, _max_bytes, files.disk)
+        return await receive_upload(request.stream(), content_type, files.incoming, _max_bytes, files.disk, on_content)
     except UploadTooLarge as error:
         raise _too_large(error.max_bytes) from None
     except MalformedUpload as error:
@@ -137,7 +152,9 @@ async def _check_quota(files: FileStore, owner: str | None, quota_bytes: int | N
         raise files_quota_exceeded(used_bytes, quota_bytes)
 
 
-async def _store(files: FileStore, upload: Upload, owner: str | None, quota_bytes: int | None) -> StoredFile:
+async def _store(
+    files: FileStore, upload: Upload, owner: str | None, quota_bytes: int | None, file_id: str
+) -> StoredFile:
     purpose = _purpose(upload)
     expires_after_s = _expiry_s(upload, purpose)
     if upload.content is None:
@@ -153,6 +170,7 @@ async def _store(files: FileStore, upload: Upload, owner: str | None, quota_byte
             purpose=purpose,
             owner=owner,
             expires_after_s=expires_after_s,
+            file_id=file_id,
             quota_bytes=quota_bytes,
         )
     except QuotaExceeded as error:
