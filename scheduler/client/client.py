@@ -85,7 +85,7 @@ class SchedulerClient:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._withdrawals, return_exceptions=True)
         try:
-            await self._queue.cancel([*self._open, *self._failed_here])
+            await self._queue.cancel([*self._open, *self._failed_here, *self._unwithdrawn])
         finally:
             await self._events.close()
 

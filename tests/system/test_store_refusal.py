@@ -9,7 +9,7 @@ import pytest
 from openai import APIError, AsyncOpenAI
 
 from scheduler.store.refusal import CAUSES
-from tests.refusals import CODES, limitable_valkey, refusing
+from tests.refusals import limitable_valkey, refusing
 from tests.system.server import make_client, running
 
 pytestmark = pytest.mark.timeout(180)
@@ -26,12 +26,12 @@ async def start_batch(client: AsyncOpenAI) -> str:
     return batch.id
 
 
-async def stream_to_its_end(client: AsyncOpenAI) -> str:
-    """Return the last error of a stream; an empty text if it ended well."""
+async def stream_to_its_end(client: AsyncOpenAI, has_begun: asyncio.Event, tokens: int) -> str:
+    """Return the error with which a stream ends; an empty text if it ends well."""
+    body = {"max_tokens": tokens, "extra_body": {"ignore_eos": True}}
     try:
-        body = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
         async for _ in await client.chat.completions.create(stream=True, **CHAT, **body):  # type: ignore[call-overload]
-            pass
+            has_begun.set()
     except APIError as error:
         return str(error)
     return ""
@@ -45,16 +45,21 @@ async def completed_lines(client: AsyncOpenAI, batch_id: str) -> int:
     return batch.request_counts.completed
 
 
-async def test_batches_survive_a_store_that_refuses_writes(tmp_path: Path) -> None:
+async def test_batches_survive_a_store_that_refuses_writes_and_streams_end_well_or_with_the_cause(
+    tmp_path: Path,
+) -> None:
+    """First, the store's memory is full for a moment; then its disk is, for longer than a stream waits."""
     with limitable_valkey(tmp_path / "store") as url, running(tmp_path / "data", "--redis-url", url) as server:
         await asyncio.to_thread(server.wait_until_ready)
         worker = server.pid_of("worker")
         async with make_client(server) as client, httpx.AsyncClient(base_url=server.root) as http:
-            for code in CODES:
+            for code, is_long in (("OOM", False), ("MISCONF", True)):
                 batch_id = await start_batch(client)
-                streaming = asyncio.create_task(stream_to_its_end(client))
                 while not await completed_lines(client, batch_id):
                     await asyncio.sleep(0.01)
+                has_begun = asyncio.Event()
+                streaming = asyncio.create_task(stream_to_its_end(client, has_begun, 1500 if is_long else 200))
+                await has_begun.wait()
                 with refusing(url, code):
                     assert await completed_lines(client, batch_id) < LINES
                     response = await http.post("/v1/chat/completions", json=CHAT)
@@ -62,7 +67,10 @@ async def test_batches_survive_a_store_that_refuses_writes(tmp_path: Path) -> No
                     assert CAUSES[code] in response.json()["error"]["message"]
                     while (await http.get("/ready")).status_code == 200:
                         await asyncio.sleep(0.05)
-                assert await streaming == "" or CAUSES[code] in await streaming
+                    if is_long:
+                        await asyncio.wait([streaming], timeout=10)
+                        assert streaming.done()
+                assert (CAUSES[code] in await streaming) if is_long else (await streaming == "")
                 while await completed_lines(client, batch_id) < LINES:
                     await asyncio.sleep(0.05)
         assert server.pid_of("worker") == worker, "the worker was not started again"
