@@ -30,10 +30,13 @@ async def stream_to_its_end(client: AsyncOpenAI, has_begun: asyncio.Event, token
     """Return the error with which a stream ends; an empty text if it ends well."""
     body = {"max_tokens": tokens, "extra_body": {"ignore_eos": True}}
     try:
-        async for _ in await client.chat.completions.create(stream=True, **CHAT, **body):  # type: ignore[call-overload]
+        patient = client.with_options(max_retries=10)  # on a busy machine, a worker may look silent for a moment
+        async for _ in await patient.chat.completions.create(stream=True, **CHAT, **body):  # type: ignore[call-overload]
             has_begun.set()
     except APIError as error:
         return str(error)
+    finally:
+        has_begun.set()
     return ""
 
 
