@@ -35,6 +35,7 @@ PAGES = [
 DOCS = (
     "api",
     "architecture",
+    "batch",
     "benchmarks",
     "controller",
     "deployment",
