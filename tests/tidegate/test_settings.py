@@ -154,3 +154,10 @@ def test_compose_waits_longer_than_drain_and_kill_grace() -> None:
     compose = yaml.safe_load((Path(__file__).parents[2] / "docker-compose.yml").read_text(encoding="utf-8"))
     grace_s = float(compose["x-part"]["stop_grace_period"].removesuffix("s"))
     assert grace_s > ServeSettings().drain_s + KILL_GRACE_S
+
+
+def test_the_address_says_https_if_there_is_a_certificate() -> None:
+    assert ServeSettings(port=8000).root_url == "http://127.0.0.1:8000"
+    assert ServeSettings(port=8000, host="::1", ssl_certfile=Path("cert.pem")).root_url == "https://[::1]:8000"
+    with pytest.raises(ValidationError, match="--ssl-certfile"):
+        ServeSettings(ssl_keyfile=Path("key.pem"))
