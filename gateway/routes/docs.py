@@ -6,7 +6,7 @@ The page runs under a content security policy that allows nothing of other serve
 from functools import cache
 from importlib.resources import files
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import HTMLResponse, Response
 
 ASSETS = {
@@ -56,11 +56,8 @@ def _content(name: str) -> bytes:
     return (files("fastapi_offline") / "static" / name).read_bytes()
 
 
-def _add_asset(name: str, media_type: str) -> None:
-    @router.get(f"/docs/{name}")
-    def asset() -> Response:  # in a thread, because it reads a file
-        return Response(_content(name), media_type=media_type, headers={"cache-control": "max-age=86400"})
-
-
-for _name, _media_type in ASSETS.items():
-    _add_asset(_name, _media_type)
+@router.get("/docs/{name}")
+def asset(name: str) -> Response:  # in a thread, because it reads a file
+    if name not in ASSETS:
+        raise HTTPException(404)
+    return Response(_content(name), media_type=ASSETS[name], headers={"cache-control": "max-age=86400"})
