@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pydantic_settings import BaseSettings, CliApp, CliSubCommand, SettingsConfigDict
 
 from bench.ablation import Ablation
+from bench.chaos.command import Chaos
 from bench.conformance.command import Conformance
 from bench.engines.commands import Engines, Growth, Soak
 from bench.facade import Facade
@@ -66,6 +67,7 @@ class Bench(BaseSettings):
     ablation: CliSubCommand[Ablation]
     conformance: CliSubCommand[Conformance]
     facade: CliSubCommand[Facade]
+    chaos: CliSubCommand[Chaos]
 
     def cli_cmd(self) -> None:
         CliApp.run_subcommand(self)

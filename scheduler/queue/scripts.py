@@ -82,8 +82,9 @@ class Scripts:
     async def release(self, leases: Sequence[Lease]) -> list[bool]:
         return _flags(await self._release(args=_flat(leases)))
 
-    async def requeue_expired(self, now_ms: int) -> list[str]:
-        return [i.decode() for i in await self._requeue_expired(args=[now_ms])]
+    async def requeue_expired(self, leases: Mapping[str, int]) -> list[str]:
+        args = [part for lease in leases.items() for part in lease]
+        return [i.decode() for i in await self._requeue_expired(args=args)]
 
     async def requeue_worker(self, worker_id: str) -> list[str]:
         return [i.decode() for i in await self._requeue_worker(args=[worker_id])]

@@ -1,10 +1,11 @@
 """Keeps the leases of the requests that a worker holds, and gives them back when the worker ends.
 
 Also requeues requests whose leases have ended. That happens only where no other worker has noticed the end of their
-worker (`scheduler.worker.peers`), for example because none was running.
+worker (`scheduler.worker.peers`), for example because none was running. Wall clocks may jump and differ, so a lease
+counts as ended only if, besides, nobody has renewed it for some rounds.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from scheduler.clock import Clock
 from scheduler.planning.core import SchedulerCore
@@ -14,6 +15,21 @@ from scheduler.worker.held_requests import HeldRequests
 
 LEASE_S = 10.0
 RENEW_S = 3.0  # seconds between two renewals; two renewals may fail before a lease ends
+# Rounds of `RENEW_S` in which a lease that seems to be over must stay as it is. Whoever is alive renews it meanwhile,
+# whatever the clocks say; one renewal may fail.
+UNRENEWED_ROUNDS = 2
+
+
+class UnrenewedLeases:
+    """Counts for how many rounds leases that seem to be over have not been renewed. Reads no clock."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[tuple[str, int], int] = {}  # by request id and expiry
+
+    def observe(self, expired: Mapping[str, int]) -> dict[str, int]:
+        """Process the leases that seem to be over in this round. Return those that have ended."""
+        self._rounds = {lease: self._rounds.get(lease, -1) + 1 for lease in expired.items()}
+        return dict(lease for lease, rounds in self._rounds.items() if rounds >= UNRENEWED_ROUNDS)
 
 
 class LeaseKeeper:
@@ -30,16 +46,17 @@ class LeaseKeeper:
         self._held = held
         self._clock = clock
         self._worker_id = worker_id
+        self._unrenewed = UnrenewedLeases()
 
     async def run(self) -> None:
         """Keep the leases until this task is cancelled.
 
-        Each round renews the leases and requeues requests with expired leases.
+        Each round renews the leases and requeues requests whose leases have ended.
         """
         while True:
             await self._clock.sleep(RENEW_S)
             await self._renew()
-            await self._queue.requeue_expired()
+            await self._queue.requeue_expired(self._unrenewed.observe(await self._queue.expired_leases(LEASE_S)))
 
     async def give_back(self, leases: Iterable[Lease] = ()) -> None:
         """Put all requests that are leased to this worker back into the queue, at their old places.
