@@ -40,6 +40,8 @@ class Bench(BaseSettings):
     Experiments on the HTTP side. conformance: clients that people use, in their default modes. facade: requests per
     second of the gateway, beside LiteLLM's proxy.
 
+    Faults. chaos: the whole server under load, while its parts are killed, stopped, cut off and misled.
+
     Other experiments. store: the requests per second of a real store. simulator-accuracy: a measured run compared with
     its simulation. ablation: simulated loads with each part of the controller switched off.
 

@@ -56,7 +56,7 @@ class LeaseKeeper:
         while True:
             await self._clock.sleep(RENEW_S)
             await self._renew()
-            await self._queue.requeue_expired(self._unrenewed.observe(await self._queue.expired_leases(LEASE_S)))
+            await self._requeue_ended()
 
     async def give_back(self, leases: Iterable[Lease] = ()) -> None:
         """Put all requests that are leased to this worker back into the queue, at their old places.
@@ -66,6 +66,10 @@ class LeaseKeeper:
         """
         await self._queue.release([*leases, *self._core.release_all()])
         await self._queue.requeue_worker(self._worker_id)
+
+    async def _requeue_ended(self) -> None:
+        ended = self._unrenewed.observe(await self._queue.expired_leases(LEASE_S))
+        await self._queue.requeue_expired(ended)
 
     async def _renew(self) -> None:
         """Renew all leases. Remove the requests whose leases are lost."""
