@@ -15,12 +15,14 @@ from typing import Any
 
 import httpx
 
+from loadtest.client.http import TargetError
 from loadtest.traffic.prompts import draw_nonces
 
 MODEL = "tidegate-demo"
 LONG_TOKENS = 160  # of a long stream; nonces are too short to be cut
 PROMPTS = [f"Tidegate {n}" for n in range(6)]  # of the long streams
 BATCH_LINES = 120
+KEY = "Idempotency-Key"
 MAX_RECHECKED = 5  # lines of a batch; the model gets about one in a thousand wrong
 RESPONSE_POLL_S = 0.1
 BATCH_POLL_S = 0.25
@@ -224,11 +226,11 @@ class Load:
             for i, nonce in enumerate(work.nonces)
         ]
         content = "\n".join(json.dumps(line) for line in lines).encode()
-        headers = {"Idempotency-Key": f"chaos-{self.seed}-{len(self.batches)}"}
+        name = f"chaos-{self.seed}-{len(self.batches)}"
         upload = {"files": {"file": ("lines.jsonl", content)}, "data": {"purpose": "batch"}}
-        file = await self._until_json(http, "POST", "/v1/files", **upload, headers=headers)
+        file = await self._until_json(http, "POST", "/v1/files", **upload, headers={KEY: f"{name}-file"})
         body = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-        batch = await self._until_json(http, "POST", "/v1/batches", json=body, headers=headers)
+        batch = await self._until_json(http, "POST", "/v1/batches", json=body, headers={KEY: f"{name}-batch"})
         work.batch_id = batch["id"]
 
     async def _judge_batch(self, http: httpx.AsyncClient, work: BatchWork) -> str:
@@ -259,12 +261,14 @@ class Load:
         return answer
 
     async def _until(self, http: httpx.AsyncClient, method: str, path: str, **options: Any) -> httpx.Response:
-        """Send a request to any gateway until it is answered with 200."""
+        """Send a request to any gateway until it is answered with 200. Raises `TargetError` if it is wrong."""
         while True:
             try:
                 reply = await http.request(method, self._url() + path, **options)
                 if reply.status_code == 200:
                     return reply
+                if reply.status_code in (400, 422):
+                    raise TargetError(f"{method} {path} was refused: {reply.text[:200]}")
             except httpx.HTTPError:
                 pass
             await asyncio.sleep(BATCH_POLL_S)
