@@ -79,11 +79,21 @@ async def chaos(
             await asyncio.wait((work, ended), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise TargetError(f"the server has ended: see the logs in {folder}")
-            return work.result()
+            return _result_of(work)
         finally:
             for task in (work, ended):
                 task.cancel()
             await asyncio.gather(work, ended, return_exceptions=True)
+
+
+def _result_of(work: "asyncio.Task[ChaosRun]") -> ChaosRun:
+    try:
+        return work.result()
+    except* TargetError as errors:
+        found: BaseException = errors
+        while isinstance(found, BaseExceptionGroup):
+            found = found.exceptions[0]
+        raise found from errors
 
 
 async def _work(site: Site, seed: int, duration_s: float, kinds: Sequence[str]) -> ChaosRun:
