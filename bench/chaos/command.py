@@ -15,7 +15,7 @@ from bench.chaos.clock import Clocks
 from bench.chaos.faults import KINDS, Injector
 from bench.chaos.leftovers import Leftovers
 from bench.chaos.load import Load
-from bench.chaos.report import ChaosRun, chaos_record
+from bench.chaos.report import RECOVERY_LIMIT_S, ChaosRun, chaos_record
 from bench.chaos.site import GATEWAYS, Site
 from loadtest.client.http import TargetError
 from loadtest.extras import PROCESSES, require
@@ -26,7 +26,6 @@ from loadtest.running import one_sentence, print_progress, run_to_end
 # count as lost 15 s later.
 ANSWER_LIMIT_S = 40.0
 BATCHES_LIMIT_S = 90.0  # seconds for the batches to end after the last fault
-AFTER_S = 5.0  # seconds of requests after the last fault
 EX_PROBLEMS = 1
 
 
@@ -104,7 +103,7 @@ async def _work(site: Site, seed: int, duration_s: float, kinds: Sequence[str]) 
         group.create_task(load.run())
         print_progress(f"{duration_s:.0f} s of faults, seed {seed}")
         await injector.run(seed, duration_s, kinds)
-        await asyncio.sleep(AFTER_S)  # requests after the last fault
+        await load.until_answered_since(injector.faults[-1].began_s if injector.faults else 0.0, RECOVERY_LIMIT_S)
         load.stop()
     print_progress("waiting for the batches, and for what is left over")
     await load.finish(BATCHES_LIMIT_S)

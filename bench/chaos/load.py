@@ -4,6 +4,7 @@ Knows OpenAI's API and what each request must answer; does not know faults. Each
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -95,6 +96,13 @@ class Load:
                 nonces = draw_nonces(400, 100 * self.seed + 10 + i)
                 group.create_task(self._client(gateway, partial(self._background, http), nonces))
             group.create_task(self._batches(http))
+
+    async def until_answered_since(self, since_s: float, limit_s: float) -> None:
+        """Return when each gateway has answered a request that was sent after `since_s`, or after `limit_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while {a.gateway for a in self.answers if a.is_right and a.began_s >= since_s} != set(self.urls):
+                    await asyncio.sleep(PAUSE_S)
 
     async def finish(self, limit_s: float) -> None:
         """Wait until the batches have ended, and check them. Forgive what the model gets wrong without any fault."""

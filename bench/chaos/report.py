@@ -10,7 +10,7 @@ from bench.chaos.load import LOST, Answer, BatchWork
 from loadtest.reporting.record import Provenance, Record, Section, Table
 
 RESTART_S = 20.0  # seconds after a gateway was killed or woke up, in which connections to it may still break
-RECOVERY_LIMIT_S = 30.0  # seconds after a fault's end, by which each gateway must have answered a new request
+RECOVERY_LIMIT_S = 45.0  # seconds after a fault's end, by which each gateway must have answered a new request
 
 
 @dataclass(frozen=True, slots=True)

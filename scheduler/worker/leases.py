@@ -12,6 +12,7 @@ from scheduler.planning.core import SchedulerCore
 from scheduler.queue.base import Queue
 from scheduler.request import Lease
 from scheduler.worker.held_requests import HeldRequests
+from scheduler.worker.refusals import Refusals
 
 LEASE_S = 10.0
 RENEW_S = 3.0  # seconds between two renewals; two renewals may fail before a lease ends
@@ -38,12 +39,14 @@ class LeaseKeeper:
         core: SchedulerCore,
         queue: Queue,
         held: HeldRequests,
+        refusals: Refusals,
         clock: Clock,
         worker_id: str,
     ) -> None:
         self._core = core
         self._queue = queue
         self._held = held
+        self._refusals = refusals
         self._clock = clock
         self._worker_id = worker_id
         self._unrenewed = UnrenewedLeases()
@@ -51,12 +54,16 @@ class LeaseKeeper:
     async def run(self) -> None:
         """Keep the leases until this task is cancelled.
 
-        Each round renews the leases and requeues requests whose leases have ended.
+        Each round renews the leases and requeues requests whose leases have ended. A refusal of the store begins the
+        count of rounds anew: nobody could renew meanwhile.
         """
         while True:
             await self._clock.sleep(RENEW_S)
-            await self._renew()
-            await self._requeue_ended()
+            is_renewed = await self._refusals.attempt(self._renew())
+            if is_renewed and not self._refusals.is_refused:
+                await self._refusals.attempt(self._requeue_ended())
+            else:
+                self._unrenewed = UnrenewedLeases()
 
     async def give_back(self, leases: Iterable[Lease] = ()) -> None:
         """Put all requests that are leased to this worker back into the queue, at their old places.
