@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo test test-bench conformance gpu-check lint format clean
+.PHONY: serve demo test test-bench conformance chaos gpu-check lint format clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -22,6 +22,12 @@ test-bench: $(VENV)/.installed-dev
 # Clients that people use, in their default modes, against the demo model. Installs each of them into .conformance/.
 conformance: $(VENV)/.installed-dev
 	$(BIN)/python -m bench conformance
+
+# The whole server under load, while its parts are killed, stopped, cut off and misled; `make chaos SEED=7 DURATION_S=600`.
+SEED ?= 0
+DURATION_S ?= 60
+chaos: $(VENV)/.installed-dev
+	$(BIN)/python -m bench chaos --seed $(SEED) --duration-s $(DURATION_S)
 
 # With the Python that has the CUDA torch; what it lacks may lie in wheels/. Writes gpu-check/gpu-check.{log,json}.
 gpu-check:

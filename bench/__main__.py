@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pydantic_settings import BaseSettings, CliApp, CliSubCommand, SettingsConfigDict
 
 from bench.ablation import Ablation
+from bench.chaos.command import Chaos
 from bench.conformance.command import Conformance
 from bench.engines.commands import Engines, Growth, Soak
 from bench.facade import Facade
@@ -40,9 +41,11 @@ class Bench(BaseSettings):
     Experiments on the HTTP side. conformance: clients that people use, in their default modes. facade: requests per
     second of the gateway, beside LiteLLM's proxy.
 
-    Other experiments. tasks: /v1/tasks with an endpoint that fails and workers that are killed. store: the requests per
-    second of a real store. simulator-accuracy: a measured run compared with its simulation. ablation: simulated loads
-    with each part of the controller switched off.
+    Faults. chaos: the whole server under load, while its parts are killed, stopped, cut off and misled. tasks:
+    /v1/tasks with an endpoint that fails and workers that are killed.
+
+    Other experiments. store: the requests per second of a real store. simulator-accuracy: a measured run compared with
+    its simulation. ablation: simulated loads with each part of the controller switched off.
 
     Plots and Locust need `pip install 'tidegate[loadtest]'`. `python -m bench.gpu_check` runs the checks that need a
     GPU."""
@@ -69,6 +72,7 @@ class Bench(BaseSettings):
     conformance: CliSubCommand[Conformance]
     facade: CliSubCommand[Facade]
     tasks: CliSubCommand[Tasks]
+    chaos: CliSubCommand[Chaos]
 
     def cli_cmd(self) -> None:
         CliApp.run_subcommand(self)

@@ -16,7 +16,7 @@ from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.http.wrong_keys import WrongKeys
 from gateway.protocol import errors
 from gateway.protocol.json_body import BodyReader
-from gateway.routes import admin, batches, chat, files, keys, models, ops, responses, tasks, tokenize
+from gateway.routes import admin, batches, chat, docs, files, keys, models, ops, responses, tasks, tokenize
 from gateway.routes.dependencies import authenticated, request_counted
 from gateway.routes.sla_feed import SlaFeed
 from gateway.state import Gateway
@@ -31,7 +31,9 @@ def create_app(gateway: Gateway) -> FastAPI:
         version=_version(),
         lifespan=_lifespan,
         redirect_slashes=False,
-        openapi_url=None if gateway.private_docs else "/openapi.json",  # without it, there is no /docs either
+        openapi_url=None if gateway.private_docs else "/openapi.json",
+        docs_url=None,  # FastAPI's page loads its scripts from a CDN
+        redoc_url=None,
         middleware=[  # from the outermost to the innermost
             Middleware(Cors, allowed=gateway.allowed_origins),
             Middleware(RequestContext, metrics=gateway.metrics, clock=gateway.clock),
@@ -48,6 +50,8 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(ops.router)
     if gateway.private_docs:
         app.include_router(ops.private_router)
+    else:
+        app.include_router(docs.router)
     app.include_router(admin.router)
     app.include_router(keys.router)
     for routes in (chat, models, tokenize):

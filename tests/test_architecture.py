@@ -43,7 +43,7 @@ HOUSES = {
     "engine": "interface config → step_time sequences thread → modeled native static → factory",
     "loadtest": "machine extras child_environment random_weights shipped_tiers traffic → client model_shapes"
     " → estimates running locustfile → reporting → checks model_command simulation → calibration",
-    "bench": "reporting engines gpu_check simulator_accuracy store_throughput → isolation"
+    "bench": "reporting engines gpu_check simulator_accuracy store_throughput chaos → isolation"
     " → ablation conformance locust peers tasks → facade",
     "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",
 }

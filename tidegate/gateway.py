@@ -35,6 +35,7 @@ from gateway.http.connections import ConnectionLimits, ConnectionTable, default_
 from gateway.http.cors import AllowedOrigins
 from gateway.http.hosts import AllowedHosts, address_of
 from gateway.http.metrics import GatewayMetrics
+from gateway.http.tls import Certificate, CertificateError, load_certificate, secured
 from gateway.idempotency.store import IdempotencyStore
 from gateway.keys.file import KeyringError
 from gateway.keys.limits import KeyLimits
@@ -86,7 +87,14 @@ def run_gateway(settings: GatewaySettings) -> int:
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as run,
         ):
             return run.run(_serve(settings, listener, connection_limits(settings, max_descriptors)))
-    except (TierConfigError, KeyringError, NoTokenizer, BadSamplingDefaults, CannotListen) as error:
+    except (
+        TierConfigError,
+        KeyringError,
+        NoTokenizer,
+        BadSamplingDefaults,
+        CannotListen,
+        CertificateError,
+    ) as error:
         log.error("the gateway cannot start", reason=str(error))
         return EX_CONFIG
     except (RedisError, OSError) as error:
@@ -230,13 +238,15 @@ def load_sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
 
 async def _serve(settings: GatewaySettings, listener: socket.socket, limits: ConnectionLimits) -> int:
     clock = SystemClock()
-    tiers = load_tiers(settings.tiers_path)
+    tiers, certificate = load_tiers(settings.tiers_path), load_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     redis = connection.connect(str(settings.redis_url))
     port: int = listener.getsockname()[1]
     app = build_gateway(settings, redis, tiers, clock, gateway_name(port))
+    table = ConnectionTable(limits, app.state.gateway.metrics.count_closed)
+    protocol = protocol_factory(table)
     config = uvicorn.Config(
         app,
-        http=protocol_factory(ConnectionTable(limits, app.state.gateway.metrics.count_closed)),  # type: ignore[arg-type]
+        http=protocol if certificate is None else secured(protocol, certificate, table),  # type: ignore[arg-type]
         proxy_headers=settings.trusted_proxies is not None,
         forwarded_allow_ips=settings.trusted_proxies or [],
         log_config=None,
@@ -253,10 +263,12 @@ async def _serve(settings: GatewaySettings, listener: socket.socket, limits: Con
         if gateway.tier_changes is not None and gateway.key_source is not None:
             background.start(gateway.tier_changes.reload_on_signal())
             background.start(gateway.key_source.reload())
+        if certificate is not None:
+            reload_certificate(certificate)
 
     gc.collect()
     gc.freeze()  # what the start has made stays; looking through it again and again would hold up streams
-    log.info("the gateway serves", host=settings.host, port=port)
+    log.info("the gateway serves", host=settings.host, port=port, tls=certificate is not None)
     try:
         with signals_call(drain), hangup_calls(reload, drain):
             async with background:
@@ -266,6 +278,15 @@ async def _serve(settings: GatewaySettings, listener: socket.socket, limits: Con
         await redis.aclose()
     log.info("the gateway has drained")
     return 0 if server.started else 1
+
+
+def reload_certificate(certificate: Certificate) -> None:
+    try:
+        certificate.reload()
+    except CertificateError as error:
+        log.error("the certificate was not reloaded; the one in use stays", reason=str(error))
+    else:
+        log.info("the certificate was reloaded")
 
 
 class _Server(uvicorn.Server):

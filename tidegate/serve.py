@@ -15,6 +15,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from gateway.http.tls import CertificateError, load_certificate
 from scheduler.config import TierConfigError, load_tiers
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.reload.store import TierStore
@@ -43,6 +44,7 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
     with contextlib.ExitStack() as cleanup:
         try:
             load_tiers(settings.tiers_path)
+            load_certificate(settings.ssl_certfile, settings.ssl_keyfile)
             parts = []
             if settings.redis_url:
                 asyncio.run(_reach(settings.redis_url))
@@ -51,7 +53,7 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
                 settings = settings.model_copy(update={"redis_url": valkey.url})
                 parts.append(Part("valkey", Stage.STORE, valkey.argv, ready=valkey.is_ready, pass_fds=valkey.pass_fds))
             settings = with_address(settings)  # after the lock: a killed server may still be ending
-        except (ValkeyError, TierConfigError, CannotListen, CannotServe) as error:
+        except (ValkeyError, TierConfigError, CannotListen, CannotServe, CertificateError) as error:
             log.error("cannot start", reason=str(error))
             return EX_CONFIG
         return asyncio.run(_supervise(parts, settings, on_ready or _say_ready(settings)))
@@ -128,8 +130,7 @@ def _command(name: str, settings: ServeSettings, kind: type[CommonSettings]) -> 
 
 def _say_ready(settings: ServeSettings) -> Callable[[], None]:
     def say() -> None:
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
         names = ", ".join(settings.model_names)
-        print(f"Tidegate serves {names} at http://{host}:{settings.port}/v1", flush=True)
+        print(f"Tidegate serves {names} at {settings.root_url}/v1", flush=True)
 
     return say

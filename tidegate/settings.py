@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -243,6 +243,12 @@ class GatewaySettings(CommonSettings):
     private_docs: bool = Field(
         default=False, description="/openapi.json and /metrics need an API key, and there is no /docs"
     )
+    ssl_certfile: Path | None = Field(
+        default=None, description="PEM file with the server's certificate and its chain; set: serve HTTPS only"
+    )
+    ssl_keyfile: Path | None = Field(
+        default=None, description="PEM file with the certificate's key; unset: it is in --ssl-certfile"
+    )
     disk_reserve_mb: int = Field(
         default=512,
         ge=0,
@@ -293,6 +299,19 @@ class GatewaySettings(CommonSettings):
         if path is not None and path.name.startswith("sk-") and not path.exists():
             raise ValueError("this is the name of a file; a key itself is set as TIDEGATE_API_KEY")
         return path
+
+    @field_validator("ssl_keyfile")
+    @classmethod
+    def _has_certificate(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        if path is not None and info.data.get("ssl_certfile") is None:
+            raise ValueError("a key needs the certificate of --ssl-certfile")
+        return path
+
+    @property
+    def root_url(self) -> str:
+        """The address at which the server answers, without a path."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.ssl_certfile else 'http'}://{host}:{self.port}"
 
     @property
     def operator_keys(self) -> list[str]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from time import perf_counter
 
 import httpx
-import psutil
 from pydantic import BaseModel, Field
 
 from bench.isolation.servers import serving_tidegate
@@ -155,6 +154,8 @@ async def _wait_for_ends(http: httpx.AsyncClient, ids: Sequence[str]) -> list[st
 
 async def _kill_workers(endpoint: FailingEndpoint, pid: int, kills: int, count: int) -> int:
     """Kill the worker each time that another part of the tasks was called. Return the number of kills."""
+    import psutil  # of the extra `loadtest`
+
     for kill in range(1, kills + 1):
         while endpoint.items < kill * count / (kills + 1):
             await asyncio.sleep(0.01)

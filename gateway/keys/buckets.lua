@@ -7,8 +7,14 @@ local now_ms = tonumber(ARGV[1])
 local limits = {requests = tonumber(ARGV[2]), tokens = tonumber(ARGV[3])}
 local max_open = tonumber(ARGV[4])
 
--- The clocks of gateways differ a little, so time may seem to run backwards.
-local at_ms = math.max(now_ms, tonumber(redis.call('HGET', buckets, 'at_ms') or now_ms))
+-- The clocks of gateways differ a little, so time may seem to run backwards. If the stored time is farther ahead than a
+-- bucket takes to fill, a clock was set back: time goes on from now, or the buckets would not fill until it has caught up.
+local stored_ms = tonumber(redis.call('HGET', buckets, 'at_ms') or now_ms)
+if stored_ms > now_ms + 60000 then
+  stored_ms = now_ms
+  redis.call('HSET', buckets, 'at_ms', string.format('%d', now_ms))
+end
+local at_ms = math.max(now_ms, stored_ms)
 
 -- A bucket holds at most what its limit allows in a minute, and a new one is full. A bucket without limit holds 0. A
 -- level is negative after requests that took more tokens than they had reserved.
@@ -17,7 +23,7 @@ local function level_of(name)
   if limit == 0 or not stored then
     return limit
   end
-  local elapsed_ms = at_ms - tonumber(redis.call('HGET', buckets, 'at_ms'))
+  local elapsed_ms = at_ms - stored_ms
   return math.min(limit, tonumber(stored) + limit * elapsed_ms / 60000)
 end
 

@@ -10,6 +10,7 @@ end
 
 if id ~= '' then
   redis.call('ZREMRANGEBYSCORE', open, '-inf', now_ms)
+  redis.call('ZREMRANGEBYSCORE', open, now_ms + 2 * lease_ms, '+inf')  -- left from before a clock was set back
   if redis.call('ZSCORE', open, id) then
     return answer('ok')
   end

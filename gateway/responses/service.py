@@ -16,6 +16,7 @@ from gateway.completion.service import CompletionService
 from gateway.http.sse import PING, Write
 from gateway.protocol.errors import ApiError, invalid_value
 from gateway.protocol.json_body import is_large
+from gateway.responses import background
 from gateway.responses.answer import last_event
 from gateway.responses.background import BackgroundRuns
 from gateway.responses.conversation import Conversations
@@ -111,10 +112,19 @@ class ResponseService:
         A response whose generation was lost with its gateway has the status `failed`.
         """
         found = await self._store.get(response_id, owner) if self._store is not None else None
-        if found is None or not found.is_running or found.lease_ms >= self._clock.wall_ms():
+        if found is None or not found.is_running or not self._seems_lost(found):
             return found
+        await self._clock.sleep(2 * background.RENEW_S)  # after a clock's jump, a renewed lease may seem to be over
+        again = await self._store.get(response_id, owner) if self._store is not None else None
+        if again is None or not again.is_running or again.lease_ms != found.lease_ms:
+            return again
         fault = {"code": "server_error", "message": LOST}
         return await self._replace(found, {"status": "failed", "error": fault}, owner)
+
+    def _seems_lost(self, found: StoredResponse) -> bool:
+        """Return whether the lease has ended, or ends later than any lease does, because a clock was set back."""
+        now_ms = self._clock.wall_ms()
+        return not now_ms <= found.lease_ms <= now_ms + 2000 * background.LEASE_S
 
     async def cancel(self, found: StoredResponse, owner: str | None) -> StoredResponse | None:
         """Cancel a response that is generated in the background. One that has ended stays as it is."""

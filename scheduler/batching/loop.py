@@ -21,7 +21,7 @@ from scheduler.clock import Clock
 from scheduler.request import Lease
 from scheduler.tasks.queue import TaskQueue
 from scheduler.tasks.task import ClaimedTask, EndedTask, RetriedTask
-from scheduler.worker.leases import LEASE_S, RENEW_S
+from scheduler.worker.leases import LEASE_S, RENEW_S, UnrenewedLeases
 
 log = structlog.get_logger()
 
@@ -219,10 +219,11 @@ class BatchLoop:
 
     async def _keep_leases(self) -> None:
         """Renew the leases of the call under way, and give back tasks whose leases have ended."""
+        unrenewed = UnrenewedLeases()
         while True:
             await self._clock.sleep(RENEW_S)
             await self._queue.renew([_lease(c) for c in self._held], LEASE_S)
-            await self._queue.requeue_expired()
+            await self._queue.requeue_expired(unrenewed.observe(await self._queue.expired_leases(LEASE_S)))
 
 
 def _lease(claimed: ClaimedTask) -> Lease:

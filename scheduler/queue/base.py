@@ -107,8 +107,16 @@ class Queue(Protocol):
         """
         ...
 
-    async def requeue_expired(self) -> list[str]:
-        """Move requests with expired leases back to their tiers. Return their ids."""
+    async def expired_leases(self, lease_s: float) -> dict[str, int]:
+        """Return the expiry in ms of each lease that seems to be over, by request id.
+
+        A lease seems to be over if its expiry has passed, or is more than `lease_s` away: then a clock was set back
+        after it was written. By clocks alone nobody can tell whether its holder is alive (`scheduler.worker.leases`).
+        """
+        ...
+
+    async def requeue_expired(self, leases: Mapping[str, int]) -> list[str]:
+        """Move requests back to their tiers whose leases still have the given expiries. Return their ids."""
         ...
 
     async def requeue_worker(self, worker_id: str) -> list[str]:

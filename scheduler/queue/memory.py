@@ -150,9 +150,13 @@ class MemoryQueue:
             released.append(held is not None)
         return released
 
-    async def requeue_expired(self) -> list[str]:
+    async def expired_leases(self, lease_s: float) -> dict[str, int]:
         now_ms = self._clock.wall_ms()
-        return self._give_back([r for r in self._leased() if r.expires_ms <= now_ms])
+        latest_ms = now_ms + int(lease_s * 1000)
+        return {r.request.id: r.expires_ms for r in self._leased() if not now_ms < r.expires_ms <= latest_ms}
+
+    async def requeue_expired(self, leases: Mapping[str, int]) -> list[str]:
+        return self._give_back([r for r in self._leased() if leases.get(r.request.id) == r.expires_ms])
 
     async def requeue_worker(self, worker_id: str) -> list[str]:
         return self._give_back([r for r in self._leased() if r.worker_id == worker_id])

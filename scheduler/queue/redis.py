@@ -2,9 +2,8 @@
 
 Redis stores a request as an opaque payload with an id, a tier, a deadline and token counts. Every move is one Lua
 script and one round trip; the caller decides what to move. Times come from the injected clock and are arguments of the
-scripts, so that tests of order and leases need not wait. Therefore the clocks of all workers must agree much more
-closely than the length of a lease: a worker whose clock is ahead by more than a lease regards the leases of other
-workers as expired.
+scripts, so that tests of order and leases need not wait. A worker whose clock is wrong regards the leases of other
+workers as expired; whoever requeues them must look whether they are still renewed.
 """
 
 import asyncio
@@ -75,8 +74,11 @@ class RedisQueue:
     async def release(self, leases: Sequence[Lease]) -> list[bool]:
         return await self._scripts.release(leases) if leases else []
 
-    async def requeue_expired(self) -> list[str]:
-        return await self._scripts.requeue_expired(self._clock.wall_ms())
+    async def expired_leases(self, lease_s: float) -> dict[str, int]:
+        return await self._scripts.expired_leases(self._clock.wall_ms(), lease_s)
+
+    async def requeue_expired(self, leases: Mapping[str, int]) -> list[str]:
+        return await self._scripts.requeue_expired(leases) if leases else []
 
     async def requeue_worker(self, worker_id: str) -> list[str]:
         return await self._scripts.requeue_worker(worker_id)

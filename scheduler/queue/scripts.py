@@ -17,10 +17,13 @@ from scheduler.store.scripts import load_script
 
 def key_names(namespace: str = keys.NAMESPACE) -> str:
     """Return the Lua lines that name the keys of the queue in `namespace`, to be put in front of a script."""
+    return "".join(f"local {name} = '{key}'\n" for name, key in _keys(namespace).items())
+
+
+def _keys(namespace: str) -> dict[str, str]:
     names = {"QUEUE": keys.QUEUE_PREFIX, "WAITING": keys.WAITING_PREFIX, "REQUEST": keys.REQUEST_PREFIX}
     names |= {"LEASES": keys.LEASES, "SEQUENCE": keys.SEQUENCE, "WAKE": keys.WAKE}
-    moved = {name: namespace + key.removeprefix(keys.NAMESPACE) for name, key in names.items()}
-    return "".join(f"local {name} = '{key}'\n" for name, key in moved.items())
+    return {name: namespace + key.removeprefix(keys.NAMESPACE) for name, key in names.items()}
 
 
 INFINITY = 1e15  # stands for infinity, which not every version of Lua can parse
@@ -34,6 +37,8 @@ class Scripts:
 
     def __init__(self, client: Redis, namespace: str = keys.NAMESPACE) -> None:
         prelude = key_names(namespace)
+        self._client = client
+        self._leases = _keys(namespace)["LEASES"]
         self._put = load_script(client, "scheduler.queue", "shared", "put", prelude=prelude)
         self._claim = load_script(client, "scheduler.queue", "shared", "claim", prelude=prelude)
         self._ack = load_script(client, "scheduler.queue", "shared", "ack", prelude=prelude)
@@ -87,8 +92,17 @@ class Scripts:
     async def release(self, leases: Sequence[Lease]) -> list[bool]:
         return _flags(await self._release(args=_flat(leases)))
 
-    async def requeue_expired(self, now_ms: int) -> list[str]:
-        return [i.decode() for i in await self._requeue_expired(args=[now_ms])]
+    async def expired_leases(self, now_ms: int, lease_s: float) -> dict[str, int]:
+        """Return the expiry in ms of each lease that expired before `now_ms` or expires over `lease_s` after it."""
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.zrange(self._leases, "-inf", now_ms, byscore=True, withscores=True)
+        pipeline.zrange(self._leases, f"({now_ms + int(lease_s * 1000)}", "+inf", byscore=True, withscores=True)
+        past, far = await pipeline.execute()
+        return {request_id.decode(): int(expires_ms) for request_id, expires_ms in (*past, *far)}
+
+    async def requeue_expired(self, leases: Mapping[str, int]) -> list[str]:
+        args = [part for lease in leases.items() for part in lease]
+        return [i.decode() for i in await self._requeue_expired(args=args)]
 
     async def requeue_worker(self, worker_id: str) -> list[str]:
         return [i.decode() for i in await self._requeue_worker(args=[worker_id])]

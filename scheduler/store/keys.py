@@ -63,8 +63,9 @@ EVENTS_PREFIX = "tidegate:events:"
 GATEWAY_BEAT_PREFIX = "tidegate:gateway:"
 
 # Seconds. The stream and the number of a gateway outlive its last heartbeat for this long. It is well above any outage
-# of the store, because a gateway that lives must not lose its stream.
-EVENTS_TTL_S = 30.0
+# of the store, and above most jumps of its clock (a machine that was asleep), because a gateway that lives must not
+# lose its stream. The stream of a dead gateway does not grow: workers drop its requests when its heartbeats stop.
+EVENTS_TTL_S = 86_400.0
 
 # Seconds between two heartbeats of a gateway. Each of them also removes the entries that were read.
 EVENTS_HEARTBEAT_S = 1.0

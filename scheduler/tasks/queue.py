@@ -127,8 +127,13 @@ class TaskQueue:
         if leases:
             await self._scripts.release(leases)
 
-    async def requeue_expired(self) -> list[str]:
-        return await self._scripts.requeue_expired(self._clock.wall_ms())
+    async def expired_leases(self, lease_s: float) -> dict[str, int]:
+        """Return the expiry in ms of each lease that seems to be over, by task id (see `scheduler.queue.base`)."""
+        return await self._scripts.expired_leases(self._clock.wall_ms(), lease_s)
+
+    async def requeue_expired(self, leases: Mapping[str, int]) -> list[str]:
+        """Give back the tasks whose leases still have the given expiries. Return their ids."""
+        return await self._scripts.requeue_expired(leases) if leases else []
 
     async def requeue_worker(self, worker_id: str) -> list[str]:
         return await self._scripts.requeue_worker(worker_id)

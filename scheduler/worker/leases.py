@@ -1,10 +1,11 @@
 """Keeps the leases of the requests that a worker holds, and gives them back when the worker ends.
 
 Also requeues requests whose leases have ended. That happens only where no other worker has noticed the end of their
-worker (`scheduler.worker.peers`), for example because none was running.
+worker (`scheduler.worker.peers`), for example because none was running. Wall clocks may jump and differ, so a lease
+counts as ended only if, besides, nobody has renewed it for some rounds.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from scheduler.clock import Clock
 from scheduler.planning.core import SchedulerCore
@@ -15,6 +16,21 @@ from scheduler.worker.refusals import Refusals
 
 LEASE_S = 10.0
 RENEW_S = 3.0  # seconds between two renewals; two renewals may fail before a lease ends
+# Rounds of `RENEW_S` in which a lease that seems to be over must stay as it is. Whoever is alive renews it meanwhile,
+# whatever the clocks say; one renewal may fail.
+UNRENEWED_ROUNDS = 2
+
+
+class UnrenewedLeases:
+    """Counts for how many rounds leases that seem to be over have not been renewed. Reads no clock."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[tuple[str, int], int] = {}  # by request id and expiry
+
+    def observe(self, expired: Mapping[str, int]) -> dict[str, int]:
+        """Process the leases that seem to be over in this round. Return those that have ended."""
+        self._rounds = {lease: self._rounds.get(lease, -1) + 1 for lease in expired.items()}
+        return dict(lease for lease, rounds in self._rounds.items() if rounds >= UNRENEWED_ROUNDS)
 
 
 class LeaseKeeper:
@@ -33,20 +49,21 @@ class LeaseKeeper:
         self._refusals = refusals
         self._clock = clock
         self._worker_id = worker_id
+        self._unrenewed = UnrenewedLeases()
 
     async def run(self) -> None:
         """Keep the leases until this task is cancelled.
 
-        Each round renews the leases and requeues requests with expired leases. In the first round after a refusal of
-        the store, nothing is requeued: other workers must renew their leases first.
+        Each round renews the leases and requeues requests whose leases have ended. A refusal of the store begins the
+        count of rounds anew: nobody could renew meanwhile.
         """
-        others_could_renew = True
         while True:
             await self._clock.sleep(RENEW_S)
             is_renewed = await self._refusals.attempt(self._renew())
-            if is_renewed and others_could_renew:
-                await self._refusals.attempt(self._queue.requeue_expired())
-            others_could_renew = not self._refusals.is_refused
+            if is_renewed and not self._refusals.is_refused:
+                await self._refusals.attempt(self._requeue_ended())
+            else:
+                self._unrenewed = UnrenewedLeases()
 
     async def give_back(self, leases: Iterable[Lease] = ()) -> None:
         """Put all requests that are leased to this worker back into the queue, at their old places.
@@ -56,6 +73,10 @@ class LeaseKeeper:
         """
         await self._queue.release([*leases, *self._core.release_all()])
         await self._queue.requeue_worker(self._worker_id)
+
+    async def _requeue_ended(self) -> None:
+        ended = self._unrenewed.observe(await self._queue.expired_leases(LEASE_S))
+        await self._queue.requeue_expired(ended)
 
     async def _renew(self) -> None:
         """Renew all leases. Remove the requests whose leases are lost."""

@@ -34,6 +34,7 @@ from gateway.http.connections import ConnectionLimits, ConnectionTable
 from gateway.http.cors import AllowedOrigins
 from gateway.http.hosts import AllowedHosts
 from gateway.http.metrics import GatewayMetrics
+from gateway.http.tls import Certificate, secured
 from gateway.idempotency.store import IdempotencyStore
 from gateway.identity import Keyring
 from gateway.keys.limits import KeyLimits
@@ -253,6 +254,7 @@ async def running_stand(
     limits: ConnectionLimits | None = None,
     allowed_hosts: AllowedHosts | None = None,
     private_docs: bool = False,
+    certificate: Certificate | None = None,
 ) -> AsyncIterator[Stand]:
     """Run a gateway.
 
@@ -313,7 +315,7 @@ async def running_stand(
             stack.push_async_callback(worker.stop)
             for work in (worker.run(), worker.beat()):
                 stack.callback(asyncio.create_task(work).cancel)
-        url = await stack.enter_async_context(_serving(gateway, limits or ConnectionLimits()))
+        url = await stack.enter_async_context(_serving(gateway, limits or ConnectionLimits(), certificate))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30, verify=False))
         # No TLS here: building a TLS context takes 50 ms.
         plain = openai.DefaultAsyncHttpxClient(verify=False)
@@ -333,14 +335,16 @@ def _tier_changes(
 
 
 @asynccontextmanager
-async def _serving(gateway: Gateway, limits: ConnectionLimits) -> AsyncIterator[str]:
+async def _serving(gateway: Gateway, limits: ConnectionLimits, certificate: Certificate | None) -> AsyncIterator[str]:
     """Run a real server on a free loopback port, in this event loop. Yields its URL."""
     # The protocol is named because asyncio sets TCP_NODELAY on no other: every answer would take 40 ms more.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
+        table = ConnectionTable(limits, gateway.metrics.count_closed)
+        protocol = protocol_factory(table)
         config = uvicorn.Config(
             create_app(gateway),
-            http=protocol_factory(ConnectionTable(limits, gateway.metrics.count_closed)),  # type: ignore[arg-type]
+            http=secured(protocol, certificate, table) if certificate else protocol,  # type: ignore[arg-type]
             log_config=None,
             ws="none",
             access_log=False,
@@ -350,7 +354,7 @@ async def _serving(gateway: Gateway, limits: ConnectionLimits) -> AsyncIterator[
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await until(lambda: server.started or serving.done())
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield f"{'https' if certificate else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             await server.shutdown(sockets=[listener])  # `should_exit` would take up to 100 ms
             serving.cancel()

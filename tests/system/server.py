@@ -95,12 +95,17 @@ class Server:
 
 
 @contextmanager
-def running(data_dir: Path, *flags: str, command: str = "serve") -> Iterator[Server]:
-    """Start `tidegate <command>` with `flags`. End it with SIGTERM, and with SIGKILL if that is not enough."""
+def running(
+    data_dir: Path, *flags: str, command: str = "serve", program: tuple[str, ...] = ("-m", "tidegate")
+) -> Iterator[Server]:
+    """Start `tidegate <command>` with `flags`. End it with SIGTERM, and with SIGKILL if that is not enough.
+
+    `program` is what Python runs, if the test changes a constant in it.
+    """
     port = free_port()
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = data_dir / f"{command}-{port}.log"
-    argv = [sys.executable, "-m", "tidegate", command, *flags]
+    argv = [sys.executable, *program, command, *flags]
     if command != "worker":
         argv += ["--port", str(port), "--data-dir", str(data_dir)]
     with log.open("wb") as out:

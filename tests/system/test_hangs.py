@@ -6,6 +6,7 @@ import signal
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 from openai import AsyncOpenAI
 
@@ -49,6 +50,24 @@ async def texts_of(client: AsyncOpenAI, server: Server, stopped: int | None = No
     if stopped is not None:
         os.kill(stopped, signal.SIGSTOP)
     return await asyncio.gather(*writing)
+
+
+async def test_a_worker_that_hangs_is_killed_and_its_successor_serves(tmp_path: Path) -> None:
+    """The limit of 15 s is shortened; nothing else differs from what users run."""
+    patience_s = 4.0
+    shortened = f"from tidegate import cli, supervisor; supervisor.WATCHDOG_S = {patience_s}; cli.main()"
+    with running(tmp_path, program=("-c", shortened)) as server:
+        server.wait_until_ready()
+        hung, gateway = server.pid_of("worker"), server.pid_of("gateway")
+        os.kill(hung, signal.SIGSTOP)
+        wait_for(lambda: server.pid_of("worker") != hung, patience_s + 20, "a new worker")
+        assert not psutil.pid_exists(hung)
+        [line] = [line for line in server.log_lines() if "killing a part that hangs" in str(line["event"])]
+        assert (line["part"], line["silent_s"]) == ("worker", patience_s)
+        server.wait_until_ready()
+        async with make_client(server) as client:
+            assert await ask(client, "new-work") == "new-work"
+        assert server.pid_of("gateway") == gateway
 
 
 async def test_streams_of_a_stopped_worker_go_on_at_another_one_and_stay_right_when_it_wakes_up(

@@ -164,3 +164,10 @@ def test_compose_waits_longer_than_drain_and_kill_grace() -> None:
 def test_a_static_engine_and_its_endpoint_need_each_other(values: dict[str, Any], way_out: str) -> None:
     with pytest.raises(ValidationError, match=way_out):
         WorkerSettings(**values)
+
+
+def test_the_address_says_https_if_there_is_a_certificate() -> None:
+    assert ServeSettings(port=8000).root_url == "http://127.0.0.1:8000"
+    assert ServeSettings(port=8000, host="::1", ssl_certfile=Path("cert.pem")).root_url == "https://[::1]:8000"
+    with pytest.raises(ValidationError, match="--ssl-certfile"):
+        ServeSettings(ssl_keyfile=Path("key.pem"))

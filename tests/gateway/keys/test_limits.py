@@ -112,6 +112,18 @@ async def test_open_requests_are_limited_until_they_end(limits: KeyLimits) -> No
     await limits.take(two, 5, "c")
 
 
+@pytest.mark.parametrize("back_s", [30, 3600])
+async def test_a_clock_that_is_set_back_delays_nobody_by_more_than_a_minute(
+    limits: KeyLimits, clock: ManualClock, back_s: float
+) -> None:
+    one = key(requests_per_minute=1, concurrent_requests=1)
+    await limits.take(one, 0, "of a gateway that died")
+    clock.advance(-back_s)
+    await refusal(limits, one)
+    clock.advance(120 if back_s > 60 else back_s + 60)
+    await limits.take(one, 0, "next")
+
+
 async def test_the_place_of_a_dead_gateway_is_free_again_and_renewed_ones_are_not(
     limits: KeyLimits, clock: ManualClock
 ) -> None:

@@ -154,6 +154,25 @@ async def test_a_response_whose_gateway_died_has_failed(redis_client: Redis) -> 
     assert events.text.startswith("event: response.failed\n")
 
 
+@pytest.mark.parametrize("jump_s", [600, -600])
+async def test_a_clock_that_jumps_makes_no_response_lost_and_none_immortal(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch, jump_s: int
+) -> None:
+    monkeypatch.setattr(background, "RENEW_S", 0.02)
+    clock = ShiftedClock()
+    store = ResponseStore(redis_client, clock, 3600.0, 2**20)
+    dead = {"id": f"resp_{2:032x}", "status": "queued", "output": [], "previous_response_id": None, "background": True}
+    await store.create(dead, [], None, lease_ms=clock.wall_ms() + 1000)
+    async with storing(redis_client, clock=clock) as stand:
+        stand.worker.gate.clear()
+        created = await stand.client.responses.create(model=MODEL, input="hi", background=True)
+        clock.shift_s = jump_s
+        assert (await stand.client.responses.retrieve(created.id)).status == "queued"
+        assert (await stand.http.get(f"/v1/responses/{dead['id']}")).json()["status"] == "failed"
+        stand.worker.gate.set()
+        assert (await ended(stand, created.id)).status == "completed"
+
+
 async def test_a_cancel_through_another_gateway_stops_the_generation(
     redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,11 @@ async def quiet(queue: Queue) -> None:
         pass
 
 
+async def requeue_expired(queue: Queue) -> list[str]:
+    """Requeue at once what seems to be over; a worker waits whether somebody renews it."""
+    return await queue.requeue_expired(await queue.expired_leases(LEASE_S))
+
+
 async def test_a_claimed_request_equals_the_put_one(handles: Handles) -> None:
     request = make_request("a", tokens=100)
     assert await handles().put([request]) is None
@@ -109,7 +114,7 @@ async def test_trap_3_released_and_requeued_requests_are_exempt_from_limits(
     assert await queue.put([make_request("later", deadline_ms=START_MS + 9)], limit=1, ahead=none) is None
     assert await handles("w").release([lease_of(b)]) == [True]
     clock.advance(LEASE_S)
-    assert await queue.requeue_expired() == ["a", "c"]
+    assert await requeue_expired(queue) == ["a", "c"]
     assert await queue.put([make_request("refused")], limit=1) == QueueFull("realtime", depth=4, limit=1)
     assert ids(await queue.claim({"realtime": 9}, LEASE_S)) == ["a", "b", "c", "later"]
 
@@ -151,7 +156,7 @@ async def test_sums_of_waiting_requests_are_right_after_every_move(handles: Hand
     await queue.cancel(["b", "d"])
     assert await waiting() == Backlog(2, 17, 20)
     clock.advance(LEASE_S)
-    await queue.requeue_expired()
+    await requeue_expired(queue)
     assert await waiting() == Backlog(3, 21, 30)
     assert ids(await queue.claim({"realtime": 9}, LEASE_S)) == ["a", "c", "e"]
     assert await waiting() == Backlog()
@@ -202,9 +207,9 @@ async def test_an_expired_lease_requeues_the_request_and_fences_its_holder(
     await handles().put([make_request("a")])
     [slow] = await handles("slow").claim({"realtime": 1}, LEASE_S)
     clock.advance(LEASE_S - 0.001)
-    assert await handles().requeue_expired() == []
+    assert await requeue_expired(handles()) == []
     clock.advance(0.001)
-    assert await handles().requeue_expired() == ["a"]
+    assert await requeue_expired(handles()) == ["a"]
     [fast] = await handles("fast").claim({"realtime": 1}, LEASE_S)
     assert fast.attempt == 2
     assert fast.fence > slow.fence
@@ -222,9 +227,31 @@ async def test_renew_moves_the_expiry(handles: Handles, clock: ManualClock) -> N
     clock.advance(LEASE_S / 2)
     assert await queue.renew([lease_of(a), Lease("unknown", 3)], LEASE_S) == [True, False]
     clock.advance(LEASE_S / 2)
-    assert await queue.requeue_expired() == ["b"]
+    assert await requeue_expired(queue) == ["b"]
     clock.advance(LEASE_S / 2)
-    assert await queue.requeue_expired() == ["a"]
+    assert await requeue_expired(queue) == ["a"]
+
+
+async def test_a_lease_that_was_renewed_meanwhile_is_not_requeued(handles: Handles, clock: ManualClock) -> None:
+    queue = handles()
+    await queue.put([make_request("a"), make_request("b")])
+    a, b = await queue.claim({"realtime": 2}, LEASE_S)
+    clock.advance(3600)
+    seen = await queue.expired_leases(LEASE_S)
+    assert sorted(seen) == ["a", "b"]
+    await queue.renew([lease_of(a)], LEASE_S)
+    assert await queue.requeue_expired(seen) == ["b"]
+    assert await queue.ack([lease_of(a), lease_of(b)]) == [True, False]
+
+
+async def test_a_lease_seems_to_be_over_when_the_clock_was_set_back(handles: Handles, clock: ManualClock) -> None:
+    """Otherwise the requests of a dead worker would wait until the clock has caught up."""
+    queue = handles()
+    await queue.put([make_request("a")])
+    await queue.claim({"realtime": 1}, LEASE_S)
+    assert await queue.expired_leases(LEASE_S) == {}
+    clock.advance(-3600)
+    assert list(await queue.expired_leases(LEASE_S)) == ["a"]
 
 
 async def test_fences_of_one_id_grow_even_when_it_was_forgotten_between(handles: Handles) -> None:
@@ -308,7 +335,7 @@ async def test_wait_for_work_ends_at_once_when_something_happens(
             await other.release([lease_of(claimed)])
         case "requeue":
             clock.advance(LEASE_S)
-            await other.requeue_expired()
+            await requeue_expired(other)
         case "cancel waiting":
             await other.cancel(["b"])
         case "cancel leased":

@@ -98,7 +98,7 @@ class Trial:
         self.clock.advance(seconds)
 
     async def requeue_expired(self) -> list[str]:
-        return await self.queue.requeue_expired()
+        return await self.queue.requeue_expired(await self.queue.expired_leases(2.0))
 
     async def requeue_worker(self, worker: str) -> list[str]:
         return await self.queue.requeue_worker(worker)

@@ -46,7 +46,7 @@ async def test_no_key_is_left_however_a_request_ends(queue: RedisQueue, clock: M
     await queue.ack([lease_of(a)])
     await queue.release([lease_of(b)])
     clock.advance(6)
-    assert await queue.requeue_expired() == ["c"]
+    assert await queue.requeue_expired(await queue.expired_leases(5)) == ["c"]
     assert await queue.cancel(["b", "c", "d"]) == [True, True, True]
 
 
@@ -76,7 +76,7 @@ async def test_a_removed_payload_does_not_block_the_queue(queue: RedisQueue, red
     await queue.put([make_request(name) for name in "abc"])
     await queue.claim({"realtime": 1}, 0)
     await redis_client.delete(keys.REQUEST_PREFIX + "a", keys.REQUEST_PREFIX + "b")
-    assert await queue.requeue_expired() == []
+    assert await queue.requeue_expired(await queue.expired_leases(5)) == []
     [c] = await queue.claim({"realtime": 5}, 5)
     assert await queue.ack([lease_of(c)]) == [True]
 

@@ -111,7 +111,7 @@ async def test_a_claim_that_is_no_try_does_not_count(queue: TaskQueue) -> None:
 async def test_only_the_last_holder_ends_a_task(queue: TaskQueue, redis_client: Redis, clock: ManualClock) -> None:
     (first,) = await put_and_claim(queue, [make_task()])
     clock.advance(LEASE_S + 1)
-    assert await queue.requeue_expired() == [first.task.id]
+    assert await queue.requeue_expired(await queue.expired_leases(LEASE_S)) == [first.task.id]
     other = TaskQueue(redis_client, clock, "w2")
     (second,) = await other.claim({"realtime": 1}, LEASE_S)
     assert await queue.end([EndedTask(first, first.task, b'"late"')]) == [False]

@@ -1,0 +1,123 @@
+"""The server under test: a store, two workers and two gateways, kept running by the supervisor of `tidegate serve`.
+
+Knows processes, their ways to the store and their clocks; does not know faults or requests. Everything is on 127.0.0.1,
+in a folder of its own.
+"""
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bench.chaos.clock import Clocks
+from bench.chaos.link import Link
+from loadtest.child_environment import python_environment
+from loadtest.client.http import TargetError
+from scheduler.store.connection import connect
+from tidegate.listening import listen
+from tidegate.settings import STORE_VARIABLE
+from tidegate.supervisor import Part, Stage, Supervisor
+from tidegate.valkey import EmbeddedValkey
+
+STORE = "store"
+WORKERS = ("worker-1", "worker-2")
+GATEWAYS = ("gateway-1", "gateway-2")
+START_TIMEOUT_S = 120.0
+DRAIN_S = 5.0  # seconds; at the end there is nothing left to finish
+# Writes the part's output to a file. The store must survive a refused write of a file that is too large (SIGXFSZ).
+SHELL = 'trap "" XFSZ; log=$1; shift; exec "$@" >>"$log" 2>&1'
+
+
+class Site:
+    """Use it as `async with`: all parts are ready within the block, and have ended after it."""
+
+    def __init__(self, folder: Path, clocks: Clocks, flags: tuple[str, ...] = ()) -> None:
+        """`flags` are added to the commands of the workers."""
+        self.folder = folder
+        self.data_dir = folder / "data"
+        self.clocks = clocks
+        self.links: dict[str, Link] = {}
+        self.urls: dict[str, str] = {}  # address of each gateway
+        self._flags = flags
+        self._markers: dict[str, str] = {}  # a text that only this part's command line has
+        self._cleanup = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as cleanup:
+            self._valkey = cleanup.enter_context(EmbeddedValkey(self.folder / "store"))
+            self.store = await cleanup.enter_async_context(connect(self._valkey.url))
+            for name in (*WORKERS, *GATEWAYS):
+                self.links[name] = await cleanup.enter_async_context(Link(self._valkey.socket_path))
+            ready = asyncio.Event()
+            self._supervisor = Supervisor(self._parts(), drain_s=DRAIN_S, on_ready=ready.set)
+            self._running = asyncio.create_task(self._supervisor.run())
+            cleanup.push_async_callback(self._stop)
+            await self._until_ready(ready)
+            self._cleanup = cleanup.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._cleanup.aclose()
+
+    async def until_end(self) -> None:
+        """Return when the supervisor has given up a part, or was interrupted."""
+        await asyncio.wait({self._running})
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (STORE, *WORKERS, *GATEWAYS)
+
+    @property
+    def aof_dir(self) -> Path:
+        return self._valkey.data_dir / "appendonlydir"
+
+    def pid_of(self, part: str) -> int | None:
+        """Return the process id of a part; None while it is being started again."""
+        import psutil
+
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and self._markers[part] in " ".join(process.cmdline()):
+                    return int(process.pid)
+        return None
+
+    async def _until_ready(self, ready: asyncio.Event) -> None:
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait((waiting, self._running), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not ready.is_set():
+            raise TargetError(f"the parts were not ready within {START_TIMEOUT_S:.0f} s: see the logs in {self.folder}")
+
+    async def _stop(self) -> None:
+        self._supervisor.stop()
+        await self._running
+
+    def _parts(self) -> list[Part]:
+        valkey = self._valkey
+        self._markers[STORE] = str(valkey.socket_path)
+        env = {**python_environment(1), **self.clocks.env_of_store(STORE)}
+        argv, pass_fds = self._argv(STORE, valkey.argv), valkey.pass_fds
+        store = Part(STORE, Stage.STORE, argv, env, ready=valkey.is_ready, pass_fds=pass_fds)
+        return [store, *map(self._worker, WORKERS), *map(self._gateway, GATEWAYS)]
+
+    def _worker(self, name: str) -> Part:
+        self._markers[name] = name
+        return self._part(name, Stage.WORKER, ("worker", "--worker-id", name, "--threads", "1", *self._flags))
+
+    def _gateway(self, name: str) -> Part:
+        with listen("127.0.0.1", 0) as probe:
+            port = str(probe.getsockname()[1])
+        self._markers[name], self.urls[name] = port, f"http://127.0.0.1:{port}"
+        return self._part(name, Stage.GATEWAY, ("gateway", "--port", port, "--data-dir", str(self.data_dir)))
+
+    def _part(self, name: str, stage: Stage, command: tuple[str, ...]) -> Part:
+        argv = (sys.executable, "-m", "tidegate", *command)
+        env = {**python_environment(1), **self.clocks.env_of_python(name), STORE_VARIABLE: self.links[name].url}
+        return Part(name, stage, self._argv(name, argv), env, reports=True)
+
+    def _argv(self, name: str, argv: tuple[str, ...]) -> tuple[str, ...]:
+        return ("/bin/sh", "-c", SHELL, name, str(self.folder / f"{name}.log"), *argv)

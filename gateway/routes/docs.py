@@ -1,0 +1,63 @@
+"""The page /docs, whose scripts and styles come from this server: Swagger UI, as the package fastapi-offline ships it.
+
+The page runs under a content security policy that allows nothing of other servers.
+"""
+
+from functools import cache
+from importlib.resources import files
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import HTMLResponse, Response
+
+ASSETS = {
+    "swagger-ui-bundle.js": "text/javascript",
+    "swagger-ui.css": "text/css",
+    "favicon.png": "image/png",
+}
+# Swagger UI sets styles of single elements, and has images in `data:` URLs.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<link rel="icon" href="docs/favicon.png">
+<link rel="stylesheet" href="docs/swagger-ui.css">
+</head>
+<body>
+<div id="swagger-ui"></div>
+<script src="docs/swagger-ui-bundle.js"></script>
+<script src="docs/start.js"></script>
+</body>
+</html>
+"""
+START = "SwaggerUIBundle({url: 'openapi.json', dom_id: '#swagger-ui', deepLinking: true, validatorUrl: null});\n"
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/docs")
+async def docs(request: Request) -> HTMLResponse:
+    headers = {"content-security-policy": POLICY, "x-content-type-options": "nosniff"}
+    return HTMLResponse(PAGE.format(title=request.app.title), headers=headers)
+
+
+@router.get("/docs/start.js")
+async def start() -> Response:
+    return Response(START, media_type="text/javascript")
+
+
+@cache
+def _content(name: str) -> bytes:
+    return (files("fastapi_offline") / "static" / name).read_bytes()
+
+
+@router.get("/docs/{name}")
+def asset(name: str) -> Response:  # in a thread, because it reads a file
+    if name not in ASSETS:
+        raise HTTPException(404)
+    return Response(_content(name), media_type=ASSETS[name], headers={"cache-control": "max-age=86400"})
