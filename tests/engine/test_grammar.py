@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from demo_model.location import demo_model_path
-from engine.grammar import Bits, Grammars, Matcher, forbid_tokens
+from engine.grammar import Bits, Grammars, forbid_tokens
 from engine.interface import EngineInfo, GrammarError
 from engine.native.sampling.grammar_mask import apply_masks
 

@@ -300,6 +300,18 @@ def test_a_bad_grammar_fails_only_its_sequence(tokenizer: Tokenizer, make_engine
     assert failed["b"].failure is None
 
 
+def test_a_step_never_compiles_a_grammar(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the vocabulary is read before: reading it would hold up every stream."""
+    engine = demo_engine()
+    monkeypatch.setattr("engine.grammar.Grammars._read_tokenizer", None)
+    new = make_new("a", tokenizer.encode("Hello").ids, max_tokens=20, grammar=regex("yes|no"))
+    engine.compile_grammar(regex("yes|no"))
+    monkeypatch.setattr("engine.grammar.LLMatcher", None)
+    assert answer(tokenizer, drive(engine, [new])["a"]) in ("yes", "no")
+    with pytest.raises(TypeError, match="not callable"):
+        engine.compile_grammar(regex("another"))
+
+
 # -- ends and failures -----------------------------------------------------------------------------------------------
 
 
