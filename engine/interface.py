@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+import msgspec
+
 # -- enumerations --------------------------------------------------------------------------------------------------
 
 
@@ -53,9 +55,8 @@ class FinishReason(Enum):
 # -- from scheduler to engine: the plan of a step ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """The parameters of sampling for one sequence. The default of each parameter has no effect.
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The parameters of sampling for one sequence. The default of each parameter has no effect, and is not encoded.
 
     `seed` is always set (the gateway draws a seed if the user gave none), so that a recomputed sequence gets the same
     tokens on any worker.

@@ -49,6 +49,7 @@ class ResponseRun:
             await self._stream.stream(_discard)
         else:
             await self._stream.respond()
+        self._add_receipt()
         await self._create(self.answer.ending)
         return self.answer.ending
 
@@ -58,6 +59,7 @@ class ResponseRun:
             await self._stream.stream(write)
         except ApiError as error:
             self.answer.failed(error)
+        self._add_receipt()
         await self._create(self.answer.ending)
         await write(self.answer.events.last())
 
@@ -78,6 +80,7 @@ class ResponseRun:
 
     async def _end_in_background(self, writer: EventWriter, store: ResponseStore) -> None:
         """Store the end and report it. The events of a cancelled response end without a last event."""
+        self._add_receipt()
         is_stored = await store.update(self.answer.ending)
         await writer.write(self.answer.events.last() if is_stored else b"", is_last=True)
 
@@ -94,6 +97,10 @@ class ResponseRun:
                 await store.update(self.answer.unfinished("in_progress"))
 
         return write
+
+    def _add_receipt(self) -> None:
+        if (receipt := self._stream.receipt) is not None:
+            self.answer.ending["tidegate"] = receipt
 
     async def _create(self, response: dict[str, Any]) -> None:
         if self._store is not None:
