@@ -20,8 +20,7 @@ class Delivery(Enum):
     AT_END = "at_end"  # one event with all tokens, so that the gateway has no work before the request ends
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """One sequence to generate. A call with `n > 1` or a list of prompts becomes several requests.
 
     Times are wall-clock ms.

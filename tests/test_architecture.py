@@ -40,7 +40,7 @@ HOUSES = {
     " → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
     " → request_state tasks → deadlines → client control → planning → worker → batching",
-    "engine": "interface config → step_time sequences thread → modeled native static → factory",
+    "engine": "interface config → grammar step_time sequences thread → modeled native static → factory",
     "loadtest": "machine extras child_environment random_weights shipped_tiers traffic → client model_shapes"
     " → estimates running locustfile → reporting → checks model_command simulation → calibration",
     "bench": "reporting engines gpu_check simulator_accuracy store_throughput chaos → isolation"
@@ -79,13 +79,18 @@ def name_of(path: Path) -> str:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports_of(path: Path) -> tuple[str, ...]:
     """Every module that is imported anywhere in the file, also inside functions."""
     return tuple(_imports_of(path))
 
 
 def _imports_of(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -96,6 +101,7 @@ def _imports_of(path: Path) -> Iterator[str]:
             yield from submodules or [module]
 
 
+@cache
 def _is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split("."))
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
@@ -219,7 +225,7 @@ def test_no_file_has_a_name_that_says_nothing() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = [name_of(p) for p in MODULES if p not in INITS and not ast.get_docstring(ast.parse(p.read_text("utf-8")))]
+    silent = [name_of(p) for p in MODULES if p not in INITS and not ast.get_docstring(tree_of(p))]
     assert silent == []
 
 
@@ -228,7 +234,7 @@ def test_nothing_happens_at_import() -> None:
     calls = [
         f"{name_of(path)}:{node.lineno}"
         for path in MODULES
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in tree_of(path).body
         if isinstance(node, ast.Expr | ast.For | ast.While | ast.With | ast.Try) and not _is_docstring(node)
     ]
     assert calls == []

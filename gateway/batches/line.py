@@ -14,7 +14,7 @@ from redis.exceptions import ConnectionError as StoreUnreachable
 from redis.exceptions import TimeoutError as StoreSilent
 
 from gateway.batches.input import BatchLine
-from gateway.batches.model import LineResult
+from gateway.batches.model import Batch, LineResult
 from gateway.batches.output import answered_line
 from gateway.identity import service_tier_of
 from gateway.protocol.errors import internal_error
@@ -23,6 +23,7 @@ from scheduler.config import Tier
 
 log = logging.getLogger(__name__)
 
+RECEIPT_KEY = "x-tidegate-receipt"  # of a batch's metadata; "1": the answers of its lines have receipts
 BUSY = (429, 503)  # a full queue, a missing worker: the line is tried again until the completion window ends
 MAX_FAILURES = 4  # attempts that end with another server error; the last of these errors is the line's answer
 FIRST_PAUSE_S = 0.1  # seconds between the first and the second attempt; each pause is twice the one before
@@ -41,6 +42,7 @@ class Completions(Protocol):
         service_tier: str,
         request_id: str,
         owner: str | None,
+        wants_receipt: bool,
     ) -> tuple[int, dict[str, Any]]: ...
 
 
@@ -55,36 +57,32 @@ class LineRunner:
         self._tier = tier
         self._service_tier = service_tier_of(tier)
 
-    async def run(self, batch_id: str, endpoint: str, line: BatchLine, owner: str | None) -> LineResult:
-        """Run a line until it has a final answer, and return the result. To stop the generation, cancel this call.
-
-        `owner` is the name of the API key that owns the batch (None: access was open).
-        """
+    async def run(self, batch: Batch, line: BatchLine) -> LineResult:
+        """Run a line until it has a final answer, and return the result. To stop the generation, cancel this call."""
         failures = pauses = 0
         while True:
             # Each attempt needs a new id, because the queue ignores a request whose id it still holds.
             request_id = f"req_{secrets.token_hex(16)}"
             structlog.contextvars.bind_contextvars(request_id=request_id, tier=self._tier.name)
-            status, body = await self._attempt(endpoint, line, request_id, owner)
+            status, body = await self._attempt(batch, line, request_id)
             if status < 500 and status not in BUSY:
-                return answered_line(batch_id, line, request_id, status, body)
+                return answered_line(batch.id, line, request_id, status, body)
             failures += status not in BUSY
             if failures == MAX_FAILURES:
-                return answered_line(batch_id, line, request_id, status, body)
+                return answered_line(batch.id, line, request_id, status, body)
             await self._clock.sleep(_pause_s(pauses))
             pauses += 1
 
-    async def _attempt(
-        self, endpoint: str, line: BatchLine, request_id: str, owner: str | None
-    ) -> tuple[int, dict[str, Any]]:
+    async def _attempt(self, batch: Batch, line: BatchLine, request_id: str) -> tuple[int, dict[str, Any]]:
         try:
             return await self._completions.complete(
-                endpoint,
+                batch.endpoint,
                 line.body,
                 tier=self._tier,
                 service_tier=self._service_tier,
                 request_id=request_id,
-                owner=owner,
+                owner=batch.owner,
+                wants_receipt=(batch.metadata or {}).get(RECEIPT_KEY) in ("1", "true"),
             )
         except (StoreUnreachable, StoreSilent):
             return 503, internal_error("The store is not reachable at the moment.").body()

@@ -108,8 +108,7 @@ class LineExecution:
             raise self._fault
 
     async def _run_line(self, line: BatchLine) -> None:
-        batch = self._batch
-        self._finished.append(await self._lines.run(batch.id, batch.endpoint, line, batch.owner))
+        self._finished.append(await self._lines.run(self._batch, line))
         self._has_finished.set()
 
     def _end_line(self, task: asyncio.Task[None]) -> None:

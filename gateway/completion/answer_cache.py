@@ -12,7 +12,7 @@ done its work in the prompt tokens. What is in none of these is formatting, whic
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -112,8 +112,8 @@ class AnswerCache:
     def _hash(self, request: Request, text_options: object) -> str:
         sampling = request.sampling
         if sampling.temperature == 0:  # greedy: no random number is drawn
-            sampling = replace(sampling, seed=0)
-        output = replace(request, sampling=sampling, **_NEUTRAL)
+            sampling = msgspec.structs.replace(sampling, seed=0)
+        output = msgspec.structs.replace(request, sampling=sampling, **_NEUTRAL)
         whole = msgspec.msgpack.encode((self._model, output, text_options), order="deterministic")
         return hashlib.sha256(whole).hexdigest()
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import structlog
 
 from engine.interface import GRAMMAR_FAILED
@@ -69,7 +70,7 @@ class PreparedRequest:
 
     def with_receipt(self, requested: str) -> "PreparedRequest":
         """Return the same request, whose answer has a receipt. `requested` is the `service_tier` that it asked for."""
-        requests = tuple(replace(r, wants_receipt=True) for r in self.requests)
+        requests = tuple(msgspec.structs.replace(r, wants_receipt=True) for r in self.requests)
         return replace(self, requests=requests, receipt_for=requested)
 
     @property
@@ -79,7 +80,8 @@ class PreparedRequest:
 
     def demoted(self, to: Demotion) -> "PreparedRequest":
         """Return the same request in the tier of `to`, without a further demotion."""
-        requests = (replace(r, tier=to.tier.name, deadline_ms=to.deadline_ms) for r in self.requests)
+        own = {"tier": to.tier.name, "deadline_ms": to.deadline_ms}
+        requests = (msgspec.structs.replace(request, **own) for request in self.requests)
         return replace(self, answer=to.answer, tier=to.tier, requests=tuple(requests), demotion=None)
 
 
@@ -125,6 +127,11 @@ class ResponseStream:
     def answer(self) -> Answer:
         """The answer's format. A demotion replaces it."""
         return self._prepared.answer
+
+    @property
+    def receipt(self) -> dict[str, Any] | None:
+        """The receipt of the answer so far; None if the client asked for none."""
+        return None if self._prepared.receipt_for is None else self._receipt()
 
     async def respond(self) -> dict[str, Any]:
         """Return the whole answer.
@@ -174,7 +181,9 @@ class ResponseStream:
                 if frames:
                     await write(frames)
                     wrote_s = self._clock.now()
-        last = self._with_receipt(held + chunks.end(self._usage()))
+        end = chunks.end(self._usage())
+        # A format without an end of its own reports it later, with the receipt.
+        last = self._with_receipt(held + end) if end else held
         if last:
             await write(last)
         self._log_usage()

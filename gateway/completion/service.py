@@ -98,6 +98,7 @@ class CompletionService:
         service_tier: str,
         request_id: str,
         owner: str | None = None,
+        wants_receipt: bool = False,
     ) -> tuple[int, dict[str, Any]]:
         """Answer one request without streaming. Return the HTTP status and the JSON body of the answer.
 
@@ -111,6 +112,8 @@ class CompletionService:
             prepared = await self.prepare(
                 request, tier=tier, service_tier=service_tier, request_id=request_id, owner=owner
             )
+            if wants_receipt:
+                prepared = prepared.with_receipt(service_tier)
             stream = await self.submit(prepared, is_limited=False)
             return 200, await stream.respond()
         except ApiError as error:

@@ -5,6 +5,7 @@ does), and no answer format. The result does not depend on how the text is cut.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -217,6 +218,18 @@ def _typed(text: str, schema: Any) -> Any:
     if isinstance(schema, dict) and schema.get("type") == "string":
         return text
     try:
-        return json.loads(text)
+        return read_json(text)
     except (ValueError, RecursionError):
         return text
+
+
+def read_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises `ValueError` if it is none, or has numbers that JSON cannot write."""
+    return json.loads(text, parse_float=_finite, parse_constant=_finite)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not finite")
+    return number

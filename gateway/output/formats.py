@@ -37,6 +37,20 @@ class Tags:
 
 
 @dataclass(frozen=True, slots=True)
+class Keywords:
+    """Arguments as keys and values between brackets, as in a call of Python, instead of JSON.
+
+    `assign` stands between a key and its value, `separator` between two arguments, and `close` after the last one.
+    Values are written as in JSON or Python. `quote` stands around texts, if the family has its own quotation mark.
+    """
+
+    assign: str
+    separator: str
+    close: str
+    quote: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CallFormat:
     """How the models of a family write tool calls.
 
@@ -56,6 +70,7 @@ class CallFormat:
     before: str = ""
     after: str = ""
     tags: Tags | None = None
+    keywords: Keywords | None = None
     trigger: str = ""  # the text with which calls begin; "": text and calls cannot be told apart by their beginning
     markers: tuple[str, ...] = ()  # special tokens that are read, but not written
     id_length: int | None = None  # of the ids of calls, if the family's template requires a length
@@ -82,6 +97,9 @@ _FUNCTION_TAGS = Tags(
     _pattern(r"\s*</function>"),
     "<parameter={key}>\n{value}\n</parameter>\n",
 )
+_PYTHON_HEADER = _pattern(rf"(?P<name>{_NAME})\(")
+_PYTHON_CALL = "{name}({arguments})"
+_PYTHON_KEYWORDS = Keywords("=", ", ", ")")
 
 # The first row with all signs in the template is taken, so rows with more particular signs come first.
 CALL_FORMATS: tuple[CallFormat, ...] = (
@@ -266,13 +284,76 @@ CALL_FORMATS: tuple[CallFormat, ...] = (
         trigger="<|tool_call|>",
     ),
     CallFormat(
-        "llama3_json",  # Llama 3.1 to 3.3: the JSON object is the whole output
-        ("<|start_header_id|>", '"parameters": '),
-        r'<\|python_tag\|>|\A\s*(?=\{\s*"name"\s*:)',
+        "gemma4",
+        ("<|tool_call>",),
+        r"<\|tool_call>",
+        "<tool_call|>",
+        _pattern(rf"call:(?P<name>{_NAME})\{{"),
+        "<|tool_call>call:{name}{{{arguments}}}<tool_call|>",
+        separator="",
+        trigger="<|tool_call>",
+        keywords=Keywords(":", ",", "}", '<|"|>'),
+        markers=('<|"|>',),
+    ),
+    CallFormat(
+        "functiongemma",
+        ("<start_function_call>",),
+        "<start_function_call>",
+        "<end_function_call>",
+        _pattern(rf"call:(?P<name>{_NAME})\{{"),
+        "<start_function_call>call:{name}{{{arguments}}}<end_function_call>",
+        separator="",
+        trigger="<start_function_call>",
+        keywords=Keywords(":", ",", "}", "<escape>"),
+        markers=("<escape>",),
+    ),
+    CallFormat(
+        "olmo3",
+        ("<function_calls>",),
+        "<function_calls>",
+        "</function_calls>",
+        _PYTHON_HEADER,
+        _PYTHON_CALL,
+        before="<function_calls>",
+        after="</function_calls>",
+        trigger="<function_calls>",
+        keywords=_PYTHON_KEYWORDS,
+    ),
+    CallFormat(
+        "lfm2",
+        ("<|tool_call_start|>",),
+        r"<\|tool_call_start\|>",
+        "<|tool_call_end|>",
+        _PYTHON_HEADER,
+        _PYTHON_CALL,
+        separator=", ",
+        before="<|tool_call_start|>[",
+        after="]<|tool_call_end|>",
+        trigger="<|tool_call_start|>",
+        keywords=_PYTHON_KEYWORDS,
+    ),
+    CallFormat(
+        "pythonic",  # Llama 3.2, Llama 4, Gemma 3, ToolACE: the list of calls is the whole output
+        ("[func_name1(",),
+        rf"<\|python_start\|>|\A\s*(?=\[\s*{_NAME}\()",
+        None,
+        _PYTHON_HEADER,
+        _PYTHON_CALL,
+        separator=", ",
+        before="[",
+        after="]",
+        keywords=_PYTHON_KEYWORDS,
+        markers=("<|python_start|>", "<|python_end|>"),
+    ),
+    CallFormat(
+        "llama3_json",  # Llama 3.1 to 3.3, Llama 4 in JSON: the JSON object is mostly the whole output
+        ("ipython", '"parameters": '),
+        r'<\|python_(?:tag|start)\|>|\s*(?=\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:\s*\{)',
         None,
         _OBJECT_HEADER,
         '{{"name": "{name}", "parameters": {arguments}}}',
         separator="; ",
+        markers=("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
     ),
 )
 
@@ -288,6 +369,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat("<seed:think>", "</seed:think>"),
     ReasoningFormat("[THINK]", "[/THINK]"),  # Magistral
     ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+    ReasoningFormat("<|channel>thought", "<channel|>"),  # Gemma 4
     ReasoningFormat("<think>", "</think>"),  # DeepSeek, Qwen3, GLM, SmolLM3 and many others
 )
 

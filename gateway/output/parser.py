@@ -13,6 +13,7 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 
 from gateway.output.calls import CallPart, CallReader, JsonCalls, TagCalls
 from gateway.output.formats import CallFormat, ReasoningFormat
+from gateway.output.keyword_calls import KeywordCalls
 from gateway.output.piece import Piece, ToolCallDelta
 
 _REASONING, _CALLS, _MARKED_TEXT, _TEXT = "thinking", "tool_calls", "marked_content", "content"
@@ -113,9 +114,11 @@ class FormatParser:
     def _new_reader(self) -> CallReader:
         calls = self._settings.calls
         assert calls is not None  # without a format of calls, no region of calls begins
-        if calls.tags is None:
-            return JsonCalls(calls.header)
-        return TagCalls(calls.header, calls.tags, self._settings.schemas)
+        if calls.tags is not None:
+            return TagCalls(calls.header, calls.tags, self._settings.schemas)
+        if calls.keywords is not None:
+            return KeywordCalls(calls.header, calls.keywords, frozenset(self._settings.schemas))
+        return JsonCalls(calls.header)
 
     def _add_calls(self, piece: Piece, parts: list[CallPart]) -> None:
         for part in parts:

@@ -3,11 +3,11 @@
 Knows the formats of gateway/output/formats.py, and grammars; does not know requests.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.output.formats import CallFormat, ReasoningFormat, Tags
+from gateway.output.formats import CallFormat, Keywords, ReasoningFormat, Tags
 from gateway.output.grammar import GrammarError, GrammarWriter, checked, json_source
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -68,10 +68,12 @@ class CallGrammar:
         """Return the name of a rule for the arguments of `tool`."""
         schema = _object_schema(tool)
         source = checked(json_source(schema, lenient=not tool.strict))
-        if self._format.tags is None:
-            return self._writer.rule(self._writer.source(source))
         properties = schema.get("properties") or {}
         required = schema.get("required") or ()
+        if self._format.keywords is not None:
+            return self._keywords(self._format.keywords, schema, properties, required)
+        if self._format.tags is None:
+            return self._writer.rule(self._writer.source(source))
         tags = [(self._tag(self._format.tags, key, properties[key], schema), key in required) for key in properties]
         return self._writer.rule(" ".join(tag if needed else f"({tag})?" for tag, needed in tags) or '""')
 
@@ -83,10 +85,40 @@ class CallGrammar:
                 return f"{before} {self._writer.until(after)}"
             values = " | ".join(self._writer.literal(str(value)) for value in schema["enum"])
             return f"{before} ({values}) {self._writer.literal(after)}"
+        return f"{before} {self._json_value(schema, root)} {self._writer.literal(after)}"
+
+    def _keywords(
+        self, keywords: Keywords, schema: Mapping[str, Any], properties: Mapping[str, Any], required: Collection[str]
+    ) -> str:
+        """Return the name of a rule for arguments as keywords, with the required ones first."""
+        first = [self._keyword(keywords, key, properties[key], schema) for key in properties if key in required]
+        others = [self._keyword(keywords, key, properties[key], schema) for key in properties if key not in required]
+        separator = self._writer.literal(keywords.separator)
+        begin = f" {separator} ".join(first)
+        if begin or not others:
+            return self._writer.rule(" ".join([begin, *(f"({separator} {other})?" for other in others)]) or '""')
+        beginnings = [
+            " ".join([other, *(f"({separator} {later})?" for later in others[i + 1 :])])
+            for i, other in enumerate(others)
+        ]
+        return self._writer.rule(" | ".join([*beginnings, '""']))
+
+    def _keyword(self, keywords: Keywords, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+        """Return the name of a rule for one argument with its key."""
+        before = self._writer.literal(f"{key}{keywords.assign}")
+        is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
+        if not (is_text and keywords.quote):
+            return self._writer.rule(f"{before} {self._json_value(schema, root)}")
+        quote = self._writer.literal(keywords.quote)
+        if "enum" not in schema:
+            return self._writer.rule(f"{before} {quote} {self._writer.until(keywords.quote)}")
+        values = " | ".join(self._writer.literal(str(value)) for value in schema["enum"])
+        return self._writer.rule(f"{before} {quote} ({values}) {quote}")
+
+    def _json_value(self, schema: Any, root: Mapping[str, Any]) -> str:
         referred = {name: root[name] for name in _ROOT_KEYS if name in root}
         value = {**referred, **schema} if isinstance(schema, Mapping) else {}
-        source = self._writer.source(json_source(value, lenient=True))
-        return f"{before} {source} {self._writer.literal(after)}"
+        return self._writer.source(json_source(value, lenient=True))
 
 
 @dataclass(frozen=True, slots=True)

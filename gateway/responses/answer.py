@@ -46,7 +46,10 @@ class ResponseHead:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
             "prompt_cache_key": request.prompt_cache_key,
-            "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+            "reasoning": {
+                "effort": reasoning.effort if reasoning else None,
+                "summary": reasoning.wanted_summary if reasoning else None,
+            },
             "safety_identifier": request.safety_identifier,
             "service_tier": self.service_tier,
             "store": self.stored,
@@ -56,7 +59,7 @@ class ResponseHead:
                 "verbosity": (text.verbosity if text else None) or "medium",
             },
             "tool_choice": _dumped(request.tool_choice) or "auto",
-            "tools": [tool.model_dump() for tool in request.tools or ()],
+            "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": _first(request.top_p, self.defaults.top_p),
             "truncation": request.truncation or "disabled",
@@ -76,7 +79,8 @@ class ResponseAnswer:
         self.is_background = bool(head.request.background)
         self.id = head.id
         self.reports_tokens = report is not None
-        self.output = Output(head.id, report)
+        reasoning = head.request.reasoning
+        self.output = Output(head.id, report, summaries=reasoning is not None and bool(reasoning.wanted_summary))
         self.events = ResponseEvents(self)
         self._final: dict[str, Any] | None = None
 

@@ -45,7 +45,7 @@ class BackgroundRuns:
     def cancel(self, response_id: str) -> None:
         """Stop a response. This has no effect if this gateway does not generate it."""
         if (task := self._tasks.get(response_id)) is not None:
-            task.cancel()
+            _cancel(task)
 
     async def close(self) -> None:
         """Wait for the responses to end, and stop those that take longer than `drain_s`."""
@@ -53,7 +53,7 @@ class BackgroundRuns:
             await asyncio.wait(self._tasks.values(), timeout=self._drain_s)
         running = [*self._tasks.values(), *([self._renewing] if self._renewing is not None else [])]
         for task in running:
-            task.cancel()
+            _cancel(task)
         await asyncio.gather(*running, return_exceptions=True)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
@@ -71,3 +71,8 @@ class BackgroundRuns:
                 continue
             for response_id in gone:
                 self.cancel(response_id)
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    """Cancel `task` after its first step. Before it, none of its code would run, and its request would stay open."""
+    asyncio.get_running_loop().call_soon(task.cancel)

@@ -26,6 +26,7 @@ class _Growing:
     call: ToolCallDelta = field(default_factory=lambda: ToolCallDelta(0))  # the first delta of a function call
     text: str = ""  # text of a message, or of reasoning, or the arguments of a call
     logprobs: list[dict[str, Any]] = field(default_factory=list)  # of the tokens of a message, if requested
+    is_summary: bool = False  # the reasoning is shown as its own summary
 
     def item(self, status: ItemStatus) -> Item:
         """Return the item as a JSON object. An item in progress has no content yet, as in OpenAI's events."""
@@ -35,28 +36,45 @@ class _Growing:
             return {"id": self.id, "type": self.kind, "status": status, **call}
         content = [] if begun else [self.part(self.text, self.logprobs)]
         if self.kind == "reasoning":
-            return {"id": self.id, "type": self.kind, "status": status, "summary": [], "content": content}
+            shown = {"summary": content, "content": []} if self.is_summary else {"summary": [], "content": content}
+            return {"id": self.id, "type": self.kind, "status": status, **shown}
         return {"id": self.id, "type": self.kind, "status": status, "role": "assistant", "content": content}
 
     def part(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         if self.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
+            return {"type": "summary_text" if self.is_summary else "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
     @property
     def place(self) -> dict[str, Any]:
         place = {"item_id": self.id, "output_index": self.position}
-        return place if self.kind == "function_call" else place | {"content_index": 0}
+        if self.kind == "function_call":
+            return place
+        return place | ({"summary_index": 0} if self.is_summary else {"content_index": 0})
+
+    @property
+    def part_event(self) -> str:
+        """The common beginning of the names of the events that report the item's part."""
+        return "response.reasoning_summary_part" if self.is_summary else "response.content_part"
+
+    @property
+    def text_event(self) -> str:
+        """The common beginning of the names of the events that report the text of the item's part."""
+        if self.kind == "message":
+            return "response.output_text"
+        return "response.reasoning_summary_text" if self.is_summary else "response.reasoning_text"
 
 
 class Output:
     """The output of the response `response_id`. `items` holds the finished items.
 
-    `report` is None if the client asked for no log probabilities. They are reported of text only.
+    `report` is None if the client asked for no log probabilities. They are reported of text only. With `summaries`,
+    reasoning is shown as its own summary: nothing here could write a shorter one.
     """
 
-    def __init__(self, response_id: str, report: TokenReport | None = None) -> None:
+    def __init__(self, response_id: str, report: TokenReport | None = None, *, summaries: bool = False) -> None:
         self._response_id = response_id
+        self._summaries = summaries
         self._report = report
         self._growing: _Growing | None = None
         self.items: list[Item] = []
@@ -69,12 +87,12 @@ class Output:
         """Add a piece. Yield the events that report what it changes."""
         if piece.reasoning:
             yield from self._begin("reasoning")
-            yield from self._add("response.reasoning_text.delta", piece.reasoning)
+            yield from self._add(f"{self._current.text_event}.delta", piece.reasoning)
         if piece.text:
             yield from self._begin("message")
             logprobs = self._logprobs(piece)
             self._current.logprobs += logprobs
-            yield from self._add("response.output_text.delta", piece.text, logprobs=logprobs)
+            yield from self._add(f"{self._current.text_event}.delta", piece.text, logprobs=logprobs)
         for delta in piece.tool_calls:
             if delta.id:
                 yield from self._begin_call(delta)
@@ -95,8 +113,9 @@ class Output:
         if self._growing is not None and self._growing.kind == kind:
             return
         yield from self._end("completed")
-        yield self._open(_Growing(kind, self._next_id(kind), len(self.items)))
-        yield self._event("response.content_part.added", part=self._current.part(""))
+        is_summary = self._summaries and kind == "reasoning"
+        yield self._open(_Growing(kind, self._next_id(kind), len(self.items), is_summary=is_summary))
+        yield self._event(f"{self._current.part_event}.added", part=self._current.part(""))
 
     def _begin_call(self, delta: ToolCallDelta) -> Iterator[Event]:
         yield from self._end("completed")
@@ -118,11 +137,9 @@ class Output:
         if growing.kind == "function_call":
             yield self._event("response.function_call_arguments.done", name=growing.call.name, arguments=growing.text)
         else:
-            if growing.kind == "reasoning":
-                yield self._event("response.reasoning_text.done", text=growing.text)
-            else:
-                yield self._event("response.output_text.done", text=growing.text, logprobs=growing.logprobs)
-            yield self._event("response.content_part.done", part=growing.part(growing.text, growing.logprobs))
+            logprobs = {"logprobs": growing.logprobs} if growing.kind == "message" else {}
+            yield self._event(f"{growing.text_event}.done", text=growing.text, **logprobs)
+            yield self._event(f"{growing.part_event}.done", part=growing.part(growing.text, growing.logprobs))
         item = growing.item(status)
         self._growing = None
         self.items.append(item)

@@ -115,12 +115,19 @@ class TextConfig(Body):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
+Summary = Literal["auto", "concise", "detailed"]
+
+
 class Reasoning(Body):
-    """The options of reasoning. There are no summaries: reasoning items have the text itself as their content."""
+    """The options of reasoning. A summary is the whole reasoning, which is else the content of reasoning items."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None  # the older name
+
+    @property
+    def wanted_summary(self) -> Summary | None:
+        return self.summary or self.generate_summary
 
 
 class StreamOptions(Body):

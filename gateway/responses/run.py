@@ -54,6 +54,7 @@ class ResponseRun:
             await self._stream.stream(_discard)
         else:
             await self._stream.respond()
+        self._add_receipt()
         await self._create(self.answer.ending)
         return self.answer.ending
 
@@ -63,6 +64,7 @@ class ResponseRun:
             await self._stream.stream(write)
         except ApiError as error:
             self.answer.failed(error)
+        self._add_receipt()
         try:
             await self._create(self.answer.ending)
         except (StoreUnreachable, StoreSilent) as error:
@@ -95,6 +97,7 @@ class ResponseRun:
 
     async def _end_in_background(self, writer: EventWriter, store: ResponseStore) -> None:
         """Store the end and report it. The events of a cancelled response end without a last event."""
+        self._add_receipt()
         self._is_end_stored = self._is_end_stored or await store.update(self.answer.ending)
         await writer.write(self.answer.events.last() if self._is_end_stored else b"", is_last=True)
 
@@ -111,6 +114,10 @@ class ResponseRun:
                 await store.update(self.answer.unfinished("in_progress"))
 
         return write
+
+    def _add_receipt(self) -> None:
+        if (receipt := self._stream.receipt) is not None:
+            self.answer.ending["tidegate"] = receipt
 
     async def _create(self, response: dict[str, Any]) -> None:
         if self._store is not None:

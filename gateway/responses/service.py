@@ -87,11 +87,18 @@ class ResponseService:
         service_tier: str,
         request_id: str,
         owner: str | None = None,
+        wants_receipt: bool = False,
     ) -> tuple[int, dict[str, Any]]:
         """Answer one request without streaming, as `CompletionService.complete` does, also for /v1/responses."""
         if endpoint != ENDPOINT:
             return await self._completions.complete(
-                endpoint, body, tier=tier, service_tier=service_tier, request_id=request_id, owner=owner
+                endpoint,
+                body,
+                tier=tier,
+                service_tier=service_tier,
+                request_id=request_id,
+                owner=owner,
+                wants_receipt=wants_receipt,
             )
         parse = partial(parse_response_request, body)
         try:
@@ -101,6 +108,8 @@ class ResponseService:
                 raise invalid_value(param, f"Invalid value for '{param}': it is not possible here.")
             new = self.new(request)
             prepared = await new.prepare(tier=tier, service_tier=service_tier, request_id=request_id, owner=owner)
+            if wants_receipt:
+                prepared = prepared.with_receipt(service_tier)
             stream = await self._completions.submit(prepared, is_limited=False)
             return 200, await new.run(stream).respond()
         except ApiError as error:

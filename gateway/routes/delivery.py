@@ -36,9 +36,7 @@ async def deliver(
     If the request is refused, the function raises `ApiError` before any header is sent.
     """
     body: AnyRequest = await read_object(request, partial(parse_generation, kind))
-    prepare: Prepare = partial(gateway_of(request).completions.prepare, body)
-    if request.headers.get(RECEIPT_HEADER, "0").lower() not in ("0", "false", ""):
-        prepare = _with_receipt(prepare, _wished_tier(request, body, key) or "auto")
+    prepare = partial(gateway_of(request).completions.prepare, body)
     return await send_answer(request, body, await submit(request, body, key, prepare))
 
 
@@ -108,6 +106,8 @@ async def submit(request: Request, body: Asked, key: ApiKey | None, prepare: Pre
     tiers = gateway.tiers
     resolved = resolve_tier(_wished_tier(request, body, key), key, tiers)
     structlog.contextvars.bind_contextvars(tier=resolved.tier.name)
+    if request.headers.get(RECEIPT_HEADER, "0").lower() not in ("0", "false", ""):
+        prepare = _with_receipt(prepare, _wished_tier(request, body, key) or "auto")
     prepared = await prepare(
         tier=resolved.tier,
         service_tier=resolved.service_tier,

@@ -9,9 +9,10 @@ workers.
 import asyncio
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
+
+from msgspec import structs
 
 from engine.interface import SamplingParams
 from loadtest.simulation.deployment import Deployment
@@ -139,7 +140,7 @@ class SimulatedClients:
             record.served_tier = below
         deadline_ms = self._tiers[below].deadline_ms
         return await self._submit(
-            [replace(r, tier=below, deadline_ms=r.arrival_ms + deadline_ms) for r in requests], records
+            [structs.replace(r, tier=below, deadline_ms=r.arrival_ms + deadline_ms) for r in requests], records
         )
 
     async def _receive(self, generation: TokenStream, records: dict[str, RequestRecord]) -> None:

@@ -25,6 +25,9 @@ class FakeStepper:
         self.evictions: list[tuple[int, set[str]]] = []
         self._answer = answer
 
+    def compile_grammar(self, grammar: str) -> object:
+        return grammar, threading.current_thread().name
+
     def step(self, plan: StepPlan) -> StepResult:
         self.threads.add(threading.get_ident())
         self._answer(plan)
@@ -57,6 +60,17 @@ async def test_steps_run_in_order_on_one_thread_of_their_own() -> None:
     assert len(stepper.threads) == 1
     assert threading.get_ident() not in stepper.threads
     assert stepper.num_closed == 1
+
+
+async def test_a_grammar_is_compiled_on_another_thread_while_a_step_runs() -> None:
+    may_end = threading.Event()
+    stepper = FakeStepper(lambda plan: may_end.wait(10) and None)
+    async with running(stepper) as engine:
+        engine.submit(StepPlan(1))
+        compiled = await engine.compile_grammar("a")
+        may_end.set()
+        await engine.collect()
+    assert compiled == ("a", "grammar_0")
 
 
 async def test_the_engine_is_made_on_the_thread_that_runs_it() -> None:

@@ -81,6 +81,7 @@ class ScriptedCompletions:
         service_tier: str,
         request_id: str,
         owner: str | None,
+        wants_receipt: bool = False,
     ) -> tuple[int, dict[str, Any]]:
         question = body["messages"][-1]["content"]
         self.owners.add(owner)

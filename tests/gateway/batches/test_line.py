@@ -5,7 +5,7 @@ from redis.exceptions import ConnectionError as StoreUnreachable
 
 from gateway.batches.input import BatchLine
 from gateway.batches.line import MAX_FAILURES, LineRunner
-from gateway.batches.model import LineResult
+from gateway.batches.model import Batch, BatchStatus, LineResult
 from tests.gateway.offline import TIERS, ScriptedCompletions, ShiftedClock
 
 
@@ -25,7 +25,8 @@ async def run(statuses: list[int | Exception]) -> tuple[LineResult, ScriptedComp
     completions.statuses["q"] = list(statuses)
     body = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
     runner = LineRunner(completions, TIERS[TIERS.batch_tier], clock)
-    return await runner.run("batch_1", "/v1/chat/completions", BatchLine(7, "q", body), "alice"), completions, clock
+    batch = Batch("batch_1", "/v1/chat/completions", "file-1", "24h", BatchStatus.IN_PROGRESS, 1, 2, owner="alice")
+    return await runner.run(batch, BatchLine(7, "q", body)), completions, clock
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422])

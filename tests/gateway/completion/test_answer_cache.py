@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
+from msgspec import structs
 from redis.asyncio import Redis
 
 from engine.interface import FinishReason, SamplingParams
@@ -200,21 +201,22 @@ def changed(value: Any) -> Any:
     raise AssertionError(f"how does {value!r} change?")
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Request)])
+@pytest.mark.parametrize("name", Request.__struct_fields__)
 def test_every_field_of_a_scheduler_request_is_in_the_key_or_known_to_be_neutral(
     redis_client: Redis, name: str
 ) -> None:
     request, cache = make_request(), cache_on(redis_client)
     value = getattr(request, name)
-    other = replace(request, **{name: replace(value, top_k=9) if name == "sampling" else changed(value)})
+    value = structs.replace(value, top_k=9) if name == "sampling" else changed(value)
+    other = structs.replace(request, **{name: value})
     assert (cache._hash(request, ()) == cache._hash(other, ())) == (name in NEUTRAL)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
+@pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
 def test_every_sampling_parameter_is_in_the_key(redis_client: Redis, name: str) -> None:
     request, cache = make_request(), cache_on(redis_client)
-    sampling = replace(request.sampling, **{name: changed(getattr(request.sampling, name))})
-    assert cache._hash(request, ()) != cache._hash(replace(request, sampling=sampling), ())
+    sampling = structs.replace(request.sampling, **{name: changed(getattr(request.sampling, name))})
+    assert cache._hash(request, ()) != cache._hash(structs.replace(request, sampling=sampling), ())
 
 
 def test_stop_strings_and_the_model_are_in_the_key(redis_client: Redis) -> None:

@@ -81,6 +81,30 @@ async def test_each_of_several_sequences_has_an_entry() -> None:
     assert ["tidegate" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_have_receipts_too(stream: bool) -> None:
+    body = {"model": MODEL, "input": "hi", "service_tier": "flex", "stream": stream}
+    async with running_stand(answer_with_receipts) as stand:
+        answer = await stand.post("/v1/responses", body, headers=ASK)
+        other = await stand.post("/v1/responses", body)
+    assert '"tidegate"' not in other.text
+    if not stream:
+        assert answer.json()["tidegate"]["tier_requested"] == "flex"
+        return
+    events = [json.loads(frame.partition("data: ")[2]) for frame in answer.text.strip().split("\n\n")]
+    assert [event["type"] for event in events if '"tidegate"' in json.dumps(event)] == ["response.completed"]
+    assert events[-1]["response"]["tidegate"]["worker"] == "w1"
+
+
+async def test_lines_of_a_batch_have_receipts_if_the_batch_wants_them() -> None:
+    async with running_stand(answer_with_receipts) as stand:
+        how: Any = {"tier": stand.gateway.tiers["bulk"], "service_tier": "flex"}
+        complete = stand.gateway.completions.complete
+        _, plain = await complete("/v1/chat/completions", CHAT, request_id="req_1", **how)
+        _, answer = await complete("/v1/chat/completions", CHAT, request_id="req_2", wants_receipt=True, **how)
+    assert "tidegate" not in plain and answer["tidegate"]["worker"] == "w1"
+
+
 def test_the_times_at_the_top_are_those_of_the_slowest_sequence() -> None:
     slow = replace(DONE, worker="w2", decode_ms=900.0)
     receipt = receipt_object("auto", "realtime", 950, [(DONE, 0), (slow, 0)])

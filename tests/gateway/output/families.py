@@ -31,6 +31,17 @@ class Family:
         return environment.from_string(self.template).render(calls=calls)
 
 
+_KEYWORDS = (
+    "{% for key, value in call.arguments.items() %}{{ key }}={{ value | tojson }}"
+    '{{ ", " if not loop.last }}{% endfor %}'
+)
+_PYTHON = "{{ call.name }}(" + _KEYWORDS + ")"
+_GEMMA = (
+    "call:{{ call.name }}{{ '{' }}{% for key, value in call.arguments.items() %}{{ key }}:"
+    "{{ QUOTE + value + QUOTE if value is string else value }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}"
+)
+
+
 FAMILIES = (
     Family("hermes", _EACH + "<tool_call>\n" + _OBJECT + "\n</tool_call>" + _LINE + _END),
     Family("qwen3_coder", _EACH + "<tool_call>\n" + _FUNCTION_TAGS + "\n</tool_call>" + _LINE + _END),
@@ -78,9 +89,19 @@ FAMILIES = (
     ),
     Family("phi4_mini", "{# <|tool|> <|/tool|> #}<|tool_call|>[" + _LIST + "]<|/tool_call|>"),
     Family("granite", "<|tool_call|>[" + _LIST + "]"),
+    Family("pythonic", "{# [func_name1( #}[" + _EACH + _PYTHON + '{{ ", " if not loop.last }}' + _END + "]"),
+    Family(
+        "lfm2", "<|tool_call_start|>[" + _EACH + _PYTHON + '{{ ", " if not loop.last }}' + _END + "]<|tool_call_end|>"
+    ),
+    Family("olmo3", "<function_calls>" + _EACH + _PYTHON + _LINE + _END + "</function_calls>"),
+    Family("gemma4", _EACH + "<|tool_call>" + _GEMMA.replace("QUOTE", "'<|\"|>'") + "<tool_call|>" + _END),
+    Family(
+        "functiongemma",
+        _EACH + "<start_function_call>" + _GEMMA.replace("QUOTE", "'<escape>'") + "<end_function_call>" + _END,
+    ),
     Family(
         "llama3_json",
-        '{# <|start_header_id|> #}{"name": "{{ calls[0].name }}", "parameters": {{ calls[0].arguments | tojson }}}',
+        '{# ipython #}{"name": "{{ calls[0].name }}", "parameters": {{ calls[0].arguments | tojson }}}',
         one=True,
     ),
     Family(

@@ -93,7 +93,7 @@ class TestFamily:
 
     def test_markers_that_are_special_tokens_are_written_as_such(self, family: Family) -> None:
         format = named_call_format(family.format)
-        marker = format.trigger or family.render(CALLS[:1])[:4]
+        marker = format.trigger or family.render(CALLS[:1]).removeprefix("[")[:4]
         backend = Backend.from_str(pretrained().backend_tokenizer.to_str())
         backend.add_special_tokens([marker])
         ids = {marker: backend.token_to_id(marker)}
@@ -174,6 +174,17 @@ def test_calls_with_their_keys_in_another_order() -> None:
     assert parse(text, "<tool_call>")[2] == [{"name": "f", "arguments": {}}]
 
 
+def test_calls_in_json_after_text() -> None:
+    text = 'One moment: {"name": "now", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "a"}} Done.'
+    calls = [{"name": "now", "arguments": {}}, {"name": "get_weather", "arguments": {"city": "a"}}]
+    assert parse(text, "", [3], format="llama3_json") == ("", "One moment:", calls)
+
+
+@pytest.mark.parametrize("text", ['{"name": "Ann"}', '{"name": "Ann", "age": {"years": 5}}', '[{"name": "Ann"}]'])
+def test_json_that_is_no_call_is_text(text: str) -> None:
+    assert parse(text, "", [3], format="llama3_json") == ("", text, [])
+
+
 @pytest.mark.parametrize("body", ["no JSON", "[1]", '{"name": 5}', '{"arguments": {}}', "null"])
 def test_broken_calls_are_shown_as_text(body: str) -> None:
     assert parse(f"<tool_call>{body}</tool_call>", "<tool_call>") == ("", body, [])
@@ -186,5 +197,6 @@ def test_only_the_first_call_counts_if_calls_are_not_parallel() -> None:
 def test_values_of_tags_have_the_types_of_the_schema() -> None:
     schema = {"properties": {"text": {"type": "string"}, "list": {"type": "array"}, "flag": {"type": "boolean"}}}
     text = FAMILIES[1].render([{"name": "f", "arguments": {"text": "5", "list": "[1]", "flag": "true", "odd": "x y"}}])
+    text = text.replace("</function>", "<parameter=huge>\n1e999\n</parameter>\n</function>")
     (call,) = parse(text, FAMILIES[1].template, schemas={"f": schema})[2]
-    assert call["arguments"] == {"text": "5", "list": [1], "flag": True, "odd": "x y"}
+    assert call["arguments"] == {"text": "5", "list": [1], "flag": True, "odd": "x y", "huge": "1e999"}

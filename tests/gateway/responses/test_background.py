@@ -209,3 +209,25 @@ async def test_a_gateway_that_shuts_down_says_so(redis_client: Redis) -> None:
         found = await stand.client.responses.retrieve(created.id)
     assert found.status == "failed"
     assert found.error is not None and "shut down" in found.error.message
+
+
+async def test_a_response_that_is_cancelled_at_once_still_begins_so_that_it_gives_up_its_place(
+    redis_client: Redis,
+) -> None:
+    """Its place among the open requests of its key, and its place at the worker, are given up by its own task."""
+    ends = []
+
+    async def generate(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ends.append(name)
+
+    clock = ShiftedClock()
+    runs = background.BackgroundRuns(ResponseStore(redis_client, clock, 3600.0, 2**20), clock, drain_s=0.0)
+    runs.launch("a", generate("a"))
+    runs.cancel("a")
+    await until(lambda: ends == ["a"])
+    runs.launch("b", generate("b"))
+    await runs.close()
+    assert ends == ["a", "b"]

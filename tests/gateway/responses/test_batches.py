@@ -12,6 +12,7 @@ from gateway.files.store import FileStore
 from gateway.responses.store import ResponseStore
 from scheduler.clock import SystemClock
 from tests.gateway.batches.test_completions import ended, read
+from tests.gateway.completion.test_receipt import answer_with_receipts
 from tests.gateway.offline import jsonl
 from tests.gateway.stand import MODEL, running_stand
 
@@ -23,7 +24,7 @@ async def test_lines_of_a_batch_may_be_responses(redis_client: Redis, tmp_path: 
 
     clock = SystemClock()
     store = ResponseStore(redis_client, clock, 3600.0, 2**20)
-    async with running_stand("Hello there!", redis=redis_client, responses=store) as stand:
+    async with running_stand(answer_with_receipts, redis=redis_client, responses=store) as stand:
         assert stand.gateway.responses is not None
         files = FileStore(redis_client, tmp_path, clock)
         whole = stand.gateway
@@ -34,7 +35,12 @@ async def test_lines_of_a_batch_may_be_responses(redis_client: Redis, tmp_path: 
             content = jsonl([line("good"), line("later", background=True)])
             upload = {"file": ("in.jsonl", content)}
             file = (await http.post("/files", files=upload, data={"purpose": "batch"})).json()
-            body = {"input_file_id": file["id"], "endpoint": "/v1/responses", "completion_window": "24h"}
+            body: dict[str, object] = {
+                "input_file_id": file["id"],
+                "endpoint": "/v1/responses",
+                "completion_window": "24h",
+            }
+            body["metadata"] = {"x-tidegate-receipt": "1"}
             batch = await ended(http, (await http.post("/batches", json=body)).json()["id"])
             output = await read(http, batch["output_file_id"])
             errors = await read(http, batch["error_file_id"])
@@ -45,4 +51,5 @@ async def test_lines_of_a_batch_may_be_responses(redis_client: Redis, tmp_path: 
     assert answer["output"][0]["content"][0]["text"] == "Hello there!"
     assert batch["usage"]["output_tokens"] == answer["usage"]["output_tokens"] > 0
     assert {e["custom_id"]: e["response"]["body"]["error"]["param"] for e in errors} == {"later": "background"}
-    assert kept.json()["id"] == answer["id"]
+    assert kept.json() == answer
+    assert answer["tidegate"]["worker"] == "w1"

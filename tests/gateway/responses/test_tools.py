@@ -110,6 +110,22 @@ async def test_reasoning_is_an_item_of_its_own_and_counted() -> None:
     assert "<think>Hm, hm.</think>It is 3.<|im_end|>" in prompt
 
 
+async def test_a_requested_summary_of_reasoning_is_the_reasoning() -> None:
+    async with stand("<think>Hm, hm.</think>It is 3.") as running:
+        asked: Any = {"model": MODEL, "input": "1 + 2?", "reasoning": {"summary": "auto"}}
+        async with running.client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            response = await stream.get_final_response()
+        items: Any = [*(item.to_dict() for item in response.output), {"role": "user", "content": "Sure?"}]
+        await running.client.responses.create(model=MODEL, input=items)
+        prompt = text_of(running.worker.served[-1].prompt_token_ids)
+    reasoning = response.output[0]
+    assert reasoning.type == "reasoning" and [part.text for part in reasoning.summary] == ["Hm, hm."]
+    assert response.reasoning is not None and response.reasoning.summary == "auto"
+    assert "".join(e.delta for e in events if e.type == "response.reasoning_summary_text.delta") == "Hm, hm."
+    assert "<think>Hm, hm.</think>It is 3.<|im_end|>" in prompt
+
+
 def with_logprobs(request: Request) -> list[TokenEvent]:
     events = token_by_token(request, token_ids("<think>a</think>bc"))
     return [

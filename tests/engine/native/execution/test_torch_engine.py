@@ -100,6 +100,7 @@ BAD_PLANS = {
     "starts with a token outside the vocabulary": StepPlan(1, start=(make_new("b", [VOCAB_SIZE]),)),
     "starts with a negative token": StepPlan(1, start=(make_new("b", [-1]),)),
     "starts with max_tokens 0": StepPlan(1, start=(make_new("b", [1], max_tokens=0),)),
+    "starts with a grammar that is not compiled": StepPlan(1, start=(make_new("b", [1], grammar="start: /a/"),)),
     "runs more tokens than a step may": StepPlan(1, start=(make_new("b", [1] * 50),), run=(Run("a", 1), Run("b", 40))),
     "needs more blocks than are free": StepPlan(1, start=(make_new("b", [1] * 39),), run=(Run("b", 39),)),
     "breaks a rule at its end": StepPlan(

@@ -5,6 +5,7 @@ import json
 import random
 import weakref
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,8 @@ def test_sequences_with_options_do_not_change_the_tokens_of_others(tokenizer: To
 def test_the_state_of_sampling_options_is_freed_with_the_sequence() -> None:
     info = EngineInfo(str(demo_model_path()), 64, 1024, 4, 4, 64, eos_token_ids=(4,))
     pipeline = SamplingPipeline(info)
-    sequence = Sequence(make_new("a", [1, 2], repetition_penalty=1.5, grammar=regex("a+")), 64, (4,))
+    new = make_new("a", [1, 2], repetition_penalty=1.5, grammar=regex("a+"))
+    sequence = Sequence(replace(new, compiled_grammar=pipeline.grammars.compile(regex("a+"))), 64, (4,))
     (outcome,) = pipeline.sample(torch.zeros(1, 1024), [sequence])
     assert outcome.token_id is not None
     gone = weakref.ref(sequence)
@@ -226,8 +228,12 @@ def test_the_state_of_sampling_options_is_freed_with_the_sequence() -> None:
 def test_a_gpu_samples_the_same_tokens_from_the_same_logits(tokenizer: Tokenizer) -> None:
     """The batch has rows with all options and rows without any."""
     info = EngineInfo(str(demo_model_path()), 512, 1024, 4, 4, 64, eos_token_ids=(4, 0))
-    sequences = [Sequence(new, 512, info.eos_token_ids) for new in news_with_everything(tokenizer)]
     on_cpu, on_gpu = SamplingPipeline(info), SamplingPipeline(info)
+    grammars = [new.sampling.grammar for new in news_with_everything(tokenizer)]
+    sequences = [
+        Sequence(replace(new, compiled_grammar=grammar and on_cpu.grammars.compile(grammar)), 512, info.eos_token_ids)
+        for new, grammar in zip(news_with_everything(tokenizer), grammars, strict=True)
+    ]
     for step in range(8):
         logits = torch.randn(len(sequences), 1024, generator=torch.Generator().manual_seed(step)) * 4
         expected = on_cpu.sample(logits, sequences)
@@ -292,6 +298,18 @@ def test_a_bad_grammar_fails_only_its_sequence(tokenizer: Tokenizer, make_engine
     failed = drive(make_engine(), [make_new("a", [1, 2], grammar=regex("a")), make_new("b", [1, 2])])
     assert "end-of-sequence" in str(failed["a"].failure)
     assert failed["b"].failure is None
+
+
+def test_a_step_never_compiles_a_grammar(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the vocabulary is read before: reading it would hold up every stream."""
+    engine = demo_engine()
+    monkeypatch.setattr("engine.grammar.Grammars._read_tokenizer", None)
+    new = make_new("a", tokenizer.encode("Hello").ids, max_tokens=20, grammar=regex("yes|no"))
+    engine.compile_grammar(regex("yes|no"))
+    monkeypatch.setattr("engine.grammar.LLMatcher", None)
+    assert answer(tokenizer, drive(engine, [new])["a"]) in ("yes", "no")
+    with pytest.raises(TypeError, match="not callable"):
+        engine.compile_grammar(regex("another"))
 
 
 # -- ends and failures -----------------------------------------------------------------------------------------------
