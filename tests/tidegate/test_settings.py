@@ -1,6 +1,7 @@
 """Settings: their sources, and the flags of a child process."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -170,3 +171,12 @@ def test_compose_waits_longer_than_drain_and_kill_grace() -> None:
     compose = yaml.safe_load((Path(__file__).parents[2] / "docker-compose.yml").read_text(encoding="utf-8"))
     grace_s = float(compose["x-part"]["stop_grace_period"].removesuffix("s"))
     assert grace_s > ServeSettings().drain_s + KILL_GRACE_S
+
+
+@pytest.mark.parametrize(
+    ("values", "way_out"),
+    [({"engine": "static"}, "needs --endpoint"), ({"endpoint": "http://localhost/run"}, "is for --engine static")],
+)
+def test_a_static_engine_and_its_endpoint_need_each_other(values: dict[str, Any], way_out: str) -> None:
+    with pytest.raises(ValidationError, match=way_out):
+        WorkerSettings(**values)
