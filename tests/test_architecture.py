@@ -40,7 +40,7 @@ HOUSES = {
     " → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
     " → request_state tasks → deadlines → client control → planning → worker → batching",
-    "engine": "interface config → grammar step_time sequences thread → modeled native static → factory",
+    "engine": "interface config → grammar step_time sequences thread → sampling → modeled native static vllm → factory",
     "loadtest": "machine extras child_environment random_weights shipped_tiers traffic → client model_shapes"
     " → estimates running locustfile → reporting → checks model_command simulation → calibration",
     "bench": "reporting engines gpu_check simulator_accuracy store_throughput chaos → isolation"
@@ -49,7 +49,14 @@ HOUSES = {
 }
 # Where tensors live. What is elsewhere must start without torch; the model's trainer is a program of its own, and
 # the device probe runs in a process of its own.
-TORCH_ROOMS = {"engine.native", "demo_model", "loadtest.random_weights", "bench.engines.device_probe"}
+TORCH_ROOMS = {
+    "engine.native",
+    "engine.sampling",
+    "engine.vllm",
+    "demo_model",
+    "loadtest.random_weights",
+    "bench.engines.device_probe",
+}
 # Decisions without clocks, I/O, logs, metrics or tensors: only drivers have those.
 PURE_ROOMS = (
     "scheduler.config",

@@ -39,6 +39,7 @@ DOCS = (
     "benchmarks",
     "controller",
     "deployment",
+    "engines",
     "operations",
     "security",
     "simulation",

@@ -91,6 +91,9 @@ def _start_engine(settings: WorkerSettings) -> Engine:
         num_threads=settings.threads,
         cuda_graphs=settings.cuda_graphs,
         optimize=settings.optimize,
+        engine="vllm" if settings.engine == "vllm" else "native",
+        vllm_args=settings.vllm_args or "",
+        adapters=tuple(settings.adapter_paths.items()),
     )
     return build_engine(config)
 

@@ -22,8 +22,8 @@ from engine.interface import EngineInfo, GrammarError, SamplingParams
 from engine.native.sampling.grammar_mask import apply_masks
 from engine.native.sampling.logprobs import token_logprobs
 from engine.native.sampling.outcome import Outcome
-from engine.native.sampling.penalties import Penalties, add_bias, apply_penalties, forbid
-from engine.native.sampling.sampler import Sampler, SamplingRow, sample
+from engine.sampling.penalties import Penalties, add_bias, apply_penalties, forbid
+from engine.sampling.sampler import Sampler, SamplingRow, sample
 from engine.sequences.sequence import Sequence
 
 BROKEN_LOGITS = "the model's logits are not finite"
