@@ -1,5 +1,7 @@
 """Builds a worker's loop from its parts; used by the worker process, the simulator, benches and tests."""
 
+from collections.abc import Sequence
+
 from engine.interface import Engine
 from scheduler.clock import Clock
 from scheduler.events.base import EventChannel
@@ -36,7 +38,14 @@ def build_loop(
     The loop closes `queue` at its end. All other parts outlive the loop, so that a later loop can continue with the
     same core and engine.
     """
-    held = HeldRequests(core, engine, metrics, clock)
+
+    def evict_for(request_ids: Sequence[str], now: float) -> None:
+        """Evict bulk from the step in flight, if a new request then starts sooner and this is worth the lost work."""
+        evictees = core.evictees_for(request_ids, now)
+        if evictees:
+            engine.evict(evictees)
+
+    held = HeldRequests(core, metrics, clock, evict_for)
     heartbeat = Heartbeat(registry, metrics, core, engine.info, identity, clock)
     publisher = Publisher(queue, events, held)
     peers = Peers(core, queue, events, registry, held, clock, identity.worker_id)

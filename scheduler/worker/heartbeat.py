@@ -13,12 +13,12 @@ import msgspec
 from engine.interface import EngineInfo
 from engine.step_time.ewma import Ewma
 from scheduler.clock import Clock
-from scheduler.planning.core import SchedulerCore
 from scheduler.planning.status import CoreStatus
 from scheduler.planning.step_report import Ended
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
 from scheduler.worker.capacity import CapacityEstimator
+from scheduler.worker.core import WorkerCore
 from scheduler.worker.metrics import SchedulerMetrics
 
 RATE_WEIGHT = 0.2  # weight of the newest interval in the average rate of finished requests
@@ -41,7 +41,7 @@ class Heartbeat:
         self,
         registry: WorkerRegistry,
         metrics: SchedulerMetrics,
-        core: SchedulerCore,
+        core: WorkerCore,
         engine: EngineInfo,
         identity: WorkerIdentity,
         clock: Clock,

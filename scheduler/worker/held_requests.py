@@ -1,37 +1,38 @@
 """Adds claimed requests to the requests that a worker holds, and removes cancelled and lost requests.
 
-The step loop is woken after each change. The claimer, the publisher and the lease keeper share one `HeldRequests`.
+The driver is woken after each change. The claimer, the publisher and the lease keeper share one `HeldRequests`.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from engine.interface import Engine
 from scheduler.clock import Clock
-from scheduler.planning.core import SchedulerCore
 from scheduler.request import Claimed
+from scheduler.worker.core import WorkerCore
 from scheduler.worker.metrics import SchedulerMetrics
 
 
 class HeldRequests:
-    def __init__(self, core: SchedulerCore, engine: Engine, metrics: SchedulerMetrics, clock: Clock) -> None:
+    def __init__(
+        self,
+        core: WorkerCore,
+        metrics: SchedulerMetrics,
+        clock: Clock,
+        on_accept: Callable[[Sequence[str], float], None] | None = None,
+    ) -> None:
+        """`on_accept` is called with the ids of newly accepted requests and the time."""
         self._core = core
-        self._engine = engine
+        self._on_accept = on_accept
         self._metrics = metrics
         self._clock = clock
-        self.changed = asyncio.Event()  # set when the step loop should look at the requests again
+        self.changed = asyncio.Event()  # set when the driver should look at the requests again
 
     def accept(self, claimed: Sequence[Claimed]) -> None:
-        """Hand claimed requests to the core.
-
-        Also evict bulk sequences from the step in flight, if this lets a claimed request start sooner and is worth the
-        lost work.
-        """
+        """Hand claimed requests to the core."""
         now = self._clock.now()
         self._core.accept(claimed, now, self._clock.wall_ms())
-        evictees = self._core.evictees_for([c.request.id for c in claimed], now)
-        if evictees:
-            self._engine.evict(evictees)
+        if self._on_accept is not None:
+            self._on_accept([c.request.id for c in claimed], now)
         self.changed.set()
 
     def drop(self, request_ids: Iterable[str]) -> None:

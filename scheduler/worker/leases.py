@@ -7,9 +7,9 @@ worker (`scheduler.worker.peers`), for example because none was running.
 from collections.abc import Iterable
 
 from scheduler.clock import Clock
-from scheduler.planning.core import SchedulerCore
 from scheduler.queue.base import Queue
 from scheduler.request import Lease
+from scheduler.worker.core import WorkerCore
 from scheduler.worker.held_requests import HeldRequests
 
 LEASE_S = 10.0
@@ -19,7 +19,7 @@ RENEW_S = 3.0  # seconds between two renewals; two renewals may fail before a le
 class LeaseKeeper:
     def __init__(
         self,
-        core: SchedulerCore,
+        core: WorkerCore,
         queue: Queue,
         held: HeldRequests,
         clock: Clock,
