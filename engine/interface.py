@@ -19,10 +19,11 @@ This module imports nothing from the project. It knows sequences, tokens and ste
 or HTTP.
 """
 
+import json
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 # -- enumerations --------------------------------------------------------------------------------------------------
 
@@ -80,6 +81,21 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # as `logprobs`, but for the tokens of the prompt
     grammar: str | None = None  # serialised llguidance grammar; only tokens that the grammar allows are generated
+
+
+def json_schema_of(grammar: str) -> dict[str, Any] | None:
+    """Return the JSON schema that a serialised grammar consists of; None if it is another kind of grammar."""
+    grammars = json.loads(grammar)["grammars"]
+    schema: dict[str, Any] | None = grammars[0].get("json_schema") if len(grammars) == 1 else None
+    return schema
+
+
+def options_of(sampling: SamplingParams) -> frozenset[str]:
+    """Return the names of the parameters that are not at their defaults; `json_schema` for a grammar that is one."""
+    names = {f.name for f in fields(sampling) if f.default is not MISSING and getattr(sampling, f.name) != f.default}
+    if sampling.grammar is not None and json_schema_of(sampling.grammar) is not None:
+        names = (names - {"grammar"}) | {"json_schema"}
+    return frozenset(names)
 
 
 GRAMMAR_FAILED = "the grammar"  # first words of a `SequenceFailure` for which the request's grammar is to blame

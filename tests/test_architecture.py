@@ -25,7 +25,7 @@ INITS = [path for path in MODULES if path.name == "__init__.py"]
 # What a package may import of the others. The composition root knows every part.
 MAY_IMPORT = {
     "engine": {"engine"},
-    "scheduler": {"scheduler", "engine.interface", "engine.step_time"},
+    "scheduler": {"scheduler", "engine.interface", "engine.step_time", "engine.streaming"},
     "gateway": {"gateway", "scheduler", "engine.interface"},
     "loadtest": {"loadtest", "scheduler", "engine", "gateway"},
     "bench": {"bench", "loadtest", "scheduler", "engine", "gateway", "tidegate"},
@@ -38,8 +38,8 @@ HOUSES = {
     " → demo gateway keys serve worker → cli",
     "gateway": "protocol files → http identity output → keys → completion batches → responses → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
-    " → request_state → deadlines → client control → planning → worker",
-    "engine": "interface config → step_time sequences thread → modeled native → factory",
+    " → request_state → deadlines → client control → planning → worker → dispatch",
+    "engine": "interface config → step_time sequences streaming thread → modeled native upstream → factory",
     "loadtest": "machine extras child_environment random_weights shipped_tiers traffic → client model_shapes"
     " → estimates running locustfile → reporting → checks model_command simulation → calibration",
     "bench": "reporting engines gpu_check simulator_accuracy store_throughput → isolation"
@@ -58,6 +58,11 @@ PURE_ROOMS = (
     "scheduler.deadlines",
     "scheduler.control",
     "scheduler.planning",
+    "scheduler.dispatch.core",
+    "scheduler.dispatch.in_flight_limit",
+    "scheduler.dispatch.pace",
+    "scheduler.dispatch.policy",
+    "scheduler.dispatch.recompute_budget",
     "scheduler.client.admission",
     "scheduler.client.rejection",
     "scheduler.client.ttft_forecast",

@@ -8,10 +8,10 @@ import os
 import re
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -26,6 +26,7 @@ from gateway.output.formats import CALL_FORMAT_NAMES
 CONFIG_VARIABLE = "TIDEGATE_CONFIG"
 STORE_VARIABLE = "TIDEGATE_REDIS_URL"
 KEY_VARIABLE = "TIDEGATE_API_KEY"
+UPSTREAM_KEY_VARIABLE = "TIDEGATE_UPSTREAM_API_KEY"
 DEMO_MODEL = "tidegate-demo"
 
 
@@ -137,7 +138,7 @@ class CommonSettings(BaseSettings):
         flags: list[str] = []
         for name in kind.model_fields:
             value = getattr(self, name)
-            if value is None or name in ("redis_url", "api_key"):
+            if value is None or name in ("redis_url", "api_key", "upstream_api_key"):
                 continue
             flag = name.replace("_", "-")
             if isinstance(value, bool):
@@ -153,6 +154,27 @@ class WorkerSettings(CommonSettings):
     worker_id: str | None = Field(
         default=None,
         description="unique among the store's workers; unset: host name and process id (serve: host name and port)",
+    )
+    engine: Literal["native", "openai"] = Field(
+        default="native", description="native: this program's own engine; openai: a server at --upstream"
+    )
+    upstream: str | None = Field(
+        default=None, description="base URL of an OpenAI-compatible server that generates the tokens (--engine openai)"
+    )
+    upstream_dialect: Literal["auto", "vllm", "sglang", "llama.cpp", "plain"] = Field(
+        default="auto", description="what kind of server the upstream is; auto: as /v1/models tells"
+    )
+    upstream_model: str | None = Field(
+        default=None, description="name of the model at the upstream; unset: the only one that it lists"
+    )
+    upstream_api_key: SecretStr | None = Field(
+        default=None, description="the upstream's API key; better set as TIDEGATE_UPSTREAM_API_KEY"
+    )
+    upstream_max_in_flight: int | None = Field(
+        default=None, ge=1, description="most requests at the upstream at once; unset: learned from its answers"
+    )
+    upstream_stall_s: float = Field(
+        default=30.0, gt=0, description="a stream of the upstream without a token for so long counts as lost"
     )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; auto: CUDA if there is a GPU")
     dtype: str = Field(default="auto", description="float32, bfloat16 or float16; auto: bfloat16 where it is fast")
@@ -176,6 +198,19 @@ class WorkerSettings(CommonSettings):
         default=None,
         description="append each step's work and time to this file, at most 1 GB; for `loadtest calibrate`",
     )
+
+    @model_validator(mode="after")
+    def _upstream_is_known(self) -> Self:
+        if self.engine == "openai" and self.upstream is None:
+            raise ValueError("--engine openai needs the URL of a server: --upstream http://HOST:PORT")
+        if self.engine != "openai" and self.upstream is not None:
+            raise ValueError("--upstream is for --engine openai")
+        return self
+
+    @property
+    def secret_env(self) -> dict[str, str]:
+        key = self.upstream_api_key
+        return super().secret_env | ({UPSTREAM_KEY_VARIABLE: key.get_secret_value()} if key is not None else {})
 
 
 class GatewaySettings(CommonSettings):

@@ -11,7 +11,7 @@ from scheduler.planning import step_report
 from scheduler.planning.engine_state import EngineState
 from scheduler.planning.request_table import RequestTable
 from scheduler.planning.step_report import Reaction, StepReport
-from scheduler.request import TokenEvent
+from scheduler.request import EventKind, TokenEvent
 from scheduler.request_state import RequestState, Sample, Status
 
 
@@ -51,14 +51,21 @@ class OutputHandler:
                 self._table.remove(state)
                 self.fail(state, failure.reason, now, report)
 
-    def fail(self, state: RequestState, error: str, now: float, report: StepReport) -> None:
+    def fail(
+        self,
+        state: RequestState,
+        error: str,
+        now: float,
+        report: StepReport,
+        kind: EventKind = EventKind.FAILED,
+    ) -> None:
         """End a request as failed. The caller has removed it from the table or never added it.
 
-        `error` is a sentence for the user.
+        `error` is a sentence for the user. `kind` is `UNAVAILABLE` if the same request may succeed later.
         """
         state.move(Status.FAILED)
         self._counts["failed"] += 1
-        _end(state, step_report.failed_event(state, error), "failed", now, report)
+        _end(state, step_report.failed_event(state, error, kind), "failed", now, report)
 
     def take(
         self, state: RequestState, output: SequenceOutput, bulk_total_s: float, now: float, report: StepReport

@@ -45,3 +45,4 @@ class WorkerStatus:
     device: str = ""
     tiers: dict[str, TierStatus] = field(default_factory=dict)
     at_ms: int = 0  # time of the heartbeat, by the worker's wall clock
+    unsupported: tuple[str, ...] = ()  # sampling parameters that its engine cannot honour, as `options_of` names them

@@ -5,6 +5,7 @@ seconds.
 """
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,7 +46,10 @@ class Heartbeat:
         engine: EngineInfo,
         identity: WorkerIdentity,
         clock: Clock,
+        unsupported: Collection[str] = (),
     ) -> None:
+        """`unsupported` are the sampling parameters that the engine cannot honour."""
+        self._unsupported = tuple(sorted(unsupported))
         self._registry = registry
         self._metrics = metrics
         self._core = core
@@ -110,4 +114,5 @@ class Heartbeat:
             device=self._engine.device,
             tiers=tiers,
             at_ms=wall_ms,
+            unsupported=self._unsupported,
         )
