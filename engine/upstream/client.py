@@ -7,7 +7,6 @@ HTTP statuses; does not know tiers, attempts or time.
 from collections.abc import AsyncGenerator, Iterable
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from engine.interface import EngineInfo, FinishReason, SamplingParams, SequenceOutput
 from engine.streaming import (
@@ -132,6 +131,8 @@ async def _refusal(exchange: Exchange) -> UpstreamError:
 
 def _sum_of(name: str, text: str) -> float | None:
     """Return the sum of a metric over its labels; None if the server does not have it."""
+    from prometheus_client.parser import text_string_to_metric_families  # only this function needs it
+
     lines = [line for line in text.splitlines() if line.startswith(name)]
     samples = [sample for family in text_string_to_metric_families(_joined(lines)) for sample in family.samples]
     values = [sample.value for sample in samples if sample.name == name]

@@ -24,7 +24,5 @@ def check_supported(requests: Iterable[Request], workers: Iterable[WorkerStatus]
         for name in sorted(options_of(request.sampling) & unsupported):
             param = _PARAMS.get(name, name)
             what = {"grammar": "a grammar that is no JSON schema", "json_schema": "a JSON schema"}.get(name, "it")
-            message = (
-                f"Invalid value for '{param}': the server that generates the tokens cannot do {what}; leave it out."
-            )
-            raise invalid_value(param, message)
+            reason = f"the server that generates the tokens cannot do {what}. Leave it out."
+            raise invalid_value(param, f"Invalid value for '{param}': {reason}")

@@ -1,7 +1,8 @@
 """The requests that a worker holds for a server that plans its own steps.
 
-Implements `scheduler.worker.core.WorkerCore`. Keeps the request states, learns the server's pace from its tokens, and asks the policy what to send and what to hang
-up. What a step is for `SchedulerCore`, the tokens of one stream are here. Does no I/O; the time is passed in.
+Implements `scheduler.worker.core.WorkerCore`. Keeps the request states, learns the server's pace from its tokens, and
+asks the policy what to send and what to hang up. What a step is for `SchedulerCore`, the tokens of one stream are here.
+Does no I/O; the time is passed in.
 """
 
 from collections import Counter, defaultdict
