@@ -120,6 +120,12 @@ class DispatchCore:
     def is_step_in_flight(self) -> bool:
         return bool(self._streams)
 
+    @property
+    def awaits_first_token(self) -> bool:
+        """Whether an interactive request is at the server and has no token yet."""
+        states = self._table.states
+        return any(states[i].tier.is_interactive and states[i].awaits_first_token for i in self._streams)
+
     def count(self, tier: str) -> int:
         return self._table.count(tier)
 

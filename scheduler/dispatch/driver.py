@@ -21,6 +21,7 @@ from scheduler.worker.step_reporter import StepReporter
 
 log = structlog.get_logger()
 
+RISK_CHECK_S = 0.05  # seconds between two looks at interactive requests that await their first token
 LOAD_S = 1.0  # seconds between two looks at the server's own metrics
 
 
@@ -78,7 +79,7 @@ class StreamDriver:
                     raise self._failed
                 await self._carry_out()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(UPDATE_S):
+                    async with asyncio.timeout(RISK_CHECK_S if self._core.awaits_first_token else UPDATE_S):
                         await self._held.changed.wait()
         finally:
             tasks = [watching, *self._streams.values(), *self._ending]
@@ -109,11 +110,14 @@ class StreamDriver:
             task.cancel()
 
     async def _stream(self, request: StreamRequest) -> None:
-        request_id, task = request.seq_id, asyncio.current_task()
+        request_id, task, is_first = request.seq_id, asyncio.current_task(), True
         try:
             async with aclosing(self._upstream.stream(request)) as outputs:
                 async for output in outputs:
                     self._reporter.report_requests(self._core.take(output, self._clock.now()))
+                    if is_first:  # its prefill is done, so that another one may begin
+                        self._held.changed.set()
+                    is_first = False
         except UpstreamError as error:
             await self._end(request_id, error)
         except Exception as error:  # a bug must end the worker, and not only this stream

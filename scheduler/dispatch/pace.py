@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 
 from engine.step_time.cost import StepWork
 from engine.step_time.model import StepTimeModel
+from scheduler.clock import NEVER_S
 from scheduler.request_state import RequestState
+
+# Share of the shortest step's length: tokens that come within this time after the reference's token are of its step.
+SAME_STEP_SHARE = 0.25
+MAX_SAME_STEP_S = 0.02  # length of a step, as long as none is known
+SHORTEST_GROWTH = 1.01  # factor by which each step raises the shortest length, so that one that is over is forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +44,30 @@ class UpstreamPace:
     def __init__(self, model: StepTimeModel) -> None:
         self.model = model
         self._reference: str | None = None
-        self._since_s = 0.0
+        self._since_s = 0.0  # the reference's token with which the interval began
+        self._ended_s: float | None = None  # its next token; other tokens of the same step may still come
+        self._num_new = 0  # number of tokens that the reference brought then
+        self._counts_from_s = -NEVER_S
+        self._shortest_s = NEVER_S  # length of the shortest step seen lately
         self._interval = _Interval()
 
     def note_tokens(self, state: RequestState, num_new: int, num_prefilled: int, now: float) -> SeenStep | None:
-        """Record that a stream brought `num_new` tokens. Return the step that ended with them, if one did.
+        """Record that a stream brought `num_new` tokens. Return the step before them, if one is complete now.
 
         `num_prefilled` is the number of tokens that the server had to compute for the stream's first token; 0 for later
         tokens. `state` does not have the new tokens yet.
         """
-        self._count(state, num_new, num_prefilled)
-        if self._reference is None:
-            self._begin(state.id, now)
-        elif self._reference == state.id:
-            seen = self._end(max(1, num_new), now)
-            self._begin(state.id, now)
+        seen = self._finish() if self._is_over(now) else None
+        if self._reference is None and self._ended_s is None:
+            self._reference, self._since_s, self._interval = state.id, now, _Interval()
+            self._counts_from_s = now + SAME_STEP_SHARE * min(self._shortest_s, MAX_SAME_STEP_S)
             return seen
-        return None
+        if now >= self._counts_from_s:  # tokens before are of the step that ended with the first token of the reference
+            self._count(state, num_new, num_prefilled)
+        if self._reference == state.id:
+            self._num_new += num_new
+            self._ended_s = now
+        return seen
 
     def note_alone(self, num_prefilled: int, elapsed_s: float) -> None:
         """Record the time of a first token that the server computed with nothing beside it."""
@@ -67,8 +80,11 @@ class UpstreamPace:
         if self._reference == request_id:
             self._reference = None
 
-    def _begin(self, request_id: str, now: float) -> None:
-        self._reference, self._since_s, self._interval = request_id, now, _Interval()
+    def _is_over(self, now: float) -> bool:
+        """Return whether a token that comes now is of a later step than the reference's newest token."""
+        if self._ended_s is None:
+            return False
+        return now - self._ended_s > SAME_STEP_SHARE * min(self._shortest_s, self._ended_s - self._since_s)
 
     def _count(self, state: RequestState, num_new: int, num_prefilled: int) -> None:
         interval, cost = self._interval, self.model.cost()
@@ -82,11 +98,14 @@ class UpstreamPace:
             interval.runs_s[state.tier.name] += num_new * cost.decode(context)
         interval.sequences[state.tier.name] += 1
 
-    def _end(self, num_steps: int, now: float) -> SeenStep | None:
-        """Return the step that ends now; None if several steps came at once, whose lengths are not known."""
-        interval, elapsed_s = self._interval, now - self._since_s
-        if num_steps > 1 or elapsed_s <= 0:
+    def _finish(self) -> SeenStep | None:
+        """End the interval. Return its step; None if several steps came at once, whose lengths are not known."""
+        assert self._ended_s is not None
+        interval, elapsed_s, num_new = self._interval, self._ended_s - self._since_s, self._num_new
+        self._since_s, self._ended_s, self._num_new, self._interval = self._ended_s, None, 0, _Interval()
+        if num_new > 1 or elapsed_s <= 0:
             return None
+        self._shortest_s = min(elapsed_s, SHORTEST_GROWTH * self._shortest_s)
         predicted_s = self.model.predict(interval.work)
         self.model.observe(interval.work, elapsed_s)
         total_s = sum(interval.runs_s.values()) or 1.0

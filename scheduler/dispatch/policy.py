@@ -17,6 +17,7 @@ from engine.step_time.cost import StepCost
 from scheduler.clock import NEVER_S
 from scheduler.config import Tier
 from scheduler.control.budget import Budgets, TierBudget
+from scheduler.control.step_limit import FIRST_STEP_SHARE
 from scheduler.deadlines import deadline_s
 from scheduler.planning.request_table import RequestTable
 from scheduler.request_state import RequestState
@@ -177,6 +178,14 @@ class _Draft:
                 return
             self._start(state)
 
+    def _max_prefills_s(self) -> float:
+        """Return the time that bulk's prefills in flight may take together."""
+        usual_s = PREFILL_STEPS * self._cost.step(0.0)
+        if self._has_traffic:
+            return usual_s
+        slos_ms = [t.slo.ttft_p99_ms for t in self._view.tiers if t.slo.ttft_p99_ms is not None]
+        return max(usual_s, FIRST_STEP_SHARE * min(slos_ms) / 1000) if slos_ms else NEVER_S
+
     def _may_start(self, state: RequestState, budget: TierBudget) -> bool:
         if self._num_in_flight == 0:
             return self._view.max_in_flight >= 1  # the server never stands idle while there is work
@@ -185,12 +194,12 @@ class _Draft:
             return False
         if self._num_in_flight >= self._view.max_in_flight - reserved:
             return False
+        prefills_s = self._bulk_prefills_s + self._prefill_s(state)
+        if self._bulk_prefills_s and prefills_s > self._max_prefills_s():
+            return False
         if not self._has_traffic:
             return True
         if budget.decodes_only and not budget.guaranteed:
-            return False
-        prefills_s = self._bulk_prefills_s + self._prefill_s(state)
-        if self._bulk_prefills_s and prefills_s > PREFILL_STEPS * self._cost.step_s:
             return False
         has_bulk = any(self._num_of[t.name] for t in self._view.tiers if not t.is_interactive)
         return not has_bulk or self._cost.step(self._streams_s + self._cost.decode(state.num_tokens)) <= self._window_s
