@@ -100,4 +100,5 @@ def _add_schema(params: dict[str, Any], sampling: SamplingParams, dialect: Diale
     schema = {key: value for key, value in schema.items() if key != "x-guidance"}
     outer, _, inner = dialect.json_schema.partition(".")
     value = json.dumps(schema) if dialect.name == "sglang" else schema
-    params[outer] = {inner: value} if inner else value
+    # Weak models would never end free white space, which our own grammars do not allow either.
+    params[outer] = {inner: value, "disable_any_whitespace": True} if inner else value

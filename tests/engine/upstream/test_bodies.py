@@ -56,7 +56,8 @@ def test_each_parameter_is_either_sent_or_named_as_unsupported(dialect: Dialect,
 def test_parameters_have_the_names_of_the_dialect() -> None:
     vllm = body(VLLM, logit_bias=((5, 1.0),), top_k=7, logprobs=2, grammar=SCHEMA)
     assert vllm["logit_bias"] == {"5": 1.0} and vllm["top_k"] == 7 and vllm["logprobs"] == 2
-    assert vllm["structured_outputs"] == {"json": {"type": "object"}} and vllm["return_tokens_as_token_ids"]
+    schema = {"json": {"type": "object"}, "disable_any_whitespace": True}
+    assert vllm["structured_outputs"] == schema and vllm["return_tokens_as_token_ids"]
     sglang = body(SGLANG, min_tokens=3, is_seeded=True)
     assert sglang["input_ids"] == [1, 2] and sglang["extra_key"] == "salt" and sglang["priority"] == 100
     assert sglang["sampling_params"] == {

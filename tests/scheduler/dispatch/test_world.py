@@ -156,18 +156,18 @@ def test_answers_are_whole_and_right() -> None:
 
 def test_chat_beside_bulk_is_nearly_as_fast_as_alone() -> None:
     async def alone(world: World) -> tuple[list[Answer], list[Answer]]:
-        return await chats(world, 60), []
+        return await chats(world, 40), []
 
     async def beside(world: World) -> tuple[list[Answer], list[Answer]]:
-        flood = asyncio.create_task(bulk(world, 64, 40.0))
+        flood = asyncio.create_task(bulk(world, 64, 27.0))
         await world.clock.sleep(5.0)
-        asked = await chats(world, 60)
+        asked = await chats(world, 40)
         num_at_most = 0.055 * world.core.recompute.num_computed
         assert world.core.recompute.num_recomputed <= num_at_most, "at most 5 % is computed again"
         return asked, await flood
 
     async def only_bulk(world: World) -> tuple[list[Answer], list[Answer]]:
-        return [], await bulk(world, 64, 40.0)
+        return [], await bulk(world, 64, 27.0)
 
     single, _ = play(alone, cost=CPU)
     mixed, answers = play(beside, cost=CPU)
