@@ -154,3 +154,18 @@ def test_compose_waits_longer_than_drain_and_kill_grace() -> None:
     compose = yaml.safe_load((Path(__file__).parents[2] / "docker-compose.yml").read_text(encoding="utf-8"))
     grace_s = float(compose["x-part"]["stop_grace_period"].removesuffix("s"))
     assert grace_s > ServeSettings().drain_s + KILL_GRACE_S
+
+
+def test_the_upstreams_key_goes_to_the_worker_by_its_environment() -> None:
+    parent = ServeSettings(engine="openai", upstream="http://host:1", upstream_api_key=SecretStr("sk-up"))
+    flags = parent.flags(WorkerSettings)
+    assert not any("sk-up" in flag for flag in flags)
+    assert parent.secret_env["TIDEGATE_UPSTREAM_API_KEY"] == "sk-up"
+    child = CliApp.run(WorkerSettings, cli_args=list(flags))
+    assert (child.engine, child.upstream) == ("openai", "http://host:1")
+
+
+@pytest.mark.parametrize("values", [{"engine": "openai"}, {"upstream": "http://host:1"}])
+def test_an_upstream_and_its_engine_belong_together(values: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match="--engine openai"):
+        WorkerSettings.model_validate(values)

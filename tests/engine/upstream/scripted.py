@@ -75,7 +75,7 @@ class ScriptedServer:
 
     async def wait_until(self, what: str, count: int) -> None:
         """Wait until the number `what` of this server is `count`."""
-        async with asyncio.timeout(10), self.changed:
+        async with asyncio.timeout(30), self.changed:
             await self.changed.wait_for(lambda: getattr(self, what) == count)
 
     async def _note(self) -> None:
