@@ -16,6 +16,7 @@ from scheduler.worker.maintenance import Maintenance
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.peers import Peers
 from scheduler.worker.publisher import Publisher
+from scheduler.worker.refusals import Refusals
 from scheduler.worker.step_log import NoStepLog
 from scheduler.worker.step_reporter import StepReporter
 
@@ -33,11 +34,12 @@ def build_dispatch_loop(
     """Return a loop that is ready to run. It closes `queue` at its end; all other parts outlive it."""
     held = HeldRequests(core, metrics, clock)
     heartbeat = Heartbeat(registry, metrics, core, upstream.info, identity, clock, upstream.unsupported)
-    publisher = Publisher(queue, events, held)
-    peers = Peers(core, queue, events, registry, held, clock, identity.worker_id)
-    claimer = Claimer(core, queue, held, peers, clock)
+    refusals = Refusals()
+    publisher = Publisher(queue, events, held, refusals, clock)
+    peers = Peers(core, queue, events, registry, held, refusals, clock, identity.worker_id)
+    claimer = Claimer(core, queue, held, peers, refusals, clock)
     reporter = StepReporter(publisher, metrics, heartbeat, NoStepLog())
-    driver = StreamDriver(core, upstream, queue, held, claimer, reporter, clock)
-    leases = LeaseKeeper(core, queue, held, clock, identity.worker_id)
-    maintenance = Maintenance(core, queue, metrics, heartbeat, held, driver, clock)
+    driver = StreamDriver(core, upstream, queue, held, claimer, reporter, refusals, clock)
+    leases = LeaseKeeper(core, queue, held, refusals, clock, identity.worker_id)
+    maintenance = Maintenance(core, queue, metrics, heartbeat, held, driver, refusals, clock)
     return SchedulerLoop(driver, claimer, publisher, leases, peers, maintenance, heartbeat, queue)

@@ -17,6 +17,7 @@ from scheduler.queue.base import Queue
 from scheduler.request import Lease
 from scheduler.worker.claimer import Claimer
 from scheduler.worker.held_requests import HeldRequests
+from scheduler.worker.refusals import Refusals
 from scheduler.worker.step_reporter import StepReporter
 
 log = structlog.get_logger()
@@ -36,6 +37,7 @@ class StreamDriver:
         held: HeldRequests,
         claimer: Claimer,
         reporter: StepReporter,
+        refusals: Refusals,
         clock: Clock,
     ) -> None:
         self._core = core
@@ -44,6 +46,7 @@ class StreamDriver:
         self._held = held
         self._claimer = claimer
         self._reporter = reporter
+        self._refusals = refusals
         self._clock = clock
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()  # tasks of streams that were hung up
@@ -90,9 +93,7 @@ class StreamDriver:
     async def _carry_out(self) -> None:
         now = self._clock.now()
         self._say_if_down(now)
-        leases = self._core.give_back(now)
-        if leases:
-            await self._queue.release(leases)
+        await self._release(self._core.give_back(now))
         self._reporter.report_requests(self._core.refuse(now))
         opened, hung_up = self._core.decide(now)
         for request_id in hung_up:
@@ -133,8 +134,12 @@ class StreamDriver:
         log.warning("a stream of the upstream ended early", request=request_id, reason=str(error))
         report, leases = self._core.end_stream(request_id, error, now)
         self._reporter.report_requests(report)
+        await self._release(leases)
+
+    async def _release(self, leases: list[Lease]) -> None:
+        """Put requests back into the queue. If the store refuses that now, they return when their leases end."""
         if leases:
-            await self._queue.release(leases)
+            await self._refusals.attempt(self._queue.release(leases))
 
     async def _watch(self) -> None:
         """Ask the server for its load once in a while, and notice that it is away or back."""

@@ -77,12 +77,12 @@ def has_traffic(tiers: Iterable[Tier], table: RequestTable, budgets: Budgets) ->
     )
 
 
-def bulk_window_s(interactive: Iterable[RequestState], cost: StepCost, margin: float) -> float:
+def bulk_window_s(interactive: Iterable[RequestState], cost: StepCost) -> float:
     """Return the longest step that bulk may cause beside the decodes of `interactive`."""
     states = list(interactive)
     alone_s = cost.step(sum(cost.decode(s.num_tokens) for s in states if not s.awaits_first_token))
     itl_s = min((s.tier.slo.itl_p99_ms or NEVER_S for s in states), default=NEVER_S) / 1000
-    return max(min((1 + MAX_STRETCH) * alone_s, (1 - margin) * itl_s), alone_s)
+    return max(min((1 + MAX_STRETCH) * alone_s, itl_s), alone_s)
 
 
 class _Draft:
@@ -102,7 +102,7 @@ class _Draft:
         self._bulk_prefills_s = sum(self._prefill_s(s) for s in prefills if not s.tier.is_interactive)
         self._interactive = list(view.table.interactive())
         self._has_traffic = has_traffic(view.tiers, view.table, view.budgets)
-        self._window_s = bulk_window_s(self._interactive, self._cost, 0.0) if self._has_traffic else NEVER_S
+        self._window_s = bulk_window_s(self._interactive, self._cost) if self._has_traffic else NEVER_S
         self._unplaced: list[RequestState] = []  # interactive requests for which the server has no place
 
     def _prefill_s(self, state: RequestState) -> float:

@@ -15,6 +15,7 @@ from scheduler.worker.core import Driver, WorkerCore
 from scheduler.worker.heartbeat import Heartbeat
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.metrics import SchedulerMetrics
+from scheduler.worker.refusals import Refusals
 
 log = structlog.get_logger()
 
@@ -30,6 +31,7 @@ class Maintenance:
         heartbeat: Heartbeat,
         held: HeldRequests,
         driver: Driver,
+        refusals: Refusals,
         clock: Clock,
     ) -> None:
         self._core = core
@@ -38,6 +40,7 @@ class Maintenance:
         self._heartbeat = heartbeat
         self._held = held
         self._driver = driver
+        self._refusals = refusals
         self._clock = clock
         self._missing: frozenset[str] = frozenset()  # tiers with requests that cannot end by their deadlines
 
@@ -50,7 +53,11 @@ class Maintenance:
             self._review(await self._queue.depths([t.name for t in self._core.tiers]))
             self._held.changed.set()  # wakes an idle driver, because budgets also change with time
             if rounds % HEARTBEAT_EVERY == 0 and not self._driver.is_stuck:
-                await self._heartbeat.beat()
+                await self._beat()
+
+    async def _beat(self) -> None:
+        if await self._refusals.attempt(self._heartbeat.beat()):
+            self._refusals.end()
 
     def _review(self, depths: Mapping[str, int]) -> None:
         """Let the controller change its knobs; log and count its decisions.
