@@ -17,6 +17,7 @@ from bench.locust.command import Locust
 from bench.peers.commands import BusyNeighbour, ClosedLoops, Frontier
 from bench.simulator_accuracy import SimulatorAccuracy
 from bench.store_throughput import Store
+from bench.tasks.command import Tasks
 from loadtest.running import run_cli
 
 # Former names of commands, which still work.
@@ -39,8 +40,9 @@ class Bench(BaseSettings):
     Experiments on the HTTP side. conformance: clients that people use, in their default modes. facade: requests per
     second of the gateway, beside LiteLLM's proxy.
 
-    Other experiments. store: the requests per second of a real store. simulator-accuracy: a measured run compared with
-    its simulation. ablation: simulated loads with each part of the controller switched off.
+    Other experiments. tasks: /v1/tasks with an endpoint that fails and workers that are killed. store: the requests per
+    second of a real store. simulator-accuracy: a measured run compared with its simulation. ablation: simulated loads
+    with each part of the controller switched off.
 
     Plots and Locust need `pip install 'tidegate[loadtest]'`. `python -m bench.gpu_check` runs the checks that need a
     GPU."""
@@ -66,6 +68,7 @@ class Bench(BaseSettings):
     ablation: CliSubCommand[Ablation]
     conformance: CliSubCommand[Conformance]
     facade: CliSubCommand[Facade]
+    tasks: CliSubCommand[Tasks]
 
     def cli_cmd(self) -> None:
         CliApp.run_subcommand(self)

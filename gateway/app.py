@@ -16,7 +16,7 @@ from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.http.wrong_keys import WrongKeys
 from gateway.protocol import errors
 from gateway.protocol.json_body import BodyReader
-from gateway.routes import admin, batches, chat, files, keys, models, ops, responses, tokenize
+from gateway.routes import admin, batches, chat, files, keys, models, ops, responses, tasks, tokenize
 from gateway.routes.dependencies import authenticated, request_counted
 from gateway.routes.sla_feed import SlaFeed
 from gateway.state import Gateway
@@ -53,9 +53,9 @@ def create_app(gateway: Gateway) -> FastAPI:
     for routes in (chat, models, tokenize):
         app.include_router(routes.router)
     app.include_router(responses.router, dependencies=[Depends(authenticated)])
-    for routes in (files, batches):
+    for routes in (files, batches, tasks):
         app.include_router(routes.router, dependencies=[Depends(authenticated), Depends(request_counted)])
-    parts = (ops, admin, keys, chat, models, tokenize, files, batches, responses)
+    parts = (ops, admin, keys, chat, models, tokenize, files, batches, tasks, responses)
     errors.install(app, [route for part in parts for route in part.router.routes])
     return app
 
@@ -79,6 +79,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         if gateway.batches is not None:
             await gateway.batches.start()
             stack.push_async_callback(gateway.batches.close)
+        if gateway.tasks is not None:
+            stack.push_async_callback(gateway.tasks.close)
         if gateway.responses is not None:
             stack.push_async_callback(gateway.responses.close)
         yield

@@ -17,6 +17,7 @@ from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
 from gateway.responses.service import ResponseService
+from gateway.tasks.service import TaskService
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
@@ -38,6 +39,7 @@ class Gateway:
     files: FileStore | None = None
     batches: BatchService | None = None
     responses: ResponseService | None = None
+    tasks: TaskService | None = None
     tier_changes: TierChanges | None = None
     key_source: KeySource | None = None
     limits: KeyLimits | None = None

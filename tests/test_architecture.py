@@ -25,7 +25,7 @@ INITS = [path for path in MODULES if path.name == "__init__.py"]
 # What a package may import of the others. The composition root knows every part.
 MAY_IMPORT = {
     "engine": {"engine"},
-    "scheduler": {"scheduler", "engine.interface", "engine.step_time", "engine.streaming"},
+    "scheduler": {"scheduler", "engine.interface", "engine.step_time", "engine.streaming", "engine.static.interface"},
     "gateway": {"gateway", "scheduler", "engine.interface"},
     "loadtest": {"loadtest", "scheduler", "engine", "gateway"},
     "bench": {"bench", "loadtest", "scheduler", "engine", "gateway", "tidegate"},
@@ -35,16 +35,16 @@ MAY_IMPORT = {
 # The levels of each house from the bottom up; the rooms of one level do not import each other.
 HOUSES = {
     "tidegate": "background batch drain listening logs notify process settings → supervisor valkey"
-    " → demo gateway keys serve worker → cli",
-    "gateway": "protocol files → http idempotency identity output → keys → completion batches → responses"
+    " → demo gateway keys serve worker → static_worker → cli",
+    "gateway": "protocol files → http idempotency identity output → keys → completion batches tasks → responses"
     " → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
-    " → request_state → deadlines → client control → planning → worker → dispatch",
-    "engine": "interface config → step_time sequences streaming thread → modeled native upstream → factory",
+    " → request_state tasks → deadlines → client control → planning → worker → batching dispatch",
+    "engine": "interface config → step_time sequences streaming thread → modeled native static upstream → factory",
     "loadtest": "machine extras child_environment random_weights shipped_tiers traffic → client model_shapes"
     " → estimates running locustfile → reporting → checks model_command simulation → calibration",
     "bench": "reporting engines gpu_check simulator_accuracy store_throughput → isolation"
-    " → ablation conformance locust peers → facade",
+    " → ablation conformance locust peers tasks → facade",
     "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",
 }
 # Where tensors live. What is elsewhere must start without torch; the model's trainer is a program of its own, and
@@ -69,6 +69,10 @@ PURE_ROOMS = (
     "scheduler.client.ttft_forecast",
     "scheduler.client.forecast_correction",
     "scheduler.client.inflight",
+    "scheduler.batching.policy",
+    "scheduler.batching.outcome",
+    "scheduler.tasks.lanes",
+    "scheduler.tasks.task",
 )
 IMPURE = {"time", "datetime", "asyncio", "random", "logging", "structlog", "prometheus_client", "redis", "torch"}
 ABSENT = {"torch", "transformers", "redis", "prometheus_client", "fastapi"}

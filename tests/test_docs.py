@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from gateway.http.metrics import GatewayMetrics
 from loadtest.__main__ import main as loadtest_main
 from scheduler import config
+from scheduler.batching.metrics import TaskMetrics
 from scheduler.config import load_tiers
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.test_architecture import HOUSES, ROOT
@@ -327,7 +328,8 @@ def test_every_key_of_a_tier_is_explained_and_no_other() -> None:
 
 def test_every_metric_is_explained_and_no_other() -> None:
     registry = CollectorRegistry()
-    SchedulerMetrics(registry, load_tiers(ROOT / "tiers.yaml"))
+    for kind in (SchedulerMetrics, TaskMetrics):
+        kind(registry, load_tiers(ROOT / "tiers.yaml"))
     families = [*registry.collect(), *GatewayMetrics().registry.collect()]
     rows = table_rows(ROOT / "docs" / "operations.md")
     documented = {cells[0].strip("`") for heading, cells in rows if heading == "Metrics"}

@@ -85,6 +85,10 @@ def _gateway(args: list[str]) -> int:
 
 def _worker(args: list[str]) -> int:
     settings = _needs_store(_load(WorkerSettings, "worker", args))
+    if settings.engine == "static":
+        from tidegate.static_worker import run_static_worker
+
+        return run_static_worker(settings)
     from tidegate.worker import run_worker
 
     return run_worker(settings)

@@ -43,6 +43,8 @@ from gateway.keys.usage import UsageMeter
 from gateway.responses.service import ResponseService
 from gateway.responses.store import ResponseStore
 from gateway.state import Gateway, GatewayTiers
+from gateway.tasks.endings import Endings
+from gateway.tasks.service import TaskService
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers
@@ -53,6 +55,7 @@ from scheduler.reload.coordinator import TierChanges
 from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
+from scheduler.tasks.queue import TaskQueue
 from tidegate.background import Background
 from tidegate.drain import Drain
 from tidegate.listening import CannotListen, listen
@@ -155,6 +158,7 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         usage=usage,
         idempotency=IdempotencyStore(redis, clock),
         responses=responses,
+        tasks=TaskService(TaskQueue(redis, clock), Endings(redis), client, clock, settings.task_ttl_s),
         tier_changes=TierChanges(tier_store, follower, queue.depths, settings.tiers_path, clock),
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(settings.allowed_origins or ()),

@@ -155,8 +155,10 @@ class WorkerSettings(CommonSettings):
         default=None,
         description="unique among the store's workers; unset: host name and process id (serve: host name and port)",
     )
-    engine: Literal["native", "openai"] = Field(
-        default="native", description="native: this program's own engine; openai: a server at --upstream"
+    engine: Literal["native", "openai", "static"] = Field(
+        default="native",
+        description="native: this program's own engine; openai: a server at --upstream; static: an endpoint with fixed "
+        "batches that serves /v1/tasks, and no model",
     )
     upstream: str | None = Field(
         default=None, description="base URL of an OpenAI-compatible server that generates the tokens (--engine openai)"
@@ -180,6 +182,13 @@ class WorkerSettings(CommonSettings):
     dtype: str = Field(default="auto", description="float32, bfloat16 or float16; auto: bfloat16 where it is fast")
     max_model_len: int | None = Field(
         default=None, ge=2, description="the most tokens of a prompt and its output together"
+    )
+    endpoint: str | None = Field(
+        default=None, description="of --engine static: http://HOST/PATH, or python:module.function"
+    )
+    batch: int = Field(default=64, ge=1, le=4096, description="of --engine static: items of a call")
+    endpoint_timeout_s: float = Field(
+        default=60.0, gt=0, description="of --engine static: the longest time of a call, in seconds"
     )
     max_step_tokens: int = Field(default=2048, ge=16, description="the most tokens in one step")
     kv_cache_mb: int | None = Field(
@@ -205,6 +214,14 @@ class WorkerSettings(CommonSettings):
             raise ValueError("--engine openai needs the URL of a server: --upstream http://HOST:PORT")
         if self.engine != "openai" and self.upstream is not None:
             raise ValueError("--upstream is for --engine openai")
+        return self
+
+    @model_validator(mode="after")
+    def _endpoint_is_known(self) -> Self:
+        if self.engine == "static" and self.endpoint is None:
+            raise ValueError("--engine static needs --endpoint http://HOST/PATH or python:module.function")
+        if self.engine != "static" and self.endpoint is not None:
+            raise ValueError("--endpoint is for --engine static")
         return self
 
     @property
@@ -275,6 +292,9 @@ class GatewaySettings(CommonSettings):
         default=86_400.0,
         ge=0,
         description="seconds for which stored responses are kept after their last use; 0: none are stored",
+    )
+    task_ttl_s: float = Field(
+        default=3600.0, gt=0, description="seconds for which the result of a task of /v1/tasks is kept"
     )
     response_store_mb: int = Field(
         default=256,

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 from prometheus_client import CollectorRegistry, disable_created_metrics
@@ -224,6 +224,22 @@ async def teach(engine: Engine, core: SchedulerCore, clock: Clock) -> None:
         raise EngineStartError(f"the engine's first steps failed: {error}") from error
 
 
+class WorkerLoop(Protocol):
+    """What serves until it is drained or stopped: a loop of steps, or of calls of a static endpoint."""
+
+    @property
+    def is_announced(self) -> bool: ...
+
+    @property
+    def is_stuck(self) -> bool: ...
+
+    async def run(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class Ending:
     """The handler of stop signals: it ends the current loop, which it therefore knows.
 
@@ -233,7 +249,7 @@ class Ending:
 
     def __init__(self, drain_s: float) -> None:
         self._drain_s = drain_s
-        self._loop: SchedulerLoop | None = None
+        self._loop: WorkerLoop | None = None
         self.asked = asyncio.Event()
 
     def __call__(self) -> None:
@@ -254,7 +270,7 @@ class Ending:
     def is_stuck(self) -> bool:
         return self._loop is not None and self._loop.is_stuck
 
-    async def run(self, loop: SchedulerLoop) -> None:
+    async def run(self, loop: WorkerLoop) -> None:
         self._loop = loop
         try:
             await loop.run()
@@ -266,7 +282,7 @@ class Ending:
             self._loop.stop()
 
 
-async def keep_serving(build: Callable[[], SchedulerLoop], ending: Ending, clock: Clock) -> None:
+async def keep_serving(build: Callable[[], WorkerLoop], ending: Ending, clock: Clock) -> None:
     """Run a loop until it has drained. If the store stops answering meanwhile, run a new loop when the store is back.
 
     The new loop uses the same engine and core. Raises `RedisError` if an outage takes more than `GIVE_UP_S`. A store

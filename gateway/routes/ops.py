@@ -109,7 +109,7 @@ async def openapi(request: Request) -> JSONResponse:
 async def _readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
     """Return whether requests can be served now, and the body of the answer."""
     depths = await _depths(client)
-    workers = client.workers
+    workers = [*client.workers, *client.task_workers]
     present = {"store": depths is not None and client.refusal is None, "worker": bool(workers)}
     missing = [part for part, is_there in present.items() if not is_there]
     is_ready = not missing and not client.is_draining
@@ -136,7 +136,7 @@ async def _depths(client: SchedulerClient) -> dict[str, int] | None:
 async def _exposition(gateway: Gateway) -> bytes:
     """Return all metrics as Prometheus text. If the store does not answer, return only the gateway's own metrics."""
     metrics = gateway.metrics
-    metrics.workers_alive.set(len(gateway.client.workers))
+    metrics.workers_alive.set(len(gateway.client.workers) + len(gateway.client.task_workers))
     snapshots: dict[str, str] = {}
     with suppress(Exception):  # after any error of the store, the gateway's own metrics are still worth reading
         async with asyncio.timeout(STORE_TIMEOUT_S):

@@ -66,6 +66,8 @@ class SchedulerClient:
         self._unwithdrawn: list[str] = []  # ids of requests whose cancel the store has refused
         self._withdrawals: set[asyncio.Task[None]] = set()
         self._workers: list[WorkerStatus] = []
+        self._task_workers: list[WorkerStatus] = []
+        self._task_worker_seen_s: float | None = None
         self._monitor = HeartbeatMonitor(WORKER_SILENT_S)
         self._reads_without_worker = 0  # number of reads in a row that found no live worker
         self._worker_seen_s: float | None = None
@@ -116,8 +118,19 @@ class SchedulerClient:
 
     @property
     def workers(self) -> list[WorkerStatus]:
-        """The workers that were alive at the last refresh."""
+        """The workers with an engine that were alive at the last refresh."""
         return self._workers
+
+    @property
+    def task_workers(self) -> list[WorkerStatus]:
+        """The workers with a static endpoint that were alive at the last refresh."""
+        return self._task_workers
+
+    @property
+    def has_task_worker(self) -> bool:
+        """Whether tasks may be accepted: a worker for them is alive, or was so lately and may be restarting."""
+        seen = self._task_worker_seen_s
+        return bool(self._task_workers) or (seen is not None and self._clock.now() - seen < WORKER_GRACE_S)
 
     @property
     def tiers(self) -> TierSet:
@@ -305,7 +318,11 @@ class SchedulerClient:
         listed = await self._registry.workers()
         for worker_id in self._monitor.observe({w.worker_id: w.at_ms for w in listed}):
             log.warning("a worker is silent", worker=worker_id)
-        self._workers = [w for w in listed if not self._monitor.is_silent(w.worker_id)]
+        alive = [w for w in listed if not self._monitor.is_silent(w.worker_id)]
+        self._workers = [w for w in alive if not w.batch_items]
+        self._task_workers = [w for w in alive if w.batch_items]
+        if self._task_workers:
+            self._task_worker_seen_s = self._clock.now()
         if self._workers:
             self._worker_seen_s = self._clock.now()
             self._reads_without_worker = 0
@@ -313,7 +330,8 @@ class SchedulerClient:
             self._reads_without_worker += 1
 
     async def _refresh(self) -> None:
-        workers = [w for w in await self._registry.workers() if not self._monitor.is_silent(w.worker_id)]
+        listed = await self._registry.workers()
+        workers = [w for w in listed if not (w.batch_items or self._monitor.is_silent(w.worker_id))]
         self._admission.on_heartbeat(workers, await self.backlogs(), self._clock.now(), self._clock.wall_ms())
 
     def _fail_unserved(self) -> None:

@@ -52,14 +52,15 @@ class Rejected:
         return "" if self.is_final else f"Try again in {math.ceil(self.retry_after_s)} s."
 
 
-def queue_full(tier: Tier, depth: int, workers: Iterable[WorkerStatus]) -> Rejected:
-    """Return the rejection for a full queue.
+def queue_full(tier: Tier, depth: int, workers: Iterable[WorkerStatus], limit: int | None = None) -> Rejected:
+    """Return the rejection for a full queue. Its `limit` is the tier's `queue_limit` unless another one is given.
 
     The client may try again when 5 % of the queue is free at the observed drain rate.
     """
+    limit = tier.queue_limit if limit is None else limit
     rate = sum(w.tiers[tier.name].finished_per_s for w in workers if tier.name in w.tiers)
-    room = max(1.0, 0.05 * tier.queue_limit)
-    message = f"The {tier.name} tier's queue is full ({depth} waiting, {tier.queue_limit} at most)."
+    room = max(1.0, 0.05 * limit)
+    message = f"The {tier.name} tier's queue is full ({depth} waiting, {limit} at most)."
     if rate <= 0:
         return _rejected(RejectReason.QUEUE_FULL, message, MAX_RETRY_S / 4)
     return _rejected(RejectReason.QUEUE_FULL, message, room / rate, depth / rate)
@@ -96,6 +97,11 @@ def too_late(tier: Tier, predicted_s: float, left_s: float, own_s: float) -> Rej
 
 def no_engine() -> Rejected:
     return _rejected(RejectReason.NO_ENGINE, "No engine is running at the moment.", RESTART_S)
+
+
+def no_task_worker() -> Rejected:
+    message = "No worker with a static endpoint is running: start one with `tidegate worker --engine static`."
+    return _rejected(RejectReason.NO_ENGINE, message, RESTART_S)
 
 
 def draining() -> Rejected:

@@ -14,10 +14,14 @@ from scheduler.request import Lease
 from scheduler.store import keys
 from scheduler.store.scripts import load_script
 
-_KEY_NAMES = f"""\
-local QUEUE, WAITING, REQUEST = '{keys.QUEUE_PREFIX}', '{keys.WAITING_PREFIX}', '{keys.REQUEST_PREFIX}'
-local LEASES, SEQUENCE, WAKE = '{keys.LEASES}', '{keys.SEQUENCE}', '{keys.WAKE}'
-"""
+
+def key_names(namespace: str = keys.NAMESPACE) -> str:
+    """Return the Lua lines that name the keys of the queue in `namespace`, to be put in front of a script."""
+    names = {"QUEUE": keys.QUEUE_PREFIX, "WAITING": keys.WAITING_PREFIX, "REQUEST": keys.REQUEST_PREFIX}
+    names |= {"LEASES": keys.LEASES, "SEQUENCE": keys.SEQUENCE, "WAKE": keys.WAKE}
+    moved = {name: namespace + key.removeprefix(keys.NAMESPACE) for name, key in names.items()}
+    return "".join(f"local {name} = '{key}'\n" for name, key in moved.items())
+
 
 INFINITY = 1e15  # stands for infinity, which not every version of Lua can parse
 
@@ -28,15 +32,16 @@ class Scripts:
     A call sends only the hash of a script. The text is sent if the server does not know the hash yet.
     """
 
-    def __init__(self, client: Redis) -> None:
-        self._put = load_script(client, "scheduler.queue", "shared", "put", prelude=_KEY_NAMES)
-        self._claim = load_script(client, "scheduler.queue", "shared", "claim", prelude=_KEY_NAMES)
-        self._ack = load_script(client, "scheduler.queue", "shared", "ack", prelude=_KEY_NAMES)
-        self._renew = load_script(client, "scheduler.queue", "shared", "renew", prelude=_KEY_NAMES)
-        self._release = load_script(client, "scheduler.queue", "shared", "release", prelude=_KEY_NAMES)
-        self._requeue_expired = load_script(client, "scheduler.queue", "shared", "requeue_expired", prelude=_KEY_NAMES)
-        self._requeue_worker = load_script(client, "scheduler.queue", "shared", "requeue_worker", prelude=_KEY_NAMES)
-        self._cancel = load_script(client, "scheduler.queue", "shared", "cancel", prelude=_KEY_NAMES)
+    def __init__(self, client: Redis, namespace: str = keys.NAMESPACE) -> None:
+        prelude = key_names(namespace)
+        self._put = load_script(client, "scheduler.queue", "shared", "put", prelude=prelude)
+        self._claim = load_script(client, "scheduler.queue", "shared", "claim", prelude=prelude)
+        self._ack = load_script(client, "scheduler.queue", "shared", "ack", prelude=prelude)
+        self._renew = load_script(client, "scheduler.queue", "shared", "renew", prelude=prelude)
+        self._release = load_script(client, "scheduler.queue", "shared", "release", prelude=prelude)
+        self._requeue_expired = load_script(client, "scheduler.queue", "shared", "requeue_expired", prelude=prelude)
+        self._requeue_worker = load_script(client, "scheduler.queue", "shared", "requeue_worker", prelude=prelude)
+        self._cancel = load_script(client, "scheduler.queue", "shared", "cancel", prelude=prelude)
 
     async def put(
         self,

@@ -6,6 +6,9 @@ The store must be one server, not a cluster: a script derives each request's key
 one script belong to many cluster slots.
 """
 
+# Every key begins with this.
+NAMESPACE = "tidegate:"
+
 # Queue ------------------------------------------------------------------------------------------------
 
 # One sorted set per tier, for example `tidegate:queue:realtime`. The score is the deadline in ms. A member is
@@ -31,6 +34,24 @@ SEQUENCE = "tidegate:sequence"
 # Pub/sub channel. The message is `wake` after a put, after a requeue, or when a waiting request was cancelled, and
 # `cancel:<request id>` when a leased request was cancelled.
 WAKE = "tidegate:wake"
+
+# Tasks ------------------------------------------------------------------------------------------------
+
+# Tasks have a queue of their own, with the same keys in this namespace: `tidegate:tasks:queue:realtime` and so on. A
+# queue's name is a lane (scheduler/tasks/lanes.py), and a request's payload is a msgpack `Task`.
+TASKS = "tidegate:tasks:"
+
+# One hash per ended task. Fields: task (msgpack `Task`), state, attempt, ended_ms, and result (JSON) or error. Its TTL
+# is the task's `keep_ms`, or `DEAD_TTL_S` for a dead letter.
+ENDED_TASK_PREFIX = "tidegate:tasks:ended:"
+
+# One sorted set per owner: the ids of the dead letters, by the time of their end in ms.
+DEAD_PREFIX = "tidegate:tasks:dead:"
+DEAD_TTL_S = 7 * 86_400.0  # seconds; somebody has to look at a dead letter, also after a weekend
+MAX_DEAD = 100_000  # dead letters of one owner; beyond it, the oldest is removed
+
+# Pub/sub channel: the ids of ended tasks, with blanks between them.
+TASKS_ENDED = "tidegate:tasks:ended"
 
 # Events -----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,9 @@ def load_script(client: Redis, package: str, *names: str, prelude: str = "") -> 
 
     redis-py sends the script's hash, and its text if the server does not know the hash yet.
     """
-    folder = resources.files(package)
-    texts = ((folder / f"{name}.lua").read_text(encoding="utf-8") for name in names)
-    return client.register_script("\n".join((prelude, *texts)))
+    return client.register_script("\n".join((prelude, *(script_text(package, name) for name in names))))
+
+
+def script_text(package: str, name: str) -> str:
+    """Return the text of the file `<name>.lua` of `package`."""
+    return (resources.files(package) / f"{name}.lua").read_text(encoding="utf-8")

@@ -66,7 +66,8 @@ class Peers:
         await self._check_gateways()
 
     async def _check_workers(self) -> None:
-        beats = {w.worker_id: w.at_ms for w in await self._registry.workers() if w.worker_id != self._worker_id}
+        others = [w for w in await self._registry.workers() if w.worker_id != self._worker_id and not w.batch_items]
+        beats = {w.worker_id: w.at_ms for w in others}
         for worker_id in self._workers.observe(beats):
             requeued = await self._queue.requeue_worker(worker_id)
             log.warning("a worker is silent; its requests go back to the queue", worker=worker_id, count=len(requeued))

@@ -42,6 +42,8 @@ from gateway.keys.usage import UsageMeter
 from gateway.responses.service import ResponseService
 from gateway.responses.store import ResponseStore
 from gateway.state import Gateway, GatewayTiers
+from gateway.tasks.endings import Endings
+from gateway.tasks.service import TaskService
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierSet, parse_tiers
@@ -53,6 +55,7 @@ from scheduler.reload.coordinator import TierChanges
 from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import TierStore
 from scheduler.request import Claimed, Delivery, EventKind, Lease, Request, TokenEvent
+from scheduler.tasks.queue import TaskQueue
 from tests.scheduler.builders import tiers_document
 from tests.waiting import until
 
@@ -245,6 +248,7 @@ async def running_stand(
     tokenizer: Tokenizer | None = None,
     responses: ResponseStore | None = None,
     redis: Redis | None = None,
+    tasks: Redis | None = None,
     allowed_origins: Sequence[str] = (),
     limits: ConnectionLimits | None = None,
     allowed_hosts: AllowedHosts | None = None,
@@ -254,7 +258,8 @@ async def running_stand(
 
     `administered` holds the store and the file through which its tiers can be changed. `metered` is the store of
     limits, usage and the answer cache; without it, there are none of them. `redis` and `responses`
-    are the store of responses (None: responses are not stored).
+    are the store of responses (None: responses are not stored). `tasks` is the store of tasks; with it, the gateway has
+    seen a worker for them.
     """
     clock, tiers, keyring = clock or SystemClock(), tiers or make_tiers(), keyring or Keyring()
     tokenizer = tokenizer or tiny_tokenizer()
@@ -293,6 +298,7 @@ async def running_stand(
         usage=usage,
         tier_changes=administered and _tier_changes(*administered, client, queue, keyring),
         responses=ResponseService(service, clock, redis, responses),
+        tasks=tasks and TaskService(TaskQueue(tasks, clock), Endings(tasks), client, clock, keep_s=3600.0),
         idempotency=redis and IdempotencyStore(redis, clock),
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(allowed_origins),
@@ -300,6 +306,8 @@ async def running_stand(
         private_docs=private_docs,
     )
     async with AsyncExitStack() as stack:
+        if tasks is not None:
+            await registry.announce(WorkerStatus("w2", (), 0, 0, 0, at_ms=clock.wall_ms(), batch_items=4), "")
         if with_worker:
             await worker.announce()
             stack.push_async_callback(worker.stop)

@@ -11,11 +11,13 @@ from prometheus_client import CollectorRegistry
 
 from gateway.http.metrics import GatewayMetrics
 from gateway.routes.ops import render
+from scheduler.batching.metrics import CALL_OUTCOMES, TaskMetrics
 from scheduler.config import load_tiers
 from scheduler.control.explanation import TierOutputs
 from scheduler.control.knobs import Decision
 from scheduler.planning.step_report import Ended, PrefixLookup, Reaction, StepReport
 from scheduler.request_state import Sample
+from scheduler.tasks.task import ClaimedTask, EndedTask, Task
 from scheduler.worker.metrics import SchedulerMetrics
 from tests.scheduler.builders import make_core
 
@@ -27,6 +29,7 @@ class Worker:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.metrics = SchedulerMetrics(self.registry, TIERS)
+        self.tasks = TaskMetrics(self.registry, TIERS)  # a worker has one or the other; here one stands for both
         self._core = make_core(TIERS)
         self._rounds = 0
 
@@ -59,6 +62,17 @@ class Worker:
             missing_deadlines=dict.fromkeys(TIERS.tiers, 1),
         )
         self.metrics.record_state(status, dict.fromkeys(TIERS.tiers, 7))
+        self._serve_some_tasks()
+
+    def _serve_some_tasks(self) -> None:
+        self.tasks.record_waiting(dict.fromkeys(TIERS.tiers, 5), wait_s=0.06)
+        for tier in TIERS.tiers:
+            claimed = ClaimedTask(Task("task_1", tier, "default", 0, b"1"), fence=1, attempt=1)
+            for outcome in CALL_OUTCOMES:
+                self.tasks.record_call([claimed] * 60, 64, 0.2, outcome)
+            for result in (b"1", None):
+                self.tasks.record_ended(EndedTask(claimed, claimed.task, result), 0.4)
+            self.tasks.record_retried(tier)
 
 
 class Deployment:

@@ -1,6 +1,7 @@
 """Settings: their sources, and the flags of a child process."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -169,3 +170,12 @@ def test_the_upstreams_key_goes_to_the_worker_by_its_environment() -> None:
 def test_an_upstream_and_its_engine_belong_together(values: dict[str, str]) -> None:
     with pytest.raises(ValidationError, match="--engine openai"):
         WorkerSettings.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "way_out"),
+    [({"engine": "static"}, "needs --endpoint"), ({"endpoint": "http://localhost/run"}, "is for --engine static")],
+)
+def test_a_static_engine_and_its_endpoint_need_each_other(values: dict[str, Any], way_out: str) -> None:
+    with pytest.raises(ValidationError, match=way_out):
+        WorkerSettings(**values)

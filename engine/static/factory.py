@@ -1,0 +1,18 @@
+"""Opens the endpoint that the settings name: a URL, or a Python function."""
+
+from urllib.parse import urlsplit
+
+from engine.config import EngineStartError
+from engine.static.function_endpoint import PREFIX, FunctionEndpoint, load_function
+from engine.static.http_endpoint import HttpEndpoint
+from engine.static.interface import Endpoint
+
+
+def open_endpoint(spec: str, batch: int, timeout_s: float) -> Endpoint:
+    """Return the endpoint. Raises `EngineStartError` if `spec` names none."""
+    if spec.startswith(PREFIX):
+        return FunctionEndpoint(spec, load_function(spec), batch, timeout_s)
+    url = urlsplit(spec)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise EngineStartError(f"the endpoint {spec!r} is neither http://HOST/PATH nor python:module.function")
+    return HttpEndpoint(spec, batch, timeout_s)

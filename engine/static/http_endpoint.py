@@ -1,0 +1,92 @@
+"""An endpoint behind HTTP: one POST a batch.
+
+The request's body is `{"items": [...], "count": n}` with exactly B items, of which those after the first n are padding.
+The answer's is `{"results": [...]}` with B entries in the same order, each `{"output": ...}` or `{"error": "why"}`.
+"""
+
+from collections.abc import Sequence
+
+import httpx
+import msgspec
+
+from engine.static.interface import CallFailed, ItemResult, Unreachable
+from engine.static.padding import padded, without_padding
+
+BUSY = {429, 502, 503, 504}  # statuses by which a server or a proxy says that it takes no work at the moment
+MAX_REASON = 300  # characters of an endpoint's own words that are kept
+
+
+class _Call(msgspec.Struct):
+    items: list[msgspec.Raw]
+    count: int
+
+
+class _Result(msgspec.Struct):
+    output: msgspec.Raw = msgspec.Raw(b"null")
+    error: str | None = None
+
+
+class _Reply(msgspec.Struct):
+    results: list[_Result]
+
+
+class HttpEndpoint:
+    """Implements `engine.static.interface.Endpoint`."""
+
+    def __init__(
+        self, url: str, batch: int, timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        """`timeout_s` is the longest time of a call."""
+        self.name = _without_password(url)
+        self._url = url
+        self._batch = batch
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, 5.0))
+        self._http = httpx.AsyncClient(timeout=timeout, transport=transport)
+        self._encode = msgspec.json.Encoder().encode
+        self._decoder = msgspec.json.Decoder(_Reply)
+
+    async def call(self, items: Sequence[bytes]) -> list[ItemResult]:
+        body = self._encode(_Call([msgspec.Raw(item) for item in padded(items, self._batch)], len(items)))
+        results = self._read(await self._post(body))
+        return [_item_result(r) for r in without_padding(results, len(items), self._batch)]
+
+    async def _post(self, body: bytes) -> httpx.Response:
+        try:
+            return await self._http.post(self._url, content=body, headers={"content-type": "application/json"})
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise Unreachable(f"{self.name} cannot be reached: {error or 'no connection in time'}") from error
+        except httpx.TimeoutException as error:
+            raise CallFailed("The endpoint did not answer in time.") from error
+        except httpx.HTTPError as error:
+            raise CallFailed(f"The connection to the endpoint broke: {error or type(error).__name__}") from error
+
+    def _read(self, response: httpx.Response) -> list[_Result]:
+        if response.status_code != 200:
+            reason = f"The endpoint answered {response.status_code}: {response.text[:MAX_REASON]}"
+            raise CallFailed(reason, response.status_code in BUSY, _retry_after_s(response))
+        try:
+            return self._decoder.decode(response.content).results
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CallFailed(f'The endpoint\'s answer is not {{"results": [...]}}: {error}'[:MAX_REASON]) from error
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+def _item_result(result: _Result) -> ItemResult:
+    if result.error is not None:
+        return ItemResult(error=result.error[:MAX_REASON] or "The endpoint gave no reason.")
+    return ItemResult(bytes(result.output))
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    """Return the seconds of a Retry-After header; 0 if there is none, or if it is a date."""
+    try:
+        return max(0.0, float(response.headers.get("retry-after", 0)))
+    except ValueError:
+        return 0.0
+
+
+def _without_password(url: str) -> str:
+    parts = httpx.URL(url)
+    return str(parts.copy_with(userinfo=b""))

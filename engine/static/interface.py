@@ -1,0 +1,51 @@
+"""The call of an endpoint that takes exactly B items at once and cannot be changed: what it takes and returns.
+
+Plain data. Items and outputs are JSON texts, so that nobody between the client and the endpoint has to read them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ItemResult:
+    """What the endpoint says of one item: its output as JSON, or why it has none."""
+
+    output: bytes = b"null"
+    error: str = ""
+
+
+class CallFailed(Exception):
+    """A whole call failed. The message says why, in one sentence.
+
+    `is_busy` says that the endpoint refuses work at the moment, so none of the items can be the cause. It should not be
+    called again for `retry_after_s` seconds.
+    """
+
+    def __init__(self, reason: str, is_busy: bool = False, retry_after_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.is_busy = is_busy
+        self.retry_after_s = retry_after_s
+
+
+class Unreachable(Exception):
+    """The endpoint cannot be reached: it has got none of the items."""
+
+
+class EndpointHangs(Exception):
+    """A function has not returned in time. Its thread cannot be ended, so the process should be."""
+
+
+class Endpoint(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    async def call(self, items: Sequence[bytes]) -> list[ItemResult]:
+        """Return one result for each of `items` (at least one, at most a batch), in their order.
+
+        Raises `CallFailed`, `Unreachable` or `EndpointHangs`.
+        """
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,123 @@
+"""The task service: items for a worker with a static endpoint, their states and results.
+
+A task lives in the store, not in a gateway: any gateway answers for it, and one that dies loses nothing. A task belongs
+to the API key that created it, identified by the key's name. Knows tasks, tiers and the queue; does not know HTTP.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from gateway.identity import ResolvedTier
+from gateway.tasks.endings import Endings
+from scheduler.client import rejection
+from scheduler.client.client import SchedulerClient
+from scheduler.client.rejection import Rejected
+from scheduler.clock import Clock
+from scheduler.config import Tier
+from scheduler.queue.base import QueueFull
+from scheduler.tasks.queue import TaskQueue
+from scheduler.tasks.task import StoredTask, Task, TaskState
+
+# Share of a tier's `queue_limit` at which new tasks are refused: what has been accepted and fails needs the rest.
+MAX_FILL = 0.9
+DRAIN_CHECK_S = 1.0  # seconds between two looks at whether the gateway is ending, while a client waits for a task
+
+
+class TaskService:
+    def __init__(
+        self, queue: TaskQueue, endings: Endings, client: SchedulerClient, clock: Clock, keep_s: float
+    ) -> None:
+        """`keep_s` is how long the result of a task is kept after its end."""
+        self._queue = queue
+        self._endings = endings
+        self._client = client
+        self._clock = clock
+        self._keep_ms = int(keep_s * 1000)
+
+    async def create(
+        self, inputs: Sequence[Any], resolved: ResolvedTier, owner: str | None, metadata: dict[str, str] | None
+    ) -> list[StoredTask] | Rejected:
+        """Enqueue a task for each of `inputs` (values of JSON), or none of them and return why."""
+        if self._client.is_draining:
+            return rejection.draining()
+        if not self._client.has_task_worker:
+            return rejection.no_task_worker()
+        tier, now_ms = resolved.tier, self._clock.wall_ms()
+        tasks = [
+            Task(
+                id=f"task_{secrets.token_hex(12)}",
+                tier=tier.name,
+                service_tier=resolved.service_tier,
+                arrival_ms=now_ms,
+                input=msgspec.json.encode(item),
+                owner=owner or "",
+                keep_ms=self._keep_ms,
+                metadata=metadata,
+            )
+            for item in inputs
+        ]
+        refused = await self._queue.put(tasks, task_limit(tier))
+        return self._full(tier, refused) if refused else [StoredTask(task, TaskState.QUEUED, 0) for task in tasks]
+
+    async def get(self, task_id: str, owner: str | None, wait_s: float = 0.0) -> StoredTask | None:
+        """Return a task; None if `owner` has no such task. If it has not ended, wait for its end up to `wait_s`."""
+        if wait_s <= 0:
+            return await self._find(task_id, owner)
+        until_s = self._clock.now() + wait_s
+        with self._endings.watch(task_id) as ended:
+            while True:
+                ended.clear()
+                found = await self._find(task_id, owner)
+                left_s = until_s - self._clock.now()
+                if found is None or found.state.is_end or left_s <= 0 or self._client.is_draining:
+                    return found
+                await _set_within(ended, min(left_s, DRAIN_CHECK_S))
+
+    async def get_all(self, task_ids: Sequence[str], owner: str | None) -> list[StoredTask]:
+        """Return those of the tasks that `owner` has."""
+        found = await self._queue.find(task_ids)
+        return [stored for stored in found if stored is not None and stored.task.owner == (owner or "")]
+
+    async def cancel(self, found: StoredTask) -> StoredTask:
+        """Cancel a task, and return what became of it: one that has ended stays as it is."""
+        await self._queue.cancel(found.task)
+        return await self._find(found.task.id, found.task.owner) or found
+
+    async def dead(self, owner: str | None, limit: int, after: str | None) -> list[StoredTask] | None:
+        """Return dead letters of `owner`, the newest first, of those that follow the dead letter `after`.
+
+        None if there is no dead letter `after`.
+        """
+        return await self._queue.dead(owner or "", limit, after)
+
+    async def revive(self, found: StoredTask, tier: Tier) -> StoredTask | None:
+        """Enqueue a dead letter again in `tier`, with all its tries before it. None if it is no dead letter."""
+        is_revived = await self._queue.revive(replace(found.task, tier=tier.name))
+        return await self._find(found.task.id, found.task.owner) or found if is_revived else None
+
+    async def close(self) -> None:
+        await self._endings.close()
+
+    async def _find(self, task_id: str, owner: str | None) -> StoredTask | None:
+        return next(iter(await self.get_all([task_id], owner)), None)
+
+    def _full(self, tier: Tier, refused: QueueFull) -> Rejected:
+        return rejection.queue_full(tier, refused.depth, self._client.task_workers, task_limit(tier))
+
+
+def task_limit(tier: Tier) -> int:
+    """Return the number of waiting tasks of a tier beyond which more are refused."""
+    return max(1, int(MAX_FILL * tier.queue_limit))
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,57 @@
+"""What becomes of the tasks of a call: an end, or another try. Pure."""
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from engine.static.interface import CallFailed, ItemResult
+from scheduler.tasks.lanes import MAX_TRIES, isolated_lane
+from scheduler.tasks.task import ClaimedTask, EndedTask, RetriedTask, Task
+
+WORKER_DIED = "The worker ended during the call."
+
+Outcome = EndedTask | RetriedTask
+
+
+def of_results(claimed: Sequence[ClaimedTask], results: Sequence[ItemResult]) -> list[Outcome]:
+    """Return the outcomes of a call that returned a result for each item.
+
+    An item that failed alone is tried again at its old place: it harms no other item.
+    """
+    pairs = zip(claimed, results, strict=True)
+    return [_failed(c, r.error, c.task.tier) if r.error else EndedTask(c, c.task, r.output) for c, r in pairs]
+
+
+def of_failure(claimed: Sequence[ClaimedTask], failure: CallFailed, may_isolate: bool) -> list[Outcome]:
+    """Return the outcomes of a call that failed as a whole.
+
+    One of its items may be the cause, unless the endpoint was busy. The next tries then are calls with fewer items.
+    """
+    isolates = may_isolate and not failure.is_busy
+    return [_failed(c, str(failure), _next_lane(c) if isolates else c.task.tier) for c in claimed]
+
+
+def is_suspect(claimed: ClaimedTask) -> bool:
+    """Return whether a worker died during one of the task's tries: a try that left no failure behind."""
+    return claimed.attempt - 1 > len(claimed.task.failures)
+
+
+def of_suspect(claimed: ClaimedTask) -> Outcome:
+    """Return the outcome of a task whose last worker died: it is isolated, or it was the last try."""
+    lost = replace(claimed.task, failures=(*claimed.task.failures, WORKER_DIED))
+    if claimed.attempt > MAX_TRIES:
+        return _dead(claimed, lost)
+    return RetriedTask(claimed, lost, isolated_lane(lost.tier, claimed.attempt), counts=False)
+
+
+def _failed(claimed: ClaimedTask, reason: str, lane: str) -> Outcome:
+    task = replace(claimed.task, failures=(*claimed.task.failures, reason))
+    return _dead(claimed, task) if claimed.attempt >= MAX_TRIES else RetriedTask(claimed, task, lane)
+
+
+def _dead(claimed: ClaimedTask, task: Task) -> EndedTask:
+    return EndedTask(claimed, task, None, task.failures[-1])
+
+
+def _next_lane(claimed: ClaimedTask) -> str:
+    return isolated_lane(claimed.task.tier, min(MAX_TRIES, claimed.attempt + 1))

@@ -1,0 +1,179 @@
+"""The queue of tasks in Redis or Valkey, and the records of ended ones.
+
+It is the requests' queue in a namespace of its own, with the same scripts: order, leases, fences, tries. A task's end
+and its record are one atomic move, so each task either waits, runs, or has a record. Its input travels as the request's
+payload. The clocks of gateways and workers must agree as `scheduler.queue.redis` demands.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+
+from scheduler.clock import Clock
+from scheduler.queue.base import QueueFull
+from scheduler.queue.redis import NO_LIMIT
+from scheduler.queue.scripts import Scripts, key_names
+from scheduler.queue.wakeups import Wakeups
+from scheduler.request import Lease
+from scheduler.store import connection, keys
+from scheduler.store.scripts import load_script, script_text
+from scheduler.tasks.task import ClaimedTask, EndedTask, LaneDepth, RetriedTask, StoredTask, Task, TaskState
+
+_ENDED_FIELDS = ("task", "state", "attempt", "ended_ms", "result", "error")
+
+
+class TaskQueue:
+    """The tasks of all gateways and workers. Claims of this handle are leased to `worker_id`."""
+
+    def __init__(self, client: Redis, clock: Clock, worker_id: str = "") -> None:
+        self._client = client
+        self._clock = clock
+        self._worker_id = worker_id
+        self._scripts = Scripts(client, keys.TASKS)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Task).decode
+        self._wakeups = Wakeups(clock)
+        self._listener: asyncio.Task[None] | None = None
+        prelude = key_names(keys.TASKS) + _record_names() + script_text("scheduler.queue", "shared")
+
+        def load(name: str) -> AsyncScript:
+            return load_script(client, "scheduler.tasks", "record", name, prelude=prelude)
+
+        self._end, self._retry, self._cancel = load("end"), load("retry"), load("cancel_task")
+        self._revive, self._depths = load("revive"), load("depths")
+
+    # -- gateways ----------------------------------------------------------------------------------------------
+
+    async def put(self, tasks: Sequence[Task], limit: int) -> QueueFull | None:
+        """Enqueue all `tasks` (of one tier), or none if more than `limit` would wait then."""
+        rows = [(t.id, t.arrival_ms, 0, 0, self._encode(t)) for t in tasks]
+        refused = await self._scripts.put(tasks[0].tier, limit, self._clock.wall_ms(), NO_LIMIT, rows)
+        return refused if isinstance(refused, QueueFull) else None
+
+    async def find(self, task_ids: Sequence[str]) -> list[StoredTask | None]:
+        """Return the state of each task; None for one that is unknown or has expired."""
+        pipeline = self._client.pipeline(transaction=True)
+        for task_id in task_ids:
+            pipeline.hmget(_request_key(task_id), ["payload", "fence", "attempt"])
+            pipeline.hmget(keys.ENDED_TASK_PREFIX + task_id, list(_ENDED_FIELDS))
+        replies = await pipeline.execute() if task_ids else []
+        return [self._stored(open_, ended) for open_, ended in zip(replies[::2], replies[1::2], strict=True)]
+
+    async def cancel(self, task: Task) -> bool:
+        """Cancel a task. Return False if it has ended before."""
+        return bool(await self._cancel(args=[task.id, self._clock.wall_ms(), task.keep_ms]))
+
+    async def dead(self, owner: str, limit: int, after: str | None = None) -> list[StoredTask] | None:
+        """Return dead letters of `owner`, the newest first, of those that follow the dead letter `after`.
+
+        None if there is no dead letter `after`.
+        """
+        key = keys.DEAD_PREFIX + owner
+        rank: Any = -1 if after is None else await self._client.zrevrank(key, after)
+        if rank is None:
+            return None
+        ids: list[Any] = await self._client.zrange(key, rank + 1, rank + limit, desc=True)
+        return [stored for stored in await self.find([i.decode() for i in ids]) if stored is not None]
+
+    async def revive(self, task: Task) -> bool:
+        """Enqueue a dead letter as a new task with the same id. Return False if it is no dead letter."""
+        now_ms = self._clock.wall_ms()
+        fresh = msgspec.structs.replace(task, failures=(), arrival_ms=now_ms)
+        args: list[Any] = [task.id, task.owner, task.tier, now_ms, self._encode(fresh), now_ms]
+        return bool(await self._revive(args=args))
+
+    # -- workers -----------------------------------------------------------------------------------------------
+
+    async def depths(self, lanes: Sequence[str]) -> dict[str, LaneDepth]:
+        found = await self._depths(args=lanes)
+        pairs = zip(found[::2], found[1::2], strict=True)
+        return {lane: LaneDepth(n, int(float(first))) for lane, (n, first) in zip(lanes, pairs, strict=True)}
+
+    async def claim(self, limits: Mapping[str, int], lease_s: float) -> list[ClaimedTask]:
+        """Claim up to `limits[lane]` tasks of each lane, in this order, the oldest of a lane first."""
+        wanted = {lane: limit for lane, limit in limits.items() if limit > 0}
+        if not wanted:
+            return []
+        found = await self._scripts.claim(self._worker_id, self._clock.wall_ms(), int(lease_s * 1000), wanted)
+        return [ClaimedTask(self._decode(payload), fence, attempt) for payload, fence, attempt in found]
+
+    async def end(self, ended: Sequence[EndedTask]) -> list[bool]:
+        """Write the ends of claimed tasks. Return False for each that this worker does not hold any more."""
+        args: list[Any] = [self._clock.wall_ms(), int(keys.DEAD_TTL_S * 1000), keys.MAX_DEAD]
+        for e in ended:
+            keep_ms = int(keys.DEAD_TTL_S * 1000) if e.state is TaskState.DEAD else e.task.keep_ms
+            head = (e.task.id, e.claimed.fence, e.state.value, keep_ms, e.task.owner)
+            args += [*head, self._encode(e.task), e.result or b"", e.error]
+        return [reply == 1 for reply in await self._end(args=args)] if ended else []
+
+    async def retry(self, retried: Sequence[RetriedTask]) -> list[bool]:
+        """Give claimed tasks back into their next lanes. Return False for each that this worker does not hold."""
+        args: list[Any] = []
+        for r in retried:
+            args += [r.task.id, r.claimed.fence, r.lane, self._encode(r.task), 0 if r.counts else -1]
+        return [reply == 1 for reply in await self._retry(args=args)] if retried else []
+
+    async def renew(self, leases: Sequence[Lease], lease_s: float) -> None:
+        if leases:
+            await self._scripts.renew(self._clock.wall_ms() + int(lease_s * 1000), leases)
+
+    async def release(self, leases: Sequence[Lease]) -> None:
+        """Give claimed tasks back to where they waited. Their claims do not count as tries."""
+        if leases:
+            await self._scripts.release(leases)
+
+    async def requeue_expired(self) -> list[str]:
+        return await self._scripts.requeue_expired(self._clock.wall_ms())
+
+    async def requeue_worker(self, worker_id: str) -> list[str]:
+        return await self._scripts.requeue_worker(worker_id)
+
+    async def wait_for_work(self, timeout_s: float) -> bool:
+        """Return True as soon as a task was put or given back since the last call, and False after `timeout_s`."""
+        if self._listener is None:
+            self._listener = asyncio.create_task(self._listen(), name="task-listener")
+        return await self._wakeups.wait(timeout_s)
+
+    def wake(self) -> None:
+        """Make `wait_for_work` return."""
+        self._wakeups.wake()
+
+    async def close(self) -> None:
+        """End the listener. The client stays open, because the caller owns it."""
+        if self._listener is not None:
+            self._listener.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._listener
+            self._listener = None
+
+    async def _listen(self) -> None:
+        async for _ in connection.messages(self._client, keys.TASKS + keys.WAKE.removeprefix(keys.NAMESPACE)):
+            self._wakeups.wake()
+
+    def _stored(self, open_: Sequence[Any], ended: Sequence[Any]) -> StoredTask | None:
+        payload, fence, attempt = open_
+        if payload is not None:
+            state = TaskState.QUEUED if fence is None else TaskState.RUNNING
+            return StoredTask(self._decode(payload), state, int(attempt or 0))
+        payload, name, attempt, ended_ms, result, error = ended
+        if payload is None:
+            return None
+        state = TaskState(name.decode())
+        task, output = self._decode(payload), result if state is TaskState.DONE else None
+        # The claim that found a worker to have died in the last try was no try.
+        attempts = len(task.failures) if state is TaskState.DEAD else int(attempt)
+        return StoredTask(task, state, attempts, int(ended_ms), output, error.decode())
+
+
+def _record_names() -> str:
+    names = (keys.ENDED_TASK_PREFIX, keys.DEAD_PREFIX, keys.TASKS_ENDED)
+    return "local ENDED, DEAD, NEWS = '{}', '{}', '{}'\n".format(*names)
+
+
+def _request_key(task_id: str) -> str:
+    return keys.TASKS + keys.REQUEST_PREFIX.removeprefix(keys.NAMESPACE) + task_id

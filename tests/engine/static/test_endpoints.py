@@ -1,0 +1,175 @@
+"""The call of an endpoint with fixed batches: padding, the wire format, and every way in which a call fails."""
+
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.config import EngineStartError
+from engine.static.factory import open_endpoint
+from engine.static.function_endpoint import FunctionEndpoint
+from engine.static.http_endpoint import HttpEndpoint
+from engine.static.interface import CallFailed, Endpoint, EndpointHangs, ItemResult, Unreachable
+from engine.static.padding import padded
+from tests.engine.static.endpoints import BATCH, Answer, http_transport
+
+HERE = "python:tests.engine.static.endpoints"
+
+
+@asynccontextmanager
+async def http_endpoint(answer: Answer) -> AsyncIterator[HttpEndpoint]:
+    endpoint = HttpEndpoint("http://user:secret@endpoint.example/run", BATCH, 5.0, http_transport(answer))
+    yield endpoint
+    await endpoint.close()
+
+
+def function_endpoint(function: Callable[[list[Any]], Any], timeout_s: float = 30.0) -> FunctionEndpoint:
+    return FunctionEndpoint("python:test", function, BATCH, timeout_s)
+
+
+async def failure_of(endpoint: Endpoint) -> CallFailed:
+    with pytest.raises(CallFailed) as caught:
+        await endpoint.call([b"1"])
+    return caught.value
+
+
+def results_of(body: dict[str, Any]) -> httpx.Response:
+    return httpx.Response(200, json={"results": [{"output": {"of": item}} for item in body["items"]]})
+
+
+def test_a_tail_is_filled_with_its_last_item() -> None:
+    assert padded(["a", "b"], 4) == ["a", "b", "b", "b"]
+    assert padded(["a", "b"], 2) == ["a", "b"]
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_no_batch_is_made_of_nothing_or_too_much(count: int) -> None:
+    with pytest.raises(ValueError, match="do not make a batch"):
+        padded(["a"] * count, 4)
+
+
+async def test_http_sends_exactly_a_batch_and_discards_the_padding() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def answer(body: dict[str, Any]) -> httpx.Response:
+        seen.append(body)
+        return results_of(body)
+
+    async with http_endpoint(answer) as endpoint:
+        results = await endpoint.call([b'{"text":"x"}', b"2.50"])
+    assert seen == [{"items": [{"text": "x"}, 2.5, 2.5, 2.5], "count": 2}]
+    assert results == [ItemResult(b'{"of":{"text":"x"}}'), ItemResult(b'{"of":2.5}')]
+
+
+async def test_http_items_may_fail_alone() -> None:
+    entries = [{"error": "too long"}, {"output": None}, {}, {"error": ""}]
+    async with http_endpoint(lambda body: httpx.Response(200, json={"results": entries})) as endpoint:
+        results = await endpoint.call([b"1", b"2", b"3", b"4"])
+    assert [r.error for r in results] == ["too long", "", "", "The endpoint gave no reason."]
+    assert results[1].output == results[2].output == b"null"
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        (httpx.Response(500, text="boom"), "500: boom"),
+        (httpx.Response(200, text="<html>"), "not {"),
+        (httpx.Response(200, json={"results": [{"output": 1}]}), "1 results for a batch of 4"),
+        (httpx.Response(200, json={"results": 3}), "not {"),
+    ],
+)
+async def test_http_answers_that_fail_the_call(response: httpx.Response, reason: str) -> None:
+    async with http_endpoint(lambda body: response) as endpoint:
+        failure = await failure_of(endpoint)
+    assert reason in str(failure)
+    assert not failure.is_busy
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+async def test_http_says_when_it_is_busy(status: int) -> None:
+    busy = httpx.Response(status, headers={"retry-after": "7"})
+    async with http_endpoint(lambda body: busy) as endpoint:
+        failure = await failure_of(endpoint)
+    assert (failure.is_busy, failure.retry_after_s) == (True, 7.0)
+
+
+async def test_a_retry_after_that_is_a_date_counts_as_none() -> None:
+    busy = httpx.Response(503, headers={"retry-after": "Wed, 21 Oct 2065 07:28:00 GMT"})
+    async with http_endpoint(lambda body: busy) as endpoint:
+        assert (await failure_of(endpoint)).retry_after_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "reason"),
+    [
+        (httpx.ConnectError("refused"), Unreachable, "endpoint.example"),
+        (httpx.ReadTimeout("slow"), CallFailed, "in time"),
+        (httpx.RemoteProtocolError("half an answer"), CallFailed, "half an answer"),
+    ],
+)
+async def test_http_connections_that_break(error: Exception, kind: type[Exception], reason: str) -> None:
+    def answer(body: dict[str, Any]) -> httpx.Response:
+        raise error
+
+    async with http_endpoint(answer) as endpoint:
+        with pytest.raises(kind, match=reason) as caught:
+            await endpoint.call([b"1"])
+    assert "secret" not in f"{caught.value} {endpoint.name}"
+
+
+@pytest.mark.parametrize("name", ["double", "double_later"])
+async def test_a_function_gets_a_batch_and_its_items_fail_alone(name: str) -> None:
+    endpoint = open_endpoint(f"{HERE}.{name}", BATCH, 30.0)
+    results = await endpoint.call([b"1", b'"x"'])
+    assert results == [ItemResult(b"2"), ItemResult(error="ValueError: 'x' is no number")]
+
+
+async def test_a_function_that_raises_fails_the_call() -> None:
+    assert "RuntimeError: out of order" in str(await failure_of(open_endpoint(f"{HERE}.crash", BATCH, 30.0)))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda items: None, "NoneType, not a list"),
+        (lambda items: items[:1], "1 results for a batch of 4"),
+        (lambda items: (_ for _ in ()).throw(TimeoutError("of its own")), "of its own"),
+    ],
+)
+async def test_functions_that_return_no_batch(function: Callable[[list[Any]], Any], reason: str) -> None:
+    assert reason in str(await failure_of(function_endpoint(function)))
+
+
+async def test_an_output_that_is_no_json_fails_its_item() -> None:
+    results = await function_endpoint(lambda items: [object(), 1, 1, 1]).call([b"1", b"2"])
+    assert "not JSON" in results[0].error
+    assert results[1] == ItemResult(b"1")
+
+
+async def test_a_function_that_never_returns_hangs() -> None:
+    gate = threading.Event()
+    try:
+        with pytest.raises(EndpointHangs, match="python:test"):
+            await function_endpoint(lambda items: gate.wait(), timeout_s=0.01).call([b"1"])
+    finally:
+        gate.set()
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("", "neither"),
+        ("ftp://example.com", "neither"),
+        ("example.com/run", "neither"),
+        ("python:function", "names no function"),
+        ("python:no_such_module.f", "cannot be loaded"),
+        (f"{HERE}.no_such_function", "cannot be loaded"),
+        (f"{HERE}.not_a_function", "is not a function"),
+    ],
+)
+def test_endpoints_that_cannot_be_opened(spec: str, reason: str) -> None:
+    with pytest.raises(EngineStartError, match=reason):
+        open_endpoint(spec, BATCH, 1.0)

@@ -1,0 +1,181 @@
+"""Tasks in the store: what they can become, who may end them, and what is kept of them."""
+
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from redis.asyncio import Redis
+
+from scheduler.request import Lease
+from scheduler.store import keys
+from scheduler.tasks.lanes import MAX_TRIES, group_size, isolated_lane, isolated_lanes, tier_of
+from scheduler.tasks.queue import TaskQueue
+from scheduler.tasks.task import ClaimedTask, EndedTask, LaneDepth, RetriedTask, StoredTask, Task, TaskState
+from tests.scheduler.queue.harness import ManualClock
+from tests.scheduler.tasks.builders import make_task
+
+LEASE_S = 10.0
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+async def queue(redis_client: Redis, clock: ManualClock) -> AsyncIterator[TaskQueue]:
+    queue = TaskQueue(redis_client, clock, "w1")
+    yield queue
+    await queue.close()
+
+
+async def found(queue: TaskQueue, task: Task) -> StoredTask:
+    stored = (await queue.find([task.id]))[0]
+    assert stored is not None
+    return stored
+
+
+async def put_and_claim(queue: TaskQueue, tasks: Sequence[Task]) -> list[ClaimedTask]:
+    for task in tasks:
+        await queue.put([task], limit=100)
+    return await queue.claim({task.tier: 100 for task in tasks}, LEASE_S)
+
+
+def dead(claimed: ClaimedTask, reason: str = "no luck") -> EndedTask:
+    return EndedTask(claimed, replace(claimed.task, failures=(reason,)), None, reason)
+
+
+async def test_a_task_goes_from_queued_over_running_to_done(
+    queue: TaskQueue, redis_client: Redis, clock: ManualClock
+) -> None:
+    task = make_task(b'{"a":1}', metadata={"run": "7"}, keep_ms=5000)
+    await queue.put([task], limit=10)
+    assert await found(queue, task) == StoredTask(task, TaskState.QUEUED, 0)
+    (claimed,) = await queue.claim({"realtime": 5}, LEASE_S)
+    assert await found(queue, task) == StoredTask(task, TaskState.RUNNING, 1)
+    assert await queue.end([EndedTask(claimed, task, b"[2]")]) == [True]
+    assert await found(queue, task) == StoredTask(task, TaskState.DONE, 1, clock.wall_ms(), b"[2]")
+    assert 0 < await redis_client.pttl(keys.ENDED_TASK_PREFIX + task.id) <= 5000
+    left = {key.decode() for key in await redis_client.keys("*")}
+    assert left == {keys.ENDED_TASK_PREFIX + task.id, "tidegate:tasks:sequence"}
+
+
+async def test_an_unknown_task_is_not_found(queue: TaskQueue) -> None:
+    assert await queue.find(["task_x"]) == [None]
+    assert await queue.find([]) == []
+
+
+async def test_a_full_queue_takes_none_of_a_list(queue: TaskQueue) -> None:
+    await queue.put([make_task() for _ in range(8)], limit=10)
+    refused = await queue.put([make_task() for _ in range(3)], limit=10)
+    assert refused is not None and refused.depth == 8
+    assert await queue.put([make_task() for _ in range(2)], limit=10) is None
+
+
+async def test_the_oldest_of_a_lane_come_first_and_lanes_in_the_given_order(queue: TaskQueue) -> None:
+    tasks = [make_task(tier=tier, arrival_ms=ms) for tier, ms in (("bulk", 1), ("realtime", 9), ("realtime", 5))]
+    for task in tasks:
+        await queue.put([task], limit=10)
+    depths = await queue.depths(["realtime", "bulk", "batch"])
+    assert depths == {"realtime": LaneDepth(2, 5), "bulk": LaneDepth(1, 1), "batch": LaneDepth()}
+    claimed = await queue.claim({"realtime": 2, "bulk": 2}, LEASE_S)
+    assert [c.task.id for c in claimed] == [tasks[2].id, tasks[1].id, tasks[0].id]
+
+
+async def test_requests_and_tasks_do_not_meet(queue: TaskQueue, redis_client: Redis) -> None:
+    await queue.put([make_task()], limit=10)
+    assert await redis_client.exists("tidegate:queue:realtime") == 0
+
+
+async def test_a_retried_task_waits_in_its_lane_at_its_old_place(queue: TaskQueue) -> None:
+    (claimed,) = await put_and_claim(queue, [make_task(arrival_ms=5)])
+    failed = replace(claimed.task, failures=("once",))
+    lane = isolated_lane("realtime", 2)
+    assert await queue.retry([RetriedTask(claimed, failed, lane)]) == [True]
+    assert await queue.depths([lane, "realtime"]) == {lane: LaneDepth(1, 5), "realtime": LaneDepth()}
+    (again,) = await queue.claim({lane: 8}, LEASE_S)
+    assert (again.attempt, again.task.failures) == (2, ("once",))
+
+
+async def test_a_claim_that_is_no_try_does_not_count(queue: TaskQueue) -> None:
+    (claimed,) = await put_and_claim(queue, [make_task()])
+    await queue.release([Lease(claimed.task.id, claimed.fence)])
+    (again,) = await queue.claim({"realtime": 1}, LEASE_S)
+    await queue.retry([RetriedTask(again, again.task, "realtime", counts=False)])
+    (third,) = await queue.claim({"realtime": 1}, LEASE_S)
+    assert third.attempt == 1
+
+
+async def test_only_the_last_holder_ends_a_task(queue: TaskQueue, redis_client: Redis, clock: ManualClock) -> None:
+    (first,) = await put_and_claim(queue, [make_task()])
+    clock.advance(LEASE_S + 1)
+    assert await queue.requeue_expired() == [first.task.id]
+    other = TaskQueue(redis_client, clock, "w2")
+    (second,) = await other.claim({"realtime": 1}, LEASE_S)
+    assert await queue.end([EndedTask(first, first.task, b'"late"')]) == [False]
+    assert await queue.retry([RetriedTask(first, first.task, "realtime")]) == [False]
+    assert await other.end([EndedTask(second, second.task, b'"right"')]) == [True]
+    assert (await found(queue, first.task)).result == b'"right"'
+
+
+async def test_tasks_of_a_dead_worker_return_and_their_tries_count(queue: TaskQueue, redis_client: Redis) -> None:
+    (claimed,) = await put_and_claim(queue, [make_task()])
+    assert await queue.requeue_worker("w1") == [claimed.task.id]
+    (again,) = await queue.claim({"realtime": 1}, LEASE_S)
+    assert again.attempt == 2
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_a_cancelled_task_stays_cancelled(queue: TaskQueue, is_running: bool) -> None:
+    task = make_task()
+    await queue.put([task], limit=10)
+    claimed = await queue.claim({"realtime": 1}, LEASE_S) if is_running else []
+    assert await queue.cancel(task)
+    assert (await found(queue, task)).state is TaskState.CANCELLED
+    assert await queue.end([EndedTask(c, task, b"1") for c in claimed]) == [False] * len(claimed)
+    assert await queue.claim({"realtime": 1}, LEASE_S) == []
+    assert not await queue.cancel(task)
+
+
+async def test_dead_letters_are_listed_newest_first_for_their_owner(queue: TaskQueue, clock: ManualClock) -> None:
+    tasks = [make_task(owner="ann") for _ in range(3)] + [make_task(owner="ben")]
+    for claimed in await put_and_claim(queue, tasks):
+        await queue.end([dead(claimed)])
+        clock.advance(1)
+    listed = await queue.dead("ann", limit=2)
+    assert listed is not None and [s.task.id for s in listed] == [tasks[2].id, tasks[1].id]
+    assert listed[0].error == "no luck" and listed[0].state is TaskState.DEAD
+    rest = await queue.dead("ann", limit=2, after=tasks[1].id)
+    assert rest is not None and [s.task.id for s in rest] == [tasks[0].id]
+    assert await queue.dead("ann", limit=2, after=tasks[3].id) is None
+
+
+async def test_a_revived_dead_letter_has_all_its_tries_again(queue: TaskQueue) -> None:
+    (claimed,) = await put_and_claim(queue, [make_task()])
+    await queue.end([dead(claimed)])
+    assert await queue.revive(claimed.task)
+    assert not await queue.revive(claimed.task)
+    (again,) = await queue.claim({"realtime": 1}, LEASE_S)
+    assert (again.attempt, again.task.failures, again.task.id) == (1, (), claimed.task.id)
+    assert await queue.dead("", limit=10) == []
+
+
+async def test_only_so_many_dead_letters_are_kept(queue: TaskQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "MAX_DEAD", 2)
+    claimed = await put_and_claim(queue, [make_task() for _ in range(4)])
+    await queue.end([dead(c) for c in claimed])
+    assert len(await queue.dead("", limit=10) or []) == 2
+    assert len([s for s in await queue.find([c.task.id for c in claimed]) if s is not None]) == 2
+
+
+@given(st.integers(1, 4096))
+def test_groups_shrink_from_the_whole_batch_to_one(batch: int) -> None:
+    sizes = [group_size(lane, batch) for lane in ("bulk", *reversed(isolated_lanes("bulk")))]
+    assert sizes[0] == batch and sizes[-1] == 1 and len(sizes) == MAX_TRIES
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_lane_knows_its_tier() -> None:
+    assert [tier_of(lane) for lane in ("bulk", "bulk.2")] == ["bulk", "bulk"]
