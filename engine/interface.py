@@ -19,10 +19,11 @@ This module imports nothing from the project. It knows sequences, tokens and ste
 or HTTP.
 """
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -82,6 +83,22 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: int | None = None  # as `logprobs`, but for the tokens of the prompt
     grammar: str | None = None  # serialised llguidance grammar; only tokens that the grammar allows are generated
     adapter: str | None = None  # name of the LoRA adapter that computes the tokens; None: the model alone
+
+
+def json_schema_of(grammar: str) -> dict[str, Any] | None:
+    """Return the JSON schema that a serialised grammar consists of; None if it is another kind of grammar."""
+    grammars = json.loads(grammar)["grammars"]
+    schema: dict[str, Any] | None = grammars[0].get("json_schema") if len(grammars) == 1 else None
+    return schema
+
+
+def options_of(sampling: SamplingParams) -> frozenset[str]:
+    """Return the names of the parameters that are not at their defaults; `json_schema` for a grammar that is one."""
+    optional = (f for f in msgspec.structs.fields(sampling) if not f.required)
+    names = {f.name for f in optional if getattr(sampling, f.name) != f.default}
+    if sampling.grammar is not None and json_schema_of(sampling.grammar) is not None:
+        names = (names - {"grammar"}) | {"json_schema"}
+    return frozenset(names)
 
 
 # First words of a `GrammarError` or a `SequenceFailure` for which the request's grammar is to blame.

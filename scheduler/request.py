@@ -36,6 +36,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     delivery: Delivery = Delivery.EACH_STEP
     cache_salt: str = ""  # requests share KV only if their salts are equal; the salt holds the caller's identity
     wants_receipt: bool = False  # token events say what the worker did for the request
+    is_seeded: bool = False  # whether the caller chose the seed, and so the tokens
 
     @property
     def max_total_tokens(self) -> int:

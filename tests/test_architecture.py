@@ -25,7 +25,7 @@ INITS = [path for path in MODULES if path.name == "__init__.py"]
 # What a package may import of the others. The composition root knows every part.
 MAY_IMPORT = {
     "engine": {"engine"},
-    "scheduler": {"scheduler", "engine.interface", "engine.step_time", "engine.static.interface"},
+    "scheduler": {"scheduler", "engine.interface", "engine.step_time", "engine.streaming", "engine.static.interface"},
     "gateway": {"gateway", "scheduler", "engine.interface"},
     "loadtest": {"loadtest", "scheduler", "engine", "gateway"},
     "bench": {"bench", "loadtest", "scheduler", "engine", "gateway", "tidegate"},
@@ -39,8 +39,9 @@ HOUSES = {
     "gateway": "protocol files → http idempotency identity output → keys → completion batches tasks → responses"
     " → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
-    " → request_state tasks → deadlines → client control → planning → worker → batching",
-    "engine": "interface config → grammar step_time sequences thread → sampling → modeled native static vllm → factory",
+    " → request_state tasks → deadlines → client control → planning → worker → batching dispatch",
+    "engine": "interface config → grammar step_time sequences streaming thread → sampling"
+    " → modeled native static upstream vllm → factory",
     "loadtest": "machine extras child_environment random_weights shipped_tiers traffic → client model_shapes"
     " → estimates running locustfile → reporting → checks model_command simulation → calibration",
     "bench": "reporting engines gpu_check simulator_accuracy store_throughput chaos → isolation"
@@ -66,6 +67,11 @@ PURE_ROOMS = (
     "scheduler.deadlines",
     "scheduler.control",
     "scheduler.planning",
+    "scheduler.dispatch.core",
+    "scheduler.dispatch.in_flight_limit",
+    "scheduler.dispatch.pace",
+    "scheduler.dispatch.policy",
+    "scheduler.dispatch.recompute_budget",
     "scheduler.client.admission",
     "scheduler.client.rejection",
     "scheduler.client.ttft_forecast",

@@ -26,6 +26,7 @@ from gateway.output.formats import CALL_FORMAT_NAMES
 CONFIG_VARIABLE = "TIDEGATE_CONFIG"
 STORE_VARIABLE = "TIDEGATE_REDIS_URL"
 KEY_VARIABLE = "TIDEGATE_API_KEY"
+UPSTREAM_KEY_VARIABLE = "TIDEGATE_UPSTREAM_API_KEY"
 DEMO_MODEL = "tidegate-demo"
 
 
@@ -152,7 +153,7 @@ class CommonSettings(BaseSettings):
         flags: list[str] = []
         for name in kind.model_fields:
             value = getattr(self, name)
-            if value is None or name in ("redis_url", "api_key"):
+            if value is None or name in ("redis_url", "api_key", "upstream_api_key"):
                 continue
             flag = name.replace("_", "-")
             if isinstance(value, bool):
@@ -169,13 +170,31 @@ class WorkerSettings(CommonSettings):
         default=None,
         description="unique among the store's workers; unset: host name and process id (serve: host name and port)",
     )
-    engine: Literal["native", "vllm", "static"] = Field(
+    engine: Literal["native", "vllm", "openai", "static"] = Field(
         default="native",
-        description="vllm: vLLM's executor computes the steps; static: an endpoint with fixed batches that serves "
-        "/v1/tasks, and no model",
+        description="native: this program's own engine; vllm: vLLM's executor computes the steps; openai: a server at "
+        "--upstream; static: an endpoint with fixed batches that serves /v1/tasks, and no model",
     )
     vllm_args: str | None = Field(
         default=None, description="flags of vLLM's own for --engine vllm, such as '--tensor-parallel-size 2'"
+    )
+    upstream: str | None = Field(
+        default=None, description="base URL of an OpenAI-compatible server that generates the tokens (--engine openai)"
+    )
+    upstream_dialect: Literal["auto", "vllm", "sglang", "llama.cpp", "plain"] = Field(
+        default="auto", description="what kind of server the upstream is; auto: as /v1/models tells"
+    )
+    upstream_model: str | None = Field(
+        default=None, description="name of the model at the upstream; unset: the only one that it lists"
+    )
+    upstream_api_key: SecretStr | None = Field(
+        default=None, description="the upstream's API key; better set as TIDEGATE_UPSTREAM_API_KEY"
+    )
+    upstream_max_in_flight: int | None = Field(
+        default=None, ge=1, description="most requests at the upstream at once; unset: learned from its answers"
+    )
+    upstream_stall_s: float = Field(
+        default=30.0, gt=0, description="a stream of the upstream without a token for so long counts as lost"
     )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; auto: CUDA if there is a GPU")
     dtype: str = Field(default="auto", description="float32, bfloat16 or float16; auto: bfloat16 where it is fast")
@@ -208,12 +227,25 @@ class WorkerSettings(CommonSettings):
     )
 
     @model_validator(mode="after")
+    def _upstream_is_known(self) -> Self:
+        if self.engine == "openai" and self.upstream is None:
+            raise ValueError("--engine openai needs the URL of a server: --upstream http://HOST:PORT")
+        if self.engine != "openai" and self.upstream is not None:
+            raise ValueError("--upstream is for --engine openai")
+        return self
+
+    @model_validator(mode="after")
     def _endpoint_is_known(self) -> Self:
         if self.engine == "static" and self.endpoint is None:
             raise ValueError("--engine static needs --endpoint http://HOST/PATH or python:module.function")
         if self.engine != "static" and self.endpoint is not None:
             raise ValueError("--endpoint is for --engine static")
         return self
+
+    @property
+    def secret_env(self) -> dict[str, str]:
+        key = self.upstream_api_key
+        return super().secret_env | ({UPSTREAM_KEY_VARIABLE: key.get_secret_value()} if key is not None else {})
 
 
 class GatewaySettings(CommonSettings):

@@ -16,15 +16,20 @@ from typing import Any, Protocol
 
 import structlog
 from prometheus_client import CollectorRegistry, disable_created_metrics
+from redis.asyncio import Redis
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError
 
 from engine.config import EngineConfig, EngineStartError
 from engine.factory import build_engine
 from engine.interface import Engine, EngineDead, PlanError
+from engine.upstream.connect import UpstreamConfig
+from engine.upstream.connect import connect as connect_upstream
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers
 from scheduler.control.controller import SLAController
+from scheduler.dispatch.assembly import build_dispatch_loop
+from scheduler.dispatch.core import DispatchCore
 from scheduler.events.redis import RedisEventChannel
 from scheduler.planning.core import SchedulerCore
 from scheduler.queue.redis import RedisQueue
@@ -61,6 +66,9 @@ def run_worker(settings: WorkerSettings) -> int:
     ignore_hangup()
     try:
         tiers = load_tiers(settings.tiers_path)
+        if settings.engine == "openai":
+            asyncio.run(_serve_upstream(settings, tiers))
+            return 0
         with contextlib.closing(_start_engine(settings)) as engine:
             asyncio.run(_serve(settings, tiers, engine))
         return 0
@@ -100,38 +108,94 @@ def _start_engine(settings: WorkerSettings) -> Engine:
 
 async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> None:
     clock = SystemClock()
-    worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+    identity = _identity(settings, clock)
     controller = SLAController(tiers, engine.info.step_eviction, engine.info.num_layers)
-    core = SchedulerCore(tiers, engine.info, controller, worker_id=worker_id)
-    identity = WorkerIdentity(worker_id, settings.model_names, clock.wall_ms())
+    core = SchedulerCore(tiers, engine.info, controller, worker_id=identity.worker_id)
     metrics = SchedulerMetrics(CollectorRegistry(), tiers)
     ending = Ending(settings.drain_s)
     with signals_call(ending), contextlib.closing(open_step_log(settings.step_log, engine.info)) as step_log:
         await teach(engine, core, clock)
-        async with connection.connect(str(settings.redis_url)) as redis:
-            tier_store = TierStore(redis)
-            subject = WorkerTiers(core, metrics)
-            follower = TierFollower(tier_store, subject, worker_name(worker_id), tiers, settings.tiers_path, clock)
-            changes = TierChanges(tier_store, follower, RedisQueue(redis, clock).depths, settings.tiers_path, clock)
 
-            def build() -> SchedulerLoop:
-                queue = RedisQueue(redis, clock, worker_id)
-                events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
-                return build_loop(core, engine, queue, events, registry, metrics, clock, identity, step_log)
+        def build(redis: Redis) -> SchedulerLoop:
+            queue = RedisQueue(redis, clock, identity.worker_id)
+            events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
+            return build_loop(core, engine, queue, events, registry, metrics, clock, identity, step_log)
 
-            log.info("the worker serves", step_cost=str(core.status(clock.now()).step_cost))
-            background = Background()
-            with hangup_calls(lambda: background.start(changes.reload_on_signal()), ending):
-                async with follower, background:
-                    background.start(report_life(lambda: ending.is_announced, lambda: ending.is_stuck))
-                    await keep_serving(build, ending, clock)
+        log.info("the worker serves", step_cost=str(core.status(clock.now()).step_cost))
+        subject = WorkerTiers(core, metrics)
+        await _serve_loops(settings, tiers, subject, build, ending, lambda: ending.is_stuck, clock, identity)
+
+
+async def _serve_upstream(settings: WorkerSettings, tiers: TierSet) -> None:
+    """Serve with the tokens of another server. While it is away, the worker lives and waits for it."""
+    clock = SystemClock()
+    identity = _identity(settings, clock)
+    key = settings.upstream_api_key
+    config = UpstreamConfig(
+        url=settings.upstream or "",
+        model_path=settings.model_path,
+        dialect=settings.upstream_dialect,
+        model=settings.upstream_model,
+        api_key=key.get_secret_value() if key is not None else "",
+        max_model_len=settings.max_model_len,
+    )
+    upstream = await connect_upstream(config)
+    core = DispatchCore(
+        tiers,
+        upstream,
+        SLAController(tiers),
+        max_in_flight=settings.upstream_max_in_flight,
+        stall_s=settings.upstream_stall_s,
+        worker_id=identity.worker_id,
+    )
+    metrics = SchedulerMetrics(CollectorRegistry(), tiers)
+    ending = Ending(settings.drain_s)
+
+    def build(redis: Redis) -> SchedulerLoop:
+        queue = RedisQueue(redis, clock, identity.worker_id)
+        events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
+        return build_dispatch_loop(core, upstream, queue, events, registry, metrics, clock, identity)
+
+    with signals_call(ending):
+        subject = WorkerTiers(core, metrics)
+        await _serve_loops(settings, tiers, subject, build, ending, lambda: False, clock, identity)
+
+
+def _identity(settings: WorkerSettings, clock: Clock) -> WorkerIdentity:
+    worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+    return WorkerIdentity(worker_id, settings.model_names, clock.wall_ms())
+
+
+async def _serve_loops(
+    settings: WorkerSettings,
+    tiers: TierSet,
+    subject: "WorkerTiers",
+    build: Callable[[Redis], SchedulerLoop],
+    ending: "Ending",
+    is_stuck: Callable[[], bool],
+    clock: Clock,
+    identity: WorkerIdentity,
+) -> None:
+    """Follow changes of the tiers, and run the loops that `build` makes until a signal ends the worker.
+
+    `is_stuck` says whether the supervisor should replace this process.
+    """
+    async with connection.connect(str(settings.redis_url)) as redis:
+        tier_store, name = TierStore(redis), worker_name(identity.worker_id)
+        follower = TierFollower(tier_store, subject, name, tiers, settings.tiers_path, clock)
+        changes = TierChanges(tier_store, follower, RedisQueue(redis, clock).depths, settings.tiers_path, clock)
+        background = Background()
+        with hangup_calls(lambda: background.start(changes.reload_on_signal()), ending):
+            async with follower, background:
+                background.start(report_life(lambda: ending.is_announced, is_stuck))
+                await keep_serving(lambda: build(redis), ending, clock)
     log.info("the worker has drained")
 
 
 class WorkerTiers:
     """Applies changed tiers to a worker. Implements `scheduler.reload.follower.Subject`."""
 
-    def __init__(self, core: SchedulerCore, metrics: SchedulerMetrics) -> None:
+    def __init__(self, core: SchedulerCore | DispatchCore, metrics: SchedulerMetrics) -> None:
         self._core = core
         self._metrics = metrics
         self._names = {tier.name for tier in core.tiers}

@@ -39,6 +39,7 @@ _NEUTRAL: dict[str, Any] = {
     "reply_to": "",
     "delivery": Delivery.AT_END,
     "wants_receipt": False,
+    "is_seeded": False,
 }
 
 

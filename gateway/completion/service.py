@@ -13,6 +13,7 @@ from typing import Any
 
 from gateway.completion.answer import Answer
 from gateway.completion.answer_options import answer_options
+from gateway.completion.capabilities import check_supported
 from gateway.completion.metering import UNMETERED, Metering
 from gateway.completion.openai_objects import AnswerHead, ChatAnswer, TextAnswer
 from gateway.completion.prompts import Prompt, encode_only, encode_prompts, model_limits
@@ -153,6 +154,8 @@ class CompletionService:
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
 
+        requests = self._requests(request, prompts, tier, request_id, arrival_ms, owner, constraints)
+        check_supported(requests, self._client.workers)
         report = self._report(request)
 
         def as_reported(reported: str) -> Answer:
@@ -163,7 +166,7 @@ class CompletionService:
         return PreparedRequest(
             answer=as_reported(service_tier),
             tier=tier,
-            requests=self._requests(request, prompts, tier, request_id, arrival_ms, owner, constraints),
+            requests=requests,
             n=n,
             options=answer_options(request),
             num_kept=(request.n or 1) if request.chooses_best else None,
@@ -295,6 +298,7 @@ class CompletionService:
                         reply_to=self._client.gateway_id,
                         delivery=delivery,
                         cache_salt=salt,
+                        is_seeded=request.seed is not None,
                     )
                 )
         return tuple(requests)

@@ -58,7 +58,7 @@ class SchedulerCore:
         self._awaiting_grammar: dict[str, RequestState] = {}
         self.used_s: defaultdict[str, float] = defaultdict(float)  # engine time since the start, by tier
         self.counts: Counter[str] = Counter()  # numbers of requests: accepted, finished, failed, cancelled, released
-        self._outputs = OutputHandler(self.table, self._engine_state, self.counts, worker_id)
+        self._outputs = OutputHandler(self.table, self.counts, worker_id)
 
     # -- readings ----------------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class SchedulerCore:
         self._learn(result, report)
         if result.evicted:
             self.table.note_evicted(result.evicted)
-        self._outputs.apply(result, self.running.bulk_total_s, now, report)
+        self._outputs.apply(result, self._engine_state, self.running.bulk_total_s, now, report)
         self._inputs.tell_step(report, result.elapsed_s, overhead_s, now)
         return report
 

@@ -11,7 +11,7 @@ from scheduler.planning import step_report
 from scheduler.planning.engine_state import EngineState
 from scheduler.planning.request_table import RequestTable
 from scheduler.planning.step_report import Reaction, StepReport
-from scheduler.request import TokenEvent
+from scheduler.request import EventKind, TokenEvent
 from scheduler.request_state import RequestState, Sample, Status
 
 
@@ -21,27 +21,26 @@ class OutputHandler:
     It adds finished and failed requests to `counts`, the counters of the core.
     """
 
-    def __init__(
-        self, table: RequestTable, engine_state: EngineState, counts: Counter[str], worker_id: str = ""
-    ) -> None:
+    def __init__(self, table: RequestTable, counts: Counter[str], worker_id: str = "") -> None:
         self._table = table
-        self._engine_state = engine_state
         self._counts = counts
         self._worker_id = worker_id
 
-    def apply(self, result: StepResult, bulk_total_s: float, now: float, report: StepReport) -> None:
+    def apply(
+        self, result: StepResult, engine: EngineState, bulk_total_s: float, now: float, report: StepReport
+    ) -> None:
         """Apply the result of a step to the request states, and add its consequences to `report`.
 
         `bulk_total_s` is the engine time that bulk has used since the start. The results of abandoned sequences are
         ignored. If an abandoned sequence has ended, it is removed from the sequences to abort.
         """
-        states, engine = self._table.states, self._engine_state
+        states = self._table.states
         for seq_id, num_shared in result.shared_blocks:
             if seq_id in states and not engine.is_abandoned(seq_id):
                 states[seq_id].num_shared_blocks = num_shared
         for output in result.outputs:
             if not engine.is_abandoned(output.seq_id):
-                self._take(states[output.seq_id], output, bulk_total_s, now, report)
+                self.take(states[output.seq_id], output, bulk_total_s, now, report)
             elif output.finish_reason is not None:
                 engine.forget_abandoned(output.seq_id)
         for failure in result.failures:
@@ -52,18 +51,26 @@ class OutputHandler:
                 self._table.remove(state)
                 self.fail(state, failure.reason, now, report)
 
-    def fail(self, state: RequestState, error: str, now: float, report: StepReport) -> None:
+    def fail(
+        self,
+        state: RequestState,
+        error: str,
+        now: float,
+        report: StepReport,
+        kind: EventKind = EventKind.FAILED,
+    ) -> None:
         """End a request as failed. The caller has removed it from the table or never added it.
 
-        `error` is a sentence for the user.
+        `error` is a sentence for the user. `kind` is `UNAVAILABLE` if the same request may succeed later.
         """
         state.move(Status.FAILED)
         self._counts["failed"] += 1
-        _end(state, step_report.failed_event(state, error), "failed", now, report)
+        _end(state, step_report.failed_event(state, error, kind), "failed", now, report)
 
-    def _take(
+    def take(
         self, state: RequestState, output: SequenceOutput, bulk_total_s: float, now: float, report: StepReport
     ) -> None:
+        """Apply the newly computed tokens of one request, and its end."""
         state.num_computed_tokens = output.num_computed_tokens
         if state.num_cached_tokens is None:
             state.num_cached_tokens = output.num_cached_tokens

@@ -127,8 +127,8 @@ def _tokens_event(
     )
 
 
-def failed_event(state: RequestState, error: str) -> TokenEvent:
-    return TokenEvent(state.id, EventKind.FAILED, index=state.num_reported, error=error)
+def failed_event(state: RequestState, error: str, kind: EventKind = EventKind.FAILED) -> TokenEvent:
+    return TokenEvent(state.id, kind, index=state.num_reported, error=error)
 
 
 def lookup(state: RequestState) -> PrefixLookup | None:

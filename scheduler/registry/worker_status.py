@@ -45,4 +45,5 @@ class WorkerStatus:
     device: str = ""
     tiers: dict[str, TierStatus] = field(default_factory=dict)
     at_ms: int = 0  # time of the heartbeat, by the worker's wall clock
+    unsupported: tuple[str, ...] = ()  # sampling parameters that its engine cannot honour, as `options_of` names them
     batch_items: int = 0  # items per call of a worker with a static endpoint; 0: a worker with an engine

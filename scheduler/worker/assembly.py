@@ -1,5 +1,7 @@
 """Builds a worker's loop from its parts; used by the worker process, the simulator, benches and tests."""
 
+from collections.abc import Sequence
+
 from engine.interface import Engine
 from scheduler.clock import Clock
 from scheduler.events.base import EventChannel
@@ -38,7 +40,14 @@ def build_loop(
     The loop closes `queue` at its end. All other parts outlive the loop, so that a later loop can continue with the
     same core and engine.
     """
-    held = HeldRequests(core, engine, metrics, clock)
+
+    def make_room(request_ids: Sequence[str], now: float) -> None:
+        """Evict bulk from the step in flight, if a request then starts sooner and this is worth the lost work."""
+        evictees = core.evictees_for(request_ids, now)
+        if evictees:
+            engine.evict(evictees)
+
+    held = HeldRequests(core, metrics, clock, make_room)
     heartbeat = Heartbeat(registry, metrics, core, engine.info, identity, clock)
     refusals = Refusals()
     publisher = Publisher(queue, events, held, refusals, clock)
@@ -49,4 +58,4 @@ def build_loop(
     leases = LeaseKeeper(core, queue, held, refusals, clock, identity.worker_id)
     maintenance = Maintenance(core, queue, metrics, heartbeat, held, steps, refusals, clock)
     grammars = GrammarCompiler(core, engine, held)
-    return SchedulerLoop(steps, claimer, grammars, publisher, leases, peers, maintenance, heartbeat, queue)
+    return SchedulerLoop(steps, claimer, publisher, leases, peers, maintenance, heartbeat, queue, grammars)

@@ -8,8 +8,8 @@ import asyncio
 from collections import Counter
 
 from scheduler.clock import Clock
-from scheduler.planning.core import SchedulerCore
 from scheduler.queue.base import Queue
+from scheduler.worker.core import WorkerCore
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.leases import LEASE_S
 from scheduler.worker.peers import Peers
@@ -27,7 +27,7 @@ LISTEN_S = 0.5
 class Claimer:
     def __init__(
         self,
-        core: SchedulerCore,
+        core: WorkerCore,
         queue: Queue,
         held: HeldRequests,
         peers: Peers,

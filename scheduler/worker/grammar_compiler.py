@@ -29,6 +29,8 @@ class GrammarCompiler:
         try:
             compiled = await self._engine.compile_grammar(request.sampling.grammar)
         except GrammarError as error:
-            self._held.refuse_grammar(request.id, str(error))
+            self._core.refuse_grammar(request.id, str(error))
+            self._held.changed.set()
         else:
-            self._held.note_compiled(request.id, compiled)
+            self._core.note_compiled(request.id, compiled)
+            self._held.announce([request.id])

@@ -5,6 +5,7 @@ seconds.
 """
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,12 +14,12 @@ import msgspec
 from engine.interface import EngineInfo
 from engine.step_time.ewma import Ewma
 from scheduler.clock import Clock
-from scheduler.planning.core import SchedulerCore
 from scheduler.planning.status import CoreStatus
 from scheduler.planning.step_report import Ended
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
 from scheduler.worker.capacity import CapacityEstimator
+from scheduler.worker.core import WorkerCore
 from scheduler.worker.metrics import SchedulerMetrics
 
 RATE_WEIGHT = 0.2  # weight of the newest interval in the average rate of finished requests
@@ -41,11 +42,14 @@ class Heartbeat:
         self,
         registry: WorkerRegistry,
         metrics: SchedulerMetrics,
-        core: SchedulerCore,
+        core: WorkerCore,
         engine: EngineInfo,
         identity: WorkerIdentity,
         clock: Clock,
+        unsupported: Collection[str] = (),
     ) -> None:
+        """`unsupported` are the sampling parameters that the engine cannot honour."""
+        self._unsupported = tuple(sorted(unsupported))
         self._registry = registry
         self._metrics = metrics
         self._core = core
@@ -110,4 +114,5 @@ class Heartbeat:
             device=self._engine.device,
             tiers=tiers,
             at_ms=wall_ms,
+            unsupported=self._unsupported,
         )

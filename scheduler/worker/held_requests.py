@@ -1,53 +1,44 @@
 """Adds claimed requests to the requests that a worker holds, and removes cancelled and lost requests.
 
-The step loop is woken after each change. The claimer, the publisher and the lease keeper share one `HeldRequests`.
+The driver is woken after each change. The claimer, the publisher and the lease keeper share one `HeldRequests`.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from engine.interface import Engine
 from scheduler.clock import Clock
-from scheduler.planning.core import SchedulerCore
 from scheduler.request import Claimed
+from scheduler.worker.core import WorkerCore
 from scheduler.worker.metrics import SchedulerMetrics
 
 
 class HeldRequests:
-    def __init__(self, core: SchedulerCore, engine: Engine, metrics: SchedulerMetrics, clock: Clock) -> None:
+    def __init__(
+        self,
+        core: WorkerCore,
+        metrics: SchedulerMetrics,
+        clock: Clock,
+        make_room: Callable[[Sequence[str], float], None] | None = None,
+    ) -> None:
+        """`make_room` is called with the ids of requests that may start now, and the time."""
         self._core = core
-        self._engine = engine
+        self._make_room = make_room
         self._metrics = metrics
         self._clock = clock
-        self.changed = asyncio.Event()  # set when the step loop should look at the requests again
+        self.changed = asyncio.Event()  # set when the driver should look at the requests again
         self.grammar_arrived = asyncio.Event()  # set when a request with a grammar was accepted
 
     def accept(self, claimed: Sequence[Claimed]) -> None:
-        """Hand claimed requests to the core, and make room for them in the step in flight."""
-        now = self._clock.now()
-        self._core.accept(claimed, now, self._clock.wall_ms())
+        """Hand claimed requests to the core."""
+        self._core.accept(claimed, self._clock.now(), self._clock.wall_ms())
         if any(c.request.sampling.grammar is not None for c in claimed):
             self.grammar_arrived.set()
-        self._make_room([c.request.id for c in claimed], now)
+        self.announce([c.request.id for c in claimed])
 
-    def note_compiled(self, request_id: str, compiled_grammar: object) -> None:
-        """Hand a compiled grammar to the core, and make room in the step in flight for the request that has it."""
-        self._core.note_compiled(request_id, compiled_grammar)
-        self._make_room([request_id], self._clock.now())
-
-    def refuse_grammar(self, request_id: str, reason: str) -> None:
-        """Refuse a request whose grammar does not compile."""
-        self._core.refuse_grammar(request_id, reason)
-        self.changed.set()
-
-    def _make_room(self, request_ids: Sequence[str], now: float) -> None:
-        """Evict bulk sequences from the step in flight, if this lets one of the requests start sooner and pays.
-
-        Wake the step loop in any case.
-        """
-        evictees = self._core.evictees_for(request_ids, now)
-        if evictees:
-            self._engine.evict(evictees)
+    def announce(self, request_ids: Sequence[str]) -> None:
+        """Make room in the step in flight for requests that may start now, and wake the driver."""
+        if self._make_room is not None:
+            self._make_room(request_ids, self._clock.now())
         self.changed.set()
 
     def drop(self, request_ids: Iterable[str]) -> None:

@@ -8,9 +8,9 @@ counts as ended only if, besides, nobody has renewed it for some rounds.
 from collections.abc import Iterable, Mapping
 
 from scheduler.clock import Clock
-from scheduler.planning.core import SchedulerCore
 from scheduler.queue.base import Queue
 from scheduler.request import Lease
+from scheduler.worker.core import WorkerCore
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.refusals import Refusals
 
@@ -36,7 +36,7 @@ class UnrenewedLeases:
 class LeaseKeeper:
     def __init__(
         self,
-        core: SchedulerCore,
+        core: WorkerCore,
         queue: Queue,
         held: HeldRequests,
         refusals: Refusals,

@@ -1,7 +1,7 @@
 """The main loop of a worker: claim → accept → plan → engine → apply → publish, with any clock, queue and engine.
 
-It is the only driver of the scheduler; the simulator runs the same loop. Seven small tasks share the core on one
-thread: steps, claims (also while a step runs), grammars, publishing, leases, peers and maintenance.
+The simulator runs the same loop. Seven small tasks share the core on one thread: the driver (steps, or the streams of
+`scheduler.dispatch`), claims (also while a step runs), grammars, publishing, leases, peers and maintenance.
 `scheduler.worker.assembly` builds the loop.
 """
 
@@ -10,29 +10,30 @@ from collections.abc import Sequence
 
 from scheduler.queue.base import Queue
 from scheduler.worker.claimer import Claimer
+from scheduler.worker.core import Driver
 from scheduler.worker.grammar_compiler import GrammarCompiler
 from scheduler.worker.heartbeat import Heartbeat
 from scheduler.worker.leases import LeaseKeeper
 from scheduler.worker.maintenance import Maintenance
 from scheduler.worker.peers import Peers
 from scheduler.worker.publisher import Publisher
-from scheduler.worker.step_loop import StepLoop
 
 
 class SchedulerLoop:
     def __init__(
         self,
-        steps: StepLoop,
+        driver: Driver,
         claimer: Claimer,
-        grammars: GrammarCompiler,
         publisher: Publisher,
         leases: LeaseKeeper,
         peers: Peers,
         maintenance: Maintenance,
         heartbeat: Heartbeat,
         queue: Queue,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        self._steps = steps
+        """`grammars` is None where the engine is sent grammars as they are."""
+        self._driver = driver
         self._claimer = claimer
         self._grammars = grammars
         self._publisher = publisher
@@ -45,8 +46,8 @@ class SchedulerLoop:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the step in flight takes so much longer than predicted that it may never end."""
-        return self._steps.is_stuck
+        """Whether the driver makes no progress, for example because the step in flight may never end."""
+        return self._driver.is_stuck
 
     async def run(self) -> None:
         """Serve until `drain` was called and all held requests have ended, or until `stop` was called.
@@ -54,7 +55,7 @@ class SchedulerLoop:
         Any error ends all tasks and is raised. A new loop may then continue with the same engine and core.
         """
         try:
-            await self._leases.give_back(await self._steps.clear())
+            await self._leases.give_back(await self._driver.clear())
             await self._heartbeat.beat()
             self.is_announced = True
             await self._run_tasks()
@@ -68,30 +69,31 @@ class SchedulerLoop:
         background = [
             publishing,
             asyncio.create_task(self._claimer.run()),
-            asyncio.create_task(self._grammars.run()),
             asyncio.create_task(self._maintenance.run()),
             asyncio.create_task(self._leases.run()),
             asyncio.create_task(self._peers.run()),
         ]
-        steps = asyncio.create_task(self._steps.run())
+        if self._grammars is not None:
+            background.append(asyncio.create_task(self._grammars.run()))
+        driving = asyncio.create_task(self._driver.run())
         try:
-            await _first_error_or(steps, background)
+            await _first_error_or(driving, background)
             self._publisher.close()
             await publishing
         finally:
-            for task in (steps, *background):
+            for task in (driving, *background):
                 task.cancel()
-            await asyncio.gather(steps, *background, return_exceptions=True)
+            await asyncio.gather(driving, *background, return_exceptions=True)
 
     def drain(self) -> None:
         """Claim no more requests. `run` returns when all held requests have ended."""
         self._claimer.close()
-        self._steps.drain()
+        self._driver.drain()
 
     def stop(self) -> None:
-        """Make `run` return after the step in flight. Unfinished requests go back to the queue."""
+        """Make `run` return soon. Unfinished requests go back to the queue."""
         self._claimer.close()
-        self._steps.stop()
+        self._driver.stop()
 
 
 async def _first_error_or(main: "asyncio.Task[None]", others: "Sequence[asyncio.Task[None]]") -> None:

@@ -1,7 +1,7 @@
 """The periodic work of a worker: the outer loop of its controller, its metrics and its heartbeat.
 
-A round takes place every `UPDATE_S` seconds. A heartbeat is sent in every `HEARTBEAT_EVERY`-th round, unless the step
-loop is stuck: a worker that answers nobody must not look alive.
+A round takes place every `UPDATE_S` seconds. A heartbeat is sent in every `HEARTBEAT_EVERY`-th round, unless the
+driver is stuck: a worker that answers nobody must not look alive.
 """
 
 from collections.abc import Mapping
@@ -10,13 +10,12 @@ import structlog
 
 from scheduler.clock import Clock
 from scheduler.control.feedback import UPDATE_S
-from scheduler.planning.core import SchedulerCore
 from scheduler.queue.base import Queue
+from scheduler.worker.core import Driver, WorkerCore
 from scheduler.worker.heartbeat import Heartbeat
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.refusals import Refusals
-from scheduler.worker.step_loop import StepLoop
 
 log = structlog.get_logger()
 
@@ -26,12 +25,12 @@ HEARTBEAT_EVERY = 2  # rounds of `UPDATE_S` seconds between two heartbeats
 class Maintenance:
     def __init__(
         self,
-        core: SchedulerCore,
+        core: WorkerCore,
         queue: Queue,
         metrics: SchedulerMetrics,
         heartbeat: Heartbeat,
         held: HeldRequests,
-        steps: StepLoop,
+        driver: Driver,
         refusals: Refusals,
         clock: Clock,
     ) -> None:
@@ -40,7 +39,7 @@ class Maintenance:
         self._metrics = metrics
         self._heartbeat = heartbeat
         self._held = held
-        self._steps = steps
+        self._driver = driver
         self._refusals = refusals
         self._clock = clock
         self._missing: frozenset[str] = frozenset()  # tiers with requests that cannot end by their deadlines
@@ -52,8 +51,8 @@ class Maintenance:
             await self._clock.sleep(UPDATE_S)
             rounds += 1
             self._review(await self._queue.depths([t.name for t in self._core.tiers]))
-            self._held.changed.set()  # wakes an idle step loop, because budgets also change with time
-            if rounds % HEARTBEAT_EVERY == 0 and not self._steps.is_stuck:
+            self._held.changed.set()  # wakes an idle driver, because budgets also change with time
+            if rounds % HEARTBEAT_EVERY == 0 and not self._driver.is_stuck:
                 await self._beat()
 
     async def _beat(self) -> None:

@@ -11,10 +11,10 @@ import structlog
 
 from scheduler.clock import Clock
 from scheduler.events.base import EventChannel
-from scheduler.planning.core import SchedulerCore
 from scheduler.queue.base import Queue
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S, WORKER_SILENT_S, HeartbeatMonitor
+from scheduler.worker.core import WorkerCore
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.refusals import Refusals
 
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 class Peers:
     def __init__(
         self,
-        core: SchedulerCore,
+        core: WorkerCore,
         queue: Queue,
         events: EventChannel,
         registry: WorkerRegistry,

@@ -173,6 +173,21 @@ def test_compose_waits_longer_than_drain_and_kill_grace() -> None:
     assert grace_s > ServeSettings().drain_s + KILL_GRACE_S
 
 
+def test_the_upstreams_key_goes_to_the_worker_by_its_environment() -> None:
+    parent = ServeSettings(engine="openai", upstream="http://host:1", upstream_api_key=SecretStr("sk-up"))
+    flags = parent.flags(WorkerSettings)
+    assert not any("sk-up" in flag for flag in flags)
+    assert parent.secret_env["TIDEGATE_UPSTREAM_API_KEY"] == "sk-up"
+    child = CliApp.run(WorkerSettings, cli_args=list(flags))
+    assert (child.engine, child.upstream) == ("openai", "http://host:1")
+
+
+@pytest.mark.parametrize("values", [{"engine": "openai"}, {"upstream": "http://host:1"}])
+def test_an_upstream_and_its_engine_belong_together(values: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match="--engine openai"):
+        WorkerSettings.model_validate(values)
+
+
 @pytest.mark.parametrize(
     ("values", "way_out"),
     [({"engine": "static"}, "needs --endpoint"), ({"endpoint": "http://localhost/run"}, "is for --engine static")],

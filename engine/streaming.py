@@ -1,0 +1,89 @@
+"""The interface between the scheduler and a server that plans its own steps: plain data, errors, and a protocol.
+
+Such a server takes requests and streams their tokens; nobody outside can pause a sequence or form a step. What can be
+decided is when a request is sent, when its stream is hung up, and when it is continued from its prompt and the tokens
+that it has. Knows sequences and tokens; does not know HTTP, tiers or time.
+"""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.interface import EngineInfo, SamplingParams, SequenceOutput
+
+
+class UpstreamError(Exception):
+    """The end of a stream before its sequence was finished. The message is a sentence for the user."""
+
+
+class UpstreamRefused(UpstreamError):
+    """The server will never serve this request."""
+
+
+class UpstreamBusy(UpstreamError):
+    """The server has no place for the request now (429, 503)."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UpstreamLost(UpstreamError):
+    """The stream broke off. Another attempt may succeed."""
+
+
+class UpstreamUnreachable(UpstreamLost):
+    """The server does not take connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRequest:
+    """A sequence to generate on the server, or to continue there."""
+
+    seq_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: str = ""
+    priority: int = 0  # the higher goes first
+    is_seeded: bool = False  # whether the user chose the seed
+    output_token_ids: tuple[int, ...] = ()  # tokens of an earlier stream, after which this one begins
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamLoad:
+    """What the server says of its own load. It is some seconds old; None: the server does not say it."""
+
+    num_running: int | None = None
+    num_waiting: int | None = None  # requests in the server's own queue
+    kv_usage: float | None = None  # share of its KV blocks in use
+
+
+class Upstream(Protocol):
+    """A server that streams tokens."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def unsupported(self) -> frozenset[str]:
+        """The fields of `SamplingParams` that the server cannot honour."""
+        ...
+
+    def can_continue(self, sampling: SamplingParams, is_seeded: bool) -> bool:
+        """Return whether a sequence that is continued from its tokens is the same as one that was never hung up."""
+        ...
+
+    def stream(self, request: StreamRequest) -> AsyncGenerator[SequenceOutput, None]:
+        """Return the tokens of `request` as the server sends them. Closing the generator hangs up.
+
+        The last output has a finish reason. Raises `UpstreamError`.
+        """
+        ...
+
+    async def load(self) -> UpstreamLoad | None:
+        """Return the server's load; None if it does not tell. Raises `UpstreamUnreachable` if there is no server."""
+        ...

@@ -1,0 +1,190 @@
+"""Reads the events of a token stream: from bytes to the tokens that each event brings, for each dialect.
+
+Does no I/O. Knows the events of OpenAI's, SGLang's and llama.cpp's servers; does not know connections.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from engine.interface import FinishReason, TokenLogprobs
+from engine.streaming import UpstreamLost
+from engine.upstream.dialects import Dialect
+
+_DONE = b"[DONE]"
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one event brings."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_tokens: int = 0
+
+
+class Reader(Protocol):
+    """Reads the data of one event after the other."""
+
+    def read(self, data: bytes) -> Piece: ...
+
+
+class EventSplitter:
+    """Splits the bytes of a stream of server-sent events into the data of its events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Return the data of all events that are complete now."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                event = line[5:].strip()
+                if event and event != _DONE:
+                    yield event
+
+
+def reader_of(dialect: Dialect) -> Reader:
+    if dialect.name == "sglang":
+        return _SGLangReader()
+    return _LlamaReader() if dialect.name == "llama.cpp" else _OpenAIReader()
+
+
+def _reason(name: str | None) -> FinishReason | None:
+    """Return why the sequence is finished; None if it is not. Raises `UpstreamLost` if the server has given it up."""
+    if not name:
+        return None
+    if name in ("abort", "error", "cancelled"):
+        raise UpstreamLost(f"The server gave the request up ({name}).")
+    return FinishReason.LENGTH if name == "length" else FinishReason.STOP
+
+
+def _decode(decoder: Any, data: bytes) -> Any:
+    try:
+        return decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise UpstreamLost(f"The server sent an event that cannot be read: {error}.") from error
+
+
+class _OpenAILogprobs(msgspec.Struct):
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _OpenAIChoice(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: _OpenAILogprobs | None = None
+
+
+class _OpenAIChunk(msgspec.Struct):
+    choices: list[_OpenAIChoice] = []
+    error: Any = None
+
+
+class _OpenAIReader:
+    _decoder = msgspec.json.Decoder(_OpenAIChunk)
+
+    def read(self, data: bytes) -> Piece:
+        chunk: _OpenAIChunk = _decode(self._decoder, data)
+        if chunk.error is not None:
+            raise UpstreamLost(f"The server reported an error: {str(chunk.error)[:300]}.")
+        if not chunk.choices:
+            return Piece()
+        choice = chunk.choices[0]
+        logprobs = [] if choice.logprobs is None else _openai_logprobs(choice.logprobs)
+        return Piece(choice.token_ids or [], choice.text or "", _reason(choice.finish_reason), logprobs)
+
+
+def _openai_logprobs(reported: _OpenAILogprobs) -> list[TokenLogprobs]:
+    tops = reported.top_logprobs or [None] * len(reported.tokens)
+    found = []
+    for token, logprob, top in zip(reported.tokens, reported.token_logprobs, tops, strict=True):
+        likeliest = sorted((top or {}).items(), key=lambda item: -item[1])
+        pairs = tuple((_token_id(text), value) for text, value in likeliest)
+        found.append(TokenLogprobs(_token_id(token), logprob if logprob is not None else 0.0, pairs))
+    return found
+
+
+def _token_id(text: str) -> int:
+    """Return the id in a token that is reported as `token_id:ID`."""
+    number = text.removeprefix("token_id:")
+    if not number.isdecimal():
+        raise UpstreamLost("The server does not report log probabilities by token ids.")
+    return int(number)
+
+
+class _SGLangMeta(msgspec.Struct):
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: Any = None
+
+
+class _SGLangChunk(msgspec.Struct):
+    output_ids: list[int] = []
+    meta_info: _SGLangMeta = msgspec.field(default_factory=_SGLangMeta)
+    error: Any = None
+
+
+class _SGLangReader:
+    """Each event holds all tokens so far, or only the new ones: the server's flags decide."""
+
+    _decoder = msgspec.json.Decoder(_SGLangChunk)
+
+    def __init__(self) -> None:
+        self._num_read = 0
+
+    def read(self, data: bytes) -> Piece:
+        chunk: _SGLangChunk = _decode(self._decoder, data)
+        if chunk.error is not None:
+            raise UpstreamLost(f"The server reported an error: {str(chunk.error)[:300]}.")
+        ids, meta = chunk.output_ids, chunk.meta_info
+        is_whole = len(ids) == meta.completion_tokens
+        new = ids[self._num_read :] if is_whole else ids
+        self._num_read += len(new)
+        finish = meta.finish_reason
+        reason = _reason(finish.get("type") if isinstance(finish, dict) else finish)
+        return Piece(new, finish_reason=reason, cached_tokens=meta.cached_tokens)
+
+
+class _LlamaTop(msgspec.Struct):
+    id: int
+    logprob: float
+
+
+class _LlamaProb(msgspec.Struct):
+    id: int
+    logprob: float
+    top_logprobs: list[_LlamaTop] = []
+
+
+class _LlamaChunk(msgspec.Struct):
+    content: str = ""
+    tokens: list[int] = []
+    stop: bool = False
+    stop_type: str = ""
+    completion_probabilities: list[_LlamaProb] = []
+    error: Any = None
+
+
+class _LlamaReader:
+    _decoder = msgspec.json.Decoder(_LlamaChunk)
+
+    def read(self, data: bytes) -> Piece:
+        chunk: _LlamaChunk = _decode(self._decoder, data)
+        if chunk.error is not None:
+            raise UpstreamLost(f"The server reported an error: {str(chunk.error)[:300]}.")
+        if chunk.stop:  # the last event repeats the numbers, not the tokens
+            return Piece(finish_reason=FinishReason.LENGTH if chunk.stop_type == "limit" else FinishReason.STOP)
+        logprobs = [
+            TokenLogprobs(prob.id, prob.logprob, tuple((top.id, top.logprob) for top in prob.top_logprobs))
+            for prob in chunk.completion_probabilities
+        ]
+        return Piece(chunk.tokens, chunk.content, logprobs=logprobs)

@@ -1,0 +1,147 @@
+"""A server of OpenAI's kind that streams tokens. Implements `engine.streaming.Upstream`.
+
+Puts the parts of this room together: a body by dialect, one exchange, its events, the tokens that they bring. Knows
+HTTP statuses; does not know tiers, attempts or time.
+"""
+
+from collections.abc import AsyncGenerator, Iterable
+
+import msgspec
+
+from engine.interface import EngineInfo, FinishReason, SamplingParams, SequenceOutput
+from engine.streaming import (
+    StreamRequest,
+    UpstreamBusy,
+    UpstreamError,
+    UpstreamLoad,
+    UpstreamLost,
+    UpstreamRefused,
+)
+from engine.upstream.bodies import body_of, can_continue
+from engine.upstream.chunks import EventSplitter, Piece, reader_of
+from engine.upstream.dialects import Dialect
+from engine.upstream.http import Exchange, HttpSender
+from engine.upstream.texts import Texts
+
+MAX_QUOTED = 300  # characters of a server's error message that are passed on
+BUSY, TRANSIENT = (429, 503), (408, 500, 502, 504)
+
+
+class HttpUpstream:
+    """One server and one of its models. `texts` is needed for a dialect that takes no token ids."""
+
+    def __init__(
+        self,
+        sender: HttpSender,
+        dialect: Dialect,
+        model: str,
+        info: EngineInfo,
+        texts: Texts | None = None,
+        *,
+        with_priority: bool = True,
+    ) -> None:
+        assert dialect.takes_ids or texts is not None
+        self._sender = sender
+        self._dialect = dialect
+        self._model = model
+        self._info = info
+        self._texts = texts
+        self._with_priority = with_priority
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def unsupported(self) -> frozenset[str]:
+        return self._dialect.unsupported
+
+    def can_continue(self, sampling: SamplingParams, is_seeded: bool) -> bool:
+        return self._dialect.takes_ids and can_continue(sampling, is_seeded)
+
+    async def stream(self, request: StreamRequest) -> AsyncGenerator[SequenceOutput, None]:
+        body, exchange = msgspec.json.encode(self._body(request)), None
+        try:
+            exchange = await self._sender("POST", self._dialect.path, body)
+            if await exchange.wait_for_status() != 200:
+                raise await _refusal(exchange)
+            num_tokens = request.num_tokens
+            async for piece in self._pieces(exchange):
+                num_tokens += len(piece.token_ids)
+                if piece.token_ids or piece.finish_reason is not None:
+                    output = self._output(request, piece, num_tokens)
+                    yield output
+                    if output.finish_reason is not None:
+                        return
+            raise UpstreamLost("The server ended the stream before the answer was whole.")
+        finally:
+            if exchange is not None:
+                exchange.hang_up()
+
+    async def load(self) -> UpstreamLoad | None:
+        metrics = self._dialect.metrics
+        if metrics is None:
+            await self._sender.get("/v1/models")
+            return None
+        status, body = await self._sender.get("/metrics")
+        if status != 200:
+            return None
+        names = (metrics.running, metrics.waiting, metrics.kv_usage)
+        running, waiting, kv_usage = (_sum_of(name, body.decode(errors="replace")) for name in names)
+        return UpstreamLoad(_whole(running), _whole(waiting), kv_usage)
+
+    def _body(self, request: StreamRequest) -> dict[str, object]:
+        known = (*request.prompt_token_ids, *request.output_token_ids)
+        prompt = list(known) if self._texts is None else self._texts.prompt(known)
+        return body_of(request, self._dialect, self._model, prompt, with_priority=self._with_priority)
+
+    async def _pieces(self, exchange: Exchange) -> AsyncGenerator[Piece, None]:
+        splitter, reader = EventSplitter(), reader_of(self._dialect)
+        while data := await exchange.read():
+            for event in splitter.feed(data):
+                piece = reader.read(event)
+                if self._texts is not None:
+                    piece.token_ids = self._texts.ids(piece.text) if piece.text else []
+                yield piece
+
+    def _output(self, request: StreamRequest, piece: Piece, num_tokens: int) -> SequenceOutput:
+        reason = piece.finish_reason
+        num_output = num_tokens - len(request.prompt_token_ids)
+        if reason is None and self._dialect.takes_ids and num_output >= request.sampling.max_tokens:
+            reason = FinishReason.LENGTH  # the event that says so may be lost with the connection
+        return SequenceOutput(
+            request.seq_id,
+            num_computed_tokens=max(0, num_tokens - 1),
+            token_ids=tuple(piece.token_ids),
+            finish_reason=reason,
+            num_cached_tokens=piece.cached_tokens,
+            logprobs=tuple(piece.logprobs),
+        )
+
+
+async def _refusal(exchange: Exchange) -> UpstreamError:
+    """Return the error for a response that is no stream."""
+    status, text = exchange.status or 0, (await exchange.read_all()).decode(errors="replace")
+    said = f"The server answered {status}: {' '.join(text.split())[:MAX_QUOTED]}"
+    if status in BUSY:
+        after = exchange.headers.get("retry-after", "")
+        return UpstreamBusy(said, float(after) if after.isdecimal() else None)
+    return UpstreamLost(said) if status in TRANSIENT else UpstreamRefused(said)
+
+
+def _sum_of(name: str, text: str) -> float | None:
+    """Return the sum of a metric over its labels; None if the server does not have it."""
+    from prometheus_client.parser import text_string_to_metric_families  # only this function needs it
+
+    lines = [line for line in text.splitlines() if line.startswith(name)]
+    samples = [sample for family in text_string_to_metric_families(_joined(lines)) for sample in family.samples]
+    values = [sample.value for sample in samples if sample.name == name]
+    return sum(values) if values else None
+
+
+def _joined(lines: Iterable[str]) -> str:
+    return "\n".join(lines) + "\n"
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

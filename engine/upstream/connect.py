@@ -1,0 +1,223 @@
+"""Finds out about a server before it gets work: which kind it is, which model it has, whether token ids come back.
+
+Waits as long as the server does not answer, and says so. Knows the model directory for the sizes that a server does not
+tell. Raises `EngineStartError` for what waiting cannot mend.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import structlog
+from huggingface_hub import hf_hub_download
+from tokenizers import Tokenizer
+
+from engine.config import EngineStartError
+from engine.interface import EngineInfo, SamplingParams
+from engine.streaming import StreamRequest, UpstreamBusy, UpstreamLost, UpstreamRefused
+from engine.upstream.client import HttpUpstream
+from engine.upstream.dialects import DIALECTS, PLAIN, Dialect, DialectName, recognise
+from engine.upstream.http import Address, BadUrl, HttpSender
+from engine.upstream.texts import Texts
+
+log = structlog.get_logger()
+
+PAUSE_S = 1.0  # seconds between two attempts to reach the server
+SAY_EVERY = 15  # attempts after which it is said again that the server does not answer
+TRIAL_S = 120.0  # a server may compile kernels for its first tokens
+BLOCK_SIZE = 16  # tokens; a guess at the server's KV blocks, by which progress is measured
+MAX_STEP_TOKENS = 2048  # a guess at the prompt tokens that the server computes in one step
+DEFAULT_CONTEXT = 4096  # tokens, if neither the server nor the model's config says it
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamConfig:
+    """Where the server is, and what is known of it."""
+
+    url: str
+    model_path: str  # directory or hub id of the model, for its tokenizer and its sizes
+    dialect: DialectName | Literal["auto"] = "auto"
+    model: str | None = None  # name of the model at the server; None: the only one that it lists
+    api_key: str = ""
+    max_model_len: int | None = None
+
+
+class _Card(msgspec.Struct):
+    id: str
+    owned_by: str = ""
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card] = []
+
+
+async def connect(config: UpstreamConfig, sleep: Callable[[float], Any] = asyncio.sleep) -> HttpUpstream:
+    """Return the server that `config` describes, when it answers. Raises `EngineStartError`."""
+    try:
+        sender = HttpSender(Address.parse(config.url, config.api_key))
+    except BadUrl as error:
+        raise EngineStartError(f"--upstream {error}") from error
+    attempts = 0
+    while True:
+        try:
+            upstream = await _inspect(config, sender)
+            break
+        except (UpstreamLost, UpstreamBusy) as error:
+            if attempts % SAY_EVERY == 0:
+                log.warning("the upstream does not answer yet; the worker waits for it", reason=str(error))
+        attempts += 1
+        await sleep(PAUSE_S)
+    return upstream
+
+
+async def _inspect(config: UpstreamConfig, sender: HttpSender) -> HttpUpstream:
+    card = _choose(await _cards(sender), config, sender)
+    dialect = recognise(card.owned_by) if config.dialect == "auto" else DIALECTS[config.dialect]
+    info = _info(config, card, sender.address, dialect)
+    upstream = await _tried(sender, dialect, card.id, info, config)
+    if upstream is None and config.dialect != "auto":
+        raise EngineStartError(
+            f"the server at {sender.address} returns no token ids in the dialect {dialect.name!r}: "
+            "try --upstream-dialect plain"
+        )
+    if upstream is None:
+        dialect, info = PLAIN, replace(info, device="plain")
+        upstream = HttpUpstream(sender, PLAIN, card.id, info, _texts(config.model_path))
+    log.info(
+        "the upstream answers",
+        url=str(sender.address),
+        dialect=dialect.name,
+        model=card.id,
+        max_model_len=info.max_model_len,
+        cannot=sorted(upstream.unsupported),
+    )
+    return upstream
+
+
+async def _cards(sender: HttpSender) -> list[_Card]:
+    status, body = await sender.get("/v1/models")
+    if status in (401, 403):
+        raise EngineStartError(f"the server at {sender.address} wants a key: set TIDEGATE_UPSTREAM_API_KEY")
+    if status != 200:
+        raise UpstreamLost(f"/v1/models answers {status}")
+    try:
+        return msgspec.json.decode(body, type=_Cards).data
+    except msgspec.DecodeError as error:
+        raise EngineStartError(f"{sender.address}/v1/models is no list of models: {error}") from error
+
+
+def _choose(cards: list[_Card], config: UpstreamConfig, sender: HttpSender) -> _Card:
+    names = [card.id for card in cards]
+    if config.model is None and len(cards) == 1:
+        return cards[0]
+    for card in cards:
+        if card.id == config.model:
+            return card
+    raise EngineStartError(
+        f"the server at {sender.address} has the models {', '.join(names) or '(none)'}: "
+        "say which one by --upstream-model"
+    )
+
+
+async def _tried(
+    sender: HttpSender, dialect: Dialect, model: str, info: EngineInfo, config: UpstreamConfig
+) -> HttpUpstream | None:
+    """Return the server after a trial of one token; None if it does not return token ids.
+
+    A server without priority scheduling refuses priorities; then none are sent.
+    """
+    texts = None if dialect.takes_ids else _texts(config.model_path)
+    upstream = HttpUpstream(sender, dialect, model, info, texts)
+    if not dialect.takes_ids:
+        return upstream
+    try:
+        return upstream if await _returns_ids(upstream) else None
+    except UpstreamRefused as error:
+        if not dialect.priority or "priority" not in str(error):
+            raise EngineStartError(f"the server refuses a first request: {error}") from error
+    log.warning("the upstream takes no priorities", hint="start vLLM with --scheduling-policy priority")
+    upstream = HttpUpstream(sender, dialect, model, info, texts, with_priority=False)
+    try:
+        return upstream if await _returns_ids(upstream) else None
+    except UpstreamRefused as error:
+        raise EngineStartError(f"the server refuses a first request: {error}") from error
+
+
+async def _returns_ids(upstream: HttpUpstream) -> bool:
+    """Return whether the server answers token ids with token ids."""
+    first = upstream.info.eos_token_ids[0] if upstream.info.eos_token_ids else 0
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos="ignore_eos" not in upstream.unsupported)
+    trial = StreamRequest("trial", (first,), sampling, priority=1)
+    token_ids: list[int] = []
+    try:
+        async with asyncio.timeout(TRIAL_S):
+            async for output in upstream.stream(trial):
+                token_ids += output.token_ids
+    except TimeoutError:
+        raise UpstreamLost("no token within two minutes") from None
+    return bool(token_ids)
+
+
+def _info(config: UpstreamConfig, card: _Card, address: Address, dialect: Dialect) -> EngineInfo:
+    """Return the sizes of the model: the server's own where it tells them, otherwise those of the model directory."""
+    declared = _read_json(config.model_path, "config.json")
+    text = declared.get("text_config") or declared
+    lengths = [config.max_model_len, card.max_model_len or text.get("max_position_embeddings")]
+    max_model_len = min((int(length) for length in lengths if length), default=DEFAULT_CONTEXT)
+    backend = _tokenizer(config.model_path) if "vocab_size" not in text else None
+    return EngineInfo(
+        model_path=config.model_path,
+        max_model_len=max_model_len,
+        vocab_size=int(text["vocab_size"]) if backend is None else backend.get_vocab_size(),
+        block_size=BLOCK_SIZE,
+        # The server has the blocks, and counts them. This number only keeps out what can never fit its context.
+        num_blocks=-(-max_model_len // BLOCK_SIZE) * 256,
+        max_step_tokens=MAX_STEP_TOKENS,
+        eos_token_ids=_eos_token_ids(config.model_path, text),
+        device=dialect.name,
+        dtype="",
+        attention_backend=str(address),
+        preemption_modes=("recompute",) if dialect.takes_ids else (),
+    )
+
+
+def _eos_token_ids(model_path: str, text_config: dict[str, Any]) -> tuple[int, ...]:
+    declared = _read_json(model_path, "generation_config.json").get("eos_token_id", text_config.get("eos_token_id"))
+    if declared is None:
+        return ()
+    return (declared,) if isinstance(declared, int) else tuple(declared)
+
+
+def _texts(model_path: str) -> Texts:
+    bos = _read_json(model_path, "tokenizer_config.json").get("bos_token") or ""
+    return Texts(_tokenizer(model_path), bos if isinstance(bos, str) else str(bos.get("content", "")))
+
+
+def _tokenizer(model_path: str) -> Any:
+    path = _file(model_path, "tokenizer.json")
+    if path is None:
+        raise EngineStartError(f"{model_path}: there is no tokenizer.json, which a server without token ids needs")
+    return Tokenizer.from_file(str(path))
+
+
+def _read_json(model_path: str, name: str) -> dict[str, Any]:
+    """Return a file of the model; nothing if the model does not have it."""
+    path = _file(model_path, name)
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    return found
+
+
+def _file(model_path: str, name: str) -> Path | None:
+    if Path(model_path).is_dir():
+        path = Path(model_path) / name
+        return path if path.exists() else None
+    try:
+        return Path(hf_hub_download(model_path, name))
+    except Exception as error:  # the hub's errors have no common class; the file may simply not be there
+        log.warning("a file of the model was not found", model=model_path, file=name, reason=str(error))
+        return None

@@ -1,0 +1,164 @@
+"""The driver of a worker in front of a server: opens streams, hangs up, and passes what comes to the core.
+
+Makes no decisions: `DispatchCore` does. One task for each stream, one that watches whether the server is there, and
+the loop that carries out decisions. Knows asyncio and the protocol `Upstream`; does not know HTTP.
+"""
+
+import asyncio
+from contextlib import aclosing, suppress
+
+import structlog
+
+from engine.streaming import StreamRequest, Upstream, UpstreamError
+from scheduler.clock import Clock
+from scheduler.control.feedback import UPDATE_S
+from scheduler.dispatch.core import DispatchCore
+from scheduler.queue.base import Queue
+from scheduler.request import Lease
+from scheduler.worker.claimer import Claimer
+from scheduler.worker.held_requests import HeldRequests
+from scheduler.worker.refusals import Refusals
+from scheduler.worker.step_reporter import StepReporter
+
+log = structlog.get_logger()
+
+RISK_CHECK_S = 0.05  # seconds between two looks at interactive requests that await their first token
+LOAD_S = 1.0  # seconds between two looks at the server's own metrics
+
+
+class StreamDriver:
+    """Implements `scheduler.worker.core.Driver`."""
+
+    def __init__(
+        self,
+        core: DispatchCore,
+        upstream: Upstream,
+        queue: Queue,
+        held: HeldRequests,
+        claimer: Claimer,
+        reporter: StepReporter,
+        refusals: Refusals,
+        clock: Clock,
+    ) -> None:
+        self._core = core
+        self._upstream = upstream
+        self._queue = queue
+        self._held = held
+        self._claimer = claimer
+        self._reporter = reporter
+        self._refusals = refusals
+        self._clock = clock
+        self._streams: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()  # tasks of streams that were hung up
+        self._failed: BaseException | None = None
+        self._was_down = False
+        self._draining = False
+        self._stopped = False
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the server is away, so that other workers and the gateways must not count on this one."""
+        return self._core.is_down(self._clock.now())
+
+    def drain(self) -> None:
+        self._draining = True
+        self._held.changed.set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._held.changed.set()
+
+    async def clear(self) -> list[Lease]:
+        leases = self._core.release_all()
+        self._core.decide(self._clock.now())  # forgets what is to be hung up: the tasks ended with the earlier loop
+        return leases
+
+    async def run(self) -> None:
+        watching = asyncio.create_task(self._watch())
+        try:
+            while not (self._stopped or (self._draining and self._core.num_held == 0)):
+                self._held.changed.clear()
+                if self._failed is not None:
+                    raise self._failed
+                await self._carry_out()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RISK_CHECK_S if self._core.awaits_first_token else UPDATE_S):
+                        await self._held.changed.wait()
+        finally:
+            tasks = [watching, *self._streams.values(), *self._ending]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _carry_out(self) -> None:
+        now = self._clock.now()
+        self._say_if_down(now)
+        await self._release(self._core.give_back(now))
+        self._reporter.report_requests(self._core.refuse(now))
+        opened, hung_up = self._core.decide(now)
+        for request_id in hung_up:
+            self._hang_up(request_id)
+        for request in opened:
+            self._streams[request.seq_id] = asyncio.create_task(self._stream(request))
+        if opened or not self._streams:
+            self._claimer.note_room()
+
+    def _hang_up(self, request_id: str) -> None:
+        task = self._streams.pop(request_id, None)
+        if task is not None:
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+            task.cancel()
+
+    async def _stream(self, request: StreamRequest) -> None:
+        request_id, task, is_first = request.seq_id, asyncio.current_task(), True
+        try:
+            async with aclosing(self._upstream.stream(request)) as outputs:
+                async for output in outputs:
+                    self._reporter.report_requests(self._core.take(output, self._clock.now()))
+                    if is_first:  # its prefill is done, so that another one may begin
+                        self._held.changed.set()
+                    is_first = False
+        except UpstreamError as error:
+            await self._end(request_id, error)
+        except Exception as error:  # a bug must end the worker, and not only this stream
+            self._failed = error
+        finally:
+            if self._streams.get(request_id) is task:
+                del self._streams[request_id]
+            self._claimer.note_room()
+            self._held.changed.set()
+
+    async def _end(self, request_id: str, error: UpstreamError) -> None:
+        now = self._clock.now()
+        log.warning("a stream of the upstream ended early", request=request_id, reason=str(error))
+        report, leases = self._core.end_stream(request_id, error, now)
+        self._reporter.report_requests(report)
+        await self._release(leases)
+
+    async def _release(self, leases: list[Lease]) -> None:
+        """Put requests back into the queue. If the store refuses that now, they return when their leases end."""
+        if leases:
+            await self._refusals.attempt(self._queue.release(leases))
+
+    async def _watch(self) -> None:
+        """Ask the server for its load once in a while, and notice that it is away or back."""
+        while True:
+            try:
+                load = await self._upstream.load()
+            except UpstreamError:
+                self._core.note_unreachable(self._clock.now())
+            else:
+                self._core.note_load(load, self._clock.now())
+            self._held.changed.set()
+            await self._clock.sleep(LOAD_S)
+
+    def _say_if_down(self, now: float) -> None:
+        is_down = self._core.is_down(now)
+        if is_down and not self._was_down:
+            hint = "requests go to other workers, or wait until it is back"
+            log.error("the upstream does not take connections", hint=hint)
+        elif self._was_down and not is_down:
+            log.info("the upstream is back")
+            self._claimer.note_room()
+        self._was_down = is_down

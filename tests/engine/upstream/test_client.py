@@ -1,0 +1,145 @@
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from engine.interface import EngineInfo, FinishReason, SamplingParams, SequenceOutput
+from engine.streaming import (
+    StreamRequest,
+    UpstreamBusy,
+    UpstreamLoad,
+    UpstreamLost,
+    UpstreamRefused,
+    UpstreamUnreachable,
+)
+from engine.upstream.client import HttpUpstream
+from engine.upstream.dialects import PLAIN, VLLM
+from tests.engine.upstream.scripted import MODEL, VOCAB, Script, ScriptedServer, scripted_server, tokens_after
+
+INFO = EngineInfo("model", 512, VOCAB, 16, 1024, 2048)
+PROMPT = (5, 6, 7)
+
+
+def client_of(server: ScriptedServer, **options: Any) -> HttpUpstream:
+    return HttpUpstream(server.sender, VLLM, MODEL, INFO, **options)
+
+
+def request(max_tokens: int = 6, output: tuple[int, ...] = (), **sampling: Any) -> StreamRequest:
+    params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
+    return StreamRequest("r", PROMPT, params, cache_salt="salt", priority=100, output_token_ids=output)
+
+
+async def collect(upstream: HttpUpstream, sent: StreamRequest, into: list[SequenceOutput] | None = None) -> list[int]:
+    outputs = [] if into is None else into
+    async for output in upstream.stream(sent):
+        outputs.append(output)
+    return [token for output in outputs for token in output.token_ids]
+
+
+async def test_a_stream_brings_all_tokens_and_ends_with_a_reason() -> None:
+    async with scripted_server() as server:
+        outputs: list[SequenceOutput] = []
+        assert await collect(client_of(server), request(), outputs) == tokens_after(PROMPT, 6)
+    assert [o.finish_reason for o in outputs] == [None] * 5 + [FinishReason.LENGTH]
+    assert outputs[-1].num_computed_tokens == len(PROMPT) + 6 - 1
+    body = server.bodies[0]
+    assert (body["prompt"], body["max_tokens"], body["priority"], body["cache_salt"]) == ([5, 6, 7], 6, -100, "salt")
+
+
+async def test_a_continued_stream_goes_on_where_the_first_one_ended() -> None:
+    whole = tokens_after(PROMPT, 6)
+    async with scripted_server() as server:
+        assert await collect(client_of(server), request(output=tuple(whole[:2]))) == whole[2:]
+    assert server.bodies[0]["prompt"] == [*PROMPT, *whole[:2]]
+    assert server.bodies[0]["max_tokens"] == 4
+
+
+@pytest.mark.parametrize("how", ["cut", "half", "end", "error"])
+async def test_a_stream_that_breaks_off_is_lost_and_keeps_its_tokens(how: str) -> None:
+    async with scripted_server() as server:
+        server.scripts.append(Script(after=3, then=how))
+        outputs: list[SequenceOutput] = []
+        with pytest.raises(UpstreamLost):
+            await collect(client_of(server), request(), outputs)
+    assert [o.token_ids[0] for o in outputs] == tokens_after(PROMPT, 3)
+    assert all(o.finish_reason is None for o in outputs)
+
+
+async def test_closing_the_stream_hangs_up() -> None:
+    async with scripted_server() as server:
+        server.scripts.append(Script(after=2, then="hang"))
+        async with aclosing(client_of(server).stream(request())) as outputs:
+            await anext(outputs)
+            assert server.num_open == 1
+        await server.wait_until("num_open", 0)
+        assert server.num_hung_up == 1
+
+
+async def test_cancelling_hangs_up_before_the_first_token() -> None:
+    async with scripted_server() as server:
+        server.gate.clear()
+        task = asyncio.create_task(collect(client_of(server), request()))
+        await server.wait_until("num_open", 1)
+        task.cancel()
+        await server.wait_until("num_open", 0)
+        assert server.num_hung_up == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(429, UpstreamBusy), (503, UpstreamBusy), (500, UpstreamLost), (502, UpstreamLost), (400, UpstreamRefused)],
+)
+async def test_statuses_say_whether_another_attempt_makes_sense(status: int, kind: type[Exception]) -> None:
+    async with scripted_server() as server:
+        server.scripts.append(Script(status=status, headers={"Retry-After": "7"}, body="no place\nhere"))
+        with pytest.raises(kind, match=f"{status}: no place here") as caught:
+            await collect(client_of(server), request())
+    if isinstance(caught.value, UpstreamBusy):
+        assert caught.value.retry_after_s == 7
+
+
+async def test_a_server_that_is_not_there_is_unreachable() -> None:
+    async with scripted_server() as server:
+        upstream = client_of(server)
+    with pytest.raises(UpstreamUnreachable, match="does not take connections"):
+        await collect(upstream, request())
+    with pytest.raises(UpstreamUnreachable):
+        await upstream.load()
+
+
+async def test_what_is_not_http_is_a_lost_stream() -> None:
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-server\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with scripted_server() as server:
+        pass
+    other = await asyncio.start_server(babble, "127.0.0.1", server.address.port)
+    async with other:
+        with pytest.raises(UpstreamLost, match="not HTTP"):
+            await collect(client_of(server), request())
+
+
+async def test_the_servers_own_metrics_tell_its_load() -> None:
+    text = 'vllm:num_requests_running{m="a"} 3.0\nvllm:num_requests_waiting{m="a"} 2.0\nvllm:kv_cache_usage_perc 0.5\n'
+    async with scripted_server(metrics=text + "other 7\n") as server:
+        assert await client_of(server).load() == UpstreamLoad(3, 2, 0.5)
+        server.metrics = "other 7\n"
+        assert await client_of(server).load() == UpstreamLoad(None, None, None)
+        server.metrics = ""
+        assert await client_of(server).load() is None
+
+
+async def test_without_priority_scheduling_no_priority_is_sent() -> None:
+    async with scripted_server(priorities=False) as server:
+        with pytest.raises(UpstreamRefused, match="priority"):
+            await collect(client_of(server), request())
+        assert await collect(client_of(server, with_priority=False), request()) == tokens_after(PROMPT, 6)
+
+
+def test_a_server_of_texts_cannot_continue() -> None:
+    assert client_of(ScriptedServer()).can_continue(SamplingParams(8), False)
+    with pytest.raises(AssertionError):
+        HttpUpstream(ScriptedServer().sender, PLAIN, MODEL, INFO)

@@ -1,0 +1,112 @@
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo_model.location import demo_model_path
+from engine.config import EngineStartError
+from engine.interface import SamplingParams
+from engine.streaming import StreamRequest
+from engine.upstream.connect import UpstreamConfig, connect
+from engine.upstream.http import Address, BadUrl
+from tests.engine.upstream.scripted import Script, ScriptedServer, scripted_server
+
+
+def config(server: ScriptedServer, **fields: Any) -> UpstreamConfig:
+    return UpstreamConfig(server.url, str(demo_model_path()), **fields)
+
+
+async def test_the_server_tells_its_kind_and_its_model() -> None:
+    async with scripted_server() as server:
+        upstream = await connect(config(server))
+    assert (upstream.info.device, upstream.info.max_model_len) == ("vllm", 512)
+    assert (upstream.info.vocab_size, upstream.info.eos_token_ids) == (1024, (4, 0))
+    assert "bad_words" in upstream.unsupported and "top_k" not in upstream.unsupported
+
+
+async def test_it_waits_for_a_server_that_comes_later() -> None:
+    async with scripted_server() as server:
+        pass
+    attempts, third = 0, asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 3:
+            third.set()
+            await running.wait()
+
+    running = asyncio.Event()
+    connecting = asyncio.create_task(connect(config(server), sleep))
+    await third.wait()
+    async with scripted_server(port=server.address.port):
+        running.set()
+        assert (await connecting).info.device == "vllm"
+
+
+async def test_a_server_that_still_loads_is_waited_for() -> None:
+    async with scripted_server() as server:
+        server.scripts.append(Script(status=503))
+
+        async def sleep(seconds: float) -> None: ...
+
+        assert (await connect(config(server), sleep)).info.device == "vllm"
+    assert len(server.bodies) == 2
+
+
+async def test_without_token_ids_the_server_gets_texts() -> None:
+    async with scripted_server(returns_ids=False) as server:
+        upstream = await connect(config(server))
+        assert upstream.info.device == "plain"
+        outputs = [o async for o in upstream.stream(StreamRequest("r", (300, 301), SamplingParams(4)))]
+        assert isinstance(server.bodies[-1]["prompt"], str)
+        assert outputs[-1].finish_reason is not None and all(o.token_ids for o in outputs)
+        with pytest.raises(EngineStartError, match="--upstream-dialect plain"):
+            await connect(config(server, dialect="vllm"))
+
+
+async def test_a_server_without_priorities_gets_none() -> None:
+    async with scripted_server(priorities=False) as server:
+        upstream = await connect(config(server))
+        [_ async for _ in upstream.stream(StreamRequest("r", (300,), SamplingParams(1), priority=100))]
+    assert "priority" not in server.bodies[-1]
+
+
+async def test_what_waiting_cannot_mend_ends_the_start() -> None:
+    async with scripted_server(models=("a", "b")) as server:
+        with pytest.raises(EngineStartError, match="a, b: say which one by --upstream-model"):
+            await connect(config(server))
+        assert (await connect(config(server, model="b"))).info.device == "vllm"
+        server.key = "secret"
+        with pytest.raises(EngineStartError, match="TIDEGATE_UPSTREAM_API_KEY"):
+            await connect(config(server))
+        assert (await connect(config(server, model="a", api_key="secret"))).info.device == "vllm"
+    with pytest.raises(EngineStartError, match="expected http"):
+        await connect(UpstreamConfig("localhost:8000", "model"))
+
+
+async def test_texts_need_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 10}')
+    async with scripted_server(owned_by="someone") as server:
+        with pytest.raises(EngineStartError, match=r"no tokenizer\.json"):
+            await connect(UpstreamConfig(server.url, str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://host:1/", "http://host:1"),
+        ("http://host:1/v1", "http://host:1"),
+        ("https://host/llm/v1/", "https://host:443/llm"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+    ],
+)
+def test_addresses(url: str, shown: str) -> None:
+    assert str(Address.parse(url)) == shown
+
+
+@pytest.mark.parametrize("url", ["host:8000", "ftp://host", "http://", "http://host:x", "http://host/?a=b"])
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(BadUrl):
+        Address.parse(url)

@@ -1,0 +1,124 @@
+"""A server with continuous batching in modeled time: it plans its own steps, and only streams tell about them.
+
+Requests wait in its own queue for a place, higher priorities first; nothing is preempted. Each step computes one token
+of each running sequence, and whole prompts of those that start. So a test sees what vLLM's own scheduler would do.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from engine.interface import EngineInfo, FinishReason, SamplingParams, SequenceOutput
+from engine.step_time.cost import StepCost, StepWork
+from engine.streaming import StreamRequest, UpstreamBusy, UpstreamLoad, UpstreamLost, UpstreamUnreachable
+from engine.upstream.bodies import can_continue
+from scheduler.clock import Clock
+from tests.scheduler.builders import FAST, VOCAB, make_info
+
+
+def token_at(prompt: tuple[int, ...], position: int) -> int:
+    return (prompt[0] * 31 + len(prompt) + position * 7) % VOCAB
+
+
+@dataclass(eq=False)
+class _Sequence:
+    request: StreamRequest
+    outputs: asyncio.Queue[SequenceOutput | None] = field(default_factory=asyncio.Queue)
+    num_done: int = 0
+    is_started: bool = False
+
+
+class ModeledUpstream:
+    """Implements `engine.streaming.Upstream`."""
+
+    def __init__(self, clock: Clock, cost: StepCost = FAST, places: int = 64, info: EngineInfo | None = None) -> None:
+        self.info = info or make_info(num_blocks=1 << 16)
+        self.unsupported: frozenset[str] = frozenset({"bad_words"})
+        self._clock = clock
+        self._cost = cost
+        self.places = places
+        self.refuses = False  # answer 503 instead of letting requests wait
+        self.is_up = True
+        self.is_frozen = False  # takes requests and sends nothing
+        self.waiting: list[_Sequence] = []
+        self.running: list[_Sequence] = []
+        self.opened: list[StreamRequest] = []
+        self.num_computed = 0
+        self._wake = asyncio.Event()
+
+    def can_continue(self, sampling: SamplingParams, is_seeded: bool) -> bool:
+        return can_continue(sampling, is_seeded)
+
+    async def load(self) -> UpstreamLoad | None:
+        if not self.is_up:
+            raise UpstreamUnreachable("nobody listens")
+        return UpstreamLoad(len(self.running), len(self.waiting), 0.1)
+
+    async def stream(self, request: StreamRequest) -> AsyncGenerator[SequenceOutput, None]:
+        if not self.is_up:
+            raise UpstreamUnreachable("nobody listens")
+        if self.refuses and len(self.running) + len(self.waiting) >= self.places:
+            raise UpstreamBusy("no place", 1.0)
+        self.opened.append(request)
+        sequence = _Sequence(request)
+        self.waiting.append(sequence)
+        self._wake.set()
+        try:
+            while (output := await sequence.outputs.get()) is not None:
+                yield output
+                if output.finish_reason is not None:
+                    return
+            raise UpstreamLost("the connection broke off")
+        finally:
+            for sequences in (self.waiting, self.running):
+                if sequence in sequences:
+                    sequences.remove(sequence)
+
+    def die(self) -> None:
+        """End all streams, and take no connections until `is_up` is set again."""
+        self.is_up = False
+        for sequence in (*self.waiting, *self.running):
+            sequence.outputs.put_nowait(None)
+        self.waiting.clear()
+        self.running.clear()
+
+    async def run(self) -> None:
+        while True:
+            while self.is_frozen or not (self.waiting or self.running):
+                self._wake.clear()
+                await self._wake.wait()
+            await self._step()
+
+    def thaw(self) -> None:
+        self.is_frozen = False
+        self._wake.set()
+
+    async def _step(self) -> None:
+        self.waiting.sort(key=lambda s: -s.request.priority)
+        while self.waiting and len(self.running) < self.places:
+            self.running.append(self.waiting.pop(0))
+        work, batch = StepWork(), list(self.running)
+        for sequence in batch:
+            tokens = sequence.request.num_tokens + sequence.num_done
+            work.add(1 if sequence.is_started else tokens, tokens if sequence.is_started else 0)
+            self.num_computed += 1 if sequence.is_started else tokens
+            sequence.is_started = True
+        await self._clock.sleep(self._cost.of(work))
+        for sequence in batch:
+            if sequence in self.running:
+                self._emit(sequence)
+
+    def _emit(self, sequence: _Sequence) -> None:
+        request = sequence.request
+        position = len(request.output_token_ids) + sequence.num_done
+        sequence.num_done += 1
+        is_last = position + 1 >= request.sampling.max_tokens
+        output = SequenceOutput(
+            request.seq_id,
+            num_computed_tokens=len(request.prompt_token_ids) + position,
+            token_ids=(token_at(request.prompt_token_ids, position),),
+            finish_reason=FinishReason.LENGTH if is_last else None,
+        )
+        sequence.outputs.put_nowait(output)
+        if is_last:
+            self.running.remove(sequence)

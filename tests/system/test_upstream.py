@@ -1,0 +1,131 @@
+"""The whole server in front of another one: `tidegate serve --engine openai` with a scripted server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI, BadRequestError
+
+from tests.engine.upstream.scripted import Script, ScriptedServer, scripted_server, tokens_after
+from tests.system.server import START_TIMEOUT_S, Server, free_port, make_client, run_to_end, running, wait_for
+
+KILL_LIMIT_S = 5.0  # after the worker's SIGKILL, the upstream must run nothing of it
+
+
+@pytest.fixture(scope="module")
+def upstream_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, upstream_port: int) -> Iterator[Server]:
+    """One server for all tests here, started before its upstream. Each test runs an upstream on the same port."""
+    flags = ("--engine", "openai", "--upstream", f"http://127.0.0.1:{upstream_port}", "--upstream-stall-s", "20")
+    with running(tmp_path_factory.mktemp("upstream"), *flags) as started:
+        said = "the upstream does not answer yet; the worker waits for it"
+        wait_for(lambda: started.has_logged(said), START_TIMEOUT_S, said)
+        yield started
+
+
+@pytest_asyncio.fixture
+async def upstream(server: Server, upstream_port: int) -> AsyncIterator[ScriptedServer]:
+    async with scripted_server(upstream_port) as scripted:
+        await asyncio.to_thread(server.wait_until_ready)
+        scripted.bodies.clear()
+        yield scripted
+
+
+@pytest_asyncio.fixture
+async def client(server: Server) -> AsyncIterator[AsyncOpenAI]:
+    async with make_client(server) as openai_client:
+        yield openai_client
+
+
+async def ask(client: AsyncOpenAI, prompt: list[int], max_tokens: int = 20, tier: str = "default") -> list[int]:
+    """Return the tokens of one completion."""
+    answer = await client.completions.create(
+        model="tidegate-demo",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        extra_body={"service_tier": tier, "return_token_ids": True, "ignore_eos": True},
+    )
+    return list(answer.choices[0].model_extra["token_ids"]) if answer.choices[0].model_extra else []
+
+
+async def test_it_serves_once_the_upstream_answers(server: Server, upstream: ScriptedServer) -> None:
+    assert server.has_logged("the upstream answers")
+    workers = httpx.get(f"{server.root}/ready").json()["workers"]
+    assert [worker["device"] for worker in workers] == ["vllm"]
+
+
+@pytest.mark.parametrize("tier", ["default", "flex"])
+async def test_answers_are_the_upstreams(client: AsyncOpenAI, upstream: ScriptedServer, tier: str) -> None:
+    assert await ask(client, [30, 31, 32], tier=tier) == tokens_after([30, 31, 32], 20)
+
+
+async def test_what_the_upstream_cannot_do_is_refused_by_name(client: AsyncOpenAI, upstream: ScriptedServer) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        await client.chat.completions.create(
+            model="tidegate-demo", messages=[{"role": "user", "content": "hi"}], extra_body={"bad_words": ["no"]}
+        )
+    assert caught.value.param == "bad_words"
+    assert upstream.bodies == []
+
+
+@pytest.mark.parametrize("how", ["cut", "half", "end", "error"])
+async def test_a_stream_that_breaks_off_is_continued(client: AsyncOpenAI, upstream: ScriptedServer, how: str) -> None:
+    upstream.scripts.append(Script(after=5, then=how))
+    assert await ask(client, [40, 41]) == tokens_after([40, 41], 20)
+    assert [len(body["prompt"]) for body in upstream.bodies] == [2, 7]
+
+
+async def test_an_upstream_without_a_place_is_asked_again(client: AsyncOpenAI, upstream: ScriptedServer) -> None:
+    upstream.scripts.extend([Script(status=503), Script(status=429, headers={"Retry-After": "1"})])
+    assert await ask(client, [50, 51]) == tokens_after([50, 51], 20)
+
+
+async def test_a_client_that_leaves_is_hung_up(client: AsyncOpenAI, upstream: ScriptedServer) -> None:
+    upstream.scripts.append(Script(after=3, then="hang"))
+    stream = await client.completions.create(model="tidegate-demo", prompt=[60, 61], max_tokens=20, stream=True)
+    await anext(aiter(stream))
+    await stream.close()
+    await upstream.wait_until("num_hung_up", 1)
+
+
+async def test_an_upstream_that_dies_and_comes_back_loses_nothing(
+    server: Server, client: AsyncOpenAI, upstream_port: int
+) -> None:
+    async with scripted_server(upstream_port) as first:
+        await asyncio.to_thread(server.wait_until_ready)
+        first.scripts.extend(Script(after=5, then="hang") for _ in range(4))
+        asked = [asyncio.create_task(ask(client, [70 + i, 71], tier="flex")) for i in range(4)]
+        await first.wait_until("num_open", 4)
+    async with scripted_server(upstream_port):
+        answers = await asyncio.gather(*asked)
+    assert answers == [tokens_after([70 + i, 71], 20) for i in range(4)]
+
+
+async def test_a_killed_worker_leaves_nothing_running_at_the_upstream(
+    server: Server, client: AsyncOpenAI, upstream: ScriptedServer
+) -> None:
+    """Its connections end with its process. Then its successor serves what it left."""
+    upstream.gate.clear()
+    asked = [asyncio.create_task(ask(client, [80 + i, 81], tier="flex")) for i in range(4)]
+    await upstream.wait_until("num_open", 4)
+    server.kill("worker")
+    async with asyncio.timeout(KILL_LIMIT_S):
+        await upstream.wait_until("num_open", 0)
+    upstream.gate.set()
+    assert await asyncio.gather(*asked) == [tokens_after([80 + i, 81], 20) for i in range(4)]
+
+
+def test_an_upstream_needs_its_engine(tmp_path: Path) -> None:
+
+    done = run_to_end("serve", "--engine", "openai", timeout_s=30)
+    assert done.returncode == 2 and "--upstream http://HOST:PORT" in done.stderr
+    done = run_to_end("serve", "--upstream", "http://127.0.0.1:1", timeout_s=30)
+    assert done.returncode == 2 and "--engine openai" in done.stderr
