@@ -43,6 +43,7 @@ CLIENTS = (
     Client("litellm", "litellm_client.py", ("litellm[proxy]",)),
     Client("litellm-proxy", "litellm_proxy.py", ("litellm[proxy]",)),
     Client("node", "node_clients.mjs", ("openai", "ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod")),
+    Client("browser", "browser_page.mjs", ("openai", "playwright-core")),
 )
 
 
