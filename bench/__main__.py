@@ -12,6 +12,7 @@ from bench.ablation import Ablation
 from bench.conformance.command import Conformance
 from bench.engines.commands import Engines, Growth, Soak
 from bench.facade import Facade
+from bench.fuzz.command import Fuzz
 from bench.isolation.command import Isolation
 from bench.locust.command import Locust
 from bench.peers.commands import BusyNeighbour, ClosedLoops, Frontier
@@ -37,7 +38,7 @@ class Bench(BaseSettings):
     context or model size grow. soak: an engine under random load for a long time.
 
     Experiments on the HTTP side. conformance: clients that people use, in their default modes. facade: requests per
-    second of the gateway, beside LiteLLM's proxy.
+    second of the gateway, beside LiteLLM's proxy. fuzz: odd requests, and what they leave behind.
 
     Other experiments. store: the requests per second of a real store. simulator-accuracy: a measured run compared with
     its simulation. ablation: simulated loads with each part of the controller switched off.
@@ -66,6 +67,7 @@ class Bench(BaseSettings):
     ablation: CliSubCommand[Ablation]
     conformance: CliSubCommand[Conformance]
     facade: CliSubCommand[Facade]
+    fuzz: CliSubCommand[Fuzz]
 
     def cli_cmd(self) -> None:
         CliApp.run_subcommand(self)

@@ -14,6 +14,7 @@ from fastapi.responses import FileResponse
 from gateway.files.store import FileStore, StoredFile
 from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, Upload, UploadTooLarge, receive_upload
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
+from gateway.protocol.openapi import form_body
 from gateway.routes.dependencies import Caller
 from gateway.state import gateway_of
 
@@ -24,6 +25,17 @@ MAX_FILE_BYTES = 512 * 10**6  # as in OpenAI's API
 MAX_BATCH_BYTES = 200 * 10**6  # limit for a batch input, as in OpenAI's API
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400  # limits of `expires_after` in seconds, as in OpenAI's API
 BATCH_EXPIRY_S = 30 * 86_400  # seconds until a batch input expires if the upload sets no expiry
+# The form of an upload, for /openapi.json.
+UPLOAD: dict[str, Any] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": list(PURPOSES)},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_EXPIRY_S, "maximum": MAX_EXPIRY_S},
+    },
+}
 
 
 async def _owner(caller: Caller) -> str | None:
@@ -34,7 +46,7 @@ async def _owner(caller: Caller) -> str | None:
 Owner = Annotated[str | None, Depends(_owner)]
 
 
-@router.post("/v1/files")
+@router.post("/v1/files", openapi_extra=form_body(UPLOAD))
 async def upload_file(request: Request, owner: Owner) -> dict[str, Any]:
     files = files_of(request)
     if int(request.headers.get("content-length") or 0) > MAX_FILE_BYTES + MAX_FORM_BYTES:
