@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo test test-bench conformance gpu-check lint format clean
+.PHONY: serve demo test test-bench conformance fuzz gpu-check lint format clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -22,6 +22,11 @@ test-bench: $(VENV)/.installed-dev
 # Clients that people use, in their default modes, against the demo model. Installs each of them into .conformance/.
 conformance: $(VENV)/.installed-dev
 	$(BIN)/python -m bench conformance
+
+# Odd requests against a server and its parsers, FUZZ_SECONDS for each of the four kinds.
+FUZZ_SECONDS ?= 60
+fuzz: $(VENV)/.installed-fuzz
+	$(BIN)/python -m bench fuzz --seconds $(FUZZ_SECONDS)
 
 # With the Python that has the CUDA torch; what it lacks may lie in wheels/. Writes gpu-check/gpu-check.{log,json}.
 gpu-check:
@@ -45,6 +50,10 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+$(VENV)/.installed-fuzz: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]'
 	touch $@
 
 clean:

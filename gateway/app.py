@@ -43,7 +43,7 @@ def create_app(gateway: Gateway) -> FastAPI:
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt="/v1/files"),
         ],
     )
-    app.openapi = partial(describe, app)  # type: ignore[method-assign]
+    app.openapi = partial(describe, app, gateway.model_names)  # type: ignore[method-assign]
     app.state.gateway = gateway
     app.state.body_reader = BodyReader(MAX_BODIES * gateway.max_body_bytes)
     app.state.metrics_page = ops.MetricsPage(gateway)

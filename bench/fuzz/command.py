@@ -1,9 +1,9 @@
 """`python -m bench fuzz`: odd requests of four kinds against the gateway, and what they leave behind.
 
-schemathesis makes requests from /openapi.json against a running server, also in sequences over files and batches; atheris
-feeds the parsers of JSON and of forms; Hypothesis changes valid bodies (tests/gateway/test_fuzz.py). Meanwhile one
-client streams, and afterwards nothing may be left open. Exits with 1 after an error 5xx, a failed check or a leak. The
-stream's longest gap is only reported, because it depends on the machine.
+schemathesis makes requests from /openapi.json against a running server, also in sequences over files and batches;
+atheris feeds the parsers of JSON and of forms; Hypothesis changes valid bodies (tests/gateway/test_fuzz.py). Meanwhile
+one client streams, and afterwards nothing may be left open. Exits with 1 after an error 5xx, a failed check or a leak.
+The stream's longest gap is only reported, because it depends on the machine.
 """
 
 import asyncio
@@ -97,6 +97,7 @@ async def _run_program(what: str, *arguments: str, **environment: str) -> list[s
     except asyncio.CancelledError:
         process.kill()
         raise
+    print_progress(f"  {said.decode(errors='replace').strip().splitlines()[-1].strip('= ')}")
     if process.returncode:
         print(said.decode(errors="replace")[-20_000:])
     return [f"{what} ended with code {process.returncode}"] if process.returncode else []

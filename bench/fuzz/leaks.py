@@ -37,11 +37,12 @@ class Held:
         ):
             grown = {name: (then.get(name, 0), count) for name, count in now.items()}
             found += [f"{what} of {name}: {a} → {b}" for name, (a, b) in grown.items() if b > a + SPARE]
-        return found + [f"keys without a lifetime: {kind}" for kind in self.lasting_keys if kind not in OWN_KEYS]
+        new = (kind for kind, n in self.lasting_keys.items() if n > before.lasting_keys.get(kind, 0))
+        return found + [f"keys without a lifetime: {kind}" for kind in new if kind not in RECORDS]
 
 
-# Kinds of keys that have no lifetime: records that their owners delete, and indexes of what is there.
-OWN_KEYS = frozenset(("sequence", "durable", "file", "files", "batch", "batches", "responses", "usage", "tiers"))
+# Kinds of keys that stay until something deletes them: records of files and batches, and the indexes of what is there.
+RECORDS = frozenset(("file", "files", "batch", "batches", "responses"))
 
 
 async def held_by(pid: int, store_url: str) -> Held:

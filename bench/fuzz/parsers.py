@@ -1,7 +1,7 @@
 """`python -m bench.fuzz.parsers json|multipart`: bytes from a coverage-guided fuzzer into a parser of the gateway.
 
-The fuzzer (atheris, libFuzzer for Python) keeps inputs that reach new lines of the gateway. What follows the name of the
-parser are libFuzzer's own flags and folders. An exception that a client would see as a 500 ends the process.
+The fuzzer (atheris, libFuzzer for Python) keeps inputs that reach new lines of the gateway. After the name of the
+parser come libFuzzer's own flags and folders. An exception that a client would see as a 500 ends the process.
 """
 
 import asyncio

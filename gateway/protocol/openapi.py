@@ -4,6 +4,7 @@ FastAPI does not know the bodies, because gateway/protocol/json_body.py reads th
 the answers, because they are written without its models. Validation errors are 400 here, and not FastAPI's 422.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,7 +17,7 @@ METHODS = frozenset({"get", "post", "delete"})
 ERRORS = {"4XX": "The request is refused.", "5XX": "The server cannot answer now."}
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
+def describe(app: FastAPI, model_names: Sequence[str]) -> dict[str, Any]:
     """Return the document of /openapi.json. It is made once, when it is first asked for."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
@@ -24,6 +25,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
         for path, operations in document["paths"].items():
             for method in METHODS & operations.keys():
                 _complete(operations[method], method, path)
+                _name_models(operations[method], model_names)
         app.openapi_schema = document
     return app.openapi_schema
 
@@ -42,6 +44,13 @@ def _complete(operation: dict[str, Any], method: str, path: str) -> None:
         responses["503"] = {"description": "Something is missing.", "content": ANSWERS[method, path]}
     if links := _links(method, path):
         responses["200"]["links"] = links
+
+
+def _name_models(operation: dict[str, Any], model_names: Sequence[str]) -> None:
+    """Say in the schema of the body which models there are."""
+    for content in operation.get("requestBody", {}).get("content", {}).values():
+        if "model" in content["schema"].get("properties", {}):
+            content["schema"]["properties"]["model"] = {"type": "string", "enum": list(model_names)}
 
 
 def _links(method: str, path: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tests.gateway.stand import MODEL, Stand, running_stand
 from tests.waiting import until
 
 EXAMPLES = os.environ.get("TIDEGATE_FUZZ_EXAMPLES", "")
-BOUNDED = settings(max_examples=int(EXAMPLES or 25), derandomize=not EXAMPLES)
+BOUNDED = settings(max_examples=int(EXAMPLES or 50), derandomize=not EXAMPLES)
 BROKEN = (500, 502, 504)  # 503 is an honest answer: the tier's queue is full
 
 LASTING_KEYS = {keys.SEQUENCE, keys.DURABLE, responses.EXPIRY, responses.SIZES, responses.TOTAL}
