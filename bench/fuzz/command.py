@@ -50,11 +50,19 @@ class Fuzz(BaseModel):
         for parser in ("json", "multipart"):
             folder = self.corpus / parser
             folder.mkdir(parents=True, exist_ok=True)
-            flags = [f"-max_total_time={self.seconds:.0f}", "-max_len=4096", "-timeout=10", "-verbosity=0", str(folder)]
-            faults += await _run_program(f"atheris, {parser}", "-m", "bench.fuzz.parsers", parser, *flags)
+            flags = [
+                f"-max_total_time={self.seconds:.0f}",
+                "-max_len=4096",
+                "-timeout=10",
+                "-print_final_stats=1",
+                str(folder),
+            ]
+            faults += await _run_program(
+                f"atheris, {parser}", "executed_units", "-m", "bench.fuzz.parsers", parser, *flags
+            )
         examples = max(10, int(self.seconds / 5 / SECONDS_PER_EXAMPLE))
         tests = ("-m", "pytest", "-q", "--show-capture=no", "--timeout=0", "tests/gateway/test_fuzz.py")
-        faults += await _run_program("Hypothesis", *tests, TIDEGATE_FUZZ_EXAMPLES=str(examples))
+        faults += await _run_program("Hypothesis", "passed", *tests, TIDEGATE_FUZZ_EXAMPLES=str(examples))
         for fault in faults:
             print(f"fuzz: {fault}")
         if faults:
@@ -69,7 +77,7 @@ class Fuzz(BaseModel):
                 await _longest_gap(server.target, 1.0)  # opens what is opened once
                 before = await held_by(server.pid, store_url)
                 streaming = asyncio.create_task(_longest_gap(server.target, self.seconds))
-                faults = await _run_program("schemathesis", *self._schemathesis(server.target))
+                faults = await _run_program("schemathesis", "generated,", *self._schemathesis(server.target))
                 print_progress(f"longest gap of a stream meanwhile: {1000 * await streaming:.0f} ms")
                 faults += await until_idle(server.target)
                 return faults + (await held_by(server.pid, store_url)).growth(before)
@@ -81,8 +89,11 @@ class Fuzz(BaseModel):
         return ["-m", "schemathesis.cli", "run", url, *flags, *seed, "--workers=1", "--no-color", "--warnings=off"]
 
 
-async def _run_program(what: str, *arguments: str, **environment: str) -> list[str]:
-    """Run a program of this Python. Return what is wrong: nothing if it ends with code 0."""
+async def _run_program(what: str, counted: str, *arguments: str, **environment: str) -> list[str]:
+    """Run a program of this Python, and print the lines of its output with the word `counted`.
+
+    Return what is wrong: nothing if it ends with code 0.
+    """
     print_progress(what)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -97,9 +108,10 @@ async def _run_program(what: str, *arguments: str, **environment: str) -> list[s
     except asyncio.CancelledError:
         process.kill()
         raise
-    print_progress(f"  {said.decode(errors='replace').strip().splitlines()[-1].strip('= ')}")
+    lines = said.decode(errors="replace").splitlines()
+    print_progress("\n".join(line for line in lines if counted in line))
     if process.returncode:
-        print(said.decode(errors="replace")[-20_000:])
+        print("\n".join(lines[-400:]))
     return [f"{what} ended with code {process.returncode}"] if process.returncode else []
 
 

@@ -5,6 +5,7 @@ parser come libFuzzer's own flags and folders. An exception that a client would 
 """
 
 import asyncio
+import logging
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -61,6 +62,7 @@ def read_form(data: bytes) -> None:
 PARSERS: dict[str, Callable[[bytes], None]] = {"json": read_json, "multipart": read_form}
 
 if __name__ == "__main__":
+    logging.disable()  # the library's warnings of what is wrong in a form
     program, parser, *flags = sys.argv
     atheris.Setup([program, *flags], PARSERS[parser])
     atheris.Fuzz()
