@@ -34,7 +34,7 @@ MAY_IMPORT = {
 }
 # The levels of each house from the bottom up; the rooms of one level do not import each other.
 HOUSES = {
-    "tidegate": "background drain listening logs notify process settings → supervisor valkey"
+    "tidegate": "background batch drain listening logs notify process settings → supervisor valkey"
     " → demo gateway keys serve worker → cli",
     "gateway": "protocol files → http identity output → keys → completion batches → responses → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"

@@ -118,6 +118,7 @@ class OfflineGateway:
     batches: BatchService
     completions: ScriptedCompletions
     clock: ShiftedClock
+    app: FastAPI
 
     def as_key(self, name: str) -> Self:
         """Return the same gateway, called with the key of that name (see `keyring`)."""
@@ -228,7 +229,7 @@ def make_gateway(
         max_retries=0,
         _strict_response_validation=True,
     )
-    return OfflineGateway(client, http, files, batches, completions, clock)
+    return OfflineGateway(client, http, files, batches, completions, clock, app)
 
 
 @contextlib.asynccontextmanager
