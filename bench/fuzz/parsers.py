@@ -1,25 +1,19 @@
-"""`python -m bench.fuzz.parsers json|multipart`: bytes from a coverage-guided fuzzer into a parser of the gateway.
+"""The gateway's parsers as a fuzzer calls them: with any bytes. What a client would see as a 500 is an exception.
 
-The fuzzer (atheris, libFuzzer for Python) keeps inputs that reach new lines of the gateway. After the name of the
-parser come libFuzzer's own flags and folders. An exception that a client would see as a 500 ends the process.
+Knows the parsers and the errors that they may raise; does not know where the bytes come from.
 """
 
 import asyncio
-import logging
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
-import atheris
-
-with atheris.instrument_imports(include=["gateway", "python_multipart"]):
-    from gateway.http.multipart import MalformedUpload, UploadTooLarge, receive_upload
-    from gateway.protocol.errors import ApiError
-    from gateway.protocol.json_body import parse_json_object
-    from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
-    from gateway.responses.request import parse_response_request
+from gateway.http.multipart import MalformedUpload, UploadTooLarge, receive_upload
+from gateway.protocol.errors import ApiError
+from gateway.protocol.json_body import parse_json_object
+from gateway.protocol.schemas import ChatCompletionRequest, CompletionRequest, parse_generation
+from gateway.responses.request import parse_response_request
 
 BOUNDARY = b"XX"
 MAX_FILE_BYTES = 64
@@ -60,9 +54,3 @@ def read_form(data: bytes) -> None:
 
 
 PARSERS: dict[str, Callable[[bytes], None]] = {"json": read_json, "multipart": read_form}
-
-if __name__ == "__main__":
-    logging.disable()  # the library's warnings of what is wrong in a form
-    program, parser, *flags = sys.argv
-    atheris.Setup([program, *flags], PARSERS[parser])
-    atheris.Fuzz()
