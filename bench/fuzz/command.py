@@ -33,8 +33,8 @@ SECONDS_PER_EXAMPLE = 0.05  # what one example of the Hypothesis tests takes; th
 class Fuzz(BaseModel):
     """Odd requests of four kinds against the gateway, and what they leave behind.
 
-    Needs `pip install 'tidegate[dev,fuzz]'`. atheris is left out where it has no wheel. Every kind gets the same time. With --seed, schemathesis makes the same
-    requests again.
+    Needs `pip install 'tidegate[dev,fuzz]'`. atheris is left out where it has no wheel. Every kind gets the same time.
+    With --seed, schemathesis makes the same requests again.
     """
 
     seconds: float = Field(60.0, gt=0, description="Seconds for each of the four kinds.")
