@@ -36,7 +36,8 @@ MAY_IMPORT = {
 HOUSES = {
     "tidegate": "background batch drain listening logs notify process settings → supervisor valkey"
     " → demo gateway keys serve worker → cli",
-    "gateway": "protocol files → http identity output → keys → completion batches → responses → state → routes → app",
+    "gateway": "protocol files → http idempotency identity output → keys → completion batches → responses"
+    " → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
     " → request_state → deadlines → client control → planning → worker",
     "engine": "interface config → step_time sequences thread → modeled native → factory",

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
+from gateway.files.disk import DiskReserve
 from gateway.http.multipart import MalformedUpload, UploadTooLarge, receive_upload
 from gateway.protocol.errors import ApiError
 from gateway.protocol.json_body import parse_json_object
@@ -43,8 +44,8 @@ def read_form(data: bytes) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            kind = f"multipart/form-data; boundary={BOUNDARY.decode()}"
-            upload = asyncio.run(receive_upload(pieces(), kind, Path(folder), lambda fields: MAX_FILE_BYTES))
+            kind, disk = f"multipart/form-data; boundary={BOUNDARY.decode()}", DiskReserve(Path(folder), 0)
+            upload = asyncio.run(receive_upload(pieces(), kind, Path(folder), lambda fields: MAX_FILE_BYTES, disk))
             assert upload.size <= MAX_FILE_BYTES
             upload.discard()
         except (MalformedUpload, UploadTooLarge):
