@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo test test-bench conformance chaos gpu-check lint format clean
+.PHONY: serve demo test test-bench conformance chaos fuzz gpu-check lint format clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -29,6 +29,11 @@ DURATION_S ?= 60
 chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m bench chaos --seed $(SEED) --duration-s $(DURATION_S)
 
+# Odd requests against a server and its parsers, FUZZ_SECONDS for each of the four kinds.
+FUZZ_SECONDS ?= 60
+fuzz: $(VENV)/.installed-fuzz
+	$(BIN)/python -m bench fuzz --seconds $(FUZZ_SECONDS)
+
 # With the Python that has the CUDA torch; what it lacks may lie in wheels/. Writes gpu-check/gpu-check.{log,json}.
 gpu-check:
 	$(PYTHON) -m bench.gpu_check
@@ -51,6 +56,10 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+$(VENV)/.installed-fuzz: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]'
 	touch $@
 
 clean:

@@ -13,6 +13,7 @@ from bench.chaos.command import Chaos
 from bench.conformance.command import Conformance
 from bench.engines.commands import Engines, Growth, Soak
 from bench.facade import Facade
+from bench.fuzz.command import Fuzz
 from bench.isolation.command import Isolation
 from bench.locust.command import Locust
 from bench.peers.commands import BusyNeighbour, ClosedLoops, Frontier
@@ -39,7 +40,7 @@ class Bench(BaseSettings):
     context or model size grow. soak: an engine under random load for a long time.
 
     Experiments on the HTTP side. conformance: clients that people use, in their default modes. facade: requests per
-    second of the gateway, beside LiteLLM's proxy.
+    second of the gateway, beside LiteLLM's proxy. fuzz: odd requests, and what they leave behind.
 
     Faults. chaos: the whole server under load, while its parts are killed, stopped, cut off and misled. tasks:
     /v1/tasks with an endpoint that fails and workers that are killed.
@@ -73,6 +74,7 @@ class Bench(BaseSettings):
     facade: CliSubCommand[Facade]
     tasks: CliSubCommand[Tasks]
     chaos: CliSubCommand[Chaos]
+    fuzz: CliSubCommand[Fuzz]
 
     def cli_cmd(self) -> None:
         CliApp.run_subcommand(self)

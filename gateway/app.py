@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,6 +17,7 @@ from gateway.http.middleware import BodyLimit, RequestContext
 from gateway.http.wrong_keys import WrongKeys
 from gateway.protocol import errors
 from gateway.protocol.json_body import BodyReader
+from gateway.protocol.openapi import describe
 from gateway.routes import admin, batches, chat, docs, files, keys, models, ops, responses, tasks, tokenize
 from gateway.routes.dependencies import authenticated, request_counted
 from gateway.routes.sla_feed import SlaFeed
@@ -31,6 +33,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         version=_version(),
         lifespan=_lifespan,
         redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.name,
         openapi_url=None if gateway.private_docs else "/openapi.json",
         docs_url=None,  # FastAPI's page loads its scripts from a CDN
         redoc_url=None,
@@ -42,6 +45,7 @@ def create_app(gateway: Gateway) -> FastAPI:
             Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt="/v1/files"),
         ],
     )
+    app.openapi = partial(describe, app, gateway.model_names)  # type: ignore[method-assign]
     app.state.gateway = gateway
     app.state.body_reader = BodyReader(MAX_BODIES * gateway.max_body_bytes)
     app.state.metrics_page = ops.MetricsPage(gateway)

@@ -34,6 +34,7 @@ class Client:
 
 CLIENTS = (
     Client("openai", "openai_sdk.py", ("openai",)),
+    Client("openai-tests", "openai_own_tests.py", ("openai[aiohttp]", "pytest", "pytest-asyncio", "rich")),
     Client("openai-agents", "openai_agents.py", ("openai-agents",)),
     Client("pydantic-ai", "pydantic_ai_client.py", ("pydantic-ai-slim[openai]",)),
     Client("langchain", "langchain_client.py", ("langchain", "langchain-openai")),
@@ -42,6 +43,7 @@ CLIENTS = (
     Client("litellm", "litellm_client.py", ("litellm[proxy]",)),
     Client("litellm-proxy", "litellm_proxy.py", ("litellm[proxy]",)),
     Client("node", "node_clients.mjs", ("openai", "ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod")),
+    Client("browser", "browser_page.mjs", ("openai", "playwright-core")),
 )
 
 

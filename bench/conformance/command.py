@@ -23,6 +23,7 @@ from loadtest.reporting.record import Provenance, Record, Section, Table
 from loadtest.running import ends_on_sigterm, one_sentence, print_progress, run_to_end, running_server
 
 SCRIPT_TIMEOUT_S = 300.0
+SERVER_FLAGS = ("--allowed-origins", "*")  # the browser's page is of another origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Conformance(BaseModel):
             yield await running_server(self.url, self.allow_remote)
             return
         with tempfile.TemporaryDirectory(prefix="tidegate-conformance-") as folder:
-            async with serving_tidegate(None, "auto", Path(folder), 0, ()) as server:
+            async with serving_tidegate(None, "auto", Path(folder), 0, SERVER_FLAGS) as server:
                 yield server.target
 
 

@@ -1,17 +1,82 @@
-"""OpenAPI schemas of request bodies that FastAPI does not read.
+"""What /openapi.json says beyond what FastAPI finds out by itself: bodies, answers, errors, and what can follow.
 
-gateway/protocol/json_body.py reads these bodies, because it is stricter than FastAPI.
+FastAPI does not know the bodies, because gateway/protocol/json_body.py reads them, which is stricter. It does not know
+the answers, because they are written without its models. Validation errors are 400 here, and not FastAPI's 422.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
+
+from gateway.protocol.answer_schemas import ANSWERS, FOLLOWERS, SCHEMAS, json_of
+
+METHODS = frozenset({"get", "post", "delete"})
+ERRORS = {"4XX": "The request is refused.", "5XX": "The server cannot answer now."}
+
+
+def describe(app: FastAPI, model_names: Sequence[str]) -> dict[str, Any]:
+    """Return the document of /openapi.json. It is made once, when it is first asked for."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        document["components"] = {"schemas": SCHEMAS}
+        for path, operations in document["paths"].items():
+            for method in METHODS & operations.keys():
+                _complete(operations[method], method, path)
+                _name_models(operations[method], model_names)
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _complete(operation: dict[str, Any], method: str, path: str) -> None:
+    responses = operation["responses"]
+    responses.pop("422", None)
+    for status, description in ERRORS.items():
+        responses.setdefault(status, {"description": description})
+    for status, response in responses.items():
+        if status[0] in "45":
+            response["content"] = json_of("Error")
+    if (method, path) in ANSWERS:
+        responses["200"]["content"] = ANSWERS[method, path]
+    if path == "/ready":
+        responses["503"] = {"description": "Something is missing.", "content": ANSWERS[method, path]}
+    if links := _links(method, path):
+        responses["200"]["links"] = links
+
+
+def _name_models(operation: dict[str, Any], model_names: Sequence[str]) -> None:
+    """Say in the schema of the body which models there are."""
+    for content in operation.get("requestBody", {}).get("content", {}).values():
+        if "model" in content["schema"].get("properties", {}):
+            content["schema"]["properties"]["model"] = {"type": "string", "enum": list(model_names)}
+
+
+def _links(method: str, path: str) -> dict[str, Any]:
+    """Return OpenAPI links from what was made to the operations that take its id."""
+    links: dict[str, Any] = {}
+    for name, operations in FOLLOWERS.get((method, path), {}).items():
+        for operation in operations:
+            link: dict[str, Any] = {"operationId": operation}
+            if operation == "create_batch":
+                batch = {name: "$response.body#/id", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+                link["requestBody"] = batch
+            else:
+                link["parameters"] = {name: "$response.body#/id"}
+            links[operation] = link
+    return links
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
     """Return the `openapi_extra` of a route whose body is one JSON object with the schema of `model`."""
     schema = _inlined(model.model_json_schema())
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def form_body(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route whose body is a multipart form with the fields of `schema`."""
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
 def _inlined(schema: dict[str, Any]) -> Any:

@@ -52,7 +52,8 @@ class Options(Body):
     # sampling
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    # It multiplies and divides logits: a factor beyond these limits would make them infinite.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[TokenIdList, Field(min_length=1)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None

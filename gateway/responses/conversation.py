@@ -61,7 +61,8 @@ class Conversations:
         if self._store is None:
             raise invalid_value("input", NOT_STORED)
         found = await self._store.items(ids, owner)
-        if missing := next((item for item in ids if item not in found), None):
+        missing = next((item for item in ids if item not in found), None)
+        if missing is not None:
             message = f"Item with id '{missing[:200]}' not found. Items are kept only of responses that are stored."
             raise ApiError(404, message, param="input")
         return found

@@ -43,7 +43,7 @@ SLA_EVENTS: dict[int | str, dict[str, Any]] = {
             "are only those that no earlier event of this stream had. The event `error` is sent once if the store "
             "stops answering. It has OpenAI's error object. `sla` events continue when the store answers again."
         ),
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {}},
     }
 }
 

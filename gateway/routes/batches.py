@@ -18,6 +18,7 @@ from gateway.batches.service import BatchService, InputProblem, NotCancellable
 from gateway.identity import ApiKey
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
 from gateway.protocol.json_body import Body, parse, read_object
+from gateway.protocol.openapi import json_body
 from gateway.protocol.schemas import Metadata
 from gateway.routes.dependencies import Caller
 from gateway.routes.files import Owner, refusing_full_disk
@@ -51,7 +52,7 @@ class CreateBatchRequest(Body):
         )
 
 
-@router.post("/v1/batches")
+@router.post("/v1/batches", openapi_extra=json_body(CreateBatchRequest))
 async def create_batch(request: Request, caller: Caller, owner: Owner) -> Response:
     batches = batches_of(request)
     _check_tier(request, caller)

@@ -19,6 +19,7 @@ from gateway.files.store import FileStore, QuotaExceeded, StoredFile
 from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, Upload, UploadTooLarge, receive_upload
 from gateway.identity import ApiKey
 from gateway.protocol.errors import ApiError, disk_full, files_quota_exceeded, invalid_request, invalid_value
+from gateway.protocol.openapi import form_body
 from gateway.routes.dependencies import Caller
 from gateway.routes.idempotency import idempotency_key, once
 from gateway.state import gateway_of
@@ -30,6 +31,17 @@ MAX_FILE_BYTES = 512 * 10**6  # as in OpenAI's API
 MAX_BATCH_BYTES = 200 * 10**6  # limit for a batch input, as in OpenAI's API
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400  # limits of `expires_after` in seconds, as in OpenAI's API
 BATCH_EXPIRY_S = 30 * 86_400  # seconds until a batch input expires if the upload sets no expiry
+# The form of an upload, for /openapi.json.
+UPLOAD: dict[str, Any] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": list(PURPOSES)},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_EXPIRY_S, "maximum": MAX_EXPIRY_S},
+    },
+}
 
 
 async def _owner(caller: Caller) -> str | None:
@@ -49,7 +61,7 @@ def refusing_full_disk() -> Iterator[None]:
         raise disk_full() from None
 
 
-@router.post("/v1/files")
+@router.post("/v1/files", openapi_extra=form_body(UPLOAD))
 async def upload_file(request: Request, caller: Caller, owner: Owner) -> Response:
     files, quota_bytes = files_of(request), _quota_bytes(request, caller)
     announced = int(request.headers.get("content-length") or 0)

@@ -34,6 +34,7 @@ class Ticket:
     requests: Sequence[Request]
     forecast: Forecast | None  # None: no prediction is possible
     ahead: AheadLimit | None  # limit of the work that may wait ahead of `requests` in the queue; None: no limit
+    began_s: float
     _admission: "Admission" = field(repr=False)
 
     def settle(self, reply: QueueFull | TooFarBehind | None) -> Rejected | None:
@@ -51,6 +52,7 @@ class Admission:
         self._backlogs: Mapping[str, Backlog] = {}
         self._correction = ForecastCorrection()
         self._closed: set[str] = set()
+        self._returns = rejection.Returns()
         self.reconfigure(tiers)
 
     def reconfigure(self, tiers: TierSet) -> None:
@@ -75,14 +77,14 @@ class Admission:
         if tier is None:
             return rejection.tier_gone(requests[0].tier)
         forecast = self._forecast(tier, requests, now, wall_ms)
-        rejected = self._check_local(tier, forecast) if forecast is not None else None
+        rejected = self._check_local(tier, forecast, len(requests), now) if forecast is not None else None
         if rejected is not None:
             return rejected
         if forecast is not None:
             self._expect_first_token(tier, requests, forecast, now)
         self._in_flight.add(requests, are_passed=forecast is not None and _is_too_long(tier, requests, forecast))
         ahead = forecast.limit(self._above[tier.name]) if forecast is not None else None
-        return Ticket(tier, requests, forecast, ahead, self)
+        return Ticket(tier, requests, forecast, ahead, now, self)
 
     def settle(self, ticket: Ticket, reply: QueueFull | TooFarBehind | None) -> Rejected | None:
         if reply is None:
@@ -94,7 +96,7 @@ class Admission:
         if isinstance(reply, QueueFull):
             return rejection.queue_full(ticket.tier, reply.depth, self._heartbeats.workers())
         assert ticket.forecast is not None, "without a forecast, the queue was given no limit to compare with"
-        return self._refuse(ticket.tier, ticket.forecast, reply.ahead)
+        return self._refuse(ticket.tier, ticket.forecast, reply.ahead, len(ticket.requests), ticket.began_s)
 
     def forget(self, request_id: str) -> None:
         """Remove a request that has ended or was never enqueued."""
@@ -170,7 +172,7 @@ class Admission:
         usage, left_s = self._in_flight.usage(tier.name), (deadline_ms - wall_ms) / 1000
         return completion(requests, capacity, usage, left_s, cap_own_work=has_tier_deadline)
 
-    def _check_local(self, tier: Tier, forecast: Forecast) -> Rejected | None:
+    def _check_local(self, tier: Tier, forecast: Forecast, count: int, now: float) -> Rejected | None:
         """Return why the requests are refused because of this gateway's own requests in flight; None if they are not.
 
         This check does not depend on the age of the last heartbeats.
@@ -178,18 +180,22 @@ class Admission:
         own, forecast = self._own_requests(tier), forecast.behind_own_requests()
         if not tier.is_interactive or forecast.limit(()).admits(own):
             return None
-        return self._refuse(tier, forecast, own)
+        return self._refuse(tier, forecast, own, count, now)
 
-    def _refuse(self, tier: Tier, forecast: Forecast, ahead: Backlog) -> Rejected:
-        """Return the rejection of requests that would wait behind the work `ahead`.
+    def _refuse(self, tier: Tier, forecast: Forecast, ahead: Backlog, count: int, now: float) -> Rejected:
+        """Return the rejection of `count` requests that would wait behind the work `ahead`.
 
-        If the tier is interactive, close it.
+        If the tier is interactive, close it, and give the client the next place among those that come back.
         """
         predicted_s = forecast.seconds(ahead)
         if not tier.is_interactive:
             return rejection.too_late(tier, predicted_s, forecast.target_s, forecast.own_s)
         self._closed.add(tier.name)
-        return rejection.overloaded(tier, predicted_s)
+        rejected = rejection.overloaded(tier, predicted_s)
+        if not forecast.drain_per_s:
+            return rejected
+        wait_s = self._returns.next_s(tier.name, now, rejected.retry_after_s, count / forecast.drain_per_s)
+        return rejected.in_place(wait_s)
 
     def _expect_first_token(self, tier: Tier, requests: Sequence[Request], forecast: Forecast, now: float) -> None:
         """Remember the predicted wait, so that it can be compared with the measured wait."""

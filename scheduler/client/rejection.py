@@ -42,14 +42,39 @@ class Rejected:
         No client comes back earlier than after half of the wait. Waits that would be longer than clients accept are
         spread over the second half of the longest wait.
         """
-        earliest_s = min(self.retry_after_s, MAX_RETRY_S / 2)
         latest_s = min(MAX_RETRY_S, self.retry_after_s + self.spread_s)
+        earliest_s = min(self.retry_after_s, max(MAX_RETRY_S / 2, latest_s - self.spread_s))
         return replace(self, retry_after_s=earliest_s + share * (latest_s - earliest_s), spread_s=0.0)
+
+    def in_place(self, wait_s: float) -> "Rejected":
+        """Return the rejection for a client whose place among those that come back is in `wait_s` seconds."""
+        return replace(self, retry_after_s=min(wait_s, MAX_RETRY_S), spread_s=MIN_RETRY_S)
 
     @property
     def advice(self) -> str:
         """The sentence that says when to try again; empty if a retry would fail as well."""
         return "" if self.is_final else f"Try again in {math.ceil(self.retry_after_s)} s."
+
+
+class Returns:
+    """When clients that were refused come back: one after the other, at the rate at which the tier takes requests.
+
+    Clients that come back at random within the time of the work ahead would meet each other's work, which is not in
+    the queue yet. A place is advice: nothing is kept free for those that do not come back.
+    """
+
+    def __init__(self) -> None:
+        self._free_s: dict[str, float] = {}  # by tier: the time behind the last place
+
+    def next_s(self, tier: str, now: float, earliest_s: float, work_s: float) -> float:
+        """Return the seconds until the next place, at least `earliest_s`. It takes the tier `work_s` seconds.
+
+        Places end with the longest wait that clients accept; then they begin anew.
+        """
+        free_s = self._free_s.get(tier, 0.0)
+        place_s = max(now + earliest_s, free_s if free_s < now + MAX_RETRY_S else 0.0)
+        self._free_s[tier] = place_s + work_s
+        return place_s - now
 
 
 def queue_full(tier: Tier, depth: int, workers: Iterable[WorkerStatus], limit: int | None = None) -> Rejected:

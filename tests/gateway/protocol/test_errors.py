@@ -111,6 +111,7 @@ INVALID_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"presence_penalty": -2.1}, "presence_penalty", "invalid_value"),
     ({"frequency_penalty": "1"}, "frequency_penalty", "invalid_type"),
     ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"repetition_penalty": 5e-324}, "repetition_penalty", "invalid_value"),  # logits ÷ it are infinite
     ({"allowed_token_ids": []}, "allowed_token_ids", "invalid_value"),
     ({"allowed_token_ids": [999_999]}, "allowed_token_ids", "invalid_value"),
     ({"allowed_token_ids": [5], "min_tokens": 1}, "allowed_token_ids", "invalid_value"),

@@ -27,7 +27,7 @@ JARGON = re.compile(r"[Ii]nput|should|least 1 (character|entry)|dictionary|\bNon
         ({"max_tokens": 0}, "Invalid value for 'max_tokens': it must be at least 1."),
         ({"stream": "yes"}, "Invalid type for 'stream': it must be true or false."),
         ({"model": 5}, "Invalid type for 'model': it must be a string."),
-        ({"repetition_penalty": 0}, "Invalid value for 'repetition_penalty': it must be more than 0."),
+        ({"repetition_penalty": 0}, "Invalid value for 'repetition_penalty': it must be at least 0.01."),
         ({"safety_identifier": "x" * 65}, "Invalid value for 'safety_identifier': it must have at most 64 characters."),
         ({"truncation_side": "up"}, "Invalid value for 'truncation_side': it must be 'left' or 'right'."),
         ({"logit_bias": 5}, "Invalid type for 'logit_bias': it must be an object."),

@@ -102,6 +102,16 @@ def test_a_patient_tier_refuses_where_the_wait_exceeds_its_patience() -> None:
     assert attempt(admission, request, ahead=Backlog(1, 7_900)) is None
 
 
+def test_a_herd_comes_back_at_the_rate_at_which_requests_end() -> None:
+    """The requests of the tier end at 4 a second."""
+    patient = make_tiers(realtime={"admission": {}})
+    admission = make_admission(patient, realtime=replace(IDLE, drain_per_s=4.0))
+    told = [attempt(admission, make_request(str(n), prompt=0), ahead=Backlog(1, 14_000)) for n in range(20)]
+    waits_s = [rejected.retry_after_s for rejected in told if rejected is not None]
+    assert len(waits_s) == 20
+    assert waits_s == pytest.approx([waits_s[0] + n / 4 for n in range(20)])
+
+
 def test_a_tier_without_a_ttft_slo_has_patience_too() -> None:
     patient = make_tiers(realtime={"slo": {"itl_p99_ms": 100}, "admission": {"patience_ms": 2000}})
     admission, request = make_admission(patient), make_request("a", prompt=0)

@@ -1,13 +1,14 @@
 """Rejections: each says why, and when to try again; clients that are refused together are told different times."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.client import rejection
-from scheduler.client.rejection import MAX_RETRY_S, MIN_RETRY_S, RejectReason
+from scheduler.client.rejection import MAX_RETRY_S, MIN_RETRY_S, RejectReason, Returns
 from scheduler.registry.worker_status import TierStatus, WorkerStatus
 from tests.scheduler.builders import make_tiers
 
@@ -109,3 +110,20 @@ def test_a_crowd_that_is_refused_comes_back_spread_out(predicted_s: float, limit
         window_s = max(MIN_RETRY_S, min(told.spread_s, MAX_RETRY_S / 2)) / 4
         crowd = max(sum(0 <= later - first < window_s for later in returns_s) for first in returns_s)
         assert crowd < 60, "not even in the busiest quarter do most of them come back"
+
+
+def test_clients_that_are_refused_get_places_one_after_the_other() -> None:
+    returns = Returns()
+    places = [returns.next_s("realtime", 100.0, 2.0, 0.5) for _ in range(4)]
+    assert places == [2.0, 2.5, 3.0, 3.5]
+    assert returns.next_s("other", 100.0, 2.0, 0.5) == 2.0, "each tier has its own places"
+    assert returns.next_s("realtime", 101.0, 5.0, 0.5) == 5.0, "never before there is room"
+    assert returns.next_s("realtime", 200.0, 2.0, 0.5) == 2.0, "places that are past are not waited for"
+
+
+def test_places_end_where_clients_would_give_up() -> None:
+    returns, told = Returns(), rejection.overloaded(PATIENT, 20.0)
+    waits_s = [returns.next_s("realtime", 0.0, told.retry_after_s, 1.0) for _ in range(300)]
+    assert all(later - first == 1.0 for first, later in pairwise(waits_s) if later > first)
+    assert max(waits_s) < MAX_RETRY_S and waits_s.count(told.retry_after_s) == 3, "then they begin anew"
+    assert all(w <= told.in_place(w).at(share).retry_after_s <= w + 1 for w in waits_s[:100] for share in (0.0, 1.0))

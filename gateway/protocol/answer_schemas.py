@@ -1,0 +1,166 @@
+"""JSON schemas of the answers, for /openapi.json: what each endpoint sends with status 200, and the error object.
+
+They say which fields are always there and what type they have; clients may meet more fields. Knows paths and formats;
+does not know how the answers are made.
+"""
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+NUMBER: Schema = {"type": "integer"}
+FLAG: Schema = {"type": "boolean"}
+ANY_OBJECT: Schema = {"type": "object"}
+MAYBE_TEXT: Schema = {"type": ["string", "null"]}
+MAYBE_NUMBER: Schema = {"type": ["integer", "null"]}
+MAYBE_OBJECT: Schema = {"type": ["object", "null"]}
+MAYBE_NUMBERS = dict.fromkeys(
+    ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at"),
+    MAYBE_NUMBER,
+)
+SSE: Schema = {"text/event-stream": {}}  # OpenAPI 3.1 has no words for the form of events
+
+
+def fixed(*values: str) -> Schema:
+    return {"type": "string", "enum": list(values)}
+
+
+def array(item: Schema) -> Schema:
+    return {"type": "array", "items": item}
+
+
+def object_of(optional: dict[str, Schema] | None = None, /, **required: Schema) -> Schema:
+    return {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required)}
+
+
+def page_of(name: str) -> Schema:
+    """Return the schema of a page of a list. The ids of an empty page are null, or "" in a list of input items."""
+    ids = {"first_id": MAYBE_TEXT, "last_id": MAYBE_TEXT}
+    return object_of(object=fixed("list"), data=array(reference(name)), has_more=FLAG, **ids)
+
+
+def reference(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_CHOICE = {"index": NUMBER, "finish_reason": fixed("stop", "length", "tool_calls", "content_filter", "function_call")}
+_MESSAGE = object_of({"tool_calls": array(ANY_OBJECT)}, role=fixed("assistant"), content=MAYBE_TEXT, refusal=MAYBE_TEXT)
+_USAGE = object_of(prompt_tokens=NUMBER, completion_tokens=NUMBER, total_tokens=NUMBER)
+_COUNTS = object_of(total=NUMBER, completed=NUMBER, failed=NUMBER)
+
+SCHEMAS: dict[str, Schema] = {
+    "Error": object_of(error=object_of(message=TEXT, type=TEXT, param=MAYBE_TEXT, code=MAYBE_TEXT)),
+    "ChatCompletion": object_of(
+        id=TEXT,
+        object=fixed("chat.completion"),
+        created=NUMBER,
+        model=TEXT,
+        choices=array(object_of(**_CHOICE, message=_MESSAGE, logprobs=MAYBE_OBJECT)),
+        usage=_USAGE,
+    ),
+    "Completion": object_of(
+        id=TEXT,
+        object=fixed("text_completion"),
+        created=NUMBER,
+        model=TEXT,
+        choices=array(object_of(**_CHOICE, text=TEXT, logprobs=MAYBE_OBJECT)),
+        usage=_USAGE,
+    ),
+    "Response": object_of(
+        id=TEXT,
+        object=fixed("response"),
+        created_at=NUMBER,
+        model=TEXT,
+        status=fixed("completed", "failed", "in_progress", "cancelled", "queued", "incomplete"),
+        output=array(object_of(type=TEXT)),
+        error=MAYBE_OBJECT,
+        usage=MAYBE_OBJECT,
+        background=FLAG,
+    ),
+    "InputItem": object_of(id=TEXT, type=TEXT),
+    "InputTokens": object_of(object=fixed("response.input_tokens"), input_tokens=NUMBER),
+    "Model": object_of(
+        {"max_model_len": MAYBE_NUMBER}, id=TEXT, object=fixed("model"), created=NUMBER, owned_by=TEXT, root=TEXT
+    ),
+    "ModelList": object_of(object=fixed("list"), data=array(reference("Model"))),
+    "File": object_of(
+        {"expires_at": MAYBE_NUMBER},
+        id=TEXT,
+        object=fixed("file"),
+        bytes=NUMBER,
+        created_at=NUMBER,
+        filename=TEXT,
+        purpose=TEXT,
+        status=fixed("uploaded", "processed", "error"),
+    ),
+    "Batch": object_of(
+        MAYBE_NUMBERS,
+        id=TEXT,
+        object=fixed("batch"),
+        endpoint=TEXT,
+        input_file_id=TEXT,
+        completion_window=TEXT,
+        status=fixed(
+            "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+        ),
+        created_at=NUMBER,
+        request_counts=_COUNTS,
+        output_file_id=MAYBE_TEXT,
+        error_file_id=MAYBE_TEXT,
+        metadata=MAYBE_OBJECT,
+    ),
+    "Deleted": object_of(id=TEXT, object=TEXT, deleted={"const": True}),
+    "Tokens": object_of(count=NUMBER, max_model_len=MAYBE_NUMBER, tokens=array(NUMBER)),
+    "TokenText": object_of(prompt=TEXT),
+    "FileList": page_of("File"),
+    "BatchList": page_of("Batch"),
+    "InputItemList": page_of("InputItem"),
+    "Readiness": object_of(
+        ready=FLAG, missing=array(TEXT), draining=FLAG, waiting=ANY_OBJECT, workers=array(ANY_OBJECT)
+    ),
+}
+
+
+def json_of(name: str) -> Schema:
+    return {"application/json": {"schema": reference(name)}}
+
+
+# Content of the answers with status 200. Answers that are not here are objects without a fixed form.
+ANSWERS: dict[tuple[str, str], Schema] = {
+    ("post", "/v1/chat/completions"): json_of("ChatCompletion") | SSE,
+    ("post", "/v1/completions"): json_of("Completion") | SSE,
+    ("post", "/v1/responses"): json_of("Response") | SSE,
+    ("get", "/v1/responses/{response_id}"): json_of("Response") | SSE,
+    ("post", "/v1/responses/{response_id}/cancel"): json_of("Response"),
+    ("delete", "/v1/responses/{response_id}"): json_of("Deleted"),
+    ("get", "/v1/responses/{response_id}/input_items"): json_of("InputItemList"),
+    ("post", "/v1/responses/input_tokens"): json_of("InputTokens"),
+    ("get", "/v1/models"): json_of("ModelList"),
+    ("get", "/v1/models/{model}"): json_of("Model"),
+    ("post", "/v1/files"): json_of("File"),
+    ("get", "/v1/files"): json_of("FileList"),
+    ("get", "/v1/files/{file_id}"): json_of("File"),
+    ("delete", "/v1/files/{file_id}"): json_of("Deleted"),
+    ("get", "/v1/files/{file_id}/content"): dict.fromkeys(("application/octet-stream", "application/jsonl"), {}),
+    ("post", "/v1/batches"): json_of("Batch"),
+    ("get", "/v1/batches"): json_of("BatchList"),
+    ("get", "/v1/batches/{batch_id}"): json_of("Batch"),
+    ("post", "/v1/batches/{batch_id}/cancel"): json_of("Batch"),
+    ("post", "/tokenize"): json_of("Tokens"),
+    ("post", "/detokenize"): json_of("TokenText"),
+    ("get", "/ready"): json_of("Readiness"),
+    ("get", "/metrics"): {"text/plain": {"schema": TEXT}},
+}
+
+# What follows an answer: the operations that take the id of what was made, by the name of their parameter.
+FOLLOWERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
+    ("post", "/v1/files"): {
+        "file_id": ("retrieve_file", "file_content", "delete_file"),
+        "input_file_id": ("create_batch",),
+    },
+    ("post", "/v1/batches"): {"batch_id": ("retrieve_batch", "cancel_batch")},
+    ("post", "/v1/responses"): {
+        "response_id": ("retrieve_response", "cancel_response", "delete_response", "list_input_items"),
+    },
+}

@@ -1,0 +1,72 @@
+"""Requests that are nearly right never make the gateway fail, and leave nothing behind.
+
+The examples are the same at each run. With TIDEGATE_FUZZ_EXAMPLES, there are as many as it says, new ones each time.
+"""
+
+import asyncio
+import json
+import os
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from redis.asyncio import Redis
+
+from gateway.responses import store as responses
+from gateway.responses.store import ResponseStore
+from scheduler.store import keys
+from tests.gateway.fuzzing import HEADERS, PARTS, bodies
+from tests.gateway.offline import ShiftedClock
+from tests.gateway.stand import MODEL, Stand, running_stand
+from tests.waiting import until
+
+EXAMPLES = os.environ.get("TIDEGATE_FUZZ_EXAMPLES", "")
+BOUNDED = settings(max_examples=int(EXAMPLES or 50), derandomize=not EXAMPLES)
+BROKEN = (500, 502, 504)  # 503 is an honest answer: the tier's queue is full
+
+LASTING_KEYS = {keys.SEQUENCE, keys.DURABLE, responses.EXPIRY, responses.SIZES, responses.TOTAL}
+
+
+def check_answer(response: httpx.Response) -> None:
+    """Check that the answer has the form that OpenAI's clients read, whatever was asked."""
+    assert response.status_code not in BROKEN, response.text
+    if response.status_code >= 400:
+        error = response.json()["error"]
+        assert error["message"] and {"message", "type", "param", "code"} == set(error)
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+        for event in events:
+            found = {} if event == "[DONE]" else json.loads(event)
+            assert (found.get("error") or {}).get("type") != "server_error", event
+    else:
+        assert isinstance(response.json(), dict)
+
+
+async def check_nothing_is_left(stand: Stand, redis: Redis) -> None:
+    """Check that no request is open, nothing waits, and every key of the store will go by itself."""
+    await until(lambda: stand.gateway.client.num_open == 0)
+    assert not any((await stand.gateway.client.depths()).values())
+    left = [key.decode() for key in await redis.keys("*") if await redis.ttl(key) == -1]
+    assert set(left) <= LASTING_KEYS, left
+
+
+@pytest.mark.parametrize("path", PARTS)
+async def test_a_body_with_faults_is_answered_or_refused(redis_client: Redis, path: str) -> None:
+    store = ResponseStore(redis_client, ShiftedClock(), ttl_s=3600.0, max_bytes=2**20)
+    async with running_stand(metered=redis_client, redis=redis_client, responses=store) as stand:
+        loop, threads = asyncio.get_running_loop(), threading.active_count()
+
+        async def send(body: bytes, headers: dict[str, Any]) -> None:
+            headers = {"content-type": "application/json"} | headers
+            check_answer(await stand.http.post(path, content=body, headers=headers))
+
+        @BOUNDED
+        @given(bodies(path, MODEL), HEADERS)
+        def examples(body: bytes, headers: dict[str, Any]) -> None:
+            asyncio.run_coroutine_threadsafe(send(body, headers), loop).result(30)
+
+        await asyncio.to_thread(examples)
+        await check_nothing_is_left(stand, redis_client)
+        assert threading.active_count() <= threads + 8, "threads were left behind"
