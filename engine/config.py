@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 LoadFormat = Literal["auto", "dummy"]
+EngineKind = Literal["native", "vllm"]
 
 
 class EngineStartError(Exception):
@@ -33,3 +34,5 @@ class EngineConfig:
     optimize: bool = True  # False: use transformers' modules unchanged, and only torch's operators
     cuda_graphs: bool = True  # run decode steps as captured graphs, if device and model allow it
     seed: int = 0  # seed of dummy weights
+    engine: EngineKind = "native"
+    vllm_args: str = ""  # flags of vLLM's own, for the engine `vllm`

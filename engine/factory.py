@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.interface import Engine
-from engine.thread import EngineThread
+from engine.thread import EngineThread, Stepper
 
 if TYPE_CHECKING:
     from engine.native.execution.torch_engine import TorchEngine
@@ -23,7 +23,8 @@ SPIN_COUNT = 2000
 
 def build_engine(config: EngineConfig) -> Engine:
     """Build an engine that runs on its own thread. Raises `EngineStartError` if the engine cannot start."""
-    return EngineThread(partial(_load_builder(), config))
+    builder = _load_vllm_builder() if config.engine == "vllm" else _load_builder()
+    return EngineThread(partial(builder, config))
 
 
 def build_torch_engine(config: EngineConfig) -> "TorchEngine":
@@ -36,8 +37,20 @@ def build_torch_engine(config: EngineConfig) -> "TorchEngine":
 
 def _load_builder() -> "Callable[[EngineConfig], TorchEngine]":
     """Return the function that builds the native engine. If torch was imported before, `SPIN_COUNT` has no effect."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+    _limit_spinning()
     from engine.native.startup.engine_builder import build_native_engine  # imports torch
 
     return build_native_engine
+
+
+def _load_vllm_builder() -> "Callable[[EngineConfig], Stepper]":
+    """Return the function that builds the engine over vLLM's executor."""
+    _limit_spinning()
+    from engine.vllm.build import build_vllm_stepper  # imports torch; vLLM is imported by the call
+
+    return build_vllm_stepper
+
+
+def _limit_spinning() -> None:
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))

@@ -39,7 +39,7 @@ HOUSES = {
     "gateway": "protocol files → http identity output → keys → completion batches → responses → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
     " → request_state → deadlines → client control → planning → worker",
-    "engine": "interface config → step_time sequences thread → modeled native → factory",
+    "engine": "interface config → step_time sequences thread → sampling → modeled native vllm → factory",
     "loadtest": "machine extras child_environment random_weights shipped_tiers traffic → client model_shapes"
     " → estimates running locustfile → reporting → checks model_command simulation → calibration",
     "bench": "reporting engines gpu_check simulator_accuracy store_throughput → isolation"
@@ -48,7 +48,14 @@ HOUSES = {
 }
 # Where tensors live. What is elsewhere must start without torch; the model's trainer is a program of its own, and
 # the device probe runs in a process of its own.
-TORCH_ROOMS = {"engine.native", "demo_model", "loadtest.random_weights", "bench.engines.device_probe"}
+TORCH_ROOMS = {
+    "engine.native",
+    "engine.sampling",
+    "engine.vllm",
+    "demo_model",
+    "loadtest.random_weights",
+    "bench.engines.device_probe",
+}
 # Decisions without clocks, I/O, logs, metrics or tensors: only drivers have those.
 PURE_ROOMS = (
     "scheduler.config",

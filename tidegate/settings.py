@@ -154,6 +154,12 @@ class WorkerSettings(CommonSettings):
         default=None,
         description="unique among the store's workers; unset: host name and process id (serve: host name and port)",
     )
+    engine: Literal["native", "vllm"] = Field(
+        default="native", description="what computes the steps; vllm: vLLM's executor (docs/engines.md)"
+    )
+    vllm_args: str | None = Field(
+        default=None, description="flags of vLLM's own for --engine vllm, such as '--tensor-parallel-size 2'"
+    )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; auto: CUDA if there is a GPU")
     dtype: str = Field(default="auto", description="float32, bfloat16 or float16; auto: bfloat16 where it is fast")
     max_model_len: int | None = Field(

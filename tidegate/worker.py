@@ -90,6 +90,8 @@ def _start_engine(settings: WorkerSettings) -> Engine:
         num_threads=settings.threads,
         cuda_graphs=settings.cuda_graphs,
         optimize=settings.optimize,
+        engine=settings.engine,
+        vllm_args=settings.vllm_args or "",
     )
     return build_engine(config)
 

@@ -1,7 +1,7 @@
 """Sample the next token of each row with sampling.cpp.
 
 Knows logits and sampling parameters. The C++ code makes a few passes over the logits, while torch makes thirty, and the
-C++ code sorts only a small part of the logits. The result is that of `engine.native.sampling.sampler.sample`, except
+C++ code sorts only a small part of the logits. The result is that of `engine.sampling.sampler.sample`, except
 for rounding at a top_p, top_k or min_p threshold.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.native.sampling.sampler import SamplingRow, uniform
+from engine.sampling.sampler import SamplingRow, uniform
 
 _NAMES = {torch.float32: "draw_tokens_float32", torch.bfloat16: "draw_tokens_bfloat16"}
 # The numpy counterpart of the struct `Rule` in sampling.cpp.

@@ -30,7 +30,7 @@ from engine.native.execution.step import StepComputation
 from engine.native.kv.swap import SwapSpace
 from engine.native.sampling.outcome import Outcome
 from engine.native.sampling.pipeline import BROKEN_LOGITS, SamplingPipeline
-from engine.native.sampling.sampler import Sampler, SamplingRow, sample, sample_ids
+from engine.sampling.sampler import Sampler, SamplingRow, sample, sample_ids
 from engine.sequences.sequence_table import Chunk, SequenceTable
 
 

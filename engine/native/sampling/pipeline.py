@@ -21,8 +21,8 @@ from engine.interface import EngineInfo, SamplingParams
 from engine.native.sampling.grammar import GrammarError, Grammars, Matcher, apply_masks, forbid_tokens
 from engine.native.sampling.logprobs import token_logprobs
 from engine.native.sampling.outcome import Outcome
-from engine.native.sampling.penalties import Penalties, add_bias, apply_penalties, forbid
-from engine.native.sampling.sampler import Sampler, SamplingRow, sample
+from engine.sampling.penalties import Penalties, add_bias, apply_penalties, forbid
+from engine.sampling.sampler import Sampler, SamplingRow, sample
 from engine.sequences.sequence import Sequence
 
 BROKEN_LOGITS = "the model's logits are not finite"

@@ -32,7 +32,6 @@ from engine.native.kv.sizing import fitting_model_len, num_kv_blocks, wanted_mod
 from engine.native.kv.swap import SwapSpace, make_swap_space
 from engine.native.model.loader import context_limit, eos_token_ids, is_quantised, load_config, load_model
 from engine.native.model.probe import LayerSpec, probe_layers
-from engine.native.sampling.sampler import sample
 from engine.native.startup.cpu_eviction_trial import can_evict_rows
 from engine.native.startup.cpu_optimize import optimize_for_cpu
 from engine.native.startup.cuda_bring_up import (
@@ -43,6 +42,7 @@ from engine.native.startup.cuda_bring_up import (
     working_kernels,
 )
 from engine.native.startup.fusion import is_same_model, trial_logits
+from engine.sampling.sampler import sample
 
 _SMALL_MODEL = 10_000_000  # a model with fewer parameters is small; see `_set_threads`
 

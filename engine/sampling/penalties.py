@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.interface import SamplingParams
-from engine.native.sampling.token_counts import TokenCounts
+from engine.sampling.token_counts import TokenCounts
 from engine.sequences.sequence import Sequence
 
 Ids = npt.NDArray[np.int64]

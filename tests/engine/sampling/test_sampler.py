@@ -12,8 +12,8 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from engine.interface import SamplingParams
 from engine.native.cpu.sampler import CpuSampler
-from engine.native.sampling.sampler import Sampler, SamplingRow, uniform
-from engine.native.sampling.sampler import sample as sample_by_torch
+from engine.sampling.sampler import Sampler, SamplingRow, uniform
+from engine.sampling.sampler import sample as sample_by_torch
 from tests.engine.native.cpu.compiled import compiled_library
 
 

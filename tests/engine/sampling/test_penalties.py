@@ -13,7 +13,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from engine.native.sampling.penalties import Penalties, add_bias, apply_penalties, forbid
+from engine.sampling.penalties import Penalties, add_bias, apply_penalties, forbid
 from engine.sequences.sequence import Sequence
 from tests.engine.drive import make_new
 

@@ -1,0 +1,49 @@
+"""What is sent to vLLM's executor for one step, and what comes back: plain data.
+
+Knows sequences and chunks; imports neither vLLM nor torch, so that the engine can be tested without them.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.interface import TokenLogprobs
+from engine.sequences.sequence_table import Chunk
+
+Bits = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The chunks that one pass of the model computes."""
+
+    chunks: tuple[Chunk, ...]
+    masks: Mapping[str, Bits]  # by sequence id: one bit per token, set if the grammar allows the token next
+    lost: frozenset[str]  # sequences whose KV was dropped since they were last computed
+    ended: frozenset[str]  # sequences that the executor may forget
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the pass gave for one chunk."""
+
+    token_id: int | None = None  # the sampled token; None if the chunk samples none
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the whole prompt, with its last chunk
+    is_broken: bool = False  # the logits have a NaN
+
+
+class BatchExecutor(Protocol):
+    """The executor of batches, one after the other."""
+
+    max_num_seqs: int  # the most chunks of one batch
+
+    def start(self, batch: Batch) -> "Future[dict[str, Sampled]]":
+        """Start a batch and return at once. Its result is by sequence id; it has the error of an executor that died."""
+        ...
+
+    def close(self) -> None: ...

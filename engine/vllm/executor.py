@@ -1,0 +1,98 @@
+"""Starts vLLM's executor with its KV cache, and runs batches on it.
+
+Knows vLLM's executors (one process, several processes, Ray) and in which order they are set up; does not know plans or
+sampling. vLLM's internals move with every minor version: `build.py` checks that it is the version of the tests.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+
+from engine.config import EngineStartError
+from engine.sequences.sequence_table import Chunk
+from engine.vllm.batch import Batch, Sampled
+from engine.vllm.messages import Messages, decode
+
+
+class VllmExecutor:
+    """vLLM's executor. Implements `BatchExecutor`.
+
+    One thread of its own waits for vLLM. With the executor `uni`, this thread also loads the model and computes, because
+    OpenMP gives each computing thread a pool of its own.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
+        self._executor, self._cache = self._thread.submit(_set_up, vllm_config).result()
+        self.max_num_seqs: int = vllm_config.scheduler_config.max_num_seqs
+        has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+        self._messages = Messages(vllm_config.model_config.get_vocab_size(), sends_tokens=has_stages)
+        self._computes_here = vllm_config.parallel_config.distributed_executor_backend == "uni"
+
+    @property
+    def name(self) -> str:
+        return type(self._executor).__name__
+
+    @property
+    def block_size(self) -> int:
+        size: int = self._cache.kv_cache_groups[0].kv_cache_spec.block_size
+        return size
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks without vLLM's null block."""
+        return int(self._cache.num_blocks) - 1
+
+    def start(self, batch: Batch) -> "Future[dict[str, Sampled]]":
+        """Start a batch and return at once."""
+        step, grammar = self._messages.encode(batch)
+        if self._computes_here:
+            return self._thread.submit(lambda: decode(self._compute(step, grammar), batch.chunks))
+        computed = self._executor.execute_model(step, non_block=True)
+        sampled = self._executor.sample_tokens(grammar, non_block=True)
+        return self._thread.submit(lambda: _wait(computed, sampled, batch.chunks))
+
+    def close(self) -> None:
+        self._thread.submit(self._executor.shutdown).result()
+        self._thread.shutdown()
+
+    def _compute(self, step: Any, grammar: Any) -> Any:
+        output = self._executor.execute_model(step)
+        return self._executor.sample_tokens(grammar) if output is None else output
+
+
+def _wait(computed: "Future[Any]", sampled: "Future[Any]", chunks: tuple[Chunk, ...]) -> dict[str, Sampled]:
+    output = computed.result()
+    sampled_output = sampled.result()
+    return decode(sampled_output if output is None else output, chunks)
+
+
+class _CacheSetUp(EngineCore):  # type: ignore[misc]
+    """Only the part of vLLM's engine that gives the workers their KV cache."""
+
+    def __init__(self, vllm_config: Any, executor: Executor) -> None:
+        self.vllm_config = vllm_config
+        self.model_executor = executor
+        self.log_stats = False
+        self.available_gpu_memory_for_kv_cache = -1
+
+
+def _set_up(vllm_config: Any) -> tuple[Executor, Any]:
+    """Start the workers, load the model, allocate the KV cache and warm up."""
+    executor = Executor.get_class(vllm_config)(vllm_config)
+    try:
+        cache = _CacheSetUp(vllm_config, executor)._initialize_kv_caches(vllm_config)
+        _check_cache(cache)
+    except BaseException:
+        executor.shutdown()
+        raise
+    return executor, cache
+
+
+def _check_cache(cache: Any) -> None:
+    if len(cache.kv_cache_groups) != 1:
+        raise EngineStartError(
+            f"its layers need {len(cache.kv_cache_groups)} kinds of KV cache, and --engine vllm has one"
+        )

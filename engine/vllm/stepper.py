@@ -1,0 +1,202 @@
+"""Executes plans with vLLM's executor, in order.
+
+Keeps the books (sequences, blocks, prefix cache) with `engine.sequences`, as the native engine does. A step is started
+and finalized later, so that the next step can be planned while vLLM computes. Knows plans, sequences and grammars; does
+not know vLLM's messages or processes (`BatchExecutor`).
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from time import perf_counter
+
+from engine.interface import EngineInfo, PreemptionMode, SequenceFailure, SequenceOutput, StepPlan, StepResult
+from engine.sequences.sequence_table import Chunk, SequenceTable
+from engine.vllm.batch import Batch, BatchExecutor, Sampled
+from engine.vllm.constraints import Constraints
+
+BROKEN_LOGITS = "the model's logits are not finite"
+_PLACEHOLDER = -1  # stands in a sequence for a token that is not known yet
+
+
+@dataclass(frozen=True, slots=True)
+class StartedStep:
+    """A step that is not finalized yet."""
+
+    step_id: int
+    chunks: list[Chunk]
+    batches: "list[Future[dict[str, Sampled]]]"
+    failures: list[SequenceFailure]  # known before the step began
+    started_s: float
+
+
+@dataclass(slots=True)
+class _Changes:
+    """What the next batch must tell the executor about sequences."""
+
+    lost: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+
+
+class VllmStepper:
+    """An engine over vLLM's executor: a `Stepper`, and a `Launcher` if `info.steps_ahead` is set."""
+
+    def __init__(
+        self, info: EngineInfo, executor: BatchExecutor, constraints: Constraints, *, prefix_cache: bool
+    ) -> None:
+        self._info = info
+        self._executor = executor
+        self._constraints = constraints
+        self._table = SequenceTable(info, prefix_cache=prefix_cache)
+        self._changes = _Changes()
+        self._started: deque[StartedStep] = deque()  # oldest first
+        self._results: deque[StepResult] = deque()  # of finalized steps, oldest first
+        self._finalized_s = 0.0
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._table.pool.num_free
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self._table.pool.num_used
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Execute a plan to its end and return the result.
+
+        Raises `PlanError` before anything changes. After any other error, the engine must not be used any more.
+        """
+        self.launch(plan)
+        return self.finalize()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step. Raises the same errors as `step`."""
+        started_s = perf_counter()
+        if plan.ahead:
+            plan = replace(plan, run=tuple(run for run in plan.run if run.seq_id in self._table))
+        else:
+            self._finalize_all()
+        self._table.check(plan)
+        self._note_changes(plan)
+        chunks = self._table.begin(plan)
+        if any(self._constraints.needs_tokens(chunk) for chunk in chunks):
+            self._finalize_all()
+            chunks = [chunk for chunk in chunks if self._table.holds(chunk.sequence)]
+        self._start(plan.step_id, chunks, started_s)
+
+    @property
+    def is_finished(self) -> bool:
+        """True if `finalize` would return without waiting."""
+        return bool(self._results) or (bool(self._started) and all(b.done() for b in self._started[0].batches))
+
+    def finalize(self) -> StepResult:
+        """Wait for the oldest step and return its result."""
+        if not self._results:
+            self._finalize_oldest()
+        return self._results.popleft()
+
+    def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
+        """Do nothing: vLLM computes a step to its end."""
+
+    def close(self) -> None:
+        """End vLLM's workers."""
+        self._executor.close()
+
+    # -- start a step ------------------------------------------------------------------------------------------------
+
+    def _note_changes(self, plan: StepPlan) -> None:
+        self._changes.ended.update(plan.abort)
+        self._changes.lost.difference_update(plan.abort)
+        self._changes.lost.update(p.seq_id for p in plan.preempt if p.mode is PreemptionMode.RECOMPUTE)
+
+    def _start(self, step_id: int, chunks: list[Chunk], started_s: float) -> None:
+        masks, failed = self._constraints.masks(chunks)
+        for seq_id in failed:
+            self._end_broken(seq_id)
+        chunks = [chunk for chunk in chunks if chunk.sequence.seq_id not in failed]
+        batches = []
+        for piece in _pieces(chunks, self._executor.max_num_seqs):
+            changes, self._changes = self._changes, _Changes()
+            own = {c.sequence.seq_id: masks[c.sequence.seq_id] for c in piece if c.sequence.seq_id in masks}
+            batch = Batch(piece, own, frozenset(changes.lost), frozenset(changes.ended))
+            batches.append(self._executor.start(batch))
+        for chunk in chunks:
+            self._table.launch(chunk, _PLACEHOLDER if chunk.samples else None)
+        failures = [SequenceFailure(seq_id, reason) for seq_id, reason in failed.items()]
+        self._started.append(StartedStep(step_id, chunks, batches, failures, started_s))
+
+    # -- finalize a step ---------------------------------------------------------------------------------------------
+
+    def _finalize_all(self) -> None:
+        while self._started:
+            self._finalize_oldest()
+
+    def _finalize_oldest(self) -> None:
+        """Wait for the oldest step and record its tokens.
+
+        A sequence that ended in the previous step has no output here. It was run once more, because this step was
+        started before the end of the sequence was known.
+        """
+        step = self._started.popleft()
+        sampled: dict[str, Sampled] = {}
+        for batch in step.batches:
+            sampled |= batch.result()
+        outputs: list[SequenceOutput] = []
+        failures = list(step.failures)
+        for chunk in step.chunks:
+            seq_id = chunk.sequence.seq_id
+            if not self._table.holds(chunk.sequence):
+                continue
+            if sampled[seq_id].is_broken:
+                self._end_broken(seq_id)
+                failures.append(SequenceFailure(seq_id, BROKEN_LOGITS))
+            else:
+                outputs.append(self._record(chunk, sampled[seq_id]))
+        self._report(step, outputs, failures)
+
+    def _record(self, chunk: Chunk, sampled: Sampled) -> SequenceOutput:
+        seq_id = chunk.sequence.seq_id
+        reason = self._table.finalize(chunk, sampled.token_id)
+        if reason is not None:
+            self._changes.ended.add(seq_id)
+        return SequenceOutput(
+            seq_id=seq_id,
+            num_computed_tokens=chunk.end,
+            token_ids=() if sampled.token_id is None else (sampled.token_id,),
+            finish_reason=reason,
+            num_cached_tokens=chunk.num_cached,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=sampled.prompt_logprobs,
+        )
+
+    def _end_broken(self, seq_id: str) -> None:
+        self._table.free_broken(seq_id)
+        self._changes.ended.add(seq_id)
+
+    def _report(self, step: StartedStep, outputs: list[SequenceOutput], failures: list[SequenceFailure]) -> None:
+        now_s = perf_counter()
+        busy_s = now_s - max(step.started_s, self._finalized_s)  # vLLM computes the previous step first
+        self._finalized_s = now_s
+        self._results.append(
+            StepResult(
+                step_id=step.step_id,
+                outputs=tuple(outputs),
+                failures=tuple(failures),
+                free_blocks=self.num_free_blocks,
+                elapsed_s=busy_s,
+                shared_blocks=self._table.pool.take_changes(),
+            )
+        )
+
+
+def _pieces(chunks: Iterable[Chunk], size: int) -> Iterator[tuple[Chunk, ...]]:
+    """Return the chunks in groups of at most `size`."""
+    rest = iter(chunks)
+    while piece := tuple(islice(rest, size)):
+        yield piece
