@@ -82,7 +82,8 @@ class SamplingParams:
     grammar: str | None = None  # serialised llguidance grammar; only tokens that the grammar allows are generated
 
 
-GRAMMAR_FAILED = "the grammar"  # first words of a `SequenceFailure` for which the request's grammar is to blame
+# First words of a `GrammarError` or a `SequenceFailure` for which the request's grammar is to blame.
+GRAMMAR_FAILED = "the grammar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ class NewSequence:
     # the TTFT what other users have asked.
     cache_salt: str = ""
     retention: int = 0  # the prefix cache evicts blocks of the lowest retention first
+    # What `Engine.compile_grammar` has returned for `sampling.grammar`. No step compiles a grammar.
+    compiled_grammar: object | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +241,10 @@ class PlanError(Exception):
     """
 
 
+class GrammarError(Exception):
+    """The error of a grammar that cannot be compiled, or that the output does not match. Users get the message."""
+
+
 class EngineDead(Exception):
     """The error of an engine that cannot continue.
 
@@ -256,6 +263,13 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo: ...
+
+    async def compile_grammar(self, grammar: str) -> object:
+        """Compile a grammar beside the steps, and return it for `NewSequence.compiled_grammar`.
+
+        Raises `GrammarError` if the grammar does not compile.
+        """
+        ...
 
     def submit(self, plan: StepPlan) -> None:
         """Submit a plan and return at once.

@@ -7,7 +7,7 @@ async scheduling (`EngineInfo.steps_ahead`), the next step is launched while the
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -28,6 +28,10 @@ class Stepper(Protocol):
     def info(self) -> EngineInfo: ...
 
     def step(self, plan: StepPlan) -> StepResult: ...
+
+    def compile_grammar(self, grammar: str) -> object:
+        """Compile a grammar. May be called from another thread than `step`, also during a step."""
+        ...
 
     def evict(self, step_id: int, seq_ids: Collection[str]) -> None:
         """Evict these sequences from step `step_id`, as far as `info.step_eviction` allows.
@@ -75,6 +79,7 @@ class EngineThread:
         self._pending: deque[_Submitted] = deque()
         self._death: BaseException | None = None
         self._is_closed = False
+        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._thread = Thread(target=self._run, args=(make, made), name="engine", daemon=True)
         self._thread.start()
         self._stepper = made.result()
@@ -82,6 +87,11 @@ class EngineThread:
     @property
     def info(self) -> EngineInfo:
         return self._stepper.info
+
+    async def compile_grammar(self, grammar: str) -> object:
+        """Compile a grammar on a thread of its own, while steps run. Raises `GrammarError` if it does not compile."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._grammar_thread, self._stepper.compile_grammar, grammar)
 
     def submit(self, plan: StepPlan) -> None:
         """Hand a plan to the thread.
@@ -124,6 +134,7 @@ class EngineThread:
         if not self._is_closed:
             self._is_closed = True
             self._inbox.put(_Signal.CLOSE)
+            self._grammar_thread.shutdown(wait=False, cancel_futures=True)
         self._thread.join()
 
     # -- on the engine's thread ----------------------------------------------------------------------------------

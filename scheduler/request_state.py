@@ -85,6 +85,8 @@ class RequestState:
     # Engine time that bulk had used in total when the newest token came, or at the arrival if there is no token yet.
     bulk_seen_s: float = 0.0
     found_step_s: float = 0.0  # predicted length of the step that ran when the request arrived; 0: no step ran
+    awaits_grammar: bool = False  # its grammar is not compiled yet, so that it cannot start
+    compiled_grammar: object | None = None  # what the engine has made of its grammar
     _status: Status = Status.WAITING
 
     @property

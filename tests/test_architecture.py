@@ -39,7 +39,7 @@ HOUSES = {
     "gateway": "protocol files → http identity output → keys → completion batches → responses → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
     " → request_state → deadlines → client control → planning → worker",
-    "engine": "interface config → step_time sequences thread → sampling → modeled native vllm → factory",
+    "engine": "interface config → grammar step_time sequences thread → sampling → modeled native vllm → factory",
     "loadtest": "machine extras child_environment random_weights shipped_tiers traffic → client model_shapes"
     " → estimates running locustfile → reporting → checks model_command simulation → calibration",
     "bench": "reporting engines gpu_check simulator_accuracy store_throughput → isolation"

@@ -116,6 +116,10 @@ class ModeledEngine:
     def num_used_swap_blocks(self) -> int:
         return self._table.swap_pool.num_used
 
+    async def compile_grammar(self, grammar: str) -> object:
+        """Return the grammar as it is: modeled tokens follow no grammar."""
+        return grammar
+
     def submit(self, plan: StepPlan) -> None:
         """Begin a step. Raises `PlanError` if the plan breaks the rules or a step is in flight."""
         if self._running is not None:

@@ -122,6 +122,8 @@ class PlanCheck:
             raise PlanError(f"{new.seq_id}: max_tokens is {new.sampling.max_tokens}, not at least 1")
         if min(new.prompt_token_ids) < 0 or max(new.prompt_token_ids) >= self._info.vocab_size:
             raise PlanError(f"{new.seq_id}: a token id outside the vocabulary of {self._info.vocab_size}")
+        if new.sampling.grammar is not None and new.compiled_grammar is None:
+            raise PlanError(f"{new.seq_id}: its grammar is not compiled")
         self._copies[new.seq_id] = _SequenceCopy(SequenceStatus.ACTIVE, num_prompt, 0, 0, 0)
 
     def _runs(self, runs: tuple[Run, ...]) -> None:

@@ -28,6 +28,7 @@ class Sequence:
     __slots__ = (
         "seq_id",
         "sampling",
+        "compiled_grammar",
         "retention",
         "token_ids",
         "num_prompt_tokens",
@@ -48,6 +49,7 @@ class Sequence:
     def __init__(self, new: NewSequence, max_model_len: int, eos_token_ids: tuple[int, ...]) -> None:
         self.seq_id = new.seq_id
         self.sampling = new.sampling
+        self.compiled_grammar = new.compiled_grammar
         self.retention = new.retention
         # Arrays, so that a step is packed by copying memory, not by Python loops over tokens.
         self.token_ids = array("q", new.prompt_token_ids)

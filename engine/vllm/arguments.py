@@ -1,4 +1,4 @@
-"""The arguments of vLLM's engine: the operator's (`--vllm-args`), parsed by vLLM's own parser, and those of the project.
+"""The arguments of vLLM's engine: the operator's (`--vllm-args`), parsed by vLLM's own parser, and the project's.
 
 Knows flags; starts nothing. A flag for something that the project decides itself is refused by its name.
 """

@@ -8,13 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from engine.grammar import Bits
 from engine.interface import TokenLogprobs
 from engine.sequences.sequence_table import Chunk
-
-Bits = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

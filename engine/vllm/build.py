@@ -35,7 +35,9 @@ def build_vllm_stepper(config: EngineConfig) -> VllmStepper:
     vllm_config, executor = _start(config)
     info = _describe(config, vllm_config, executor)
     _log(info, vllm_config, executor)
-    return VllmStepper(info, executor, Constraints(info), prefix_cache=config.prefix_cache)
+    constraints = Constraints(info)
+    constraints.grammars.load()
+    return VllmStepper(info, executor, constraints, prefix_cache=config.prefix_cache)
 
 
 def check_version() -> None:

@@ -19,8 +19,8 @@ from engine.vllm.messages import Messages, decode
 class VllmExecutor:
     """vLLM's executor. Implements `BatchExecutor`.
 
-    One thread of its own waits for vLLM. With the executor `uni`, this thread also loads the model and computes, because
-    OpenMP gives each computing thread a pool of its own.
+    One thread of its own waits for vLLM. With the executor `uni`, this thread also loads the model and computes,
+    because OpenMP gives each computing thread a pool of its own.
     """
 
     def __init__(self, vllm_config: Any) -> None:

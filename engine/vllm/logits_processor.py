@@ -1,8 +1,8 @@
 """The sampling of a sequence with a temperature or altered logits, as a logits processor inside vLLM's workers.
 
 vLLM's own random numbers depend on how many steps a sequence took part in, so a preempted or recomputed sequence would
-get other tokens. Here a token depends only on logits, seed and position (`engine.sampling`). vLLM therefore samples every
-request greedily, and this processor raises the logit of the token that it has sampled above all others.
+get other tokens. Here a token depends only on logits, seed and position (`engine.sampling`). vLLM samples every request
+greedily, and this processor raises the logit of the token that it has sampled above all others.
 
 Knows vLLM's batch of requests; does not know plans, blocks or grammars (their masks are applied before).
 """
@@ -57,7 +57,7 @@ class PositionalSampling(LogitsProcessor):  # type: ignore[misc]
         process_dict_updates(self._rows, batch_update, self._new_row)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Alter `logits` (rows, vocab), float32, in place, so that the likeliest token of each row is the sampled one."""
+        """Alter `logits` (rows, vocab), float32, in place: the sampled token of each row becomes the likeliest."""
         altered = [index for index, row in self._rows.items() if row.penalties is not None]
         if altered:
             self._alter(logits, altered)

@@ -11,10 +11,11 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from engine.grammar import Bits
 from engine.interface import SamplingParams, TokenLogprobs
 from engine.sequences.sequence import Sequence
 from engine.sequences.sequence_table import Chunk
-from engine.vllm.batch import Batch, Bits, Sampled
+from engine.vllm.batch import Batch, Sampled
 from engine.vllm.logits_processor import EXTRA_ARGS_KEY
 
 _IMPOSSIBLE = -9999.0  # OpenAI's value for a probability of 0: JSON has no infinity

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from time import perf_counter
 
+from engine.grammar import CompiledGrammar
 from engine.interface import EngineInfo, PreemptionMode, SequenceFailure, SequenceOutput, StepPlan, StepResult
 from engine.sequences.sequence_table import Chunk, SequenceTable
 from engine.vllm.batch import Batch, BatchExecutor, Sampled
@@ -66,6 +67,10 @@ class VllmStepper:
     @property
     def num_used_blocks(self) -> int:
         return self._table.pool.num_used
+
+    def compile_grammar(self, grammar: str) -> CompiledGrammar:
+        """Compile a grammar, on any thread. Raises `GrammarError` if it does not compile."""
+        return self._constraints.grammars.compile(grammar)
 
     def step(self, plan: StepPlan) -> StepResult:
         """Execute a plan to its end and return the result.

@@ -30,6 +30,9 @@ class WatchedEngine:
     def info(self) -> EngineInfo:
         return self._engine.info
 
+    async def compile_grammar(self, grammar: str) -> object:
+        return await self._engine.compile_grammar(grammar)
+
     def submit(self, plan: StepPlan) -> None:
         self._engine.submit(plan)
         self._submitted = plan

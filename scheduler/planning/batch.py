@@ -1,7 +1,7 @@
 """Batch formation: which sequences run in the next step, and for how many tokens.
 
 `form_batch` is pure: it computes one `StepPlan` from the engine's view, the request table and the controller's budgets.
-It reads no clock and changes nothing.
+It reads no clock and changes nothing. Requests whose grammars are not compiled yet do not start.
 
 Tiers whose min share is due are served first, and then all other tiers from the highest priority to the lowest. In a
 tier, decodes go before prefills, and prefills are sorted by deadline. Interactive prefills that can still be in time go
@@ -196,7 +196,7 @@ class _Draft:
         """
         slots = budget.max_num_seqs - self._num_run[tier]
         for state in pending:
-            if state.id in self._preempt or state.id in self._barred:
+            if state.awaits_grammar or state.id in self._preempt or state.id in self._barred:
                 continue
             if not state.is_resident and not (is_open and self._may_start(tier, budget)):
                 is_open = False
@@ -241,7 +241,7 @@ class _Draft:
         if state.status is Status.WAITING:
             request = state.request
             new = (request.id, request.prompt_token_ids, request.sampling, request.cache_salt)
-            self._start.append(NewSequence(*new, retention=state.tier.priority))
+            self._start.append(NewSequence(*new, state.tier.priority, state.compiled_grammar))
         self._take(state, num_tokens, self._cost.run(num_tokens, state.num_computed_tokens))
         return True
 

@@ -27,7 +27,7 @@ from scheduler.planning.request_table import RequestTable
 from scheduler.planning.running_step import RunningStep
 from scheduler.planning.status import CoreStatus, count_by_status
 from scheduler.planning.step_report import StepReport
-from scheduler.request import Claimed, Lease
+from scheduler.request import Claimed, Lease, Request
 from scheduler.request_state import RequestState, Status
 
 
@@ -55,6 +55,7 @@ class SchedulerCore:
         self._planner = Planner(engine, controller, self.step_time, self.table, self._engine_state, self.running)
         self._inputs = ControllerInputs(controller, self.table, engine)
         self._refused: list[tuple[RequestState, str]] = []
+        self._awaiting_grammar: dict[str, RequestState] = {}
         self.used_s: defaultdict[str, float] = defaultdict(float)  # engine time since the start, by tier
         self.counts: Counter[str] = Counter()  # numbers of requests: accepted, finished, failed, cancelled, released
         self._outputs = OutputHandler(self.table, self._engine_state, self.counts, worker_id)
@@ -147,8 +148,10 @@ class SchedulerCore:
             reason = reason_against(item, self._engine, state.tier.retry.max_attempts)
             if reason:
                 self._refused.append((state, reason))
-            else:
-                self.table.update(state)
+                continue
+            self.table.update(state)
+            if state.awaits_grammar:
+                self._awaiting_grammar[state.id] = state
 
     def _new_state(self, item: Claimed, now: float, wall_ms: int) -> RequestState:
         request = item.request
@@ -160,7 +163,27 @@ class SchedulerCore:
             claimed_s=now,
             bulk_seen_s=self.running.bulk_total_s,
             found_step_s=self.running.step_s if self.is_step_in_flight else 0.0,
+            awaits_grammar=request.sampling.grammar is not None,
         )
+
+    def next_to_compile(self) -> Request | None:
+        """Return the request whose grammar should be compiled next: the most urgent one of the highest priority."""
+        states = self._awaiting_grammar.values()
+        state = min(states, key=lambda s: (-s.priority, s.edf_key), default=None)
+        return None if state is None else state.request
+
+    def note_compiled(self, request_id: str, compiled_grammar: object) -> None:
+        """Let a request start whose grammar is compiled. Do nothing if the request is not held any more."""
+        state = self._awaiting_grammar.pop(request_id, None)
+        if state is not None:
+            state.compiled_grammar, state.awaits_grammar = compiled_grammar, False
+
+    def refuse_grammar(self, request_id: str, reason: str) -> None:
+        """Refuse a request whose grammar does not compile. Do nothing if the request is not held any more."""
+        state = self._awaiting_grammar.pop(request_id, None)
+        if state is not None:
+            self.table.remove(state)
+            self._refused.append((state, reason))
 
     def refuse(self, now: float) -> StepReport:
         """Fail the accepted requests that the engine can never serve, and return the report on them."""
@@ -200,6 +223,7 @@ class SchedulerCore:
         dropped = [self._states[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._states]
         for state in dropped:
             self.table.remove(state)
+            self._awaiting_grammar.pop(state.id, None)
             if state.status is not Status.WAITING:
                 self._engine_state.abandon(state)
             self._discard(state, counter)

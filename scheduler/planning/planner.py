@@ -98,7 +98,12 @@ class Planner:
         return ()
 
     def _could_start(self, state: RequestState, tiers: Sequence[Tier]) -> bool:
-        """Return whether the request could start: it has a slot, and enough blocks are free or held by lower tiers."""
+        """Return whether the request could start.
+
+        It needs a slot, enough blocks that are free or held by lower tiers, and its grammar compiled if it has one.
+        """
+        if state.awaits_grammar:
+            return False
         slots = self._controller.max_num_seqs(state.tier.name)
         below = (s for t in tiers if t.priority < state.priority for s in self._table.of_tier(t.name))
         has_slot = self._table.num_resident(state.tier.name) < slots

@@ -7,6 +7,7 @@ from scheduler.planning.core import SchedulerCore
 from scheduler.queue.base import Queue
 from scheduler.registry.base import WorkerRegistry
 from scheduler.worker.claimer import Claimer
+from scheduler.worker.grammar_compiler import GrammarCompiler
 from scheduler.worker.heartbeat import Heartbeat, WorkerIdentity
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.leases import LeaseKeeper
@@ -45,4 +46,5 @@ def build_loop(
     steps = StepLoop(core, engine, held, claimer, reporter, clock)
     leases = LeaseKeeper(core, queue, held, clock, identity.worker_id)
     maintenance = Maintenance(core, queue, metrics, heartbeat, held, steps, clock)
-    return SchedulerLoop(steps, claimer, publisher, leases, peers, maintenance, heartbeat, queue)
+    grammars = GrammarCompiler(core, engine, held)
+    return SchedulerLoop(steps, claimer, grammars, publisher, leases, peers, maintenance, heartbeat, queue)

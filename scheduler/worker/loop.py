@@ -1,7 +1,7 @@
 """The main loop of a worker: claim → accept → plan → engine → apply → publish, with any clock, queue and engine.
 
-It is the only driver of the scheduler; the simulator runs the same loop. Six small tasks share the core on one thread:
-steps, claims (also while a step runs), publishing, leases, peers and maintenance. `scheduler.worker.assembly` builds
+It is the only driver of the scheduler; the simulator runs the same loop. Seven small tasks share the core on one thread:
+steps, claims (also while a step runs), grammars, publishing, leases, peers and maintenance. `scheduler.worker.assembly` builds
 the loop.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from scheduler.queue.base import Queue
 from scheduler.worker.claimer import Claimer
+from scheduler.worker.grammar_compiler import GrammarCompiler
 from scheduler.worker.heartbeat import Heartbeat
 from scheduler.worker.leases import LeaseKeeper
 from scheduler.worker.maintenance import Maintenance
@@ -23,6 +24,7 @@ class SchedulerLoop:
         self,
         steps: StepLoop,
         claimer: Claimer,
+        grammars: GrammarCompiler,
         publisher: Publisher,
         leases: LeaseKeeper,
         peers: Peers,
@@ -32,6 +34,7 @@ class SchedulerLoop:
     ) -> None:
         self._steps = steps
         self._claimer = claimer
+        self._grammars = grammars
         self._publisher = publisher
         self._leases = leases
         self._peers = peers
@@ -65,6 +68,7 @@ class SchedulerLoop:
         background = [
             publishing,
             asyncio.create_task(self._claimer.run()),
+            asyncio.create_task(self._grammars.run()),
             asyncio.create_task(self._maintenance.run()),
             asyncio.create_task(self._leases.run()),
             asyncio.create_task(self._peers.run()),

@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from engine.interface import (
     EngineInfo,
     FinishReason,
+    GrammarError,
     NewSequence,
     Preempt,
     PreemptionMode,
@@ -25,6 +26,8 @@ class Stepper(Protocol):
     def info(self) -> EngineInfo: ...
 
     def step(self, plan: StepPlan) -> StepResult: ...
+
+    def compile_grammar(self, grammar: str) -> object: ...
 
 
 @dataclass
@@ -72,7 +75,8 @@ def drive(
         live = [s for s in driven.values() if not s.is_over]
         if not waiting and not live:
             return driven
-        started, waiting = waiting[:arrivals_a_step], waiting[len(waiting[:arrivals_a_step]) :]
+        arrived, waiting = waiting[:arrivals_a_step], waiting[len(waiting[:arrivals_a_step]) :]
+        started = _compile_grammars(engine, arrived, driven)
         plan = _plan(engine.info, step_id, live, started, chunk, preempt)
         driven.update({new.seq_id: Driven(new) for new in started})
         _note_preemptions(driven, plan)
@@ -80,6 +84,23 @@ def drive(
         _take_in(driven, result)
         after_step(result)
     raise AssertionError("the sequences do not end")
+
+
+def _compile_grammars(engine: Stepper, news: list[NewSequence], driven: dict[str, Driven]) -> list[NewSequence]:
+    """Return the sequences that can be started. The others are added to `driven` as failed."""
+    ready = []
+    for new in news:
+        try:
+            ready.append(compiled(engine, new))
+        except GrammarError as error:
+            driven[new.seq_id] = Driven(new, failure=str(error))
+    return ready
+
+
+def compiled(engine: Stepper, new: NewSequence) -> NewSequence:
+    """Return `new` with its grammar compiled. Raises `GrammarError` if it does not compile."""
+    grammar = new.sampling.grammar
+    return new if grammar is None else replace(new, compiled_grammar=engine.compile_grammar(grammar))
 
 
 def _plan(

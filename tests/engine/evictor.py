@@ -28,6 +28,9 @@ class Evictor:
     def info(self) -> EngineInfo:
         return self.engine.info
 
+    def compile_grammar(self, grammar: str) -> object:
+        return self.engine.compile_grammar(grammar)
+
     def step(self, plan: StepPlan) -> StepResult:
         before = {run.seq_id: self._num_computed(run.seq_id) for run in plan.run}
         reset = {p.seq_id for p in plan.preempt}

@@ -25,6 +25,9 @@ class FakeStepper:
         self.evictions: list[tuple[int, set[str]]] = []
         self._answer = answer
 
+    def compile_grammar(self, grammar: str) -> object:
+        return grammar, threading.current_thread().name
+
     def step(self, plan: StepPlan) -> StepResult:
         self.threads.add(threading.get_ident())
         self._answer(plan)

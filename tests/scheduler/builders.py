@@ -214,7 +214,9 @@ class CheckedCore(SchedulerCore):
         return dropped
 
     def plan(self, now: float) -> StepPlan:
-        runnable = [s for s in self._states if not self._engine_state.is_abandoned(s)]
+        runnable = [
+            i for i, s in self._states.items() if not self._engine_state.is_abandoned(i) and not s.awaits_grammar
+        ]
         # Blocks that several aborted sequences share count as free only one step later.
         abort_together = sum(a.num_shared > 0 for a in self._engine_state._abandoned.values()) > 1
         plan = super().plan(now)

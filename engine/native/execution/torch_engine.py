@@ -13,6 +13,7 @@ from time import perf_counter
 
 import torch
 
+from engine.grammar import CompiledGrammar
 from engine.interface import (
     EngineInfo,
     FinishReason,
@@ -68,7 +69,9 @@ class TorchEngine:
         self._results: deque[StepResult] = deque()  # of finalized steps; oldest first
         self._finalized_s = 0.0  # time by `perf_counter` at which the newest step was finalized
         self._eviction = EvictionRequest()
-        compute = StepComputation(info, runner, SamplingPipeline(info, sampler), self._eviction.evictees)
+        pipeline = SamplingPipeline(info, sampler)
+        self.grammars = pipeline.grammars
+        compute = StepComputation(info, runner, pipeline, self._eviction.evictees)
         self._compute_all = PiecewiseComputation(compute, runner.release_memory, info.block_size)
 
     @property
@@ -86,6 +89,10 @@ class TorchEngine:
     @property
     def num_used_swap_blocks(self) -> int:
         return self._table.swap_pool.num_used
+
+    def compile_grammar(self, grammar: str) -> CompiledGrammar:
+        """Compile a grammar, on any thread. Raises `GrammarError` if it does not compile."""
+        return self.grammars.compile(grammar)
 
     def step(self, plan: StepPlan) -> StepResult:
         """Execute a plan to its end and return the result.

@@ -17,8 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from engine.interface import EngineInfo, SamplingParams
-from engine.native.sampling.grammar import GrammarError, Grammars, Matcher, apply_masks, forbid_tokens
+from engine.grammar import CompiledGrammar, Grammars, Matcher, forbid_tokens
+from engine.interface import EngineInfo, GrammarError, SamplingParams
+from engine.native.sampling.grammar_mask import apply_masks
 from engine.native.sampling.logprobs import token_logprobs
 from engine.native.sampling.outcome import Outcome
 from engine.sampling.penalties import Penalties, add_bias, apply_penalties, forbid
@@ -41,7 +42,7 @@ class SamplingPipeline:
     def __init__(self, info: EngineInfo, sampler: Sampler = sample) -> None:
         self._sampler = sampler
         self._vocab_size = info.vocab_size
-        self._grammars = Grammars(info)
+        self.grammars = Grammars(info)
         self._penalties: WeakKeyDictionary[Sequence, Penalties] = WeakKeyDictionary()
         self._matchers: WeakKeyDictionary[Sequence, Matcher] = WeakKeyDictionary()
 
@@ -87,7 +88,7 @@ class SamplingPipeline:
         """Mask `logits` (sequences, vocab) in place; return a failed outcome for each row whose grammar failed."""
         matchers, failures = self._updated_matchers(sequences)
         if matchers:
-            masks = self._grammars.masks(list(matchers.values()))
+            masks = self.grammars.masks(list(matchers.values()))
             for mask, (i, matcher) in zip(masks, matchers.items(), strict=True):
                 forbid_tokens(mask, penalties[i].forbidden_ids.tolist())
                 if matcher.failure is not None:
@@ -102,15 +103,16 @@ class SamplingPipeline:
         for i, sequence in enumerate(sequences):
             if sequence.sampling.grammar is not None:
                 try:
-                    matchers[i] = self._updated_matcher(sequence, sequence.sampling.grammar)
+                    matchers[i] = self._updated_matcher(sequence)
                 except GrammarError as error:
                     failures[i] = Outcome(failure=str(error))
         return matchers, failures
 
-    def _updated_matcher(self, sequence: Sequence, grammar: str) -> Matcher:
+    def _updated_matcher(self, sequence: Sequence) -> Matcher:
         matcher = self._matchers.get(sequence)
         if matcher is None:
-            matcher = self._matchers[sequence] = self._grammars.matcher(grammar)
+            assert isinstance(sequence.compiled_grammar, CompiledGrammar)
+            matcher = self._matchers[sequence] = sequence.compiled_grammar.matcher()
         matcher.consume(sequence.token_ids[sequence.num_prompt_tokens + matcher.num_consumed :])
         return matcher
 

@@ -64,7 +64,9 @@ def build_native_engine(config: EngineConfig) -> TorchEngine:
     info = replace(info, step_eviction=_step_eviction(runner, info, loaded, kernels))
     _log(info, loaded, memory)
     sampler = sample if kernels.library is None else CpuSampler(kernels.library)
-    return TorchEngine(info, runner, memory.swap, sampler=sampler, prefix_cache=config.prefix_cache)
+    engine = TorchEngine(info, runner, memory.swap, sampler=sampler, prefix_cache=config.prefix_cache)
+    engine.grammars.load()
+    return engine
 
 
 def _check_sizes(config: EngineConfig) -> None:

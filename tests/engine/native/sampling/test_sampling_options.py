@@ -5,6 +5,7 @@ import json
 import random
 import weakref
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,8 @@ def test_sequences_with_options_do_not_change_the_tokens_of_others(tokenizer: To
 def test_the_state_of_sampling_options_is_freed_with_the_sequence() -> None:
     info = EngineInfo(str(demo_model_path()), 64, 1024, 4, 4, 64, eos_token_ids=(4,))
     pipeline = SamplingPipeline(info)
-    sequence = Sequence(make_new("a", [1, 2], repetition_penalty=1.5, grammar=regex("a+")), 64, (4,))
+    new = make_new("a", [1, 2], repetition_penalty=1.5, grammar=regex("a+"))
+    sequence = Sequence(replace(new, compiled_grammar=pipeline.grammars.compile(regex("a+"))), 64, (4,))
     (outcome,) = pipeline.sample(torch.zeros(1, 1024), [sequence])
     assert outcome.token_id is not None
     gone = weakref.ref(sequence)
@@ -226,8 +228,12 @@ def test_the_state_of_sampling_options_is_freed_with_the_sequence() -> None:
 def test_a_gpu_samples_the_same_tokens_from_the_same_logits(tokenizer: Tokenizer) -> None:
     """The batch has rows with all options and rows without any."""
     info = EngineInfo(str(demo_model_path()), 512, 1024, 4, 4, 64, eos_token_ids=(4, 0))
-    sequences = [Sequence(new, 512, info.eos_token_ids) for new in news_with_everything(tokenizer)]
     on_cpu, on_gpu = SamplingPipeline(info), SamplingPipeline(info)
+    grammars = [new.sampling.grammar for new in news_with_everything(tokenizer)]
+    sequences = [
+        Sequence(replace(new, compiled_grammar=grammar and on_cpu.grammars.compile(grammar)), 512, info.eos_token_ids)
+        for new, grammar in zip(news_with_everything(tokenizer), grammars, strict=True)
+    ]
     for step in range(8):
         logits = torch.randn(len(sequences), 1024, generator=torch.Generator().manual_seed(step)) * 4
         expected = on_cpu.sample(logits, sequences)

@@ -10,8 +10,9 @@ from llguidance import LLMatcher
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from demo_model.location import demo_model_path
-from engine.interface import EngineInfo
-from engine.native.sampling.grammar import Bits, GrammarError, Grammars, apply_masks, forbid_tokens
+from engine.grammar import Bits, Grammars, forbid_tokens
+from engine.interface import EngineInfo, GrammarError
+from engine.native.sampling.grammar_mask import apply_masks
 
 DEMO = EngineInfo(
     str(demo_model_path()),
@@ -54,7 +55,7 @@ def ids(text: str) -> list[int]:
 
 def test_masks_allow_what_the_grammar_allows_next(letters: EngineInfo) -> None:
     grammars = Grammars(letters)
-    matchers = [grammars.matcher(regex(pattern)) for pattern in ("[a-c]*x", "ab", "(ab)?")]
+    matchers = [grammars.compile(regex(pattern)).matcher() for pattern in ("[a-c]*x", "ab", "(ab)?")]
     assert allowed(grammars.masks(matchers), 40) == [set(ids("abcx")), set(ids("a")), {*ids("a"), 0}]
     for matcher in matchers:
         matcher.consume(ids("a"))
@@ -66,9 +67,9 @@ def test_masks_allow_what_the_grammar_allows_next(letters: EngineInfo) -> None:
 
 def test_sequences_with_the_same_grammar_have_separate_states(letters: EngineInfo) -> None:
     grammars = Grammars(letters)
-    first, second = grammars.matcher(regex("abc")), grammars.matcher(regex("abc"))
+    first, second = grammars.compile(regex("abc")).matcher(), grammars.compile(regex("abc")).matcher()
     first.consume(ids("ab"))
-    third = grammars.matcher(regex("abc"))
+    third = grammars.compile(regex("abc")).matcher()
     assert allowed(grammars.masks([first, second, third]), 40) == [set(ids("c")), set(ids("a")), set(ids("a"))]
     assert [m.num_consumed for m in (first, second, third)] == [2, 0, 0]
 
@@ -78,13 +79,13 @@ def test_tokens_that_the_tokenizer_does_not_have_are_forbidden(letters: EngineIn
     assert allowed(bits, 40) == [set(range(40))]
     assert allowed(bits, 70) == [set(range(64))]
     grammars = Grammars(letters)
-    anything = grammars.matcher(regex("[a-z0-9-]*"))
+    anything = grammars.compile(regex("[a-z0-9-]*")).matcher()
     assert allowed(grammars.masks([anything]), 64) == [set(range(38))]
 
 
 def test_stop_tokens_are_forbidden_unless_nothing_else_is_allowed(letters: EngineInfo) -> None:
     grammars = Grammars(letters)
-    bits = grammars.masks([grammars.matcher(regex("a?")), grammars.matcher(regex(""))])
+    bits = grammars.masks([grammars.compile(regex("a?")).matcher(), grammars.compile(regex("")).matcher()])
     for row in bits:
         forbid_tokens(row, [0, 31, 10**6, -1])
     assert allowed(bits, 40) == [set(ids("a")), {0}]
@@ -96,26 +97,26 @@ def test_stop_tokens_are_forbidden_unless_nothing_else_is_allowed(letters: Engin
 @pytest.mark.parametrize("grammar", ["", "start: /[/", "{}", '{"grammars": []}', "nonsense", regex("(?<=a)b")])
 def test_a_bad_grammar_is_refused_with_a_short_reason(grammar: str) -> None:
     with pytest.raises(GrammarError, match="does not compile: .") as refused:
-        Grammars(DEMO).matcher(grammar)
+        Grammars(DEMO).compile(grammar)
     assert "\n" not in str(refused.value)
 
 
 def test_a_token_that_breaks_the_grammar_is_a_permanent_error(letters: EngineInfo) -> None:
     grammars = Grammars(letters)
-    matcher = grammars.matcher(regex("abc"))
+    matcher = grammars.compile(regex("abc")).matcher()
     with pytest.raises(GrammarError, match="cannot be followed"):
         matcher.consume(ids("x"))
     assert matcher.failure is not None
-    healthy = grammars.matcher(regex("abc"))
+    healthy = grammars.compile(regex("abc")).matcher()
     assert allowed(grammars.masks([matcher, healthy]), 40)[1] == set(ids("a"))
     assert healthy.failure is None
 
 
 def test_a_model_without_a_tokenizer_or_end_of_sequence_refuses_grammars(tmp_path: Path) -> None:
     with pytest.raises(GrammarError, match=r"tokenizer\.json"):
-        Grammars(replace(DEMO, model_path=str(tmp_path))).matcher(regex("a"))
+        Grammars(replace(DEMO, model_path=str(tmp_path))).compile(regex("a"))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(GrammarError, match=r"tokenizer\.json"):
-        Grammars(replace(DEMO, model_path=str(tmp_path))).matcher(regex("a"))
+        Grammars(replace(DEMO, model_path=str(tmp_path))).compile(regex("a"))
     with pytest.raises(GrammarError, match="end-of-sequence"):
-        Grammars(replace(DEMO, eos_token_ids=())).matcher(regex("a"))
+        Grammars(replace(DEMO, eos_token_ids=())).compile(regex("a"))

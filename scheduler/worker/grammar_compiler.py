@@ -1,0 +1,34 @@
+"""Has the grammars of claimed requests compiled before the requests start, so that no step waits for a compiler.
+
+One grammar is compiled at a time, and the one of the highest tier first: a batch with a thousand grammars does not hold
+up an interactive request. Knows the core and the engine; does not know what a grammar is.
+"""
+
+from engine.interface import Engine, GrammarError
+from scheduler.planning.core import SchedulerCore
+from scheduler.request import Request
+from scheduler.worker.held_requests import HeldRequests
+
+
+class GrammarCompiler:
+    def __init__(self, core: SchedulerCore, engine: Engine, held: HeldRequests) -> None:
+        self._core = core
+        self._engine = engine
+        self._held = held
+
+    async def run(self) -> None:
+        """Have grammars compiled as they arrive, until this task is cancelled."""
+        while True:
+            await self._held.grammar_arrived.wait()
+            self._held.grammar_arrived.clear()
+            while (request := self._core.next_to_compile()) is not None:
+                await self._compile(request)
+
+    async def _compile(self, request: Request) -> None:
+        assert request.sampling.grammar is not None
+        try:
+            compiled = await self._engine.compile_grammar(request.sampling.grammar)
+        except GrammarError as error:
+            self._held.refuse_grammar(request.id, str(error))
+        else:
+            self._held.note_compiled(request.id, compiled)
