@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
@@ -27,7 +28,9 @@ NEEDS_VLLM = pytest.mark.skipif(not VLLM_PROCESSES, reason="vLLM has an environm
 VOCAB_SIZE = 97
 END = 0  # the model's end-of-sequence token
 OTHER_END = 95  # its second one
-LETTERS = [chr(code) for code in range(33, 127)]  # the texts of tokens 1 to 94
+POISON = 96  # a token after which all logits are NaN, and which the model never samples
+MAX_TOKEN = 94  # the prompts of the tests have tokens from 1 to this one
+LETTERS = [chr(code) for code in range(33, 127)]  # their texts
 CONTEXT_BLOCKS = 12  # `max_model_len` in blocks
 NUM_BLOCKS = 80
 STEP_BLOCKS = 16  # `max_step_tokens` in blocks
@@ -51,7 +54,21 @@ def write_model(directory: Path) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(end, special=True) for end in ends])
     tokenizer.save(str(directory / "tokenizer.json"))
-    return save_model(directory, config)
+    model = save_model(directory, config, poisoned_token=POISON)
+    with torch.no_grad():
+        _forbid_poison(model)
+    model.save_pretrained(directory)
+    return model
+
+
+def _forbid_poison(model: Any) -> None:
+    """Make the logit of `POISON` from the first number of the hidden states, which is positive everywhere."""
+    model.get_input_embeddings().weight[:POISON, 0] = 1.0
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0.0
+        layer.mlp.down_proj.weight[0] = 0.0
+    model.lm_head.weight[POISON] = 0.0
+    model.lm_head.weight[POISON, 0] = -1000.0
 
 
 def build_modeled(directory: Path) -> Engine:
@@ -87,8 +104,24 @@ def build_native(directory: Path) -> Engine:
     )
 
 
+def build_vllm(directory: Path) -> Engine:
+    block_size = 32  # the smallest of vLLM's kernels for CPUs
+    sizes = f"--block-size {block_size} --num-gpu-blocks-override {NUM_BLOCKS + 1}"  # vLLM's first block is not used
+    return build_engine(
+        EngineConfig(
+            str(directory),
+            engine="vllm",
+            dtype="float32",
+            max_model_len=CONTEXT_BLOCKS * block_size,
+            max_step_tokens=STEP_BLOCKS * block_size,
+            vllm_args=f"{sizes} --enforce-eager --tensor-parallel-size {VLLM_PROCESSES}",
+        )
+    )
+
+
 # By name: the function that builds the engine, and the marks of its tests.
 ENGINES: dict[str, tuple[Callable[[Path], Engine], tuple[pytest.MarkDecorator, ...]]] = {
     "modeled": (build_modeled, ()),
     "native": (build_native, ()),
+    "vllm": (build_vllm, (NEEDS_VLLM,)),
 }

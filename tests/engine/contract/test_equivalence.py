@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan, StepResult, TokenLogprobs
 from tests.engine.contract.checked_engine import CheckedEngine
 from tests.engine.contract.conftest import MakeNew
-from tests.engine.contract.engines import END, LETTERS, OTHER_END
+from tests.engine.contract.engines import END, MAX_TOKEN, OTHER_END
 from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
 
 _salts = count()
@@ -58,10 +58,10 @@ def assert_alike(own: list[TokenLogprobs], other: list[TokenLogprobs]) -> None:
 def family(engine: CheckedEngine) -> list[NewSequence]:
     """Return a sequence for each of `OPTIONS`, whose prompts begin with 0 to 3 blocks of a common text."""
     rng, block = random.Random(1), engine.info.block_size
-    trunk = [rng.randint(1, len(LETTERS)) for _ in range(3 * block)]
+    trunk = [rng.randint(1, MAX_TOKEN) for _ in range(3 * block)]
     news = []
     for i, options in enumerate(OPTIONS):
-        prompt = trunk[: rng.randint(0, 3 * block)] + [rng.randint(1, len(LETTERS)) for _ in range(rng.randint(1, 9))]
+        prompt = trunk[: rng.randint(0, 3 * block)] + [rng.randint(1, MAX_TOKEN) for _ in range(rng.randint(1, 9))]
         news.append(make_new(f"s{i}", prompt if i else trunk, **{"max_tokens": 12, "seed": i, **options}))
     return news
 

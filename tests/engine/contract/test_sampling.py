@@ -8,10 +8,10 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from engine.interface import FinishReason, TokenLogprobs
+from engine.interface import FinishReason, StepPlan, TokenLogprobs
 from tests.engine.contract.checked_engine import CheckedEngine
 from tests.engine.contract.conftest import MakeNew
-from tests.engine.contract.engines import END, LETTERS, OTHER_END, VOCAB_SIZE
+from tests.engine.contract.engines import END, LETTERS, MAX_TOKEN, OTHER_END, POISON
 from tests.engine.contract.test_equivalence import Told, assert_alike
 from tests.engine.drive import Driven, drive
 
@@ -21,7 +21,7 @@ PROMPT = [*range(1, 12)]
 
 def random_prompts(count: int, seed: int = 8) -> dict[str, list[int]]:
     rng = random.Random(seed)
-    return {f"s{i}": [rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randint(2, 20))] for i in range(count)}
+    return {f"s{i}": [rng.randint(1, MAX_TOKEN) for _ in range(rng.randint(2, 20))] for i in range(count)}
 
 
 def text(driven: Driven) -> str:
@@ -160,7 +160,7 @@ def test_the_end_of_a_grammar_ends_the_sequence(
     computing_engine: CheckedEngine, new: MakeNew, options: dict[str, Any], temperature: float
 ) -> None:
     more: dict[str, Any] = {"max_tokens": 20, "temperature": temperature, "grammar": regex("yes|no"), **options}
-    driven = drive(computing_engine, [new("a", PROMPT, **more), new("other", PROMPT)])
+    driven = drive(computing_engine, [new("a", PROMPT, **more), new("other", PROMPT, ignore_eos=True)])
     assert text(driven["a"]) in ("yes", "no") and driven["a"].finish_reason is FinishReason.STOP
     assert len(driven["other"].output) == 8
 
@@ -175,6 +175,23 @@ def test_a_bad_grammar_fails_only_its_sequence(computing_engine: CheckedEngine, 
     driven = drive(computing_engine, [bad[0], *good, bad[1]])
     assert {k: d.output for k, d in driven.items() if k.startswith("s")} == expected
     assert all("does not compile" in str(driven[sequence.seq_id].failure) for sequence in bad)
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_poisoned_sequence_fails_alone_and_leaves_clean_blocks(computing_engine: CheckedEngine, new: MakeNew) -> None:
+    engine, block = computing_engine, computing_engine.info.block_size
+    healthy = [new(f"h{i}", range(1 + i, 12 + i), max_tokens=6, ignore_eos=True) for i in range(3)]
+    expected = {k: d.output for k, d in drive(engine, healthy).items()}
+    engine.occupy(engine.info.num_blocks - 24)
+    for i in range(3):  # the second and third time in blocks that held NaN
+        poisoned = [new(f"p{k}", [5, 6, POISON, 7, 8], max_tokens=6) for k in range(3)]
+        driven = drive(engine, [*poisoned[:2], *healthy, poisoned[2]])
+        assert {k: d.output for k, d in driven.items() if k.startswith("h")} == expected
+        assert all("not finite" in str(driven[sequence.seq_id].failure) for sequence in poisoned)
+        engine.run(("q", 3 * block), start=(new("q", [1 + i, *[POISON] * (3 * block)]),))
+        engine.step(StepPlan(0, abort=("q",)))  # before its logits were checked
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------
