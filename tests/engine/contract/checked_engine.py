@@ -58,6 +58,9 @@ class CheckedEngine:
             self._check_blocks(result)
         return result
 
+    def compile_grammar(self, grammar: str) -> object:
+        return self._runner.run(self.engine.compile_grammar(grammar))  # type: ignore[arg-type]
+
     def occupy(self, num_blocks: int) -> None:
         """Let new sequences, which sample no token, hold this number of blocks."""
         info = self.info

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from engine.config import EngineStartError
 from engine.interface import NewSequence
 from tests.engine.contract.checked_engine import CheckedEngine
 from tests.engine.contract.engines import ENGINES, write_model
@@ -38,10 +39,17 @@ def runner() -> Iterator[asyncio.Runner]:
 def built(model: tuple[Path, Any], runner: asyncio.Runner) -> Iterator[Callable[[str], CheckedEngine]]:
     """Return a function that gives the engine of a name, and builds it the first time."""
     engines: dict[str, CheckedEngine] = {}
+    failed: dict[str, EngineStartError] = {}
 
     def get(name: str) -> CheckedEngine:
+        if name in failed:
+            pytest.fail(f"it did not start: {failed[name]}", pytrace=False)
         if name not in engines:
-            engines[name] = CheckedEngine(ENGINES[name][0](model[0]), runner)
+            try:
+                engines[name] = CheckedEngine(ENGINES[name][0](model[0]), runner)
+            except EngineStartError as error:
+                failed[name] = error
+                raise
         return engines[name]
 
     yield get

@@ -114,7 +114,7 @@ def build_vllm(directory: Path) -> Engine:
             dtype="float32",
             max_model_len=CONTEXT_BLOCKS * block_size,
             max_step_tokens=STEP_BLOCKS * block_size,
-            vllm_args=f"{sizes} --enforce-eager --tensor-parallel-size {VLLM_PROCESSES}",
+            vllm_args=f"{sizes} --gpu-memory-utilization 0.2 --enforce-eager --tensor-parallel-size {VLLM_PROCESSES}",
         )
     )
 
