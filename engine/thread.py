@@ -56,6 +56,13 @@ class Launcher(Stepper, Protocol):
         """True if `finalize` would return without waiting."""
         ...
 
+    def call_when_finished(self, callback: Callable[[], None]) -> bool:
+        """From now on, call `callback` whenever a step has finished, on any thread.
+
+        Return False if the launcher cannot tell; `is_finished` is then read again and again.
+        """
+        ...
+
     def launch(self, plan: StepPlan) -> None: ...
 
     def finalize(self) -> StepResult: ...
@@ -159,31 +166,33 @@ class EngineThread:
 
     def _run_async(self, launcher: Launcher) -> None:
         launched: deque[_Reply] = deque()
-        self._launch_and_finalize(launcher, launched)
+        is_told = launcher.call_when_finished(lambda: self._inbox.put(_Signal.STEP_FINISHED))
+        self._launch_and_finalize(launcher, launched, None if is_told else _POLL_S)
         for reply in launched:  # there are replies left only after an error
             reply.send(EngineDead("another step failed"))
 
-    def _launch_and_finalize(self, launcher: Launcher, launched: "deque[_Reply]") -> None:
+    def _launch_and_finalize(self, launcher: Launcher, launched: "deque[_Reply]", poll_s: float | None) -> None:
         """Launch each plan when it arrives, and finalize the launched steps.
 
         The oldest step is finalized when it has finished, or as soon as more than `info.steps_ahead` steps are in
         flight, because no further step may be launched then. Return after `close` or an error. After an error,
-        `launched` holds the replies of the steps that have no result.
+        `launched` holds the replies of the steps that have no result. `poll_s` is None if the launcher tells when a
+        step has finished.
         """
-        while (message := self._wait(launcher) if launched else self._inbox.get()) is not _Signal.CLOSE:
+        while (message := self._wait(launcher, poll_s) if launched else self._inbox.get()) is not _Signal.CLOSE:
             if isinstance(message, _Submitted) and not _launch(launcher, message, launched):
                 return
-            must_finalize = message is _Signal.STEP_FINISHED or len(launched) > launcher.info.steps_ahead
-            if must_finalize and not _send_result(launched.popleft(), launcher.finalize):
-                return
+            while launched and (len(launched) > launcher.info.steps_ahead or launcher.is_finished):
+                if not _send_result(launched.popleft(), launcher.finalize):
+                    return
         while launched and _send_result(launched.popleft(), launcher.finalize):
             pass
 
-    def _wait(self, launcher: Launcher) -> "_Submitted | _Signal":
+    def _wait(self, launcher: Launcher, poll_s: float | None) -> "_Submitted | _Signal":
         """Return the next message, or STEP_FINISHED if the oldest launched step finishes before a message arrives."""
         while True:
             try:
-                return self._inbox.get(timeout=_POLL_S)
+                return self._inbox.get(timeout=poll_s)
             except Empty:
                 if launcher.is_finished:
                     return _Signal.STEP_FINISHED

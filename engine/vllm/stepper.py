@@ -6,7 +6,7 @@ not know vLLM's messages or processes (`BatchExecutor`).
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -55,6 +55,7 @@ class VllmStepper:
         self._started: deque[StartedStep] = deque()  # oldest first
         self._results: deque[StepResult] = deque()  # of finalized steps, oldest first
         self._finalized_s = 0.0
+        self._on_computed: Callable[[], None] = _do_nothing
 
     @property
     def info(self) -> EngineInfo:
@@ -100,6 +101,11 @@ class VllmStepper:
         """True if `finalize` would return without waiting."""
         return bool(self._results) or (bool(self._started) and all(b.done() for b in self._started[0].batches))
 
+    def call_when_finished(self, callback: Callable[[], None]) -> bool:
+        """From now on, call `callback` whenever a batch has been computed, on the thread that waited for it."""
+        self._on_computed = callback
+        return True
+
     def finalize(self) -> StepResult:
         """Wait for the oldest step and return its result."""
         if not self._results:
@@ -131,6 +137,7 @@ class VllmStepper:
             own = {c.sequence.seq_id: masks[c.sequence.seq_id] for c in piece if c.sequence.seq_id in masks}
             batch = Batch(piece, own, frozenset(changes.lost), frozenset(changes.ended))
             batches.append(self._executor.start(batch))
+            batches[-1].add_done_callback(lambda _: self._on_computed())
         for chunk in chunks:
             self._table.launch(chunk, _PLACEHOLDER if chunk.samples else None)
         failures = [SequenceFailure(seq_id, reason) for seq_id, reason in failed.items()]
@@ -198,6 +205,10 @@ class VllmStepper:
                 shared_blocks=self._table.pool.take_changes(),
             )
         )
+
+
+def _do_nothing() -> None:
+    """Stand for the callback of `call_when_finished` where nobody waits for it."""
 
 
 def _pieces(chunks: Iterable[Chunk], size: int) -> Iterator[tuple[Chunk, ...]]:

@@ -174,6 +174,9 @@ class FakeLauncher(FakeStepper):
     def is_finished(self) -> bool:
         return self.let_finish.is_set()
 
+    def call_when_finished(self, callback: Callable[[], None]) -> bool:
+        return False
+
     def launch(self, plan: StepPlan) -> None:
         self._answer(plan)
         self.launched.append(plan.step_id)

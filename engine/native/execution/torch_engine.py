@@ -7,7 +7,7 @@ it runs (`EngineThread`).
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -123,6 +123,10 @@ class TorchEngine:
     def is_finished(self) -> bool:
         """True if `finalize` would return without waiting."""
         return bool(self._results) or (bool(self._in_flight) and self._in_flight[0].tokens.are_known)
+
+    def call_when_finished(self, callback: Callable[[], None]) -> bool:
+        """Return False: a CUDA event calls nobody."""
+        return False
 
     def finalize(self) -> StepResult:
         """Wait for the oldest launched step and return its result."""

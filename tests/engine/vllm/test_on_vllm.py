@@ -1,0 +1,116 @@
+"""What only vLLM itself can show: its sampled tokens and log probabilities are those of the native engine.
+
+The contract of all engines is tested in `tests/engine/contract`.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.config import EngineConfig, EngineStartError
+from engine.factory import build_torch_engine
+from engine.interface import Run, StepPlan
+from engine.vllm.build import build_vllm_stepper
+from engine.vllm.stepper import VllmStepper
+from tests.engine.drive import Driven, drive, make_new
+from tests.engine.models import save_model, tiny
+from tests.engine.native.sampling.test_sampling_options import Reported, assert_alike
+
+pytestmark = [
+    pytest.mark.skipif(
+        "TIDEGATE_TEST_VLLM" not in os.environ, reason="vLLM has an environment of its own: make test-vllm"
+    ),
+    pytest.mark.filterwarnings("default"),  # vLLM's own warnings
+]
+
+MAX_NUM_SEQS = 4
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 1.0},
+    "narrowed": {"temperature": 0.9, "top_p": 0.8, "top_k": 20, "min_p": 0.02},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    "bias": {"temperature": 1.0, "logit_bias": ((5, 4.0), (6, -9.0)), "bad_words": ((5, 5), (7,))},
+    "allowed": {"temperature": 1.0, "allowed_token_ids": tuple(range(3, 20))},
+    "min_tokens": {"min_tokens": 8, "stop_token_ids": tuple(range(0, 97, 2))},
+}
+
+
+def make_config(directory: Path, **changes: Any) -> EngineConfig:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_step_tokens": 128,
+        "kv_cache_bytes": 1 << 24,
+    }
+    return EngineConfig(str(directory), **{**settings, **changes})
+
+
+def vllm_config(directory: Path, flags: str = "") -> EngineConfig:
+    return make_config(directory, engine="vllm", vllm_args=f"--enforce-eager --max-num-seqs {MAX_NUM_SEQS} {flags}")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with heads of 32 numbers: vLLM's kernels for CPUs know no smaller ones."""
+    directory = tmp_path_factory.mktemp("model")
+    save_model(directory, tiny("Llama", hidden_size=128, head_dim=32, max_position_embeddings=256)())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def on_vllm(directory: Path) -> Iterator[VllmStepper]:
+    stepper = build_vllm_stepper(vllm_config(directory))
+    yield stepper
+    stepper.close()
+
+
+def run_all(engine: Any) -> tuple[dict[str, Driven], Reported]:
+    """Run one sequence with each of `OPTIONS`, more than vLLM takes in one batch."""
+    reported = Reported()
+    news = [
+        make_new(name, range(20, 31 + i), max_tokens=12, seed=i, logprobs=3, prompt_logprobs=2, **options)
+        for i, (name, options) in enumerate(OPTIONS.items())
+    ]
+    return drive(engine, news, after_step=reported), reported
+
+
+def test_sampled_tokens_and_log_probabilities_are_those_of_the_native_engine(
+    directory: Path, on_vllm: VllmStepper
+) -> None:
+    assert len(OPTIONS) > MAX_NUM_SEQS
+    expected, expected_logprobs = run_all(build_torch_engine(make_config(directory, device="cpu")))
+    found, logprobs = run_all(on_vllm)
+    assert {name: s.output for name, s in found.items()} == {name: s.output for name, s in expected.items()}
+    assert {name: s.finish_reason for name, s in found.items()} == {n: s.finish_reason for n, s in expected.items()}
+    for name in OPTIONS:
+        assert_alike(logprobs.output[name], expected_logprobs.output[name])
+        assert_alike(logprobs.prompt[name], expected_logprobs.prompt[name])
+
+
+@pytest.mark.parametrize("flags", ["--no-such-flag", "--tensor-parallel-size two", "--speculative-config {}"])
+def test_wrong_flags_are_refused(directory: Path, flags: str) -> None:
+    with pytest.raises(EngineStartError, match="--vllm-args") as caught:
+        build_vllm_stepper(vllm_config(directory, flags))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_killed_worker_process_fails_the_step(directory: Path) -> None:
+    stepper = build_vllm_stepper(vllm_config(directory))
+    stepper.step(StepPlan(0, start=(make_new("a", range(9)),), run=(Run("a", 9),)))
+    workers = [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if "VLLM" in p.name().upper() or "spawn" in " ".join(p.cmdline())
+    ]
+    assert workers
+    for worker in workers:
+        worker.send_signal(signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        for step_id in range(1, 100):
+            stepper.step(StepPlan(step_id, run=(Run("a", 1),)))
+    stepper.close()
