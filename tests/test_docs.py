@@ -37,6 +37,7 @@ DOCS = (
     "benchmarks",
     "controller",
     "deployment",
+    "engines",
     "operations",
     "security",
     "simulation",

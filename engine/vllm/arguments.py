@@ -3,6 +3,7 @@
 Knows flags; starts nothing. A flag for something that the project decides itself is refused by its name.
 """
 
+import os
 import shlex
 from typing import Any, NoReturn
 
@@ -42,6 +43,7 @@ OWNED_FLAGS = {
     "kv-offloading-size": "one KV cache",
     "ec-transfer-config": "text only",
 }
+_CPU_MEMORY_SHARE = 0.25  # of the free host memory, for KV on a CPU: weights, steps and other processes need the rest
 PROCESSOR = "engine.vllm.logits_processor:PositionalSampling"
 
 
@@ -60,7 +62,7 @@ def engine_args(config: EngineConfig) -> Any:
     parser = EngineArgs.add_cli_args(Parser(add_help=False))
     parsed = vars(parser.parse_args(given))
     chosen = {name: value for name, value in parsed.items() if value != parser.get_default(name)}
-    return EngineArgs(**(_defaults(config) | chosen | _own(config)))
+    return EngineArgs(**(_defaults(config) | chosen | _own(config) | _cpu_memory(config, chosen)))
 
 
 def refuse_owned(given: list[str]) -> None:
@@ -75,6 +77,17 @@ def refuse_owned(given: list[str]) -> None:
 def _defaults(config: EngineConfig) -> dict[str, Any]:
     """Return what the operator may change."""
     return {"max_num_seqs": config.max_num_seqs, "disable_log_stats": True}
+
+
+def _cpu_memory(config: EngineConfig, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return a modest size of the KV cache in host memory, of which vLLM would take nearly everything."""
+    import psutil  # comes with vLLM
+    from vllm.platforms import current_platform
+
+    is_chosen = config.kv_cache_bytes or "gpu_memory_utilization" in chosen or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if is_chosen or not current_platform.is_cpu():
+        return {}
+    return {"kv_cache_memory_bytes": int(psutil.virtual_memory().available * _CPU_MEMORY_SHARE)}
 
 
 def _own(config: EngineConfig) -> dict[str, Any]:

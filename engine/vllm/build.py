@@ -29,9 +29,8 @@ _ENVIRONMENT_DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC
 def build_vllm_stepper(config: EngineConfig) -> VllmStepper:
     """Build an engine whose steps vLLM computes. Raises `EngineStartError` if the engine cannot start."""
     check_version()
-    os.environ.update(_ENVIRONMENT)
-    for name, value in _ENVIRONMENT_DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    _check_settings(config)
+    _set_environment(config)
     vllm_config, executor = _start(config)
     info = _describe(config, vllm_config, executor)
     _log(info, vllm_config, executor)
@@ -50,6 +49,24 @@ def check_version() -> None:
         raise EngineStartError(
             f"--engine vllm works with vLLM {SUPPORTED}, and {found} is installed: pip install 'vllm=={SUPPORTED}.*'"
         )
+
+
+def _check_settings(config: EngineConfig) -> None:
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise EngineStartError(
+            f"--engine vllm chooses its devices itself: set CUDA_VISIBLE_DEVICES, not {config.device}"
+        )
+    if config.swap_bytes:
+        raise EngineStartError("--engine vllm does not swap KV to host memory: leave --swap-mb out")
+
+
+def _set_environment(config: EngineConfig) -> None:
+    os.environ.update(_ENVIRONMENT)
+    for name, value in _ENVIRONMENT_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if config.num_threads is not None:
+        cores = sorted(os.sched_getaffinity(0))[: config.num_threads]
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
 
 
 def _start(config: EngineConfig) -> "tuple[Any, VllmExecutor]":
