@@ -15,7 +15,7 @@ fail() {
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "Python 3.11 or newer is needed: make PYTHON=python3.12 test-vllm"
 [[ $(uname -s) == Linux ]] || fail "vLLM has packages for Linux only; run this in a container"
 [[ -x $directory/bin/python ]] || "$python" -m venv "$directory" || fail "$python cannot make a virtual environment"
-pip=("$directory/bin/python" -m pip install --quiet --disable-pip-version-check)
+pip=("$directory/bin/python" -m pip install --quiet --quiet --disable-pip-version-check)
 
 if nvidia-smi >/dev/null 2>&1; then
     "${pip[@]}" "vllm==$vllm_version" || fail "pip cannot install vllm $vllm_version: see its message above"

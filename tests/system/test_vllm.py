@@ -1,4 +1,4 @@
-"""The whole server on vLLM's executor with the demo model: right answers in both tiers, and after a death of the executor.
+"""The whole server on vLLM's executor with the demo model: right answers, also after a death of the executor.
 
 `make test-vllm` runs this in vLLM's environment.
 """
