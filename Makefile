@@ -24,7 +24,7 @@ test-bench: $(VENV)/.installed-dev
 test-vllm: .venv-vllm/.installed
 	for processes in 1 2; do \
 		TIDEGATE_TEST_VLLM=$$processes .venv-vllm/bin/python -m pytest -W ignore -o timeout=300 -k vllm \
-			tests/engine tests/system/test_vllm.py || exit; \
+			tests/engine/contract tests/engine/vllm tests/system/test_vllm.py || exit; \
 	done
 
 .venv-vllm/.installed: pyproject.toml tests/vllm_environment.sh

@@ -2,18 +2,18 @@
 log probabilities and finish reason that it gets alone."""
 
 import random
-from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher
 
-from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan, StepResult, TokenLogprobs
+from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan
 from tests.engine.contract.checked_engine import CheckedEngine
 from tests.engine.contract.conftest import MakeNew
 from tests.engine.contract.engines import END, MAX_TOKEN, OTHER_END
+from tests.engine.contract.reported import Reported, assert_alike
 from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
 
 _salts = count()
@@ -32,29 +32,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@dataclass
-class Told:
-    """What the results of the steps told about each sequence, beside its tokens."""
-
-    logprobs: defaultdict[str, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
-    prompt_logprobs: defaultdict[str, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
-
-    def __call__(self, result: StepResult) -> None:
-        for output in result.outputs:
-            self.logprobs[output.seq_id] += output.logprobs
-            self.prompt_logprobs[output.seq_id] += output.prompt_logprobs
-
-
-def assert_alike(own: list[TokenLogprobs], other: list[TokenLogprobs]) -> None:
-    """Assert the same tokens with the same values; another batch adds numbers up in another order."""
-    assert [(e.token_id, [token for token, _ in e.top]) for e in own] == [
-        (e.token_id, [token for token, _ in e.top]) for e in other
-    ]
-    values = [[e.logprob, *(value for _, value in e.top)] for e in own]
-    for found, expected in zip(values, [[e.logprob, *(value for _, value in e.top)] for e in other], strict=True):
-        assert found == pytest.approx(expected, abs=1e-3)
-
-
 def family(engine: CheckedEngine) -> list[NewSequence]:
     """Return a sequence for each of `OPTIONS`, whose prompts begin with 0 to 3 blocks of a common text."""
     rng, block = random.Random(1), engine.info.block_size
@@ -66,34 +43,34 @@ def family(engine: CheckedEngine) -> list[NewSequence]:
     return news
 
 
-def alone(engine: CheckedEngine, news: list[NewSequence]) -> tuple[dict[str, Driven], Told]:
+def alone(engine: CheckedEngine, news: list[NewSequence]) -> tuple[dict[str, Driven], Reported]:
     """Run each sequence by itself, with a whole prefill and an empty cache."""
-    driven, told = {}, Told()
+    driven, reported = {}, Reported()
     for new in news:
-        driven |= drive(engine, [replace(new, cache_salt=f"alone-{next(_salts)}")], after_step=told)
-    return driven, told
+        driven |= drive(engine, [replace(new, cache_salt=f"alone-{next(_salts)}")], after_step=reported)
+    return driven, reported
 
 
 @pytest.mark.trap(14)
 def test_no_schedule_changes_a_sequence(engine: CheckedEngine) -> None:
     """Trap 14: a resume that loses RNG, penalties, log probabilities or the state of a grammar."""
     news = family(engine)
-    expected, expected_told = alone(engine, news)
+    expected, expected_reported = alone(engine, news)
     assert {k: d.failure for k, d in expected.items() if d.failure} == {}
     modes = [PreemptionMode(mode) for mode in engine.info.preemption_modes]
     num_cached = 0
     for seed in range(4):
-        rng, told = random.Random(seed), Told()
+        rng, reported = random.Random(seed), Reported()
         salted = [replace(new, cache_salt=f"seed-{seed}") for new in news]
         rng.shuffle(salted)
         chunks, preempt = random_chunks(rng, 2 * engine.info.block_size), random_preemption(rng, 0.25, *modes)
-        driven = drive(engine, salted, chunks, preempt, arrivals_a_step=2, after_step=told)
+        driven = drive(engine, salted, chunks, preempt, arrivals_a_step=2, after_step=reported)
         num_cached += sum(d.num_cached for d in driven.values())
         for new in news:
             own, other = driven[new.seq_id], expected[new.seq_id]
             assert (own.output, own.finish_reason, own.failure) == (other.output, other.finish_reason, None)
-            assert_alike(told.logprobs[new.seq_id], expected_told.logprobs[new.seq_id])
-            assert_alike(told.prompt_logprobs[new.seq_id], expected_told.prompt_logprobs[new.seq_id])
+            assert_alike(reported.output[new.seq_id], expected_reported.output[new.seq_id])
+            assert_alike(reported.prompt[new.seq_id], expected_reported.prompt[new.seq_id])
     assert num_cached > 0, "the schedules do share prefixes"
 
 
@@ -137,17 +114,17 @@ def test_steps_planned_ahead_give_the_same_tokens(engine: CheckedEngine, new: Ma
         pytest.skip("this engine takes one step at a time")
     news = [new(f"s{i}", range(1, 6 + i), max_tokens=6 + i, seed=i, temperature=temperature) for i in range(5)]
     news.append(new("checked", range(1, 20), max_tokens=8, seed=9, logprobs=2, frequency_penalty=0.5))
-    expected, expected_told = alone(engine, news)
-    told, outputs = Told(), {n.seq_id: list[int]() for n in news}
+    expected, expected_reported = alone(engine, news)
+    reported, outputs = Reported(), {n.seq_id: list[int]() for n in news}
     ended: set[str] = set()
     engine.submit(StepPlan(0, start=tuple(news), run=tuple(Run(n.seq_id, len(n.prompt_token_ids)) for n in news)))
     while len(ended) < len(news):
         engine.submit(StepPlan(0, run=tuple(Run(n.seq_id, 1) for n in news if n.seq_id not in ended), ahead=True))
         result = engine.collect()
-        told(result)
+        reported(result)
         for output in result.outputs:
             outputs[output.seq_id] += output.token_ids
             ended |= {output.seq_id} if output.finish_reason else set()
     engine.collect()
     assert outputs == {k: d.output for k, d in expected.items()}
-    assert_alike(told.logprobs["checked"], expected_told.logprobs["checked"])
+    assert_alike(reported.output["checked"], expected_reported.output["checked"])

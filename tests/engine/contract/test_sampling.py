@@ -12,7 +12,7 @@ from engine.interface import FinishReason, StepPlan, TokenLogprobs
 from tests.engine.contract.checked_engine import CheckedEngine
 from tests.engine.contract.conftest import MakeNew
 from tests.engine.contract.engines import END, LETTERS, MAX_TOKEN, OTHER_END, POISON
-from tests.engine.contract.test_equivalence import Told, assert_alike
+from tests.engine.contract.reported import Reported, assert_alike
 from tests.engine.drive import Driven, drive
 
 Model = tuple[Path, Any]
@@ -75,18 +75,16 @@ def test_logprobs_are_those_of_the_unaltered_logits(
     ]
     prompts = random_prompts(len(options), chunk)
     news = [new(k, prompts[k], max_tokens=6, **chosen) for k, chosen in zip(prompts, options, strict=True)]
-    told = Told()
-    driven = drive(computing_engine, news, chunk=lambda s: chunk, after_step=told)
+    reported = Reported()
+    driven = drive(computing_engine, news, chunk=lambda s: chunk, after_step=reported)
     for sequence in news:
         tokens = [*sequence.prompt_token_ids, *driven[sequence.seq_id].output]
         with torch.no_grad():
             logprobs = model[1](torch.tensor([tokens])).logits[0].log_softmax(-1)
         num_prompt, sampling = len(sequence.prompt_token_ids), sequence.sampling
         outputs, prompt = range(num_prompt, len(tokens)), range(1, num_prompt)
-        assert_alike(told.logprobs[sequence.seq_id], entries_of(logprobs, tokens, outputs, sampling.logprobs))
-        assert_alike(
-            told.prompt_logprobs[sequence.seq_id], entries_of(logprobs, tokens, prompt, sampling.prompt_logprobs)
-        )
+        assert_alike(reported.output[sequence.seq_id], entries_of(logprobs, tokens, outputs, sampling.logprobs))
+        assert_alike(reported.prompt[sequence.seq_id], entries_of(logprobs, tokens, prompt, sampling.prompt_logprobs))
 
 
 def entries_of(logprobs: torch.Tensor, tokens: list[int], positions: range, top: int | None) -> list[TokenLogprobs]:
