@@ -26,8 +26,9 @@ class ApiKey:
     """The API key of a caller.
 
     `tiers` are the tiers that the key may use (None: all tiers). `default_tier` is the tier of requests without a
-    `service_tier` (None: the default tier of tiers.yaml). `admin` says whether the key may use /admin. The last three
-    are limits over all gateways (None: no limit).
+    `service_tier` (None: the default tier of tiers.yaml). `admin` says whether the key may use /admin. The next three
+    are limits over all gateways (None: no limit). `files_quota_mb` is the size of all its files in MB (None: the
+    server's default).
     """
 
     name: str
@@ -38,6 +39,7 @@ class ApiKey:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
+    files_quota_mb: int | None = None
 
     def may_use(self, tier: Tier) -> bool:
         return self.tiers is None or tier.name in self.tiers

@@ -11,6 +11,7 @@ from gateway.files.store import FileStore
 from gateway.http.cors import AllowedOrigins
 from gateway.http.hosts import AllowedHosts
 from gateway.http.metrics import GatewayMetrics
+from gateway.idempotency.store import IdempotencyStore
 from gateway.identity import Keyring
 from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
@@ -41,7 +42,9 @@ class Gateway:
     key_source: KeySource | None = None
     limits: KeyLimits | None = None
     usage: UsageMeter | None = None
+    idempotency: IdempotencyStore | None = None
     allowed_hosts: AllowedHosts = field(default_factory=AllowedHosts)  # while no API keys are configured
+    files_quota_mb: int | None = None  # size of all files of a key that has no quota of its own; None: no limit
     private_docs: bool = False  # whether the API's description and the metrics need an API key
     max_body_bytes: int = 16 * 2**20  # limit of a JSON body; uploads to /v1/files have limits of their own
     allowed_origins: AllowedOrigins = field(default_factory=AllowedOrigins)  # of web pages of other origins

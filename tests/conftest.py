@@ -14,7 +14,7 @@ OFF = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]  # properties 
 settings.register_profile("tidegate", deadline=None, suppress_health_check=OFF)
 settings.load_profile("tidegate")
 
-PERMANENT_KEYS = {keys.SEQUENCE, keys.DURABLE}
+PERMANENT_KEYS = {keys.SEQUENCE, keys.DURABLE, keys.PROBE}
 
 
 @pytest.fixture(scope="session")

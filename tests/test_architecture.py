@@ -34,9 +34,10 @@ MAY_IMPORT = {
 }
 # The levels of each house from the bottom up; the rooms of one level do not import each other.
 HOUSES = {
-    "tidegate": "background drain listening logs notify process settings → supervisor valkey"
+    "tidegate": "background batch drain listening logs notify process settings → supervisor valkey"
     " → demo gateway keys serve worker → cli",
-    "gateway": "protocol files → http identity output → keys → completion batches → responses → state → routes → app",
+    "gateway": "protocol files → http idempotency identity output → keys → completion batches → responses"
+    " → state → routes → app",
     "scheduler": "clock config request virtual_time → store → queue events registry reload"
     " → request_state → deadlines → client control → planning → worker",
     "engine": "interface config → grammar step_time sequences thread → sampling → modeled native vllm → factory",

@@ -34,6 +34,7 @@ PAGES = [
 DOCS = (
     "api",
     "architecture",
+    "batch",
     "benchmarks",
     "controller",
     "deployment",

@@ -40,6 +40,7 @@ commands:
   worker     only an engine, with an existing Redis or Valkey (--redis-url)
   demo       start everything on free ports, ask questions, run bulk requests beside chat, print a table
   simulate   simulate a load on virtual workers: latency percentiles, and the number of workers needed
+  batch      run batches from files and tables; see `tidegate batch --help`
   keys       add, list and revoke the API keys of a file; see `tidegate keys --help`
   loadtest   load generators; see `tidegate loadtest --help`
 
@@ -102,6 +103,12 @@ def _keys(args: list[str]) -> int:
     return run_keys(args)
 
 
+def _batch(args: list[str]) -> int:
+    from tidegate.batch.command import run_batch
+
+    return run_batch(args)
+
+
 def _loadtest(args: list[str]) -> int:
     os.execv(sys.executable, [sys.executable, "-m", "loadtest", *args])
 
@@ -116,6 +123,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "worker": _worker,
     "demo": _demo,
     "keys": _keys,
+    "batch": _batch,
     "simulate": _simulate,
     "loadtest": _loadtest,
 }

@@ -35,6 +35,7 @@ from gateway.http.connections import ConnectionLimits, ConnectionTable, default_
 from gateway.http.cors import AllowedOrigins
 from gateway.http.hosts import AllowedHosts, address_of
 from gateway.http.metrics import GatewayMetrics
+from gateway.idempotency.store import IdempotencyStore
 from gateway.keys.file import KeyringError
 from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
@@ -132,7 +133,7 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         metering=metering,
         revision=revision,
     )
-    files = FileStore(redis, settings.data_dir, clock)
+    files = FileStore(redis, settings.data_dir, clock, settings.disk_reserve_mb * 2**20)
     max_body_bytes = settings.max_body_mb * 2**20
     responses = make_responses(settings, redis, completions, clock)
     batches = BatchService(redis, files, responses, tiers, names, clock, max_body_bytes=max_body_bytes)
@@ -152,11 +153,13 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         key_source=key_source,
         limits=limits,
         usage=usage,
+        idempotency=IdempotencyStore(redis, clock),
         responses=responses,
         tier_changes=TierChanges(tier_store, follower, queue.depths, settings.tiers_path, clock),
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(settings.allowed_origins or ()),
         allowed_hosts=AllowedHosts(settings.allowed_hosts or (), settings.host),
+        files_quota_mb=settings.files_quota_mb,
         private_docs=settings.private_docs,
     )
     return create_app(gateway)

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--requests-per-minute", type=int, metavar="N")
     add.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and output tokens")
     add.add_argument("--concurrent-requests", type=int, metavar="N", help="requests that may be open at the same time")
+    add.add_argument("--files-quota-mb", type=int, metavar="MB", help="size of all its files; default: the server's")
     add.add_argument("--rotate", action="store_true", help="add a second secret to an existing key, with its options")
     add.add_argument(
         "--tiers-file",
@@ -77,6 +78,7 @@ def _add(options: argparse.Namespace) -> None:
         "requests_per_minute": options.requests_per_minute,
         "tokens_per_minute": options.tokens_per_minute,
         "concurrent_requests": options.concurrent_requests,
+        "files_quota_mb": options.files_quota_mb,
     }
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if options.rotate and settings:

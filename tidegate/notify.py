@@ -9,7 +9,9 @@ neither another server on the same port nor an earlier process can. A part that 
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from types import TracebackType
 from typing import Self
 
 VARIABLE = "NOTIFY_SOCKET"
+FOLDER_PREFIX = "tidegate-notify-"  # of the private directories, in the system's directory for temporary files
 READY, ALIVE = b"READY=1", b"WATCHDOG=1"
 READY_CHECK_S = 0.05  # seconds between two checks whether this process is ready
 ALIVE_S = 1.0  # seconds between two signs of life
@@ -47,6 +50,28 @@ def _send(message: bytes) -> None:
         sender.sendto(message, "\0" + address[1:] if address.startswith("@") else address)
 
 
+def remove_dead_folders() -> None:
+    """Remove the directories that killed supervisors of this user have left. Those of live ones stay."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another process removes it just now
+            found = folder.lstat()
+            is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+            if is_own and (entries := list(folder.iterdir())) and all(map(_is_dead, entries)):
+                shutil.rmtree(folder)
+
+
+def _is_dead(path: Path) -> bool:
+    """Whether `path` is a socket that no process has bound."""
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+    return False
+
+
 class Reports:
     """The supervisor's end: what one process has reported. Use it as `with`, in a running event loop."""
 
@@ -57,7 +82,7 @@ class Reports:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as cleanup:
-            path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-"))) / "notify"
+            path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX))) / "notify"
             self._receiver = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
             self._receiver.bind(str(path))
             self._receiver.setblocking(False)

@@ -20,6 +20,7 @@ from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
 from tidegate.listening import CannotListen, listen
+from tidegate.notify import remove_dead_folders
 from tidegate.process import gateway_name, raise_descriptor_limit, worker_name
 from tidegate.settings import CommonSettings, GatewaySettings, ServeSettings, WorkerSettings
 from tidegate.supervisor import EX_CONFIG, Part, Stage, Supervisor
@@ -38,6 +39,7 @@ class CannotServe(Exception):
 def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = None) -> int:
     """Run the server until SIGTERM or SIGINT. Return the exit code."""
     raise_descriptor_limit()
+    remove_dead_folders()
     with contextlib.ExitStack() as cleanup:
         try:
             load_tiers(settings.tiers_path)

@@ -231,6 +231,16 @@ class GatewaySettings(CommonSettings):
     private_docs: bool = Field(
         default=False, description="/openapi.json and /metrics need an API key, and there is no /docs"
     )
+    disk_reserve_mb: int = Field(
+        default=512,
+        ge=0,
+        description="space on the disk of the data directory that uploads and batches leave free, in MB",
+    )
+    files_quota_mb: int | None = Field(
+        default=None,
+        ge=1,
+        description="size of all files of an API key without a quota of its own, in MB; unset: no limit",
+    )
     max_body_mb: int = Field(default=16, ge=1, description="largest JSON body of a request, in MB")
     response_ttl_s: float = Field(
         default=86_400.0,

@@ -33,6 +33,7 @@ from scheduler.reload.coordinator import TierChanges
 from scheduler.reload.follower import TierFollower
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
+from scheduler.store.refusal import StoreRefused
 from scheduler.worker.assembly import build_loop
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
@@ -206,7 +207,8 @@ class Ending:
 async def keep_serving(build: Callable[[], SchedulerLoop], ending: Ending, clock: Clock) -> None:
     """Run a loop until it has drained. If the store stops answering meanwhile, run a new loop when the store is back.
 
-    The new loop uses the same engine and core. Raises `RedisError` if an outage takes more than `GIVE_UP_S`.
+    The new loop uses the same engine and core. Raises `RedisError` if an outage takes more than `GIVE_UP_S`. A store
+    that answers but refuses writes is no outage: a new process would not help.
     """
     backoff = ExponentialBackoff(cap=LONGEST_PAUSE_S, base=FIRST_PAUSE_S)
     away_since_s: float | None = None
@@ -219,6 +221,8 @@ async def keep_serving(build: Callable[[], SchedulerLoop], ending: Ending, clock
             now = clock.now()
             if away_since_s is None or now - started_s >= SETTLED_S:
                 away_since_s, num_failures = now, 0
+            if isinstance(error, StoreRefused):
+                away_since_s = now
             if now - away_since_s >= GIVE_UP_S:
                 raise
             log.warning("the store does not answer; the worker keeps its engine and tries again", error=str(error))

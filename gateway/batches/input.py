@@ -66,6 +66,8 @@ def snapshot_input(source: Path, directory: Path) -> None:
     except FileNotFoundError:
         directory.rmdir()
         raise
+    except FileExistsError:  # an earlier attempt to create the same batch was ended by a crash
+        pass
     except OSError:
         shutil.copy(source, input_path(directory))  # copies the file's mode too
 

@@ -80,10 +80,11 @@ class LineExecution:
         finally:
             await stop([feeder])  # before the lines, because the feeder starts new lines
             await stop([recorder, *self._in_flight])
+            # Read before the next line, which may raise: asyncio logs errors of tasks that nobody has read.
+            faults = [task.exception() for task in (feeder, recorder) if not task.cancelled()]
             await self._record_finished()
-        for task in (feeder, recorder):
-            if not task.cancelled():
-                task.result()
+        for fault in filter(None, faults):
+            raise fault
 
     def stop(self) -> None:
         """Make `run` cancel the lines in flight and return."""

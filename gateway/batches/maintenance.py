@@ -10,6 +10,7 @@ import logging
 import math
 import shutil
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from gateway.batches.line_execution import stop
 from gateway.batches.model import BatchStatus
 from gateway.batches.run import LOST_S, BatchRun
 from gateway.batches.store import BatchStore
+from gateway.files.disk import is_disk_full
 from gateway.files.store import ORPHAN_S, PRIVATE_DIR, FileStore, older_than
 from scheduler.clock import Clock
 
@@ -58,6 +60,7 @@ class BatchMaintenance:
         self._lock_ttl_s = lock_ttl_s
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._loops: list[asyncio.Task[None]] = []
+        self._withdrawn: dict[str, str | None] = {}  # by id: the owners of batches that are to be removed
         self._not_before: dict[str, float] = {}  # by batch id: the time to start a broken run again
 
     async def start(self) -> None:
@@ -66,11 +69,13 @@ class BatchMaintenance:
             _Duty(self._check_runs, 0.0),
             _Duty(self._renew_locks, self._lock_ttl_s / 3),
             _Duty(self._adopt, ADOPT_S),
+            _Duty(self._remove_withdrawn, ADOPT_S),
         )
         sweeping = (
             _Duty(self._files.sweep, SWEEP_S),
             _Duty(self._end_lost, SWEEP_S),
             _Duty(self._sweep_orphans, ORPHAN_SWEEP_S),
+            _Duty(self._warn_of_no_log, math.inf),
         )
         loops = ((running, TICK_S), (sweeping, SWEEPER_TICK_S))
         self._loops = [asyncio.create_task(self._perform(duties, tick_s)) for duties, tick_s in loops]
@@ -97,6 +102,13 @@ class BatchMaintenance:
         self._runs[batch_id] = (run, task)
         task.add_done_callback(self._on_end)
 
+    async def withdraw(self, batch_id: str, owner: str | None) -> None:
+        """Remove a batch that was not accepted after all. If the store takes no writes now, its record goes later."""
+        await asyncio.to_thread(shutil.rmtree, self._directory / batch_id, ignore_errors=True)
+        self._withdrawn[batch_id] = owner
+        with suppress(StoreUnreachable, StoreSilent):
+            await self._remove_withdrawn()
+
     def check(self, batch_id: str, status: BatchStatus) -> None:
         """Tell the run of a batch that the store has `status` for this batch.
 
@@ -109,9 +121,14 @@ class BatchMaintenance:
         batch_id = task.get_name()
         del self._runs[batch_id]
         self._not_before.pop(batch_id, None)
-        if not task.cancelled() and task.exception() is not None:
-            self._not_before[batch_id] = self._clock.now() + BROKEN_S
-            log.error("the run of batch %s failed; it is started again", batch_id, exc_info=task.exception())
+        fault = None if task.cancelled() else task.exception()
+        if fault is None:
+            return
+        self._not_before[batch_id] = self._clock.now() + BROKEN_S
+        if isinstance(fault, (StoreUnreachable, StoreSilent)) or is_disk_full(fault):
+            log.warning("batch %s waits: %s", batch_id, fault)
+        else:
+            log.error("the run of batch %s failed; it is started again", batch_id, exc_info=fault)
 
     async def _perform(self, duties: "tuple[_Duty, ...]", tick_s: float) -> None:
         while True:
@@ -142,6 +159,15 @@ class BatchMaintenance:
         for batch_id in await self._store.unfinished():
             if now >= self._not_before.get(batch_id, now) and (self._directory / batch_id).exists():
                 self.launch(batch_id)
+
+    async def _warn_of_no_log(self) -> None:
+        if not await self._store.durable():
+            log.warning("the store keeps no log on its disk (AOF): if it dies, files and batches are lost")
+
+    async def _remove_withdrawn(self) -> None:
+        for batch_id, owner in list(self._withdrawn.items()):
+            await self._store.withdraw(batch_id, owner)
+            self._withdrawn.pop(batch_id, None)
 
     async def _end_lost(self) -> None:
         """End the batches whose input is still missing long after their completion window.

@@ -72,7 +72,9 @@ class BatchRun:
                     return await self._clear_up()
                 await (self._give_up(batch) if self.is_lost(batch) else self._advance(batch))
         except OwnershipLost:
-            log.info("batch %s is run by another gateway now", self._id)
+            log.info(
+                "the lock of batch %s was lost: another gateway runs it, or the store was away for too long", self._id
+            )
         finally:
             await self._release()
 

@@ -18,6 +18,7 @@ from gateway.batches.maintenance import BatchMaintenance
 from gateway.batches.model import Batch, BatchStatus, NewBatch
 from gateway.batches.run import BatchRun
 from gateway.batches.store import BatchStore, Moved
+from gateway.files.disk import noticing_full_disk
 from gateway.files.pagination import Page
 from gateway.files.store import FileStore
 from scheduler.clock import Clock
@@ -81,26 +82,36 @@ class BatchService:
         """
         await self._maintenance.close()
 
-    async def create(self, new: NewBatch) -> Batch | InputProblem:
+    async def create(self, new: NewBatch, new_id: str | None = None) -> Batch | InputProblem:
         """Create and start a batch. Return an `InputProblem` if its input file cannot be used.
 
         When this returns, the batch's record is durable. The batch also has its own link to the input, or its own copy.
+        If it raises an error of the store or `DiskFull`, nothing of the batch is left, and it does not run. `new_id` is
+        the batch's id without its prefix. If an earlier attempt has created this batch, it is returned.
         """
+        batch_id = f"batch_{new_id or secrets.token_hex(12)}"
+        if new_id is not None and (created := await self._store.get(batch_id)) is not None:
+            await self._store.durable()
+            return created
+        self._files.disk.check()
         absent = InputProblem(f"No such File object: {new.input_file_id[:200]}")
         file = await self._files.get(new.input_file_id, owner=new.owner)
         if file is None:
             return absent
         if file.purpose != "batch":
             return InputProblem(f"Invalid file purpose: expected 'batch', got '{file.purpose}'.")
-        batch = new.to_batch(f"batch_{secrets.token_hex(12)}", self._now_s())
+        batch = new.to_batch(batch_id, self._now_s())
         try:
-            directory = self._directory / batch.id
-            await asyncio.to_thread(snapshot_input, self._files.path(file.id), directory)
+            with noticing_full_disk():
+                await asyncio.to_thread(snapshot_input, self._files.path(file.id), self._directory / batch.id)
+            await self._store.create(batch)
+            await self._store.durable()
         except FileNotFoundError:  # the file was deleted just now
             return absent
-        await self._store.create(batch)
+        except BaseException:
+            await self._maintenance.withdraw(batch.id, new.owner)
+            raise
         self._maintenance.launch(batch.id)
-        await self._store.durable()
         return batch
 
     async def retrieve(self, batch_id: str, *, owner: str | None) -> Batch | None:
@@ -124,8 +135,8 @@ class BatchService:
         if batch is None:
             return None
         if moved is Moved.MOVED:
-            await self._store.durable()
             self._maintenance.check(batch_id, batch.status)
+            await self._store.durable()
             return batch
         return batch if batch.status is BatchStatus.CANCELLED else NotCancellable(batch.status)
 

@@ -44,12 +44,17 @@ class BatchStore:
         self._create = load_script(redis, "gateway.batches", "create")
         self._move = load_script(redis, "gateway.batches", "move")
         self._record = load_script(redis, "gateway.batches", "record")
+        self._withdraw = load_script(redis, "gateway.batches", "withdraw")
         self._forget_work = load_script(redis, "gateway.batches", "forget_work")
 
     async def create(self, batch: Batch) -> None:
         keys = [_key(batch.id), index_of(INDEX, batch.owner), POSITION, UNFINISHED, BY_STATUS]
         fields = {name: value for name, value in _as_dict(batch).items() if name != "status"}
         await self._create(keys=keys, args=[batch.id, batch.status.value, *_flat(fields)])
+
+    async def withdraw(self, batch_id: str, owner: str | None) -> None:
+        """Remove a batch that was not accepted after all."""
+        await self._withdraw(keys=[_key(batch_id), index_of(INDEX, owner), UNFINISHED, BY_STATUS], args=[batch_id])
 
     async def get(self, batch_id: str) -> Batch | None:
         return (await self._load([batch_id]))[0]
@@ -134,7 +139,7 @@ class BatchStore:
         return self._redis.lock(_owner_key(batch_id), timeout=ttl_s, blocking=False, thread_local=False)
 
     async def durable(self) -> bool:
-        """Wait until everything that was written so far is on disk. Return whether the store confirms this."""
+        """Wait until everything that was written so far is on disk, as `scheduler.store.connection.durable` does."""
         return await durable(self._redis)
 
     async def _load(self, batch_ids: Sequence[str]) -> list[Batch | None]:

@@ -17,16 +17,21 @@ from typing import Any, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as StoreUnreachable
+from redis.exceptions import TimeoutError as StoreSilent
 
+from gateway.files.disk import DiskReserve, noticing_full_disk
 from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text, tombstone_key
 from scheduler.clock import Clock
 from scheduler.store.connection import durable
+from scheduler.store.refusal import StoreRefused
 from scheduler.store.scripts import load_script
 
 T = TypeVar("T")
 
 INDEX = "tidegate:files"  # sorted set of ids by position; one per owner, and one per owner and purpose
 EXPIRY = "tidegate:files:expiry"  # sorted set of ids by expires_at
+USAGE = "tidegate:files:bytes"  # hash: bytes of all files of each owner
 POSITION = "tidegate:files:position"  # counter: the last position that was given to a file
 TOMBSTONE_S = 3600  # seconds for which a deleted file still works as the cursor of a list
 ORPHAN_S = 3600.0  # seconds; content without a record that is older than this was left by a crash
@@ -56,18 +61,28 @@ class StoredFile:
         return fields if self.expires_at is None else fields | {"expires_at": self.expires_at}
 
 
+class QuotaExceeded(Exception):
+    """A file was not stored, because its owner's other files have `used_bytes`, and all may have `quota_bytes`."""
+
+    def __init__(self, used_bytes: int, quota_bytes: int) -> None:
+        super().__init__(used_bytes, quota_bytes)
+        self.used_bytes = used_bytes
+        self.quota_bytes = quota_bytes
+
+
 class FileStore:
     """The store of uploads and of the output files of batches.
 
-    It owns the files directory and the Redis keys `tidegate:file*`.
+    It owns the files directory and the Redis keys `tidegate:file*`. Uploads leave `reserve_bytes` free on the disk.
     """
 
-    def __init__(self, redis: Redis, data_dir: Path, clock: Clock) -> None:
+    def __init__(self, redis: Redis, data_dir: Path, clock: Clock, reserve_bytes: int = 0) -> None:
         self._redis = redis
         self._clock = clock
         self._register = load_script(redis, "gateway.files", "register")
         self._forget = load_script(redis, "gateway.files", "forget")
         self.data_dir = data_dir
+        self.disk = DiskReserve(data_dir, reserve_bytes)
         self._contents = data_dir / "files"
         self.incoming = data_dir / "incoming"  # uploads in progress; on the same file system, so that a rename suffices
         for directory in (data_dir, self._contents, self.incoming):
@@ -82,22 +97,36 @@ class FileStore:
         owner: str | None,
         expires_after_s: int | None = None,
         file_id: str | None = None,
+        quota_bytes: int | None = None,
     ) -> StoredFile:
-        """Move the file at `content` into the store, and return its record.
+        """Move the file at `content` into the store, and return its record, which is durable then.
 
         If the store already has a file with the id `file_id`, that file is replaced, and its position stays the same.
+        If the file cannot be stored, nothing of it is left. Raises `QuotaExceeded` if the owner's files would have more
+        than `quota_bytes` (None: no limit), and `DiskFull`.
         """
         now = self._now_s()
         expires_at = None if expires_after_s is None else now + expires_after_s
         file_id = file_id or f"file-{secrets.token_hex(12)}"
         record = StoredFile(file_id, content.stat().st_size, now, filename, purpose, expires_at, owner)
-        await asyncio.to_thread(_move_durably, content, self.path(record.id))
-        await self._register(
-            keys=[_record_key(record.id), *_indexes(record), EXPIRY, POSITION],
-            args=[msgspec.json.encode(record), record.id, "" if expires_at is None else expires_at],
-        )
-        await durable(self._redis)
+        with noticing_full_disk():
+            await asyncio.to_thread(_move_durably, content, self.path(record.id))
+        try:
+            await self._write_record(record, quota_bytes)
+        except (StoreRefused, QuotaExceeded):
+            await asyncio.to_thread(_unlink, [self.path(record.id)])
+            raise
+        try:
+            await durable(self._redis)
+        except (StoreUnreachable, StoreSilent):
+            with contextlib.suppress(StoreUnreachable, StoreSilent):
+                await self._remove([record])
+            raise
         return record
+
+    async def used_bytes(self, owner: str | None) -> int:
+        """Return the bytes of all files of `owner`."""
+        return int(await self._redis.hget(USAGE, owner or "") or 0)
 
     async def get(self, file_id: str, *, owner: str | None) -> StoredFile | None:
         """Return the record of a file; None if `owner` has no such file."""
@@ -119,7 +148,8 @@ class FileStore:
         newest_first: bool = True,
     ) -> Page[StoredFile] | None:
         """Return a page of `owner`'s files; None if the cursor `after` is not the id of one of these files."""
-        await self.sweep()
+        with contextlib.suppress(StoreRefused):  # expired files are left out in any case
+            await self.sweep()
         position = None
         if after is not None:
             position = await position_of(self._redis, index_of(INDEX, owner), after)
@@ -158,6 +188,16 @@ class FileStore:
                 orphans = [path for path, exists in zip(group, known, strict=True) if not exists]
                 await asyncio.to_thread(_unlink, orphans)
 
+    async def _write_record(self, record: StoredFile, quota_bytes: int | None) -> None:
+        quota = "" if quota_bytes is None else quota_bytes
+        expires_at = "" if record.expires_at is None else record.expires_at
+        used_bytes = await self._register(
+            keys=[_record_key(record.id), *_indexes(record), EXPIRY, POSITION, USAGE],
+            args=[msgspec.json.encode(record), record.id, expires_at, record.owner or "", record.bytes, quota],
+        )
+        if quota_bytes is not None and int(used_bytes) >= 0:
+            raise QuotaExceeded(int(used_bytes), quota_bytes)
+
     async def _load(self, ids: Sequence[str]) -> list[StoredFile | None]:
         texts = await self._redis.mget([_record_key(file_id) for file_id in ids])
         records = [None if t is None else msgspec.json.decode(t, type=StoredFile) for t in texts]
@@ -170,8 +210,8 @@ class FileStore:
         pipeline = self._redis.pipeline(transaction=False)
         for record in records:
             tombstone = tombstone_key(index_of(INDEX, record.owner), record.id)
-            keys = [_record_key(record.id), *_indexes(record), EXPIRY, tombstone]
-            await self._forget(keys=keys, args=[record.id, TOMBSTONE_S], client=pipeline)
+            keys = [_record_key(record.id), *_indexes(record), EXPIRY, tombstone, USAGE]
+            await self._forget(keys=keys, args=[record.id, TOMBSTONE_S, record.owner or ""], client=pipeline)
         forgotten = await pipeline.execute()
         await asyncio.to_thread(_unlink, [self.path(record.id) for record in records])
         return sum(map(bool, forgotten))

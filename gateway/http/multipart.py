@@ -7,12 +7,15 @@ as soon as the file exceeds its limit. Knows multipart/form-data; does not know 
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
+
+from gateway.files.disk import CHECK_BYTES, DiskReserve, noticing_full_disk
 
 MAX_FIELD_BYTES = 64 * 2**10  # maximum bytes of one field
 MAX_FIELDS = 32
@@ -51,23 +54,31 @@ class MalformedUpload(Exception):
     """The body is not a valid multipart form. The message is sent to the client."""
 
 
-async def receive_upload(chunks: AsyncIterator[bytes], content_type: str, directory: Path, limit: Limit) -> Upload:
+async def receive_upload(
+    chunks: AsyncIterator[bytes],
+    content_type: str,
+    directory: Path,
+    limit: Limit,
+    disk: DiskReserve,
+    on_content: Callable[[bytes], object] | None = None,
+) -> Upload:
     """Read a multipart form from `chunks`, write its part `file` into `directory`, and return the parts.
 
     `limit` takes the fields that came before the file in the form, and returns the maximum bytes of the file. Raises
-    `UploadTooLarge` if the file is larger, and `MalformedUpload` if the form is invalid. No file is left on the disk
-    after an error, or after the client hangs up.
+    `UploadTooLarge` if the file is larger, `DiskFull` if `disk` has no room for it, and `MalformedUpload` if the form
+    is invalid. No file is left on the disk after an error, or after the client hangs up.
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise MalformedUpload("The request must be multipart/form-data.")
-    form = _Form(directory, limit)
+    form = _Form(directory, limit, disk, on_content)
     try:
         parser = MultipartParser(options[b"boundary"], form.callbacks())  # type: ignore[arg-type]
         received = 0
         async for chunk in chunks:
             received += len(chunk)
-            parser.write(chunk)
+            with noticing_full_disk():
+                parser.write(chunk)
             if received - form.upload.size > MAX_FORM_BYTES:
                 raise MalformedUpload("The form has too much data besides its file.")
         parser.finalize()
@@ -80,7 +91,8 @@ async def receive_upload(chunks: AsyncIterator[bytes], content_type: str, direct
         form.upload.discard()
         raise
     finally:
-        form.close()
+        with suppress(OSError):  # of a full disk, which was noticed before
+            form.close()
     return form.upload
 
 
@@ -90,11 +102,16 @@ class _Form:
     A part is the file (named `file`), a plain field, or another file. Other files are skipped.
     """
 
-    def __init__(self, directory: Path, limit: Limit) -> None:
+    def __init__(
+        self, directory: Path, limit: Limit, disk: DiskReserve, on_content: Callable[[bytes], object] | None
+    ) -> None:
         self.upload = Upload()
         self.is_complete = False
         self._directory = directory
         self._limit = limit
+        self._disk = disk
+        self._on_content = on_content
+        self._checked_bytes = 0  # of the file, when the disk was checked last
         self._max_bytes = 0
         self._output: BinaryIO | None = None
         self._header = [b"", b""]
@@ -150,7 +167,12 @@ class _Form:
             self.upload.size += end - start
             if self.upload.size > self._max_bytes:
                 raise UploadTooLarge(self._max_bytes)
+            if self.upload.size - self._checked_bytes >= CHECK_BYTES:
+                self._checked_bytes = self.upload.size
+                self._disk.check()
             self._output.write(data[start:end])
+            if self._on_content is not None:
+                self._on_content(data[start:end])
         elif self._value is not None:
             self._value += data[start:end]
             if len(self._value) > MAX_FIELD_BYTES:

@@ -16,11 +16,13 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 import structlog
+from redis.exceptions import ConnectionError as StoreUnreachable
+from redis.exceptions import TimeoutError as StoreSilent
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.http.disconnect import ClientDisconnected, until_disconnect
-from gateway.protocol.errors import ApiError, internal_error
+from gateway.protocol.errors import ApiError, internal_error, store_failed
 
 log = structlog.get_logger(__name__)
 
@@ -86,6 +88,10 @@ class EventStreamResponse(Response):
             if not self._started:
                 raise
             await write(error_frame(error))
+        except (StoreUnreachable, StoreSilent) as error:
+            if not self._started:
+                raise
+            await write(error_frame(store_failed(error)))
         except Exception as error:  # the middleware cannot answer any more, because the headers have been sent
             if not self._started or isinstance(error, ClientDisconnected):
                 raise

@@ -39,6 +39,7 @@ class KeyEntry(BaseModel):
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
     concurrent_requests: Limit | None = None
+    files_quota_mb: Limit | None = None
 
     @model_validator(mode="after")
     def _one_secret(self) -> Self:

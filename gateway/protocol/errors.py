@@ -20,6 +20,7 @@ from gateway.protocol.unknown_paths import explain_path
 from gateway.protocol.validation import first_fault
 from scheduler.client.rejection import RESTART_S, Rejected, RejectReason
 from scheduler.config import Tier
+from scheduler.store.refusal import StoreRefused
 
 MAX_RETRY_AFTER_S = 120  # seconds; the openai client does not retry if it is told to wait longer
 
@@ -124,6 +125,24 @@ def too_large(max_bytes: int) -> ApiError:
     return ApiError(413, f"The body is larger than {max_bytes} bytes.")
 
 
+def disk_full() -> ApiError:
+    """Return the error for a file or a batch that would take the disk's reserve. A retry would not help soon."""
+    message = (
+        "The server's disk has no space for this. Delete files that are not needed any more "
+        "(DELETE /v1/files/{file_id}), or ask the operator for more space."
+    )
+    return ApiError(507, message, "server_error", code="insufficient_storage", headers={"x-should-retry": "false"})
+
+
+def files_quota_exceeded(used_bytes: int, quota_bytes: int) -> ApiError:
+    message = (
+        f"The files of this API key may have {quota_bytes / 2**20:.0f} MB, and its other files have "
+        f"{used_bytes / 2**20:.1f} MB. Delete some (DELETE /v1/files/{{file_id}}), or let them expire "
+        "(`expires_after`)."
+    )
+    return ApiError(413, message, param="file", code="files_quota_exceeded")
+
+
 def timed_out(tier: str) -> ApiError:
     """Return the error for a request that exceeded its tier's timeout.
 
@@ -142,8 +161,11 @@ def too_many_bodies() -> ApiError:
     return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(2.0))
 
 
-def store_unreachable() -> ApiError:
+def store_failed(error: StoreUnreachable | StoreSilent | None = None) -> ApiError:
+    """Return the error for a request that needs the store while it is away or takes no writes."""
     message = "The server's store is not reachable at the moment."
+    if isinstance(error, StoreRefused):
+        message = f"The server's store refuses writes at the moment: {error.cause}."
     return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(5.0))
 
 
@@ -244,7 +266,8 @@ def install(app: FastAPI, routes: Sequence[BaseRoute] = ()) -> None:
         return error_response(from_http_exception(request, error, routes))
 
     async def on_store_failure(request: Request, error: Exception) -> JSONResponse:
-        return error_response(store_unreachable())
+        assert isinstance(error, StoreUnreachable | StoreSilent)
+        return error_response(store_failed(error))
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(StoreUnreachable, on_store_failure)

@@ -53,11 +53,16 @@ class BodyReader:
         self._num_bytes = 0
         self._turn = asyncio.Lock()
 
-    async def read(self, request: Request, interpret: Callable[[dict[str, Any]], T]) -> T:
+    async def read(
+        self,
+        request: Request,
+        interpret: Callable[[dict[str, Any]], T],
+        on_bytes: Callable[[bytes], object] | None = None,
+    ) -> T:
         """Parse the request's body and return `interpret(body)`. A large body is parsed when it has its turn.
 
-        The bytes are not kept, unlike those of `request.body()`. Raises `ApiError` 400 if the body is not one JSON
-        object, and 503 if there are too many bodies.
+        `on_bytes` gets the body's bytes as they come. They are not kept, unlike those of `request.body()`. Raises
+        `ApiError` 400 if the body is not one JSON object, and 503 if there are too many bodies.
         """
         data, held = bytearray(), 0
         try:
@@ -67,6 +72,8 @@ class BodyReader:
                 if self._num_bytes > self._max_total_bytes:
                     raise too_many_bodies()
                 data += chunk
+                if on_bytes is not None:
+                    on_bytes(chunk)
             if len(data) <= INLINE_SIZE:
                 return interpret(parse_json_object(data))
             return await self._read_in_process(data, interpret)
@@ -84,13 +91,15 @@ class BodyReader:
                 raise internal_error("The server could not read this body.") from None
 
 
-async def read_object(request: Request, interpret: Callable[[dict[str, Any]], T]) -> T:
+async def read_object(
+    request: Request, interpret: Callable[[dict[str, Any]], T], on_bytes: Callable[[bytes], object] | None = None
+) -> T:
     """Parse the request's body and return `interpret(body)`, as `BodyReader.read` does.
 
     `interpret` and its result must be picklable, because both go to another process and back if the body is large.
     """
     reader: BodyReader = request.app.state.body_reader
-    return await reader.read(request, interpret)
+    return await reader.read(request, interpret, on_bytes)
 
 
 def _read_here(data: bytearray, interpret: Callable[[dict[str, Any]], T]) -> bytes:

@@ -7,18 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import structlog
+from redis.exceptions import ConnectionError as StoreUnreachable
+from redis.exceptions import TimeoutError as StoreSilent
 
 from gateway.completion.response import ResponseStream
 from gateway.http.sse import PING, Write
-from gateway.protocol.errors import ApiError, internal_error
+from gateway.protocol.errors import ApiError, internal_error, store_failed
 from gateway.responses.answer import ResponseAnswer
 from gateway.responses.event_log import EventWriter
 from gateway.responses.items import Item
 from gateway.responses.store import ResponseStore
+from scheduler.clock import Clock
 from scheduler.config import Tier
 
 log = structlog.get_logger(__name__)
 
+RETRY_S = 1.0  # seconds between attempts to store the end of a background response
 SHUT_DOWN = "The server was shut down before the response was complete. Please create it again."
 
 
@@ -37,6 +41,7 @@ class ResponseRun:
         self._items = items
         self._owner = owner
         self._store = store
+        self._is_end_stored = False
 
     @property
     def tier(self) -> Tier:
@@ -58,15 +63,23 @@ class ResponseRun:
             await self._stream.stream(write)
         except ApiError as error:
             self.answer.failed(error)
-        await self._create(self.answer.ending)
+        try:
+            await self._create(self.answer.ending)
+        except (StoreUnreachable, StoreSilent) as error:
+            self.answer.failed(store_failed(error))
         await write(self.answer.events.last())
 
-    async def run_in_background(self, writer: EventWriter, store: ResponseStore) -> None:
-        """Generate a response that is stored as queued. If it is cancelled meanwhile, its end is not stored."""
+    async def run_in_background(self, writer: EventWriter, store: ResponseStore, clock: Clock) -> None:
+        """Generate a response that is stored as queued. If it is cancelled meanwhile, its end is not stored.
+
+        If the store takes no writes, the response fails; its end is stored when the store takes writes again.
+        """
         try:
             await self._stream.stream(self._background_write(writer, store))
         except ApiError as error:
             self.answer.failed(error)
+        except (StoreUnreachable, StoreSilent) as error:
+            self.answer.failed(store_failed(error))
         except Exception:  # a bug; nobody else could tell the client
             log.exception("background_response_failed", response_id=self.answer.id)
             self.answer.failed(internal_error())
@@ -74,12 +87,16 @@ class ResponseRun:
             self.answer.failed(internal_error(SHUT_DOWN))
             await self._end_in_background(writer, store)
             raise
-        await self._end_in_background(writer, store)
+        while True:
+            try:
+                return await self._end_in_background(writer, store)
+            except (StoreUnreachable, StoreSilent):
+                await clock.sleep(RETRY_S)
 
     async def _end_in_background(self, writer: EventWriter, store: ResponseStore) -> None:
         """Store the end and report it. The events of a cancelled response end without a last event."""
-        is_stored = await store.update(self.answer.ending)
-        await writer.write(self.answer.events.last() if is_stored else b"", is_last=True)
+        self._is_end_stored = self._is_end_stored or await store.update(self.answer.ending)
+        await writer.write(self.answer.events.last() if self._is_end_stored else b"", is_last=True)
 
     def _background_write(self, writer: EventWriter, store: ResponseStore) -> Write:
         is_queued = True

@@ -74,7 +74,7 @@ class ResponseService:
         assert self._store is not None and self._background is not None and self._redis is not None
         run = new.run(stream)
         writer = EventWriter(self._redis, run.answer.id, self._store.ttl_s)
-        self._background.launch(run.answer.id, run.run_in_background(writer, self._store))
+        self._background.launch(run.answer.id, run.run_in_background(writer, self._store, self._clock))
         return run.answer.unfinished("queued")
 
     async def complete(

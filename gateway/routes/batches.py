@@ -5,10 +5,12 @@ may use the tier in which batches run. Only wrong parameters are refused here: e
 the batch's `errors`.
 """
 
+import hashlib
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from gateway.batches.model import Batch, NewBatch
@@ -18,7 +20,8 @@ from gateway.protocol.errors import ApiError, invalid_request, invalid_value
 from gateway.protocol.json_body import Body, parse, read_object
 from gateway.protocol.schemas import Metadata
 from gateway.routes.dependencies import Caller
-from gateway.routes.files import Owner
+from gateway.routes.files import Owner, refusing_full_disk
+from gateway.routes.idempotency import once
 from gateway.state import gateway_of
 
 router = APIRouter()
@@ -49,14 +52,20 @@ class CreateBatchRequest(Body):
 
 
 @router.post("/v1/batches")
-async def create_batch(request: Request, caller: Caller, owner: Owner) -> dict[str, Any]:
+async def create_batch(request: Request, caller: Caller, owner: Owner) -> Response:
     batches = batches_of(request)
     _check_tier(request, caller)
-    body = await read_object(request, partial(parse, CreateBatchRequest))
-    created = await batches.create(body.to_new_batch(owner))
-    if isinstance(created, InputProblem):
-        raise invalid_request(created.message, "input_file_id")
-    return created.to_json()
+    digest = hashlib.sha256()
+    body = await read_object(request, partial(parse, CreateBatchRequest), digest.update)
+
+    async def create(new_id: str) -> Response:
+        with refusing_full_disk():
+            created = await batches.create(body.to_new_batch(owner), new_id)
+        if isinstance(created, InputProblem):
+            raise invalid_request(created.message, "input_file_id")
+        return JSONResponse(created.to_json())
+
+    return await once(request, owner, digest.hexdigest(), create)
 
 
 @router.get("/v1/batches")

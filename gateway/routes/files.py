@@ -5,16 +5,22 @@ lines of a batch input are not checked here: their errors appear later, in the b
 """
 
 import asyncio
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import FileResponse
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
 
-from gateway.files.store import FileStore, StoredFile
+from gateway.files.disk import DiskFull
+from gateway.files.store import FileStore, QuotaExceeded, StoredFile
 from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, Upload, UploadTooLarge, receive_upload
-from gateway.protocol.errors import ApiError, invalid_request, invalid_value
+from gateway.identity import ApiKey
+from gateway.protocol.errors import ApiError, disk_full, files_quota_exceeded, invalid_request, invalid_value
 from gateway.routes.dependencies import Caller
+from gateway.routes.idempotency import idempotency_key, once
 from gateway.state import gateway_of
 
 router = APIRouter()
@@ -34,22 +40,51 @@ async def _owner(caller: Caller) -> str | None:
 Owner = Annotated[str | None, Depends(_owner)]
 
 
+@contextmanager
+def refusing_full_disk() -> Iterator[None]:
+    """Raise `ApiError` 507 if the disk is full, or its reserve is reached, within the block."""
+    try:
+        yield
+    except DiskFull:
+        raise disk_full() from None
+
+
 @router.post("/v1/files")
-async def upload_file(request: Request, owner: Owner) -> dict[str, Any]:
-    files = files_of(request)
-    if int(request.headers.get("content-length") or 0) > MAX_FILE_BYTES + MAX_FORM_BYTES:
+async def upload_file(request: Request, caller: Caller, owner: Owner) -> Response:
+    files, quota_bytes = files_of(request), _quota_bytes(request, caller)
+    announced = int(request.headers.get("content-length") or 0)
+    if announced > MAX_FILE_BYTES + MAX_FORM_BYTES:
         raise _too_large(MAX_FILE_BYTES)  # refused before the client sends the file
+    digest = None if idempotency_key(request) is None else hashlib.sha256()
+    with refusing_full_disk():
+        files.disk.check(announced)
+        if digest is None:  # otherwise it may be the repetition of an upload that is in the quota already
+            await _check_quota(files, owner, quota_bytes, announced)
+        upload = await _receive(request, files, None if digest is None else digest.update)
+
+        async def store(new_id: str) -> Response:
+            stored = await _store(files, upload, owner, quota_bytes, f"file-{new_id}")
+            return JSONResponse(stored.to_json())
+
+        try:
+            return await once(request, owner, _fingerprint(upload, digest), store)
+        finally:
+            upload.discard()
+
+
+def _fingerprint(upload: Upload, content: "hashlib._Hash | None") -> str:
+    """Return what tells two uploads apart. Their raw bodies would not do: clients draw a new boundary for each."""
+    return json.dumps([upload.filename, sorted(upload.fields.items()), content.hexdigest() if content else ""])
+
+
+async def _receive(request: Request, files: FileStore, on_content: Callable[[bytes], object] | None) -> Upload:
     content_type = request.headers.get("content-type", "")
     try:
-        upload = await receive_upload(request.stream(), content_type, files.incoming, _max_bytes)
+        return await receive_upload(request.stream(), content_type, files.incoming, _max_bytes, files.disk, on_content)
     except UploadTooLarge as error:
         raise _too_large(error.max_bytes) from None
     except MalformedUpload as error:
         raise invalid_request(str(error)) from None
-    try:
-        return (await _store(files, upload, owner)).to_json()
-    finally:
-        upload.discard()
 
 
 @router.get("/v1/files")
@@ -100,7 +135,26 @@ def files_of(request: Request) -> FileStore:
     return files
 
 
-async def _store(files: FileStore, upload: Upload, owner: str | None) -> StoredFile:
+def _quota_bytes(request: Request, caller: ApiKey | None) -> int | None:
+    """Return the bytes that all files of the caller's key may have; None if there is no limit."""
+    own = caller.files_quota_mb if caller is not None else None
+    quota_mb = own or gateway_of(request).files_quota_mb
+    return None if quota_mb is None else quota_mb * 2**20
+
+
+async def _check_quota(files: FileStore, owner: str | None, quota_bytes: int | None, announced: int) -> None:
+    """Refuse an upload before its file is sent, if the `announced` length of its form shows that it is too large."""
+    if quota_bytes is None:
+        return
+    await files.sweep()
+    used_bytes = await files.used_bytes(owner)
+    if used_bytes + announced - MAX_FORM_BYTES > quota_bytes:
+        raise files_quota_exceeded(used_bytes, quota_bytes)
+
+
+async def _store(
+    files: FileStore, upload: Upload, owner: str | None, quota_bytes: int | None, file_id: str
+) -> StoredFile:
     purpose = _purpose(upload)
     expires_after_s = _expiry_s(upload, purpose)
     if upload.content is None:
@@ -109,9 +163,18 @@ async def _store(files: FileStore, upload: Upload, owner: str | None) -> StoredF
         raise invalid_value("file", "Invalid file format for Batch API. Must be .jsonl")
     if upload.size > _max_bytes(upload.fields):  # checked again, because the purpose may come after the file
         raise _too_large(_max_bytes(upload.fields))
-    return await files.add(
-        upload.content, filename=upload.filename, purpose=purpose, owner=owner, expires_after_s=expires_after_s
-    )
+    try:
+        return await files.add(
+            upload.content,
+            filename=upload.filename,
+            purpose=purpose,
+            owner=owner,
+            expires_after_s=expires_after_s,
+            file_id=file_id,
+            quota_bytes=quota_bytes,
+        )
+    except QuotaExceeded as error:
+        raise files_quota_exceeded(error.used_bytes, error.quota_bytes) from None
 
 
 def _max_bytes(fields: Mapping[str, str]) -> int:

@@ -60,6 +60,7 @@ def _key(key: ApiKey) -> dict[str, Any]:
         "requests_per_minute": key.requests_per_minute,
         "tokens_per_minute": key.tokens_per_minute,
         "concurrent_requests": key.concurrent_requests,
+        "files_quota_mb": key.files_quota_mb,
     }
 
 

@@ -57,7 +57,10 @@ async def version(request: Request) -> dict[str, str]:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """Answer 200 while requests can be served, else 503 with a list of the missing parts."""
+    """Answer 200 while requests can be served, else 503 with a list of the missing parts and the store's `refusal`.
+
+    The store is ready if it answers and takes writes. The gateway tries a write every second.
+    """
     is_ready, report = await _readiness(gateway_of(request).client)
     return JSONResponse(report, status_code=200 if is_ready else 503)
 
@@ -107,12 +110,13 @@ async def _readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
     """Return whether requests can be served now, and the body of the answer."""
     depths = await _depths(client)
     workers = client.workers
-    present = {"store": depths is not None, "worker": bool(workers)}
+    present = {"store": depths is not None and client.refusal is None, "worker": bool(workers)}
     missing = [part for part, is_there in present.items() if not is_there]
     is_ready = not missing and not client.is_draining
     report = {
         "ready": is_ready,
         "missing": missing,
+        "refusal": client.refusal,
         "draining": client.is_draining,
         "waiting": depths or {},
         "workers": [{"id": w.worker_id, "device": w.device, "models": list(w.model_names)} for w in workers],

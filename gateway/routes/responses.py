@@ -3,9 +3,11 @@
 Translates between HTTP and the response service. An API key sees only its own responses.
 """
 
+import hashlib
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
 from gateway.completion.openai_objects import encode_json
@@ -22,6 +24,7 @@ from gateway.responses.store import StoredResponse
 from gateway.routes.delivery import headers_of, send_answer, submit
 from gateway.routes.dependencies import Caller
 from gateway.routes.files import Owner
+from gateway.routes.idempotency import idempotency_key, once
 from gateway.state import gateway_of
 
 router = APIRouter(tags=["responses"])
@@ -33,11 +36,29 @@ async def create_response(request: Request, key: Caller) -> Response:
 
     With `background`, the response object is sent at once, and the response is generated afterwards.
     """
-    body = await read_object(request, parse_response_request)
-    service = responses_of(request)
-    new = service.new(body)
-    if body.background:
-        return await _create_in_background(request, body, key, service, new)
+    digest = hashlib.sha256()
+    body = await read_object(request, parse_response_request, digest.update)
+    service, owner = responses_of(request), key.name if key else None
+    if body.stream and not body.background:
+        if idempotency_key(request) is not None:
+            message = "A stream cannot be repeated, so it has no Idempotency-Key, unless 'background' is true as well."
+            raise invalid_request(message, "stream", "unsupported_parameter")
+        return await _create(request, body, key, service.new(body))
+
+    async def create(_: str) -> Response:
+        new = service.new(body)
+        if body.background:
+            return await _create_in_background(request, body, key, service, new)
+        return await _create(request, body, key, new)
+
+    response = await once(request, owner, digest.hexdigest(), create)
+    if not body.stream:
+        return response
+    response_id = msgspec.json.decode(response.body)["id"]
+    return _following(request, service, response_id, owner, after=-1, headers=headers_of(body))
+
+
+async def _create(request: Request, body: ResponseRequest, key: ApiKey | None, new: NewResponse) -> Response:
     stream = await submit(request, body, key, new.prepare)
     return await send_answer(request, body, new.run(stream))
 
@@ -55,9 +76,6 @@ async def _create_in_background(
     except BaseException:
         await new.withdraw()
         raise
-    if body.stream:
-        owner = key.name if key else None
-        return _following(request, service, response["id"], owner, after=-1, headers=headers_of(body))
     return _json(response, headers_of(body))
 
 

@@ -23,7 +23,7 @@ import structlog
 from sse_starlette import EventSourceResponse, JSONServerSentEvent
 from starlette.types import Receive, Scope, Send
 
-from gateway.protocol.errors import store_unreachable
+from gateway.protocol.errors import store_failed
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.queue.base import Backlog
@@ -66,7 +66,7 @@ class SlaFeed:
                 if state is not None:
                     yield JSONServerSentEvent(_with_new_decisions(state, sent_ms), event="sla")
                 elif not was_away:
-                    yield JSONServerSentEvent(store_unreachable().body(), event="error")
+                    yield JSONServerSentEvent(store_failed().body(), event="error")
                 was_away = state is None
 
     @contextmanager

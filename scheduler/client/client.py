@@ -22,6 +22,7 @@ from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S, WORKER_SILENT_S, HeartbeatMonitor
 from scheduler.registry.worker_status import WorkerStatus
 from scheduler.request import EventKind, Request, TokenEvent
+from scheduler.store.refusal import StoreRefused
 
 log = structlog.get_logger()
 
@@ -61,6 +62,8 @@ class SchedulerClient:
         self._missing: set[str] = set()  # ids of open requests that the queue did not know at the last check
         # Ids of requests ended by `fail_open`. A worker may still run them, so `close` cancels them.
         self._failed_here: list[str] = []
+        self._refusal: StoreRefused | None = None  # the store's answer to the last probe, if it takes no writes
+        self._unwithdrawn: list[str] = []  # ids of requests whose cancel the store has refused
         self._withdrawals: set[asyncio.Task[None]] = set()
         self._workers: list[WorkerStatus] = []
         self._monitor = HeartbeatMonitor(WORKER_SILENT_S)
@@ -82,7 +85,7 @@ class SchedulerClient:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._withdrawals, return_exceptions=True)
         try:
-            await self._queue.cancel([*self._open, *self._failed_here])
+            await self._queue.cancel([*self._open, *self._failed_here, *self._unwithdrawn])
         finally:
             await self._events.close()
 
@@ -97,6 +100,11 @@ class SchedulerClient:
         """
         self._failed_here += self._open
         self._fail(list(self._open), message)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the store takes no writes, as it answered within the last second or two; None if it takes them."""
+        return None if self._refusal is None else str(self._refusal)
 
     @property
     def is_draining(self) -> bool:
@@ -149,7 +157,8 @@ class SchedulerClient:
     async def submit(self, requests: Sequence[Request]) -> TokenStream | Rejected:
         """Enqueue all `requests` (of one tier) and return their token stream.
 
-        If the requests are refused, enqueue none of them and return why.
+        If the requests are refused, enqueue none of them and return why. Raises `StoreRefused` if the store takes no
+        writes.
         """
         outcome = await self._submit(requests)
         return outcome.at(self._draw()) if isinstance(outcome, Rejected) else outcome
@@ -158,6 +167,8 @@ class SchedulerClient:
         if self._draining:
             return rejection.draining()
         if not self._has_engine(requests[0].tier):
+            if self._refusal is not None:  # then workers cannot announce themselves
+                raise StoreRefused(self._refusal.cause)
             return rejection.no_engine()
         ticket = self._admission.begin(requests, self._clock.now(), self._clock.wall_ms())
         if isinstance(ticket, Rejected):
@@ -172,6 +183,9 @@ class SchedulerClient:
         self._being_put.update(request_ids)
         try:
             reply = await self._queue.put(ticket.requests, ticket.tier.queue_limit, ticket.ahead)
+        except StoreRefused:  # then nothing was put
+            self._forget(request_ids)
+            raise
         except BaseException:
             self._forget(request_ids)
             self._withdraw(request_ids)
@@ -183,8 +197,12 @@ class SchedulerClient:
         return reply
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
+        """Cancel requests. What the store refuses to cancel now is cancelled when it takes writes again."""
         self._forget(request_ids)
-        await self._queue.cancel(request_ids)
+        try:
+            await self._queue.cancel(request_ids)
+        except StoreRefused:
+            self._unwithdrawn += request_ids
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -199,7 +217,7 @@ class SchedulerClient:
 
         async def withdraw() -> None:
             try:
-                await self._queue.cancel(request_ids)
+                await self.cancel(request_ids)
             except Exception as error:  # the store is unreachable, as it probably was during the `put`
                 log.warning("requests not withdrawn", error=str(error))
 
@@ -228,6 +246,8 @@ class SchedulerClient:
             try:
                 async for message in self._events.listen(self.gateway_id):
                     self._dispatch(message)
+            except StoreRefused:
+                pass  # `_probe` tells of it; nothing is lost, because no worker can send anything now
             except Exception:
                 log.exception("listening for token events failed")
             await self._clock.sleep(REFRESH_S)
@@ -249,11 +269,28 @@ class SchedulerClient:
             await self._clock.sleep(REFRESH_S)
             rounds += 1
             try:
+                await self._probe()
                 await self._refresh()
                 if rounds % CHECK_EVERY == 0:
                     await self._fail_lost()
             except Exception as error:  # the store may be restarting: keep the last data and try again
                 log.warning("heartbeats not read", error=str(error))
+
+    async def _probe(self) -> None:
+        """Learn whether the store takes writes, and log a change."""
+        try:
+            await self._queue.probe()
+        except StoreRefused as refusal:
+            if self._refusal is None:
+                log.warning("the store refuses writes", cause=refusal.cause)
+            self._refusal = refusal
+            return
+        if self._refusal is not None:
+            log.info("the store takes writes again")
+        self._refusal = None
+        if self._unwithdrawn:
+            left, self._unwithdrawn = self._unwithdrawn, []
+            await self.cancel(left)
 
     async def _watch_workers(self) -> None:
         while True:
@@ -290,9 +327,14 @@ class SchedulerClient:
         unserved = [i for i in self._admission.ids(interactive) if i in self._open and i not in self._being_put]
         if unserved:
             log.warning("requests failed because no worker is alive", count=len(unserved))
-            reason = rejection.no_engine()
-            self._fail(unserved, f"{reason.message} {reason.advice}")
+            self._fail(unserved, self._why_unserved())
             self._withdraw(unserved)
+
+    def _why_unserved(self) -> str:
+        if self._refusal is not None:
+            return f"{self._refusal} No token can be passed on until it takes them again."
+        reason = rejection.no_engine()
+        return f"{reason.message} {reason.advice}"
 
     async def _fail_lost(self) -> None:
         """Fail the requests that the queue did not know at two checks in a row.

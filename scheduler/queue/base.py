@@ -138,6 +138,10 @@ class Queue(Protocol):
         """Return the number of waiting requests of each tier, and their tokens."""
         ...
 
+    async def probe(self) -> None:
+        """Write something that nobody reads, so that a store that takes no writes raises `StoreRefused`."""
+        ...
+
     async def wait_for_work(self, timeout_s: float) -> bool:
         """Return True as soon as something was put, requeued or cancelled since the last call returned.
 

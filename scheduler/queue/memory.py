@@ -181,6 +181,9 @@ class MemoryQueue:
     async def backlogs(self, tiers: Sequence[str]) -> dict[str, Backlog]:
         return {tier: self._shared.waiting[tier].backlog for tier in tiers}
 
+    async def probe(self) -> None:
+        """Do nothing: memory takes every write."""
+
     async def wait_for_work(self, timeout_s: float) -> bool:
         return await self._wakeups.wait(timeout_s)
 

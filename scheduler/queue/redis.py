@@ -104,6 +104,9 @@ class RedisQueue:
         replies = iter(await pipeline.execute())
         return {tier: Backlog(next(replies), *(int(tokens or 0) for tokens in next(replies))) for tier in tiers}
 
+    async def probe(self) -> None:
+        await self._client.set(keys.PROBE, b"", px=int(keys.PROBE_TTL_S * 1000))
+
     async def wait_for_work(self, timeout_s: float) -> bool:
         self._start_listening()
         return await self._wakeups.wait(timeout_s)

@@ -3,11 +3,14 @@
 The server's clock decides which workers are alive, so the clocks of the machines need not agree.
 """
 
+from contextlib import suppress
+
 import msgspec
 from redis.asyncio import Redis
 
 from scheduler.registry.worker_status import WorkerStatus
 from scheduler.store import keys
+from scheduler.store.refusal import StoreRefused
 
 
 class RedisWorkerRegistry:
@@ -59,5 +62,6 @@ class RedisWorkerRegistry:
         values = dict(zip(ids, await pipeline.execute(), strict=True))
         dead = [worker_id for worker_id, value in values.items() if value is None]
         if dead:
-            await self._client.srem(keys.WORKERS, *dead)
+            with suppress(StoreRefused):  # a store that takes no writes is still read
+                await self._client.srem(keys.WORKERS, *dead)
         return {worker_id: value for worker_id, value in values.items() if value is not None}

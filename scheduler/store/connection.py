@@ -14,9 +14,10 @@ from redis.asyncio.client import PubSub
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import ResponseError, TimeoutError
+from redis.exceptions import BusyLoadingError, ResponseError, TimeoutError
 
 from scheduler.store import keys
+from scheduler.store.refusal import NotDurable, refusal_of
 
 CONNECT_TIMEOUT_S = 2.0
 REPLY_TIMEOUT_S = 5.0
@@ -41,7 +42,7 @@ def connect(url: str) -> Redis:
     Commands are retried during a short outage of the server. If the outage lasts longer, they raise
     `redis.exceptions.ConnectionError`, or `TimeoutError` after `COMMAND_TIMEOUT_S`; opening a connection may take the
     same time again. If the reply to a command is lost, the command is sent again. So callers must send only commands
-    that may run twice.
+    that may run twice. If the server refuses a write, the command raises `StoreRefused`, which is a `ConnectionError`.
     """
     tcp_only = {} if url.startswith("unix:") else {"socket_keepalive": True}
     pool = BlockingConnectionPool.from_url(
@@ -67,7 +68,7 @@ def blocking(client: Redis, longest_s: float) -> Redis:
     """
     pool = client.connection_pool
     timeout_s = longest_s + REPLY_TIMEOUT_S
-    settings = {**pool.connection_kwargs, "socket_timeout": timeout_s, "retry": Retry(_backoff(), FOREVER)}
+    settings = {**pool.connection_kwargs, "socket_timeout": timeout_s, "retry": _Retry(_backoff(), FOREVER)}
     own_pool = ConnectionPool(connection_class=pool.connection_class, **settings)
     return Redis.from_pool(own_pool)
 
@@ -98,17 +99,22 @@ async def _messages_until_silent(pubsub: PubSub, channel: str) -> AsyncIterator[
 async def durable(client: Redis, timeout_s: float = 3.0) -> bool:
     """Wait until everything written so far, on any connection, is on the server's disk. Then return True.
 
-    Return False if the server cannot tell (before Redis 7.2, or without AOF) or if it takes longer than `timeout_s`.
+    Return False if the server cannot tell: before Redis 7.2, or without an AOF, where its operator has chosen so.
+    Raises `NotDurable` if it takes longer than `timeout_s`, and `StoreRefused` if the server takes no writes.
     """
     pipeline = client.pipeline(transaction=False)
     pipeline.set(keys.DURABLE, b"", px=int(keys.DURABLE_TTL_S * 1000))
     pipeline.execute_command("WAITAOF", 1, 0, int(timeout_s * 1000))
-    replies = await pipeline.execute(raise_on_error=False)
-    if isinstance(replies[1], ResponseError):
+    written, confirmed = await pipeline.execute(raise_on_error=False)
+    if isinstance(written, Exception):
+        raise refusal_of(written) or written
+    if isinstance(confirmed, ResponseError):
         return False
-    if isinstance(replies[1], Exception):
-        raise replies[1]
-    return int(replies[1][0]) >= 1
+    if isinstance(confirmed, Exception):
+        raise confirmed
+    if int(confirmed[0]) < 1:
+        raise NotDurable
+    return True
 
 
 class _SendsDirectly(AbstractConnection):
@@ -148,7 +154,19 @@ _SENDING_DIRECTLY: dict[type[AbstractConnection], type[AbstractConnection]] = {
 }
 
 
-class _BoundedRetry(Retry):
+class _Retry(Retry):
+    """A retry policy that turns the server's refusals into `StoreRefused`."""
+
+    async def call_with_retry(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().call_with_retry(*args, **options)
+        except (ResponseError, BusyLoadingError) as error:
+            if (refusal := refusal_of(error)) is None:
+                raise
+            raise refusal from None  # the message of redis-py may contain the arguments of commands, such as prompts
+
+
+class _BoundedRetry(_Retry):
     """A retry policy that ends a command after `COMMAND_TIMEOUT_S`, retries included."""
 
     async def call_with_retry(self, *args: Any, **options: Any) -> Any:

@@ -83,12 +83,16 @@ FOLLOWERS = "tidegate:followers"
 FOLLOWER_PREFIX = "tidegate:follower:"
 FOLLOWER_TTL_S = 4.0
 
-# Durability -------------------------------------------------------------------------------------------
+# Writes -------------------------------------------------------------------------------------------
 
 # A key that is written just before WAITAOF, which waits only for the writes of its own connection. This write comes
 # after all earlier writes of any connection, so when it is on disk, they are too.
 DURABLE = "tidegate:durable"
 DURABLE_TTL_S = 60.0
+
+# A key that gateways write every second, to learn whether the store takes writes.
+PROBE = "tidegate:probe"
+PROBE_TTL_S = 60.0
 
 
 def tier_queue(tier: str) -> str:

@@ -16,6 +16,7 @@ from scheduler.worker.maintenance import Maintenance
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.peers import Peers
 from scheduler.worker.publisher import Publisher
+from scheduler.worker.refusals import Refusals
 from scheduler.worker.step_log import NoStepLog, StepLog
 from scheduler.worker.step_loop import StepLoop
 from scheduler.worker.step_reporter import StepReporter
@@ -39,12 +40,13 @@ def build_loop(
     """
     held = HeldRequests(core, engine, metrics, clock)
     heartbeat = Heartbeat(registry, metrics, core, engine.info, identity, clock)
-    publisher = Publisher(queue, events, held)
-    peers = Peers(core, queue, events, registry, held, clock, identity.worker_id)
-    claimer = Claimer(core, queue, held, peers, clock)
+    refusals = Refusals()
+    publisher = Publisher(queue, events, held, refusals, clock)
+    peers = Peers(core, queue, events, registry, held, refusals, clock, identity.worker_id)
+    claimer = Claimer(core, queue, held, peers, refusals, clock)
     reporter = StepReporter(publisher, metrics, heartbeat, step_log or NoStepLog())
     steps = StepLoop(core, engine, held, claimer, reporter, clock)
-    leases = LeaseKeeper(core, queue, held, clock, identity.worker_id)
-    maintenance = Maintenance(core, queue, metrics, heartbeat, held, steps, clock)
+    leases = LeaseKeeper(core, queue, held, refusals, clock, identity.worker_id)
+    maintenance = Maintenance(core, queue, metrics, heartbeat, held, steps, refusals, clock)
     grammars = GrammarCompiler(core, engine, held)
     return SchedulerLoop(steps, claimer, grammars, publisher, leases, peers, maintenance, heartbeat, queue)

@@ -13,6 +13,7 @@ from scheduler.queue.base import Queue
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.leases import LEASE_S
 from scheduler.worker.peers import Peers
+from scheduler.worker.refusals import Refusals
 
 # Before a worker with a step in flight claims new work, it waits, so that an idle worker gets that work first. It waits
 # `YIELD_S` seconds, and `YIELD_S` more for each interactive request that it holds, but at most `MAX_YIELD_S`.
@@ -24,11 +25,20 @@ LISTEN_S = 0.5
 
 
 class Claimer:
-    def __init__(self, core: SchedulerCore, queue: Queue, held: HeldRequests, peers: Peers, clock: Clock) -> None:
+    def __init__(
+        self,
+        core: SchedulerCore,
+        queue: Queue,
+        held: HeldRequests,
+        peers: Peers,
+        refusals: Refusals,
+        clock: Clock,
+    ) -> None:
         self._core = core
         self._queue = queue
         self._held = held
         self._peers = peers
+        self._refusals = refusals
         self._clock = clock
         self._room = asyncio.Event()
         self._known_empty = False  # the last claim got fewer requests than it asked for, and nothing was put since
@@ -59,7 +69,7 @@ class Claimer:
                     await self._yield_to_idle_workers()
                 self._held.drop(self._queue.cancelled())
                 if self._is_open:
-                    await self._claim()
+                    await self._refusals.attempt(self._claim())
         finally:
             work.cancel()
             room.cancel()

@@ -11,6 +11,7 @@ from scheduler.planning.core import SchedulerCore
 from scheduler.queue.base import Queue
 from scheduler.request import Lease
 from scheduler.worker.held_requests import HeldRequests
+from scheduler.worker.refusals import Refusals
 
 LEASE_S = 10.0
 RENEW_S = 3.0  # seconds between two renewals; two renewals may fail before a lease ends
@@ -22,24 +23,30 @@ class LeaseKeeper:
         core: SchedulerCore,
         queue: Queue,
         held: HeldRequests,
+        refusals: Refusals,
         clock: Clock,
         worker_id: str,
     ) -> None:
         self._core = core
         self._queue = queue
         self._held = held
+        self._refusals = refusals
         self._clock = clock
         self._worker_id = worker_id
 
     async def run(self) -> None:
         """Keep the leases until this task is cancelled.
 
-        Each round renews the leases and requeues requests with expired leases.
+        Each round renews the leases and requeues requests with expired leases. In the first round after a refusal of
+        the store, nothing is requeued: other workers must renew their leases first.
         """
+        others_could_renew = True
         while True:
             await self._clock.sleep(RENEW_S)
-            await self._renew()
-            await self._queue.requeue_expired()
+            is_renewed = await self._refusals.attempt(self._renew())
+            if is_renewed and others_could_renew:
+                await self._refusals.attempt(self._queue.requeue_expired())
+            others_could_renew = not self._refusals.is_refused
 
     async def give_back(self, leases: Iterable[Lease] = ()) -> None:
         """Put all requests that are leased to this worker back into the queue, at their old places.

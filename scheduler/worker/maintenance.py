@@ -15,6 +15,7 @@ from scheduler.queue.base import Queue
 from scheduler.worker.heartbeat import Heartbeat
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.metrics import SchedulerMetrics
+from scheduler.worker.refusals import Refusals
 from scheduler.worker.step_loop import StepLoop
 
 log = structlog.get_logger()
@@ -31,6 +32,7 @@ class Maintenance:
         heartbeat: Heartbeat,
         held: HeldRequests,
         steps: StepLoop,
+        refusals: Refusals,
         clock: Clock,
     ) -> None:
         self._core = core
@@ -39,6 +41,7 @@ class Maintenance:
         self._heartbeat = heartbeat
         self._held = held
         self._steps = steps
+        self._refusals = refusals
         self._clock = clock
         self._missing: frozenset[str] = frozenset()  # tiers with requests that cannot end by their deadlines
 
@@ -51,7 +54,11 @@ class Maintenance:
             self._review(await self._queue.depths([t.name for t in self._core.tiers]))
             self._held.changed.set()  # wakes an idle step loop, because budgets also change with time
             if rounds % HEARTBEAT_EVERY == 0 and not self._steps.is_stuck:
-                await self._heartbeat.beat()
+                await self._beat()
+
+    async def _beat(self) -> None:
+        if await self._refusals.attempt(self._heartbeat.beat()):
+            self._refusals.end()
 
     def _review(self, depths: Mapping[str, int]) -> None:
         """Let the controller change its knobs; log and count its decisions.

@@ -16,6 +16,7 @@ from scheduler.queue.base import Queue
 from scheduler.registry.base import WorkerRegistry
 from scheduler.registry.heartbeat_monitor import CHECK_S, GATEWAY_SILENT_S, WORKER_SILENT_S, HeartbeatMonitor
 from scheduler.worker.held_requests import HeldRequests
+from scheduler.worker.refusals import Refusals
 
 log = structlog.get_logger()
 
@@ -28,6 +29,7 @@ class Peers:
         events: EventChannel,
         registry: WorkerRegistry,
         held: HeldRequests,
+        refusals: Refusals,
         clock: Clock,
         worker_id: str,
     ) -> None:
@@ -36,18 +38,32 @@ class Peers:
         self._events = events
         self._registry = registry
         self._held = held
+        self._refusals = refusals
         self._clock = clock
         self._worker_id = worker_id
-        self._workers = HeartbeatMonitor(WORKER_SILENT_S)
-        self._gateways = HeartbeatMonitor(GATEWAY_SILENT_S)
+        self._watch_anew()
         self.is_alone = True  # whether no other worker was alive at the last check
 
     async def run(self) -> None:
-        """Check the other workers and the gateways every `CHECK_S`, until this task is cancelled."""
+        """Check the other workers and the gateways every `CHECK_S`, until this task is cancelled.
+
+        While the store refuses writes, nobody is checked.
+        """
         while True:
-            await self._check_workers()
-            await self._check_gateways()
+            if self._refusals.is_refused:
+                self._watch_anew()
+            else:
+                await self._refusals.attempt(self._check())
             await self._clock.sleep(CHECK_S)
+
+    def _watch_anew(self) -> None:
+        """Forget all heartbeats that were read, so that every process has its full time again."""
+        self._workers = HeartbeatMonitor(WORKER_SILENT_S)
+        self._gateways = HeartbeatMonitor(GATEWAY_SILENT_S)
+
+    async def _check(self) -> None:
+        await self._check_workers()
+        await self._check_gateways()
 
     async def _check_workers(self) -> None:
         beats = {w.worker_id: w.at_ms for w in await self._registry.workers() if w.worker_id != self._worker_id}

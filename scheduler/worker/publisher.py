@@ -1,24 +1,32 @@
 """Publishes a worker's token events in the order of the steps, and then acknowledges the leases of ended requests.
 
 While a message is being sent, the reports of later steps are merged. So a store that is slow for a moment gets fewer
-and larger messages instead of a growing number of messages.
+and larger messages instead of a growing number of messages. What the store refuses is kept and sent again.
 """
 
 import asyncio
 from collections.abc import Sequence
 
+from scheduler.clock import Clock
 from scheduler.events.base import EventChannel
 from scheduler.planning.step_report import StepReport
 from scheduler.queue.base import Queue
 from scheduler.request import TokenEvent
 from scheduler.worker.held_requests import HeldRequests
+from scheduler.worker.refusals import Refusals
+
+RETRY_S = 0.2  # seconds between two attempts while the store refuses writes
 
 
 class Publisher:
-    def __init__(self, queue: Queue, events: EventChannel, held: HeldRequests) -> None:
+    def __init__(
+        self, queue: Queue, events: EventChannel, held: HeldRequests, refusals: Refusals, clock: Clock
+    ) -> None:
         self._queue = queue
         self._events = events
         self._held = held
+        self._refusals = refusals
+        self._clock = clock
         self._unsent = StepReport()
         self._changed = asyncio.Event()
         self._closing = False
@@ -35,21 +43,31 @@ class Publisher:
         self._changed.set()
 
     async def run(self) -> None:
-        """Send reports until `close` was called and everything is sent."""
+        """Send reports until `close` was called and everything is sent.
+
+        After `close`, a refusal of the store is raised: a worker that ends must not wait for a full disk.
+        """
         while self._unsent.leases or self._unsent.events or not self._closing:
             await self._changed.wait()
             self._changed.clear()
             report, self._unsent = self._unsent, StepReport()
-            await self._deliver(report)
+            if self._closing:
+                await self._deliver(report)
+            elif not await self._refusals.attempt(self._deliver(report)):
+                report.absorb(self._unsent)
+                self._unsent = report
+                await self._clock.sleep(RETRY_S)
+                self._changed.set()
 
     async def _deliver(self, report: StepReport) -> None:
-        """Publish the events first, then acknowledge the leases.
+        """Publish the events first, then acknowledge the leases. `report` keeps what the store has not taken.
 
         A crash between the two repeats events, but never loses a result.
         """
-        for reply_to, events in report.events.items():
+        for reply_to, events in list(report.events.items()):
             if not await self._events.publish(reply_to, events):
                 await self._drop(events)
+            del report.events[reply_to]
         if report.leases:
             await self._queue.ack(report.leases)
 

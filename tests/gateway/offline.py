@@ -24,6 +24,7 @@ from redis.asyncio import Redis
 
 from gateway.batches.service import BatchService
 from gateway.files.store import FileStore
+from gateway.idempotency.store import IdempotencyStore
 from gateway.identity import ApiKey, Keyring
 from gateway.protocol import errors
 from gateway.protocol.json_body import BodyReader
@@ -118,6 +119,7 @@ class OfflineGateway:
     batches: BatchService
     completions: ScriptedCompletions
     clock: ShiftedClock
+    app: FastAPI
 
     def as_key(self, name: str) -> Self:
         """Return the same gateway, called with the key of that name (see `keyring`)."""
@@ -198,10 +200,12 @@ def make_gateway(
     max_lines_in_flight: int = 256,
     lock_ttl_s: float = 6.0,
     max_body_bytes: int = 16 * 2**20,
+    reserve_bytes: int = 0,
+    files_quota_mb: int | None = None,
 ) -> OfflineGateway:
     clock = clock or ShiftedClock()
     completions = completions or ScriptedCompletions()
-    files = FileStore(redis, data_dir, clock)
+    files = FileStore(redis, data_dir, clock, reserve_bytes)
     batches = BatchService(
         redis,
         files,
@@ -218,7 +222,14 @@ def make_gateway(
     app.include_router(file_routes.router)
     app.include_router(batch_routes.router)
     app.state.body_reader = BodyReader(16 * max_body_bytes)
-    app.state.gateway = SimpleNamespace(files=files, batches=batches, tiers=TIERS, keyring=keys or Keyring())
+    app.state.gateway = SimpleNamespace(
+        files=files,
+        batches=batches,
+        tiers=TIERS,
+        keyring=keys or Keyring(),
+        files_quota_mb=files_quota_mb,
+        idempotency=IdempotencyStore(redis, clock),
+    )
     # Any: newer openai clients are typed against httpx2. No TLS here: building a TLS context takes 50 ms.
     http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", verify=False)
     client = openai.AsyncOpenAI(
@@ -228,7 +239,7 @@ def make_gateway(
         max_retries=0,
         _strict_response_validation=True,
     )
-    return OfflineGateway(client, http, files, batches, completions, clock)
+    return OfflineGateway(client, http, files, batches, completions, clock, app)
 
 
 @contextlib.asynccontextmanager

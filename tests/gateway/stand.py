@@ -34,6 +34,7 @@ from gateway.http.connections import ConnectionLimits, ConnectionTable
 from gateway.http.cors import AllowedOrigins
 from gateway.http.hosts import AllowedHosts
 from gateway.http.metrics import GatewayMetrics
+from gateway.idempotency.store import IdempotencyStore
 from gateway.identity import Keyring
 from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
@@ -292,6 +293,7 @@ async def running_stand(
         usage=usage,
         tier_changes=administered and _tier_changes(*administered, client, queue, keyring),
         responses=ResponseService(service, clock, redis, responses),
+        idempotency=redis and IdempotencyStore(redis, clock),
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(allowed_origins),
         allowed_hosts=allowed_hosts or AllowedHosts(),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
+from gateway.files.disk import DiskReserve
 from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, UploadTooLarge, receive_upload
 from gateway.routes import files as routes
 from tests.gateway.offline import OfflineGateway, make_gateway
@@ -148,7 +149,7 @@ async def test_an_upload_without_a_length_stops_at_its_limit(tmp_path: Path) -> 
             yield b"x" * 1000
 
     with pytest.raises(UploadTooLarge):
-        await receive_upload(endless(), FORM, tmp_path, lambda _: 50_000)
+        await receive_upload(endless(), FORM, tmp_path, lambda _: 50_000, DiskReserve(tmp_path, 0))
     assert sent <= 52_000 and list(tmp_path.iterdir()) == []
 
 
@@ -163,7 +164,7 @@ async def test_skipped_parts_have_a_limit_too(tmp_path: Path) -> None:
             yield b"x" * 65_536
 
     with pytest.raises(MalformedUpload):
-        await receive_upload(endless(), FORM, tmp_path, lambda _: 100)
+        await receive_upload(endless(), FORM, tmp_path, lambda _: 100, DiskReserve(tmp_path, 0))
     assert sent <= MAX_FORM_BYTES + 65_536 and list(tmp_path.iterdir()) == []
 
 
@@ -179,7 +180,7 @@ async def test_a_client_that_goes_away_leaves_nothing(tmp_path: Path) -> None:
         raise ConnectionResetError
 
     with pytest.raises(ConnectionResetError):
-        await receive_upload(interrupted(), FORM, tmp_path, lambda _: 100)
+        await receive_upload(interrupted(), FORM, tmp_path, lambda _: 100, DiskReserve(tmp_path, 0))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -196,7 +197,7 @@ async def test_the_split_into_chunks_does_not_matter(
         for start, end in zip(edges, edges[1:], strict=False):
             yield body[start:end]
 
-    upload = await receive_upload(chunks(), FORM, tmp_path, lambda _: 10_000)
+    upload = await receive_upload(chunks(), FORM, tmp_path, lambda _: 10_000, DiskReserve(tmp_path, 0))
     assert upload.content is not None and upload.content.read_bytes() == content
     assert (upload.fields, upload.filename, upload.size) == ({"purpose": "batch"}, "in.jsonl", len(content))
     os.unlink(upload.content)
@@ -206,7 +207,7 @@ async def test_a_part_without_a_name_is_skipped(tmp_path: Path) -> None:
     async def body() -> AsyncIterator[bytes]:
         yield b"--XX\r\nContent-Type: text/plain\r\n\r\nhello\r\n" + form(FILE)
 
-    upload = await receive_upload(body(), FORM, tmp_path, lambda _: 100)
+    upload = await receive_upload(body(), FORM, tmp_path, lambda _: 100, DiskReserve(tmp_path, 0))
     assert upload.size == 2
     with pytest.raises(MalformedUpload):
-        await receive_upload(body(), "text/plain", tmp_path, lambda _: 100)
+        await receive_upload(body(), "text/plain", tmp_path, lambda _: 100, DiskReserve(tmp_path, 0))

@@ -12,6 +12,7 @@ from redis.exceptions import ConnectionError as StoreUnreachable
 from redis.exceptions import TimeoutError as StoreSilent
 
 from scheduler.store import connection
+from scheduler.store.refusal import NotDurable
 from tests.waiting import until
 from tidegate.process import dies_with_parent
 from tidegate.valkey import EmbeddedValkey
@@ -127,7 +128,8 @@ async def test_durable_covers_the_writes_of_other_connections(server: Server, cl
     other = connection.connect(server.valkey.url)
     await other.set("key", "value")
     assert (await client.execute_command("WAITAOF", 1, 0, 50))[0] == 1
-    assert await connection.durable(client, timeout_s=0.05) is False
+    with pytest.raises(NotDurable):
+        await connection.durable(client, timeout_s=0.05)
     await other.aclose()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.planning.step_report import StepReport
@@ -9,6 +10,7 @@ from scheduler.queue.memory import MemoryQueue
 from scheduler.request import EventKind, Lease, TokenEvent
 from scheduler.virtual_time import VirtualClock
 from scheduler.worker.publisher import Publisher
+from scheduler.worker.refusals import Refusals
 from tests.scheduler.builders import make_request
 from tests.scheduler.world import run_bounded
 
@@ -35,7 +37,8 @@ class Rig:
         self.queue = MemoryQueue(self.clock)
         self.events = SlowChannel(self.clock)
         self.dropped: list[str] = []
-        self.publisher = Publisher(self.queue, self.events, self)  # type: ignore[arg-type]  # for `drop` alone
+        held: Any = self  # for `drop` alone
+        self.publisher = Publisher(self.queue, self.events, held, Refusals(), self.clock)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         self.dropped += request_ids

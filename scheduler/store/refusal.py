@@ -1,0 +1,56 @@
+"""The errors of a store that answers, but refuses to write: its memory or disk is full, or it is not the primary.
+
+Knows the error codes of Redis and Valkey. Does not know who writes what: `scheduler.store.connection` turns these
+errors into `StoreRefused` for all commands, pipelines and scripts.
+"""
+
+import re
+
+from redis.exceptions import BusyLoadingError, ConnectionError, MasterDownError, OutOfMemoryError, ReadOnlyError
+
+# The cause of each error code, as the end of the sentence "The store refuses writes: …".
+CAUSES = {
+    "OOM": "its memory is full",
+    "MISCONF": "it cannot write to its disk",
+    "READONLY": "it is a read-only replica",
+    "UNBLOCKED": "it has just become a replica",
+    "NOREPLICAS": "too few of its replicas are connected",
+    "LOADING": "it is still loading its data",
+    "MASTERDOWN": "it is a replica that has lost its primary",
+    "BUSY": "it is busy with a script",
+}
+# redis-py removes the codes of these errors from their messages.
+_CODES = {
+    OutOfMemoryError: "OOM",
+    ReadOnlyError: "READONLY",
+    BusyLoadingError: "LOADING",
+    MasterDownError: "MASTERDOWN",
+}
+# In a pipeline, redis-py puts the command in front of the server's message.
+_CODE = re.compile(r"(?:\A|of pipeline caused error: (?:\(')?)(MISCONF|NOREPLICAS|UNBLOCKED|BUSY) ")
+
+
+class StoreRefused(ConnectionError):
+    """The store answers, but takes no writes. `cause` says why. Nothing was written, and a later attempt may succeed.
+
+    It is a `ConnectionError`, because whoever can wait for a store that is away can also wait for this one.
+    """
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"The store refuses writes: {cause}.")
+        self.cause = cause
+
+
+class NotDurable(StoreRefused):
+    """The store has taken a write, but has not confirmed in time that it is on its disk."""
+
+    def __init__(self) -> None:
+        super().__init__("its disk is too slow or full")
+
+
+def refusal_of(error: Exception) -> StoreRefused | None:
+    """Return the refusal that an error of redis-py means; None if it means something else."""
+    code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
+    if code is None and (found := _CODE.search(str(error))):
+        code = found[1]
+    return None if code is None else StoreRefused(CAUSES[code])

@@ -1,0 +1,73 @@
+"""A real store that is made to refuse writes, in each way that a test can bring about without rights of its own."""
+
+import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis as sync_redis
+
+from tests.system.server import wait_for
+from tidegate.process import dies_with_parent
+from tidegate.valkey import EmbeddedValkey
+
+NO_LIMIT = resource.RLIM_INFINITY
+
+# By error code: the command that makes the server refuse, and the one that ends this.
+COMMANDS = {
+    "OOM": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+    "NOREPLICAS": (("CONFIG", "SET", "min-replicas-to-write", "1"), ("CONFIG", "SET", "min-replicas-to-write", "0")),
+    "READONLY": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+}
+CODES = (*COMMANDS, "MISCONF")
+
+
+@contextmanager
+def refusing(url: str, code: str = "OOM") -> Iterator[None]:
+    """Make the server at `url` refuse writes with the error `code` within the block."""
+    with sync_redis.Redis.from_url(url) as client:
+        if code == "MISCONF":
+            with full_disk(client):
+                yield
+            return
+        begin, end = COMMANDS[code]
+        client.execute_command(*begin)
+        try:
+            yield
+        finally:
+            client.execute_command(*end)
+
+
+@contextmanager
+def full_disk(client: sync_redis.Redis) -> Iterator[None]:
+    """Let the server's files grow no further within the block, as on a full disk.
+
+    The server must be one of `limitable_valkey`.
+    """
+    pid = client.info("server")["process_id"]
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, NO_LIMIT))
+    client.set("a write that does not reach the disk", "", px=1)
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+        wait_for(lambda: client.info("persistence")["aof_last_write_status"] == "ok", 10, "writes to the disk")
+
+
+@contextmanager
+def limitable_valkey(data_dir: Path) -> Iterator[str]:
+    """Run an embedded server that survives a limit of its files' sizes. Yield its URL."""
+    with EmbeddedValkey(data_dir) as valkey:
+        process = subprocess.Popen(
+            valkey.argv,
+            pass_fds=valkey.pass_fds,
+            restore_signals=False,  # Python ignores SIGXFSZ, and so does this child then
+            preexec_fn=dies_with_parent(),
+        )
+        try:
+            wait_for(valkey.answers_ping, 10, "the store")
+            yield valkey.url
+        finally:
+            process.kill()
+            process.wait(10)

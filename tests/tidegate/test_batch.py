@@ -1,0 +1,212 @@
+"""`tidegate batch` against a real HTTP server with files and batches, on a real store."""
+
+import asyncio
+import csv
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from redis.asyncio import Redis
+
+from tests.gateway.offline import MODEL, OfflineGateway, jsonl, line, lines, running_gateway
+from tests.waiting import until
+from tidegate.batch import server, work
+from tidegate.batch.command import run_batch
+
+
+@asynccontextmanager
+async def _serving(gateway: OfflineGateway) -> AsyncIterator[str]:
+    config = uvicorn.Config(gateway.app, port=0, log_config=None, ws="none", timeout_graceful_shutdown=1)
+    running = uvicorn.Server(config)
+    task = asyncio.create_task(running.serve())
+    try:
+        await until(lambda: running.started or task.done())
+        port = running.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        running.should_exit = True
+        await task
+
+
+@dataclass
+class CommandLine:
+    gateway: OfflineGateway
+    url: str
+
+    async def __call__(self, *arguments: Any) -> int:
+        """Run the command in a thread, while this loop serves. Return its exit code."""
+        return await asyncio.to_thread(run_batch, [*map(str, arguments), "--base-url", self.url])
+
+
+@pytest.fixture
+async def batch(redis_client: Redis, tmp_path: Path) -> AsyncIterator[CommandLine]:
+    async with running_gateway(redis_client, tmp_path / "data") as gateway, _serving(gateway) as url:
+        yield CommandLine(gateway, url)
+
+
+def _written(path: Path, content: bytes | str) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def _results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+async def test_requests_come_back_in_their_order(batch: CommandLine, tmp_path: Path) -> None:
+    batch.gateway.completions.statuses["q3"] = [400]
+    source, output = _written(tmp_path / "in.jsonl", jsonl(lines(6))), tmp_path / "out.jsonl"
+    assert await batch("run", source, "-o", output) == 1  # since one line failed
+    results = _results(output)
+    assert [result["custom_id"] for result in results] == [f"q{n}" for n in range(6)]
+    assert [result["response"]["status_code"] for result in results] == [200, 200, 200, 400, 200, 200]
+    assert not (tmp_path / "out.jsonl.batch").exists()
+
+
+async def test_a_table_gets_an_answer_for_each_row(batch: CommandLine, tmp_path: Path) -> None:
+    source = _written(tmp_path / "in.csv", 'text,year\n"high, or low",1999\nébb,2024\n')
+    output = tmp_path / "out.csv"
+    batch.gateway.completions.statuses["Say ébb of 2024"] = [400]
+    assert await batch("run", source, "-o", output, "--template", "Say {text} of {year}", "--model", MODEL) == 1
+    with output.open(newline="", encoding="utf-8") as file:
+        first, second = csv.DictReader(file)
+    assert first == {"text": "high, or low", "year": "1999", "answer": "Re: Say high, or low of 1999", "error": ""}
+    assert (second["text"], second["answer"]) == ("ébb", "") and "no" in second["error"]
+
+
+async def test_parquet_keeps_its_types(batch: CommandLine, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    source, output = tmp_path / "in.parquet", tmp_path / "out.parquet"
+    parquet.write_table(pyarrow.table({"n": [1, 2], "tags": [["a"], ["b", "c"]]}), source)
+    assert await batch("run", source, "-o", output, "--template", "{n}", "--model", MODEL) == 0
+    answers = [{"answer": f"Re: {n}", "error": None} for n in (1, 2)]
+    rows = [{"n": 1, "tags": ["a"]}, {"n": 2, "tags": ["b", "c"]}]
+    assert parquet.read_table(output).to_pylist() == [row | answer for row, answer in zip(rows, answers, strict=True)]
+
+
+async def test_a_run_that_was_cut_off_goes_on_without_a_second_batch(
+    batch: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = _written(tmp_path / "in.jsonl", jsonl(lines(3))), tmp_path / "out.jsonl"
+    permits = batch.gateway.completions.permits = asyncio.Semaphore(0)
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "sleep", interrupt)
+        assert await batch("run", source, "-o", output) == 130
+    assert not output.exists()
+    for _ in range(3):
+        permits.release()
+    assert await batch("run", source, "-o", output) == 0
+    assert len(_results(output)) == 3
+    assert set(batch.gateway.completions.answered.values()) == {1}
+    assert len([item async for item in batch.gateway.client.batches.list()]) == 1
+
+
+async def test_another_input_does_not_resume_a_run(
+    batch: CommandLine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.jsonl"
+    work.prepared(work.directory_of(output), {"input": "another"}, ((r, None) for r in lines(1)))
+    assert await batch("run", _written(tmp_path / "in.jsonl", jsonl(lines(3))), "-o", output) == 1
+    assert "belongs to an unfinished run" in capsys.readouterr().err
+
+
+async def test_input_of_several_batches_is_one_output(
+    batch: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "MAX_PART_LINES", 4)
+    source, output = _written(tmp_path / "in.jsonl", jsonl(lines(10))), tmp_path / "out.jsonl"
+    assert await batch("run", source, "-o", output) == 0
+    assert [result["custom_id"] for result in _results(output)] == [f"q{n}" for n in range(10)]
+    assert len([item async for item in batch.gateway.client.batches.list()]) == 3
+
+
+async def test_failed_lines_run_again_alone(
+    batch: CommandLine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch.gateway.completions.statuses["q1"] = [400]
+    assert await batch("run", _written(tmp_path / "in.jsonl", jsonl(lines(3))), "-o", tmp_path / "out.jsonl") == 1
+    [first] = [item async for item in batch.gateway.client.batches.list()]
+    assert first.id in capsys.readouterr().err  # in the command to repeat them
+    assert await batch("retry", first.id, "-o", tmp_path / "rest.jsonl") == 0
+    assert [result["custom_id"] for result in _results(tmp_path / "rest.jsonl")] == ["q1"]
+    assert await batch("retry", (await _newest(batch)).id, "-o", tmp_path / "none.jsonl") == 1
+    assert "has no failed lines" in capsys.readouterr().err
+
+
+async def _newest(batch: CommandLine) -> Any:
+    return [item async for item in batch.gateway.client.batches.list()][0]
+
+
+async def test_submit_status_list_fetch_and_cancel(
+    batch: CommandLine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    permits = batch.gateway.completions.permits = asyncio.Semaphore(0)
+    source = _written(tmp_path / "in.jsonl", jsonl(lines(2)))
+    assert await batch("submit", source, "--metadata", "team=tides") == 0
+    batch_id = capsys.readouterr().out.strip()
+    assert await batch("status", batch_id) == 0 and await batch("list") == 0
+    assert all(batch_id in text and "tides" in text for text in capsys.readouterr().out.splitlines())
+    permits.release()
+    await batch.gateway.answered(batch_id, 1)
+    assert await batch("cancel", batch_id) == 0
+    await batch.gateway.ended(batch_id)
+    assert await batch("fetch", batch_id, "-o", tmp_path / "out.jsonl") == 1
+    errors = [result["error"] for result in _results(tmp_path / "out.jsonl")]
+    assert sorted(error is None for error in errors) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "flags", "message"),
+    [
+        ("in.csv", "text\nebb\n", [], "add --template"),
+        ("in.csv", "text\nebb\n", ["--template", "{txt}"], "there is 'text'"),
+        ("in.csv", "a,b\n1\n", ["--template", "{a}"], "line 2: the number of fields differs"),
+        ("in.csv", "", ["--template", "{a}"], "no rows"),
+        ("in.csv", b"text\n\xff\n", ["--template", "{text}"], "not UTF-8"),
+        ("in.jsonl", "{oh\n", [], "line 1: this is not JSON"),
+        ("in.jsonl", "[1]\n", [], "must be a JSON object"),
+        ("in.jsonl", jsonl([line("a"), line("a")]), [], "not unique"),
+        ("in.jsonl", jsonl([line("a"), line("b", url="/v1/completions")]), [], "one endpoint a run"),
+        ("in.jsonl", jsonl(lines(1)), ["--template", "{a}"], "leave --template out"),
+        ("in.txt", "text", [], "add --format"),
+        ("in.parquet", "text", ["--template", "{a}"], "no Parquet file"),
+        ("in.csv", "text\nebb\n", ["--template", "{text"], "is not valid"),
+    ],
+)
+def test_input_that_cannot_be_used_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | str, flags: list[str], message: str
+) -> None:
+    assert run_batch(["validate", str(_written(tmp_path / name, content)), "--model", MODEL, *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_validate_counts_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_batch(["validate", str(_written(tmp_path / "in.jsonl", jsonl(lines(3))))]) == 0
+    assert "3 requests for /v1/chat/completions" in capsys.readouterr().out
+
+
+def test_a_server_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = _written(tmp_path / "in.jsonl", jsonl(lines(1)))
+    flags = ["-o", str(tmp_path / "out.jsonl"), "--base-url", "http://127.0.0.1:9/v1"]
+    assert run_batch(["run", str(source), *flags]) == 1
+    assert "http://127.0.0.1:9/v1 does not answer" in capsys.readouterr().err
+
+
+def test_rows_may_come_from_standard_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _written(tmp_path / "rows", "text\tn\nebb\t1\n").open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert run_batch(["validate", "-", "--format", "tsv", "--template", "{text} {n}", "--model", MODEL]) == 0
+    assert "1 requests" in capsys.readouterr().out

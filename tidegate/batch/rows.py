@@ -1,0 +1,191 @@
+"""Tables of rows: CSV, Parquet and JSONL files, and standard input.
+
+Reads a table row by row, and writes one. Knows formats; does not know batches. A row maps column names to values.
+"""
+
+import csv
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from tidegate.batch.problems import BatchProblem
+
+Row = dict[str, Any]
+STANDARD = Path("-")  # standard input or output
+FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+PARQUET_GROUP = 10_000  # rows of a Parquet file that are written at once
+
+
+def format_of(path: Path, named: str | None = None) -> str:
+    """Return the format `named`, or that of the file's suffix. Standard input is JSONL. Raises `BatchProblem`."""
+    if named is not None:
+        return named
+    if path == STANDARD:
+        return "jsonl"
+    if path.suffix.lower() not in FORMATS:
+        raise BatchProblem(f"{path}: the suffix names no known format; add --format csv, tsv, jsonl or parquet.")
+    return FORMATS[path.suffix.lower()]
+
+
+def read_rows(path: Path, kind: str) -> Iterator[Row]:
+    """Yield the rows of a table. Raises `BatchProblem` if the file cannot be read as `kind`."""
+    try:
+        yield from {"csv": _read_csv, "tsv": _read_tsv, "jsonl": _read_jsonl, "parquet": _read_parquet}[kind](path)
+    except FileNotFoundError:
+        raise BatchProblem(f"{path}: there is no such file.") from None
+    except UnicodeDecodeError as error:
+        raise BatchProblem(f"{path}: this is not UTF-8 text ({error.reason} at byte {error.start}).") from None
+
+
+class RowWriter(Protocol):
+    def write(self, row: Row) -> None: ...
+
+
+@contextmanager
+def row_writer(path: Path, kind: str) -> Iterator[RowWriter]:
+    """Return a writer of rows. The file appears under its name when all rows are written, and not at all otherwise."""
+    if path == STANDARD:
+        yield _JsonLines(sys.stdout)
+        return
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        if kind == "parquet":
+            _require_pyarrow()
+            writer = _Parquet(partial)
+            yield writer
+            writer.close()
+        else:
+            with partial.open("w", encoding="utf-8", newline="") as file:
+                yield _JsonLines(file) if kind == "jsonl" else _Csv(file, "\t" if kind == "tsv" else ",")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
+    csv.field_size_limit(2**30)
+    with _text(path) as file:
+        reader = csv.DictReader(file, delimiter=delimiter, restkey="", strict=True)
+        try:
+            for row in reader:
+                if "" in row or None in row.values():
+                    named = f"the header names {len(reader.fieldnames or ())}"
+                    raise BatchProblem(f"{path}, line {reader.line_num}: the number of fields differs; {named}.")
+                yield row
+        except csv.Error as error:
+            raise BatchProblem(f"{path}, line {reader.line_num}: {error}.") from None
+
+
+def _read_tsv(path: Path) -> Iterator[Row]:
+    return _read_csv(path, "\t")
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with _text(path) as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise BatchProblem(f"{path}, line {number}: this is not JSON ({error.msg}).") from None
+            if not isinstance(row, dict):
+                raise BatchProblem(f"{path}, line {number}: each line must be a JSON object.")
+            yield row
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    _require_pyarrow()
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    if path == STANDARD:
+        raise BatchProblem("Parquet cannot be read from standard input: name the file.")
+    try:
+        with ParquetFile(path) as file:
+            for group in file.iter_batches():
+                yield from group.to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise BatchProblem(f"{path}: this is no Parquet file ({error}).") from None
+
+
+@contextmanager
+def _text(path: Path) -> Iterator[IO[str]]:
+    if path == STANDARD:
+        yield sys.stdin
+        return
+    with path.open(encoding="utf-8-sig", newline="") as file:  # -sig: some editors write a byte order mark
+        yield file
+
+
+class _JsonLines:
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, row: Row) -> None:
+        self._file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+class _Csv:
+    """The columns are those of the first row."""
+
+    def __init__(self, file: IO[str], delimiter: str) -> None:
+        self._file, self._delimiter = file, delimiter
+        self._writer: csv.DictWriter[str] | None = None
+
+    def write(self, row: Row) -> None:
+        if self._writer is None:
+            self._writer = csv.DictWriter(self._file, list(row), delimiter=self._delimiter, extrasaction="ignore")
+            self._writer.writeheader()
+        self._writer.writerow({name: _cell(value) for name, value in row.items()})
+
+
+class _Parquet:
+    """Writes groups of rows. The columns and their types are those of the first group."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: list[Row] = []
+        self._writer: Any = None
+
+    def write(self, row: Row) -> None:
+        self._rows.append(row)
+        if len(self._rows) == PARQUET_GROUP:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()  # there is a writer: a run has at least one row
+
+    def _flush(self) -> None:
+        import pyarrow
+        from pyarrow.parquet import ParquetWriter
+
+        schema = None if self._writer is None else self._writer.schema
+        table = pyarrow.Table.from_pylist(self._rows, schema=schema or _schema(self._rows))
+        if self._writer is None:
+            self._writer = ParquetWriter(self._path, table.schema)
+        self._writer.write_table(table)
+        self._rows = []
+
+
+def _schema(rows: Sequence[Row]) -> Any:
+    """Return the schema of `rows`; a column without a value in them is one of strings, as answers and errors are."""
+    import pyarrow
+
+    schema = pyarrow.Table.from_pylist(rows).schema
+    fields = [pyarrow.field(f.name, pyarrow.string()) if pyarrow.types.is_null(f.type) else f for f in schema]
+    return pyarrow.schema(fields)
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else value
+
+
+def _require_pyarrow() -> None:
+    if find_spec("pyarrow") is None:
+        raise BatchProblem("Parquet needs pyarrow: pip install 'tidegate[parquet]'.")

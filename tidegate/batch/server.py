@@ -1,0 +1,140 @@
+"""The Batch API of a server, as `tidegate batch` uses it.
+
+Works with any server that has OpenAI's Files and Batch API. Knows the API; does not know tables or runs.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import openai
+from openai.types import Batch
+
+from tidegate.batch.problems import BatchProblem
+
+TERMINAL = {"completed", "failed", "expired", "cancelled"}
+FIRST_POLL_S, MAX_POLL_S = 0.2, 5.0
+WINDOW = "24h"
+
+
+class BatchServer:
+    """One server. Its answers that a user can mend become a `BatchProblem`. Close it after use."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self._url = base_url
+        self._client = openai.OpenAI(base_url=base_url, api_key=api_key)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def first_model(self) -> str:
+        with self._problems():
+            for model in self._client.models.list():
+                return model.id
+        raise BatchProblem(f"{self._url} serves no model.")
+
+    def upload(self, path: Path, retry_key: str) -> str:
+        """Upload an input file and return its id. A call with the same `retry_key` may return the same file."""
+        with self._problems(), path.open("rb") as file:
+            headers = {"Idempotency-Key": f"{retry_key}-file"}
+            return self._client.files.create(file=file, purpose="batch", extra_headers=headers).id
+
+    def create(self, file_id: str, endpoint: str, metadata: dict[str, str], window: str, retry_key: str) -> Batch:
+        with self._problems():
+            return self._client.batches.create(
+                input_file_id=file_id,
+                endpoint=endpoint,  # type: ignore[arg-type]
+                completion_window=window,  # type: ignore[arg-type]
+                metadata=metadata or None,
+                extra_headers={"Idempotency-Key": f"{retry_key}-batch"},
+            )
+
+    def retrieve(self, batch_id: str) -> Batch:
+        with self._problems():
+            return self._client.batches.retrieve(batch_id)
+
+    def cancel(self, batch_id: str) -> Batch:
+        with self._problems():
+            return self._client.batches.cancel(batch_id)
+
+    def newest(self, limit: int) -> Iterator[Batch]:
+        """Yield up to `limit` batches, newest first."""
+        with self._problems():
+            for count, batch in enumerate(self._client.batches.list(limit=min(limit, 100)), 1):
+                yield batch
+                if count == limit:
+                    return
+
+    def download(self, file_id: str, path: Path) -> None:
+        """Write the file to `path`, which appears when it is complete."""
+        partial = path.with_name(f"{path.name}.partial")
+        with self._problems(), self._client.files.with_streaming_response.content(file_id) as response:
+            response.stream_to_file(partial)
+        partial.replace(path)
+
+    def updates(self, batch_id: str, tell: Callable[[str], None]) -> Iterator[Batch]:
+        """Yield the batch again and again, until it has ended. A server that is away for a while is waited for."""
+        wait_s, away = FIRST_POLL_S, False
+        while True:
+            try:
+                batch = self._client.batches.retrieve(batch_id)
+            except (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError) as error:
+                if not away:
+                    tell(f"{self._url} does not answer ({_reason(error)}); waiting for it.")
+                away = True
+            except openai.APIStatusError as error:
+                raise BatchProblem(f"{self._url} answered {error.status_code}: {_reason(error)}") from None
+            else:
+                away = False
+                yield batch
+                if batch.status in TERMINAL:
+                    return
+            sleep(wait_s)
+            wait_s = min(wait_s * 1.5, MAX_POLL_S)
+
+    @contextmanager
+    def _problems(self) -> Iterator[None]:
+        try:
+            yield
+        except openai.APIConnectionError:
+            message = f"{self._url} does not answer. Is the server running, and is --base-url right?"
+            raise BatchProblem(message) from None
+        except openai.AuthenticationError as error:
+            raise BatchProblem(f"{_reason(error)} Set TIDEGATE_API_KEY or OPENAI_API_KEY.") from None
+        except openai.APIStatusError as error:
+            raise BatchProblem(f"{self._url} answered {error.status_code}: {_reason(error)}") from None
+
+
+def _reason(error: openai.APIError) -> str:
+    match error.body:
+        case {"message": str(message)}:
+            return message
+    return error.message
+
+
+def describe(batch: Batch) -> str:
+    """Return the state of a batch as one line."""
+    counts = batch.request_counts
+    done = "" if counts is None else f"  {counts.completed + counts.failed}/{counts.total} lines"
+    failed = f", {counts.failed} failed" if counts is not None and counts.failed else ""
+    note = f"  {json.dumps(batch.metadata)}" if batch.metadata else ""
+    return f"{batch.id}  {batch.status:11}{done}{failed}  {batch.endpoint}{note}"
+
+
+def errors_of(batch: Batch) -> Iterator[str]:
+    """Yield one line for each error of the batch's input."""
+    for error in (batch.errors.data if batch.errors else None) or ():
+        place = "" if error.line is None else f"line {error.line}: "
+        yield f"{place}{error.message} ({error.code})"
+
+
+def results_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the custom_id and the whole of each result line of a downloaded file. A missing file has none."""
+    if path.exists():
+        with path.open(encoding="utf-8") as file:
+            for text in file:
+                result = json.loads(text)
+                yield result["custom_id"], result
