@@ -36,3 +36,4 @@ class EngineConfig:
     seed: int = 0  # seed of dummy weights
     engine: EngineKind = "native"
     vllm_args: str = ""  # flags of vLLM's own, for the engine `vllm`
+    adapters: tuple[tuple[str, str], ...] = ()  # LoRA adapters: (name, directory or hub id)

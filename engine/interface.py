@@ -80,6 +80,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # as `logprobs`, but for the tokens of the prompt
     grammar: str | None = None  # serialised llguidance grammar; only tokens that the grammar allows are generated
+    adapter: str | None = None  # name of the LoRA adapter that computes the tokens; None: the model alone
 
 
 # First words of a `GrammarError` or a `SequenceFailure` for which the request's grammar is to blame.
@@ -231,6 +232,7 @@ class EngineInfo:
     swap_block_s: float = 0.0  # seconds to copy one block to the host or back, measured at the start
     steps_ahead: int = 0  # async scheduling: number of plans that may be submitted while a step runs; 0: none
     step_eviction: StepEviction = StepEviction.NOTHING
+    adapters: tuple[str, ...] = ()  # names of the model's LoRA adapters
     num_layers: int = 30  # of the model; sequences are evicted from a running step between two layers
 
 

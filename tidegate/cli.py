@@ -139,7 +139,7 @@ def _load(kind: type[S], command: str, args: list[str]) -> S:
         named = type(
             kind.__name__, (kind,), {"model_config": {"cli_prog_name": f"tidegate {command}"}, "__doc__": kind.__doc__}
         )
-        settings: S = CliApp.run(named, cli_args=_joined_lists(_joined_vllm_args(args)))
+        settings: S = CliApp.run(named, cli_args=_joined_lists(joined_vllm_args(args)))
     except ValidationError as error:
         for e in error.errors(include_url=False):
             name = ".".join(str(part) for part in e["loc"]).replace("_", "-")
@@ -173,7 +173,7 @@ def _take_config(args: list[str]) -> list[str]:
     return rest
 
 
-def _joined_vllm_args(args: list[str]) -> list[str]:
+def joined_vllm_args(args: list[str]) -> list[str]:
     """Join `--vllm-args VALUE` to one argument, because VALUE looks like a flag."""
     items = iter(args)
     return [f"{item}={next(items, '')}" if item == "--vllm-args" else item for item in items]

@@ -132,6 +132,7 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         tool_parser=settings.tool_parser,
         metering=metering,
         revision=revision,
+        adapters=settings.adapter_paths.keys(),
     )
     files = FileStore(redis, settings.data_dir, clock, settings.disk_reserve_mb * 2**20)
     max_body_bytes = settings.max_body_mb * 2**20

@@ -75,6 +75,9 @@ class CommonSettings(BaseSettings):
     served_model_name: Annotated[list[str] | None, NoDecode] = Field(
         default=None, description="model name or names that clients use; unset: the name of the model"
     )
+    adapters: Annotated[list[str] | None, NoDecode] = Field(
+        default=None, description="LoRA adapters of the model as further model names, with --engine vllm: NAME=PATH,…"
+    )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto", description="dummy: random weights with the shapes of the model's config, for benchmarks"
     )
@@ -88,7 +91,15 @@ class CommonSettings(BaseSettings):
         default=30.0, ge=0, description="seconds that running requests may take to finish after a stop signal"
     )
 
-    @field_validator("served_model_name", mode="before")
+    @field_validator("adapters")
+    @classmethod
+    def _are_adapters(cls, value: list[str] | None) -> list[str] | None:
+        for entry in value or ():
+            if not all(entry.partition("=")):
+                raise ValueError(f"{entry!r} is not NAME=PATH")
+        return value
+
+    @field_validator("served_model_name", "adapters", mode="before")
     @classmethod
     def _split_names(cls, value: Any) -> Any:
         return split_list(value)
@@ -99,10 +110,14 @@ class CommonSettings(BaseSettings):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names that clients use for the model. The first one is the main name."""
-        if self.served_model_name:
-            return tuple(self.served_model_name)
-        return (self.model.rstrip("/").rsplit("/", 1)[-1],) if self.model else (DEMO_MODEL,)
+        """The names that clients use for the model and its adapters. The first one is the main name."""
+        own = [self.model.rstrip("/").rsplit("/", 1)[-1] if self.model else DEMO_MODEL]
+        return (*(self.served_model_name or own), *self.adapter_paths)
+
+    @property
+    def adapter_paths(self) -> dict[str, str]:
+        """The directories or hub ids of the LoRA adapters, by name."""
+        return {name: path for name, _, path in (entry.partition("=") for entry in self.adapters or ())}
 
     @property
     def tiers_path(self) -> Path:

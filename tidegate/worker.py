@@ -93,6 +93,7 @@ def _start_engine(settings: WorkerSettings) -> Engine:
         optimize=settings.optimize,
         engine=settings.engine,
         vllm_args=settings.vllm_args or "",
+        adapters=tuple(settings.adapter_paths.items()),
     )
     return build_engine(config)
 

@@ -59,7 +59,9 @@ class Sequence:
         self.swap_table: list[int] = []  # blocks of host memory
         self.num_known_blocks = 0  # first blocks of `block_table` that are known to the prefix cache
         self.status = SequenceStatus.ACTIVE
-        self._cache_salt = new.cache_salt
+        # An adapter changes keys and values, so its sequences share no blocks with others.
+        adapter = new.sampling.adapter
+        self._cache_salt = new.cache_salt if adapter is None else f"{adapter!r} {new.cache_salt}"
         self._digests: list[bytes] = []
         self.alters_logits = _alters_logits(new.sampling)
         self.num_scored_tokens = 1  # prompt tokens already reported; the first one has nothing to report

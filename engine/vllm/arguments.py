@@ -35,6 +35,10 @@ OWNED_FLAGS = {
     "logprobs-mode": "the request's log probabilities",
     "structured-outputs-config": "the request's response_format",
     "reasoning-parser": "the gateway",
+    "enable-lora": "--adapters",
+    "max-loras": "--adapters",
+    "lora-modules": "--adapters",
+    "default-mm-loras": "--adapters",
     "runner": "text generation only",
     "convert": "text generation only",
     "data-parallel-size": "one worker for each replica",
@@ -62,7 +66,8 @@ def engine_args(config: EngineConfig) -> Any:
     parser = EngineArgs.add_cli_args(Parser(add_help=False))
     parsed = vars(parser.parse_args(given))
     chosen = {name: value for name, value in parsed.items() if value != parser.get_default(name)}
-    return EngineArgs(**(_defaults(config) | chosen | _own(config) | _cpu_memory(config, chosen)))
+    own = _own(config) | _cpu_memory(config, chosen) | _lora(config)
+    return EngineArgs(**(_defaults(config) | chosen | own))
 
 
 def refuse_owned(given: list[str]) -> None:
@@ -88,6 +93,14 @@ def _cpu_memory(config: EngineConfig, chosen: dict[str, Any]) -> dict[str, Any]:
     if is_chosen or not current_platform.is_cpu():
         return {}
     return {"kv_cache_memory_bytes": int(psutil.virtual_memory().available * _CPU_MEMORY_SHARE)}
+
+
+def _lora(config: EngineConfig) -> dict[str, Any]:
+    """Return room for all adapters in one batch, so that a plan need not know of them.
+
+    One slot stays empty: on a CPU, vLLM 0.32 computes sequences without an adapter with the weights of the last slot.
+    """
+    return {"enable_lora": True, "max_loras": len(config.adapters) + 1} if config.adapters else {}
 
 
 def _own(config: EngineConfig) -> dict[str, Any]:

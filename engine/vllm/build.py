@@ -88,7 +88,7 @@ def _start(config: EngineConfig) -> "tuple[Any, VllmExecutor]":
     args = engine_args(config)
     try:
         vllm_config = args.create_engine_config()
-        return vllm_config, VllmExecutor(vllm_config)
+        return vllm_config, VllmExecutor(vllm_config, config.adapters)
     except EngineStartError as error:
         raise EngineStartError(f"vLLM cannot run {config.model}: {error}") from error
     except Exception as error:  # vLLM's errors have no common type
@@ -116,6 +116,7 @@ def _describe(config: EngineConfig, vllm_config: Any, executor: "VllmExecutor") 
         dtype=str(model.dtype).removeprefix("torch."),
         attention_backend=f"vLLM {version('vllm')}, {executor.name}",
         steps_ahead=_steps_ahead(config, parallel),
+        adapters=tuple(name for name, _ in config.adapters),
         num_layers=model.get_total_num_hidden_layers(),
     )
 
@@ -154,4 +155,5 @@ def _log(info: EngineInfo, vllm_config: Any, executor: "VllmExecutor") -> None:
         kv_blocks=info.num_blocks,
         block_size=info.block_size,
         steps_ahead=info.steps_ahead,
+        adapters=list(info.adapters),
     )

@@ -4,6 +4,7 @@ Knows vLLM's executors (one process, several processes, Ray) and in which order 
 sampling. vLLM's internals move with every minor version: `build.py` checks that it is the version of the tests.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,12 +24,12 @@ class VllmExecutor:
     because OpenMP gives each computing thread a pool of its own.
     """
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: Any, adapters: Sequence[tuple[str, str]]) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._executor, self._cache = self._thread.submit(_set_up, vllm_config).result()
         self.max_num_seqs: int = vllm_config.scheduler_config.max_num_seqs
         has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
-        self._messages = Messages(vllm_config.model_config.get_vocab_size(), sends_tokens=has_stages)
+        self._messages = Messages(vllm_config.model_config.get_vocab_size(), adapters, sends_tokens=has_stages)
         self._computes_here = vllm_config.parallel_config.distributed_executor_backend == "uni"
 
     @property

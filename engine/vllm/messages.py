@@ -4,9 +4,11 @@ Knows which sequences vLLM's workers know, and how many of their blocks; does no
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -29,9 +31,10 @@ class Messages:
     blocks that the workers know.
     """
 
-    def __init__(self, vocab_size: int, *, sends_tokens: bool) -> None:
+    def __init__(self, vocab_size: int, adapters: Seq[tuple[str, str]] = (), *, sends_tokens: bool = False) -> None:
         self._num_told: dict[str, int] = {}
         self._num_mask_words = -(-vocab_size // 32)
+        self._adapters = {name: LoRARequest(name, i, path) for i, (name, path) in enumerate(adapters, start=1)}
         self._sends_tokens = sends_tokens  # with pipeline parallelism, the first stage does not see what was sampled
 
     def encode(self, batch: Batch) -> tuple[SchedulerOutput, GrammarOutput | None]:
@@ -44,7 +47,7 @@ class Messages:
             if chunk.sequence.seq_id in self._num_told:
                 self._add_known(cached, chunk)
             else:
-                new.append(_new_request(chunk))
+                new.append(self._new_request(chunk))
             self._num_told[chunk.sequence.seq_id] = len(chunk.sequence.block_table)
         counts = {chunk.sequence.seq_id: chunk.num_tokens for chunk in batch.chunks}
         step = SchedulerOutput(
@@ -76,6 +79,20 @@ class Messages:
         else:
             added = _block_ids(sequence, num_told)
             cached.new_block_ids.append((added,) if added else None)
+
+    def _new_request(self, chunk: Chunk) -> NewRequestData:
+        sequence = chunk.sequence
+        adapter = sequence.sampling.adapter
+        return NewRequestData(
+            req_id=sequence.seq_id,
+            prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens].tolist(),
+            mm_features=[],
+            sampling_params=_sampling_params(sequence.sampling, tuple(sequence.stop_ids)),
+            pooling_params=None,
+            block_ids=(_block_ids(sequence),),
+            num_computed_tokens=chunk.start,
+            lora_request=None if adapter is None else self._adapters[adapter],
+        )
 
     def _grammar(self, batch: Batch) -> GrammarOutput | None:
         if not batch.masks:
@@ -116,20 +133,6 @@ def _token_logprobs(ids: Any, values: Any, num_top: int) -> TokenLogprobs:
     found = np.maximum(np.nan_to_num(values, nan=_IMPOSSIBLE), _IMPOSSIBLE).tolist()
     top = tuple(zip(ids.tolist()[1 : num_top + 1], found[1 : num_top + 1], strict=True))
     return TokenLogprobs(int(ids[0]), found[0], top)
-
-
-def _new_request(chunk: Chunk) -> NewRequestData:
-    sequence = chunk.sequence
-    return NewRequestData(
-        req_id=sequence.seq_id,
-        prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens].tolist(),
-        mm_features=[],
-        sampling_params=_sampling_params(sequence.sampling, tuple(sequence.stop_ids)),
-        pooling_params=None,
-        block_ids=(_block_ids(sequence),),
-        num_computed_tokens=chunk.start,
-        lora_request=None,
-    )
 
 
 def _sampling_params(params: SamplingParams, stop_ids: tuple[int, ...]) -> VllmSamplingParams:

@@ -53,7 +53,12 @@ def check_token_ids(request: AnyRequest, vocab_size: int) -> None:
 
 
 def sampling_params(
-    request: AnyRequest, defaults: SamplingDefaults, max_tokens: int, seed: int, constraints: Constraints
+    request: AnyRequest,
+    defaults: SamplingDefaults,
+    max_tokens: int,
+    seed: int,
+    constraints: Constraints,
+    adapter: str | None = None,
 ) -> SamplingParams:
     """Return the sampling parameters of one sequence that may have `max_tokens` tokens of output."""
     top_p = _or(request.top_p, defaults.top_p)
@@ -77,6 +82,7 @@ def sampling_params(
         logprobs=0 if request.chooses_best and request.num_logprobs is None else request.num_logprobs,
         prompt_logprobs=request.num_prompt_logprobs,
         grammar=constraints.grammar,
+        adapter=adapter,
     )
 
 

@@ -7,7 +7,7 @@ answer (gateway/completion/response.py does).
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -66,10 +66,12 @@ class CompletionService:
         tool_parser: str = "auto",
         metering: Metering | None = None,
         revision: str = "",
+        adapters: Collection[str] = (),
     ) -> None:
         """`trusts_templates` says whether a request may bring its own chat template.
 
-        `revision` tells one version of the model's files from another; it is a part of the fingerprint.
+        `revision` tells one version of the model's files from another; it is a part of the fingerprint. `adapters` are
+        those of `model_names` that name a LoRA adapter.
         """
         self._client = client
         self._clock = clock
@@ -82,6 +84,7 @@ class CompletionService:
         self._trusts_templates = trusts_templates
         self._format = ModelFormat.of(tokenizer.chat_template, tokenizer.special_tokens, tool_parser)
         self._metering = metering
+        self._adapters = frozenset(adapters)
         self._fingerprint = "fp_" + hashlib.sha256(f"{model_names[0]}{revision}".encode()).hexdigest()[:10]
 
     @property
@@ -271,6 +274,7 @@ class CompletionService:
         n = request.num_sequences
         salt = cache_salt(owner, request.cache_salt)
         delivery = _delivery(request, tier)
+        adapter = request.model if request.model in self._adapters else None
         requests = []
         for i, prompt in enumerate(prompts):
             seed = self._draw_seed() if request.seed is None else request.seed
@@ -280,7 +284,9 @@ class CompletionService:
                         id=f"{request_id}-{i * n + j}",
                         tier=tier.name,
                         prompt_token_ids=prompt.token_ids,
-                        sampling=sampling_params(request, self._defaults, prompt.max_tokens, seed + j, constraints),
+                        sampling=sampling_params(
+                            request, self._defaults, prompt.max_tokens, seed + j, constraints, adapter
+                        ),
                         arrival_ms=arrival_ms,
                         deadline_ms=arrival_ms + _time_limit_ms(request, tier),
                         reply_to=self._client.gateway_id,

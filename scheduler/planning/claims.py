@@ -75,6 +75,8 @@ def reason_against(claimed: Claimed, engine: EngineInfo, max_attempts: int) -> s
         return f"The prompt has token ids outside the vocabulary of {engine.vocab_size}."
     if request.sampling.max_tokens < 1:
         return "There is nothing to generate: max_tokens is below 1."
+    if request.sampling.adapter not in (None, *engine.adapters):
+        return f"The worker's engine has no adapter {request.sampling.adapter!r}."
     if min(request.max_total_tokens, engine.max_model_len) > capacity:
         return f"Prompt and output together may outgrow the {capacity} tokens that the engine holds."
     return ""

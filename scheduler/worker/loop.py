@@ -1,8 +1,8 @@
 """The main loop of a worker: claim → accept → plan → engine → apply → publish, with any clock, queue and engine.
 
-It is the only driver of the scheduler; the simulator runs the same loop. Seven small tasks share the core on one thread:
-steps, claims (also while a step runs), grammars, publishing, leases, peers and maintenance. `scheduler.worker.assembly` builds
-the loop.
+It is the only driver of the scheduler; the simulator runs the same loop. Seven small tasks share the core on one
+thread: steps, claims (also while a step runs), grammars, publishing, leases, peers and maintenance.
+`scheduler.worker.assembly` builds the loop.
 """
 
 import asyncio

@@ -186,6 +186,7 @@ def test_impossible_sizes(tmp_path: Path) -> None:
     assert "no room" in refusal(make_config(model, max_model_len=1))
     assert "max_step_tokens is 0" in refusal(make_config(model, max_step_tokens=0))
     assert "max_model_len is -5" in refusal(make_config(model, max_model_len=-5))
+    assert "--engine vllm" in refusal(make_config(model, adapters=(("mine", "/adapters/mine"),)))
 
 
 def test_positions_that_would_depend_on_other_sequences_are_not_allowed(tmp_path: Path) -> None:

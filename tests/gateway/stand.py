@@ -249,6 +249,7 @@ async def running_stand(
     limits: ConnectionLimits | None = None,
     allowed_hosts: AllowedHosts | None = None,
     private_docs: bool = False,
+    adapters: tuple[str, ...] = (),
 ) -> AsyncIterator[Stand]:
     """Run a gateway.
 
@@ -262,7 +263,7 @@ async def running_stand(
     script = answer_with(script) if isinstance(script, str) else script
     worker = ScriptedWorker(queue.for_worker("w1"), events, registry, script, capacity)
     client = SchedulerClient(queue, events, registry, tiers, clock, "gateway-1", draw=lambda: 0.0)
-    metrics, names = GatewayMetrics(), (MODEL, "alias")
+    metrics, names = GatewayMetrics(), (MODEL, "alias", *adapters)
     key_limits = usage = metering = None
     if metered is not None:
         key_limits, usage = KeyLimits(metered, clock, metrics.count_rate_limited), UsageMeter(metered, metrics, clock)
@@ -278,6 +279,7 @@ async def running_stand(
         ping_s=ping_s,
         trusts_templates=trusts_templates,
         metering=metering,
+        adapters=adapters,
     )
     gateway = Gateway(
         model_names=names,

@@ -72,15 +72,31 @@ def test_a_child_gets_the_settings_of_its_parent(
         port=9,
         drain_s=2,
         api_key=SecretStr("sk-sesame,sk-sesame-2"),
+        adapters=["mine=/adapters/mine", "yours=org/adapter=1"],
+        vllm_args="--enforce-eager",
     )
     assert parent.operator_keys == ["sk-sesame", "sk-sesame-2"]
     for name, value in parent.secret_env.items():
         monkeypatch.setenv(name, value)
-    child = CliApp.run(kind, cli_args=list(parent.flags(kind)))
+    child = CliApp.run(kind, cli_args=cli.joined_vllm_args(list(parent.flags(kind))))
     assert {name: getattr(child, name) for name in kind.model_fields} == {
         name: getattr(parent, name) for name in kind.model_fields
     }
     assert not any("sesame" in flag for flag in parent.flags(kind)), "command lines are public"
+
+
+def test_adapters_are_further_model_names() -> None:
+    settings = ServeSettings(model="/m", adapters="mine=/adapters/mine,yours=org/adapter=1")  # type: ignore[arg-type]
+    assert settings.model_names == ("m", "mine", "yours")
+    assert settings.adapter_paths == {"mine": "/adapters/mine", "yours": "org/adapter=1"}
+    for wrong in ("mine", "=path", "mine="):
+        with pytest.raises(ValidationError, match="NAME=PATH"):
+            ServeSettings(adapters=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [["--vllm-args", "--enforce-eager"], ["--vllm-args=--enforce-eager"]])
+def test_the_flags_of_vllm_may_look_like_flags_of_the_command(given: list[str]) -> None:
+    assert cli.joined_vllm_args(["--engine", "vllm", *given]) == ["--engine", "vllm", "--vllm-args=--enforce-eager"]
 
 
 def test_allowed_origins_come_from_a_flag_the_environment_or_a_file(

@@ -70,6 +70,8 @@ def build_native_engine(config: EngineConfig) -> TorchEngine:
 
 
 def _check_sizes(config: EngineConfig) -> None:
+    if config.adapters:
+        raise EngineStartError("the native engine has no LoRA adapters: use --engine vllm, or leave --adapters out")
     for name in ("block_size", "max_num_seqs", "max_step_tokens", "max_model_len", "kv_cache_bytes", "num_threads"):
         value = getattr(config, name)
         if value is not None and value < 1:

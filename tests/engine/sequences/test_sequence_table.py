@@ -22,8 +22,9 @@ from engine.interface import (
     StepPlan,
     blocks_for,
 )
-from engine.sequences.sequence import SequenceStatus
+from engine.sequences.sequence import Sequence, SequenceStatus
 from engine.sequences.sequence_table import Chunk, SequenceTable
+from tests.engine.drive import make_new
 
 SIZE = 4
 PAUSE, SWAP, RECOMPUTE = PreemptionMode.PAUSE, PreemptionMode.SWAP, PreemptionMode.RECOMPUTE
@@ -269,3 +270,10 @@ def test_blocks_of_higher_retention_stay_cached_longer() -> None:
     driver.table.begin(StepPlan(0, abort=("newer",)))
     assert driver.start("low again", 9, cache_salt="l").num_cached == 0
     assert driver.start("high again", 15, cache_salt="h").num_cached == 12
+
+
+def test_sequences_of_different_adapters_share_no_blocks() -> None:
+    digests = [
+        Sequence(make_new("a", range(8), adapter=adapter), 64, ()).digests(2, 4) for adapter in (None, "one", "two")
+    ]
+    assert len({digest for pair in digests for digest in pair}) == 6

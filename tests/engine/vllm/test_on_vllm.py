@@ -3,14 +3,18 @@
 The contract of all engines is tested in `tests/engine/contract`.
 """
 
+import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from engine.config import EngineConfig, EngineStartError
 from engine.factory import build_torch_engine
@@ -92,6 +96,51 @@ def test_sampled_tokens_and_log_probabilities_are_those_of_the_native_engine(
     for name in OPTIONS:
         assert_alike(logprobs.output[name], expected_logprobs.output[name])
         assert_alike(logprobs.prompt[name], expected_logprobs.prompt[name])
+
+
+def write_adapter(directory: Path, model: Any) -> dict[str, torch.Tensor]:
+    """Write a LoRA adapter of the query projections. Return what it adds to the weights, by the weight's name."""
+    torch.manual_seed(11)
+    tensors, added = {}, {}
+    for i, layer in enumerate(model.model.layers):
+        num_out, num_in = layer.self_attn.q_proj.weight.shape
+        a, b = torch.randn(8, num_in) * 0.3, torch.randn(num_out, 8) * 0.3
+        name = f"model.layers.{i}.self_attn.q_proj"
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b
+        added[f"{name}.weight"] = b @ a  # lora_alpha / r is 1
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
+    return added
+
+
+def test_an_adapter_computes_what_merged_weights_compute(tmp_path: Path) -> None:
+    config = tiny("Llama", hidden_size=128, head_dim=32, max_position_embeddings=256)
+    model = save_model(tmp_path / "model", config())
+    added = write_adapter(tmp_path / "adapter", model)
+    with torch.no_grad():
+        for name, change in added.items():
+            model.get_parameter(name).add_(change)
+    model.save_pretrained(tmp_path / "merged")
+    prompts = {"with": range(3, 50), "without": range(3, 50)}
+
+    def expected(directory: Path) -> list[int]:
+        native = build_torch_engine(make_config(directory, device="cpu"))
+        return drive(native, [make_new("a", range(3, 50))])["a"].output
+
+    stepper = build_vllm_stepper(
+        replace(vllm_config(tmp_path / "model"), adapters=(("mine", str(tmp_path / "adapter")),))
+    )
+    try:
+        news = [make_new(name, p, adapter="mine" if name == "with" else None) for name, p in prompts.items()]
+        driven = drive(stepper, news, arrivals_a_step=1)  # the second one must not find the blocks of the first one
+    finally:
+        stepper.close()
+    assert stepper.info.adapters == ("mine",)
+    assert driven["with"].output == expected(tmp_path / "merged")
+    assert driven["without"].output == expected(tmp_path / "model") != driven["with"].output
 
 
 @pytest.mark.parametrize("flags", ["--no-such-flag", "--tensor-parallel-size two", "--speculative-config {}"])

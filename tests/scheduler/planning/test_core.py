@@ -411,6 +411,15 @@ def test_a_request_that_can_never_run_fails_with_the_reason_and_others_run(bad: 
     assert stepped.core.counts == {"accepted": 2, "failed": 1, "finished": 1}
 
 
+def test_a_request_for_an_adapter_that_the_engine_does_not_have_fails() -> None:
+    stepped = small()
+    request = make_request("bad")
+    stepped.accept(replace(request, sampling=replace(request.sampling, adapter="mine")))
+    assert [(e.kind, e.error) for e in stepped.events] == [
+        (EventKind.FAILED, "The worker's engine has no adapter 'mine'.")
+    ]
+
+
 def test_a_request_whose_attempts_all_end_its_worker_is_given_up() -> None:
     core = make_core(make_tiers(realtime={"retry": {"max_attempts": 2}}))
     request = make_request("poison")
