@@ -21,11 +21,11 @@ test-bench: $(VENV)/.installed-dev
 
 # The engine over vLLM, in an environment with vLLM: the contract of engines and a whole server, computed by one process
 # and by two with tensor parallelism. The packages of that environment warn; that is not ours to mend.
+TEST_VLLM := .venv-vllm/bin/python -m pytest -W ignore -o timeout=300 -k vllm \
+	tests/engine/contract tests/engine/vllm tests/system/test_vllm.py
 test-vllm: .venv-vllm/.installed
-	for processes in 1 2; do \
-		TIDEGATE_TEST_VLLM=$$processes .venv-vllm/bin/python -m pytest -W ignore -o timeout=300 -k vllm \
-			tests/engine/contract tests/engine/vllm tests/system/test_vllm.py || exit; \
-	done
+	TIDEGATE_TEST_VLLM=1 $(TEST_VLLM)
+	TIDEGATE_TEST_VLLM=2 VLLM_CPU_OMP_THREADS_BIND='0|1' $(TEST_VLLM)  # on a CPU, each process has a core
 
 .venv-vllm/.installed: pyproject.toml tests/vllm_environment.sh
 	tests/vllm_environment.sh $(PYTHON) .venv-vllm
