@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo test test-bench conformance chaos fuzz gpu-check lint format clean
+.PHONY: serve demo test test-bench test-vllm conformance chaos fuzz gpu-check lint format clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -18,6 +18,18 @@ test: lint
 # The tests of bench/, the laboratory, which is no part of the wheel; they start servers and engines.
 test-bench: $(VENV)/.installed-dev
 	$(BIN)/pytest -n 2 --dist loadfile tests/bench
+
+# The engine over vLLM, in an environment with vLLM: the contract of engines and a whole server, computed by one process
+# and by two with tensor parallelism. The packages of that environment warn; that is not ours to mend.
+TEST_VLLM := .venv-vllm/bin/python -m pytest -W ignore -o timeout=300 -k vllm \
+	tests/engine/contract tests/engine/vllm tests/system/test_vllm.py
+test-vllm: .venv-vllm/.installed
+	TIDEGATE_TEST_VLLM=1 $(TEST_VLLM)
+	TIDEGATE_TEST_VLLM=2 VLLM_CPU_OMP_THREADS_BIND='0|1' $(TEST_VLLM)  # on a CPU, each process has a core
+
+.venv-vllm/.installed: pyproject.toml tests/vllm_environment.sh
+	tests/vllm_environment.sh $(PYTHON) .venv-vllm
+	touch $@
 
 # Clients that people use, in their default modes, against the demo model. Installs each of them into .conformance/.
 conformance: $(VENV)/.installed-dev
@@ -63,4 +75,4 @@ $(VENV)/.installed-fuzz: $(VENV)/.installed-dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

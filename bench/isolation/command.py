@@ -3,7 +3,6 @@
 Knows flags and exit codes; the experiment is `bench.isolation.run`.
 """
 
-import os
 import shlex
 import tempfile
 from contextlib import AsyncExitStack
@@ -13,7 +12,6 @@ from typing import Literal
 import yaml
 from pydantic import AliasChoices, BaseModel, Field
 
-from bench.engines.system_client import vllm_environment
 from bench.isolation.admin import Systems, tiers_in_force, tiers_restored
 from bench.isolation.arms import OWN_ARMS, Document
 from bench.isolation.experiments import EXPERIMENTS, ExperimentName
@@ -22,9 +20,11 @@ from bench.isolation.result import Result
 from bench.isolation.run import ExperimentConfig, run_experiment
 from bench.isolation.servers import (
     context_of,
+    engine_python,
     serving,
     serving_tidegate,
     vllm_command,
+    vllm_server_environment,
     with_tokenizer,
     write_served_shape,
 )
@@ -32,7 +32,6 @@ from bench.reporting.page import write_page
 from loadtest.client.http import Target, TargetError
 from loadtest.client.runner import Timing
 from loadtest.extras import PLOTS, require
-from loadtest.machine import usable_cores
 from loadtest.model_shapes import ShapeError
 from loadtest.reporting.output import publish
 from loadtest.reporting.record import Provenance
@@ -59,6 +58,9 @@ class Isolation(BaseModel):
     tiers: Path | None = Field(None, description="Tiers file of OURS; unset: the shipped one, or that of --url.")
     peer_url: str = Field("", description="X1: any running OpenAI-compatible server with the same model.")
     vllm_python: Path | None = Field(None, description="X1: the Python of an environment with vLLM, to be started.")
+    engine: Literal["native", "vllm"] = Field(
+        "native", description="Engine of our server; vllm: vLLM's executor, in the environment of --vllm-python."
+    )
     vllm_flags: str = Field("", description="More flags for vLLM's server, in one string.")
     scenario: str = Field("", description="A shipped scenario, or a YAML file; empty: the experiment's.")
     bulk_pool: str = Field("", description="A shipped bulk pool in place of the scenario's own bulk.")
@@ -145,7 +147,8 @@ class Isolation(BaseModel):
             return await running_server(self.url, self.allow_remote)
         print_progress("starting tidegate serve")
         flags = shlex.split(self.server_flags)
-        serving_ours = serving_tidegate(model_dir, self._format, folder, self.threads, flags)
+        vllm_python = engine_python(self.engine, self.vllm_python)
+        serving_ours = serving_tidegate(model_dir, self._format, folder, self.threads, flags, vllm_python)
         return (await stack.enter_async_context(serving_ours)).target
 
     async def _peer(self, stack: AsyncExitStack, folder: Path, model_dir: Path | None) -> Target | None:
@@ -157,8 +160,7 @@ class Isolation(BaseModel):
             raise TargetError("vLLM needs a model directory: --model or --shape")
         print_progress("starting vLLM; it may compile for minutes")
         command = vllm_command(self.vllm_python, model_dir, self._format, shlex.split(self.vllm_flags))
-        kv_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
-        environment = vllm_environment(self.threads or len(usable_cores()), kv_gib)
+        environment = vllm_server_environment(self.threads)
         serving_vllm = serving(command, folder / "vllm.log", "/health", environment)
         return (await stack.enter_async_context(serving_vllm)).target
 

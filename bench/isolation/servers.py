@@ -20,11 +20,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from loadtest.child_environment import python_path
+from bench.engines.system_client import vllm_environment
+from loadtest.child_environment import ROOT, python_path
 from loadtest.client.http import Target, TargetError, discover_model, get
+from loadtest.machine import usable_cores
 from loadtest.model_shapes import read_config, write_shape
 
 START_TIMEOUT_S = 600.0  # vLLM compiles for more than a minute the first time
+DEFAULT_KV_GIB = "2"  # vLLM's KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise
 END_TIMEOUT_S = 45.0  # seconds that a server has to end after SIGTERM; then it gets SIGKILL
 LOG_TAIL = 600  # characters of the log's end in an error message
 
@@ -119,14 +122,38 @@ def tidegate_environment() -> dict[str, str]:
 
 
 def serving_tidegate(
-    model_dir: Path | None, load_format: str, folder: Path, num_threads: int, flags: Sequence[str]
+    model_dir: Path | None,
+    load_format: str,
+    folder: Path,
+    num_threads: int,
+    flags: Sequence[str],
+    vllm_python: Path | None = None,
 ) -> AbstractAsyncContextManager[Server]:
     """Run `tidegate serve` until the block ends, with its data and its log in `folder`.
 
-    With `num_threads` = 0, the server chooses the number of threads.
+    With `num_threads` = 0, the server chooses the number of threads. With `vllm_python`, the server's engine is vLLM's
+    executor, in the environment of this Python.
     """
     command = tidegate_command(model_dir, load_format, folder / "data", num_threads or None, flags)
-    return serving(command, folder / "tidegate.log", "/ready", tidegate_environment())
+    environment = tidegate_environment()
+    if vllm_python is not None:
+        command = [str(vllm_python), *command[1:], "--engine", "vllm"]
+        environment = vllm_server_environment(num_threads) | {"PYTHONPATH": str(ROOT)}
+    return serving(command, folder / "tidegate.log", "/ready", environment)
+
+
+def engine_python(engine: str, vllm_python: Path | None) -> Path | None:
+    """Return the Python of vLLM's environment if `engine` is vllm, otherwise None. Raises `TargetError`."""
+    if engine == "vllm" and vllm_python is None:
+        raise TargetError("--engine vllm needs --vllm-python, the Python of an environment with vLLM and Tidegate")
+    return vllm_python if engine == "vllm" else None
+
+
+def vllm_server_environment(num_threads: int) -> dict[str, str]:
+    """Return the environment of a server that computes with vLLM; with `num_threads` = 0, on all usable cores."""
+    return vllm_environment(
+        num_threads or len(usable_cores()), os.environ.get("VLLM_CPU_KVCACHE_SPACE", DEFAULT_KV_GIB)
+    )
 
 
 @asynccontextmanager

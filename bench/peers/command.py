@@ -3,17 +3,24 @@
 Our server and vLLM's server get the same weights. Knows flags and command lines; does not know what is measured.
 """
 
-import os
 import shlex
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
-from bench.engines.system_client import vllm_environment
-from bench.isolation.servers import Server, serving, serving_tidegate, vllm_command, write_word_tokenizer
+from bench.isolation.servers import (
+    Server,
+    engine_python,
+    serving,
+    serving_tidegate,
+    vllm_command,
+    vllm_server_environment,
+    write_word_tokenizer,
+)
 from bench.peers.arms import VLLM, Servers, ours_of
 from loadtest.client.http import TargetError
 from loadtest.extras import PROCESSES, require
@@ -31,6 +38,9 @@ class PeerCommand(ModelCommand):
     server_flags: str = Field("", description="More flags for `tidegate serve`, in one string.")
     peer_url: str = Field("", description="A running vLLM server with the same model, in place of --vllm-python.")
     vllm_python: Path | None = Field(None, description="The Python of an environment with vLLM, to be started.")
+    engine: Literal["native", "vllm"] = Field(
+        "native", description="Engine of our server; vllm: vLLM's executor, in the environment of --vllm-python."
+    )
     vllm_flags: str = Field("", description="More flags for vLLM's server, in one string.")
     settle: float = Field(1.0, ge=0, le=60, description="Seconds of rest before each part.")
     allow_remote: bool = Field(False, description="Accept a URL that is not this machine.")
@@ -61,8 +71,12 @@ class PeerCommand(ModelCommand):
             return Server(await running_server(self.url, self.allow_remote))
         print_progress("starting tidegate serve")
         flags = ["--dtype", self.dtype, "--device", self.device, *shlex.split(self.server_flags)]
+        if self.engine == "vllm":
+            flags += ["--max-model-len", str(MAX_MODEL_LEN)]  # as in vLLM's own server
+        vllm_python = engine_python(self.engine, self.vllm_python)
         model_dir = self._served_model(folder)
-        return await stack.enter_async_context(serving_tidegate(model_dir, "auto", folder, self.threads, flags))
+        ours = serving_tidegate(model_dir, "auto", folder, self.threads, flags, vllm_python)
+        return await stack.enter_async_context(ours)
 
     async def _vllm(self, stack: AsyncExitStack, folder: Path, policy: str) -> Server:
         if self.peer_url:
@@ -74,7 +88,7 @@ class PeerCommand(ModelCommand):
         command = vllm_command(
             self.vllm_python, self._served_model(folder), "auto", [*flags, *shlex.split(self.vllm_flags)]
         )
-        environment = vllm_environment(self.num_threads, os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"))
+        environment = vllm_server_environment(self.num_threads)
         return await stack.enter_async_context(serving(command, folder / "vllm.log", "/health", environment))
 
     def _served_model(self, folder: Path) -> Path:

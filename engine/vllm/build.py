@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from engine.config import EngineConfig, EngineStartError
-from engine.interface import EngineInfo
+from engine.interface import EngineInfo, NewSequence, Run, SamplingParams, StepPlan
 from engine.vllm.arguments import engine_args
 from engine.vllm.constraints import Constraints
 from engine.vllm.stepper import VllmStepper
@@ -36,7 +36,20 @@ def build_vllm_stepper(config: EngineConfig) -> VllmStepper:
     _log(info, vllm_config, executor)
     constraints = Constraints(info)
     constraints.grammars.load()
-    return VllmStepper(info, executor, constraints, prefix_cache=config.prefix_cache)
+    stepper = VllmStepper(info, executor, constraints, prefix_cache=config.prefix_cache)
+    _compile_logprobs(stepper)
+    return stepper
+
+
+def _compile_logprobs(stepper: VllmStepper) -> None:
+    """Let vLLM compile its code for log probabilities, which takes seconds, before anyone waits for a step.
+
+    It compiles for one row, for a fixed number of rows, and then for any number.
+    """
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=1)
+    for count in (1, 2, 3):
+        news = tuple(NewSequence(f"start-{count}-{i}", (0,), params) for i in range(count))
+        stepper.step(StepPlan(-count, start=news, run=tuple(Run(new.seq_id, 1) for new in news)))
 
 
 def check_version() -> None:

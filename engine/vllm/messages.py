@@ -59,6 +59,8 @@ class Messages:
             scheduled_encoder_inputs={},
             finished_req_ids=ended,
             free_encoder_mm_hashes=[],
+            # vLLM's kernels for CPUs read a block to its end, and a NaN that another sequence left there would spread.
+            new_block_ids_to_zero=[c.unfilled_block + 1 for c in batch.chunks if c.unfilled_block is not None] or None,
         )
         return step, self._grammar(batch)
 

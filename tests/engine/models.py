@@ -24,6 +24,9 @@ from transformers import (
 )
 
 VOCAB_SIZE = 97
+POISON = 90  # the token whose embedding is NaN, where a test wants one
+# Of the tiny Llama: 2 layers × keys and values × 2 heads × 4 tokens × 8 numbers of 4 bytes.
+BLOCK_BYTES = 2 * 2 * 2 * 4 * 8 * 4
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,

@@ -77,12 +77,12 @@ class Server:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         def ready() -> bool:
             assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.log.read_text()[-2000:]}"
             return self.is_ready()
 
-        wait_for(ready, START_TIMEOUT_S, "the server to be ready")
+        wait_for(ready, timeout_s, "the server to be ready")
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the samples of `name` whose labels include `labels`."""

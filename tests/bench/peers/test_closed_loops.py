@@ -109,6 +109,7 @@ async def test_a_server_that_serves_nothing_ends_the_command() -> None:
         ({"arms": "default,sglang"}, "there is no arm sglang"),
         ({"arms": " "}, "no arm"),
         ({"arms": "vllm"}, "needs --vllm-python or --peer-url"),
+        ({"arms": "flex", "engine": "vllm"}, "--engine vllm needs --vllm-python"),
         ({"prompt_tokens": "256-32"}, "lower bound"),
         ({"prompt_tokens": "many"}, "not a range"),
         ({"streams": "8,901"}, "at most 900"),

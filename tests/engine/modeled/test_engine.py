@@ -10,7 +10,6 @@ from engine.interface import (
     EngineInfo,
     FinishReason,
     NewSequence,
-    PlanError,
     Preempt,
     PreemptionMode,
     Run,
@@ -65,14 +64,6 @@ async def test_a_sequence_from_its_prompt_to_its_last_token() -> None:
     assert result.free_blocks == 20 and driver.engine.num_used_blocks == 0
 
 
-async def test_a_token_is_sampled_when_the_prefill_has_caught_up() -> None:
-    driver = Driver()
-    first = await driver.step(start=(new("s", 10, max_tokens=2),), run=(Run("s", 6),))
-    assert first.outputs[0].token_ids == () and first.outputs[0].num_computed_tokens == 6
-    second = await driver.step(run=(Run("s", 4),))
-    assert len(second.outputs[0].token_ids) == 1 and second.outputs[0].num_computed_tokens == 10
-
-
 @pytest.mark.parametrize("mode", PreemptionMode)
 async def test_preemption_delays_tokens_and_changes_none(mode: PreemptionMode) -> None:
     driver = Driver(info=SWAPPING)
@@ -102,16 +93,6 @@ async def test_cached_tokens_take_no_time_and_the_prefix_cache_is_off_by_default
             costs.append((result.outputs[0].num_cached_tokens, round(result.elapsed_s, 9)))
     assert costs == [(0, 2.0), (0, 2.0), (0, 2.0), (8, 1.2)]
     assert result.shared_blocks == (("a", 2), ("b", 2))
-
-
-async def test_stop_tokens_and_the_models_context_end_a_sequence() -> None:
-    driver = Driver()
-    stop = modeled_token(1, 0, 100)
-    result = await driver.start("a", seed=1, stop_token_ids=(stop,))
-    assert result.outputs[0].finish_reason is FinishReason.STOP
-    result = await driver.step(start=(new("b", 63, max_tokens=50),), run=(Run("b", 50),))
-    result = await driver.step(run=(Run("b", 13),))
-    assert result.outputs[0].finish_reason is FinishReason.LENGTH
 
 
 async def test_a_step_takes_the_time_of_its_work() -> None:
@@ -144,43 +125,6 @@ async def test_tokens_are_ordinary_and_depend_on_seed_and_position() -> None:
     assert min(tokens) >= FIRST_ORDINARY_TOKEN and max(tokens) < 100
     assert len(set(tokens)) > 80
     assert modeled_token(1, 0, 1000) != modeled_token(2, 0, 1000)
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"run": (Run("unknown", 1),)},
-        {"abort": ("unknown",)},
-        {"resume": ("unknown",)},
-        {"preempt": (Preempt("unknown", PAUSE),)},
-        {"preempt": (Preempt("s", SWAP),)},
-        {"preempt": (Preempt("s", PAUSE),), "run": (Run("s", 1),)},
-        {"resume": ("s",)},
-        {"start": (new("s", 4, max_tokens=1),)},
-        {"start": (new("t", 4, max_tokens=0),)},
-        {"start": (new("t", 64, max_tokens=1),)},
-        {"run": (Run("s", 0),)},
-        {"run": (Run("s", 2),)},
-        {"run": (Run("s", 1), Run("s", 1))},
-        {"start": (new("t", 60, max_tokens=1),), "run": (Run("t", 51),)},
-        {"start": (new("t", 63, max_tokens=1), new("u", 30, max_tokens=1)), "run": (Run("t", 45), Run("u", 5))},
-    ],
-)
-async def test_a_plan_that_breaks_the_rules_is_refused_and_leaves_no_trace(plan: dict[str, Any]) -> None:
-    driver = Driver(info=EngineInfo("m", 64, 100, 4, 14, 50))
-    await driver.start(prompt=8)
-    with pytest.raises(PlanError):
-        await driver.step(**plan)
-    assert driver.engine.num_used_blocks == 2
-    assert (await driver.step(run=(Run("s", 1),))).outputs[0].seq_id == "s"
-
-
-async def test_a_second_step_in_flight_is_refused() -> None:
-    driver = Driver()
-    driver.engine.submit(StepPlan(1, start=(new("s", 4, max_tokens=2),)))
-    with pytest.raises(PlanError, match="in flight"):
-        driver.engine.submit(StepPlan(2))
-    await driver.engine.collect()
 
 
 async def test_submit_returns_at_once_and_collect_waits() -> None:

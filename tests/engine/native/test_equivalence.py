@@ -115,25 +115,6 @@ def test_decode_groups_of_very_different_contexts(
         assert tuple(driven[str(i)].output) == generate(model_directory(name)[1], prompt, 8)
 
 
-def test_sampling_is_the_same_with_preemption_and_in_any_batch(make_engine: MakeEngine) -> None:
-    rng = random.Random(2)
-    news = [
-        make_new(k, p, max_tokens=MAX_TOKENS, temperature=t, top_p=top_p, top_k=top_k, seed=seed)
-        for (k, p), (t, top_p, top_k, seed) in zip(
-            make_prompts(rng).items(),
-            [(1.0, 1.0, 0, 1), (0.7, 0.9, 0, 2), (1.3, 1.0, 20, 3), (1.0, 0.8, 40, 4), (0.0, 1.0, 0, 5)],
-            strict=True,
-        )
-    ]
-    alone = {new.seq_id: drive(make_engine(), [new])[new.seq_id].output for new in news}
-    for seed in range(3):
-        preempt = random_preemption(random.Random(seed), 0.3, PreemptionMode.PAUSE, PreemptionMode.RECOMPUTE)
-        driven = drive(make_engine(), news, random_chunks(random.Random(seed), 9), preempt, arrivals_a_step=2)
-        assert {k: d.output for k, d in driven.items()} == alone
-    other_seed = make_new("s0", news[0].prompt_token_ids, max_tokens=MAX_TOKENS, temperature=1.0, seed=99)
-    assert drive(make_engine(), [other_seed])["s0"].output != alone["s0"]
-
-
 def test_bfloat16_mostly_agrees_with_fp32(make_engine: MakeEngine, model_directory: ModelDirectory) -> None:
     """Rounding may decide a near tie otherwise, and change every token after it; the first tokens are compared."""
     prompts = make_prompts(random.Random(4), count=12)

@@ -66,30 +66,6 @@ def test_greedy_tokens_are_those_of_generate(
     assert (engine.num_used_blocks, engine.num_used_swap_blocks) == (0, 0)
 
 
-def test_seeded_tokens_are_those_without_preemption_and_without_a_cache(make_engine: MakeEngine) -> None:
-    options: list[dict[str, Any]] = [
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_p": 0.9},
-        {"temperature": 1.3, "top_k": 20, "presence_penalty": 0.5},
-        {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.2},
-        {"temperature": 0.9, "frequency_penalty": 0.7, "logprobs": 2},
-        {"temperature": 0.0, "logprobs": 0},
-        {"temperature": 1.1, "min_tokens": 4},
-    ]
-    news = [
-        make_new(k, p, max_tokens=MAX_TOKENS, seed=i, **more)
-        for i, ((k, p), more) in enumerate(zip(family(2).items(), options, strict=True))
-    ]
-    plain = make_engine(prefix_cache=False)
-    alone = {new.seq_id: drive(plain, [new])[new.seq_id].output for new in news}
-    for seed in range(4):
-        engine, rng = make_engine(swap_bytes=SWAP_BYTES), random.Random(seed)
-        driven = drive(
-            engine, news, random_chunks(rng, 7), random_preemption(rng, 0.3, *MODES), 2, after_step=watch(engine)
-        )
-        assert {k: d.output for k, d in driven.items()} == alone
-
-
 # -- a hit skips work --------------------------------------------------------------------------------------------------
 
 
@@ -129,23 +105,7 @@ def test_a_hit_skips_work_and_changes_no_token(
     assert third.output == first.output[5:8]
 
 
-def test_other_salts_never_hit(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    prompt = tuple(range(1, 31))
-    drive(engine, [make_new("mine", prompt, cache_salt="mine")])
-    other = drive(engine, [make_new("other", prompt, cache_salt="other")])["other"]
-    unsalted = drive(engine, [make_new("unsalted", prompt)])["unsalted"]
-    again = drive(engine, [make_new("again", prompt, cache_salt="mine")])["again"]
-    assert (other.num_cached, unsalted.num_cached, again.num_cached) == (0, 0, 28)
-
-
 def test_the_cache_can_be_turned_off(make_engine: MakeEngine) -> None:
     engine = make_engine(prefix_cache=False)
     for name in ("first", "second"):
         assert drive(engine, [make_new(name, range(1, 31))])[name].num_cached == 0
-
-
-def test_a_prompt_with_log_probabilities_takes_nothing_from_the_cache(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    drive(engine, [make_new("first", range(1, 31))])
-    assert drive(engine, [make_new("echo", range(1, 31), prompt_logprobs=0)])["echo"].num_cached == 0

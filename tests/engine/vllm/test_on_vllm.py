@@ -21,9 +21,9 @@ from engine.factory import build_torch_engine
 from engine.interface import Run, StepPlan
 from engine.vllm.build import build_vllm_stepper
 from engine.vllm.stepper import VllmStepper
+from tests.engine.contract.reported import Reported, assert_alike
 from tests.engine.drive import Driven, drive, make_new
 from tests.engine.models import save_model, tiny
-from tests.engine.native.sampling.test_sampling_options import Reported, assert_alike
 
 pytestmark = [
     pytest.mark.skipif(

@@ -26,11 +26,10 @@ from engine.thread import EngineThread
 from tests.engine.conftest import MakeEngine, ModelDirectory
 from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
 from tests.engine.evictor import Choose, Evictions, Evictor
-from tests.engine.models import CONFIGS, generate, save_model
+from tests.engine.models import CONFIGS, POISON, generate, save_model
 from tests.engine.native.cpu.compiled import has_compiler, library_with
 from tests.engine.native.cpu.test_native_layer import CONFIGS as NATIVE_CONFIGS
 from tests.engine.native.execution.test_oom_split import ScarceMemory
-from tests.engine.native.execution.test_torch_engine import POISON
 from tests.engine.native.sampling.test_sampling_options import demo_engine, regex
 from tests.engine.native.test_preemption_equivalence import family
 

@@ -20,8 +20,7 @@ from engine.sequences.sequence import Sequence
 from engine.sequences.sequence_table import Chunk
 from tests.engine.conftest import MakeEngine
 from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
-from tests.engine.models import CONFIGS, save_model
-from tests.engine.native.execution.test_torch_engine import POISON
+from tests.engine.models import CONFIGS, POISON, save_model
 
 CPU_ERROR = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: …")
 CUDA_ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

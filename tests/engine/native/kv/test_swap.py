@@ -10,7 +10,7 @@ from engine.native.kv.swap import SwapSpace
 from engine.sequences.sequence_table import BlockCopies
 from tests.engine.conftest import MakeEngine
 from tests.engine.drive import drive, make_new
-from tests.engine.native.execution.test_torch_engine import BLOCK_BYTES
+from tests.engine.models import BLOCK_BYTES
 
 SWAP, RECOMPUTE = PreemptionMode.SWAP, PreemptionMode.RECOMPUTE
 CPU = torch.device("cpu")

@@ -1,10 +1,8 @@
-"""Sampling options in the whole engine: compared with transformers, mixed in a batch, and preempted at random."""
+"""Sampling options in the whole engine, with the demo model. What all engines share is in `tests/engine/contract`."""
 
 import gc
 import json
-import random
 import weakref
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 import torch
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from demo_model.location import demo_model_path
 from engine.config import EngineConfig
@@ -23,19 +20,16 @@ from engine.interface import (
     EngineInfo,
     FinishReason,
     NewSequence,
-    PreemptionMode,
     Run,
     StepPlan,
-    StepResult,
-    TokenLogprobs,
 )
 from engine.native.execution.torch_engine import TorchEngine
 from engine.native.sampling.pipeline import SamplingPipeline
 from engine.sequences.sequence import Sequence
-from tests.engine.conftest import MakeEngine, ModelDirectory
-from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
-from tests.engine.models import CONFIGS, VOCAB_SIZE, save_model
-from tests.engine.native.execution.test_torch_engine import POISON
+from tests.engine.conftest import MakeEngine
+from tests.engine.contract.reported import assert_alike
+from tests.engine.drive import Driven, drive, make_new
+from tests.engine.models import CONFIGS, POISON, VOCAB_SIZE, save_model
 
 SCHEMA = {
     "type": "object",
@@ -69,102 +63,6 @@ def demo_engine() -> TorchEngine:
     )
 
 
-class Reported:
-    """Log probabilities per sequence, collected from the steps' results."""
-
-    def __init__(self) -> None:
-        self.output: defaultdict[str, list[TokenLogprobs]] = defaultdict(list)
-        self.prompt: defaultdict[str, list[TokenLogprobs]] = defaultdict(list)
-
-    def __call__(self, result: StepResult) -> None:
-        for output in result.outputs:
-            self.output[output.seq_id] += output.logprobs
-            self.prompt[output.seq_id] += output.prompt_logprobs
-
-
-def assert_alike(ours: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
-    """Assert the same tokens, and values equal up to fp32 rounding of another summation order.
-
-    The demo model's logits lie up to 100 apart, so that a relative error of 1e-5 of a logit is 1e-3.
-    """
-    assert [entry.token_id for entry in ours] == [entry.token_id for entry in expected]
-    for own, other in zip(ours, expected, strict=True):
-        assert own.logprob == pytest.approx(other.logprob, abs=1e-3)
-        assert [value for _, value in own.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
-        assert [token_id for token_id, _ in own.top] == [token_id for token_id, _ in other.top]
-
-
-# -- compared with transformers --------------------------------------------------------------------------------------
-
-PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "repetition": ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
-    "bias": ({"logit_bias": ((3, 4.0), (50, -6.0))}, {"sequence_bias": [[[3], 4.0], [[50], -6.0]]}),
-    "both": (
-        {"repetition_penalty": 0.8, "logit_bias": ((3, 2.0), (8, 2.0))},
-        {"repetition_penalty": 0.8, "sequence_bias": [[[3], 2.0], [[8], 2.0]]},
-    ),
-}
-
-
-@pytest.mark.parametrize("options", PROCESSORS)
-def test_greedy_tokens_with_processors_equal_those_of_generate(
-    options: str, make_engine: MakeEngine, model_directory: ModelDirectory
-) -> None:
-    ours, theirs = PROCESSORS[options]
-    rng = random.Random(8)
-    prompts = {f"s{i}": [rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randint(2, 20))] for i in range(5)}
-    plain = drive(make_engine(), [make_new(k, p, max_tokens=12) for k, p in prompts.items()])
-    driven = drive(make_engine(), [make_new(k, p, max_tokens=12, **ours) for k, p in prompts.items()])
-    for seq_id, prompt in prompts.items():
-        ids = torch.tensor([prompt])
-        settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **theirs}
-        expected = model_directory("llama")[1].generate(ids, attention_mask=torch.ones_like(ids), **settings)
-        assert driven[seq_id].output == expected[0, len(prompt) :].tolist()
-    assert any(driven[k].output != plain[k].output for k in prompts), "the options change something"
-
-
-@pytest.mark.parametrize("chunk", [100, 3, 1])
-def test_logprobs_are_those_of_the_unaltered_logits(
-    chunk: int, make_engine: MakeEngine, model_directory: ModelDirectory
-) -> None:
-    """Sampling options do not change log probabilities, of prompts and outputs, in chunks of any size."""
-    options: list[dict[str, Any]] = [
-        {"temperature": 0.0, "logprobs": 4, "prompt_logprobs": 2},
-        {"temperature": 0.7, "top_k": 5, "seed": 3, "logprobs": 0, "prompt_logprobs": 0},
-        {"repetition_penalty": 2.0, "logit_bias": ((5, 50.0),), "seed": 1, "logprobs": 97},
-        {"temperature": 0.0, "prompt_logprobs": 20},
-        {"temperature": 0.0},
-    ]
-    rng = random.Random(chunk)
-    news = [
-        make_new(f"s{i}", [rng.randrange(VOCAB_SIZE) for _ in range(7 + i)], max_tokens=6, **chosen)
-        for i, chosen in enumerate(options)
-    ]
-    reported = Reported()
-    driven = drive(make_engine(), news, chunk=lambda s: chunk, after_step=reported)
-    for new in news:
-        tokens = [*new.prompt_token_ids, *driven[new.seq_id].output]
-        num_prompt = len(new.prompt_token_ids)
-        with torch.no_grad():
-            logprobs = model_directory("llama")[1](torch.tensor([tokens])).logits[0].log_softmax(-1)
-        outputs, prompts = range(num_prompt, len(tokens)), range(1, num_prompt)
-        assert_alike(reported.output[new.seq_id], entries_of(logprobs, tokens, outputs, new.sampling.logprobs))
-        assert_alike(reported.prompt[new.seq_id], entries_of(logprobs, tokens, prompts, new.sampling.prompt_logprobs))
-
-
-def entries_of(logprobs: Tensor, tokens: list[int], positions: range, num_top: int | None) -> list[TokenLogprobs]:
-    """The expected result by definition, from the log probabilities after each of `tokens`."""
-    entries = []
-    for at in positions if num_top is not None else ():
-        values, token_ids = logprobs[at - 1].topk(num_top or 0)
-        top = tuple(zip(token_ids.tolist(), values.tolist(), strict=True))
-        entries.append(TokenLogprobs(tokens[at], logprobs[at - 1, tokens[at]].item(), top))
-    return entries
-
-
-# -- preemption ------------------------------------------------------------------------------------------------------
-
-
 def news_with_everything(tokenizer: Tokenizer) -> list[NewSequence]:
     options: list[dict[str, Any]] = [
         {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
@@ -182,27 +80,6 @@ def news_with_everything(tokenizer: Tokenizer) -> list[NewSequence]:
         )
         for i, chosen in enumerate(options)
     ]
-
-
-@pytest.mark.trap(14)
-def test_preemption_keeps_the_state_of_sampling_options(tokenizer: Tokenizer) -> None:
-    """Trap 14: a resume that loses RNG, penalties, log probabilities or the state of a grammar."""
-    news = news_with_everything(tokenizer)
-    alone, expected = {}, Reported()
-    for new in news:
-        alone.update(drive(demo_engine(), [new], after_step=expected))
-    assert all(d.failure is None and len(d.output) > 10 for d in alone.values())
-    for seed in range(3):
-        engine, reported = demo_engine(), Reported()
-        modes = [mode for mode in PreemptionMode if mode.value in engine.info.preemption_modes]
-        rng = random.Random(seed)
-        preempt = random_preemption(rng, 0.15, *modes)
-        driven = drive(engine, news, random_chunks(rng, 9), preempt, arrivals_a_step=2, after_step=reported)
-        for new in news:
-            own, other = driven[new.seq_id], alone[new.seq_id]
-            assert (own.output, own.finish_reason) == (other.output, other.finish_reason)
-            assert_alike(reported.output[new.seq_id], expected.output[new.seq_id])
-            assert_alike(reported.prompt[new.seq_id], expected.prompt[new.seq_id])
 
 
 def test_sequences_with_options_do_not_change_the_tokens_of_others(tokenizer: Tokenizer) -> None:
@@ -265,15 +142,6 @@ def test_a_json_schema_produces_valid_json(temperature: float, tokenizer: Tokeni
             jsonschema.validate(json.loads(answer(tokenizer, driven)), SCHEMA)
 
 
-@pytest.mark.parametrize("options", [{}, {"ignore_eos": True}, {"min_tokens": 15}], ids=["plain", "eos ignored", "min"])
-def test_the_end_of_a_grammar_ends_the_sequence(options: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """No token is allowed after the end of a grammar, with any other options."""
-    new = make_new("a", tokenizer.encode("Hello").ids, max_tokens=20, grammar=regex("yes|no"), **options)
-    driven = drive(demo_engine(), [new])["a"]
-    assert answer(tokenizer, driven) in ("yes", "no")
-    assert driven.finish_reason is FinishReason.STOP
-
-
 def test_within_a_grammar_min_tokens_forbids_an_optional_end(tokenizer: Tokenizer) -> None:
     ends = {token: 100.0 for token in (4, 0)}
     options: dict[str, Any] = {"max_tokens": 30, "grammar": regex("[ab]*"), "logit_bias": tuple(ends.items())}
@@ -313,24 +181,6 @@ def test_a_step_never_compiles_a_grammar(tokenizer: Tokenizer, monkeypatch: pyte
 
 
 # -- ends and failures -----------------------------------------------------------------------------------------------
-
-
-def test_min_tokens_forbids_every_stop_token(tmp_path: Path, make_engine: MakeEngine) -> None:
-    plain = drive(make_engine(), [make_new("a", range(1, 11), max_tokens=20)])["a"].output
-    _, stop, eos, *_ = dict.fromkeys(plain)
-    config = CONFIGS["llama"]()
-    config.eos_token_id = [95, eos]
-    save_model(tmp_path, config)
-    engine = build_torch_engine(EngineConfig(str(tmp_path), dtype="float32", device="cpu", max_num_seqs=4))
-    news = [
-        make_new(f"{n}", range(1, 11), max_tokens=20, min_tokens=n, stop_token_ids=(stop, 10**6)) for n in (0, 6, 20)
-    ]
-    driven = drive(engine, news)
-    assert driven["0"].output == plain[: plain.index(stop) + 1]
-    for n in (6, 20):
-        assert not {95, stop, eos} & set(driven[str(n)].output[:n])
-        assert len(driven[str(n)].output) >= n
-    assert driven["20"].finish_reason is FinishReason.LENGTH
 
 
 def test_options_that_exclude_all_tokens_fail_only_their_sequence(make_engine: MakeEngine) -> None:

@@ -1,0 +1,127 @@
+"""The engines that the contract is tested on, each built as a worker builds it, over one small model.
+
+Knows how each engine is built; the tests know only `Engine`. All sizes in the tests are multiples of the engine's
+block, because vLLM's blocks for CPUs are larger than those of the native engine.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+
+from engine.config import EngineConfig
+from engine.factory import build_engine
+from engine.interface import Engine, EngineInfo
+from engine.modeled.engine import ModeledEngine
+from tests.engine.models import save_model, tiny
+
+# Number of vLLM's processes, 1 or 2. The tests of vLLM run only where this variable is set.
+VLLM_PROCESSES = os.environ.get("TIDEGATE_TEST_VLLM", "")
+NEEDS_VLLM = pytest.mark.skipif(not VLLM_PROCESSES, reason="vLLM has an environment of its own: make test-vllm")
+
+VOCAB_SIZE = 97
+END = 0  # the model's end-of-sequence token
+OTHER_END = 95  # its second one
+POISON = 96  # a token after which all logits are NaN, and which the model never samples
+MAX_TOKEN = 94  # the prompts of the tests have tokens from 1 to this one
+LETTERS = [chr(code) for code in range(33, 127)]  # their texts
+CONTEXT_BLOCKS = 12  # `max_model_len` in blocks
+NUM_BLOCKS = 80
+STEP_BLOCKS = 16  # `max_step_tokens` in blocks
+
+
+def write_model(directory: Path) -> Any:
+    """Write a model that all engines can run, with a tokenizer of single letters. Return it as transformers' model."""
+    config = tiny(
+        "Llama",
+        hidden_size=128,
+        head_dim=32,  # vLLM's kernels for CPUs know no smaller heads
+        intermediate_size=64,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        eos_token_id=[END, OTHER_END],
+    )()
+    ends = {"<|end|>": END, "<|other|>": OTHER_END}
+    vocab = {**ends, **{letter: i for i, letter in enumerate(LETTERS, start=1)}}
+    tokenizer = Tokenizer(tokenizer_models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(end, special=True) for end in ends])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    model = save_model(directory, config, poisoned_token=POISON)
+    with torch.no_grad():
+        _forbid_poison(model)
+    model.save_pretrained(directory)
+    return model
+
+
+def _forbid_poison(model: Any) -> None:
+    """Make the logit of `POISON` from the first number of the hidden states, which is positive everywhere."""
+    model.get_input_embeddings().weight[:POISON, 0] = 1.0
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0.0
+        layer.mlp.down_proj.weight[0] = 0.0
+    model.lm_head.weight[POISON] = 0.0
+    model.lm_head.weight[POISON, 0] = -1000.0
+
+
+def build_modeled(directory: Path) -> Engine:
+    info = EngineInfo(
+        str(directory),
+        max_model_len=CONTEXT_BLOCKS * 4,
+        vocab_size=VOCAB_SIZE,
+        block_size=4,
+        num_blocks=NUM_BLOCKS,
+        max_step_tokens=STEP_BLOCKS * 4,
+        eos_token_ids=(END, OTHER_END),
+        preemption_modes=("pause", "swap", "recompute"),
+        num_swap_blocks=NUM_BLOCKS,
+    )
+    return ModeledEngine(info, lambda seconds: asyncio.sleep(0), prefix_cache=True)
+
+
+def build_native(directory: Path) -> Engine:
+    block_bytes = 4 * 2 * 2 * 2 * 32 * 4  # tokens, keys and values, layers, heads, numbers a head, bytes a number
+    return build_engine(
+        EngineConfig(
+            str(directory),
+            dtype="float32",
+            device="cpu",
+            block_size=4,
+            max_model_len=CONTEXT_BLOCKS * 4,
+            max_step_tokens=STEP_BLOCKS * 4,
+            kv_cache_bytes=NUM_BLOCKS * block_bytes,
+            swap_bytes=NUM_BLOCKS * block_bytes,
+            num_threads=1,
+            steps_ahead=1,
+        )
+    )
+
+
+def build_vllm(directory: Path) -> Engine:
+    block_size = 32  # the smallest of vLLM's kernels for CPUs
+    sizes = f"--block-size {block_size} --num-gpu-blocks-override {NUM_BLOCKS + 1}"  # vLLM's first block is not used
+    return build_engine(
+        EngineConfig(
+            str(directory),
+            engine="vllm",
+            dtype="float32",
+            max_model_len=CONTEXT_BLOCKS * block_size,
+            max_step_tokens=STEP_BLOCKS * block_size,
+            vllm_args=f"{sizes} --gpu-memory-utilization 0.2 --enforce-eager --tensor-parallel-size {VLLM_PROCESSES}",
+        )
+    )
+
+
+# By name: the function that builds the engine, and the marks of its tests.
+ENGINES: dict[str, tuple[Callable[[Path], Engine], tuple[pytest.MarkDecorator, ...]]] = {
+    "modeled": (build_modeled, ()),
+    "native": (build_native, ()),
+    "vllm": (build_vllm, (NEEDS_VLLM,)),
+}

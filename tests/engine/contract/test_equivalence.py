@@ -1,0 +1,130 @@
+"""No schedule changes a sequence: chunked, paused, swapped, recomputed and with shared prefixes, it gets the tokens,
+log probabilities and finish reason that it gets alone."""
+
+import random
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan
+from tests.engine.contract.checked_engine import CheckedEngine
+from tests.engine.contract.conftest import MakeNew
+from tests.engine.contract.engines import END, MAX_TOKEN, OTHER_END
+from tests.engine.contract.reported import Reported, assert_alike
+from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
+
+_salts = count()
+NO_END = ((END, -100.0), (OTHER_END, -100.0))
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"temperature": 1.2, "top_k": 40, "min_p": 0.02, "presence_penalty": 0.8, "min_tokens": 6},
+    {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 1},
+    {"temperature": 0.0, "logprobs": 0, "frequency_penalty": 0.7, "ignore_eos": True},
+    {"temperature": 0.0, "logit_bias": ((4, 2.0), *NO_END), "logprobs": 2},
+    {"temperature": 1.0, "bad_words": ((10,), (22, 27)), "allowed_token_ids": tuple(range(5, 60))},
+    {"temperature": 1.1, "grammar": LLMatcher.grammar_from_regex("([a-m]{3}-){2,9}"), "logprobs": 1},
+    {"temperature": 0.0, "grammar": LLMatcher.grammar_from_regex("[0-9]{4,40}"), "min_tokens": 6},
+]
+
+
+def family(engine: CheckedEngine) -> list[NewSequence]:
+    """Return a sequence for each of `OPTIONS`, whose prompts begin with 0 to 3 blocks of a common text."""
+    rng, block = random.Random(1), engine.info.block_size
+    trunk = [rng.randint(1, MAX_TOKEN) for _ in range(3 * block)]
+    news = []
+    for i, options in enumerate(OPTIONS):
+        prompt = trunk[: rng.randint(0, 3 * block)] + [rng.randint(1, MAX_TOKEN) for _ in range(rng.randint(1, 9))]
+        news.append(make_new(f"s{i}", prompt if i else trunk, **{"max_tokens": 12, "seed": i, **options}))
+    return news
+
+
+def alone(engine: CheckedEngine, news: list[NewSequence]) -> tuple[dict[str, Driven], Reported]:
+    """Run each sequence by itself, with a whole prefill and an empty cache."""
+    driven, reported = {}, Reported()
+    for new in news:
+        driven |= drive(engine, [replace(new, cache_salt=f"alone-{next(_salts)}")], after_step=reported)
+    return driven, reported
+
+
+@pytest.mark.trap(14)
+def test_no_schedule_changes_a_sequence(engine: CheckedEngine) -> None:
+    """Trap 14: a resume that loses RNG, penalties, log probabilities or the state of a grammar."""
+    news = family(engine)
+    expected, expected_reported = alone(engine, news)
+    assert {k: d.failure for k, d in expected.items() if d.failure} == {}
+    modes = [PreemptionMode(mode) for mode in engine.info.preemption_modes]
+    num_cached = 0
+    for seed in range(4):
+        rng, reported = random.Random(seed), Reported()
+        salted = [replace(new, cache_salt=f"seed-{seed}") for new in news]
+        rng.shuffle(salted)
+        chunks, preempt = random_chunks(rng, 2 * engine.info.block_size), random_preemption(rng, 0.25, *modes)
+        driven = drive(engine, salted, chunks, preempt, arrivals_a_step=2, after_step=reported)
+        num_cached += sum(d.num_cached for d in driven.values())
+        for new in news:
+            own, other = driven[new.seq_id], expected[new.seq_id]
+            assert (own.output, own.finish_reason, own.failure) == (other.output, other.finish_reason, None)
+            assert_alike(reported.output[new.seq_id], expected_reported.output[new.seq_id])
+            assert_alike(reported.prompt[new.seq_id], expected_reported.prompt[new.seq_id])
+    assert num_cached > 0, "the schedules do share prefixes"
+
+
+def test_token_by_token(engine: CheckedEngine, new: MakeNew) -> None:
+    news = [new(f"s{i}", range(1 + i, 8 + 5 * i), seed=i, temperature=i % 2) for i in range(4)]
+    expected, _ = alone(engine, news)
+    driven = drive(engine, news, chunk=lambda s: 1)
+    assert {k: d.output for k, d in driven.items()} == {k: d.output for k, d in expected.items()}
+
+
+def test_the_seed_decides_the_tokens(engine: CheckedEngine, new: MakeNew) -> None:
+    options = {"temperature": 1.0, "max_tokens": 10, "ignore_eos": True}
+    news = [new(f"s{i}", range(1, 12), seed=seed, **options) for i, seed in enumerate((7, 7, 8, 2**62 + 7, -7))]
+    outputs = [d.output for d in drive(engine, news).values()]
+    assert outputs[0] == outputs[1]
+    assert len({tuple(output) for output in outputs}) == 4, "of other seeds come other tokens"
+
+
+def test_sequences_that_do_not_fit_together_take_turns(engine: CheckedEngine, new: MakeNew) -> None:
+    """Each is recomputed in blocks that hold the other's tokens."""
+    size = 2 * engine.info.block_size + 1
+    news = [new(name, [1 + i] * size, max_tokens=4, temperature=1.0, ignore_eos=True) for i, name in enumerate("ab")]
+    expected, _ = alone(engine, news)
+    engine.occupy(engine.info.num_blocks - 4)
+    outputs: dict[str, list[int]] = {"a": [], "b": []}
+    engine.step(StepPlan(0, start=tuple(news)))
+    for turn in range(8):
+        active = "ab"[turn % 2]
+        (output,) = engine.run((active, size + len(outputs[active]))).outputs
+        outputs[active] += output.token_ids
+        if output.finish_reason is None:
+            engine.step(StepPlan(0, preempt=(Preempt(active, PreemptionMode.RECOMPUTE),)))
+            engine.step(StepPlan(0, resume=(active,)))
+    assert outputs == {k: d.output for k, d in expected.items()}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_steps_planned_ahead_give_the_same_tokens(engine: CheckedEngine, new: MakeNew, temperature: float) -> None:
+    """Every step is submitted before the result of the one before it is known, also after the end of a sequence."""
+    if not engine.info.steps_ahead:
+        pytest.skip("this engine takes one step at a time")
+    news = [new(f"s{i}", range(1, 6 + i), max_tokens=6 + i, seed=i, temperature=temperature) for i in range(5)]
+    news.append(new("checked", range(1, 20), max_tokens=8, seed=9, logprobs=2, frequency_penalty=0.5))
+    expected, expected_reported = alone(engine, news)
+    reported, outputs = Reported(), {n.seq_id: list[int]() for n in news}
+    ended: set[str] = set()
+    engine.submit(StepPlan(0, start=tuple(news), run=tuple(Run(n.seq_id, len(n.prompt_token_ids)) for n in news)))
+    while len(ended) < len(news):
+        engine.submit(StepPlan(0, run=tuple(Run(n.seq_id, 1) for n in news if n.seq_id not in ended), ahead=True))
+        result = engine.collect()
+        reported(result)
+        for output in result.outputs:
+            outputs[output.seq_id] += output.token_ids
+            ended |= {output.seq_id} if output.finish_reason else set()
+    engine.collect()
+    assert outputs == {k: d.output for k, d in expected.items()}
+    assert_alike(reported.output["checked"], expected_reported.output["checked"])
