@@ -4,14 +4,15 @@ Knows sampling parameters and dialects; does not know connections.
 """
 
 import json
-from dataclasses import fields
 from typing import Any
+
+import msgspec
 
 from engine.interface import SamplingParams, json_schema_of
 from engine.streaming import StreamRequest, UpstreamRefused
 from engine.upstream.dialects import Dialect
 
-_DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}
+_DEFAULTS = {f.name: f.default for f in msgspec.structs.fields(SamplingParams)}
 # Parameters whose effect depends on the tokens generated so far. A server takes those for a part of the prompt when a
 # sequence is continued, so the continuation would not be the same.
 _DEPEND_ON_OUTPUT = ("presence_penalty", "frequency_penalty", "bad_words", "logprobs", "prompt_logprobs", "grammar")

@@ -4,8 +4,10 @@ Knows what each kind of server calls things, and what it cannot do. Does not sen
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
 
 from engine.interface import SamplingParams
 
@@ -51,7 +53,7 @@ class Dialect:
         `grammar` stands for grammars other than JSON schemas, and `json_schema` for these.
         """
         known = _GENERAL | self.sampling.keys()
-        missing = {f.name for f in fields(SamplingParams) if f.name not in known} | {"grammar"}
+        missing = {f.name for f in msgspec.structs.fields(SamplingParams) if f.name not in known} | {"grammar"}
         missing |= {"json_schema"} - ({"json_schema"} if self.json_schema else set())
         missing |= {"logprobs"} - ({"logprobs"} if self.logprobs else set())
         return frozenset(missing)

@@ -1,4 +1,4 @@
-"""JSON schemas of the answers, for /openapi.json: what each endpoint sends with status 200, and the error object.
+"""JSON schemas of the answers, for /openapi.json: what each endpoint sends where it succeeds, and the error object.
 
 They say which fields are always there and what type they have; clients may meet more fields. Knows paths and formats;
 does not know how the answers are made.
@@ -113,6 +113,18 @@ SCHEMAS: dict[str, Schema] = {
     "Deleted": object_of(id=TEXT, object=TEXT, deleted={"const": True}),
     "Tokens": object_of(count=NUMBER, max_model_len=MAYBE_NUMBER, tokens=array(NUMBER)),
     "TokenText": object_of(prompt=TEXT),
+    "Task": object_of(
+        id=TEXT,
+        object=fixed("task"),
+        state=fixed("queued", "running", "done", "dead", "cancelled"),
+        created_at=NUMBER,
+        ended_at=MAYBE_NUMBER,
+        service_tier=TEXT,
+        attempts=NUMBER,
+        error=MAYBE_OBJECT,
+        metadata=MAYBE_OBJECT,
+    ),
+    "TaskList": object_of(object=fixed("list"), data=array(reference("Task")), has_more=FLAG),
     "FileList": page_of("File"),
     "BatchList": page_of("Batch"),
     "InputItemList": page_of("InputItem"),
@@ -126,7 +138,7 @@ def json_of(name: str) -> Schema:
     return {"application/json": {"schema": reference(name)}}
 
 
-# Content of the answers with status 200. Answers that are not here are objects without a fixed form.
+# Content of the answers with status 200, or 202. Answers that are not here are objects without a fixed form.
 ANSWERS: dict[tuple[str, str], Schema] = {
     ("post", "/v1/chat/completions"): json_of("ChatCompletion") | SSE,
     ("post", "/v1/completions"): json_of("Completion") | SSE,
@@ -147,6 +159,12 @@ ANSWERS: dict[tuple[str, str], Schema] = {
     ("get", "/v1/batches"): json_of("BatchList"),
     ("get", "/v1/batches/{batch_id}"): json_of("Batch"),
     ("post", "/v1/batches/{batch_id}/cancel"): json_of("Batch"),
+    ("post", "/v1/tasks"): {"application/json": {"schema": {"oneOf": [reference("Task"), reference("TaskList")]}}},
+    ("get", "/v1/tasks"): json_of("TaskList"),
+    ("get", "/v1/tasks/{task_id}"): json_of("Task"),
+    ("delete", "/v1/tasks/{task_id}"): json_of("Task"),
+    ("post", "/v1/tasks/{task_id}/cancel"): json_of("Task"),
+    ("post", "/v1/tasks/{task_id}/retry"): json_of("Task"),
     ("post", "/tokenize"): json_of("Tokens"),
     ("post", "/detokenize"): json_of("TokenText"),
     ("get", "/ready"): json_of("Readiness"),
@@ -160,6 +178,7 @@ FOLLOWERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
         "input_file_id": ("create_batch",),
     },
     ("post", "/v1/batches"): {"batch_id": ("retrieve_batch", "cancel_batch")},
+    ("post", "/v1/tasks"): {"task_id": ("retrieve_task", "cancel_task", "delete_task", "retry_task")},
     ("post", "/v1/responses"): {
         "response_id": ("retrieve_response", "cancel_response", "delete_response", "list_input_items"),
     },

@@ -33,17 +33,18 @@ def describe(app: FastAPI, model_names: Sequence[str]) -> dict[str, Any]:
 def _complete(operation: dict[str, Any], method: str, path: str) -> None:
     responses = operation["responses"]
     responses.pop("422", None)
+    success = next(response for status, response in responses.items() if status[0] == "2")
     for status, description in ERRORS.items():
         responses.setdefault(status, {"description": description})
     for status, response in responses.items():
         if status[0] in "45":
             response["content"] = json_of("Error")
     if (method, path) in ANSWERS:
-        responses["200"]["content"] = ANSWERS[method, path]
+        success["content"] = ANSWERS[method, path]
     if path == "/ready":
         responses["503"] = {"description": "Something is missing.", "content": ANSWERS[method, path]}
     if links := _links(method, path):
-        responses["200"]["links"] = links
+        success["links"] = links
 
 
 def _name_models(operation: dict[str, Any], model_names: Sequence[str]) -> None:

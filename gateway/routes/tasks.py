@@ -29,7 +29,7 @@ MAX_WAIT_S = 60.0
 WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S)]
 
 
-@router.post("/v1/tasks", openapi_extra=json_body(CreateTasks))
+@router.post("/v1/tasks", status_code=202, openapi_extra=json_body(CreateTasks))
 async def create_tasks(request: Request, key: Caller, owner: Owner) -> Response:
     """Enqueue one task, or a list of tasks, and return them at once."""
     service, gateway = tasks_of(request), gateway_of(request)
@@ -80,7 +80,7 @@ async def retrieve_task(request: Request, owner: Owner, task_id: str, wait_s: Wa
     return _json(task_object(_existing(found, task_id)))
 
 
-@router.delete("/v1/tasks/{task_id}")
+@router.delete("/v1/tasks/{task_id}", name="delete_task")
 @router.post("/v1/tasks/{task_id}/cancel")
 async def cancel_task(request: Request, owner: Owner, task_id: str) -> Response:
     """Cancel a task that waits or runs. One that has ended stays as it is."""
@@ -89,7 +89,7 @@ async def cancel_task(request: Request, owner: Owner, task_id: str) -> Response:
     return _json(task_object(await service.cancel(found)))
 
 
-@router.post("/v1/tasks/{task_id}/retry")
+@router.post("/v1/tasks/{task_id}/retry", status_code=202)
 async def retry_task(request: Request, key: Caller, owner: Owner, task_id: str) -> Response:
     """Enqueue a dead letter again, with all its tries before it."""
     service, tiers = tasks_of(request), gateway_of(request).tiers

@@ -1,7 +1,7 @@
 import json
-from dataclasses import fields
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.interface import SamplingParams, options_of
@@ -28,6 +28,7 @@ VALUES: dict[str, Any] = {
     "logprobs": 2,
     "prompt_logprobs": 2,
     "grammar": SCHEMA,
+    "adapter": "mine",
 }
 
 
@@ -39,7 +40,7 @@ def body(dialect: Dialect, output: tuple[int, ...] = (), is_seeded: bool = False
 
 def test_every_sampling_parameter_has_a_value_here() -> None:
     general = {"max_tokens", "temperature", "seed"}
-    assert {f.name for f in fields(SamplingParams)} == VALUES.keys() | general
+    assert {f.name for f in msgspec.structs.fields(SamplingParams)} == VALUES.keys() | general
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=lambda d: d.name)

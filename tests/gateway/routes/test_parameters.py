@@ -48,7 +48,7 @@ async def test_sampling_parameters_reach_the_engine() -> None:
             for change, expected in SAMPLING:
                 sampling = (await served(stand, path, {**body, **change})).sampling
                 assert {name: getattr(sampling, name) for name in expected} == expected
-                others = set(SamplingParams.__dataclass_fields__) - {*expected, "max_tokens", "seed"}
+                others = set(SamplingParams.__struct_fields__) - {*expected, "max_tokens", "seed"}
                 assert all(getattr(sampling, name) == getattr(plain, name) for name in others), change
         chat = {**CHAT, "logprobs": True, "top_logprobs": 3}
         assert (await served(stand, "/v1/chat/completions", chat)).sampling.logprobs == 3

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -219,7 +220,7 @@ def test_what_cannot_be_continued_faithfully_is_finished_instead(sampling: dict[
     async def story(world: World) -> int:
         async def ask(number: int) -> Answer:
             request = make_request(f"b{number}", "bulk", 32, 100, arrival_ms=world.clock.wall_ms(), **kinds)
-            stream = await world.client.submit([replace(request, is_seeded=is_seeded)])
+            stream = await world.client.submit([msgspec.structs.replace(request, is_seeded=is_seeded)])
             assert not isinstance(stream, Rejected)
             async with stream:
                 events = [event async for event in stream]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from engine.interface import FinishReason, SequenceFailure, StepResult, TokenLogprobs
@@ -414,7 +415,8 @@ def test_a_request_that_can_never_run_fails_with_the_reason_and_others_run(bad: 
 def test_a_request_for_an_adapter_that_the_engine_does_not_have_fails() -> None:
     stepped = small()
     request = make_request("bad")
-    stepped.accept(replace(request, sampling=replace(request.sampling, adapter="mine")))
+    sampling = msgspec.structs.replace(request.sampling, adapter="mine")
+    stepped.accept(msgspec.structs.replace(request, sampling=sampling))
     assert [(e.kind, e.error) for e in stepped.events] == [
         (EventKind.FAILED, "The worker's engine has no adapter 'mine'.")
     ]
