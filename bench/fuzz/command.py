@@ -11,7 +11,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from loadtest.running import ends_on_sigterm, one_sentence, print_progress, run_
 # vLLM, unless they look like a misspelt one.
 LEFT_OUT = "positive_data_acceptance,negative_data_rejection"
 ENDLESS = "/admin/sla/stream"  # its answer never ends
+START_S = 60.0  # seconds for the worker of tasks to start
 SECONDS_PER_EXAMPLE = 0.05  # what one example of the Hypothesis tests takes; there are five of these tests
 
 
@@ -79,19 +81,38 @@ class Fuzz(BaseModel):
             async with serving_tidegate(None, "auto", folder, 0, ()) as server:
                 assert server.pid is not None, "the server was started here"
                 store_url = f"unix://{folder}/data/valkey.sock"
-                await _longest_gap(server.target, 1.0)  # opens what is opened once
-                before = await held_by(server.pid, store_url)
-                streaming = asyncio.create_task(_longest_gap(server.target, self.seconds))
-                faults = await _run_program("schemathesis", "generated,", *self._schemathesis(server.target))
-                print_progress(f"longest gap of a stream meanwhile: {1000 * await streaming:.0f} ms")
-                faults += await until_idle(server.target)
-                return faults + (await held_by(server.pid, store_url)).growth(before)
+                async with _serving_tasks(store_url, server.target):
+                    await _longest_gap(server.target, 1.0)  # opens what is opened once
+                    before = await held_by(server.pid, store_url)
+                    streaming = asyncio.create_task(_longest_gap(server.target, self.seconds))
+                    faults = await _run_program("schemathesis", "generated,", *self._schemathesis(server.target))
+                    print_progress(f"longest gap of a stream meanwhile: {1000 * await streaming:.0f} ms")
+                    faults += await until_idle(server.target)
+                    return faults + (await held_by(server.pid, store_url)).growth(before)
 
     def _schemathesis(self, target: Target) -> Sequence[str]:
         url = f"http://{target.host}:{target.port}/openapi.json"
         flags = [f"--max-time={self.seconds:.0f}", f"--exclude-checks={LEFT_OUT}", f"--exclude-path={ENDLESS}"]
         seed = [] if self.seed is None else [f"--seed={self.seed}"]
         return ["-m", "schemathesis.cli", "run", url, *flags, *seed, "--workers=1", "--no-color", "--warnings=off"]
+
+
+@asynccontextmanager
+async def _serving_tasks(store_url: str, target: Target) -> AsyncIterator[None]:
+    """Run a worker whose endpoint gives every item back, so that tasks have somebody who does them."""
+    flags = ("--engine", "static", "--endpoint", "python:builtins.list", "--batch", "4", "--redis-url", store_url)
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-m", "tidegate", "worker", *flags)
+    try:
+        async with (
+            asyncio.timeout(START_S),
+            httpx.AsyncClient(base_url=f"http://{target.host}:{target.port}") as client,
+        ):
+            while (await client.post("/v1/tasks", json={"input": 1})).status_code != 202:
+                await asyncio.sleep(0.1)
+        yield
+    finally:
+        worker.terminate()
+        await worker.wait()
 
 
 async def _run_program(what: str, counted: str, *arguments: str, **environment: str) -> list[str]:

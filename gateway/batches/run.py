@@ -64,6 +64,7 @@ class BatchRun:
         """Run the batch until it is over or another gateway owns it."""
         structlog.contextvars.bind_contextvars(batch_id=self._id)
         if not await self._lock.acquire():
+            await self._store.bound_lock(self._id, self._lock)
             return
         try:
             while (batch := await self._store.get(self._id)) is not None:

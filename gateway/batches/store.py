@@ -138,6 +138,17 @@ class BatchStore:
     def owner_lock(self, batch_id: str, ttl_s: float) -> Lock:
         return self._redis.lock(_owner_key(batch_id), timeout=ttl_s, blocking=False, thread_local=False)
 
+    async def bound_lock(self, batch_id: str, lock: Lock) -> None:
+        """Let the lock that another gateway holds live no longer than `lock` would.
+
+        It lives longer if the store's clock was set back after it was renewed. If its holder has died, nobody would run
+        the batch for as long.
+        """
+        assert lock.timeout is not None
+        ttl_ms = int(lock.timeout * 1000)
+        if await self._redis.pttl(_owner_key(batch_id)) > ttl_ms:
+            await self._redis.pexpire(_owner_key(batch_id), ttl_ms)
+
     async def durable(self) -> bool:
         """Wait until everything that was written so far is on disk, as `scheduler.store.connection.durable` does."""
         return await durable(self._redis)

@@ -77,6 +77,15 @@ async def plant(redis: Redis, data_dir: Path, count: int, *, batch_id: str = "ba
     return batch_id
 
 
+async def test_a_clock_that_was_set_back_does_not_lock_a_batch_of_a_dead_gateway(
+    redis_client: Redis, tmp_path: Path
+) -> None:
+    batch_id = await plant(redis_client, tmp_path, 3)
+    assert await BatchStore(redis_client).owner_lock(batch_id, 7200.0).acquire()
+    async with running_gateway(redis_client, tmp_path, lock_ttl_s=0.2) as gateway:
+        assert (await gateway.ended(batch_id)).status == "completed"
+
+
 async def let_locks_lapse(redis: Redis) -> None:
     async for key in redis.scan_iter("tidegate:batches:owner:*"):
         await redis.delete(key)
