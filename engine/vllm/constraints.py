@@ -5,25 +5,20 @@ Knows grammars, stop tokens and bad words; does not know logits.
 """
 
 from collections.abc import Sequence as Seq
-from weakref import WeakKeyDictionary
 
-from engine.grammar import Bits, CompiledGrammar, Grammars, Matcher, forbid_tokens
+from engine.grammar import Bits, Grammars, Matcher, forbid_tokens
 from engine.interface import EngineInfo, GrammarError
-from engine.sampling.penalties import Penalties
+from engine.sampling.sequence_state import NOTHING_LEFT, SequenceStates
 from engine.sequences.sequence import Sequence
 from engine.sequences.sequence_table import Chunk
 
-NOTHING_LEFT = "its sampling options leave no token to choose"
-
 
 class Constraints:
-    """The state of each sequence in its grammar, and its forbidden tokens. It lives as long as the sequence object."""
+    """The masks of grammars, and the sequences that their sampling options leave nothing."""
 
     def __init__(self, info: EngineInfo) -> None:
         self.grammars = Grammars(info)
-        self._vocab_size = info.vocab_size
-        self._matchers: WeakKeyDictionary[Sequence, Matcher] = WeakKeyDictionary()
-        self._penalties: WeakKeyDictionary[Sequence, Penalties] = WeakKeyDictionary()
+        self._states = SequenceStates(info.vocab_size)
 
     def needs_tokens(self, chunk: Chunk) -> bool:
         """Return whether the chunk can only be computed when all tokens of its sequence are known."""
@@ -37,7 +32,7 @@ class Constraints:
         for seq_id, sequence in sequences.items():
             try:
                 if sequence.sampling.grammar is not None:
-                    matchers[seq_id] = self._updated_matcher(sequence)
+                    matchers[seq_id] = self._states.matcher(sequence)
                 elif self._leaves_nothing(sequence):
                     failed[seq_id] = NOTHING_LEFT
             except GrammarError as error:
@@ -45,27 +40,12 @@ class Constraints:
         masks = dict(zip(matchers, self.grammars.masks(list(matchers.values())), strict=True)) if matchers else {}
         failed |= {seq_id: reason for seq_id, matcher in matchers.items() if (reason := matcher.failure)}
         for seq_id, mask in masks.items():
-            forbid_tokens(mask, self._updated_penalties(sequences[seq_id]).forbidden_ids.tolist())
+            forbid_tokens(mask, self._states.penalties(sequences[seq_id]).forbidden_ids.tolist())
         return {seq_id: mask for seq_id, mask in masks.items() if seq_id not in failed}, failed
 
-    def _updated_matcher(self, sequence: Sequence) -> Matcher:
-        matcher = self._matchers.get(sequence)
-        if matcher is None:
-            assert isinstance(sequence.compiled_grammar, CompiledGrammar)
-            matcher = self._matchers[sequence] = sequence.compiled_grammar.matcher()
-        matcher.consume(sequence.token_ids[sequence.num_prompt_tokens + matcher.num_consumed :])
-        return matcher
-
     def _leaves_nothing(self, sequence: Sequence) -> bool:
-        penalties = self._updated_penalties(sequence)
+        penalties = self._states.penalties(sequence)
         return len(penalties.allowed_ids) > 0 and set(penalties.allowed_ids) <= set(penalties.forbidden_ids)
-
-    def _updated_penalties(self, sequence: Sequence) -> Penalties:
-        penalties = self._penalties.get(sequence)
-        if penalties is None:
-            penalties = self._penalties[sequence] = Penalties(sequence, self._vocab_size)
-        penalties.update(sequence)
-        return penalties
 
 
 def _is_constrained(chunk: Chunk) -> bool:

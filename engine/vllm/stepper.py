@@ -14,11 +14,11 @@ from time import perf_counter
 
 from engine.grammar import CompiledGrammar
 from engine.interface import EngineInfo, PreemptionMode, SequenceFailure, SequenceOutput, StepPlan, StepResult
+from engine.sampling.sequence_state import BROKEN_LOGITS
 from engine.sequences.sequence_table import Chunk, SequenceTable
 from engine.vllm.batch import Batch, BatchExecutor, Sampled
 from engine.vllm.constraints import Constraints
 
-BROKEN_LOGITS = "the model's logits are not finite"
 _PLACEHOLDER = -1  # stands in a sequence for a token that is not known yet
 
 

@@ -12,39 +12,32 @@ This is transformers' order. Rows with none of the options before the temperatur
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from engine.grammar import CompiledGrammar, Grammars, Matcher, forbid_tokens
+from engine.grammar import Grammars, Matcher, forbid_tokens
 from engine.interface import EngineInfo, GrammarError, SamplingParams
 from engine.native.sampling.grammar_mask import apply_masks
 from engine.native.sampling.logprobs import token_logprobs
 from engine.native.sampling.outcome import Outcome
 from engine.sampling.penalties import Penalties, add_bias, apply_penalties, forbid
 from engine.sampling.sampler import Sampler, SamplingRow, sample
+from engine.sampling.sequence_state import BROKEN_LOGITS, NOTHING_LEFT, SequenceStates
 from engine.sequences.sequence import Sequence
 
-BROKEN_LOGITS = "the model's logits are not finite"
 _BROKEN = Outcome(failure=BROKEN_LOGITS)
-_NOTHING_LEFT = Outcome(failure="its sampling options leave no token to choose")
+_NOTHING_LEFT = Outcome(failure=NOTHING_LEFT)
 _GREEDY = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
 
 
 class SamplingPipeline:
-    """A sampler that keeps each sequence's penalties and grammar state as long as the sequence object exists.
-
-    This state depends only on the sequence's parameters and tokens, so a preempted or restarted sequence gets the same
-    tokens.
-    """
+    """A sampler that keeps the state of each sequence between steps."""
 
     def __init__(self, info: EngineInfo, sampler: Sampler = sample) -> None:
         self._sampler = sampler
-        self._vocab_size = info.vocab_size
         self.grammars = Grammars(info)
-        self._penalties: WeakKeyDictionary[Sequence, Penalties] = WeakKeyDictionary()
-        self._matchers: WeakKeyDictionary[Sequence, Matcher] = WeakKeyDictionary()
+        self._states = SequenceStates(info.vocab_size)
 
     def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> list[Outcome]:
         """Return one outcome per sequence. An error that concerns one sequence is the `failure` of its outcome.
@@ -67,20 +60,13 @@ class SamplingPipeline:
 
     def _sample_altered(self, logits: Tensor, sequences: list[Sequence]) -> list[Outcome]:
         """Alter `logits` (sequences, vocab), float32, in place by all options; sample and return the outcomes."""
-        penalties = [self._updated_penalties(sequence) for sequence in sequences]
+        penalties = [self._states.penalties(sequence) for sequence in sequences]
         add_bias(logits, penalties)
         apply_penalties(logits, penalties)
         forbid(logits, penalties)
         failures = self._mask_by_grammar(logits, sequences, penalties)
         token_ids = self._sampler(logits, [SamplingRow(s.sampling, s.num_output_tokens) for s in sequences])
         return [failures.get(i) or _outcome(token_id, _NOTHING_LEFT) for i, token_id in enumerate(token_ids)]
-
-    def _updated_penalties(self, sequence: Sequence) -> Penalties:
-        penalties = self._penalties.get(sequence)
-        if penalties is None:
-            penalties = self._penalties[sequence] = Penalties(sequence, self._vocab_size)
-        penalties.update(sequence)
-        return penalties
 
     def _mask_by_grammar(
         self, logits: Tensor, sequences: list[Sequence], penalties: list[Penalties]
@@ -103,18 +89,10 @@ class SamplingPipeline:
         for i, sequence in enumerate(sequences):
             if sequence.sampling.grammar is not None:
                 try:
-                    matchers[i] = self._updated_matcher(sequence)
+                    matchers[i] = self._states.matcher(sequence)
                 except GrammarError as error:
                     failures[i] = Outcome(failure=str(error))
         return matchers, failures
-
-    def _updated_matcher(self, sequence: Sequence) -> Matcher:
-        matcher = self._matchers.get(sequence)
-        if matcher is None:
-            assert isinstance(sequence.compiled_grammar, CompiledGrammar)
-            matcher = self._matchers[sequence] = sequence.compiled_grammar.matcher()
-        matcher.consume(sequence.token_ids[sequence.num_prompt_tokens + matcher.num_consumed :])
-        return matcher
 
 
 def _outcome(token_id: int | None, otherwise: Outcome) -> Outcome:

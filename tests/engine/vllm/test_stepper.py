@@ -12,11 +12,12 @@ from llguidance import LLMatcher
 from demo_model.location import demo_model_path
 from engine.grammar import Bits
 from engine.interface import EngineDead, EngineInfo, FinishReason, PlanError, Preempt, PreemptionMode, Run, StepPlan
+from engine.sampling.sequence_state import BROKEN_LOGITS, NOTHING_LEFT
 from engine.sequences.sequence_table import Chunk
 from engine.thread import EngineThread
 from engine.vllm.batch import Batch, Sampled
-from engine.vllm.constraints import NOTHING_LEFT, Constraints
-from engine.vllm.stepper import BROKEN_LOGITS, VllmStepper
+from engine.vllm.constraints import Constraints
+from engine.vllm.stepper import VllmStepper
 from tests.engine.drive import compiled, drive, make_new, random_chunks, random_preemption
 
 INFO = EngineInfo(
