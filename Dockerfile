@@ -14,6 +14,8 @@ WORKDIR /src
 COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
     && python docker/requirements.py pyproject.toml > /wheels/requirements.txt \
+    && python docker/requirements.py pyproject.toml --extras otel storage >> /wheels/requirements.txt \
+    && python docker/requirements.py pyproject.toml --extras gpu > /wheels/gpu.txt \
     && python docker/requirements.py pyproject.toml --torch > /wheels/torch.txt
 
 # -- base of gateway and worker on CPU ---------------------------------------------------------------------------------
@@ -65,8 +67,8 @@ ENV PYTHONUNBUFFERED=1 \
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN useradd --system --uid 10001 --create-home tidegate \
     && install --directory --owner tidegate --mode 700 /var/lib/tidegate
-COPY --from=wheel /wheels/requirements.txt /wheels/
-RUN pip install -r /wheels/requirements.txt
+COPY --from=wheel /wheels/requirements.txt /wheels/gpu.txt /wheels/
+RUN pip install -r /wheels/requirements.txt -r /wheels/gpu.txt
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-deps /wheels/*.whl
 VOLUME /var/lib/tidegate

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo test test-bench test-vllm conformance chaos fuzz gpu-check lint format clean
+.PHONY: serve demo test test-bench test-vllm conformance chaos fuzz docs gpu-check lint format clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -46,6 +46,10 @@ FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.installed-fuzz
 	$(BIN)/python -m bench fuzz --seconds $(FUZZ_SECONDS)
 
+# The documentation as a site in site/; fails at a broken link.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # With the Python that has the CUDA torch; what it lacks may lie in wheels/. Writes gpu-check/gpu-check.{log,json}.
 gpu-check:
 	$(PYTHON) -m bench.gpu_check
@@ -74,5 +78,9 @@ $(VENV)/.installed-fuzz: $(VENV)/.installed-dev
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]'
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf site $(VENV) .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

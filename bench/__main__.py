@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pydantic_settings import BaseSettings, CliApp, CliSubCommand, SettingsConfigDict
 
 from bench.ablation import Ablation
+from bench.batch_deadlines.command import BatchDeadlines
+from bench.batch_order.command import BatchOrder
 from bench.chaos.command import Chaos
 from bench.conformance.command import Conformance
 from bench.engines.commands import Engines, Growth, Soak
@@ -37,7 +39,8 @@ class Bench(BaseSettings):
     the CPU.
 
     Experiments on an engine. engines: our engine compared with other systems. growth: the time of a step as streams,
-    context or model size grow. soak: an engine under random load for a long time.
+    context or model size grow. soak: an engine under random load for a long time. batch-order: batch lines in the
+    gateway's order, against the order of their input.
 
     Experiments on the HTTP side. conformance: clients that people use, in their default modes. facade: requests per
     second of the gateway, beside LiteLLM's proxy. fuzz: odd requests, and what they leave behind.
@@ -46,7 +49,8 @@ class Bench(BaseSettings):
     /v1/tasks with an endpoint that fails and workers that are killed.
 
     Other experiments. store: the requests per second of a real store. simulator-accuracy: a measured run compared with
-    its simulation. ablation: simulated loads with each part of the controller switched off.
+    its simulation. ablation: simulated loads with each part of the controller switched off. batch-deadlines: simulated
+    jobs with windows, with deadlines and as best effort.
 
     Plots and Locust need `pip install 'tidegate[loadtest]'`. `python -m bench.gpu_check` runs the checks that need a
     GPU."""
@@ -67,9 +71,11 @@ class Bench(BaseSettings):
     engines: CliSubCommand[Engines]
     growth: CliSubCommand[Growth]
     soak: CliSubCommand[Soak]
+    batch_order: CliSubCommand[BatchOrder]
     store: CliSubCommand[Store]
     simulator_accuracy: CliSubCommand[SimulatorAccuracy]
     ablation: CliSubCommand[Ablation]
+    batch_deadlines: CliSubCommand[BatchDeadlines]
     conformance: CliSubCommand[Conformance]
     facade: CliSubCommand[Facade]
     tasks: CliSubCommand[Tasks]

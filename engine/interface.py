@@ -107,7 +107,7 @@ GRAMMAR_FAILED = "the grammar"
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that a plan starts."""
+    """A sequence that a plan starts, or continues from tokens that another engine has sampled."""
 
     seq_id: str
     prompt_token_ids: tuple[int, ...]
@@ -118,6 +118,8 @@ class NewSequence:
     retention: int = 0  # the prefix cache evicts blocks of the lowest retention first
     # What `Engine.compile_grammar` has returned for `sampling.grammar`. No step compiles a grammar.
     compiled_grammar: object | None = field(default=None, compare=False)
+    # The output so far. The sequence gets the same further tokens as one that has sampled these tokens here.
+    output_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,7 @@ class EngineInfo:
     steps_ahead: int = 0  # async scheduling: number of plans that may be submitted while a step runs; 0: none
     step_eviction: StepEviction = StepEviction.NOTHING
     adapters: tuple[str, ...] = ()  # names of the model's LoRA adapters
+    caches_prefixes: bool = False  # prompts reuse the KV of prompts with the same beginning
     num_layers: int = 30  # of the model; sequences are evicted from a running step between two layers
 
 

@@ -47,6 +47,7 @@ class StreamRequest:
     priority: int = 0  # the higher goes first
     is_seeded: bool = False  # whether the user chose the seed
     output_token_ids: tuple[int, ...] = ()  # tokens of an earlier stream, after which this one begins
+    traceparent: str = ""  # W3C trace context, passed on to the server; empty: the sequence is not traced
 
     @property
     def num_tokens(self) -> int:

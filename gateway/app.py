@@ -1,6 +1,7 @@
 """The FastAPI application of one `Gateway`: routes, error handlers, middleware, startup and shutdown."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -18,12 +19,29 @@ from gateway.http.wrong_keys import WrongKeys
 from gateway.protocol import errors
 from gateway.protocol.json_body import BodyReader
 from gateway.protocol.openapi import describe
-from gateway.routes import admin, batches, chat, docs, files, keys, models, ops, responses, tasks, tokenize
+from gateway.routes import (
+    admin,
+    batches,
+    chat,
+    console,
+    dead_letters,
+    docs,
+    files,
+    keys,
+    models,
+    ops,
+    overview,
+    responses,
+    tasks,
+    tokenize,
+    uploads,
+)
 from gateway.routes.dependencies import authenticated, request_counted
 from gateway.routes.sla_feed import SlaFeed
 from gateway.state import Gateway
 
 MAX_BODIES = 16  # of the largest size, which may be in memory together
+UPLOAD_PATHS = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts$")  # their bodies go to the disk as they come
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -40,9 +58,10 @@ def create_app(gateway: Gateway) -> FastAPI:
         middleware=[  # from the outermost to the innermost
             Middleware(Cors, allowed=gateway.allowed_origins),
             Middleware(RequestContext, metrics=gateway.metrics, clock=gateway.clock),
+            *([Middleware(gateway.tracing)] if gateway.tracing is not None else []),
             Middleware(HostCheck, allowed=gateway.allowed_hosts, is_open=lambda: gateway.keyring.is_open),
             Middleware(RefuseWhileDraining, is_draining=lambda: gateway.client.is_draining),
-            Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt="/v1/files"),
+            Middleware(BodyLimit, max_bytes=gateway.max_body_bytes, exempt=UPLOAD_PATHS),
         ],
     )
     app.openapi = partial(describe, app, gateway.model_names)  # type: ignore[method-assign]
@@ -51,19 +70,26 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.state.metrics_page = ops.MetricsPage(gateway)
     app.state.wrong_keys = WrongKeys()
     app.state.sla_feed = SlaFeed(gateway.client, gateway.clock)
+    if gateway.console:
+        app.include_router(console.router)  # before the next one, which also answers `/`
     app.include_router(ops.router)
     if gateway.private_docs:
         app.include_router(ops.private_router)
     else:
         app.include_router(docs.router)
     app.include_router(admin.router)
+    app.include_router(overview.router)
     app.include_router(keys.router)
+    app.include_router(dead_letters.router)
     for routes in (chat, models, tokenize):
         app.include_router(routes.router)
     app.include_router(responses.router, dependencies=[Depends(authenticated)])
-    for routes in (files, batches, tasks):
+    for routes in (files, uploads, batches, tasks):
         app.include_router(routes.router, dependencies=[Depends(authenticated), Depends(request_counted)])
-    parts = (ops, admin, keys, chat, models, tokenize, files, batches, tasks, responses)
+    parts = (
+        *(ops, admin, overview, keys, dead_letters, chat, models, tokenize),
+        *(files, uploads, batches, tasks, responses),
+    )
     errors.install(app, [route for part in parts for route in part.router.routes])
     return app
 
@@ -96,7 +122,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _running(gateway: Gateway) -> AsyncIterator[None]:
-    """Run what looks after keys, limits and usage every few seconds, within the block."""
+    """Run what looks after keys, limits, usage, uploads and webhooks every few seconds, within the block."""
     work: list[Coroutine[Any, Any, None]] = []
     if gateway.key_source is not None:
         work.append(gateway.key_source.follow())
@@ -104,6 +130,10 @@ async def _running(gateway: Gateway) -> AsyncIterator[None]:
         work.append(gateway.limits.renew())
     if gateway.usage is not None:
         work.append(gateway.usage.follow())
+    if gateway.uploads is not None:
+        work.append(gateway.uploads.follow())
+    if gateway.webhooks is not None:
+        work.append(gateway.webhooks.follow())
     tasks = [asyncio.create_task(part) for part in work]
     try:
         yield

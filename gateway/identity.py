@@ -22,13 +22,26 @@ INDEX_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
+class KeyWebhook:
+    """Where the ends of a key's batches are reported, and the secret that signs the reports.
+
+    `url` is for batches whose metadata names no URL (None: only those that name one are reported).
+    """
+
+    secret: str
+    url: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ApiKey:
     """The API key of a caller.
 
     `tiers` are the tiers that the key may use (None: all tiers). `default_tier` is the tier of requests without a
     `service_tier` (None: the default tier of tiers.yaml). `admin` says whether the key may use /admin. The next three
     are limits over all gateways (None: no limit). `files_quota_mb` is the size of all its files in MB (None: the
-    server's default).
+    server's default). `webhook` is None for the server's own secret, and no URL. `batch_weight` is the weight of its
+    batches among those of other keys. `batch_concurrent_lines` and `batch_enqueued_tokens` limit the lines of its
+    batches that run at the same time on one gateway, and the prompt tokens of its unfinished batches (None: no limit).
     """
 
     name: str
@@ -40,6 +53,10 @@ class ApiKey:
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
     files_quota_mb: int | None = None
+    webhook: KeyWebhook | None = None
+    batch_weight: int = 1
+    batch_concurrent_lines: int | None = None
+    batch_enqueued_tokens: int | None = None
 
     def may_use(self, tier: Tier) -> bool:
         return self.tiers is None or tier.name in self.tiers

@@ -1,12 +1,15 @@
 """The record of everything that routes need. The composition root, tidegate/gateway.py, builds it and its parts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fastapi import Request
+from starlette.types import ASGIApp
 
 from gateway.batches.service import BatchService
 from gateway.completion.service import CompletionService
 from gateway.completion.tokenizer import Tokenizer
+from gateway.dead_letters import DeadLetters
 from gateway.files.store import FileStore
 from gateway.http.cors import AllowedOrigins
 from gateway.http.hosts import AllowedHosts
@@ -18,10 +21,14 @@ from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
 from gateway.responses.service import ResponseService
 from gateway.tasks.service import TaskService
+from gateway.uploads.service import UploadService
+from gateway.webhooks.service import WebhookService
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock
 from scheduler.config import TierSet
 from scheduler.reload.coordinator import TierChanges
+
+TracingMiddleware = Callable[[ASGIApp], ASGIApp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +45,11 @@ class Gateway:
     metrics: GatewayMetrics
     files: FileStore | None = None
     batches: BatchService | None = None
+    uploads: UploadService | None = None
+    webhooks: WebhookService | None = None
     responses: ResponseService | None = None
     tasks: TaskService | None = None
+    dead_letters: DeadLetters | None = None
     tier_changes: TierChanges | None = None
     key_source: KeySource | None = None
     limits: KeyLimits | None = None
@@ -47,6 +57,8 @@ class Gateway:
     idempotency: IdempotencyStore | None = None
     allowed_hosts: AllowedHosts = field(default_factory=AllowedHosts)  # while no API keys are configured
     files_quota_mb: int | None = None  # size of all files of a key that has no quota of its own; None: no limit
+    tracing: TracingMiddleware | None = None  # None: requests are not traced
+    console: bool = True  # whether `/` is a page for browsers
     private_docs: bool = False  # whether the API's description and the metrics need an API key
     max_body_bytes: int = 16 * 2**20  # limit of a JSON body; uploads to /v1/files have limits of their own
     allowed_origins: AllowedOrigins = field(default_factory=AllowedOrigins)  # of web pages of other origins

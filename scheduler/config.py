@@ -95,7 +95,8 @@ class Admission(_Strict):
 class Retry(_Strict):
     """The limits on how often work on a request may be started again."""
 
-    max_attempts: int = Field(default=5, ge=1)  # a request fails after this many claims without a result
+    # Attempts at a request that may end with their workers. In the last one, the request runs alone in a step.
+    max_attempts: int = Field(default=4, ge=1)
     max_preemptions: int = Field(default=3, ge=0)  # number of times that a sequence may lose its KV blocks
 
 

@@ -132,7 +132,7 @@ def urgency_of(state: RequestState, cost: StepCost, now: float) -> float:
     tier, urgency = state.tier, 0.0
     if tier.urgent_ms:
         laxity = _laxity_of(state, cost, now)
-        horizon_s = tier.urgent_ms / 1000
+        horizon_s = min(tier.urgent_ms, state.request.urgent_ms or tier.urgent_ms) / 1000
         if is_urgent(laxity, horizon_s):
             urgency = min(1.0, 1 - laxity / horizon_s)
     if tier.aging_ms and state.awaits_first_token:
@@ -141,6 +141,8 @@ def urgency_of(state: RequestState, cost: StepCost, now: float) -> float:
 
 
 def _laxity_of(state: RequestState, cost: StepCost, now: float) -> float:
+    if state.request.urgent_ms:  # a part of a job, whose deadline leaves time for its work
+        return state.deadline_s - now
     outputs = state.request.sampling.max_tokens - len(state.output_token_ids)
     return laxity_s(state.deadline_s - now, state.num_uncomputed, outputs, cost, state.num_computed_tokens)
 

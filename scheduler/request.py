@@ -20,6 +20,14 @@ class Delivery(Enum):
     AT_END = "at_end"  # one event with all tokens, so that the gateway has no work before the request ends
 
 
+@dataclass(frozen=True, slots=True)
+class JobDeadline:
+    """The deadline of a request that is a part of a job: `Request.deadline_ms` and `Request.urgent_ms`."""
+
+    at_ms: int
+    urgent_ms: int
+
+
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """One sequence to generate. A call with `n > 1` or a list of prompts becomes several requests.
 
@@ -37,6 +45,10 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_salt: str = ""  # requests share KV only if their salts are equal; the salt holds the caller's identity
     wants_receipt: bool = False  # token events say what the worker did for the request
     is_seeded: bool = False  # whether the caller chose the seed, and so the tokens
+    # Not 0: the request is a part of a job that was admitted as a whole. Its deadline already leaves time for its own
+    # work and for the job's work behind it, and it is urgent when less than this many ms are left.
+    urgent_ms: int = 0
+    traceparent: str = ""  # W3C trace context of the gateway's span; empty: the request is not traced
 
     @property
     def max_total_tokens(self) -> int:
@@ -48,12 +60,14 @@ class Claimed:
     """A request that a worker has claimed and holds a lease for.
 
     `fence` grows with every claim of the same request: a lease with an older fence can be neither acknowledged nor
-    renewed. `attempt` is the number of this claim, counted from 1. Claims that were released do not count.
+    renewed. `attempt` is the number of this claim, counted from 1. Claims that were released do not count, nor do those
+    that ended with a worker whose death cannot be the request's fault.
     """
 
     request: Request
     fence: int
     attempt: int = 1
+    output_token_ids: tuple[int, ...] = ()  # what earlier workers have checkpointed of its output
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +76,15 @@ class Lease:
 
     request_id: str
     fence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Output tokens of a request, to be stored by the holder of its lease."""
+
+    lease: Lease
+    index: int  # position of `token_ids[0]` in the whole output
+    token_ids: tuple[int, ...]
 
 
 class EventKind(Enum):
@@ -90,6 +113,11 @@ class Receipt:
     paused_ms: float  # the part of prefill and decode in which the sequence was in no step because it was preempted
     preemptions: int  # number of times that the sequence was paused, swapped out, or lost its KV
     evictions: int  # number of steps that it was taken out of while they ran
+    engine_ms: float | None = None  # its part of the engine's time; None: the engine is a server that tells nothing
+
+
+# The code of a request that was given up because its worker died in each attempt at it.
+WORKER_DIED = "worker_died"
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -110,6 +138,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     # If requested, one entry for each prompt token but the first. Only the event with index 0 has them.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     receipt: Receipt | None = None  # if requested
+    code: str = ""  # of a failure that programs must recognise, such as `WORKER_DIED`
 
     @property
     def is_last(self) -> bool:

@@ -53,6 +53,15 @@ class IllegalTransition(Exception):
 
 
 @dataclass(slots=True, eq=False)
+class TraceMarks:
+    """What a trace says beyond the times of a `RequestState`, in seconds of the worker's clock."""
+
+    pauses: list[tuple[float, float, str]] = field(default_factory=list)  # begin, end, mode of the preemption
+    evictions_s: list[float] = field(default_factory=list)
+    stop_mode: str = ""  # of the present preemption
+
+
+@dataclass(slots=True, eq=False)
 class RequestState:
     """The worker's record of one claimed request and of its sequence in the engine."""
 
@@ -81,13 +90,22 @@ class RequestState:
     paused_s: float = 0.0  # total time of earlier preemptions, until the sequence could run again
     num_stops: int = 0  # number of preemptions of any kind, also of pauses
     num_evictions: int = 0  # number of steps that it was taken out of while they ran
+    engine_s: float = 0.0  # its part of the steps' engine time, if it wants a receipt
     boosted_to: float | None = None  # the higher priority that the request has while it is urgent
     # Engine time that bulk had used in total when the newest token came, or at the arrival if there is no token yet.
     bulk_seen_s: float = 0.0
     found_step_s: float = 0.0  # predicted length of the step that ran when the request arrived; 0: no step ran
+    attempt: int = 1  # number of the claim, counted from 1
+    num_restored: int = 0  # output tokens that earlier workers have checkpointed
     awaits_grammar: bool = False  # its grammar is not compiled yet, so that it cannot start
     compiled_grammar: object | None = None  # what the engine has made of its grammar
+    marks: TraceMarks | None = None  # None: the request is not traced
+    prompt_digests: tuple[int, ...] | None = None  # see `PromptPrefixes`, which computes them when it needs them
     _status: Status = Status.WAITING
+
+    def __post_init__(self) -> None:
+        if self.request.traceparent:
+            self.marks = TraceMarks()
 
     @property
     def id(self) -> str:
@@ -105,6 +123,27 @@ class RequestState:
         if to not in TRANSITIONS[self._status]:
             raise IllegalTransition(f"{self.id}: {self._status.value} → {to.value}")
         self._status = to
+
+    @property
+    def num_new_tokens(self) -> int:
+        """The number of output tokens that this worker has generated."""
+        return len(self.output_token_ids) - self.num_restored
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether this is the last attempt after others that ended with their workers, so that it must run alone."""
+        return self.attempt >= max(2, self.tier.retry.max_attempts)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the request may have killed its workers: this is the last attempt, or the last but one."""
+        return self.attempt >= max(2, self.tier.retry.max_attempts - 1)
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether another worker can continue from the output tokens. Log probabilities would be lost."""
+        sampling = self.request.sampling
+        return sampling.logprobs is None and sampling.prompt_logprobs is None
 
     @property
     def priority(self) -> float:
@@ -181,8 +220,10 @@ class RequestState:
         if to is Status.PREEMPTED:
             self.num_computed_tokens = 0
 
-    def stop(self, now: float) -> None:
+    def stop(self, now: float, mode: str = "recompute") -> None:
         """Record that the sequence is preempted at `now`. If it is preempted already, it stays so."""
+        if self.marks is not None:
+            self.marks.stop_mode = mode
         if self.stopped_s is None:
             self.stopped_s = now
             self.num_stops += 1
@@ -191,6 +232,8 @@ class RequestState:
         """Record that the sequence may run again at `now`."""
         if self.stopped_s is not None:
             self.paused_s += now - self.stopped_s
+            if self.marks is not None:
+                self.marks.pauses.append((self.stopped_s, now, self.marks.stop_mode))
             self.stopped_s = None
 
     def time_token(self, now: float, bulk_total_s: float = 0.0) -> list[Sample]:

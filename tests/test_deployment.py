@@ -49,6 +49,13 @@ def test_the_requirements_are_the_projects_with_torch_separate() -> None:
     assert any(line.startswith("transformers") for line in rest)
 
 
+def test_the_images_have_what_traces_object_stores_and_gpus_need() -> None:
+    used = re.findall(r"--extras ([\w ]+?) >", DOCKERFILE)
+    named = [line.split(">")[0] for extra in used for line in requirements("--extras", *extra.split())]
+    traces = ["opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"]
+    assert named == [*traces, "fsspec", "s3fs", "nvidia-ml-py"]
+
+
 def test_a_gateway_starts_without_torch() -> None:
     """Everything that `tidegate gateway` imports, and the demo model's tokenizer, load without torch."""
     program = f"""{NO_TORCH}
@@ -61,6 +68,7 @@ from tidegate.settings import GatewaySettings
 tokenizer = load_tokenizer(GatewaySettings())
 assert asyncio.run(tokenizer.encode(["Repeat: k7Qz-09ab"], max_tokens=64))[0]
 assert "torch" not in sys.modules
+assert "tidegate.tracing.exporter" not in sys.modules, "OpenTelemetry is for processes that send traces"
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

@@ -37,9 +37,12 @@ DOCS = (
     "architecture",
     "batch",
     "benchmarks",
+    "console",
     "controller",
     "deployment",
     "engines",
+    "faq",
+    "getting-started",
     "operations",
     "security",
     "simulation",
@@ -253,8 +256,9 @@ def test_a_flag_that_does_not_exist_is_noticed() -> None:
         test_commands_and_their_flags_exist("python -m loadtest", "python -m loadtest no-such-command --seed 1")
 
 
-def test_the_readmes_python_parses() -> None:
-    snippets = fences(ROOT / "README.md", "python")
+@pytest.mark.parametrize("name", ["README", "docs/getting-started"])
+def test_the_python_for_newcomers_parses(name: str) -> None:
+    snippets = fences(ROOT / f"{name}.md", "python")
     assert snippets
     for snippet in snippets:
         ast.parse(snippet)
@@ -325,6 +329,22 @@ def test_every_key_of_a_tier_is_explained_and_no_other() -> None:
     switches = set(config.ControllerSwitches.model_fields)
     expected = set(keys_of(config.Tier)) | (set(config.TierSet.model_fields)) | switches
     assert {key for key in documented if re.fullmatch(r"[a-z_.0-9]+", key)} - {"key"} == expected
+
+
+@pytest.mark.parametrize("recipe", range(4))
+def test_recipes_change_the_shipped_tiers(recipe: int) -> None:
+    section = text_of(ROOT / "docs" / "tiers.md").partition("\n## Recipes\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    shipped = yaml.safe_load(text_of(ROOT / "tiers.yaml"))
+    changed = _merged(shipped, yaml.safe_load(blocks[recipe]))
+    assert config.parse_tiers(changed) != config.parse_tiers(shipped)
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {key: _merged(old.get(key), value) for key, value in new.items()}
 
 
 def test_every_metric_is_explained_and_no_other() -> None:

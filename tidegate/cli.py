@@ -19,6 +19,7 @@ from tidegate.settings import (
     CONFIG_VARIABLE,
     CommonSettings,
     DemoSettings,
+    DoctorSettings,
     GatewaySettings,
     ServeSettings,
     WorkerSettings,
@@ -38,8 +39,10 @@ commands:
   serve      everything on this machine: store, worker and gateway (http://127.0.0.1:8000/v1)
   gateway    only the HTTP server, with an existing Redis or Valkey (--redis-url)
   worker     only an engine, with an existing Redis or Valkey (--redis-url)
+  doctor     check this machine and the settings of `serve`, and say what to do
   demo       start everything on free ports, ask questions, run bulk requests beside chat, print a table
   simulate   simulate a load on virtual workers: latency percentiles, and the number of workers needed
+  top        watch a running server: queues, SLOs, workers, batches; see `tidegate top --help`
   batch      run batches from files and tables; see `tidegate batch --help`
   keys       add, list and revoke the API keys of a file; see `tidegate keys --help`
   loadtest   load generators; see `tidegate loadtest --help`
@@ -101,6 +104,13 @@ def _demo(args: list[str]) -> int:
     return run_demo(settings)
 
 
+def _doctor(args: list[str]) -> int:
+    settings = _load(DoctorSettings, "doctor", args)
+    from tidegate.doctor.command import run_doctor
+
+    return run_doctor(settings)
+
+
 def _keys(args: list[str]) -> int:
     from tidegate.keys import run_keys
 
@@ -111,6 +121,12 @@ def _batch(args: list[str]) -> int:
     from tidegate.batch.command import run_batch
 
     return run_batch(args)
+
+
+def _top(args: list[str]) -> int:
+    from tidegate.top.command import run_top
+
+    return run_top(args)
 
 
 def _loadtest(args: list[str]) -> int:
@@ -125,9 +141,11 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "gateway": _gateway,
     "worker": _worker,
+    "doctor": _doctor,
     "demo": _demo,
     "keys": _keys,
     "batch": _batch,
+    "top": _top,
     "simulate": _simulate,
     "loadtest": _loadtest,
 }

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import ip_network
+from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
@@ -22,6 +23,7 @@ from redis.exceptions import RedisError
 
 from demo_model.location import demo_model_path
 from gateway.app import create_app
+from gateway.batches.model import Batch
 from gateway.batches.service import BatchService
 from gateway.completion.answer_cache import AnswerCache
 from gateway.completion.metering import Metering
@@ -29,6 +31,8 @@ from gateway.completion.model_revision import model_revision
 from gateway.completion.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from gateway.completion.service import CompletionService
 from gateway.completion.tokenizer import Tokenizer
+from gateway.dead_letters import DeadLetters
+from gateway.files.object_storage import BadStorageUrl, open_storage
 from gateway.files.store import FileStore
 from gateway.http.connection import protocol_factory
 from gateway.http.connections import ConnectionLimits, ConnectionTable, default_max_connections
@@ -37,15 +41,21 @@ from gateway.http.hosts import AllowedHosts, address_of
 from gateway.http.metrics import GatewayMetrics
 from gateway.http.tls import Certificate, CertificateError, load_certificate, secured
 from gateway.idempotency.store import IdempotencyStore
+from gateway.identity import Keyring
 from gateway.keys.file import KeyringError
 from gateway.keys.limits import KeyLimits
 from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
 from gateway.responses.service import ResponseService
 from gateway.responses.store import ResponseStore
-from gateway.state import Gateway, GatewayTiers
+from gateway.state import Gateway, GatewayTiers, TracingMiddleware
 from gateway.tasks.endings import Endings
 from gateway.tasks.service import TaskService
+from gateway.uploads.service import UploadService
+from gateway.webhooks.sender import WebhookSender
+from gateway.webhooks.service import WebhookService
+from gateway.webhooks.store import EventStore
+from gateway.webhooks.target import TargetPolicy
 from scheduler.client.client import SchedulerClient
 from scheduler.clock import Clock, SystemClock
 from scheduler.config import TierConfigError, TierSet, load_tiers
@@ -64,6 +74,10 @@ from tidegate.notify import report_life
 from tidegate.process import gateway_name, hangup_calls, ignore_hangup, raise_descriptor_limit, signals_call
 from tidegate.settings import GatewaySettings
 from tidegate.supervisor import EX_CONFIG
+from tidegate.tracing.start import TracingError, traced
+
+if TYPE_CHECKING:
+    from tidegate.tracing.exporter import Tracing
 
 log = structlog.get_logger()
 
@@ -84,9 +98,10 @@ def run_gateway(settings: GatewaySettings) -> int:
     try:
         with (
             listen(settings.host, settings.port) as listener,
+            traced("gateway", gateway_name(listener.getsockname()[1]), settings.otel) as tracing,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as run,
         ):
-            return run.run(_serve(settings, listener, connection_limits(settings, max_descriptors)))
+            return run.run(_serve(settings, listener, connection_limits(settings, max_descriptors), tracing))
     except (
         TierConfigError,
         KeyringError,
@@ -94,6 +109,8 @@ def run_gateway(settings: GatewaySettings) -> int:
         BadSamplingDefaults,
         CannotListen,
         CertificateError,
+        BadStorageUrl,
+        TracingError,
     ) as error:
         log.error("the gateway cannot start", reason=str(error))
         return EX_CONFIG
@@ -104,7 +121,14 @@ def run_gateway(settings: GatewaySettings) -> int:
     return 1
 
 
-def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock: Clock, part: str) -> FastAPI:
+def build_gateway(
+    settings: GatewaySettings,
+    redis: Redis,
+    tiers: TierSet,
+    clock: Clock,
+    part: str,
+    tracing: TracingMiddleware | None = None,
+) -> FastAPI:
     """Return the app with everything that it uses. `part` is the name of this process in the store."""
     gateway_id = secrets.token_hex(8)
     queue = RedisQueue(redis, clock)
@@ -131,6 +155,7 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         max_ttl_s=settings.answer_cache_ttl_s,
         max_bytes=settings.answer_cache_mb * 2**20,
     )
+    dead_letters = DeadLetters(redis)
     metering = Metering(keyring, limits, usage, cache, metrics)
     completions = CompletionService(
         client,
@@ -142,13 +167,33 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         trusts_templates=settings.trust_request_chat_template,
         tool_parser=settings.tool_parser,
         metering=metering,
+        dead_letters=dead_letters,
         revision=revision,
         adapters=settings.adapter_paths.keys(),
     )
-    files = FileStore(redis, settings.data_dir, clock, settings.disk_reserve_mb * 2**20)
+    storage = open_storage(settings.files_url, settings.data_dir)
+    files = FileStore(redis, settings.data_dir, clock, settings.disk_reserve_mb * 2**20, storage)
     max_body_bytes = settings.max_body_mb * 2**20
     responses = make_responses(settings, redis, completions, clock)
-    batches = BatchService(redis, files, responses, tiers, names, clock, max_body_bytes=max_body_bytes)
+    webhooks = make_webhooks(settings, redis, keyring, clock, metrics)
+
+    async def announce(batch: Batch) -> None:
+        await webhooks.announce(f"batch.{batch.status}", batch.id, batch.metadata, batch.owner)
+
+    batches = BatchService(
+        redis,
+        files,
+        responses,
+        tiers,
+        names,
+        clock,
+        max_body_bytes=max_body_bytes,
+        workers=lambda: client.workers,
+        keyring=keyring,
+        count_tokens=tokenizer.count,
+        dead_letters=dead_letters,
+        on_end=announce,
+    )
     subject, tier_store = GatewayTiers(client, keyring, batches), TierStore(redis)
     follower = TierFollower(tier_store, subject, part, tiers, settings.tiers_path, clock)
     gateway = Gateway(
@@ -162,20 +207,40 @@ def build_gateway(settings: GatewaySettings, redis: Redis, tiers: TierSet, clock
         metrics=metrics,
         files=files,
         batches=batches,
+        uploads=UploadService(redis, files, clock),
+        webhooks=webhooks,
         key_source=key_source,
         limits=limits,
         usage=usage,
         idempotency=IdempotencyStore(redis, clock),
         responses=responses,
-        tasks=TaskService(TaskQueue(redis, clock), Endings(redis), client, clock, settings.task_ttl_s),
+        dead_letters=dead_letters,
+        tasks=TaskService(
+            TaskQueue(redis, clock), Endings(redis), client, clock, settings.task_ttl_s, settings.task_timeout_s
+        ),
         tier_changes=TierChanges(tier_store, follower, queue.depths, settings.tiers_path, clock),
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(settings.allowed_origins or ()),
         allowed_hosts=AllowedHosts(settings.allowed_hosts or (), settings.host),
         files_quota_mb=settings.files_quota_mb,
+        tracing=tracing,
         private_docs=settings.private_docs,
+        console=settings.console,
     )
     return create_app(gateway)
+
+
+def make_webhooks(
+    settings: GatewaySettings, redis: Redis, keyring: Keyring, clock: Clock, metrics: GatewayMetrics
+) -> WebhookService:
+    """Return the service of webhooks. It may call this machine if nobody else reaches the server, and without keys."""
+    listens_on = address_of("127.0.0.1" if settings.host == "localhost" else settings.host)
+    is_local = keyring.is_open and listens_on is not None and listens_on.is_loopback
+    policy = TargetPolicy(allow_loopback=is_local, allow_private=settings.webhook_allow_private)
+    secret = settings.webhook_secret.get_secret_value() if settings.webhook_secret is not None else None
+    return WebhookService(
+        EventStore(redis), WebhookSender(policy), policy, keyring, secret, clock, metrics.count_webhook
+    )
 
 
 def make_responses(
@@ -237,12 +302,15 @@ def load_sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
     return defaults
 
 
-async def _serve(settings: GatewaySettings, listener: socket.socket, limits: ConnectionLimits) -> int:
+async def _serve(
+    settings: GatewaySettings, listener: socket.socket, limits: ConnectionLimits, tracing: "Tracing | None"
+) -> int:
     clock = SystemClock()
     tiers, certificate = load_tiers(settings.tiers_path), load_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     redis = connection.connect(str(settings.redis_url))
     port: int = listener.getsockname()[1]
-    app = build_gateway(settings, redis, tiers, clock, gateway_name(port))
+    traced_by = tracing.middleware if tracing is not None else None
+    app = build_gateway(settings, redis, tiers, clock, gateway_name(port), traced_by)
     table = ConnectionTable(limits, app.state.gateway.metrics.count_closed)
     protocol = protocol_factory(table)
     config = uvicorn.Config(

@@ -55,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and output tokens")
     add.add_argument("--concurrent-requests", type=int, metavar="N", help="requests that may be open at the same time")
     add.add_argument("--files-quota-mb", type=int, metavar="MB", help="size of all its files; default: the server's")
+    add.add_argument("--batch-weight", type=int, metavar="N", help="share of its batches beside those of other keys")
+    add.add_argument("--batch-concurrent-lines", type=int, metavar="N", help="lines of its batches that run at once")
+    add.add_argument("--batch-enqueued-tokens", type=int, metavar="N", help="prompt tokens of its unfinished batches")
     add.add_argument("--rotate", action="store_true", help="add a second secret to an existing key, with its options")
     add.add_argument(
         "--tiers-file",
@@ -79,6 +82,9 @@ def _add(options: argparse.Namespace) -> None:
         "tokens_per_minute": options.tokens_per_minute,
         "concurrent_requests": options.concurrent_requests,
         "files_quota_mb": options.files_quota_mb,
+        "batch_weight": options.batch_weight,
+        "batch_concurrent_lines": options.batch_concurrent_lines,
+        "batch_enqueued_tokens": options.batch_enqueued_tokens,
     }
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if options.rotate and settings:
@@ -97,7 +103,9 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _row(entry: KeyEntry) -> tuple[str, str, str]:
-    options = {name: value for name, value in entry.options.items() if name != "name"}
+    options = {name: value for name, value in entry.options.items() if name not in ("name", "webhook")}
+    if entry.webhook is not None:  # its secret is not shown
+        options["webhook"] = entry.webhook.url or "by metadata"
     texts = [f"{name}={','.join(value) if isinstance(value, list) else value}" for name, value in options.items()]
     return entry.name, entry.id, " ".join([*texts, *(["in plain text"] if entry.key is not None else [])])
 

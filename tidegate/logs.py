@@ -1,4 +1,4 @@
-"""Logging for all processes: structlog, one JSON object per line on stderr (or a console format for people).
+"""Logging for all processes: structlog, one JSON object per line on stderr, or a console format for people.
 
 Records of other libraries (uvicorn, transformers) get the same format. No caller passes prompt text to a log.
 """
@@ -11,17 +11,19 @@ from structlog.typing import Processor
 
 
 def configure_logging(part: str, level: str, log_format: str) -> None:
-    """Set up the logging of this process. Every line has the field `part`."""
+    """Set up the logging of this process. Every line has the field `part`.
+
+    `log_format` is `json`, `console`, or `auto`: `console` if stderr is a terminal.
+    """
+    is_for_people = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _add_part(part),
-        structlog.processors.format_exc_info,
+        *(() if is_for_people else (structlog.processors.format_exc_info,)),
     ]
-    renderer: Processor = (
-        structlog.processors.JSONRenderer() if log_format == "json" else structlog.dev.ConsoleRenderer()
-    )
+    renderer: Processor = structlog.dev.ConsoleRenderer() if is_for_people else structlog.processors.JSONRenderer()
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=shared,
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from gateway.http.tls import CertificateError, load_certificate
-from scheduler.config import TierConfigError, load_tiers
+from scheduler.config import TierConfigError, TierSet, load_tiers
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.reload.store import TierStore
 from scheduler.store import connection
@@ -56,7 +56,7 @@ def run_serve(settings: ServeSettings, on_ready: Callable[[], None] | None = Non
         except (ValkeyError, TierConfigError, CannotListen, CannotServe, CertificateError) as error:
             log.error("cannot start", reason=str(error))
             return EX_CONFIG
-        return asyncio.run(_supervise(parts, settings, on_ready or _say_ready(settings)))
+        return asyncio.run(_supervise(parts, settings, on_ready))
 
 
 def with_address(settings: ServeSettings) -> ServeSettings:
@@ -84,10 +84,14 @@ async def _reach(redis_url: str) -> None:
         raise CannotServe(f"the store at {place} does not answer: {error or 'no reply'}") from error
 
 
-async def _supervise(parts: list[Part], settings: ServeSettings, on_ready: Callable[[], None]) -> int:
+async def _supervise(parts: list[Part], settings: ServeSettings, on_ready: Callable[[], None] | None) -> int:
     async with connection.connect(str(settings.redis_url)) as client:
-        parts = [*parts, _worker(settings, client), _gateway(settings, client)]
-        return await Supervisor(parts, drain_s=settings.drain_s, on_ready=on_ready).run()
+        parts, ready = [*parts, _worker(settings, client), _gateway(settings, client)], asyncio.Event()
+        announcing = asyncio.create_task(_announce(ready, settings, client))
+        try:
+            return await Supervisor(parts, drain_s=settings.drain_s, on_ready=on_ready or ready.set).run()
+        finally:
+            announcing.cancel()
 
 
 def _worker(settings: ServeSettings, client: Redis) -> Part:
@@ -128,9 +132,31 @@ def _command(name: str, settings: ServeSettings, kind: type[CommonSettings]) -> 
     return (sys.executable, "-m", "tidegate", name, *settings.flags(kind))
 
 
-def _say_ready(settings: ServeSettings) -> Callable[[], None]:
-    def say() -> None:
-        names = ", ".join(settings.model_names)
-        print(f"Tidegate serves {names} at {settings.root_url}/v1", flush=True)
+def start_text(settings: ServeSettings, tiers: TierSet, devices: Iterable[str]) -> str:
+    """Return what an operator reads when everything is ready: where to look, what is served, on what, and to whom."""
+    lines = [f"Console: {settings.console_url}"] if settings.console else []
+    engine = " on ".join([settings.engine, *sorted(set(devices) - {""})])
+    access = "with API keys" if settings.api_keys or settings.api_key else f"without API keys, on {settings.host}"
+    return "\n".join(
+        [
+            *lines,
+            f"Tidegate serves {', '.join(settings.model_names)} at {settings.root_url}/v1, {access}",
+            f"Engine: {engine}. Tiers and their first-token SLOs: {_slos(tiers)}",
+            f"Metrics: {settings.root_url}/metrics; live in a terminal: tidegate top --base-url {settings.root_url}",
+            "Ctrl-C ends it; requests under way may finish first.",
+        ]
+    )
 
-    return say
+
+def _slos(tiers: TierSet) -> str:
+    limits = ((tier.name, tier.slo.ttft_p99_ms) for tier in tiers.by_priority)
+    return ", ".join(name if ms is None else f"{name} {ms:g} ms" for name, ms in limits)
+
+
+async def _announce(ready: asyncio.Event, settings: ServeSettings, client: Redis) -> None:
+    """Print the start text when every part is ready."""
+    await ready.wait()
+    devices: list[str] = []
+    with contextlib.suppress(RedisError, OSError):
+        devices = [worker.device for worker in await RedisWorkerRegistry(client).workers()]
+    print(start_text(settings, load_tiers(settings.tiers_path), devices), flush=True)

@@ -22,11 +22,13 @@ from pydantic_settings import (
 
 from demo_model.location import demo_model_path
 from gateway.output.formats import CALL_FORMAT_NAMES
+from gateway.webhooks.signature import secret_bytes
 
 CONFIG_VARIABLE = "TIDEGATE_CONFIG"
 STORE_VARIABLE = "TIDEGATE_REDIS_URL"
 KEY_VARIABLE = "TIDEGATE_API_KEY"
 UPSTREAM_KEY_VARIABLE = "TIDEGATE_UPSTREAM_API_KEY"
+WEBHOOK_VARIABLE = "TIDEGATE_WEBHOOK_SECRET"
 DEMO_MODEL = "tidegate-demo"
 
 
@@ -87,7 +89,14 @@ class CommonSettings(BaseSettings):
         default=None, description="redis://… or unix://…; unset: `serve` starts its own Valkey"
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["json", "console"] = "json"
+    log_format: Literal["auto", "json", "console"] = Field(
+        default="auto", description="console: lines for people; auto: console on a terminal, JSON elsewhere"
+    )
+    otel: bool = Field(
+        default=False,
+        description="send traces to the collector of OTEL_EXPORTER_OTLP_ENDPOINT, or on port 4318 of this machine; "
+        "also on where that variable is set",
+    )
     drain_s: float = Field(
         default=30.0, ge=0, description="seconds that running requests may take to finish after a stop signal"
     )
@@ -153,7 +162,7 @@ class CommonSettings(BaseSettings):
         flags: list[str] = []
         for name in kind.model_fields:
             value = getattr(self, name)
-            if value is None or name in ("redis_url", "api_key", "upstream_api_key"):
+            if value is None or name in ("redis_url", "api_key", "upstream_api_key", "webhook_secret"):
                 continue
             flag = name.replace("_", "-")
             if isinstance(value, bool):
@@ -292,6 +301,7 @@ class GatewaySettings(CommonSettings):
         ge=1,
         description="most connections of one address that is no trusted proxy; unset: three quarters of all",
     )
+    console: bool = Field(default=True, description="/ is a page for browsers that shows and tries the server")
     private_docs: bool = Field(
         default=False, description="/openapi.json and /metrics need an API key, and there is no /docs"
     )
@@ -300,6 +310,11 @@ class GatewaySettings(CommonSettings):
     )
     ssl_keyfile: Path | None = Field(
         default=None, description="PEM file with the certificate's key; unset: it is in --ssl-certfile"
+    )
+    files_url: str | None = Field(
+        default=None,
+        description="where files, inputs and results of batches lie, for all gateways: s3://bucket/prefix, gs://…, or "
+        "another URL of fsspec; file:///mnt/shared: a shared file system; unset: --data-dir",
     )
     disk_reserve_mb: int = Field(
         default=512,
@@ -320,10 +335,21 @@ class GatewaySettings(CommonSettings):
     task_ttl_s: float = Field(
         default=3600.0, gt=0, description="seconds for which the result of a task of /v1/tasks is kept"
     )
+    task_timeout_s: float = Field(
+        default=86_400.0, gt=0, description="seconds that a task may wait, unless its `timeout_s` says otherwise"
+    )
     response_store_mb: int = Field(
         default=256,
         ge=1,
         description="size of all stored responses, in MB; beyond it, the next ones to expire are removed",
+    )
+    webhook_secret: SecretStr | None = Field(
+        default=None,
+        description="whsec_… that signs the webhooks of keys without a secret of their own; better set as "
+        "TIDEGATE_WEBHOOK_SECRET; unset: only keys with one have webhooks",
+    )
+    webhook_allow_private: bool = Field(
+        default=False, description="webhooks may call private and link-local addresses, also by http"
     )
     sampling_defaults: Literal["model", "openai"] = Field(
         default="model",
@@ -337,6 +363,13 @@ class GatewaySettings(CommonSettings):
         default="auto",
         description="how the model writes tool calls, as docs/api.md lists it; auto: as its chat template shows",
     )
+
+    @field_validator("webhook_secret")
+    @classmethod
+    def _signs(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            secret_bytes(value.get_secret_value())
+        return value
 
     @field_validator("tool_parser")
     @classmethod
@@ -362,8 +395,16 @@ class GatewaySettings(CommonSettings):
     @property
     def root_url(self) -> str:
         """The address at which the server answers, without a path."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.ssl_certfile else 'http'}://{host}:{self.port}"
+        return self._url_of(self.host)
+
+    @property
+    def console_url(self) -> str:
+        """The address of the console for a browser on this machine, to which /admin is open also without API keys."""
+        return self._url_of("localhost" if self.host in ("0.0.0.0", "::") else self.host) + "/"
+
+    def _url_of(self, host: str) -> str:
+        bracketed = f"[{host}]" if ":" in host else host
+        return f"{'https' if self.ssl_certfile else 'http'}://{bracketed}:{self.port}"
 
     @property
     def operator_keys(self) -> list[str]:
@@ -372,8 +413,8 @@ class GatewaySettings(CommonSettings):
 
     @property
     def secret_env(self) -> dict[str, str]:
-        own = {KEY_VARIABLE: self.api_key.get_secret_value()} if self.api_key is not None else {}
-        return super().secret_env | own
+        own = {KEY_VARIABLE: self.api_key, WEBHOOK_VARIABLE: self.webhook_secret}
+        return super().secret_env | {n: secret.get_secret_value() for n, secret in own.items() if secret is not None}
 
     @field_validator("allowed_origins")
     @classmethod
@@ -398,6 +439,12 @@ class GatewaySettings(CommonSettings):
 
 class ServeSettings(GatewaySettings, WorkerSettings):
     """Run a store, a worker and a gateway on this machine."""
+
+
+class DoctorSettings(ServeSettings):
+    """Check whether this machine can run `tidegate serve` with the same flags, and say what to do."""
+
+    trial: bool = Field(default=False, description="also start the engine: load the weights and try its kernels")
 
 
 class DemoSettings(CommonSettings):

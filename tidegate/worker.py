@@ -44,12 +44,15 @@ from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.step_log import StepLogError, open_step_log
+from scheduler.worker.tracing import RequestTracer
 from scheduler.worker.warmup import warm_up
 from tidegate.background import Background
+from tidegate.gpu import gpu_reader
 from tidegate.notify import report_life
 from tidegate.process import hangup_calls, ignore_hangup, signals_call, worker_name
 from tidegate.settings import WorkerSettings
 from tidegate.supervisor import EX_CONFIG
+from tidegate.tracing.start import TracingError, traced
 
 log = structlog.get_logger()
 
@@ -65,14 +68,16 @@ def run_worker(settings: WorkerSettings) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     ignore_hangup()
     try:
-        tiers = load_tiers(settings.tiers_path)
-        if settings.engine == "openai":
-            asyncio.run(_serve_upstream(settings, tiers))
+        tiers, worker_id = load_tiers(settings.tiers_path), _worker_id(settings)
+        with traced("worker", worker_id, settings.otel) as tracing:
+            tracer = tracing.requests_of(worker_id) if tracing is not None else None
+            if settings.engine == "openai":
+                asyncio.run(_serve_upstream(settings, tiers, tracer))
+                return 0
+            with contextlib.closing(build_engine(engine_config(settings))) as engine:
+                asyncio.run(_serve(settings, tiers, engine, tracer))
             return 0
-        with contextlib.closing(_start_engine(settings)) as engine:
-            asyncio.run(_serve(settings, tiers, engine))
-        return 0
-    except (EngineStartError, TierConfigError, StepLogError) as error:
+    except (EngineStartError, TierConfigError, StepLogError, TracingError) as error:
         log.error("the worker cannot start", reason=str(error))
         return EX_CONFIG
     except KeyboardInterrupt:
@@ -85,8 +90,9 @@ def run_worker(settings: WorkerSettings) -> int:
     return 1
 
 
-def _start_engine(settings: WorkerSettings) -> Engine:
-    config = EngineConfig(
+def engine_config(settings: WorkerSettings) -> EngineConfig:
+    """Return the options of the engine that computes on this machine."""
+    return EngineConfig(
         model=settings.model_path,
         load_format=settings.load_format,
         dtype=settings.dtype,
@@ -103,10 +109,22 @@ def _start_engine(settings: WorkerSettings) -> Engine:
         vllm_args=settings.vllm_args or "",
         adapters=tuple(settings.adapter_paths.items()),
     )
-    return build_engine(config)
 
 
-async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> None:
+def upstream_config(settings: WorkerSettings) -> UpstreamConfig:
+    """Return where the server is that computes the tokens, and what is known of it."""
+    key = settings.upstream_api_key
+    return UpstreamConfig(
+        url=settings.upstream or "",
+        model_path=settings.model_path,
+        dialect=settings.upstream_dialect,
+        model=settings.upstream_model,
+        api_key=key.get_secret_value() if key is not None else "",
+        max_model_len=settings.max_model_len,
+    )
+
+
+async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine, tracer: RequestTracer | None) -> None:
     clock = SystemClock()
     identity = _identity(settings, clock)
     controller = SLAController(tiers, engine.info.step_eviction, engine.info.num_layers)
@@ -115,31 +133,25 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine) -> No
     ending = Ending(settings.drain_s)
     with signals_call(ending), contextlib.closing(open_step_log(settings.step_log, engine.info)) as step_log:
         await teach(engine, core, clock)
+        read_gpus = gpu_reader(engine.info.device)
 
         def build(redis: Redis) -> SchedulerLoop:
             queue = RedisQueue(redis, clock, identity.worker_id)
             events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
-            return build_loop(core, engine, queue, events, registry, metrics, clock, identity, step_log)
+            return build_loop(
+                core, engine, queue, events, registry, metrics, clock, identity, step_log, read_gpus, tracer
+            )
 
         log.info("the worker serves", step_cost=str(core.status(clock.now()).step_cost))
         subject = WorkerTiers(core, metrics)
         await _serve_loops(settings, tiers, subject, build, ending, lambda: ending.is_stuck, clock, identity)
 
 
-async def _serve_upstream(settings: WorkerSettings, tiers: TierSet) -> None:
+async def _serve_upstream(settings: WorkerSettings, tiers: TierSet, tracer: RequestTracer | None) -> None:
     """Serve with the tokens of another server. While it is away, the worker lives and waits for it."""
     clock = SystemClock()
     identity = _identity(settings, clock)
-    key = settings.upstream_api_key
-    config = UpstreamConfig(
-        url=settings.upstream or "",
-        model_path=settings.model_path,
-        dialect=settings.upstream_dialect,
-        model=settings.upstream_model,
-        api_key=key.get_secret_value() if key is not None else "",
-        max_model_len=settings.max_model_len,
-    )
-    upstream = await connect_upstream(config)
+    upstream = await connect_upstream(upstream_config(settings))
     core = DispatchCore(
         tiers,
         upstream,
@@ -154,16 +166,19 @@ async def _serve_upstream(settings: WorkerSettings, tiers: TierSet) -> None:
     def build(redis: Redis) -> SchedulerLoop:
         queue = RedisQueue(redis, clock, identity.worker_id)
         events, registry = RedisEventChannel(redis), RedisWorkerRegistry(redis)
-        return build_dispatch_loop(core, upstream, queue, events, registry, metrics, clock, identity)
+        return build_dispatch_loop(core, upstream, queue, events, registry, metrics, clock, identity, tracer)
 
     with signals_call(ending):
         subject = WorkerTiers(core, metrics)
         await _serve_loops(settings, tiers, subject, build, ending, lambda: False, clock, identity)
 
 
+def _worker_id(settings: WorkerSettings) -> str:
+    return settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+
+
 def _identity(settings: WorkerSettings, clock: Clock) -> WorkerIdentity:
-    worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
-    return WorkerIdentity(worker_id, settings.model_names, clock.wall_ms())
+    return WorkerIdentity(_worker_id(settings), settings.model_names, clock.wall_ms())
 
 
 async def _serve_loops(

@@ -12,6 +12,7 @@ import structlog
 from pydantic import BaseModel, Field
 
 from bench.chaos.clock import Clocks
+from bench.chaos.disk import Disks
 from bench.chaos.faults import KINDS, Injector
 from bench.chaos.leftovers import Leftovers
 from bench.chaos.load import Load
@@ -32,9 +33,9 @@ EX_PROBLEMS = 1
 class Chaos(BaseModel):
     """Two gateways, two workers and a store under mixed load, while faults come at random. Fails if a promise breaks.
 
-    Faults: parts killed and stopped, slow and cut connections to the store, refused writes, a full disk, clocks that
-    jump. Checks: each batch line once and right; each answer right or ended with an error in OpenAI's format in time;
-    nothing left over; each gateway answers again after each fault.
+    Faults: parts killed and stopped, slow and cut connections to the store, refused writes, full and slow disks, clocks
+    that jump. Checks: each batch line once and right; each answer right or ended with an error in OpenAI's format in
+    time; nothing left over; each gateway answers again after each fault.
     """
 
     seed: int = Field(0, ge=0, description="The same seed makes the same faults.")
@@ -71,7 +72,10 @@ async def chaos(
     clocks = Clocks(folder, libfaketime)
     if clocks.library is None:
         print_progress("the store's clock stays true: there is no libfaketime")
-    async with Site(folder, clocks) as site:
+    disks = Disks(folder)
+    if disks.library is None:
+        print_progress("only the store's disk becomes full, and none slow: that needs Linux and a C compiler")
+    async with Site(folder, clocks, disks) as site:
         work = asyncio.create_task(_work(site, seed, duration_s, kinds))
         ended = asyncio.create_task(site.until_end())
         try:

@@ -28,6 +28,7 @@ KINDS = (
     "cut",
     "refused writes",
     "full disk",
+    "slow disk",
     "clocks forward",
     "clocks back",
     "one clock ahead",
@@ -36,7 +37,7 @@ KINDS = (
 
 @dataclass(slots=True)
 class Fault:
-    """`seconds` is how long it is planned to last; `amount` is its size: seconds of a delay or of a clock's jump."""
+    """`seconds` is how long it is planned to last; `amount` is its size: seconds of a delay, a sync or a jump."""
 
     kind: str
     target: str
@@ -44,6 +45,11 @@ class Fault:
     amount: float = 0.0
     began_s: float = 0.0
     ended_s: float = 0.0
+
+    @property
+    def needs_disks(self) -> bool:
+        """Whether it is made by the library of `bench.chaos.disk`."""
+        return self.kind == "slow disk" or (self.kind == "full disk" and self.target != STORE)
 
     def breaks_connections_to(self, gateway: str) -> bool:
         return self.kind in ("kill", "stop") and self.target == gateway
@@ -69,6 +75,9 @@ def _one_round(rng: random.Random) -> list[Fault]:
         Fault("cut", rng.choice(links), rng.uniform(0.3, 3.0)),
         Fault("refused writes", STORE, rng.uniform(0.5, 2.5)),
         Fault("full disk", STORE, rng.uniform(0.5, 2.5)),
+        Fault("full disk", "gateways", rng.uniform(0.5, 2.5)),
+        Fault("slow disk", STORE, rng.uniform(3.0, 6.0), rng.uniform(0.5, 3.0)),
+        Fault("slow disk", rng.choice(GATEWAYS), rng.uniform(1.0, 3.0), rng.uniform(0.5, 3.0)),
         Fault("clocks forward", "all", 3.5, jump_s),
         Fault("clocks back", "all", 3.5, -jump_s),
         Fault("one clock ahead", rng.choice(links), 4.0, rng.uniform(15, 3600)),
@@ -88,6 +97,8 @@ class Injector:
         await asyncio.sleep(FIRST_S)
         until_s = monotonic() + duration_s - FIRST_S
         for pause_s, fault in planned_faults(seed, kinds):
+            if fault.needs_disks and self._site.disks.library is None:
+                continue
             if monotonic() + pause_s + fault.seconds > until_s:
                 return
             await asyncio.sleep(pause_s)
@@ -114,8 +125,16 @@ class Injector:
                 await self._site.store.config_set("maxmemory", 1)
                 await asyncio.sleep(fault.seconds)
                 await self._site.store.config_set("maxmemory", 0)
-            case "full disk":
-                await self._fill_disk(fault)
+            case "full disk" if fault.target == STORE:
+                await self._fill_disk_of_store(fault)
+            case "full disk":  # the gateways have one data directory
+                self._set_disks(GATEWAYS, is_full=True)
+                await asyncio.sleep(fault.seconds)
+                self._set_disks(GATEWAYS)
+            case "slow disk":
+                self._set_disks((fault.target,), sync_s=fault.amount)
+                await asyncio.sleep(fault.seconds)
+                self._set_disks((fault.target,))
             case "clocks forward" | "clocks back":
                 self._offset_s += fault.amount
                 for part in self._site.parts:
@@ -136,7 +155,11 @@ class Injector:
         with contextlib.suppress(ProcessLookupError):  # the supervisor has killed it
             os.kill(pid, signal.SIGCONT)
 
-    async def _fill_disk(self, fault: Fault) -> None:
+    def _set_disks(self, parts: Sequence[str], *, sync_s: float = 0.0, is_full: bool = False) -> None:
+        for part in parts:
+            self._site.disks.set(part, sync_s=sync_s, is_full=is_full)
+
+    async def _fill_disk_of_store(self, fault: Fault) -> None:
         """Let the store's files grow no more."""
         import psutil
 

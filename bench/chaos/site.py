@@ -1,17 +1,19 @@
 """The server under test: a store, two workers and two gateways, kept running by the supervisor of `tidegate serve`.
 
-Knows processes, their ways to the store and their clocks; does not know faults or requests. Everything is on 127.0.0.1,
-in a folder of its own.
+Knows processes, their ways to the store, their clocks and disks; does not know faults or requests. Everything is on
+127.0.0.1, in a folder of its own.
 """
 
 import asyncio
 import contextlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from bench.chaos.clock import Clocks
+from bench.chaos.disk import Disks
 from bench.chaos.link import Link
 from loadtest.child_environment import python_environment
 from loadtest.client.http import TargetError
@@ -33,11 +35,12 @@ SHELL = 'trap "" XFSZ; log=$1; shift; exec "$@" >>"$log" 2>&1'
 class Site:
     """Use it as `async with`: all parts are ready within the block, and have ended after it."""
 
-    def __init__(self, folder: Path, clocks: Clocks, flags: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, clocks: Clocks, disks: Disks, flags: tuple[str, ...] = ()) -> None:
         """`flags` are added to the commands of the workers."""
         self.folder = folder
         self.data_dir = folder / "data"
         self.clocks = clocks
+        self.disks = disks
         self.links: dict[str, Link] = {}
         self.urls: dict[str, str] = {}  # address of each gateway
         self._flags = flags
@@ -99,7 +102,8 @@ class Site:
     def _parts(self) -> list[Part]:
         valkey = self._valkey
         self._markers[STORE] = str(valkey.socket_path)
-        env = {**python_environment(1), **self.clocks.env_of_store(STORE)}
+        preloading = self.clocks.env_of_store(STORE), self.disks.env(STORE, valkey.data_dir)
+        env = {**python_environment(1), **with_all_preloaded(*preloading)}
         argv, pass_fds = self._argv(STORE, valkey.argv), valkey.pass_fds
         store = Part(STORE, Stage.STORE, argv, env, ready=valkey.is_ready, pass_fds=pass_fds)
         return [store, *map(self._worker, WORKERS), *map(self._gateway, GATEWAYS)]
@@ -112,12 +116,25 @@ class Site:
         with listen("127.0.0.1", 0) as probe:
             port = str(probe.getsockname()[1])
         self._markers[name], self.urls[name] = port, f"http://127.0.0.1:{port}"
-        return self._part(name, Stage.GATEWAY, ("gateway", "--port", port, "--data-dir", str(self.data_dir)))
+        command = ("gateway", "--port", port, "--data-dir", str(self.data_dir))
+        return self._part(name, Stage.GATEWAY, command, self.disks.env(name, self.data_dir))
 
-    def _part(self, name: str, stage: Stage, command: tuple[str, ...]) -> Part:
+    def _part(self, name: str, stage: Stage, command: tuple[str, ...], disk: Mapping[str, str] | None = None) -> Part:
         argv = (sys.executable, "-m", "tidegate", *command)
-        env = {**python_environment(1), **self.clocks.env_of_python(name), STORE_VARIABLE: self.links[name].url}
+        env = {**python_environment(1), **self.clocks.env_of_python(name), **(disk or {})}
+        env[STORE_VARIABLE] = self.links[name].url
         return Part(name, stage, self._argv(name, argv), env, reports=True)
 
     def _argv(self, name: str, argv: tuple[str, ...]) -> tuple[str, ...]:
         return ("/bin/sh", "-c", SHELL, name, str(self.folder / f"{name}.log"), *argv)
+
+
+def with_all_preloaded(*environments: Mapping[str, str]) -> dict[str, str]:
+    """Return the environments as one, which preloads the libraries of each."""
+    merged: dict[str, str] = {}
+    for env in environments:
+        libraries = filter(None, (merged.get("LD_PRELOAD"), env.get("LD_PRELOAD")))
+        merged |= env
+        if preloaded := ":".join(libraries):
+            merged["LD_PRELOAD"] = preloaded
+    return merged

@@ -91,7 +91,8 @@ class ModeledEngine:
         """Make an engine without sequences. Raises `ValueError` if there is a drift but no timer."""
         if drift is not None and timer is None:
             raise ValueError("a drift over time needs a timer")
-        self._info = info if timer is not None else replace(info, step_eviction=StepEviction.NOTHING)
+        eviction = info.step_eviction if timer is not None else StepEviction.NOTHING
+        self._info = replace(info, step_eviction=eviction, caches_prefixes=prefix_cache)
         self._sleep = sleep
         self._cost = cost or StepCost()
         self._decode_cost = decode_cost or self._cost

@@ -120,11 +120,15 @@ class PlanCheck:
             raise PlanError(f"{new.seq_id}: a prompt of {num_prompt} tokens, not 1 … {self._info.max_model_len - 1}")
         if new.sampling.max_tokens < 1:
             raise PlanError(f"{new.seq_id}: max_tokens is {new.sampling.max_tokens}, not at least 1")
-        if min(new.prompt_token_ids) < 0 or max(new.prompt_token_ids) >= self._info.vocab_size:
+        num_output = len(new.output_token_ids)
+        if num_output >= new.sampling.max_tokens or num_prompt + num_output >= self._info.max_model_len:
+            raise PlanError(f"{new.seq_id}: an output of {num_output} tokens leaves no room for another one")
+        given = (*new.prompt_token_ids, *new.output_token_ids)
+        if min(given) < 0 or max(given) >= self._info.vocab_size:
             raise PlanError(f"{new.seq_id}: a token id outside the vocabulary of {self._info.vocab_size}")
         if new.sampling.grammar is not None and new.compiled_grammar is None:
             raise PlanError(f"{new.seq_id}: its grammar is not compiled")
-        self._copies[new.seq_id] = _SequenceCopy(SequenceStatus.ACTIVE, num_prompt, 0, 0, 0)
+        self._copies[new.seq_id] = _SequenceCopy(SequenceStatus.ACTIVE, len(given), 0, 0, 0)
 
     def _runs(self, runs: tuple[Run, ...]) -> None:
         seen: set[str] = set()

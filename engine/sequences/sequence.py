@@ -32,6 +32,7 @@ class Sequence:
         "retention",
         "token_ids",
         "num_prompt_tokens",
+        "num_given_tokens",
         "num_computed_tokens",
         "block_table",
         "swap_table",
@@ -53,7 +54,9 @@ class Sequence:
         self.retention = new.retention
         # Arrays, so that a step is packed by copying memory, not by Python loops over tokens.
         self.token_ids = array("q", new.prompt_token_ids)
+        self.token_ids.extend(new.output_token_ids)
         self.num_prompt_tokens = len(new.prompt_token_ids)
+        self.num_given_tokens = len(self.token_ids)  # prompt, and output that another engine has sampled
         self.num_computed_tokens = 0
         self.block_table = array("q")
         self.swap_table: list[int] = []  # blocks of host memory

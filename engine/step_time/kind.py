@@ -52,6 +52,11 @@ class StepKind:
         return self._num_tracked >= KNOWN_STEPS and self._correction.has_seen(rows)
 
     @property
+    def safety(self) -> float:
+        """The factor by which `cost` is above the mean."""
+        return self._safety
+
+    @property
     def is_tracked(self) -> bool:
         return self._num_tracked > 0
 

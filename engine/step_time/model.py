@@ -69,6 +69,11 @@ class StepTimeModel:
             cost = self._costs[mixed] = self._kinds[mixed].cost(self._slowdown, min_step_s)
         return cost
 
+    @property
+    def safety(self) -> float:
+        """The larger safety factor of the two kinds of step."""
+        return max(kind.safety for kind in self._kinds)
+
     def predict(self, work: StepWork) -> float:
         """Return the expected time of a step in seconds, without a safety factor."""
         return self._kinds[work.is_mixed].predict(features(work), work.rows) * self._slowdown

@@ -62,7 +62,7 @@ class HttpUpstream:
     async def stream(self, request: StreamRequest) -> AsyncGenerator[SequenceOutput, None]:
         body, exchange = msgspec.json.encode(self._body(request)), None
         try:
-            exchange = await self._sender("POST", self._dialect.path, body)
+            exchange = await self._sender("POST", self._dialect.path, body, request.traceparent)
             if await exchange.wait_for_status() != 200:
                 raise await _refusal(exchange)
             num_tokens = request.num_tokens

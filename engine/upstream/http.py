@@ -52,7 +52,7 @@ class Address:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http{'s' * self.is_tls}://{host}:{self.port}{self.prefix}"
 
-    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+    def request(self, method: str, path: str, body: bytes = b"", traceparent: str = "") -> bytes:
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [
             f"{method} {self.prefix}{path} HTTP/1.1",
@@ -64,6 +64,8 @@ class Address:
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
         if self.api_key:
             lines.append(f"Authorization: Bearer {self.api_key}")
+        if traceparent:
+            lines.append(f"traceparent: {traceparent}")
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
@@ -169,10 +171,10 @@ class HttpSender:
         self.address = address
         self._tls = ssl.create_default_context() if address.is_tls else None
 
-    async def __call__(self, method: str, path: str, body: bytes = b"") -> Exchange:
+    async def __call__(self, method: str, path: str, body: bytes = b"", traceparent: str = "") -> Exchange:
         """Connect and send a request. Raises `UpstreamUnreachable` if the server does not take the connection."""
         address, loop = self.address, asyncio.get_running_loop()
-        request = address.request(method, path, body)
+        request = address.request(method, path, body, traceparent)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, exchange = await loop.create_connection(

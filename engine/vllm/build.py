@@ -117,6 +117,7 @@ def _describe(config: EngineConfig, vllm_config: Any, executor: "VllmExecutor") 
         attention_backend=f"vLLM {version('vllm')}, {executor.name}",
         steps_ahead=_steps_ahead(config, parallel),
         adapters=tuple(name for name, _ in config.adapters),
+        caches_prefixes=config.prefix_cache,
         num_layers=model.get_total_num_hidden_layers(),
     )
 

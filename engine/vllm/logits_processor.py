@@ -18,27 +18,30 @@ from engine.sampling.penalties import Penalties, add_bias, apply_penalties, forb
 from engine.sampling.sampler import SamplingRow, sample_ids
 from engine.sequences.sequence import Sequence
 
-EXTRA_ARGS_KEY = "tidegate"  # in `extra_args` of vLLM's sampling parameters: `SamplingParams` and the stop tokens
+# In `extra_args` of vLLM's sampling parameters: `SamplingParams`, the stop tokens, and how many of the last tokens of
+# what vLLM takes for the prompt are output that another engine has sampled.
+EXTRA_ARGS_KEY = "tidegate"
 _NO_LIMIT = 1 << 62
 
 
 class SampledRow:
-    """The sequence in one row of vLLM's batch. Its tokens are read from vLLM's own list, which grows by itself."""
+    """The sequence in one row of vLLM's batch. Its new tokens are read from vLLM's own list, which grows by itself."""
 
     def __init__(self, sequence: Sequence, output: list[int], vocab_size: int) -> None:
         self._sequence = sequence
         self._output = output
+        self._num_given = sequence.num_output_tokens
         self.penalties = Penalties(sequence, vocab_size) if sequence.alters_logits else None
         self.is_sampled = not SamplingRow(sequence.sampling, 0).is_greedy
 
     @property
     def row(self) -> SamplingRow:
-        return SamplingRow(self._sequence.sampling, len(self._output))
+        return SamplingRow(self._sequence.sampling, self._num_given + len(self._output))
 
     def update_penalties(self) -> Penalties:
         """Return the penalties after the tokens of the output so far."""
         assert self.penalties is not None
-        self._sequence.token_ids.extend(self._output[self._sequence.num_output_tokens :])
+        self._sequence.token_ids.extend(self._output[self._sequence.num_output_tokens - self._num_given :])
         self.penalties.update(self._sequence)
         return self.penalties
 
@@ -82,7 +85,10 @@ class PositionalSampling(LogitsProcessor):  # type: ignore[misc]
         extra = (params.extra_args or {}).get(EXTRA_ARGS_KEY)
         if extra is None:
             return None
-        sampling, stop_ids = extra
-        sequence = Sequence(NewSequence("", tuple(prompt or ()), sampling), _NO_LIMIT, stop_ids)
+        sampling, stop_ids, num_given = extra
+        given = tuple(prompt or ())
+        own = given[: len(given) - num_given]
+        new = NewSequence("", own, sampling, output_token_ids=given[len(own) :])
+        sequence = Sequence(new, _NO_LIMIT, stop_ids)
         row = SampledRow(sequence, output, self._vocab_size)
         return row if row.is_sampled or row.penalties is not None else None

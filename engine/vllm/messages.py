@@ -5,6 +5,7 @@ Knows which sequences vLLM's workers know, and how many of their blocks; does no
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewReque
 from vllm.v1.outputs import ModelRunnerOutput
 
 from engine.grammar import Bits
-from engine.interface import SamplingParams, TokenLogprobs
+from engine.interface import TokenLogprobs
 from engine.sequences.sequence import Sequence
 from engine.sequences.sequence_table import Chunk
 from engine.vllm.batch import Batch, Sampled
@@ -69,7 +70,7 @@ class Messages:
         num_told = self._num_told[seq_id]
         cached.req_ids.append(seq_id)
         cached.num_computed_tokens.append(chunk.start)
-        cached.num_output_tokens.append(sequence.num_output_tokens)
+        cached.num_output_tokens.append(sequence.num_tokens - sequence.num_given_tokens)
         if self._sends_tokens:
             cached.new_token_ids.append(sequence.token_ids[chunk.start : chunk.end].tolist())
         if num_told == _LOST:
@@ -85,9 +86,10 @@ class Messages:
         adapter = sequence.sampling.adapter
         return NewRequestData(
             req_id=sequence.seq_id,
-            prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens].tolist(),
+            # vLLM takes what another engine has sampled for a part of the prompt; `PositionalSampling` knows better.
+            prompt_token_ids=sequence.token_ids[: sequence.num_given_tokens].tolist(),
             mm_features=[],
-            sampling_params=_sampling_params(sequence.sampling, tuple(sequence.stop_ids)),
+            sampling_params=_sampling_params(sequence),
             pooling_params=None,
             block_ids=(_block_ids(sequence),),
             num_computed_tokens=chunk.start,
@@ -120,10 +122,11 @@ def _sampled(output: ModelRunnerOutput, chunk: Chunk) -> Sampled:
     prompt = output.prompt_logprobs_dict.get(seq_id)
     num_top = params.prompt_logprobs or 0
     scored = () if prompt is None else zip(prompt.logprob_token_ids.numpy(), prompt.logprobs.numpy(), strict=True)
+    own = islice(scored, chunk.sequence.num_prompt_tokens - 1)  # the rest is output that another engine has sampled
     return Sampled(
         token_id,
         logprobs,
-        tuple(_token_logprobs(ids, values, num_top) for ids, values in scored),
+        tuple(_token_logprobs(ids, values, num_top) for ids, values in own),
         bool((output.num_nans_in_logits or {}).get(seq_id)),
     )
 
@@ -135,8 +138,9 @@ def _token_logprobs(ids: Any, values: Any, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(int(ids[0]), found[0], top)
 
 
-def _sampling_params(params: SamplingParams, stop_ids: tuple[int, ...]) -> VllmSamplingParams:
+def _sampling_params(sequence: Sequence) -> VllmSamplingParams:
     """Return parameters with which vLLM takes the likeliest token; `PositionalSampling` does the rest."""
+    params, num_given_output = sequence.sampling, sequence.num_given_tokens - sequence.num_prompt_tokens
     return VllmSamplingParams(
         temperature=0.0,
         max_tokens=None,
@@ -144,7 +148,7 @@ def _sampling_params(params: SamplingParams, stop_ids: tuple[int, ...]) -> VllmS
         detokenize=False,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
-        extra_args={EXTRA_ARGS_KEY: (params, stop_ids)},
+        extra_args={EXTRA_ARGS_KEY: (params, tuple(sequence.stop_ids), num_given_output)},
     )
 
 

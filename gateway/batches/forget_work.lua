@@ -1,12 +1,17 @@
--- Remove the results of a batch that is over, and remove the batch from the set of unfinished batches.
--- KEYS: results, unfinished, owner lock.
--- ARGV: owner's token, id.
--- Returns 1 if the batch was in the set, 0 if it was not in the set, or -1 if the caller does not own the batch.
-local results, unfinished, owner = unpack(KEYS)
-local token, id = unpack(ARGV)
+-- Remove what is known of the results of a batch that is over, and remove the batch from the set of unfinished batches.
+-- KEYS: done, results, unfinished, owner lock, record.
+-- ARGV: owner's token, id, statuses of batches that are over, joined by ','.
+-- Returns 1 if the batch was in the set, 0 if it was not in the set, -1 if the caller does not own the batch, or -2 if
+-- the batch is not over.
+local done, results, unfinished, owner, record = unpack(KEYS)
+local token, id, ends = unpack(ARGV)
 
 if redis.call('GET', owner) ~= token then
   return -1
 end
-redis.call('DEL', results)
+local status = redis.call('HGET', record, 'status')
+if status and not string.find(',' .. ends .. ',', ',' .. status .. ',', 1, true) then
+  return -2
+end
+redis.call('DEL', done, results)
 return redis.call('SREM', unfinished, id)

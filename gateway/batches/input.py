@@ -6,9 +6,7 @@ fields of a body that matter to the whole batch are checked here. The other fiel
 """
 
 import asyncio
-import os
-import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -19,14 +17,16 @@ import anyio.to_process
 import msgspec
 
 from gateway.batches.model import LineError
-from gateway.files.store import PRIVATE_DIR
+from gateway.files.storage import BATCHES
 from gateway.protocol.errors import ApiError
 from gateway.protocol.json_body import INLINE_SIZE, parse_json_object
 
 MAX_LINES = 50_000  # as in OpenAI's Batch API
+MAX_NUMBER = 20 * MAX_LINES  # of a line, blank ones included: the store has a bit for each
 MAX_LINE_BYTES = 16 * 2**20
 MAX_ERRORS = 100  # maximum number of reported errors; after this number, the rest of the file is not read
 CHUNK_LINES, CHUNK_BYTES = 500, 2**20  # a chunk ends when it reaches one of these two sizes
+SERVICE_TIERS = (None, "auto", "default", "flex")  # of a line's body; another one would promise what a batch has not
 PIECE_BYTES = 2**16  # bytes read at once while a line that is too long is skipped
 BOM = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which some editors write
 
@@ -50,33 +50,26 @@ class InputReport:
     errors: tuple[LineError, ...]
 
 
-def input_path(directory: Path) -> Path:
-    """Return the path of a batch's own copy of its input. `directory` is the directory of the batch."""
-    return directory / "input.jsonl"
+def work_folder(batch_id: str) -> str:
+    """Return the folder in the storage that has a batch's own copy of its input, and its results until it is over."""
+    return f"{BATCHES}/{batch_id}"
 
 
-def snapshot_input(source: Path, directory: Path) -> None:
-    """Link `source` into the batch's directory, so that the batch can run even if the file is deleted later.
-
-    If the file system has no hard links, `source` is copied. Raises `FileNotFoundError` if `source` does not exist.
-    """
-    directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
-    try:
-        os.link(source, input_path(directory))
-    except FileNotFoundError:
-        directory.rmdir()
-        raise
-    except FileExistsError:  # an earlier attempt to create the same batch was ended by a crash
-        pass
-    except OSError:
-        shutil.copy(source, input_path(directory))  # copies the file's mode too
+def input_name(batch_id: str) -> str:
+    """Return the name of a batch's own copy of its input in the storage. The file may be deleted while it runs."""
+    return f"{work_folder(batch_id)}/input.jsonl"
 
 
 def read_chunks(path: Path) -> Iterator[list[BatchLine]]:
     """Yield the lines of a batch input in chunks. The input must have been checked before: errors are not handled."""
+    return in_chunks(_numbered(path))
+
+
+def in_chunks(numbered: Iterable[tuple[int, bytes]]) -> Iterator[list[BatchLine]]:
+    """Yield the lines, given as numbers and texts, in chunks."""
     chunk: list[BatchLine] = []
     size = 0
-    for number, text in _numbered(path):
+    for number, text in numbered:
         line = msgspec.json.decode(text)
         chunk.append(BatchLine(number, line["custom_id"], line["body"]))
         size += len(text)
@@ -85,6 +78,11 @@ def read_chunks(path: Path) -> Iterator[list[BatchLine]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
+
+
+def input_line(path: Path, number: int) -> bytes | None:
+    """Return the text of one line of a batch input; None if there is no such line."""
+    return next((text for found, text in _numbered(path) if found == number), None)
 
 
 async def next_chunk(chunks: Iterator[list[BatchLine]]) -> list[BatchLine]:
@@ -111,6 +109,9 @@ def inspect_input(
         total += 1
         if total > max_lines:
             message = f"The input file has more than {max_lines} requests."
+            return InputReport(total, seen.model, (LineError("too_many_tasks", message),))
+        if number > MAX_NUMBER:
+            message = f"The input file has more than {MAX_NUMBER} lines. Leave out the blank ones."
             return InputReport(total, seen.model, (LineError("too_many_tasks", message),))
         error = _line_error(number, text, seen) if text else _too_long(number, max_line_bytes)
         if error is not None:
@@ -215,6 +216,9 @@ def _body_fault(body: dict[str, Any], seen: _Seen) -> tuple[str, str, str] | Non
     if model != seen.model:
         message = "All requests of a batch must use the same model."
         return "model_mismatch", message, "body.model"
+    if body.get("service_tier") not in SERVICE_TIERS:
+        message = "Requests of a batch run in the batch tier: their service_tier must be auto, default or flex."
+        return "invalid_value", message, "body.service_tier"
     if body.get("stream"):
         return "unsupported_parameter", "Requests of a batch cannot be streamed.", "body.stream"
     return None

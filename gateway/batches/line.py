@@ -1,25 +1,36 @@
-"""Run one line of a batch as an ordinary completion, in the batch tier.
+"""Run the lines of a batch as ordinary completions, in the batch tier.
 
 A line must not fail because the queue was full or a worker died. After such answers, the line is therefore tried again,
-with growing pauses. Knows HTTP statuses; does not know Redis, files, or how many lines run at once.
+with growing pauses. Each line gets its part of the batch's deadline. Knows HTTP statuses; does not know Redis, files,
+or how many lines run at once.
 """
 
+import asyncio
 import logging
+import math
 import random
 import secrets
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import structlog
 from redis.exceptions import ConnectionError as StoreUnreachable
 from redis.exceptions import TimeoutError as StoreSilent
 
+from gateway.batches.forecasts import BatchForecasts
 from gateway.batches.input import BatchLine
+from gateway.batches.line_deadlines import LineDeadlines, LineTimes
+from gateway.batches.line_statistics import LineStatistics
 from gateway.batches.model import Batch, LineResult
 from gateway.batches.output import answered_line
+from gateway.batches.size import line_size
+from gateway.dead_letters import DeadLetters
 from gateway.identity import service_tier_of
 from gateway.protocol.errors import internal_error
 from scheduler.clock import Clock
 from scheduler.config import Tier
+from scheduler.request import WORKER_DIED, JobDeadline
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +39,7 @@ BUSY = (429, 503)  # a full queue, a missing worker: the line is tried again unt
 MAX_FAILURES = 4  # attempts that end with another server error; the last of these errors is the line's answer
 FIRST_PAUSE_S = 0.1  # seconds between the first and the second attempt; each pause is twice the one before
 LONGEST_PAUSE_S = 10.0  # seconds
+TIMES_S = 1.0  # seconds between two computations of how long the lines of a batch take
 
 
 class Completions(Protocol):
@@ -43,52 +55,121 @@ class Completions(Protocol):
         request_id: str,
         owner: str | None,
         wants_receipt: bool,
+        deadline: JobDeadline | None,
     ) -> tuple[int, dict[str, Any]]: ...
 
 
 class LineRunner:
-    def __init__(self, completions: Completions, tier: Tier, clock: Clock) -> None:
-        self._completions = completions
-        self._clock = clock
+    """Runs the lines of all batches of a gateway, in the present batch tier."""
+
+    def __init__(
+        self,
+        completions: Completions,
+        tier: Tier,
+        clock: Clock,
+        statistics: LineStatistics,
+        forecasts: BatchForecasts,
+        dead_letters: DeadLetters | None = None,
+    ) -> None:
+        self.completions = completions
+        self.clock = clock
+        self.statistics = statistics
+        self.forecasts = forecasts
+        self.dead_letters = dead_letters
         self.reconfigure(tier)
 
     def reconfigure(self, tier: Tier) -> None:
         """Use `tier` for every attempt that begins from now on."""
-        self._tier = tier
-        self._service_tier = service_tier_of(tier)
+        self.tier = tier
+        self.service_tier = service_tier_of(tier)
 
-    async def run(self, batch: Batch, line: BatchLine) -> LineResult:
+    def begin(self, batch: Batch) -> "BatchLines":
+        """Return what runs the lines of one run of `batch`, whose record was read just now."""
+        return BatchLines(self, batch)
+
+
+class BatchLines:
+    """Runs the lines of one run of a batch, which begin one after the other and run at the same time."""
+
+    def __init__(self, runner: LineRunner, batch: Batch) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._deadlines = LineDeadlines(batch)
+        self._meter = runner.statistics.meter()
+        self._shows_receipts = (batch.metadata or {}).get(RECEIPT_KEY) in ("1", "true")
+        self._times = LineTimes()
+        self._times_due_s = -math.inf  # when they are to be computed again
+        self._times_lock = asyncio.Lock()
+
+    def is_urgent(self) -> bool:
+        """Return whether the next line is urgent, so that it must begin before lines of other batches."""
+        now_ms, urgent_ms = self._runner.clock.wall_ms(), self._runner.tier.urgent_ms
+        return not self._batch.best_effort and self._deadlines.is_urgent(self._times, now_ms, urgent_ms)
+
+    async def run(self, line: BatchLine) -> LineResult:
         """Run a line until it has a final answer, and return the result. To stop the generation, cancel this call."""
+        deadline = await self._deadline()
         failures = pauses = 0
         while True:
             # Each attempt needs a new id, because the queue ignores a request whose id it still holds.
             request_id = f"req_{secrets.token_hex(16)}"
-            structlog.contextvars.bind_contextvars(request_id=request_id, tier=self._tier.name)
-            status, body = await self._attempt(batch, line, request_id)
-            if status < 500 and status not in BUSY:
-                return answered_line(batch.id, line, request_id, status, body)
-            failures += status not in BUSY
-            if failures == MAX_FAILURES:
-                return answered_line(batch.id, line, request_id, status, body)
-            await self._clock.sleep(_pause_s(pauses))
+            structlog.contextvars.bind_contextvars(request_id=request_id, tier=self._runner.tier.name)
+            status, body = await self._attempt(line, request_id, deadline)
+            if _was_given_up(status, body):  # another attempt would end further workers
+                if self._runner.dead_letters is not None:
+                    await self._runner.dead_letters.assign(request_id, self._batch.id, line.custom_id, line.number)
+                return await self._result(line, request_id, status, body)
+            failures += status >= 500 and status not in BUSY
+            if (status < 500 and status not in BUSY) or failures == MAX_FAILURES:
+                return await self._result(line, request_id, status, body)
+            await self._runner.clock.sleep(_pause_s(pauses))
             pauses += 1
 
-    async def _attempt(self, batch: Batch, line: BatchLine, request_id: str) -> tuple[int, dict[str, Any]]:
+    async def _deadline(self) -> JobDeadline | None:
+        """Return the deadline of the line that begins now; None for a line that is done when there is time."""
+        if self._batch.best_effort:
+            return None
+        num_behind = self._deadlines.begin()  # before anything is awaited, so that lines are due in their order
+        async with self._times_lock:
+            if self._runner.clock.now() >= self._times_due_s:
+                with suppress(StoreUnreachable, StoreSilent):
+                    self._times = await self._runner.forecasts.line_times(self._batch)
+                self._times_due_s = self._runner.clock.now() + TIMES_S
+        return self._deadlines.deadline(num_behind, self._times, self._runner.clock.wall_ms())
+
+    async def _result(self, line: BatchLine, request_id: str, status: int, body: dict[str, Any]) -> LineResult:
+        """Return the result of a line, and count what it used."""
+        receipt = body.get("tidegate") or {}
+        if not self._shows_receipts:
+            body = {name: value for name, value in body.items() if name != "tidegate"}
+        result = answered_line(self._batch.id, line, request_id, status, body)
+        result = replace(result, engine_us=round(1000 * (receipt.get("engine_ms") or 0)))
+        await self._runner.statistics.add(self._batch, self._meter, line_size(line.body), result)
+        return result
+
+    async def _attempt(
+        self, line: BatchLine, request_id: str, deadline: JobDeadline | None
+    ) -> tuple[int, dict[str, Any]]:
         try:
-            return await self._completions.complete(
-                batch.endpoint,
+            return await self._runner.completions.complete(
+                self._batch.endpoint,
                 line.body,
-                tier=self._tier,
-                service_tier=self._service_tier,
+                tier=self._runner.tier,
+                service_tier=self._runner.service_tier,
                 request_id=request_id,
-                owner=batch.owner,
-                wants_receipt=(batch.metadata or {}).get(RECEIPT_KEY) in ("1", "true"),
+                owner=self._batch.owner,
+                wants_receipt=True,  # it says how much engine time the line took
+                deadline=deadline,
             )
         except (StoreUnreachable, StoreSilent):
             return 503, internal_error("The store is not reachable at the moment.").body()
         except Exception:  # a bug that one line triggers must not end the other lines
             log.exception("a batch line failed")
             return 500, internal_error().body()
+
+
+def _was_given_up(status: int, body: dict[str, Any]) -> bool:
+    return status == 500 and (body.get("error") or {}).get("code") == WORKER_DIED
 
 
 def _pause_s(pauses: int) -> float:

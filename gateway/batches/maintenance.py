@@ -8,21 +8,22 @@ import asyncio
 import contextvars
 import logging
 import math
-import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from redis.exceptions import ConnectionError as StoreUnreachable
 from redis.exceptions import TimeoutError as StoreSilent
 
+from gateway.batches.input import work_folder
 from gateway.batches.line_execution import stop
 from gateway.batches.model import BatchStatus
 from gateway.batches.run import LOST_S, BatchRun
 from gateway.batches.store import BatchStore
 from gateway.files.disk import is_disk_full
-from gateway.files.store import ORPHAN_S, PRIVATE_DIR, FileStore, older_than
+from gateway.files.local_storage import PRIVATE_DIR
+from gateway.files.storage import BATCHES, ContentLost
+from gateway.files.store import ORPHAN_S, FileStore
 from scheduler.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -38,10 +39,7 @@ MakeRun = Callable[[str], BatchRun]
 
 
 class BatchMaintenance:
-    """The owner of all batch runs of one gateway.
-
-    `directory` has one subdirectory for each batch whose input is on this machine.
-    """
+    """The owner of all batch runs of one gateway."""
 
     def __init__(
         self,
@@ -49,14 +47,14 @@ class BatchMaintenance:
         files: FileStore,
         make_run: MakeRun,
         clock: Clock,
-        directory: Path,
         lock_ttl_s: float,
     ) -> None:
         self._store = store
         self._files = files
         self._make_run = make_run
         self._clock = clock
-        self._directory = directory
+        self._storage = files.storage
+        self._directory = files.data_dir / BATCHES  # one subdirectory for each batch whose input is on this machine
         self._lock_ttl_s = lock_ttl_s
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._loops: list[asyncio.Task[None]] = []
@@ -83,8 +81,8 @@ class BatchMaintenance:
     async def close(self) -> None:
         """Stop all runs and release their locks.
 
-        A gateway with the same data directory continues the batches: another one that is running, or this one when it
-        is started again.
+        A gateway with the same storage continues the batches: another one that is running, or this one when it is
+        started again.
         """
         await stop(self._loops)
         await stop([task for _, task in self._runs.values()])
@@ -104,8 +102,9 @@ class BatchMaintenance:
 
     async def withdraw(self, batch_id: str, owner: str | None) -> None:
         """Remove a batch that was not accepted after all. If the store takes no writes now, its record goes later."""
-        await asyncio.to_thread(shutil.rmtree, self._directory / batch_id, ignore_errors=True)
         self._withdrawn[batch_id] = owner
+        with suppress(StoreUnreachable, StoreSilent):  # a storage that does not answer, too: then its orphans go later
+            await self._storage.remove_folder(work_folder(batch_id))
         with suppress(StoreUnreachable, StoreSilent):
             await self._remove_withdrawn()
 
@@ -125,8 +124,8 @@ class BatchMaintenance:
         if fault is None:
             return
         self._not_before[batch_id] = self._clock.now() + BROKEN_S
-        if isinstance(fault, (StoreUnreachable, StoreSilent)) or is_disk_full(fault):
-            log.warning("batch %s waits: %s", batch_id, fault)
+        if isinstance(fault, (StoreUnreachable, StoreSilent, ContentLost)) or is_disk_full(fault):
+            log.warning("batch %s waits: %s", batch_id, fault or "the disk is full")
         else:
             log.error("the run of batch %s failed; it is started again", batch_id, exc_info=fault)
 
@@ -151,14 +150,17 @@ class BatchMaintenance:
                 task.cancel()
 
     async def _adopt(self) -> None:
-        """Start to run the unfinished batches whose input is in this gateway's data directory.
+        """Start to run the unfinished batches whose input this gateway sees.
 
-        Gateways with different data directories do not run each other's batches.
+        Gateways that share neither a storage nor a data directory do not run each other's batches.
         """
         now = self._clock.now()
         for batch_id in await self._store.unfinished():
-            if now >= self._not_before.get(batch_id, now) and (self._directory / batch_id).exists():
+            if now >= self._not_before.get(batch_id, now) and self._sees(batch_id):
                 self.launch(batch_id)
+
+    def _sees(self, batch_id: str) -> bool:
+        return self._storage.is_shared or (self._directory / batch_id).exists()
 
     async def _warn_of_no_log(self) -> None:
         if not await self._store.durable():
@@ -174,27 +176,26 @@ class BatchMaintenance:
 
         Such a batch is ended by a run: a run that finds no input ends its batch.
         """
-        missing = [i for i in await self._store.unfinished() if not (self._directory / i).exists()]
+        missing = [batch_id for batch_id in await self._store.unfinished() if not self._sees(batch_id)]
         for batch in await self._store.get_all(missing):
             if self._clock.wall_ms() // 1000 >= batch.expires_at + LOST_S:
                 self.launch(batch.id)
 
     async def _sweep_orphans(self) -> None:
-        """Remove the leftovers of a crash from the disk.
+        """Remove the leftovers of a crash from the storage.
 
-        These are file contents without a record, and directories of batches that are over or have no record.
+        These are file contents without a record, and folders of batches that are over or have no record.
         """
         await self._files.sweep_orphans()
-        unfinished = set(await self._store.unfinished())
         before_s = self._clock.wall_ms() / 1000 - ORPHAN_S
-        everything = await asyncio.to_thread(older_than, math.inf, self._directory)
-        left = [directory for directory in everything if directory.name not in unfinished]
-        old = set(await asyncio.to_thread(older_than, before_s, self._directory))
-        statuses = await self._store.statuses([directory.name for directory in left])
+        folders = await self._storage.entries(BATCHES)
+        unfinished = set(await self._store.unfinished())
+        left = [folder for folder in folders if folder.name not in unfinished]
+        statuses = await self._store.statuses([folder.name for folder in left])
         over = {batch_id for batch_id, status in statuses.items() if status.is_terminal}
-        for directory in left:  # a new directory without a record may belong to a batch that is being created
-            if directory in old or directory.name in over:
-                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        for folder in left:  # a new folder without a record may belong to a batch that is being created
+            if folder.modified_s < before_s or folder.name in over:
+                await self._storage.remove_folder(work_folder(folder.name))
 
 
 @dataclass(slots=True)

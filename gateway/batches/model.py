@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-WINDOW_S = 86_400  # seconds of "24h", the only completion window of OpenAI's Batch API
+from gateway.batches.size import InputSize
+from gateway.batches.window import window_s
+
+# Time at the end of a completion window in which the files of the results are written. All lines are due before it.
+WRITING_SHARE, MAX_WRITING_S = 0.05, 60.0  # of the window; seconds
 
 
 class BatchStatus(StrEnum):
@@ -89,6 +93,19 @@ class Batch:
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
+    input_sha256: str | None = None  # checksum of the input, in hexadecimal
+    engine_us: int = 0  # engine time of the answers, in microseconds
+    size: InputSize | None = None  # None: the batch was created by a version that did not count its input
+    best_effort: bool = False  # nothing is promised: its lines are never urgent
+
+    @property
+    def window_s(self) -> int:
+        return self.expires_at - self.created_at
+
+    @property
+    def lines_due_s(self) -> float:
+        """The Unix time at which all lines must have ended, so that the files are written within the window."""
+        return self.expires_at - min(WRITING_SHARE * self.window_s, MAX_WRITING_S)
 
     def to_json(self) -> dict[str, Any]:
         """Return the OpenAI `batch` object."""
@@ -143,8 +160,9 @@ class NewBatch:
     completion_window: str = "24h"
     metadata: dict[str, str] | None = None
     output_expires_after_s: int | None = None
+    best_effort: bool = False
 
-    def to_batch(self, batch_id: str, now_s: int) -> Batch:
+    def to_batch(self, batch_id: str, now_s: int, size: InputSize | None = None) -> Batch:
         return Batch(
             id=batch_id,
             endpoint=self.endpoint,
@@ -152,10 +170,12 @@ class NewBatch:
             completion_window=self.completion_window,
             status=BatchStatus.VALIDATING,
             created_at=now_s,
-            expires_at=now_s + WINDOW_S,
+            expires_at=now_s + window_s(self.completion_window),
             owner=self.owner,
             metadata=self.metadata,
             output_expires_after_s=self.output_expires_after_s,
+            size=size,
+            best_effort=self.best_effort,
         )
 
 
@@ -170,3 +190,4 @@ class LineResult:
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
+    engine_us: int = 0

@@ -1,22 +1,26 @@
 """Format result lines, and write the output and error files of a batch.
 
-The files are made from the results in the store, in the order of the input. Their ids are derived from the batch's id,
-so files that are written again after a crash replace the earlier files.
+The files are made from the recorded results (gateway/batches/results.py), in the order of the input. Their ids are
+derived from the batch's id, so files that are written again after a crash replace the earlier files.
 """
 
 import asyncio
 import hashlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
-from gateway.batches.input import BatchLine, input_path, next_chunk, read_chunks
+from gateway.batches.input import CHUNK_LINES, BatchLine, input_name, next_chunk, read_chunks, work_folder
 from gateway.batches.model import Batch, LineResult
+from gateway.batches.results import RecordedResults
 from gateway.batches.store import BatchStore, OwnershipLost
+from gateway.files.disk import noticing_full_disk
+from gateway.files.local_storage import PRIVATE_DIR
+from gateway.files.storage import Storage
 from gateway.files.store import FileStore
 
 PURPOSE = "batch_output"
@@ -51,21 +55,26 @@ def answered_line(batch_id: str, line: BatchLine, request_id: str, status: int, 
 
 
 async def write_files(
-    store: BatchStore, files: FileStore, batch: Batch, directory: Path, unfinished: tuple[str, str] | None
+    store: BatchStore, files: FileStore, batch: Batch, unfinished: tuple[str, str] | None
 ) -> dict[str, str]:
     """Write the files of a batch. Return `{"output_file_id": …, "error_file_id": …}`, without the key of an empty file.
 
-    `unfinished` is the error (code, message) of lines without a result; None if every line has a result. Raises
-    `OwnershipLost` if the number of results differs from the counts in the batch's record. This happens if another
-    owner of the batch has already removed results.
+    `unfinished` is the error (code, message) of lines without a result; None: these lines are left out. Only with an
+    error is the input needed. Raises `ContentLost` if the input or results are missing, and `OwnershipLost` if the
+    number of results differs from the counts in the batch's record, because another owner has ended the batch.
     """
+    directory = files.data_dir / work_folder(batch.id)
     mark = secrets.token_hex(4)  # for unique file names: a former owner may be writing at the same time
     paths = {kind: directory / f"{kind}-{mark}.jsonl" for kind in ("output", "error")}
     try:
-        with _private(paths["output"]) as output, _private(paths["error"]) as errors:
-            counted = await _write_lines(store, batch, directory, unfinished, output, errors)
-        if counted != (batch.completed, batch.failed):
-            raise OwnershipLost(batch.id)
+        recorded = (await store.results(batch.id)).items()
+        parts = [(await files.storage.fetch_appended(name, size), size) for name, size in recorded]
+        with await asyncio.to_thread(RecordedResults, parts) as results:
+            if (results.completed, results.failed) != (batch.completed, batch.failed):
+                raise OwnershipLost(batch.id)
+            directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
+            with noticing_full_disk(), _private(paths["output"]) as output, _private(paths["error"]) as errors:
+                await _write_lines(files.storage, batch, results, unfinished, output, errors)
         return {f"{kind}_file_id": i for kind, path in paths.items() if (i := await _add(files, batch, kind, path))}
     finally:  # a failed attempt may be repeated many times, so no attempt may leave files behind
         for path in paths.values():
@@ -92,38 +101,44 @@ def _private(path: Path) -> BinaryIO:
 
 
 async def _write_lines(
-    store: BatchStore,
+    storage: Storage,
     batch: Batch,
-    directory: Path,
-    unfinished: tuple[str, str] | None,
-    output: BinaryIO,
-    errors: BinaryIO,
-) -> tuple[int, int]:
-    """Write the lines of both files. Return the number of lines that succeeded and the number that failed."""
-    completed = failed = 0
-    chunks = read_chunks(input_path(directory))
-    while chunk := await next_chunk(chunks):
-        results = await store.results(batch.id, [line.number for line in chunk])
-        await asyncio.to_thread(_write_chunk, batch.id, chunk, results, unfinished, output, errors)
-        completed += sum(result is not None and result[0] for result in results)
-        failed += sum(result is not None and not result[0] for result in results)
-    return completed, failed
-
-
-def _write_chunk(
-    batch_id: str,
-    lines: Sequence[BatchLine],
-    results: Sequence[tuple[bool, bytes] | None],
+    results: RecordedResults,
     unfinished: tuple[str, str] | None,
     output: BinaryIO,
     errors: BinaryIO,
 ) -> None:
-    for line, result in zip(lines, results, strict=True):
-        if result is not None:
+    if unfinished is None:
+        for first in range(1, results.max_number + 1, CHUNK_LINES):
+            numbers = range(first, min(first + CHUNK_LINES, results.max_number + 1))
+            await asyncio.to_thread(_copy, numbers, results, output, errors)
+        return
+    chunks = read_chunks(await storage.fetch(input_name(batch.id), batch.input_sha256))
+    while chunk := await next_chunk(chunks):
+        await asyncio.to_thread(_copy_or_explain, batch.id, chunk, results, unfinished, output, errors)
+
+
+def _copy(numbers: Iterable[int], results: RecordedResults, output: BinaryIO, errors: BinaryIO) -> None:
+    for number in numbers:
+        if (result := results.get(number)) is not None:
             succeeded, text = result
-            (output if succeeded else errors).write(text + b"\n")
-        elif unfinished is not None:
-            code, message = unfinished
+            (output if succeeded else errors).write(text)
+
+
+def _copy_or_explain(
+    batch_id: str,
+    lines: Sequence[BatchLine],
+    results: RecordedResults,
+    unfinished: tuple[str, str],
+    output: BinaryIO,
+    errors: BinaryIO,
+) -> None:
+    """Write the results of `lines`, and an error for each line without a result."""
+    code, message = unfinished
+    for line in lines:
+        if results.get(line.number) is not None:
+            _copy([line.number], results, output, errors)
+        else:
             errors.write(_line_text(batch_id, line, None, {"code": code, "message": message}) + b"\n")
 
 

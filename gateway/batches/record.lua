@@ -1,34 +1,34 @@
--- Store results of a batch's lines and add them to the counts in the record. If a line already has a result, its new
--- result is ignored.
--- KEYS: record, results, owner lock.
--- ARGV: owner's token, then seven values for each result: line number, 1 (succeeded) or 0 (failed), input tokens,
---       cached tokens, output tokens, reasoning tokens, text.
--- Returns the number of new results, or -1 if the caller does not own the batch.
-local record, results, owner = unpack(KEYS)
+-- Record a group of results that was written to the storage: count its lines as done, and add it to the counts in the
+-- batch's record. A group is recorded as a whole or not at all.
+-- KEYS: record, done (bitmap, a bit for each line), results (hash: recorded bytes of each content), owner lock.
+-- ARGV: owner's token; name of the content; positions of the group's first byte and behind its last byte; number of
+--       the counts, then the name and the increment of each; then the numbers of the group's lines.
+-- Returns the number of lines; 0 if the group was recorded before; -1 if the caller does not own the batch; -2 if the
+-- store does not know what the caller relies on, because it has lost its latest writes.
+local record, done, results, owner = unpack(KEYS)
+local token, name, first, last, counts = unpack(ARGV, 1, 5)
 
-if redis.call('GET', owner) ~= ARGV[1] then
+if redis.call('GET', owner) ~= token then
   return -1
 end
-
--- sums[1] is the number of new failures, sums[2] the number of new successes. sums[3] to sums[6] are the sums of the
--- token counts of the new results.
-local fields = {'failed', 'completed', 'input_tokens', 'cached_tokens', 'output_tokens', 'reasoning_tokens'}
-local sums = {0, 0, 0, 0, 0, 0}
-local new = 0
-for i = 2, #ARGV, 7 do
-  local line, succeeded, text = ARGV[i], ARGV[i + 1], ARGV[i + 6]
-  if redis.call('HSETNX', results, line, succeeded .. text) == 1 then
-    new = new + 1
-    local outcome = tonumber(succeeded) + 1
-    sums[outcome] = sums[outcome] + 1
-    for j = 3, 6 do
-      sums[j] = sums[j] + ARGV[i + j - 1]
-    end
+local recorded = redis.call('HGET', results, name) or '0'
+if recorded == last then
+  return 0
+end
+local lines = 6 + 2 * counts
+if recorded ~= first then
+  return -2
+end
+for i = lines, #ARGV do
+  if redis.call('GETBIT', done, ARGV[i]) == 1 then
+    return -2
   end
 end
-for j, field in ipairs(fields) do
-  if sums[j] ~= 0 then
-    redis.call('HINCRBY', record, field, string.format('%d', sums[j]))
-  end
+redis.call('HSET', results, name, last)
+for i = lines, #ARGV do
+  redis.call('SETBIT', done, ARGV[i], 1)
 end
-return new
+for i = 6, lines - 1, 2 do
+  redis.call('HINCRBY', record, ARGV[i], ARGV[i + 1])
+end
+return #ARGV - lines + 1

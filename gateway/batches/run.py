@@ -6,8 +6,8 @@ lost lock, closed gateway), the next run can therefore continue the batch, on th
 
 import asyncio
 import logging
-import shutil
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,26 @@ from redis.exceptions import ConnectionError as StoreUnreachable
 from redis.exceptions import LockError
 from redis.exceptions import TimeoutError as StoreSilent
 
-from gateway.batches.input import input_path, inspect_aside
+from gateway.batches.input import input_name, inspect_aside, work_folder
 from gateway.batches.line import LineRunner
 from gateway.batches.line_execution import LineExecution
+from gateway.batches.line_window import LineWindow
 from gateway.batches.model import Batch, BatchStatus, LineError
 from gateway.batches.output import BATCH_CANCELLED, BATCH_EXPIRED, write_files
+from gateway.batches.recorder import ResultRecorder
 from gateway.batches.store import BatchStore, Moved, OwnershipLost
+from gateway.batches.token_quota import TokenQuota
+from gateway.files.local_storage import sha256_of
+from gateway.files.storage import ContentLost
 from gateway.files.store import FileStore
 from scheduler.clock import Clock
 
 log = logging.getLogger(__name__)
 
-LOST_S = 3600  # seconds after the completion window in which the gateway that has the input may still come back
+OnEnd = Callable[[Batch], Awaitable[None]]  # is called at least once when a batch is over
+LOST_S = 3600  # seconds after the completion window in which an input or results that are missing may still come back
+INPUT_DAMAGED = LineError("input_damaged", "The input file is damaged in the server's storage. Upload it again.")
+INPUT_LOST = LineError("input_lost", "The server has lost the input of this batch.")
 
 
 class BatchRun:
@@ -41,22 +49,25 @@ class BatchRun:
         store: BatchStore,
         files: FileStore,
         lines: LineRunner,
-        window: asyncio.Semaphore,
+        window: LineWindow,
+        quota: TokenQuota,
         model_names: Collection[str],
         clock: Clock,
-        directory: Path,
         max_line_bytes: int,
+        on_end: OnEnd,
     ) -> None:
         self._id = batch_id
         self._lock = lock
         self._store = store
         self._files = files
+        self._storage = files.storage
         self._lines = lines
         self._window = window  # limits the lines in flight of all batches of this gateway together
+        self._quota = quota
         self._model_names = model_names
         self._clock = clock
-        self._directory = directory
         self._max_line_bytes = max_line_bytes
+        self._on_end = on_end
         self._execution: LineExecution | None = None
         self._expires_at = 0
 
@@ -70,22 +81,21 @@ class BatchRun:
             while (batch := await self._store.get(self._id)) is not None:
                 self._expires_at = batch.expires_at
                 if batch.status.is_terminal:
-                    return await self._clear_up()
-                await (self._give_up(batch) if self.is_lost(batch) else self._advance(batch))
+                    if await self._clear_up(batch):
+                        return
+                    continue
+                try:
+                    await self._advance(batch)
+                except ContentLost as error:
+                    if self._now_s() < batch.expires_at + LOST_S:
+                        raise
+                    await self._give_up(batch, error)
         except OwnershipLost:
             log.info(
                 "the lock of batch %s was lost: another gateway runs it, or the store was away for too long", self._id
             )
         finally:
             await self._release()
-
-    def is_lost(self, batch: Batch) -> bool:
-        """Whether the batch's input is lost.
-
-        The input of an unfinished batch is lost if it is not on this machine and `LOST_S` seconds have passed since the
-        end of the completion window. Until then, another gateway that has the input may still finish the batch.
-        """
-        return self._now_s() >= batch.expires_at + LOST_S and not input_path(self._directory).exists()
 
     @property
     def holds_lock(self) -> bool:
@@ -108,37 +118,44 @@ class BatchRun:
             self._execution.stop()
 
     async def _advance(self, batch: Batch) -> None:
+        """Do the work of the batch's state. Raises `ContentLost` if the batch's input or results are missing."""
+        checksum = None if batch.status is BatchStatus.VALIDATING else batch.input_sha256  # that state checks it itself
+        path = await self._storage.fetch(input_name(self._id), checksum)
         match batch.status:
             case BatchStatus.VALIDATING:
-                await self._validate(batch)
+                await self._validate(batch, path)
             case BatchStatus.IN_PROGRESS:
-                await self._run_lines(batch)
+                await self._run_lines(batch, path)
                 await self._leave_in_progress()
             case BatchStatus.FINALIZING:
                 await self._finish(BatchStatus.COMPLETED, batch, None)
             case BatchStatus.CANCELLING:
                 await self._finish(BatchStatus.CANCELLED, batch, BATCH_CANCELLED)
 
-    async def _give_up(self, batch: Batch) -> None:
-        """End a batch whose input is lost. No files are written: without the input, the order of lines is unknown."""
+    async def _give_up(self, batch: Batch, error: ContentLost) -> None:
+        """End a batch of which something is lost. Results that are left are kept."""
+        log.error("batch %s ends, because something of it is lost: %s", self._id, error)
+        ids = {}
+        with suppress(ContentLost):
+            ids = await self._write_files(batch, None)
         is_cancelling = batch.status is BatchStatus.CANCELLING
-        log.error("the input of batch %s is lost; the batch ends without files", self._id)
-        error = LineError("input_lost", "The server has lost the input of this batch.")
-        await self._move(BatchStatus.CANCELLED if is_cancelling else BatchStatus.EXPIRED, errors=(error,))
+        await self._move(BatchStatus.CANCELLED if is_cancelling else BatchStatus.EXPIRED, errors=(INPUT_LOST,), **ids)
 
-    async def _validate(self, batch: Batch) -> None:
-        path = input_path(self._directory)
+    async def _validate(self, batch: Batch, path: Path) -> None:
+        if batch.input_sha256 is not None and await asyncio.to_thread(sha256_of, path) != batch.input_sha256:
+            return await self._move(BatchStatus.FAILED, errors=(INPUT_DAMAGED,))
         report = await inspect_aside(path, batch.endpoint, self._model_names, max_line_bytes=self._max_line_bytes)
-        if report.errors:
-            await self._move(BatchStatus.FAILED, errors=report.errors)
+        errors = report.errors or await self._quota.reserve(batch, path)
+        if errors:
+            await self._move(BatchStatus.FAILED, errors=errors)
         else:
             await self._move(BatchStatus.IN_PROGRESS, total=report.total, model=report.model)
 
-    async def _run_lines(self, batch: Batch) -> None:
+    async def _run_lines(self, batch: Batch, path: Path) -> None:
         if self._now_s() >= batch.expires_at:
             return
-        path = input_path(self._directory)
-        self._execution = LineExecution(batch, path, self._store, self._lines, self._window, self._clock, self._token)
+        recorder = ResultRecorder(self._id, self._store, self._storage, self._clock, self._token)
+        self._execution = LineExecution(batch, path, self._store, self._lines, self._window, recorder)
         try:
             await self._execution.run()
         finally:
@@ -154,10 +171,12 @@ class BatchRun:
             await self._finish(BatchStatus.EXPIRED, batch, BATCH_EXPIRED)
 
     async def _finish(self, end: BatchStatus, batch: Batch, unfinished: tuple[str, str] | None) -> None:
-        ids = {}
-        if batch.in_progress_at is not None:  # otherwise the batch was cancelled before its input was validated
-            ids = await write_files(self._store, self._files, batch, self._directory, unfinished)
-        await self._move(end, **ids)
+        await self._move(end, **await self._write_files(batch, unfinished))
+
+    async def _write_files(self, batch: Batch, unfinished: tuple[str, str] | None) -> dict[str, str]:
+        if batch.in_progress_at is None:  # it ends before its input was validated
+            return {}
+        return await write_files(self._store, self._files, batch, unfinished)
 
     async def _move(self, target: BatchStatus, **changes: Any) -> None:
         """Move the batch to the state `target`. Raises `OwnershipLost` if this gateway has lost the batch's lock.
@@ -169,11 +188,20 @@ class BatchRun:
         if moved is Moved.NOT_OWNER:
             raise OwnershipLost(self._id)
 
-    async def _clear_up(self) -> None:
-        """Wait until the final state of the batch is durable, then remove its results and its directory."""
+    async def _clear_up(self, batch: Batch) -> bool:
+        """Wait until the final state of the batch is durable, report it, and remove its results and copy of the input.
+
+        After a crash in between, the end is reported again. If the storage does not answer, `BatchMaintenance` removes
+        its contents another day. Return False if the store has lost the final state.
+        """
         await self._store.durable()
-        await self._store.forget_work(self._id, self._token())
-        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        if (await self._store.statuses([self._id])).get(self._id) is not batch.status:
+            return False
+        await self._on_end(batch)
+        if not await self._store.forget_work(self._id, self._token()):
+            return False
+        await self._storage.remove_folder(work_folder(self._id))
+        return True
 
     async def _release(self) -> None:
         try:

@@ -2,27 +2,40 @@
 
 The gateway that creates a batch also starts to run it at once. gateway/batches/maintenance.py looks after the runs. A
 batch and its files belong to the API key that created the batch. Does not know HTTP: a mistake of the caller is
-returned as a value (`InputProblem`, `NotCancellable`).
+returned as a value (`InputProblem`, `Infeasible`, `NotCancellable`).
 """
 
-import asyncio
 import secrets
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from redis.asyncio import Redis
 
-from gateway.batches.input import MAX_LINE_BYTES, snapshot_input
+from gateway.batches.forecasts import BatchForecasts, Infeasible
+from gateway.batches.input import MAX_LINE_BYTES, input_name
 from gateway.batches.line import Completions, LineRunner
+from gateway.batches.line_statistics import LineStatistics
+from gateway.batches.line_window import KeyShare, LineWindow
 from gateway.batches.maintenance import BatchMaintenance
 from gateway.batches.model import Batch, BatchStatus, NewBatch
-from gateway.batches.run import BatchRun
+from gateway.batches.run import BatchRun, OnEnd
+from gateway.batches.size import InputSize, size_aside
 from gateway.batches.store import BatchStore, Moved
+from gateway.batches.token_quota import CountTokens, TokenQuota
+from gateway.dead_letters import DeadLetters
 from gateway.files.disk import noticing_full_disk
 from gateway.files.pagination import Page
-from gateway.files.store import FileStore
+from gateway.files.storage import ContentLost
+from gateway.files.store import FileStore, content_name
+from gateway.identity import Keyring
 from scheduler.clock import Clock
 from scheduler.config import TierSet
+from scheduler.registry.worker_status import WorkerStatus
+from scheduler.store.connection import LOST
+from scheduler.store.refusal import NotDurable
+
+_CANCELLED = (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +50,17 @@ class NotCancellable:
     status: BatchStatus
 
 
+async def _ignore(batch: Batch) -> None:
+    pass
+
+
 class BatchService:
     """The service that creates, runs, lists and cancels the batches of one gateway.
 
     `max_lines_in_flight` limits how many lines of all batches together run at the same time. `lock_ttl_s` is the
-    lifetime of a batch's lock in seconds.
+    lifetime of a batch's lock in seconds. `on_end` is called with each batch that is over, at least once. `keyring` has
+    the weights and limits of the keys that own batches, and `count_tokens` counts the tokens of prompts against these
+    limits (None: no limits).
     """
 
     def __init__(
@@ -53,37 +72,50 @@ class BatchService:
         model_names: Collection[str],
         clock: Clock,
         *,
+        keyring: Keyring | None = None,
+        count_tokens: CountTokens | None = None,
         max_lines_in_flight: int = 256,
         lock_ttl_s: float = 6.0,
         max_body_bytes: int = MAX_LINE_BYTES,
+        workers: Callable[[], Sequence[WorkerStatus]] = list,
+        dead_letters: DeadLetters | None = None,
+        on_end: OnEnd = _ignore,
     ) -> None:
+        """`workers` returns the status of the workers that live, which says how fast batches are."""
         self._store = BatchStore(redis)
         self._files = files
-        self._lines = LineRunner(completions, tiers[tiers.batch_tier], clock)
+        tier, statistics = tiers[tiers.batch_tier], LineStatistics(redis, clock)
+        self._forecasts = BatchForecasts(self._store, statistics, workers, tier, clock)
+        self._lines = LineRunner(completions, tier, clock, statistics, self._forecasts, dead_letters)
         self._model_names = model_names
         self._clock = clock
-        self._window = asyncio.Semaphore(max_lines_in_flight)
+        self._keyring = keyring or Keyring()
+        self._window = LineWindow(max_lines_in_flight, self._share_of)
+        self._quota = TokenQuota(redis, self._keyring, count_tokens)
         self._lock_ttl_s = lock_ttl_s
         self._max_body_bytes = max_body_bytes
-        self._directory = files.data_dir / "batches"
-        self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, self._directory, lock_ttl_s)
+        self._on_end = on_end
+        self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, lock_ttl_s)
 
     async def start(self) -> None:
         await self._maintenance.start()
 
     def reconfigure(self, tiers: TierSet) -> None:
         self._lines.reconfigure(tiers[tiers.batch_tier])
+        self._forecasts.reconfigure(tiers[tiers.batch_tier])
 
     async def close(self) -> None:
         """Stop all runs and release their locks.
 
-        A gateway with the same data directory continues the batches: another one that is running, or this one when it
-        is started again.
+        A gateway with the same storage continues the batches: another one that is running, or this one when it is
+        started again.
         """
         await self._maintenance.close()
 
-    async def create(self, new: NewBatch, new_id: str | None = None) -> Batch | InputProblem:
-        """Create and start a batch. Return an `InputProblem` if its input file cannot be used.
+    async def create(self, new: NewBatch, new_id: str | None = None) -> Batch | InputProblem | Infeasible:
+        """Create and start a batch.
+
+        Return an `InputProblem` if its input file cannot be used, and `Infeasible` if it certainly cannot end in time.
 
         When this returns, the batch's record is durable. The batch also has its own link to the input, or its own copy.
         If it raises an error of the store or `DiskFull`, nothing of the batch is left, and it does not run. `new_id` is
@@ -91,7 +123,7 @@ class BatchService:
         """
         batch_id = f"batch_{new_id or secrets.token_hex(12)}"
         if new_id is not None and (created := await self._store.get(batch_id)) is not None:
-            await self._store.durable()
+            await self._store.durable(batch_id)
             return created
         self._files.disk.check()
         absent = InputProblem(f"No such File object: {new.input_file_id[:200]}")
@@ -100,19 +132,33 @@ class BatchService:
             return absent
         if file.purpose != "batch":
             return InputProblem(f"Invalid file purpose: expected 'batch', got '{file.purpose}'.")
-        batch = new.to_batch(batch_id, self._now_s())
         try:
             with noticing_full_disk():
-                await asyncio.to_thread(snapshot_input, self._files.path(file.id), self._directory / batch.id)
+                await self._files.storage.copy(content_name(file.id), input_name(batch_id))
+                size = await size_aside(await self._files.storage.fetch(input_name(batch_id)))
+            batch = replace(new.to_batch(batch_id, self._now_s(), size), input_sha256=file.sha256)
+            infeasible = await self._forecasts.infeasible(batch)
+            if infeasible is not None:
+                await self._maintenance.withdraw(batch_id, new.owner)
+                return infeasible
             await self._store.create(batch)
-            await self._store.durable()
-        except FileNotFoundError:  # the file was deleted just now
+            await self._store.durable(batch_id)
+        except ContentLost:  # the file was deleted just now
             return absent
         except BaseException:
-            await self._maintenance.withdraw(batch.id, new.owner)
+            await self._maintenance.withdraw(batch_id, new.owner)
             raise
+        self._forecasts.on_created()
         self._maintenance.launch(batch.id)
         return batch
+
+    async def describe(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+        """Return what is known of the future and the cost of each batch."""
+        return await self._forecasts.describe(batches)
+
+    async def preview(self, new: NewBatch, size: InputSize) -> dict[str, Any]:
+        """Return what a batch with an input of this size would take."""
+        return await self._forecasts.preview(new.to_batch("", self._now_s(), size))
 
     async def retrieve(self, batch_id: str, *, owner: str | None) -> Batch | None:
         """Return the batch; None if `owner` has no such batch."""
@@ -136,7 +182,9 @@ class BatchService:
             return None
         if moved is Moved.MOVED:
             self._maintenance.check(batch_id, batch.status)
-            await self._store.durable()
+            await self._store.durable(batch_id)
+            if (await self._store.statuses([batch_id])).get(batch_id) not in _CANCELLED:
+                raise NotDurable(LOST)
             return batch
         return batch if batch.status is BatchStatus.CANCELLED else NotCancellable(batch.status)
 
@@ -152,11 +200,16 @@ class BatchService:
             self._files,
             self._lines,
             self._window,
+            self._quota,
             self._model_names,
             self._clock,
-            self._directory / batch_id,
             self._max_body_bytes,
+            self._on_end,
         )
+
+    def _share_of(self, owner: str | None) -> KeyShare:
+        key = self._keyring.named(owner)
+        return KeyShare() if key is None else KeyShare(key.batch_weight, key.batch_concurrent_lines)
 
     def _now_s(self) -> int:
         return self._clock.wall_ms() // 1000

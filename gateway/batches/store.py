@@ -1,4 +1,4 @@
-"""Batches in Redis: their records, results and owners.
+"""Batches in Redis: their records, which lines are done, and owners. The text of results is in the file storage.
 
 Several gateways may share one store, so every change is one script. Only one gateway at a time runs a batch: the holder
 of the batch's owner key, which is a lock with a TTL. The owner's writes contain the lock's token, and have no effect
@@ -7,7 +7,7 @@ gateway/batches/model.py defines the legal transitions between states. gateway/b
 is due.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -34,6 +34,17 @@ class Moved(Enum):
 
 class OwnershipLost(Exception):
     """This gateway does not own the batch any more, so it must stop its work on the batch."""
+
+
+class FinishedLines(Container[int]):
+    """A set of line numbers, as a bitmap of Redis."""
+
+    def __init__(self, bits: bytes) -> None:
+        self._bits = bits
+
+    def __contains__(self, number: object) -> bool:
+        assert isinstance(number, int)
+        return number >> 3 < len(self._bits) and bool(self._bits[number >> 3] & 0x80 >> (number & 7))
 
 
 class BatchStore:
@@ -85,40 +96,47 @@ class BatchStore:
         answer = await self._move(keys=[_key(batch_id), _owner_key(batch_id), BY_STATUS], args=args)
         return Moved(text(answer))
 
-    async def record(self, batch_id: str, results: Sequence[LineResult], token: str) -> int:
-        """Store and count results. Return the number of new results.
+    async def record(
+        self, batch_id: str, name: str, start: int, end: int, results: Sequence[LineResult], token: str
+    ) -> None:
+        """Count the lines of `results` as done. Their texts are the bytes from `start` to `end` of the content `name`.
 
-        If a line already has a result, its new result is ignored. Raises `OwnershipLost` if `token` is not the token of
-        the batch's owner.
+        A repeated call changes nothing. Raises `OwnershipLost` if `token` is not the token of the batch's owner, or if
+        the store has lost an earlier call.
         """
-        args: list[str | bytes | int] = [token]
-        for r in results:
-            tokens = (r.input_tokens, r.cached_tokens, r.output_tokens, r.reasoning_tokens)
-            args += [r.number, int(r.succeeded), *tokens, r.text]
-        keys = [_key(batch_id), _results_key(batch_id), _owner_key(batch_id)]
-        new = int(await self._record(keys=keys, args=args))
-        if new < 0:
+        counts = _counts(results)
+        args: list[str | int] = [token, name, start, end, len(counts)]
+        for field, increment in counts.items():
+            args += [field, increment]
+        args += [result.number for result in results]
+        keys = [_key(batch_id), _done_key(batch_id), _results_key(batch_id), _owner_key(batch_id)]
+        if int(await self._record(keys=keys, args=args)) < 0:
             raise OwnershipLost(batch_id)
-        return new
 
-    async def finished_lines(self, batch_id: str) -> set[int]:
+    async def finished_lines(self, batch_id: str) -> "FinishedLines":
         """Return the numbers of the lines that have a result."""
-        return {int(number) for number in await self._redis.hkeys(_results_key(batch_id))}
+        bits: Any = await self._redis.get(_done_key(batch_id))
+        return FinishedLines(bits or b"")
 
-    async def results(self, batch_id: str, numbers: Sequence[int]) -> "list[tuple[bool, bytes] | None]":
-        """Return the result of each line as (succeeded, text); None for a line that has no result."""
-        values = await self._redis.hmget(_results_key(batch_id), [str(n) for n in numbers])
-        return [None if v is None else (v[:1] == b"1", v[1:]) for v in map(_bytes, values)]
+    async def results(self, batch_id: str) -> dict[str, int]:
+        """Return the names of the contents that have results, and how many bytes of each are recorded."""
+        found = await self._redis.hgetall(_results_key(batch_id))
+        return {text(name): int(size) for name, size in found.items()}
 
-    async def forget_work(self, batch_id: str, token: str) -> None:
-        """Remove the results of a batch that is over and whose files are written.
+    async def forget_work(self, batch_id: str, token: str) -> bool:
+        """Remove what is known of the results of a batch that is over and whose files are written.
 
-        The batch then no longer counts as unfinished. Raises `OwnershipLost` if `token` is not the token of the batch's
-        owner.
+        The batch then no longer counts as unfinished. Return False if the batch is not over: a store that has crashed
+        may have lost its end. Raises `OwnershipLost` if `token` is not the token of the batch's owner.
         """
-        keys = [_results_key(batch_id), UNFINISHED, _owner_key(batch_id)]
-        if int(await self._forget_work(keys=keys, args=[token, batch_id])) < 0:
-            raise OwnershipLost(batch_id)
+        keys = [_done_key(batch_id), _results_key(batch_id), UNFINISHED, _owner_key(batch_id), _key(batch_id)]
+        ends = ",".join(status.value for status in BatchStatus if status.is_terminal)
+        match int(await self._forget_work(keys=keys, args=[token, batch_id, ends])):
+            case -1:
+                raise OwnershipLost(batch_id)
+            case -2:
+                return False
+        return True
 
     async def unfinished(self) -> list[str]:
         return sorted(text(member) for member in await self._redis.smembers(UNFINISHED))
@@ -149,9 +167,12 @@ class BatchStore:
         if await self._redis.pttl(_owner_key(batch_id)) > ttl_ms:
             await self._redis.pexpire(_owner_key(batch_id), ttl_ms)
 
-    async def durable(self) -> bool:
-        """Wait until everything that was written so far is on disk, as `scheduler.store.connection.durable` does."""
-        return await durable(self._redis)
+    async def durable(self, batch_id: str | None = None) -> bool:
+        """Wait until everything that was written so far is on disk, as `scheduler.store.connection.durable` does.
+
+        Raises `NotDurable` also if the store has lost the record of the batch.
+        """
+        return await durable(self._redis, None if batch_id is None else _key(batch_id))
 
     async def _load(self, batch_ids: Sequence[str]) -> list[Batch | None]:
         pipeline = self._redis.pipeline(transaction=False)
@@ -178,12 +199,21 @@ def _decode(record: Mapping[bytes, bytes]) -> Batch:
     return msgspec.convert({**decoded, "status": status}, type=Batch)
 
 
-def _bytes(value: bytes | str | None) -> bytes | None:
-    return value.encode() if isinstance(value, str) else value
+def _counts(results: Sequence[LineResult]) -> dict[str, int]:
+    """Return what `results` add to the counts in the record of their batch."""
+    fields = ("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "engine_us")
+    sums = {field: sum(getattr(result, field) for result in results) for field in fields}
+    completed = sum(result.succeeded for result in results)
+    sums |= {"completed": completed, "failed": len(results) - completed}
+    return {field: total for field, total in sums.items() if total}
 
 
 def _key(batch_id: str) -> str:
     return f"tidegate:batch:{batch_id}"
+
+
+def _done_key(batch_id: str) -> str:
+    return f"{INDEX}:done:{batch_id}"
 
 
 def _results_key(batch_id: str) -> str:

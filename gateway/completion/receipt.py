@@ -21,13 +21,15 @@ def receipt_object(
     """Return the object `tidegate` of an answer.
 
     `sequences` holds the worker's receipt and the number of cached prompt tokens of each sequence, in their order. The
-    times at the top are those of the sequence that took longest. If there are several, each also has an entry of its
-    own.
+    times at the top are those of the sequence that took longest, but `engine_ms` is that of all. If there are several,
+    each also has an entry of its own.
     """
     entries = [asdict(receipt) | {"cached_tokens": cached} for receipt, cached in sequences]
     answer: dict[str, Any] = {"tier_requested": tier_requested, "tier_served": tier_served, "total_ms": total_ms}
     if entries:
         answer |= max(entries, key=lambda e: float(e["queue_ms"] + e["prefill_ms"] + e["decode_ms"]))
+        parts = [receipt.engine_ms for receipt, _ in sequences if receipt.engine_ms is not None]
+        answer["engine_ms"] = round(sum(parts), 3) if parts else None
     if len(entries) > 1:
         answer["sequences"] = entries
     return answer

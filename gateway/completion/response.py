@@ -20,14 +20,17 @@ from gateway.completion.metering import UNMETERED, Account
 from gateway.completion.openai_objects import Usage
 from gateway.completion.receipt import receipt_object, with_receipt
 from gateway.completion.tokenizer import Tokenizer
+from gateway.completion.trace_attributes import describe_answer
+from gateway.dead_letters import DeadLetter, DeadLetters
 from gateway.http.sse import PING, Write
+from gateway.http.trace import RequestTrace
 from gateway.output.piece import Piece
 from gateway.output.plan import PLAIN, OutputPlan
-from gateway.protocol.errors import ApiError, internal_error, invalid_request, timed_out, unavailable
+from gateway.protocol.errors import ApiError, given_up, internal_error, invalid_request, timed_out, unavailable
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import EventKind, Receipt, Request, TokenEvent
+from scheduler.request import WORKER_DIED, EventKind, JobDeadline, Receipt, Request, TokenEvent
 
 log = structlog.get_logger(__name__)
 
@@ -73,6 +76,13 @@ class PreparedRequest:
         requests = tuple(msgspec.structs.replace(r, wants_receipt=True) for r in self.requests)
         return replace(self, requests=requests, receipt_for=requested)
 
+    def as_part_of_job(self, deadline: JobDeadline | None) -> "PreparedRequest":
+        """Return the same request with a job's deadline; None: it is no part of a job. An own, earlier one stays."""
+        if deadline is None or min(r.deadline_ms - r.arrival_ms for r in self.requests) < self.tier.deadline_ms:
+            return self
+        changes = {"deadline_ms": deadline.at_ms, "urgent_ms": deadline.urgent_ms}
+        return replace(self, requests=tuple(msgspec.structs.replace(r, **changes) for r in self.requests))
+
     @property
     def text_options(self) -> object:
         """What decides how tokens become text, and so where a stop string ends the output. Plain data."""
@@ -99,6 +109,8 @@ class ResponseStream:
         clock: Clock,
         ping_s: float,
         account: Account = UNMETERED,
+        trace: RequestTrace | None = None,
+        dead_letters: DeadLetters | None = None,
     ) -> None:
         self._prepared = prepared
         self._tokens = tokens
@@ -108,6 +120,8 @@ class ResponseStream:
             request.id: _choice(index, request, prepared, tokenizer) for index, request in enumerate(prepared.requests)
         }
         self._account = account
+        self._trace = trace
+        self._dead_letters = dead_letters
         self._events: list[TokenEvent] = []  # those that the account wants to keep
         self._num_open = len(self._choices)
         self._receipts: dict[str, Receipt] = {}  # the newest receipt of each scheduler request, by its id
@@ -194,8 +208,21 @@ class ResponseStream:
         try:
             async with self._tokens:
                 yield
+        except ApiError as error:
+            if error.code == WORKER_DIED and self._dead_letters is not None:
+                await self._dead_letters.add(self._dead_letter(error.message))
+            raise
         finally:
+            if self._trace is not None:
+                reasons = [c.finish_reason for c in self._choices.values() if c.finish_reason is not None]
+                describe_answer(self._trace, self.tier.name, self._usage(), reasons)
             await self._account.close(self.tier.name, self._usage(), self._whole_output())
+
+    def _dead_letter(self, reason: str) -> DeadLetter:
+        prepared = self._prepared
+        request_id = prepared.requests[0].id.rpartition("-")[0]
+        attempts, owner = prepared.tier.retry.max_attempts, prepared.owner
+        return DeadLetter(request_id, prepared.tier.name, attempts, reason, self._clock.wall_ms(), owner)
 
     def _whole_output(self) -> Sequence[TokenEvent]:
         """Return the events to keep; none if the output was not generated to its end, or is not to be kept."""
@@ -214,6 +241,8 @@ class ResponseStream:
             raise timed_out(self._prepared.tier.name)
         if events:
             self._last_event_s = self._clock.now()
+            if self._trace is not None:
+                self._trace.note_tokens()
         pieces: dict[str, Piece] = {}
         for event in events:
             choice = self._choices[event.request_id]
@@ -230,6 +259,8 @@ class ResponseStream:
         if event.kind is EventKind.FAILED:
             if self._prepared.output.grammar is not None and (event.error or "").startswith(GRAMMAR_FAILED):
                 raise invalid_request(f"The output cannot have the requested format: {event.error}.")
+            if event.code == WORKER_DIED:
+                raise given_up(event.error)
             log.warning("generation_failed", sequence=event.request_id, reason=event.error)
             raise internal_error("The generation was interrupted by an error of the server.")
         if event.kind is EventKind.UNAVAILABLE:

@@ -22,7 +22,10 @@ from gateway.completion.sampling import Constraints, check_token_ids, constraint
 from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.token_report import TokenReport
 from gateway.completion.tokenizer import Tokenizer
+from gateway.completion.trace_attributes import describe_request
+from gateway.dead_letters import DeadLetters
 from gateway.http.metrics import GatewayMetrics
+from gateway.http.trace import CURRENT_TRACE
 from gateway.identity import ResolvedTier, cache_salt
 from gateway.output.model_format import ModelFormat
 from gateway.output.plan import OutputPlan, has_grammar, plan_output
@@ -35,7 +38,7 @@ from scheduler.client.rejection import Rejected, RejectReason
 from scheduler.client.token_stream import TokenStream
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import Delivery, Request
+from scheduler.request import Delivery, JobDeadline, Request
 
 OPENAI_DEFAULTS = SamplingDefaults()
 PING_S = 15.0  # seconds of silence before a keep-alive; proxies close connections that are silent for 30 to 60 s
@@ -66,6 +69,7 @@ class CompletionService:
         trusts_templates: bool = False,
         tool_parser: str = "auto",
         metering: Metering | None = None,
+        dead_letters: DeadLetters | None = None,
         revision: str = "",
         adapters: Collection[str] = (),
     ) -> None:
@@ -85,6 +89,7 @@ class CompletionService:
         self._trusts_templates = trusts_templates
         self._format = ModelFormat.of(tokenizer.chat_template, tokenizer.special_tokens, tool_parser)
         self._metering = metering
+        self._dead_letters = dead_letters
         self._adapters = frozenset(adapters)
         self._fingerprint = "fp_" + hashlib.sha256(f"{model_names[0]}{revision}".encode()).hexdigest()[:10]
 
@@ -103,13 +108,14 @@ class CompletionService:
         request_id: str,
         owner: str | None = None,
         wants_receipt: bool = False,
+        deadline: JobDeadline | None = None,
     ) -> tuple[int, dict[str, Any]]:
         """Answer one request without streaming. Return the HTTP status and the JSON body of the answer.
 
         Refusals and failures are also returned as an answer. `service_tier` is the value that the answer reports.
         `request_id` must be new in every call, because the ids of the scheduler requests are made from it. `owner` is
         the name of the caller's key (None: access is open). The key's limits do not hold up batches, but what a batch
-        uses is counted.
+        uses is counted. `deadline` is that of a part of a job (None: the tier's).
         """
         try:
             request = await _parse_endpoint(endpoint, body)
@@ -118,7 +124,7 @@ class CompletionService:
             )
             if wants_receipt:
                 prepared = prepared.with_receipt(service_tier)
-            stream = await self.submit(prepared, is_limited=False)
+            stream = await self.submit(prepared.as_part_of_job(deadline), is_limited=False)
             return 200, await stream.respond()
         except ApiError as error:
             return error.status, error.body()
@@ -142,6 +148,9 @@ class CompletionService:
         the context.
         """
         arrival_ms = self._clock.wall_ms()
+        trace = CURRENT_TRACE.get()
+        if trace is not None:
+            describe_request(trace, request)
         if request.model not in self._model_names:
             raise model_not_found(request.model)
         limits = model_limits(self._client.workers, self._tokenizer)
@@ -154,7 +163,8 @@ class CompletionService:
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
 
-        requests = self._requests(request, prompts, tier, request_id, arrival_ms, owner, constraints)
+        traceparent = trace.traceparent if trace is not None else ""
+        requests = self._requests(request, prompts, tier, request_id, arrival_ms, owner, constraints, traceparent)
         check_supported(requests, self._client.workers)
         report = self._report(request)
 
@@ -210,7 +220,11 @@ class CompletionService:
         except BaseException:
             await account.cancel()
             raise
-        return ResponseStream(prepared, tokens, self._tokenizer, self._clock, self._ping_s, account)
+        trace = CURRENT_TRACE.get()
+        if trace is not None:
+            trace.note_submitted()
+        shared = (self._tokenizer, self._clock, self._ping_s)
+        return ResponseStream(prepared, tokens, *shared, account, trace, self._dead_letters)
 
     async def _enqueue(self, prepared: PreparedRequest, patient: str | None) -> tuple[PreparedRequest, TokenStream]:
         """Enqueue all scheduler requests of `prepared`, or none of them.
@@ -276,6 +290,7 @@ class CompletionService:
         arrival_ms: int,
         owner: str | None,
         constraints: Constraints,
+        traceparent: str,
     ) -> tuple[Request, ...]:
         n = request.num_sequences
         salt = cache_salt(owner, request.cache_salt)
@@ -299,6 +314,7 @@ class CompletionService:
                         delivery=delivery,
                         cache_salt=salt,
                         is_seeded=request.seed is not None,
+                        traceparent=traceparent,
                     )
                 )
         return tuple(requests)

@@ -115,6 +115,14 @@ class Tokenizer:
             return [self._encode(text, add_special_tokens) for text in texts]
         return await asyncio.to_thread(lambda: [self._encode(text, add_special_tokens) for text in texts])
 
+    async def count(self, texts: Sequence[str]) -> int:
+        """Return how many tokens the texts have together, without special tokens. They are encoded in a thread."""
+
+        def count() -> int:
+            return sum(len(e.ids) for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False))
+
+        return await asyncio.to_thread(count)
+
     async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return each token as the vocabulary writes it. Ids that are not in the vocabulary become empty strings."""
 

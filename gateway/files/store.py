@@ -1,16 +1,16 @@
-"""The file store: contents are on disk as `<data_dir>/files/<id>`, records and their order are in Redis.
+"""The file store: contents are in a storage as `files/<id>`, records and their order are in Redis.
 
-A file exists if its record exists. The content is complete and on disk before the record is written. Knows bytes, names
-and expiry; does not know HTTP (gateway/routes/files.py) or what a file contains. Several gateways may share a store if
-they share the data directory. The owner of a file is the API key that created it, identified by the key's name. Other
-keys do not see the file.
+A file exists if its record exists. The content is complete and durable before the record is written. Knows bytes, names
+and expiry; does not know HTTP (gateway/routes/files.py), what a file contains, or how a storage works
+(gateway/files/storage.py). Several gateways may share a store if they share the storage. The owner of a file is the API
+key that created it, identified by the key's name. Other keys do not see the file.
 """
 
 import asyncio
 import contextlib
-import os
+import logging
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,9 @@ from redis.exceptions import ConnectionError as StoreUnreachable
 from redis.exceptions import TimeoutError as StoreSilent
 
 from gateway.files.disk import DiskReserve, noticing_full_disk
+from gateway.files.local_storage import PRIVATE_DIR, LocalStorage, sha256_of
 from gateway.files.pagination import Page, index_of, page_of_ids, position_of, text, tombstone_key
+from gateway.files.storage import FILES, INCOMING, Storage
 from scheduler.clock import Clock
 from scheduler.store.connection import durable
 from scheduler.store.refusal import StoreRefused
@@ -29,13 +31,14 @@ from scheduler.store.scripts import load_script
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 INDEX = "tidegate:files"  # sorted set of ids by position; one per owner, and one per owner and purpose
 EXPIRY = "tidegate:files:expiry"  # sorted set of ids by expires_at
 USAGE = "tidegate:files:bytes"  # hash: bytes of all files of each owner
 POSITION = "tidegate:files:position"  # counter: the last position that was given to a file
 TOMBSTONE_S = 3600  # seconds for which a deleted file still works as the cursor of a list
 ORPHAN_S = 3600.0  # seconds; content without a record that is older than this was left by a crash
-PRIVATE_DIR = 0o700  # mode of directories: other users of this machine must not read prompts and answers
 SWEEP_GROUP = 500  # files that a sweep handles per round trip to Redis
 
 
@@ -43,7 +46,8 @@ SWEEP_GROUP = 500  # files that a sweep handles per round trip to Redis
 class StoredFile:
     """The record of a file. Times are Unix seconds. A file without `expires_at` is kept until it is deleted.
 
-    `owner` is the name of the API key that created the file (None: access was open).
+    `owner` is the name of the API key that created the file (None: access was open). `sha256` is the checksum of the
+    content, in hexadecimal.
     """
 
     id: str
@@ -53,6 +57,7 @@ class StoredFile:
     purpose: str
     expires_at: int | None = None
     owner: str | None = None
+    sha256: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         fields = {"id": self.id, "object": "file", "bytes": self.bytes, "created_at": self.created_at}
@@ -73,20 +78,23 @@ class QuotaExceeded(Exception):
 class FileStore:
     """The store of uploads and of the output files of batches.
 
-    It owns the files directory and the Redis keys `tidegate:file*`. Uploads leave `reserve_bytes` free on the disk.
+    It owns the storage's files and the Redis keys `tidegate:file*`. Uploads leave `reserve_bytes` free on the disk.
+    The storage is `storage`, or the directory `data_dir`.
     """
 
-    def __init__(self, redis: Redis, data_dir: Path, clock: Clock, reserve_bytes: int = 0) -> None:
+    def __init__(
+        self, redis: Redis, data_dir: Path, clock: Clock, reserve_bytes: int = 0, storage: Storage | None = None
+    ) -> None:
         self._redis = redis
         self._clock = clock
         self._register = load_script(redis, "gateway.files", "register")
         self._forget = load_script(redis, "gateway.files", "forget")
-        self.data_dir = data_dir
-        self.disk = DiskReserve(data_dir, reserve_bytes)
-        self._contents = data_dir / "files"
-        self.incoming = data_dir / "incoming"  # uploads in progress; on the same file system, so that a rename suffices
-        for directory in (data_dir, self._contents, self.incoming):
+        self.storage = storage or LocalStorage(data_dir)
+        self.data_dir = self.storage.directory
+        self.incoming = self.data_dir / INCOMING  # uploads in progress; a local storage takes them over by a rename
+        for directory in (self.data_dir, self.data_dir / FILES, self.incoming):
             directory.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
+        self.disk = DiskReserve(self.data_dir, reserve_bytes)
 
     async def add(
         self,
@@ -108,16 +116,17 @@ class FileStore:
         now = self._now_s()
         expires_at = None if expires_after_s is None else now + expires_after_s
         file_id = file_id or f"file-{secrets.token_hex(12)}"
-        record = StoredFile(file_id, content.stat().st_size, now, filename, purpose, expires_at, owner)
+        sha256 = await asyncio.to_thread(sha256_of, content)
+        record = StoredFile(file_id, content.stat().st_size, now, filename, purpose, expires_at, owner, sha256)
         with noticing_full_disk():
-            await asyncio.to_thread(_move_durably, content, self.path(record.id))
+            await self.storage.put(content, content_name(file_id))
         try:
             await self._write_record(record, quota_bytes)
         except (StoreRefused, QuotaExceeded):
-            await asyncio.to_thread(_unlink, [self.path(record.id)])
+            await self._remove_contents([file_id])
             raise
         try:
-            await durable(self._redis)
+            await durable(self._redis, _record_key(record.id))
         except (StoreUnreachable, StoreSilent):
             with contextlib.suppress(StoreUnreachable, StoreSilent):
                 await self._remove([record])
@@ -160,10 +169,6 @@ class FileStore:
         records = await self._load(ids.items) if ids.items else []
         return Page([r for r in records if r is not None], ids.has_more)
 
-    def path(self, file_id: str) -> Path:
-        """Return the path of an existing file's content."""
-        return self._contents / file_id
-
     async def sweep(self) -> int:
         """Remove expired files. Return the number of removed files."""
         expired = await self._redis.zrange(EXPIRY, "-inf", str(self._now_s()), byscore=True)
@@ -179,14 +184,22 @@ class FileStore:
     async def sweep_orphans(self) -> None:
         """Remove the contents that a crash has left without a record."""
         before_s = self._clock.wall_ms() / 1000 - ORPHAN_S
-        for directory in (self._contents, self.incoming):
-            for group in _groups(await asyncio.to_thread(older_than, before_s, directory)):
+        for folder in (FILES, INCOMING):
+            old = [entry.name for entry in await self.storage.entries(folder) if entry.modified_s < before_s]
+            for group in _groups(old):
                 pipeline = self._redis.pipeline(transaction=False)
-                for path in group:
-                    pipeline.exists(_record_key(path.name))
+                for name in group:
+                    pipeline.exists(_record_key(name))
                 known = await pipeline.execute()
-                orphans = [path for path, exists in zip(group, known, strict=True) if not exists]
-                await asyncio.to_thread(_unlink, orphans)
+                orphans = [name for name, exists in zip(group, known, strict=True) if not exists]
+                await self.storage.remove([f"{folder}/{name}" for name in orphans])
+
+    async def _remove_contents(self, ids: Sequence[str]) -> None:
+        """Remove the contents of files without a record. If the storage does not answer, they go with the orphans."""
+        try:
+            await self.storage.remove([content_name(file_id) for file_id in ids])
+        except StoreUnreachable as error:
+            log.warning("contents of deleted files stay for a day: %s", error)
 
     async def _write_record(self, record: StoredFile, quota_bytes: int | None) -> None:
         quota = "" if quota_bytes is None else quota_bytes
@@ -213,7 +226,7 @@ class FileStore:
             keys = [_record_key(record.id), *_indexes(record), EXPIRY, tombstone, USAGE]
             await self._forget(keys=keys, args=[record.id, TOMBSTONE_S, record.owner or ""], client=pipeline)
         forgotten = await pipeline.execute()
-        await asyncio.to_thread(_unlink, [self.path(record.id) for record in records])
+        await self._remove_contents([record.id for record in records])
         return sum(map(bool, forgotten))
 
     def _is_expired(self, record: StoredFile) -> bool:
@@ -223,38 +236,14 @@ class FileStore:
         return self._clock.wall_ms() // 1000
 
 
-def older_than(before_s: float, directory: Path) -> list[Path]:
-    """Return the entries of `directory` that were last written before `before_s` (Unix seconds).
-
-    The function blocks, so call it in a thread.
-    """
-    old = []
-    for path in directory.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the entry was removed after it was listed
-            if path.stat().st_mtime < before_s:
-                old.append(path)
-    return old
-
-
-def _unlink(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
+def content_name(file_id: str) -> str:
+    """Return the name of a file's content in the storage."""
+    return f"{FILES}/{file_id}"
 
 
 def _groups(members: Sequence[T]) -> Iterator[Sequence[T]]:
     for start in range(0, len(members), SWEEP_GROUP):
         yield members[start : start + SWEEP_GROUP]
-
-
-def _move_durably(source: Path, target: Path) -> None:
-    with source.open("rb") as content:
-        os.fsync(content.fileno())
-    os.replace(source, target)
-    directory = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _record_key(file_id: str) -> str:

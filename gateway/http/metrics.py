@@ -1,11 +1,20 @@
 """The gateway's metric families, in their own Prometheus registry."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from gateway.http.connections import Closed
+from scheduler.client.rejection import RejectReason
+from scheduler.config import TierSet
 from scheduler.queue.base import Backlog
 
+KEY_LIMITS = ("requests", "tokens")
+CACHE_RESULTS = ("hit", "miss", "bypass")
+WEBHOOK_RESULTS = ("delivered", "retried", "gave_up")
+TOKEN_KINDS = ("prompt", "cached_prompt", "completion", "cached_completion")
+COMPLETION_ROUTES = ("/v1/chat/completions", "/v1/completions")
+COMPLETION_STATUSES = ("200", "400", "429", "499", "500", "503")
 # Bucket bounds in seconds. The first buckets fit refusals, the last ones the longest bulk answers.
 HTTP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 
@@ -50,6 +59,20 @@ class GatewayMetrics:
             ["tier", "kind"],
             registry=self.registry,
         )
+        self.queue_age = Gauge(
+            "tidegate_queue_age_seconds",
+            "Seconds that the request at the head of the tier's queue has waited; 0 if none waits.",
+            ["tier"],
+            registry=self.registry,
+        )
+        self.store_up = Gauge(
+            "tidegate_store_up", "1 while the store answers and takes writes, else 0.", registry=self.registry
+        )
+        self.store_seconds = Gauge(
+            "tidegate_store_latency_seconds",
+            "Seconds that the store took to answer the newest reading of the queues.",
+            registry=self.registry,
+        )
         self.client_disconnects = Counter(
             "tidegate_client_disconnects_total",
             "Clients that hung up before their answer was complete.",
@@ -64,6 +87,9 @@ class GatewayMetrics:
         )
         self.workers_alive = Gauge("tidegate_workers_alive", "Workers with a fresh heartbeat.", registry=self.registry)
         self.batches = Gauge("tidegate_batches", "Batches by status.", ["status"], registry=self.registry)
+        self.dead_letters = Gauge(
+            "tidegate_dead_letters", "Requests that were given up because their workers died.", registry=self.registry
+        )
         self.usage_requests = Counter(
             "tidegate_usage_requests_total", "Requests of an API key.", ["key", "tier"], registry=self.registry
         )
@@ -85,8 +111,44 @@ class GatewayMetrics:
             ["result"],
             registry=self.registry,
         )
+        self.webhooks = Counter(
+            "tidegate_webhook_attempts_total",
+            "Attempts to deliver a webhook: delivered, retried later, or gave_up after the last one.",
+            ["result"],
+            registry=self.registry,
+        )
         # The counters by their labels, because looking them up would take longer than counting.
         self._usage: dict[tuple[str, str, str], Counter] = {}
+
+    def show_from_the_start(self, tiers: TierSet, limited_keys: Iterable[str], used_keys: Collection[str] = ()) -> None:
+        """Create the series of all known labels before their first event, so that rates start at zero.
+
+        `limited_keys` are the names of API keys with limits, `used_keys` those whose usage is shown before they are
+        used: for all keys there would be too many.
+        """
+        for tier in tiers.tiers.values():
+            for reason in RejectReason:
+                self.requests_rejected.labels(tier.name, reason.value)
+            if tier.admission.demote_to is not None:
+                self.requests_demoted.labels(tier.name, tier.admission.demote_to)
+            self.client_disconnects.labels(tier.name)
+            for key in used_keys:
+                self.usage_requests.labels(key, tier.name)
+                for kind in TOKEN_KINDS:
+                    self.usage_tokens.labels(key, tier.name, kind)
+        for closed in Closed:
+            self.connections_closed.labels(closed.value)
+        for key in limited_keys:
+            for limit in KEY_LIMITS:
+                self.rate_limited.labels(key, limit)
+        for result in WEBHOOK_RESULTS:
+            self.webhooks.labels(result)
+        for result in CACHE_RESULTS:
+            self.answer_cache.labels(result)
+        for route in COMPLETION_ROUTES:
+            self.http_seconds.labels(route)
+            for status in COMPLETION_STATUSES:
+                self.http_requests.labels(route, "POST", status)
 
     def observe_http(self, route: str, method: str, status: int, seconds: float) -> None:
         self.http_requests.labels(route, method, str(status)).inc()
@@ -108,6 +170,14 @@ class GatewayMetrics:
         for tier, seconds in predicted_ttfts_s.items():
             self.predicted_ttft.labels(tier).set(seconds)
 
+    def show_store(self, is_up: bool, latency_s: float, queue_ages_s: Mapping[str, float]) -> None:
+        """Set the gauges of the store. Tiers without an age are removed from the gauge."""
+        self.store_up.set(is_up)
+        self.store_seconds.set(latency_s)
+        self.queue_age.clear()
+        for tier, seconds in queue_ages_s.items():
+            self.queue_age.labels(tier).set(seconds)
+
     def count_disconnect(self, tier: str) -> None:
         self.client_disconnects.labels(tier).inc()
 
@@ -128,6 +198,9 @@ class GatewayMetrics:
 
     def count_cache_lookup(self, result: str) -> None:
         self.answer_cache.labels(result).inc()
+
+    def count_webhook(self, result: str) -> None:
+        self.webhooks.labels(result).inc()
 
     def count_closed(self, reason: str) -> None:
         self.connections_closed.labels(reason).inc()

@@ -4,6 +4,7 @@ It is written in plain ASGI, so that the frames of a stream pass through without
 bodies, and logs no text of prompts or answers.
 """
 
+import re
 import uuid
 
 import structlog
@@ -19,7 +20,8 @@ from scheduler.clock import Clock
 log = structlog.get_logger(__name__)
 
 OPENAI_VERSION = "2020-10-01"  # the API version in the headers of OpenAI's own answers
-QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics"})  # requested often, so logged at debug level
+# Requested often, so logged at debug level.
+QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics", "/console/{name:path}"})
 
 
 class RequestContext:
@@ -91,17 +93,17 @@ class RequestContext:
 class BodyLimit:
     """The middleware that refuses bodies of more than `max_bytes` bytes with status 413.
 
-    A body is refused if its `content-length` is too large, or as soon as too many bytes have arrived. Paths that begin
-    with `exempt` have their own limits.
+    A body is refused if its `content-length` is too large, or as soon as too many bytes have arrived. Paths whose
+    beginning matches `exempt` have their own limits.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, exempt: str) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, exempt: re.Pattern[str]) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._exempt = exempt
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith(self._exempt):
+        if scope["type"] != "http" or self._exempt.match(scope["path"]):
             await self._app(scope, receive, send)
             return
         announced = Headers(scope=scope).get("content-length", "")

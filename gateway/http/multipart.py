@@ -61,8 +61,9 @@ async def receive_upload(
     limit: Limit,
     disk: DiskReserve,
     on_content: Callable[[bytes], object] | None = None,
+    file_field: str = "file",
 ) -> Upload:
-    """Read a multipart form from `chunks`, write its part `file` into `directory`, and return the parts.
+    """Read a multipart form from `chunks`, write its part `file_field` into `directory`, and return the parts.
 
     `limit` takes the fields that came before the file in the form, and returns the maximum bytes of the file. Raises
     `UploadTooLarge` if the file is larger, `DiskFull` if `disk` has no room for it, and `MalformedUpload` if the form
@@ -71,7 +72,7 @@ async def receive_upload(
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise MalformedUpload("The request must be multipart/form-data.")
-    form = _Form(directory, limit, disk, on_content)
+    form = _Form(directory, limit, disk, on_content, file_field)
     try:
         parser = MultipartParser(options[b"boundary"], form.callbacks())  # type: ignore[arg-type]
         received = 0
@@ -99,11 +100,16 @@ async def receive_upload(
 class _Form:
     """The callbacks of the multipart parser.
 
-    A part is the file (named `file`), a plain field, or another file. Other files are skipped.
+    A part is the file (named `file_field`), a plain field, or another file. Other files are skipped.
     """
 
     def __init__(
-        self, directory: Path, limit: Limit, disk: DiskReserve, on_content: Callable[[bytes], object] | None
+        self,
+        directory: Path,
+        limit: Limit,
+        disk: DiskReserve,
+        on_content: Callable[[bytes], object] | None,
+        file_field: str,
     ) -> None:
         self.upload = Upload()
         self.is_complete = False
@@ -111,6 +117,7 @@ class _Form:
         self._limit = limit
         self._disk = disk
         self._on_content = on_content
+        self._file_field = file_field
         self._checked_bytes = 0  # of the file, when the disk was checked last
         self._max_bytes = 0
         self._output: BinaryIO | None = None
@@ -151,7 +158,7 @@ class _Form:
     def _open(self) -> None:
         _, options = parse_options_header(self._disposition)
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
-        if self._name == "file" and b"filename" in options and self.upload.content is None:
+        if self._name == self._file_field and b"filename" in options and self.upload.content is None:
             self._max_bytes = self._limit(self.upload.fields)
             handle, path = tempfile.mkstemp(dir=self._directory)
             self._output = os.fdopen(handle, "wb")

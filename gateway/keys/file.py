@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gateway.identity import ApiKey
+from gateway.identity import ApiKey, KeyWebhook
 from gateway.protocol.validation import first_fault
+from gateway.webhooks.signature import secret_bytes
+from gateway.webhooks.target import url_fault
 from scheduler.config import TierSet
 
 ID_DIGITS = 8  # hex digits of the digest that name one key in lists; enough to tell thousands of keys apart
@@ -23,6 +25,28 @@ Limit = Annotated[int, Field(ge=1, le=2**40)]
 
 class KeyringError(Exception):
     """The API keys cannot be used. The message names the file and the key."""
+
+
+class WebhookEntry(BaseModel):
+    """The webhook of a key. Which addresses it may reach is decided when it is called."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    secret: str
+    url: str | None = None
+
+    @field_validator("secret")
+    @classmethod
+    def _is_secret(cls, value: str) -> str:
+        secret_bytes(value)
+        return value
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is not None and (fault := url_fault(value)):
+            raise ValueError(fault)
+        return value
 
 
 class KeyEntry(BaseModel):
@@ -40,6 +64,10 @@ class KeyEntry(BaseModel):
     tokens_per_minute: Limit | None = None
     concurrent_requests: Limit | None = None
     files_quota_mb: Limit | None = None
+    batch_weight: Annotated[int, Field(ge=1, le=1000)] = 1
+    batch_concurrent_lines: Limit | None = None
+    batch_enqueued_tokens: Limit | None = None
+    webhook: WebhookEntry | None = None
 
     @model_validator(mode="after")
     def _one_secret(self) -> Self:
@@ -61,7 +89,8 @@ class KeyEntry(BaseModel):
         return self.model_dump(exclude={"key", "sha256"}, exclude_defaults=True)
 
     def to_key(self) -> ApiKey:
-        options = self.options | {"tiers": frozenset(self.tiers) if self.tiers else None}
+        webhook = None if self.webhook is None else KeyWebhook(self.webhook.secret, self.webhook.url)
+        options = self.options | {"tiers": frozenset(self.tiers) if self.tiers else None, "webhook": webhook}
         return ApiKey(sha256=self.digest, **options)
 
 

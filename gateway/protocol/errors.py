@@ -16,10 +16,12 @@ from redis.exceptions import TimeoutError as StoreSilent
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
+from gateway.files.storage import StorageUnreachable
 from gateway.protocol.unknown_paths import explain_path
 from gateway.protocol.validation import first_fault
 from scheduler.client.rejection import RESTART_S, Rejected, RejectReason
 from scheduler.config import Tier
+from scheduler.request import WORKER_DIED
 from scheduler.store.refusal import StoreRefused
 
 MAX_RETRY_AFTER_S = 120  # seconds; the openai client does not retry if it is told to wait longer
@@ -156,16 +158,26 @@ def internal_error(message: str = "The server had an error while processing your
     return ApiError(500, message, "server_error")
 
 
+def given_up(message: str) -> ApiError:
+    """Return the error for a request that was given up because its worker died in each attempt at it.
+
+    Its headers tell the client not to retry, because a retry would probably end further workers.
+    """
+    return ApiError(500, message, "server_error", code=WORKER_DIED, headers={"x-should-retry": "false"})
+
+
 def too_many_bodies() -> ApiError:
     message = "The server is receiving too many large bodies at the moment."
     return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(2.0))
 
 
 def store_failed(error: StoreUnreachable | StoreSilent | None = None) -> ApiError:
-    """Return the error for a request that needs the store while it is away or takes no writes."""
+    """Return the error for a request that needs the store, or the file storage, while it is away or takes no writes."""
     message = "The server's store is not reachable at the moment."
     if isinstance(error, StoreRefused):
         message = f"The server's store refuses writes at the moment: {error.cause}."
+    elif isinstance(error, StorageUnreachable):
+        message = "The server's file storage is not reachable at the moment."
     return ApiError(503, message, "server_error", code="server_overloaded", headers=retry_after(5.0))
 
 
@@ -203,15 +215,17 @@ def retry_after(seconds: float) -> dict[str, str]:
 def from_http_exception(request: Request, error: HTTPException, routes: Sequence[BaseRoute]) -> ApiError:
     """Return the error for a request that Starlette itself refused, such as an unknown path or a wrong method.
 
-    The `Allow` header names the methods of all `routes` with the requested path. Starlette's own header names only the
-    methods of the first of these routes.
+    The `Allow` header names the methods of all `routes` with the requested path: of those with this very path, if there
+    are any, and not of those in which a part of it is a parameter. Starlette's own header names only the methods of the
+    first route.
     """
     where = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
         return unknown_url(where, request.scope["path"], routes)
     if error.status_code == 405:
         message = f"Not allowed to {request.method} on {request.url.path[:200]}."
-        same_path = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        fitting = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        same_path = [r for r in fitting if getattr(r, "path", "") == request.scope["path"]] or fitting
         methods = {method for route in same_path for method in getattr(route, "methods", ())}
         headers = {"allow": ", ".join(sorted(methods))} if methods else error.headers
         return ApiError(405, message, code="method_not_supported", headers=headers)

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 # First parts, behind /v1, of the paths of OpenAI's endpoints that this server does not serve, also of retired ones.
 OPENAI = """
     answers assistants audio chatkit classifications containers conversations edits embeddings engines evals fine-tunes
-    fine_tuning images moderations organization projects realtime search skills threads uploads vector_stores videos
+    fine_tuning images moderations organization projects realtime search skills threads vector_stores videos
 """
 OTHERS = "classify messages pooling rerank score"  # the same, of vLLM and Anthropic
 NOT_SERVED = frozenset((OPENAI + OTHERS).split())

@@ -1,8 +1,9 @@
-"""The /v1/batches endpoints: create, list, retrieve and cancel batches.
+"""The /v1/batches endpoints: create, list, retrieve, cancel and estimate batches.
 
 Translates between HTTP and the batch service. An API key sees only its own batches. A key may create batches only if it
-may use the tier in which batches run. Only wrong parameters are refused here: errors in an input file appear later, in
-the batch's `errors`.
+may use the tier in which batches run. Only wrong parameters and windows in which a batch cannot end are refused here:
+errors in an input file appear later, in the batch's `errors`. What OpenAI's batch object does not have is in its object
+`tidegate`.
 """
 
 import hashlib
@@ -11,10 +12,13 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from gateway.batches.forecasts import Infeasible
 from gateway.batches.model import Batch, NewBatch
 from gateway.batches.service import BatchService, InputProblem, NotCancellable
+from gateway.batches.size import InputSize
+from gateway.batches.window import checked_window
 from gateway.identity import ApiKey
 from gateway.protocol.errors import ApiError, invalid_request, invalid_value
 from gateway.protocol.json_body import Body, parse, read_object
@@ -27,6 +31,11 @@ from gateway.state import gateway_of
 
 router = APIRouter()
 
+BEST_EFFORT_KEY = "x-tidegate-best-effort"  # of a batch's metadata, for clients that cannot send other fields
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+Window = Annotated[str, AfterValidator(checked_window), Field(examples=["24h", "15m", "7d"])]
+Tokens = Annotated[int, Field(ge=0, le=2**53)]
+
 
 class ExpiresAfter(Body):
     anchor: Literal["created_at"]
@@ -35,10 +44,11 @@ class ExpiresAfter(Body):
 
 class CreateBatchRequest(Body):
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
-    completion_window: Literal["24h"]
+    endpoint: Endpoint
+    completion_window: Window
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
+    best_effort: bool | None = None  # take the batch even if it cannot end within its window
 
     def to_new_batch(self, owner: str | None) -> NewBatch:
         expiry = self.output_expires_after
@@ -49,6 +59,35 @@ class CreateBatchRequest(Body):
             owner=owner,
             metadata=self.metadata,
             output_expires_after_s=None if expiry is None else expiry.seconds,
+            best_effort=bool(self.best_effort) or (self.metadata or {}).get(BEST_EFFORT_KEY) in ("1", "true"),
+        )
+
+
+class EstimateRequest(Body):
+    """The size of an input that is not uploaded: the fields of `gateway.batches.size.InputSize`."""
+
+    endpoint: Endpoint
+    completion_window: Window = "24h"
+    model: str | None = None
+    lines: Annotated[int, Field(ge=1, le=2**53)]
+    choices: Tokens | None = None  # None: one a line
+    prompt_bytes: Tokens
+    distinct_bytes: Tokens | None = None  # None: no prompt begins like another one
+    min_output: Tokens = 0
+    max_output: Tokens = 0
+    unlimited: Tokens | None = None  # None: no line has a maximum of output tokens
+
+    def size(self) -> InputSize:
+        choices = self.lines if self.choices is None else self.choices
+        return InputSize(
+            lines=self.lines,
+            choices=choices,
+            prompt_bytes=self.prompt_bytes,
+            distinct_bytes=self.prompt_bytes if self.distinct_bytes is None else self.distinct_bytes,
+            min_output=self.min_output,
+            max_output=self.max_output,
+            unlimited=choices if self.unlimited is None else self.unlimited,
+            model=self.model,
         )
 
 
@@ -58,39 +97,80 @@ async def create_batch(request: Request, caller: Caller, owner: Owner) -> Respon
     _check_tier(request, caller)
     digest = hashlib.sha256()
     body = await read_object(request, partial(parse, CreateBatchRequest), digest.update)
+    if (webhooks := gateway_of(request).webhooks) is not None:
+        webhooks.check(body.metadata, caller)
 
     async def create(new_id: str) -> Response:
         with refusing_full_disk():
             created = await batches.create(body.to_new_batch(owner), new_id)
         if isinstance(created, InputProblem):
             raise invalid_request(created.message, "input_file_id")
-        return JSONResponse(created.to_json())
+        if isinstance(created, Infeasible):
+            raise _infeasible(created)
+        return JSONResponse(await _described(batches, created))
 
     return await once(request, owner, digest.hexdigest(), create)
+
+
+@router.post("/v1/batches/estimate", openapi_extra=json_body(EstimateRequest))
+async def estimate_batch(request: Request, caller: Caller, owner: Owner) -> dict[str, Any]:
+    """Say what a batch would take, before anything is uploaded."""
+    batches = batches_of(request)
+    _check_tier(request, caller)
+    body = await read_object(request, partial(parse, EstimateRequest))
+    new = NewBatch("", body.endpoint, owner, body.completion_window)
+    return {
+        "object": "batch.estimate",
+        "completion_window": body.completion_window,
+        **await batches.preview(new, body.size()),
+        "interactive": [
+            {"tier": tier.name, "max_slowdown": tier.max_slowdown, **tier.slo.model_dump(exclude_none=True)}
+            for tier in gateway_of(request).tiers.by_priority
+            if tier.is_interactive
+        ],
+    }
 
 
 @router.get("/v1/batches")
 async def list_batches(
     request: Request, owner: Owner, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
 ) -> dict[str, Any]:
-    page = await batches_of(request).list(owner=owner, after=after, limit=limit)
+    batches = batches_of(request)
+    page = await batches.list(owner=owner, after=after, limit=limit)
     if page is None:
         raise invalid_value("after", "Invalid value for 'after': there is no such batch.")
-    return page.to_json([batch.to_json() for batch in page.items])
+    described = await batches.describe(page.items)
+    return page.to_json([batch.to_json() | {"tidegate": e} for batch, e in zip(page.items, described, strict=True)])
 
 
 @router.get("/v1/batches/{batch_id}")
 async def retrieve_batch(request: Request, owner: Owner, batch_id: str) -> dict[str, Any]:
-    return _existing(await batches_of(request).retrieve(batch_id, owner=owner), batch_id).to_json()
+    batches = batches_of(request)
+    return await _described(batches, _existing(await batches.retrieve(batch_id, owner=owner), batch_id))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(request: Request, owner: Owner, batch_id: str) -> dict[str, Any]:
-    outcome = await batches_of(request).cancel(batch_id, owner=owner)
+    batches = batches_of(request)
+    outcome = await batches.cancel(batch_id, owner=owner)
     if isinstance(outcome, NotCancellable):
         message = f"Cannot cancel a batch with status '{outcome.status.value}'."
         raise ApiError(409, message, headers={"x-should-retry": "false"})
-    return _existing(outcome, batch_id).to_json()
+    return await _described(batches, _existing(outcome, batch_id))
+
+
+async def _described(batches: BatchService, batch: Batch) -> dict[str, Any]:
+    [extension] = await batches.describe([batch])
+    return batch.to_json() | {"tidegate": extension}
+
+
+def _infeasible(found: Infeasible) -> ApiError:
+    message = (
+        f"This batch cannot end within {found.window}, not even with the whole engine. The earliest feasible "
+        f"completion_window is '{found.earliest_window}'. Ask for that one or a longer one, or send "
+        '"best_effort": true to run it without a promise.'
+    )
+    return invalid_request(message, "completion_window", "completion_window_infeasible")
 
 
 def batches_of(request: Request) -> BatchService:

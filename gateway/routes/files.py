@@ -15,7 +15,9 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 
 from gateway.files.disk import DiskFull
-from gateway.files.store import FileStore, QuotaExceeded, StoredFile
+from gateway.files.storage import ContentDamaged, ContentLost
+from gateway.files.store import FileStore, QuotaExceeded, StoredFile, content_name
+from gateway.http.download import stored_content
 from gateway.http.multipart import MAX_FORM_BYTES, MalformedUpload, Upload, UploadTooLarge, receive_upload
 from gateway.identity import ApiKey
 from gateway.protocol.errors import ApiError, disk_full, files_quota_exceeded, invalid_request, invalid_value
@@ -31,6 +33,7 @@ MAX_FILE_BYTES = 512 * 10**6  # as in OpenAI's API
 MAX_BATCH_BYTES = 200 * 10**6  # limit for a batch input, as in OpenAI's API
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400  # limits of `expires_after` in seconds, as in OpenAI's API
 BATCH_EXPIRY_S = 30 * 86_400  # seconds until a batch input expires if the upload sets no expiry
+NO_RETRY = {"x-should-retry": "false"}
 # The form of an upload, for /openapi.json.
 UPLOAD: dict[str, Any] = {
     "type": "object",
@@ -63,7 +66,7 @@ def refusing_full_disk() -> Iterator[None]:
 
 @router.post("/v1/files", openapi_extra=form_body(UPLOAD))
 async def upload_file(request: Request, caller: Caller, owner: Owner) -> Response:
-    files, quota_bytes = files_of(request), _quota_bytes(request, caller)
+    files, quota_bytes = files_of(request), quota_bytes_of(request, caller)
     announced = int(request.headers.get("content-length") or 0)
     if announced > MAX_FILE_BYTES + MAX_FORM_BYTES:
         raise _too_large(MAX_FILE_BYTES)  # refused before the client sends the file
@@ -122,13 +125,17 @@ async def retrieve_file(request: Request, owner: Owner, file_id: str) -> dict[st
 
 
 @router.get("/v1/files/{file_id}/content")
-async def file_content(request: Request, owner: Owner, file_id: str) -> FileResponse:
+async def file_content(request: Request, owner: Owner, file_id: str) -> Response:
     file = await _existing(request, owner, file_id)
-    path = files_of(request).path(file.id)
+    storage, name = files_of(request).storage, content_name(file.id)
     media_type = "application/jsonl" if file.purpose == "batch_output" else "application/octet-stream"
     try:
+        if (path := storage.path(name)) is None:
+            return await stored_content(request, storage, name, file, media_type)
         stat_result = await asyncio.to_thread(path.stat)
-    except FileNotFoundError:  # the file was deleted just now
+    except ContentDamaged:
+        raise ApiError(500, "This file is damaged in the server's storage.", "server_error", headers=NO_RETRY) from None
+    except (FileNotFoundError, ContentLost):  # the file was deleted just now
         raise _no_such_file(file_id) from None
     return FileResponse(path, media_type=media_type, filename=file.filename, stat_result=stat_result)
 
@@ -147,7 +154,12 @@ def files_of(request: Request) -> FileStore:
     return files
 
 
-def _quota_bytes(request: Request, caller: ApiKey | None) -> int | None:
+def check_suffix(purpose: str, filename: str, param: str) -> None:
+    if purpose == "batch" and not filename.endswith(".jsonl"):
+        raise invalid_value(param, "Invalid file format for Batch API. Must be .jsonl")
+
+
+def quota_bytes_of(request: Request, caller: ApiKey | None) -> int | None:
     """Return the bytes that all files of the caller's key may have; None if there is no limit."""
     own = caller.files_quota_mb if caller is not None else None
     quota_mb = own or gateway_of(request).files_quota_mb
@@ -171,8 +183,7 @@ async def _store(
     expires_after_s = _expiry_s(upload, purpose)
     if upload.content is None:
         raise _missing("file")
-    if purpose == "batch" and not upload.filename.endswith(".jsonl"):
-        raise invalid_value("file", "Invalid file format for Batch API. Must be .jsonl")
+    check_suffix(purpose, upload.filename, "file")
     if upload.size > _max_bytes(upload.fields):  # checked again, because the purpose may come after the file
         raise _too_large(_max_bytes(upload.fields))
     try:

@@ -1,4 +1,4 @@
-"""The header `Idempotency-Key` of the routes that create something: batches, files and responses."""
+"""The header `Idempotency-Key` of the routes that create something: batches, files, responses and tasks."""
 
 import hashlib
 import secrets
@@ -23,11 +23,15 @@ def idempotency_key(request: Request) -> str | None:
 
 
 async def once(
-    request: Request, owner: str | None, body_digest: str, execute: Callable[[str], Awaitable[Response]]
+    request: Request,
+    owner: str | None,
+    body_digest: str,
+    execute: Callable[[str], Awaitable[Response]],
+    status_code: int = 200,
 ) -> Response:
     """Return the JSON response of `execute`, or that of the first request with the same key.
 
-    `execute` gets 24 hex digits for the id of what it creates. Responses with a status other than 200 are not kept.
+    `execute` gets 24 hex digits for the id of what it creates. Only responses with `status_code` are kept.
     """
     key, store = idempotency_key(request), gateway_of(request).idempotency
     if key is None or store is None:
@@ -36,7 +40,7 @@ async def once(
 
     async def answer(new_id: str) -> bytes | None:
         response = await execute(new_id)
-        if response.status_code != 200:
+        if response.status_code != status_code:
             bad.append(response)
             return None
         return bytes(response.body)
@@ -45,4 +49,5 @@ async def once(
     outcome = await store.run(key, owner, fingerprint, answer)
     if outcome is None:
         return bad[0]
-    return Response(outcome.answer, headers=REPLAYED if outcome.is_replayed else None, media_type="application/json")
+    headers = REPLAYED if outcome.is_replayed else None
+    return Response(outcome.answer, status_code, headers, media_type="application/json")

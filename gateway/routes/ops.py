@@ -18,7 +18,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from gateway.http.vllm_names import vllm_families
+from gateway.keys.usage import NO_KEY
 from gateway.routes.dependencies import authenticated
+from gateway.routes.queues import Queues, read_queues
 from gateway.state import Gateway, gateway_of
 from scheduler.client.client import SchedulerClient
 
@@ -30,6 +33,7 @@ STORE_TIMEOUT_S = 2.0  # seconds for the store to answer while the server handle
 router = APIRouter(tags=["operations"])
 
 
+@router.head("/", include_in_schema=False)
 @router.get("/")
 async def root(request: Request) -> dict[str, Any]:
     names = list(gateway_of(request).model_names)
@@ -125,9 +129,14 @@ async def _readiness(client: SchedulerClient) -> tuple[bool, dict[str, Any]]:
 
 
 async def _depths(client: SchedulerClient) -> dict[str, int] | None:
-    """Return the number of waiting requests per tier; None if the store does not answer."""
+    """Return the number of waiting requests per tier; None if the store does not answer.
+
+    If no worker is known, look for one first.
+    """
     try:
         async with asyncio.timeout(STORE_TIMEOUT_S):
+            if not (client.workers or client.task_workers):
+                await client.look_for_workers()
             return await client.depths()
     except Exception:  # each store adapter has its own errors; all of them mean "not ready"
         return None
@@ -135,35 +144,45 @@ async def _depths(client: SchedulerClient) -> dict[str, int] | None:
 
 async def _exposition(gateway: Gateway) -> bytes:
     """Return all metrics as Prometheus text. If the store does not answer, return only the gateway's own metrics."""
-    metrics = gateway.metrics
-    metrics.workers_alive.set(len(gateway.client.workers) + len(gateway.client.task_workers))
+    metrics, client = gateway.metrics, gateway.client
+    limited = {key.name for key in gateway.keyring.keys if key.is_limited}
+    metrics.show_from_the_start(gateway.tiers, limited or {NO_KEY}, (NO_KEY,) if gateway.keyring.is_open else ())
+    metrics.workers_alive.set(len(client.workers) + len(client.task_workers))
     snapshots: dict[str, str] = {}
+    queues: Queues | None = None
     with suppress(Exception):  # after any error of the store, the gateway's own metrics are still worth reading
         async with asyncio.timeout(STORE_TIMEOUT_S):
-            backlogs = await gateway.client.backlogs()
-            metrics.show_backlogs(backlogs, gateway.client.predicted_ttfts_s(backlogs))
-            snapshots = await gateway.client.worker_metrics()
+            queues = await read_queues(client, gateway.clock)
+            metrics.show_backlogs(queues.backlogs, client.predicted_ttfts_s(queues.backlogs))
+            snapshots = await client.worker_metrics()
             for status, count in (await gateway.batches.counts_by_status() if gateway.batches else {}).items():
                 metrics.batches.labels(status).set(count)
+            if gateway.dead_letters is not None:
+                metrics.dead_letters.set(await gateway.dead_letters.count(gateway.clock.wall_ms()))
+    if queues is None:
+        metrics.show_store(False, STORE_TIMEOUT_S, {})
+    else:
+        metrics.show_store(client.refusal is None, queues.latency_s, queues.ages_s)
     # Parsing takes about 10 ms per worker, so it runs outside the event loop, which serves streams.
-    return await asyncio.to_thread(render, metrics.registry, snapshots)
+    return await asyncio.to_thread(render, metrics.registry, snapshots, gateway.model_names[0])
 
 
-def render(registry: CollectorRegistry, snapshots: Mapping[str, str]) -> bytes:
+def render(registry: CollectorRegistry, snapshots: Mapping[str, str], model: str = "") -> bytes:
     """Return the metrics of `registry` and of the workers as one Prometheus text.
 
     `snapshots` maps each worker's id to the Prometheus text of this worker. The worker's samples get the label `worker`
-    with this id.
+    with this id. The main families have a second name, that of vLLM, with the label `model_name`: `model`.
     """
     merged = CollectorRegistry()
-    merged.register(_Merged(registry, snapshots))
+    merged.register(_Merged(registry, snapshots, model))
     return generate_latest(merged)
 
 
 class _Merged(Collector):
-    def __init__(self, registry: CollectorRegistry, snapshots: Mapping[str, str]) -> None:
+    def __init__(self, registry: CollectorRegistry, snapshots: Mapping[str, str], model: str) -> None:
         self._registry = registry
         self._snapshots = snapshots
+        self._model = model
 
     def describe(self) -> Iterable[Metric]:
         return ()  # skips the registry's check for duplicate names, because `collect` merges families by name
@@ -176,6 +195,7 @@ class _Merged(Collector):
             for family in _parse(worker, text):
                 _merge(families, family, worker)
         yield from families.values()
+        yield from vllm_families(families, self._model)
 
 
 def _parse(worker: str, text: str) -> list[Metric]:

@@ -3,6 +3,7 @@
 Translates between HTTP and the task service. An API key sees only its own tasks.
 """
 
+import hashlib
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from gateway.protocol.json_body import parse, read_object
 from gateway.protocol.openapi import json_body
 from gateway.routes.dependencies import Caller
 from gateway.routes.files import Owner
+from gateway.routes.idempotency import idempotency_key, once
 from gateway.state import gateway_of
 from gateway.tasks.model import MAX_INPUTS, CreateTasks, task_object
 from gateway.tasks.service import TaskService
@@ -32,13 +34,19 @@ WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S)]
 @router.post("/v1/tasks", status_code=202, openapi_extra=json_body(CreateTasks))
 async def create_tasks(request: Request, key: Caller, owner: Owner) -> Response:
     """Enqueue one task, or a list of tasks, and return them at once."""
-    service, gateway = tasks_of(request), gateway_of(request)
-    body = await read_object(request, partial(parse, CreateTasks))
-    resolved = resolve_tier(body.service_tier, key, gateway.tiers)
-    created = await service.create(body.items, resolved, owner, body.metadata)
-    if isinstance(created, Rejected):
-        raise _refused(created)
-    return _json(_list(created, has_more=False) if body.inputs is not None else task_object(created[0]), status=202)
+    service, digest = tasks_of(request), hashlib.sha256()
+    body = await read_object(request, partial(parse, CreateTasks), digest.update)
+    resolved = resolve_tier(body.service_tier, key, gateway_of(request).tiers)
+    may_exist = idempotency_key(request) is not None
+
+    async def create(new_id: str) -> Response:
+        created = await service.create(body, resolved, owner, new_id, may_exist=may_exist)
+        if isinstance(created, Rejected):
+            raise _refused(created)
+        is_list = body.inputs is not None
+        return _json(_list(created, has_more=False) if is_list else task_object(created[0]), status=202)
+
+    return await once(request, owner, digest.hexdigest(), create, status_code=202)
 
 
 @router.get("/v1/tasks")

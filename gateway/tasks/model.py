@@ -10,6 +10,7 @@ from gateway.protocol.schemas import Metadata
 from scheduler.tasks.task import StoredTask, TaskState
 
 MAX_INPUTS = 1000  # items of one call
+MAX_TIMEOUT_S = 7 * 86_400
 
 
 class CreateTasks(Body):
@@ -18,6 +19,7 @@ class CreateTasks(Body):
     input: Any = None
     inputs: list[Any] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
     service_tier: str | None = None
+    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
     metadata: Metadata | None = None
 
     @model_validator(mode="after")
@@ -41,6 +43,7 @@ def task_object(stored: StoredTask) -> dict[str, Any]:
         "created_at": task.arrival_ms // 1000,
         "ended_at": None if stored.ended_ms is None else stored.ended_ms // 1000,
         "service_tier": task.service_tier,
+        "timeout_s": None if task.timeout_ms is None else task.timeout_ms / 1000,
         "attempts": stored.attempts,
         "result": None if stored.result is None else msgspec.Raw(stored.result),
         "error": _error(stored),

@@ -5,21 +5,23 @@ to the API key that created it, identified by the key's name. Knows tasks, tiers
 """
 
 import asyncio
-import secrets
+import hashlib
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
 
 import msgspec
 from msgspec.structs import replace
 
 from gateway.identity import ResolvedTier
 from gateway.tasks.endings import Endings
+from gateway.tasks.model import CreateTasks
 from scheduler.client import rejection
 from scheduler.client.client import SchedulerClient
 from scheduler.client.rejection import Rejected
 from scheduler.clock import Clock
 from scheduler.config import Tier
 from scheduler.queue.base import QueueFull
+from scheduler.store.refusal import StoreRefused
 from scheduler.tasks.queue import TaskQueue
 from scheduler.tasks.task import StoredTask, Task, TaskState
 
@@ -30,39 +32,63 @@ DRAIN_CHECK_S = 1.0  # seconds between two looks at whether the gateway is endin
 
 class TaskService:
     def __init__(
-        self, queue: TaskQueue, endings: Endings, client: SchedulerClient, clock: Clock, keep_s: float
+        self,
+        queue: TaskQueue,
+        endings: Endings,
+        client: SchedulerClient,
+        clock: Clock,
+        keep_s: float,
+        timeout_s: float,
     ) -> None:
-        """`keep_s` is how long the result of a task is kept after its end."""
+        """`keep_s` is how long the result of a task is kept after its end, `timeout_s` how long a task may wait."""
         self._queue = queue
         self._endings = endings
         self._client = client
         self._clock = clock
         self._keep_ms = int(keep_s * 1000)
+        self._timeout_s = timeout_s
 
     async def create(
-        self, inputs: Sequence[Any], resolved: ResolvedTier, owner: str | None, metadata: dict[str, str] | None
+        self, body: CreateTasks, resolved: ResolvedTier, owner: str | None, new_id: str, *, may_exist: bool
     ) -> list[StoredTask] | Rejected:
-        """Enqueue a task for each of `inputs` (values of JSON), or none of them and return why."""
+        """Enqueue a task for each item of `body`, or none of them and return why.
+
+        Their ids come from `new_id` (24 hex digits). If they `may_exist`, because an earlier attempt with this id may
+        have been cut off, they are looked for first.
+        """
+        tasks = self._tasks(body, resolved, owner, new_id)
+        if may_exist:
+            found = await self.get_all([task.id for task in tasks], owner)
+            if len(found) == len(tasks):
+                return found
         if self._client.is_draining:
             return rejection.draining()
         if not self._client.has_task_worker:
+            await self._client.look_for_workers()
+        if not self._client.has_task_worker:
             return rejection.no_task_worker()
-        tier, now_ms = resolved.tier, self._clock.wall_ms()
-        tasks = [
+        refused = await self._queue.put(tasks, task_limit(resolved.tier))
+        if refused:
+            return self._full(resolved.tier, refused)
+        return [StoredTask(task, TaskState.QUEUED, 0) for task in tasks]
+
+    def _tasks(self, body: CreateTasks, resolved: ResolvedTier, owner: str | None, new_id: str) -> list[Task]:
+        ids = [new_id] if len(body.items) == 1 else [_derived(new_id, number) for number in range(len(body.items))]
+        now_ms, timeout_s = self._clock.wall_ms(), body.timeout_s or self._timeout_s
+        return [
             Task(
-                id=f"task_{secrets.token_hex(12)}",
-                tier=tier.name,
+                id=f"task_{task_id}",
+                tier=resolved.tier.name,
                 service_tier=resolved.service_tier,
                 arrival_ms=now_ms,
                 input=msgspec.json.encode(item),
                 owner=owner or "",
                 keep_ms=self._keep_ms,
-                metadata=metadata,
+                metadata=body.metadata,
+                timeout_ms=max(1, round(timeout_s * 1000)),
             )
-            for item in inputs
+            for task_id, item in zip(ids, body.items, strict=True)
         ]
-        refused = await self._queue.put(tasks, task_limit(tier))
-        return self._full(tier, refused) if refused else [StoredTask(task, TaskState.QUEUED, 0) for task in tasks]
 
     async def get(self, task_id: str, owner: str | None, wait_s: float = 0.0) -> StoredTask | None:
         """Return a task; None if `owner` has no such task. If it has not ended, wait for its end up to `wait_s`."""
@@ -79,8 +105,13 @@ class TaskService:
                 await _set_within(ended, min(left_s, DRAIN_CHECK_S))
 
     async def get_all(self, task_ids: Sequence[str], owner: str | None) -> list[StoredTask]:
-        """Return those of the tasks that `owner` has."""
-        found = await self._queue.find(task_ids)
+        """Return those of the tasks that `owner` has. Those that have waited too long become dead letters by it."""
+        found, now_ms = await self._queue.find(task_ids), self._clock.wall_ms()
+        waiting = [stored.task for stored in found if stored is not None and stored.state is TaskState.QUEUED]
+        if expired := [task for task in waiting if task.is_expired(now_ms)]:
+            with suppress(StoreRefused):  # they are found to be expired again when the store takes writes
+                await self._queue.expire(expired)
+                found = await self._queue.find(task_ids)
         return [stored for stored in found if stored is not None and stored.task.owner == (owner or "")]
 
     async def cancel(self, found: StoredTask) -> StoredTask:
@@ -113,6 +144,10 @@ class TaskService:
 def task_limit(tier: Tier) -> int:
     """Return the number of waiting tasks of a tier beyond which more are refused."""
     return max(1, int(MAX_FILL * tier.queue_limit))
+
+
+def _derived(new_id: str, number: int) -> str:
+    return hashlib.sha256(f"{new_id}/{number}".encode()).hexdigest()[:24]
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:

@@ -124,7 +124,7 @@ class BatchLoop:
         """Claim the tasks of `plan` and call the endpoint with them."""
         self._held = await self._queue.claim(plan.limits, LEASE_S)
         self._note_claimed(plan, len(self._held))
-        num_planned = sum(plan.limits.values()) - await self._set_suspects_aside()
+        num_planned = sum(plan.limits.values()) - await self._set_aside()
         if not plan.is_isolated and not self._is_worth_it(num_planned):
             await self._give_back(plan)
         if self._held:
@@ -134,16 +134,17 @@ class BatchLoop:
         if not plan.is_isolated:
             self._policy.note_claimed(count)
 
-    async def _set_suspects_aside(self) -> int:
-        """Isolate the claimed tasks during whose last try a worker died: they may have been the cause.
+    async def _set_aside(self) -> int:
+        """End the claimed tasks that have waited too long, and isolate those during whose last try a worker died.
 
-        Return their number.
+        The latter may have been the cause. Return their number.
         """
-        suspects = [c for c in self._held if outcome.is_suspect(c)]
-        if suspects:
-            await self._apply([outcome.of_suspect(c) for c in suspects])
-            self._held = [c for c in self._held if not outcome.is_suspect(c)]
-        return len(suspects)
+        wall_ms = self._clock.wall_ms()
+        outcomes = [outcome.before_call(c, wall_ms) for c in self._held]
+        if aside := [o for o in outcomes if o is not None]:
+            await self._apply(aside)
+            self._held = [c for c, o in zip(self._held, outcomes, strict=True) if o is None]
+        return len(aside)
 
     def _is_worth_it(self, num_planned: int) -> bool:
         """Return whether the claimed tasks should be called now: others may have claimed what was planned for."""

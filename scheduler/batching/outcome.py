@@ -31,6 +31,13 @@ def of_failure(claimed: Sequence[ClaimedTask], failure: CallFailed, may_isolate:
     return [_failed(c, str(failure), _next_lane(c) if isolates else c.task.tier) for c in claimed]
 
 
+def before_call(claimed: ClaimedTask, wall_ms: int) -> Outcome | None:
+    """Return what becomes of a claimed task that must not be in the call; None if it may be."""
+    if claimed.task.is_expired(wall_ms):
+        return EndedTask(claimed, claimed.task, None, claimed.task.timeout_error)
+    return of_suspect(claimed) if is_suspect(claimed) else None
+
+
 def is_suspect(claimed: ClaimedTask) -> bool:
     """Return whether a worker died during one of the task's tries: a try that left no failure behind."""
     return claimed.attempt - 1 > len(claimed.task.failures)

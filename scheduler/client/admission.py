@@ -151,6 +151,8 @@ class Admission:
             return None
         if tier.is_interactive:
             return self._first_token_forecast(tier, requests, capacity)
+        if any(request.urgent_ms for request in requests):
+            return None  # the job was admitted as a whole: a part of it that is late is needed all the same
         return self._completion_forecast(tier, requests, capacity, wall_ms)
 
     def _first_token_forecast(self, tier: Tier, requests: Sequence[Request], capacity: TierCapacity) -> Forecast:

@@ -158,6 +158,11 @@ class SchedulerClient:
         """Return the number of waiting requests and their tokens, by tier."""
         return await self._queue.backlogs(list(self._tiers.tiers))
 
+    async def queue_ages_s(self) -> dict[str, float]:
+        """Return how long the request has waited that is claimed next, in seconds, by tier; 0 if no request waits."""
+        arrivals, now_ms = await self._queue.head_arrivals(list(self._tiers.tiers)), self._clock.wall_ms()
+        return {tier: max(0, now_ms - arrivals.get(tier, now_ms)) / 1000 for tier in self._tiers.tiers}
+
     def predicted_ttfts_s(self, backlogs: Mapping[str, Backlog]) -> dict[str, float]:
         """Return the predicted TTFT in seconds of a short request that arrives now, by tier.
 
@@ -179,6 +184,8 @@ class SchedulerClient:
     async def _submit(self, requests: Sequence[Request]) -> TokenStream | Rejected:
         if self._draining:
             return rejection.draining()
+        if not self._has_engine(requests[0].tier):
+            await self.look_for_workers()
         if not self._has_engine(requests[0].tier):
             if self._refusal is not None:  # then workers cannot announce themselves
                 raise StoreRefused(self._refusal.cause)
@@ -318,16 +325,24 @@ class SchedulerClient:
         listed = await self._registry.workers()
         for worker_id in self._monitor.observe({w.worker_id: w.at_ms for w in listed}):
             log.warning("a worker is silent", worker=worker_id)
-        alive = [w for w in listed if not self._monitor.is_silent(w.worker_id)]
+        self._note_workers(listed)
+        self._reads_without_worker = 0 if self._workers else self._reads_without_worker + 1
+
+    async def look_for_workers(self) -> None:
+        """Read the workers now, because one may have come since the last regular read.
+
+        For callers who would otherwise say that there is none. Does not count as a read for the monitor.
+        """
+        self._note_workers(await self._registry.workers())
+
+    def _note_workers(self, listed: Iterable[WorkerStatus]) -> None:
+        alive = [w for w in listed if self._monitor.is_alive(w.worker_id, w.at_ms)]
         self._workers = [w for w in alive if not w.batch_items]
         self._task_workers = [w for w in alive if w.batch_items]
         if self._task_workers:
             self._task_worker_seen_s = self._clock.now()
         if self._workers:
             self._worker_seen_s = self._clock.now()
-            self._reads_without_worker = 0
-        else:
-            self._reads_without_worker += 1
 
     async def _refresh(self) -> None:
         listed = await self._registry.workers()

@@ -130,6 +130,7 @@ class TokenStream:
             token_ids=new,
             finish_reason=event.finish_reason,
             error=event.error,
+            code=event.code,
             cached_tokens=event.cached_tokens,
             receipt=event.receipt,
             logprobs=event.logprobs[num_known:],

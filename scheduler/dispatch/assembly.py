@@ -7,6 +7,7 @@ from scheduler.dispatch.driver import StreamDriver
 from scheduler.events.base import EventChannel
 from scheduler.queue.base import Queue
 from scheduler.registry.base import WorkerRegistry
+from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.claimer import Claimer
 from scheduler.worker.heartbeat import Heartbeat, WorkerIdentity
 from scheduler.worker.held_requests import HeldRequests
@@ -19,6 +20,7 @@ from scheduler.worker.publisher import Publisher
 from scheduler.worker.refusals import Refusals
 from scheduler.worker.step_log import NoStepLog
 from scheduler.worker.step_reporter import StepReporter
+from scheduler.worker.tracing import RequestTracer
 
 
 def build_dispatch_loop(
@@ -30,16 +32,18 @@ def build_dispatch_loop(
     metrics: SchedulerMetrics,
     clock: Clock,
     identity: WorkerIdentity,
+    tracer: RequestTracer | None = None,
 ) -> SchedulerLoop:
     """Return a loop that is ready to run. It closes `queue` at its end; all other parts outlive it."""
-    held = HeldRequests(core, metrics, clock)
+    held = HeldRequests(core, metrics, clock, tracer=tracer)
     heartbeat = Heartbeat(registry, metrics, core, upstream.info, identity, clock, upstream.unsupported)
     refusals = Refusals()
     publisher = Publisher(queue, events, held, refusals, clock)
     peers = Peers(core, queue, events, registry, held, refusals, clock, identity.worker_id)
     claimer = Claimer(core, queue, held, peers, refusals, clock)
-    reporter = StepReporter(publisher, metrics, heartbeat, NoStepLog())
+    reporter = StepReporter(publisher, metrics, heartbeat, NoStepLog(), clock, tracer)
     driver = StreamDriver(core, upstream, queue, held, claimer, reporter, refusals, clock)
+    checkpointer = Checkpointer(core, queue, refusals, clock)
     leases = LeaseKeeper(core, queue, held, refusals, clock, identity.worker_id)
     maintenance = Maintenance(core, queue, metrics, heartbeat, held, driver, refusals, clock)
-    return SchedulerLoop(driver, claimer, publisher, leases, peers, maintenance, heartbeat, queue)
+    return SchedulerLoop(driver, claimer, publisher, checkpointer, leases, peers, maintenance, heartbeat, queue)

@@ -6,7 +6,8 @@ It reads no clock and changes nothing. Requests whose grammars are not compiled 
 Tiers whose min share is due are served first, and then all other tiers from the highest priority to the lowest. In a
 tier, decodes go before prefills, and prefills are sorted by deadline. Interactive prefills that can still be in time go
 before late ones. Lower tiers may add work as long as the predicted step time stays inside their limit. A bulk sequence
-that does not fit is left out of the step and keeps its KV.
+that does not fit is left out of the step and keeps its KV. A bulk request does not start beside one that computes the
+same beginning of a prompt: in the next step, it finds that beginning in the prefix cache.
 """
 
 from collections import Counter
@@ -22,6 +23,7 @@ from scheduler.control.step_limit import first_limit_s
 from scheduler.deadlines import split_by_deadline, split_by_length
 from scheduler.planning import batching_delay
 from scheduler.planning.kv_budget import BlockBudget, EngineView
+from scheduler.planning.prompt_prefixes import PromptPrefixes
 from scheduler.planning.request_table import RequestTable
 from scheduler.request_state import RequestState, Status
 
@@ -40,14 +42,15 @@ def form_batch(
     budgets: Budgets,
     now: float,
     barred: Container[str] = frozenset(),
+    prefixes: PromptPrefixes | None = None,
 ) -> StepPlan:
     """Return the plan of the next step.
 
     `tiers` are sorted from the highest priority to the lowest. `table` holds all requests that have not ended. Requests
-    in `barred` may not run yet. The computation takes time in proportion to the planned work, and not to the number of
-    waiting requests.
+    in `barred` may not run in this step. `prefixes` tells what the engine's prefix cache is likely to hold (None:
+    nothing). The computation takes time in proportion to the planned work, and not to the number of waiting requests.
     """
-    draft = _Draft(view, budgets, table, now, barred)
+    draft = _Draft(view, budgets, table, now, barred, prefixes)
     due_first = sorted(tiers, key=lambda t: not budgets.tiers[t.name].guaranteed)  # stable: else in order of priority
     for tier in due_first:
         budget = budgets.tiers[tier.name]
@@ -70,13 +73,21 @@ class _Draft:
     """An unfinished plan: the work added so far, and the blocks and tokens that are left."""
 
     def __init__(
-        self, view: EngineView, budgets: Budgets, table: RequestTable, now: float, barred: Container[str]
+        self,
+        view: EngineView,
+        budgets: Budgets,
+        table: RequestTable,
+        now: float,
+        barred: Container[str],
+        prefixes: PromptPrefixes | None,
     ) -> None:
         self._view = view
         self._now = now
         self._cost = budgets.cost
         self._table = table
         self._barred = barred
+        self._prefixes = prefixes
+        self._prefill_blocks: set[int] = set()  # digests of the prompts' blocks that bulk prefills of this step compute
         self._blocks = BlockBudget(view, budgets.cost, table.reserved(), table.any_resident)
         self._work_s = 0.0  # predicted time of all runs, without the step's fixed cost
         self._guaranteed_s = 0.0  # the part of `_work_s` that serves min shares
@@ -144,7 +155,7 @@ class _Draft:
         for state in self._table.decodes(tier):
             if slots <= 0 or self._tokens_left_of(tier, budget) < 1:
                 break
-            if state.id in self._preempt:
+            if state.id in self._preempt or state.id in self._barred:
                 continue
             seconds = self._cost.decode(state.num_computed_tokens)
             if self._run and self._step_s(seconds) > limit_s:
@@ -205,7 +216,10 @@ class _Draft:
                 continue
             if slots <= 0:
                 break
-            if self._add_chunk(state, budget, limit_s):
+            num_cached, waits = self._cached(state)
+            if waits:
+                continue
+            if self._add_chunk(state, budget, limit_s, num_cached):
                 slots -= 1
             elif not state.is_resident:
                 is_open = False
@@ -229,20 +243,32 @@ class _Draft:
     def _tokens_left_of(self, tier: str, budget: TierBudget) -> int:
         return min(self._tokens_left, budget.max_tokens - self._num_tokens[tier])
 
-    def _add_chunk(self, state: RequestState, budget: TierBudget, limit_s: float) -> bool:
-        """Add as many tokens of the prefill as fit; return False if none fits."""
-        wanted = min(state.num_uncomputed, self._tokens_left_of(state.tier.name, budget))
-        num_tokens = self._chunk(wanted, state.num_computed_tokens, limit_s)
+    def _cached(self, state: RequestState) -> tuple[int, bool]:
+        """Return how many tokens a bulk request without KV will find in the prefix cache, and whether it should wait.
+
+        It should wait if a prefill of this step computes more of what it will find.
+        """
+        if self._prefixes is None or state.tier.is_interactive:
+            return 0, False
+        return self._prefixes.lookup(state, self._prefill_blocks)
+
+    def _add_chunk(self, state: RequestState, budget: TierBudget, limit_s: float, num_cached: int) -> bool:
+        """Add as many tokens of the prefill as fit, after `num_cached` cached ones; return False if none fits."""
+        wanted = min(state.num_uncomputed - num_cached, self._tokens_left_of(state.tier.name, budget))
+        context = state.num_computed_tokens + num_cached
+        num_tokens = self._chunk(wanted, context, limit_s)
         if num_tokens < 1:
             return False
         if not self._get_blocks(state, num_tokens, budget.reserve_blocks):
             self._lacks_blocks = True
             return False
         if state.status is Status.WAITING:
-            request = state.request
+            request, output = state.request, tuple(state.output_token_ids)
             new = (request.id, request.prompt_token_ids, request.sampling, request.cache_salt)
-            self._start.append(NewSequence(*new, state.tier.priority, state.compiled_grammar))
-        self._take(state, num_tokens, self._cost.run(num_tokens, state.num_computed_tokens))
+            self._start.append(NewSequence(*new, state.tier.priority, state.compiled_grammar, output))
+        if self._prefixes is not None and not state.tier.is_interactive:
+            self._prefill_blocks.update(self._prefixes.after(state, num_tokens))
+        self._take(state, num_tokens, self._cost.run(num_tokens, context))
         return True
 
     def _chunk(self, wanted: int, context: int, limit_s: float) -> int:

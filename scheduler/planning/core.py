@@ -18,16 +18,17 @@ from engine.step_time.model import StepTimeModel
 from scheduler.config import TierSet
 from scheduler.control.controller import SLAController
 from scheduler.control.knobs import Decision
-from scheduler.planning.claims import reason_against
+from scheduler.planning.claims import reason_against, reason_to_give_up, restored_tokens
 from scheduler.planning.controller_inputs import ControllerInputs
 from scheduler.planning.engine_state import EngineState
+from scheduler.planning.isolation import Isolation
 from scheduler.planning.output_handler import OutputHandler
 from scheduler.planning.planner import Planner
 from scheduler.planning.request_table import RequestTable
 from scheduler.planning.running_step import RunningStep
 from scheduler.planning.status import CoreStatus, count_by_status
 from scheduler.planning.step_report import StepReport
-from scheduler.request import Claimed, Lease, Request
+from scheduler.request import WORKER_DIED, Claimed, Lease, Request
 from scheduler.request_state import RequestState, Status
 
 
@@ -52,11 +53,15 @@ class SchedulerCore:
         self.table = RequestTable(self.tiers)
         self._states = self.table.states
         self._engine_state = EngineState(engine)
-        self._planner = Planner(engine, controller, self.step_time, self.table, self._engine_state, self.running)
+        self._isolation = Isolation(self.table)
+        self._planner = Planner(
+            engine, controller, self.step_time, self.table, self._engine_state, self.running, self._isolation
+        )
         self._inputs = ControllerInputs(controller, self.table, engine)
-        self._refused: list[tuple[RequestState, str]] = []
+        self._refused: list[tuple[RequestState, str, str]] = []  # with the reason, and its code
         self._awaiting_grammar: dict[str, RequestState] = {}
         self.used_s: defaultdict[str, float] = defaultdict(float)  # engine time since the start, by tier
+        self._restored_tokens: Counter[str] = Counter()  # output tokens taken from checkpoints, by tier
         self.counts: Counter[str] = Counter()  # numbers of requests: accepted, finished, failed, cancelled, released
         self._outputs = OutputHandler(self.table, self.counts, worker_id)
 
@@ -116,9 +121,12 @@ class SchedulerCore:
             used_s=self.used_s,
             preemptions=self._planner.preemptions,
             recomputed_tokens=self._planner.recomputed_tokens,
+            restored_tokens=self._restored_tokens,
             num_step_evictions=self.running.waste_budget.num_evictions,
             wasted_s=self.running.waste_budget.wasted_s,
             missing_deadlines=self._inputs.missing_deadlines,
+            safety=self.step_time.safety,
+            decode_cost=self.step_time.cost(mixed=False),
         )
 
     def explain(self, now: float) -> dict[str, Any]:
@@ -145,16 +153,20 @@ class SchedulerCore:
                 continue
             state = self._new_state(item, now, wall_ms)
             self.counts["accepted"] += 1
-            reason = reason_against(item, self._engine, state.tier.retry.max_attempts)
-            if reason:
-                self._refused.append((state, reason))
+            if reason := reason_to_give_up(item, state.tier.retry.max_attempts):
+                self._refused.append((state, reason, WORKER_DIED))
+                continue
+            if reason := reason_against(item.request, self._engine):
+                self._refused.append((state, reason, ""))
                 continue
             self.table.update(state)
+            self._isolation.add(state)
+            self._restored_tokens[state.tier.name] += state.num_restored
             if state.awaits_grammar:
                 self._awaiting_grammar[state.id] = state
 
     def _new_state(self, item: Claimed, now: float, wall_ms: int) -> RequestState:
-        request = item.request
+        request, output = item.request, restored_tokens(item, self._engine)
         return RequestState(
             request=request,
             tier=self._tier_of.get(request.tier, self.tiers[-1]),  # its tier may have been removed just now
@@ -163,12 +175,24 @@ class SchedulerCore:
             claimed_s=now,
             bulk_seen_s=self.running.bulk_total_s,
             found_step_s=self.running.step_s if self.is_step_in_flight else 0.0,
+            attempt=item.attempt,
+            output_token_ids=list(output),
+            num_restored=len(output),
             awaits_grammar=request.sampling.grammar is not None,
         )
 
+    def can_continue(self, state: RequestState) -> bool:
+        """Return whether another worker can continue the request from its output tokens."""
+        return state.can_continue
+
     def next_to_compile(self) -> Request | None:
-        """Return the request whose grammar should be compiled next: the most urgent one of the highest priority."""
-        states = self._awaiting_grammar.values()
+        """Return the request whose grammar should be compiled next: the most urgent one of the highest priority.
+
+        Grammars of suspects that may not run yet are left out, because compiling may be what kills the worker.
+        """
+        states: Iterable[RequestState] = self._awaiting_grammar.values()
+        if self._isolation.has_suspects:
+            states = [state for state in states if self._isolation.may_compile(state)]
         state = min(states, key=lambda s: (-s.priority, s.edf_key), default=None)
         return None if state is None else state.request
 
@@ -183,14 +207,14 @@ class SchedulerCore:
         state = self._awaiting_grammar.pop(request_id, None)
         if state is not None:
             self.table.remove(state)
-            self._refused.append((state, reason))
+            self._refused.append((state, reason, ""))
 
     def refuse(self, now: float) -> StepReport:
         """Fail the accepted requests that the engine can never serve, and return the report on them."""
         report = StepReport()
         refused, self._refused = self._refused, []
-        for state, reason in refused:
-            self._outputs.fail(state, reason, now, report)
+        for state, reason, code in refused:
+            self._outputs.fail(state, reason, now, report, code=code)
         self._inputs.tell_requests(report, now)
         return report
 
@@ -214,7 +238,7 @@ class SchedulerCore:
 
     def release_all(self) -> list[Lease]:
         """Release all requests, and also those that are refused but not reported yet. Return their leases."""
-        refused, self._refused = [state for state, _ in self._refused], []
+        refused, self._refused = [state for state, *_ in self._refused], []
         for state in refused:
             self._discard(state, "released")
         return [state.lease for state in (*refused, *self.release(list(self._states)))]
@@ -232,6 +256,17 @@ class SchedulerCore:
     def _discard(self, state: RequestState, counter: str) -> None:
         state.move(Status.CANCELLED)
         self.counts[counter] += 1
+
+    # -- suspects ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether there are requests whose earlier attempts ended with their workers, so that they may be to blame."""
+        return self._isolation.has_suspects
+
+    def step_marks(self) -> tuple[dict[Lease, bool], Lease | None]:
+        """Return of each suspect whether it is in no step, and the request that runs alone in the newest plan."""
+        return self._isolation.marks()
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -257,7 +292,7 @@ class SchedulerCore:
         report = StepReport()
         self._learn(result, report)
         if result.evicted:
-            self.table.note_evicted(result.evicted)
+            self.table.note_evicted(result.evicted, now)
         self._outputs.apply(result, self._engine_state, self.running.bulk_total_s, now, report)
         self._inputs.tell_step(report, result.elapsed_s, overhead_s, now)
         return report

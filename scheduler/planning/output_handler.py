@@ -58,14 +58,16 @@ class OutputHandler:
         now: float,
         report: StepReport,
         kind: EventKind = EventKind.FAILED,
+        code: str = "",
     ) -> None:
         """End a request as failed. The caller has removed it from the table or never added it.
 
-        `error` is a sentence for the user. `kind` is `UNAVAILABLE` if the same request may succeed later.
+        `error` is a sentence for the user, and `code` its reason for programs, if they must know it. `kind` is
+        `UNAVAILABLE` if the same request may succeed later.
         """
         state.move(Status.FAILED)
         self._counts["failed"] += 1
-        _end(state, step_report.failed_event(state, error, kind), "failed", now, report)
+        _end(state, step_report.failed_event(state, error, kind, code), "failed", now, report)
 
     def take(
         self, state: RequestState, output: SequenceOutput, bulk_total_s: float, now: float, report: StepReport
@@ -73,7 +75,8 @@ class OutputHandler:
         """Apply the newly computed tokens of one request, and its end."""
         state.num_computed_tokens = output.num_computed_tokens
         if state.num_cached_tokens is None:
-            state.num_cached_tokens = output.num_cached_tokens
+            # A sequence that is continued also looks for its output in the prefix cache.
+            state.num_cached_tokens = min(output.num_cached_tokens, len(state.request.prompt_token_ids))
             report.lookups += filter(None, [step_report.lookup(state)])
         state.output_token_ids.extend(output.token_ids)
         state.logprobs.extend(output.logprobs)
@@ -102,3 +105,5 @@ def _end(state: RequestState, event: TokenEvent, reason: str, now: float, report
     report.events[state.request.reply_to].append(event)
     report.leases.append(state.lease)
     report.ended.append(step_report.ended(state, reason))
+    if state.marks is not None:
+        report.traced.append(state)

@@ -22,7 +22,9 @@ from scheduler.planning.batch import form_batch
 from scheduler.planning.batching_delay import idle_until_s
 from scheduler.planning.claims import claim_limits
 from scheduler.planning.engine_state import EngineState
+from scheduler.planning.isolation import AllBut, Isolation
 from scheduler.planning.kv_budget import has_blocks
+from scheduler.planning.prompt_prefixes import PromptPrefixes
 from scheduler.planning.request_table import RequestTable
 from scheduler.planning.running_step import RunningStep
 from scheduler.request_state import RequestState, Status
@@ -39,6 +41,7 @@ class Planner:
         table: RequestTable,
         engine_state: EngineState,
         running: RunningStep,
+        isolation: Isolation,
     ) -> None:
         self._engine = engine
         self._controller = controller
@@ -46,6 +49,8 @@ class Planner:
         self._table = table
         self._engine_state = engine_state
         self._running = running
+        self._isolation = isolation
+        self._prefixes = PromptPrefixes(engine)
         self._next_step_id = 0
         self._guaranteed: frozenset[str] = frozenset()  # tiers whose min share the newest plan serves
         self.idle_until_s = NEVER_S  # if the newest plan was empty: the time at which the first batching delay ends
@@ -55,19 +60,47 @@ class Planner:
     def claim_limits(self, tiers: Sequence[Tier], now: float) -> dict[str, int]:
         """Return how many more requests of each tier to claim from the queue. The highest tier comes first."""
         ending = self._engine_state.ending(self._table.states)
-        return claim_limits(tiers, self._table, self._budgets(now), self._engine.max_step_tokens, ending)
+        held_back = Counter(state.tier.name for state in self._isolation.held_back().values())
+        return claim_limits(tiers, self._table, self._budgets(now), self._engine.max_step_tokens, ending, held_back)
 
     def plan(self, tiers: Sequence[Tier], now: float) -> StepPlan:
         """Return the plan of the next step. The plan is empty if no sequence can run now."""
-        # If a request came back before its old sequence is aborted, it starts in the step after the abort.
-        barred, budgets, view = frozenset(self._engine_state.aborts), self._budgets(now), self._engine_state.view()
-        plan = form_batch(self._next_step_id, view, tiers, self._table, budgets, now, barred)
+        budgets = self._budgets(now)
+        plan = self._form(tiers, budgets, now)
         plan = replace(plan, abort=self._engine_state.take_aborts())
         self.idle_until_s = idle_until_s(tiers, self._table, budgets, now) if plan.is_empty else NEVER_S
         if not plan.is_empty:
             self._guaranteed = frozenset(name for name, budget in budgets.tiers.items() if budget.guaranteed)
+            self._isolation.note_plan(plan)
             self._enter(plan, now)
         return plan
+
+    def _form(self, tiers: Sequence[Tier], budgets: Budgets, now: float) -> StepPlan:
+        """Return the plan of a shared step, or of a step in which an isolated request runs alone.
+
+        The other kind of step is taken if nothing can run in the first.
+        """
+        view, aborts = self._engine_state.view(), frozenset(self._engine_state.aborts)
+
+        def shared() -> StepPlan:
+            # If a request came back before its old sequence is aborted, it starts in the step after the abort.
+            barred = aborts.union(self._isolation.held_back())
+            return form_batch(self._next_step_id, view, tiers, self._table, budgets, now, barred, self._prefixes)
+
+        def single(state: RequestState) -> StepPlan:
+            barred = AllBut(state.id)
+            return form_batch(
+                self._next_step_id, view, (state.tier,), self._table, budgets, now, barred, self._prefixes
+            )
+
+        alone = self._isolation.next_alone()
+        if alone is None or alone.id in aborts:
+            return shared()
+        if self._isolation.is_turn:
+            plan = single(alone)
+            return plan if plan.run else shared()
+        plan = shared()
+        return plan if plan.run else single(alone)
 
     def plan_async(self, now: float) -> StepPlan | None:
         """Return the plan of the step after the one in flight: the same decodes without the sequences that end.
@@ -122,7 +155,7 @@ class Planner:
         self._engine_state.enter(plan, states)
         self._running.begin(plan, states, self._cost(), now, self._guaranteed)
         for preempt in plan.preempt:
-            states[preempt.seq_id].stop(now)
+            states[preempt.seq_id].stop(now, preempt.mode.value)
             self._preempt(states[preempt.seq_id], preempt.mode)
         for seq_id in (*plan.resume, *(new.seq_id for new in plan.start)):
             states[seq_id].move(Status.RUNNING)
@@ -135,6 +168,8 @@ class Planner:
             state.last_step = plan.step_id
             if state.first_scheduled_s is None:
                 state.first_scheduled_s = now
+            if not state.output_token_ids and not state.tier.is_interactive:
+                self._prefixes.note(state, run.num_tokens)
 
     def _preempt(self, state: RequestState, mode: PreemptionMode) -> None:
         self.preemptions[state.tier.name, mode.value] += 1

@@ -43,6 +43,7 @@ class _TrackedStep:
     runs_s: Mapping[str, float]  # predicted cost of the runs, by tier
     sequences: Mapping[str, int]  # number of sequences, by tier
     interactive: frozenset[str]  # the interactive tiers with sequences in the step
+    accounts: Sequence[tuple[RequestState, float]] = ()  # requests that want a receipt, and the predicted costs
     is_eviction_requested: bool = False
     wasted_s: float = 0.0  # bulk work that the requested eviction throws away
 
@@ -61,6 +62,13 @@ class _TrackedStep:
             stayed[tier] += fixed_s * (stayed[tier] / payers_s if payers_s else 1 / len(payers))
         scale = elapsed_s / sum(stayed.values()) if stayed else 0.0
         return {tier: s * (min(1.0, scale) if was_evicted else scale) for tier, s in stayed.items()}
+
+    def charge(self, used_s: Mapping[str, float]) -> None:
+        """Divide the engine time that each tier used among its sequences, in proportion to predicted costs."""
+        for state, run_s in self.accounts:
+            runs_s = self.runs_s[state.tier.name]
+            if runs_s > 0:
+                state.engine_s += used_s.get(state.tier.name, 0.0) * run_s / runs_s
 
 
 class RunningStep:
@@ -93,11 +101,14 @@ class RunningStep:
         interactive: set[str] = set()
         runs_s: defaultdict[str, float] = defaultdict(float)
         kept_runs_s, num_kept = 0.0, 0
+        accounts: list[tuple[RequestState, float]] = []
         for run in plan.run:
             state = states[run.seq_id]
             tier = state.tier
             run_s = cost.run(run.num_tokens, state.num_computed_tokens)
             runs_s[tier.name] += run_s
+            if state.request.wants_receipt:
+                accounts.append((state, run_s))
             if tier.is_interactive:
                 interactive.add(tier.name)
             if tier.is_interactive or tier.name in protected:
@@ -108,7 +119,7 @@ class RunningStep:
         step_s = cost.step(kept_runs_s + sum(e.run_s for e in evictable)) if plan.run else 0.0
         timing = StepTiming(now, step_s, cost.step(kept_runs_s) if num_kept else 0.0)
         sequences = Counter(states[run.seq_id].tier.name for run in plan.run)
-        self._steps[plan.step_id] = _TrackedStep(timing, evictable, runs_s, sequences, frozenset(interactive))
+        self._steps[plan.step_id] = _TrackedStep(timing, evictable, runs_s, sequences, frozenset(interactive), accounts)
 
     def evictees(self, newcomer: RequestState, step_eviction: StepEviction, now: float) -> Sequence[str]:
         """Return the sequences to evict from the running step for `newcomer`: all evictable sequences, or none.
@@ -141,6 +152,7 @@ class RunningStep:
         if step is None or not step.timing.step_s:
             return StepUsage(step.sequences if step is not None else {})
         used_s = step.used_s(result.elapsed_s, bool(result.evicted))
+        step.charge(used_s)
         if result.evicted:
             self.waste_budget.take(min(step.wasted_s, result.elapsed_s))
         else:

@@ -33,9 +33,12 @@ class CoreStatus:
     used_s: Mapping[str, float]  # sum: engine time by tier, without work thrown away
     preemptions: Mapping[tuple[str, str], int]  # sum: number of preemptions by (tier, mode)
     recomputed_tokens: Mapping[str, int]  # sum: tokens whose KV was lost and must be recomputed, by tier
+    restored_tokens: Mapping[str, int]  # sum: output tokens that claimed requests had from earlier workers, by tier
     num_step_evictions: int  # sum: number of steps from which bulk was evicted
     wasted_s: float  # sum: engine time whose work these evictions threw away
     missing_deadlines: Mapping[str, int]  # bulk requests that cannot end by their deadlines any more, by tier
+    safety: float = 1.0  # the factor by which predicted costs are above the mean
+    decode_cost: StepCost | None = None  # predicted costs in a step without prefills; None: as `step_cost`
 
 
 def count_by_status(states: Iterable[RequestState]) -> TierCounts:

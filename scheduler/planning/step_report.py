@@ -53,6 +53,7 @@ class StepReport:
     ended: list[Ended] = field(default_factory=list)
     lookups: list[PrefixLookup] = field(default_factory=list)
     reactions: list[Reaction] = field(default_factory=list)
+    traced: list[RequestState] = field(default_factory=list)  # ended requests that are traced
     sequences: Mapping[str, int] = field(default_factory=dict)  # number of sequences that ran, by tier
     used_s: Mapping[str, float] = field(default_factory=dict)  # engine time by tier, without work thrown away
     work: StepWork | None = None  # None: the step's time does not depend on its work alone
@@ -93,6 +94,7 @@ def receipt_of(state: RequestState, worker_id: str) -> Receipt | None:
         paused_ms=_ms(state.paused_s),
         preemptions=state.num_stops,
         evictions=state.num_evictions,
+        engine_ms=_ms(state.engine_s) if state.engine_s else None,
     )
 
 
@@ -127,8 +129,8 @@ def _tokens_event(
     )
 
 
-def failed_event(state: RequestState, error: str, kind: EventKind = EventKind.FAILED) -> TokenEvent:
-    return TokenEvent(state.id, kind, index=state.num_reported, error=error)
+def failed_event(state: RequestState, error: str, kind: EventKind = EventKind.FAILED, code: str = "") -> TokenEvent:
+    return TokenEvent(state.id, kind, index=state.num_reported, error=error, code=code)
 
 
 def lookup(state: RequestState) -> PrefixLookup | None:

@@ -6,7 +6,7 @@ for i = 1, #ARGV, 2 do
   local held = holds(id, ARGV[i + 1])
   if held then
     redis.call('ZREM', LEASES, id)
-    redis.call('DEL', REQUEST .. id)
+    redis.call('DEL', REQUEST .. id, OUTPUT .. id)
   end
   done[#done + 1] = held and 1 or 0
 end

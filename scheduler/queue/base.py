@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from scheduler.request import Claimed, Lease, Request
+from scheduler.request import Checkpoint, Claimed, Lease, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,24 @@ class Queue(Protocol):
         """Claim up to `limits[tier]` requests of each tier, under a lease of `lease_s` seconds.
 
         Tiers are served in the order of `limits`. Within a tier, requests are claimed from the earliest to the latest
-        deadline.
+        deadline. Each comes with its output tokens that were checkpointed.
+        """
+        ...
+
+    async def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[int]:
+        """Store output tokens of leased requests. Return the number of tokens that are now stored for each of them.
+
+        Return -1 for each lost lease: only the holder of the lease writes. A checkpoint at index 0 replaces the stored
+        tokens. Any other must begin where the stored tokens end, or nothing is stored. The tokens stay until the
+        request is acknowledged or cancelled; a store may forget them earlier, after a day without a checkpoint.
+        """
+        ...
+
+    async def note_step(self, waits: Mapping[Lease, bool], alone: Lease | None) -> None:
+        """Record, before a step, which requests can be blamed if this worker dies in it.
+
+        `waits` says of requests whether they are in no step now; until then, a request counts as being in a step.
+        `alone` is the request that runs alone in the step; None: none does. It holds until the next call.
         """
         ...
 
@@ -116,7 +133,11 @@ class Queue(Protocol):
         ...
 
     async def requeue_expired(self, leases: Mapping[str, int]) -> list[str]:
-        """Move requests back to their tiers whose leases still have the given expiries. Return their ids."""
+        """Move requests back to their tiers whose leases still have the given expiries. Return their ids.
+
+        The claims of the requests that cannot be blamed for the end of their worker (`note_step`) do not count as
+        attempts. The same holds for `requeue_worker`.
+        """
         ...
 
     async def requeue_worker(self, worker_id: str) -> list[str]:
@@ -144,6 +165,13 @@ class Queue(Protocol):
 
     async def backlogs(self, tiers: Sequence[str]) -> dict[str, Backlog]:
         """Return the number of waiting requests of each tier, and their tokens."""
+        ...
+
+    async def head_arrivals(self, tiers: Sequence[str]) -> dict[str, int]:
+        """Return when the request arrived that is claimed next, in wall-clock ms, for each tier with waiting requests.
+
+        Where all requests of a tier have the same time to their deadlines, it is the oldest one.
+        """
         ...
 
     async def probe(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from scheduler.clock import Clock
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
 from scheduler.queue.wakeups import Wakeups
-from scheduler.request import Claimed, Lease, Request
+from scheduler.request import Checkpoint, Claimed, Lease, Request
 
 
 @dataclass(slots=True)
@@ -26,6 +26,8 @@ class _Record:
     fence: int | None = None
     worker_id: str = ""
     expires_ms: int = 0
+    waits: bool = False  # leased, and in no step of its worker
+    output: tuple[int, ...] = ()  # checkpointed tokens
 
 
 @dataclass(slots=True)
@@ -68,6 +70,7 @@ class _Shared:
     records: dict[str, _Record] = field(default_factory=dict)
     heaps: dict[str, list[tuple[int, int, str]]] = field(default_factory=lambda: defaultdict(list))
     waiting: dict[str, _Waiting] = field(default_factory=lambda: defaultdict(_Waiting))
+    alone: dict[str, str] = field(default_factory=dict)  # the request that runs alone, by worker id
     sequence: int = 0
     listeners: list[Wakeups] = field(default_factory=list)
 
@@ -119,7 +122,25 @@ class MemoryQueue:
         for fence, record in enumerate(taken, self._take_numbers(len(taken))):
             record.fence, record.worker_id, record.expires_ms = fence, self._worker_id, expires_ms
             record.attempt += 1
-        return [Claimed(r.request, r.fence, r.attempt) for r in taken if r.fence is not None]
+        return [Claimed(r.request, r.fence, r.attempt, r.output) for r in taken if r.fence is not None]
+
+    async def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[int]:
+        stored = []
+        for checkpoint in checkpoints:
+            held = self._held(checkpoint.lease)
+            if held is not None and checkpoint.index in (0, len(held.output)):
+                held.output = held.output[: checkpoint.index] + checkpoint.token_ids
+            stored.append(-1 if held is None else len(held.output))
+        return stored
+
+    async def note_step(self, waits: Mapping[Lease, bool], alone: Lease | None) -> None:
+        self._shared.alone.pop(self._worker_id, None)
+        if alone is not None:
+            self._shared.alone[self._worker_id] = alone.request_id
+        for lease, is_waiting in waits.items():
+            held = self._held(lease)
+            if held is not None:
+                held.waits = is_waiting
 
     async def ack(self, leases: Sequence[Lease]) -> list[bool]:
         done = []
@@ -156,10 +177,12 @@ class MemoryQueue:
         return {r.request.id: r.expires_ms for r in self._leased() if not now_ms < r.expires_ms <= latest_ms}
 
     async def requeue_expired(self, leases: Mapping[str, int]) -> list[str]:
-        return self._give_back([r for r in self._leased() if leases.get(r.request.id) == r.expires_ms])
+        return self._give_back_dead([r for r in self._leased() if leases.get(r.request.id) == r.expires_ms])
 
     async def requeue_worker(self, worker_id: str) -> list[str]:
-        return self._give_back([r for r in self._leased() if r.worker_id == worker_id])
+        moved = self._give_back_dead([r for r in self._leased() if r.worker_id == worker_id])
+        self._shared.alone.pop(worker_id, None)
+        return moved
 
     async def cancel(self, request_ids: Sequence[str]) -> list[bool]:
         known = []
@@ -184,6 +207,13 @@ class MemoryQueue:
 
     async def backlogs(self, tiers: Sequence[str]) -> dict[str, Backlog]:
         return {tier: self._shared.waiting[tier].backlog for tier in tiers}
+
+    async def head_arrivals(self, tiers: Sequence[str]) -> dict[str, int]:
+        waiting = [r for r in self._shared.records.values() if r.fence is None]
+        heads: dict[str, _Record] = {}
+        for record in sorted(waiting, key=lambda r: (r.request.deadline_ms, r.number)):
+            heads.setdefault(record.request.tier, record)
+        return {tier: heads[tier].request.arrival_ms for tier in tiers if tier in heads}
 
     async def probe(self) -> None:
         """Do nothing: memory takes every write."""
@@ -249,10 +279,18 @@ class MemoryQueue:
         leased = [r for r in self._shared.records.values() if r.fence is not None]
         return sorted(leased, key=lambda r: (r.expires_ms, r.request.id))
 
+    def _give_back_dead(self, records: Iterable[_Record]) -> list[str]:
+        records = list(records)
+        for record in records:
+            alone = self._shared.alone.get(record.worker_id)
+            counts = not record.waits if alone is None else alone == record.request.id
+            record.attempt -= not counts
+        return self._give_back(records)
+
     def _give_back(self, records: Iterable[_Record]) -> list[str]:
         moved = []
         for record in records:
-            record.fence = None
+            record.fence, record.waits = None, False
             self._enqueue(record)
             moved.append(record.request.id)
         if moved:

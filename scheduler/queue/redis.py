@@ -16,12 +16,18 @@ from redis.asyncio import Redis
 
 from scheduler.clock import Clock
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
-from scheduler.queue.scripts import Scripts
+from scheduler.queue.scripts import Scripts, unpacked
 from scheduler.queue.wakeups import Wakeups
-from scheduler.request import Claimed, Lease, Request
+from scheduler.request import Checkpoint, Claimed, Lease, Request
 from scheduler.store import connection, keys
 
 NO_LIMIT = AheadLimit(math.inf, math.inf, 0.0, 0.0)
+
+
+class _Arrival(msgspec.Struct):
+    """The part of a `Request` that tells how long it has waited. The rest of a payload is skipped."""
+
+    arrival_ms: int
 
 
 class RedisQueue:
@@ -38,6 +44,7 @@ class RedisQueue:
         self._scripts = Scripts(client)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Request)
+        self._arrival_decoder = msgspec.msgpack.Decoder(_Arrival)
         self._wakeups = Wakeups(clock)
         self._listener: asyncio.Task[None] | None = None
 
@@ -62,7 +69,7 @@ class RedisQueue:
             return []
         now_ms = self._clock.wall_ms()
         claimed = await self._scripts.claim(self._worker_id, now_ms, int(lease_s * 1000), wanted)
-        return [Claimed(self._decoder.decode(payload), fence, n) for payload, fence, n in claimed]
+        return [Claimed(self._decoder.decode(p), fence, n, unpacked(output)) for p, fence, n, output in claimed]
 
     async def ack(self, leases: Sequence[Lease]) -> list[bool]:
         return await self._scripts.ack(leases) if leases else []
@@ -73,6 +80,13 @@ class RedisQueue:
 
     async def release(self, leases: Sequence[Lease]) -> list[bool]:
         return await self._scripts.release(leases) if leases else []
+
+    async def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[int]:
+        return await self._scripts.checkpoint(int(keys.OUTPUT_TTL_S * 1000), checkpoints) if checkpoints else []
+
+    async def note_step(self, waits: Mapping[Lease, bool], alone: Lease | None) -> None:
+        request_id = "" if alone is None else alone.request_id
+        await self._scripts.note_step(self._worker_id, int(keys.ALONE_TTL_S * 1000), request_id, waits)
 
     async def expired_leases(self, lease_s: float) -> dict[str, int]:
         return await self._scripts.expired_leases(self._clock.wall_ms(), lease_s)
@@ -105,6 +119,17 @@ class RedisQueue:
             pipeline.hmget(keys.tier_waiting(tier), "prompt", "output")
         replies = iter(await pipeline.execute())
         return {tier: Backlog(next(replies), *(int(tokens or 0) for tokens in next(replies))) for tier in tiers}
+
+    async def head_arrivals(self, tiers: Sequence[str]) -> dict[str, int]:
+        pipeline = self._client.pipeline(transaction=False)
+        for tier in tiers:
+            pipeline.zrange(keys.tier_queue(tier), 0, 0)
+        heads = {tier: head[0] for tier, head in zip(tiers, await pipeline.execute(), strict=True) if head}
+        for member in heads.values():
+            pipeline.hget(keys.REQUEST_PREFIX + member.decode().split(":", 3)[3], "payload")
+        payloads = dict(zip(heads, await pipeline.execute(), strict=True)) if heads else {}
+        # A request that was cancelled between the two round trips has no payload any more.
+        return {tier: self._arrival_decoder.decode(p).arrival_ms for tier, p in payloads.items() if p is not None}
 
     async def probe(self) -> None:
         await self._client.set(keys.PROBE, b"", px=int(keys.PROBE_TTL_S * 1000))

@@ -5,4 +5,6 @@ for _, id in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
     ids[#ids + 1] = id
   end
 end
-return give_back_all(ids)
+local moved = give_back_all(ids)
+redis.call('DEL', ALONE .. ARGV[1])
+return moved

@@ -4,13 +4,14 @@ Knows the order of each script's arguments and the shape of its reply. The key n
 are put in front of every script.
 """
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
 
 from scheduler.queue.base import AheadLimit, Backlog, QueueFull, TooFarBehind
-from scheduler.request import Lease
+from scheduler.request import Checkpoint, Lease
 from scheduler.store import keys
 from scheduler.store.scripts import load_script
 
@@ -22,6 +23,7 @@ def key_names(namespace: str = keys.NAMESPACE) -> str:
 
 def _keys(namespace: str) -> dict[str, str]:
     names = {"QUEUE": keys.QUEUE_PREFIX, "WAITING": keys.WAITING_PREFIX, "REQUEST": keys.REQUEST_PREFIX}
+    names |= {"OUTPUT": keys.OUTPUT_PREFIX, "ALONE": keys.ALONE_PREFIX}
     names |= {"LEASES": keys.LEASES, "SEQUENCE": keys.SEQUENCE, "WAKE": keys.WAKE}
     return {name: namespace + key.removeprefix(keys.NAMESPACE) for name, key in names.items()}
 
@@ -47,6 +49,8 @@ class Scripts:
         self._requeue_expired = load_script(client, "scheduler.queue", "shared", "requeue_expired", prelude=prelude)
         self._requeue_worker = load_script(client, "scheduler.queue", "shared", "requeue_worker", prelude=prelude)
         self._cancel = load_script(client, "scheduler.queue", "shared", "cancel", prelude=prelude)
+        self._checkpoint = load_script(client, "scheduler.queue", "shared", "checkpoint", prelude=prelude)
+        self._note_step = load_script(client, "scheduler.queue", "shared", "note_step", prelude=prelude)
 
     async def put(
         self,
@@ -77,10 +81,12 @@ class Scripts:
 
     async def claim(
         self, worker_id: str, now_ms: int, lease_ms: int, limits: Mapping[str, int]
-    ) -> list[tuple[bytes, int, int]]:
-        """Return (payload, fence, attempt) of each claimed request."""
+    ) -> list[tuple[bytes, int, int, bytes | None]]:
+        """Return (payload, fence, attempt, stored output tokens) of each claimed request."""
         wanted = [part for tier_and_limit in limits.items() for part in tier_and_limit]
-        claimed: list[tuple[bytes, int, int]] = await self._claim(args=[worker_id, now_ms, lease_ms, *wanted])
+        claimed: list[tuple[bytes, int, int, bytes | None]] = await self._claim(
+            args=[worker_id, now_ms, lease_ms, *wanted]
+        )
         return claimed
 
     async def ack(self, leases: Sequence[Lease]) -> list[bool]:
@@ -91,6 +97,15 @@ class Scripts:
 
     async def release(self, leases: Sequence[Lease]) -> list[bool]:
         return _flags(await self._release(args=_flat(leases)))
+
+    async def checkpoint(self, ttl_ms: int, checkpoints: Sequence[Checkpoint]) -> list[int]:
+        rows = ((c.lease.request_id, c.lease.fence, c.index, _packed(c.token_ids)) for c in checkpoints)
+        stored: list[int] = await self._checkpoint(args=[ttl_ms, *(part for row in rows for part in row)])
+        return stored
+
+    async def note_step(self, worker_id: str, ttl_ms: int, alone: str, waits: Mapping[Lease, bool]) -> None:
+        marks = [part for lease, is_waiting in waits.items() for part in (*_flat([lease]), int(is_waiting))]
+        await self._note_step(args=[worker_id, ttl_ms, alone, *marks])
 
     async def expired_leases(self, now_ms: int, lease_s: float) -> dict[str, int]:
         """Return the expiry in ms of each lease that expired before `now_ms` or expires over `lease_s` after it."""
@@ -113,6 +128,15 @@ class Scripts:
 
 def _flat(leases: Sequence[Lease]) -> list[str | int]:
     return [part for lease in leases for part in (lease.request_id, lease.fence)]
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def unpacked(token_ids: bytes | None) -> tuple[int, ...]:
+    """Return the stored output tokens of a request; none if there is no checkpoint."""
+    return struct.unpack(f"<{len(token_ids) // 4}I", token_ids) if token_ids else ()
 
 
 def _flags(replies: Sequence[Any]) -> list[bool]:

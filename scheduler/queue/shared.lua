@@ -1,5 +1,5 @@
 -- Functions for every script of this folder. This file is put in front of each script, after the key names of keys.py
--- (QUEUE, WAITING, REQUEST, LEASES, SEQUENCE, WAKE). Scripts move requests atomically and make no decisions.
+-- (QUEUE, WAITING, REQUEST, OUTPUT, ALONE, LEASES, SEQUENCE, WAKE). Scripts move requests atomically and make no decisions.
 --
 -- Redis does not undo writes when a script fails half-way. Scripts therefore check before they write, and skip a
 -- request whose hash is missing (because an eviction policy or a person has removed it).
@@ -71,7 +71,7 @@ local function give_back(id)
   if not fields[1] then
     return false
   end
-  redis.call('HDEL', key, 'fence', 'worker')
+  redis.call('HDEL', key, 'fence', 'worker', 'waits')
   if redis.call('ZADD', QUEUE .. fields[1], fields[2], fields[3]) == 1 then
     local prompt, output = read_member(fields[3])
     count_tokens(fields[1], prompt, output)
@@ -79,10 +79,24 @@ local function give_back(id)
   return true
 end
 
+-- Return whether the death of its worker counts as an attempt at a request. If a request ran alone, only its attempt
+-- counts; otherwise the attempts at all requests count that the worker has not marked as waiting.
+local function counts(id)
+  local fields = redis.call('HMGET', REQUEST .. id, 'worker', 'waits')
+  local alone = fields[1] and redis.call('GET', ALONE .. fields[1])
+  if alone then
+    return alone == id
+  end
+  return fields[2] ~= '1'
+end
+
+-- Give back the requests of dead workers.
 local function give_back_all(ids)
   local moved = {}
   for _, id in ipairs(ids) do
+    local change = counts(id) and 0 or -1
     if give_back(id) then
+      redis.call('HINCRBY', REQUEST .. id, 'attempt', change)
       moved[#moved + 1] = id
     end
   end

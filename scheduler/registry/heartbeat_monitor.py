@@ -30,6 +30,10 @@ class HeartbeatMonitor:
     def is_silent(self, process_id: str) -> bool:
         return self._unchanged.get(process_id, 0) >= self._max_unchanged
 
+    def is_alive(self, process_id: str, beat: int) -> bool:
+        """Return whether a process with this newest heartbeat, from a read that is not observed, is not silent."""
+        return not self.is_silent(process_id) or beat != self._last.get(process_id)
+
     def observe(self, beats: Mapping[str, int | None]) -> list[str]:
         """Process one read: the newest heartbeat of each process, or None if the store has none.
 

@@ -18,6 +18,9 @@ class TierCapacity:
     drain_per_s: float = 0.0  # requests that end per second while all slots are taken
     prefill_tokens_per_s: float = 0.0
     output_tokens_per_s: float = 0.0  # of all slots together
+    # The same two rates if the tier had the whole engine and its largest batch size. They are not cautious.
+    whole_prefill_tokens_per_s: float = 0.0
+    whole_output_tokens_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,16 @@ class TierStatus:
     max_wait_ms: float = 0.0
     finished_per_s: float = 0.0
     capacity: TierCapacity | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStatus:
+    """What the driver says of one GPU. It includes what other processes do there."""
+
+    name: str
+    memory_used_mb: int
+    memory_total_mb: int
+    busy: float | None = None  # share of the last moments in which a kernel ran; None: the driver does not say it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,4 +59,7 @@ class WorkerStatus:
     tiers: dict[str, TierStatus] = field(default_factory=dict)
     at_ms: int = 0  # time of the heartbeat, by the worker's wall clock
     unsupported: tuple[str, ...] = ()  # sampling parameters that its engine cannot honour, as `options_of` names them
+    busy: float = 0.0  # share of the time since the last heartbeat in which the engine computed
+    kv_usage: float = 0.0  # share of KV blocks in use
+    gpus: tuple[GpuStatus, ...] = ()
     batch_items: int = 0  # items per call of a worker with a static endpoint; 0: a worker with an engine

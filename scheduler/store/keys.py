@@ -21,9 +21,20 @@ QUEUE_PREFIX = "tidegate:queue:"
 WAITING_PREFIX = "tidegate:waiting:"
 
 # One hash per request, from its put until its ack or cancel. Fields: tier, member, deadline_ms, payload (msgpack
-# `Request`), attempt (number of claims, without the released ones), and, while leased, fence and worker. The hash has
-# no TTL, because a line of a batch may wait for a day.
+# `Request`), attempt (number of claims that count), and, while leased, fence, worker and waits (1: the request is in no
+# step of the worker, so that the worker's death does not count as an attempt). The hash has no TTL, because a line of a
+# batch may wait for a day.
 REQUEST_PREFIX = "tidegate:request:"
+
+# One string per request that has been checkpointed: its output tokens, 4 bytes each. A request whose checkpoint is gone
+# starts from its prompt.
+OUTPUT_PREFIX = "tidegate:output:"
+OUTPUT_TTL_S = 86_400.0
+
+# One string per worker in whose step one request runs alone: the id of this request. It outlives the worker until its
+# requests are given back.
+ALONE_PREFIX = "tidegate:alone:"
+ALONE_TTL_S = 3600.0
 
 # Sorted set of all leased requests. The score is the expiry of the lease in ms; the member is the request id.
 LEASES = "tidegate:leases"

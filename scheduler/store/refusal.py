@@ -42,10 +42,10 @@ class StoreRefused(ConnectionError):
 
 
 class NotDurable(StoreRefused):
-    """The store has taken a write, but has not confirmed in time that it is on its disk."""
+    """The store has taken a write, but has not confirmed in time that it is on its disk, or has lost it since."""
 
-    def __init__(self) -> None:
-        super().__init__("its disk is too slow or full")
+    def __init__(self, cause: str = "its disk is too slow or full") -> None:
+        super().__init__(cause)
 
 
 def refusal_of(error: Exception) -> StoreRefused | None:

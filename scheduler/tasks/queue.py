@@ -45,7 +45,7 @@ class TaskQueue:
             return load_script(client, "scheduler.tasks", "record", name, prelude=prelude)
 
         self._end, self._retry, self._cancel = load("end"), load("retry"), load("cancel_task")
-        self._revive, self._depths = load("revive"), load("depths")
+        self._revive, self._expire, self._depths = load("revive"), load("expire"), load("depths")
 
     # -- gateways ----------------------------------------------------------------------------------------------
 
@@ -67,6 +67,14 @@ class TaskQueue:
     async def cancel(self, task: Task) -> bool:
         """Cancel a task. Return False if it has ended before."""
         return bool(await self._cancel(args=[task.id, self._clock.wall_ms(), task.keep_ms]))
+
+    async def expire(self, tasks: Sequence[Task]) -> None:
+        """Make dead letters of those of `tasks`, whose timeouts have passed, that still wait."""
+        args: list[Any] = [self._clock.wall_ms(), *_dead_limits()]
+        for task in tasks:
+            args += [task.id, task.owner, task.timeout_error]
+        if tasks:
+            await self._expire(args=args)
 
     async def dead(self, owner: str, limit: int, after: str | None = None) -> list[StoredTask] | None:
         """Return dead letters of `owner`, the newest first, of those that follow the dead letter `after`.
@@ -100,11 +108,11 @@ class TaskQueue:
         if not wanted:
             return []
         found = await self._scripts.claim(self._worker_id, self._clock.wall_ms(), int(lease_s * 1000), wanted)
-        return [ClaimedTask(self._decode(payload), fence, attempt) for payload, fence, attempt in found]
+        return [ClaimedTask(self._decode(payload), fence, attempt) for payload, fence, attempt, _ in found]
 
     async def end(self, ended: Sequence[EndedTask]) -> list[bool]:
         """Write the ends of claimed tasks. Return False for each that this worker does not hold any more."""
-        args: list[Any] = [self._clock.wall_ms(), int(keys.DEAD_TTL_S * 1000), keys.MAX_DEAD]
+        args: list[Any] = [self._clock.wall_ms(), *_dead_limits()]
         for e in ended:
             keep_ms = int(keys.DEAD_TTL_S * 1000) if e.state is TaskState.DEAD else e.task.keep_ms
             head = (e.task.id, e.claimed.fence, e.state.value, keep_ms, e.task.owner)
@@ -173,6 +181,11 @@ class TaskQueue:
         # The claim that found a worker to have died in the last try was no try.
         attempts = len(task.failures) if state is TaskState.DEAD else int(attempt)
         return StoredTask(task, state, attempts, int(ended_ms), output, error.decode())
+
+
+def _dead_limits() -> tuple[int, int]:
+    """Return how long dead letters are kept in ms, and how many of one owner."""
+    return int(keys.DEAD_TTL_S * 1000), keys.MAX_DEAD
 
 
 def _record_names() -> str:

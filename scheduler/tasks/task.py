@@ -22,13 +22,22 @@ class Task(msgspec.Struct, frozen=True, omit_defaults=True):
     keep_ms: int = 3_600_000  # how long the result is kept
     metadata: dict[str, str] | None = None
     failures: tuple[str, ...] = ()  # why each failed try failed
+    timeout_ms: int | None = None  # how long it may wait for a try since its arrival
+
+    def is_expired(self, wall_ms: int) -> bool:
+        """Return whether no further try may begin."""
+        return self.timeout_ms is not None and wall_ms >= self.arrival_ms + self.timeout_ms
+
+    @property
+    def timeout_error(self) -> str:
+        return f"It waited longer than its timeout of {(self.timeout_ms or 0) / 1000:g} s."
 
 
 class TaskState(Enum):
     QUEUED = "queued"
     RUNNING = "running"
     DONE = "done"
-    DEAD = "dead"  # a dead letter: it has failed too often
+    DEAD = "dead"  # a dead letter: it has failed too often, or waited too long
     CANCELLED = "cancelled"
 
     @property
@@ -45,7 +54,7 @@ class StoredTask:
     attempts: int  # tries begun so far
     ended_ms: int | None = None
     result: bytes | None = None  # JSON
-    error: str = ""  # of a dead letter: why the last try failed
+    error: str = ""  # of a dead letter: why the last try failed, or that there was none in time
 
 
 @dataclass(frozen=True, slots=True)

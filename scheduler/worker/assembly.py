@@ -8,9 +8,10 @@ from scheduler.events.base import EventChannel
 from scheduler.planning.core import SchedulerCore
 from scheduler.queue.base import Queue
 from scheduler.registry.base import WorkerRegistry
+from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.claimer import Claimer
 from scheduler.worker.grammar_compiler import GrammarCompiler
-from scheduler.worker.heartbeat import Heartbeat, WorkerIdentity
+from scheduler.worker.heartbeat import Heartbeat, ReadGpus, WorkerIdentity
 from scheduler.worker.held_requests import HeldRequests
 from scheduler.worker.leases import LeaseKeeper
 from scheduler.worker.loop import SchedulerLoop
@@ -21,7 +22,9 @@ from scheduler.worker.publisher import Publisher
 from scheduler.worker.refusals import Refusals
 from scheduler.worker.step_log import NoStepLog, StepLog
 from scheduler.worker.step_loop import StepLoop
+from scheduler.worker.step_marks import StepMarks
 from scheduler.worker.step_reporter import StepReporter
+from scheduler.worker.tracing import RequestTracer
 
 
 def build_loop(
@@ -34,6 +37,8 @@ def build_loop(
     clock: Clock,
     identity: WorkerIdentity,
     step_log: StepLog | None = None,
+    read_gpus: ReadGpus | None = None,
+    tracer: RequestTracer | None = None,
 ) -> SchedulerLoop:
     """Return a loop that is ready to run.
 
@@ -47,15 +52,19 @@ def build_loop(
         if evictees:
             engine.evict(evictees)
 
-    held = HeldRequests(core, metrics, clock, make_room)
-    heartbeat = Heartbeat(registry, metrics, core, engine.info, identity, clock)
+    held = HeldRequests(core, metrics, clock, make_room, tracer)
+    heartbeat = Heartbeat(registry, metrics, core, engine.info, identity, clock, read_gpus=read_gpus)
     refusals = Refusals()
     publisher = Publisher(queue, events, held, refusals, clock)
     peers = Peers(core, queue, events, registry, held, refusals, clock, identity.worker_id)
     claimer = Claimer(core, queue, held, peers, refusals, clock)
-    reporter = StepReporter(publisher, metrics, heartbeat, step_log or NoStepLog())
-    steps = StepLoop(core, engine, held, claimer, reporter, clock)
+    reporter = StepReporter(publisher, metrics, heartbeat, step_log or NoStepLog(), clock, tracer)
+    marks = StepMarks(core, queue, refusals)
+    steps = StepLoop(core, engine, held, claimer, reporter, marks, clock)
+    checkpointer = Checkpointer(core, queue, refusals, clock)
     leases = LeaseKeeper(core, queue, held, refusals, clock, identity.worker_id)
     maintenance = Maintenance(core, queue, metrics, heartbeat, held, steps, refusals, clock)
-    grammars = GrammarCompiler(core, engine, held)
-    return SchedulerLoop(steps, claimer, publisher, leases, peers, maintenance, heartbeat, queue, grammars)
+    grammars = GrammarCompiler(core, engine, held, marks)
+    return SchedulerLoop(
+        steps, claimer, publisher, checkpointer, leases, peers, maintenance, heartbeat, queue, grammars
+    )

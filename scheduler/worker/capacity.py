@@ -110,6 +110,7 @@ class CapacityEstimator:
             share_left = max(1 - backlog.used_share, tier.floor, MIN_SHARE_LEFT)
             self._add_to(backlog, states[name], tier, cost, output.margin)
             capacity = self._capacity(tier, output.batch_size, states[name], cost, backlog, share_left)
+            capacity = self._with_whole_engine(capacity, tier, cost, status.decode_cost or cost, status.safety)
             capacities[name] = capacity if status.knows_step_times else replace(capacity, prefill_tokens_per_s=0.0)
         return capacities
 
@@ -165,6 +166,21 @@ class CapacityEstimator:
             drain_per_s=_per_s(share_left, _request_s(history, states, prompt_s, output_s)),
             prefill_tokens_per_s=prefill_per_s,
             output_tokens_per_s=_per_s(share_left, output_s),
+        )
+
+    def _with_whole_engine(
+        self, capacity: TierCapacity, tier: Tier, cost: StepCost, decode_cost: StepCost, safety: float
+    ) -> TierCapacity:
+        """Return `capacity` with the rates of a tier that has the whole engine, at mean costs.
+
+        Bulk decodes mostly in steps without prefills, where `decode_cost` holds.
+        """
+        history = self._history[tier.name]
+        in_full_steps_s = _prompt_token_s(history, cost) + cost.step_s / self._max_step_tokens
+        return replace(
+            capacity,
+            whole_prefill_tokens_per_s=safety * _per_s(1.0, in_full_steps_s),
+            whole_output_tokens_per_s=safety * _per_s(1.0, _output_token_s(history, decode_cost, tier.batch_size.max)),
         )
 
     def _prefill_beside_decodes_per_s(self, backlog: _Backlog, cost: StepCost, prompt_token_s: float) -> float:

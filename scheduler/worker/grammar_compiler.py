@@ -8,13 +8,15 @@ from engine.interface import Engine, GrammarError
 from scheduler.planning.core import SchedulerCore
 from scheduler.request import Request
 from scheduler.worker.held_requests import HeldRequests
+from scheduler.worker.step_marks import StepMarks
 
 
 class GrammarCompiler:
-    def __init__(self, core: SchedulerCore, engine: Engine, held: HeldRequests) -> None:
+    def __init__(self, core: SchedulerCore, engine: Engine, held: HeldRequests, marks: StepMarks) -> None:
         self._core = core
         self._engine = engine
         self._held = held
+        self._marks = marks
 
     async def run(self) -> None:
         """Have grammars compiled as they arrive, until this task is cancelled."""
@@ -26,6 +28,7 @@ class GrammarCompiler:
 
     async def _compile(self, request: Request) -> None:
         assert request.sampling.grammar is not None
+        await self._marks.write()
         try:
             compiled = await self._engine.compile_grammar(request.sampling.grammar)
         except GrammarError as error:

@@ -5,7 +5,7 @@ seconds.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,10 +17,12 @@ from scheduler.clock import Clock
 from scheduler.planning.status import CoreStatus
 from scheduler.planning.step_report import Ended
 from scheduler.registry.base import WorkerRegistry
-from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
+from scheduler.registry.worker_status import GpuStatus, TierCapacity, TierStatus, WorkerStatus
 from scheduler.worker.capacity import CapacityEstimator
 from scheduler.worker.core import WorkerCore
 from scheduler.worker.metrics import SchedulerMetrics
+
+ReadGpus = Callable[[], tuple[GpuStatus, ...]]
 
 RATE_WEIGHT = 0.2  # weight of the newest interval in the average rate of finished requests
 
@@ -47,8 +49,9 @@ class Heartbeat:
         identity: WorkerIdentity,
         clock: Clock,
         unsupported: Collection[str] = (),
+        read_gpus: ReadGpus | None = None,
     ) -> None:
-        """`unsupported` are the sampling parameters that the engine cannot honour."""
+        """`unsupported` are the sampling parameters that the engine cannot honour. `read_gpus` returns its GPUs."""
         self._unsupported = tuple(sorted(unsupported))
         self._registry = registry
         self._metrics = metrics
@@ -60,6 +63,8 @@ class Heartbeat:
         self._finished: Counter[str] = Counter()  # number of finished requests by tier, since the last heartbeat
         self._finished_per_s: dict[str, Ewma] = {}  # average rate of finished requests, by tier
         self._last_s: float | None = None
+        self._computed_s = 0.0  # engine time until the last heartbeat
+        self._read_gpus = read_gpus
 
     def count_ended(self, end: Ended) -> None:
         self._finished[end.tier] += 1
@@ -74,19 +79,31 @@ class Heartbeat:
         tiers = {tier: self._tier(tier, status, capacities[tier], interval_s) for tier in capacities}
         self._finished.clear()
         sla_json = msgspec.json.encode(self._explanation(status, now, wall_ms)).decode()
-        await self._registry.announce(self._status(tiers, wall_ms), self._metrics.text(), sla_json)
+        gpus = self._read_gpus() if self._read_gpus is not None else ()
+        announced = self._status(tiers, wall_ms, status.kv_usage, self._busy(status, interval_s), gpus)
+        await self._registry.announce(announced, self._metrics.text(), sla_json)
 
     async def withdraw(self) -> None:
         """Remove the worker from the registry."""
         await self._registry.withdraw(self._identity.worker_id)
 
+    def _busy(self, status: CoreStatus, interval_s: float) -> float:
+        """Return the share of the interval in which the engine computed, also what was thrown away."""
+        computed_s = sum(status.used_s.values()) + status.wasted_s
+        since_s, self._computed_s = computed_s - self._computed_s, computed_s
+        return min(1.0, since_s / interval_s)
+
     def _explanation(self, status: CoreStatus, now: float, wall_ms: int) -> dict[str, Any]:
         """Return what the controller does and why, for `/admin/sla`. `at_ms` is the time of this report."""
+        explained = self._core.explain(now)
+        for tier, report in explained["tiers"].items():
+            report["requests"] = asdict(status.held[tier])
+            report["engine_s"] = status.used_s.get(tier, 0.0)
         return {
             "at_ms": wall_ms,
             "kv_usage": status.kv_usage,
             "step_time_error": status.step_time_error,
-            **self._core.explain(now),
+            **explained,
             "step_cost": asdict(status.step_cost),
         }
 
@@ -103,7 +120,9 @@ class Heartbeat:
             capacity=capacity,
         )
 
-    def _status(self, tiers: dict[str, TierStatus], wall_ms: int) -> WorkerStatus:
+    def _status(
+        self, tiers: dict[str, TierStatus], wall_ms: int, kv_usage: float, busy: float, gpus: tuple[GpuStatus, ...]
+    ) -> WorkerStatus:
         return WorkerStatus(
             worker_id=self._identity.worker_id,
             model_names=self._identity.model_names,
@@ -115,4 +134,7 @@ class Heartbeat:
             tiers=tiers,
             at_ms=wall_ms,
             unsupported=self._unsupported,
+            busy=busy,
+            kv_usage=kv_usage,
+            gpus=gpus,
         )

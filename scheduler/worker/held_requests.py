@@ -10,6 +10,7 @@ from scheduler.clock import Clock
 from scheduler.request import Claimed
 from scheduler.worker.core import WorkerCore
 from scheduler.worker.metrics import SchedulerMetrics
+from scheduler.worker.tracing import RequestTracer
 
 
 class HeldRequests:
@@ -19,10 +20,12 @@ class HeldRequests:
         metrics: SchedulerMetrics,
         clock: Clock,
         make_room: Callable[[Sequence[str], float], None] | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         """`make_room` is called with the ids of requests that may start now, and the time."""
         self._core = core
         self._make_room = make_room
+        self._tracer = tracer
         self._metrics = metrics
         self._clock = clock
         self.changed = asyncio.Event()  # set when the driver should look at the requests again
@@ -46,6 +49,8 @@ class HeldRequests:
         cancelled = self._core.cancel(request_ids)
         for state in cancelled:
             self._metrics.record_cancelled(state.tier.name)
+            if state.marks is not None and self._tracer is not None:
+                self._tracer.record(state, self._clock.now())
         if cancelled:
             self.changed.set()
 

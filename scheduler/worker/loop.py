@@ -1,7 +1,8 @@
 """The main loop of a worker: claim → accept → plan → engine → apply → publish, with any clock, queue and engine.
 
-The simulator runs the same loop. Seven small tasks share the core on one thread: the driver (steps, or the streams of
-`scheduler.dispatch`), claims (also while a step runs), grammars, publishing, leases, peers and maintenance.
+The simulator runs the same loop. Eight small tasks share the core on one thread: the driver (steps, or the streams of
+`scheduler.dispatch`), claims (also while a step runs), grammars, publishing, checkpoints, leases,
+peers and maintenance.
 `scheduler.worker.assembly` builds the loop.
 """
 
@@ -9,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from scheduler.queue.base import Queue
+from scheduler.worker.checkpoints import Checkpointer
 from scheduler.worker.claimer import Claimer
 from scheduler.worker.core import Driver
 from scheduler.worker.grammar_compiler import GrammarCompiler
@@ -25,6 +27,7 @@ class SchedulerLoop:
         driver: Driver,
         claimer: Claimer,
         publisher: Publisher,
+        checkpointer: Checkpointer,
         leases: LeaseKeeper,
         peers: Peers,
         maintenance: Maintenance,
@@ -37,6 +40,7 @@ class SchedulerLoop:
         self._claimer = claimer
         self._grammars = grammars
         self._publisher = publisher
+        self._checkpointer = checkpointer
         self._leases = leases
         self._peers = peers
         self._maintenance = maintenance
@@ -55,10 +59,12 @@ class SchedulerLoop:
         Any error ends all tasks and is raised. A new loop may then continue with the same engine and core.
         """
         try:
+            await self._checkpointer.save_all()  # of requests that an earlier loop has left in the core
             await self._leases.give_back(await self._driver.clear())
             await self._heartbeat.beat()
             self.is_announced = True
             await self._run_tasks()
+            await self._checkpointer.save_all()
             await self._leases.give_back()
             await self._heartbeat.withdraw()
         finally:
@@ -70,6 +76,7 @@ class SchedulerLoop:
             publishing,
             asyncio.create_task(self._claimer.run()),
             asyncio.create_task(self._maintenance.run()),
+            asyncio.create_task(self._checkpointer.run()),
             asyncio.create_task(self._leases.run()),
             asyncio.create_task(self._peers.run()),
         ]

@@ -4,6 +4,7 @@ This is the only module of the scheduler that writes metrics. It translates what
 decisions. The registry is injected, so that two workers in one process (tests, the simulator) do not share metrics.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -66,6 +67,8 @@ class SchedulerMetrics:
             "quantile",
         )
         self._attainment = gauge("slo_attainment_ratio", "Share of recently ended requests that met all SLOs.", "tier")
+        self._missed = counter("slo_misses", "First tokens and token gaps over the SLO.", "tier", "metric")
+        self._targets_s: dict[tuple[str, str], float] = {}  # SLOs by metric and tier
         self._max_wait = gauge("controller_max_wait_seconds", "The controller's max-wait.", "tier")
         self._batch_size = gauge("controller_batch_size", "The controller's batch size.", "tier")
         self._batch_tokens = gauge(
@@ -93,6 +96,9 @@ class SchedulerMetrics:
         self._recomputed = counter(
             "recomputed_tokens", "Tokens whose KV was freed by preemption, to be computed again.", "tier"
         )
+        self._restored = counter(
+            "restored_tokens", "Output tokens that claimed requests had from earlier workers' checkpoints.", "tier"
+        )
         self._preempted = counter("num_preemptions", "Sequences preempted.", "tier", "mode")
         self._prompt = counter("prompt_tokens", "Prompt tokens of ended requests.", "tier")
         self._generated = counter("generation_tokens", "Tokens generated.", "tier")
@@ -107,9 +113,10 @@ class SchedulerMetrics:
 
     def _show_from_the_start(self) -> None:
         """Create every series before its first event, so that rates start at zero."""
+        self._targets_s.clear()
         for tier in self._tiers.by_priority:
-            counters = (self._prompt, self._generated, self._queried, self._hit, self._recomputed, self._used)
-            for family in (*self._latency.values(), self._reaction, self._batch, *counters):
+            counters = (self._prompt, self._generated, self._queried, self._hit, self._recomputed, self._restored)
+            for family in (*self._latency.values(), self._reaction, self._batch, self._used, *counters):
                 family.labels(tier.name)
             for mode in ("pause", "swap", "recompute"):
                 self._preempted.labels(tier.name, mode)
@@ -119,6 +126,9 @@ class SchedulerMetrics:
             for metric, target_ms in targets.items():
                 target_s = None if target_ms is None else target_ms / 1000
                 _set_or_remove(self._target, (tier.name, metric, "0.99"), target_s)
+                if target_s is not None:
+                    self._targets_s[metric, tier.name] = target_s
+                    self._missed.labels(tier.name, metric)
 
     def reconfigure(self, tiers: TierSet) -> None:
         """Show the SLOs of changed tiers. The counters of a removed tier stay; its gauges are removed."""
@@ -144,6 +154,8 @@ class SchedulerMetrics:
             self._latency[sample.kind].labels(sample.tier).observe(sample.seconds)
             if sample.kind in ("ttft", "itl"):
                 self._generated.labels(sample.tier).inc()
+                if sample.seconds > self._targets_s.get((sample.kind, sample.tier), math.inf):
+                    self._missed.labels(sample.tier, sample.kind).inc()
         for reaction in report.reactions:
             self._reaction.labels(reaction.tier).observe(reaction.steps)
         for tier, seconds in report.used_s.items():
@@ -180,6 +192,8 @@ class SchedulerMetrics:
             self._count_up(self._preempted.labels(*key), ("preempted", *key), count)
         for tier, count in status.recomputed_tokens.items():
             self._count_up(self._recomputed.labels(tier), ("recomputed", tier), count)
+        for tier, count in status.restored_tokens.items():
+            self._count_up(self._restored.labels(tier), ("restored", tier), count)
         self._count_up(self._steps_evicted_from, ("shed",), status.num_step_evictions)
         self._count_up(self._wasted, ("wasted",), status.wasted_s)
         self._error.set(status.step_time_error)

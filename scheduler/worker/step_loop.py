@@ -13,6 +13,7 @@ from scheduler.planning.core import SchedulerCore
 from scheduler.request import Lease
 from scheduler.worker.claimer import Claimer
 from scheduler.worker.held_requests import HeldRequests
+from scheduler.worker.step_marks import StepMarks
 from scheduler.worker.step_reporter import StepReporter
 
 # A step counts as stuck when it takes longer than `STUCK_S` seconds and longer than `STUCK_FACTOR` times its
@@ -30,6 +31,7 @@ class StepLoop:
         held: HeldRequests,
         claimer: Claimer,
         reporter: StepReporter,
+        marks: StepMarks,
         clock: Clock,
     ) -> None:
         self._core = core
@@ -37,6 +39,7 @@ class StepLoop:
         self._held = held
         self._claimer = claimer
         self._reporter = reporter
+        self._marks = marks
         self._clock = clock
         self._draining = False
         self._stopped = False
@@ -86,8 +89,11 @@ class StepLoop:
 
     async def _run_steps(self, plan: StepPlan) -> None:
         """Run `plan`, and all steps that can be planned while the step before them runs (async scheduling)."""
-        begun_s = self._begun_s = self._clock.now()
-        self._engine.submit(plan)
+        try:
+            await self._marks.write()
+        finally:  # also if the store does not answer: the core awaits the result of its plan
+            begun_s = self._begun_s = self._clock.now()
+            self._engine.submit(plan)
         if not self._engine.info.steps_ahead:
             self._apply(await self._engine.collect(), begun_s)
             return
@@ -121,6 +127,8 @@ class StepLoop:
         report = self._core.apply(result, now, overhead_s)
         self._reporter.report_step(result, report, now)
         self._claimer.note_room()
+        if self._core.has_suspects:
+            self._held.grammar_arrived.set()  # a grammar that had to wait may be compiled now
 
     async def _idle(self) -> None:
         """Sleep until something changes or a batching delay ends. Maintenance also wakes the loop every `UPDATE_S`."""

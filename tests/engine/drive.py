@@ -78,12 +78,16 @@ def drive(
         arrived, waiting = waiting[:arrivals_a_step], waiting[len(waiting[:arrivals_a_step]) :]
         started = _compile_grammars(engine, arrived, driven)
         plan = _plan(engine.info, step_id, live, started, chunk, preempt)
-        driven.update({new.seq_id: Driven(new) for new in started})
+        driven.update({new.seq_id: _new(new) for new in started})
         _note_preemptions(driven, plan)
         result = engine.step(plan)
         _take_in(driven, result)
         after_step(result)
     raise AssertionError("the sequences do not end")
+
+
+def _new(new: NewSequence) -> Driven:
+    return Driven(new, list(new.output_token_ids))
 
 
 def _compile_grammars(engine: Stepper, news: list[NewSequence], driven: dict[str, Driven]) -> list[NewSequence]:
@@ -113,7 +117,7 @@ def _plan(
 ) -> StepPlan:
     resumed = [s for s in live if s.preempted_by is not None]
     victims = {s.new.seq_id: mode for s in live if s.preempted_by is None and (mode := preempt(s))}
-    runnable = [s for s in live if s.new.seq_id not in victims] + [Driven(new) for new in started]
+    runnable = [s for s in live if s.new.seq_id not in victims] + [_new(new) for new in started]
     budget, runs = info.max_step_tokens, []
     for s in runnable:
         recomputed = s.preempted_by is PreemptionMode.RECOMPUTE

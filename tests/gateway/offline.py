@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,9 @@ from fastapi import FastAPI
 from openai.types import Batch as ApiBatch
 from redis.asyncio import Redis
 
+from gateway.batches.model import Batch
 from gateway.batches.service import BatchService
+from gateway.files.storage import Storage
 from gateway.files.store import FileStore
 from gateway.idempotency.store import IdempotencyStore
 from gateway.identity import ApiKey, Keyring
@@ -30,7 +32,15 @@ from gateway.protocol import errors
 from gateway.protocol.json_body import BodyReader
 from gateway.routes import batches as batch_routes
 from gateway.routes import files as file_routes
+from gateway.routes import uploads as upload_routes
+from gateway.uploads.service import UploadService
+from gateway.webhooks.sender import WebhookSender
+from gateway.webhooks.service import WebhookService
+from gateway.webhooks.store import EventStore
+from gateway.webhooks.target import TargetPolicy
 from scheduler.config import Tier, load_tiers
+from scheduler.registry.worker_status import WorkerStatus
+from scheduler.request import JobDeadline
 from tests.waiting import until
 
 MODEL = "tide-1"
@@ -70,6 +80,7 @@ class ScriptedCompletions:
         self.tiers: set[str] = set()
         self.owners: set[str | None] = set()
         self.log_contexts: list[dict[str, Any]] = []  # the log context of each call
+        self.deadlines: list[JobDeadline | None] = []
         self.running = self.peak = 0
 
     async def complete(
@@ -82,8 +93,10 @@ class ScriptedCompletions:
         request_id: str,
         owner: str | None,
         wants_receipt: bool = False,
+        deadline: JobDeadline | None = None,
     ) -> tuple[int, dict[str, Any]]:
         question = body["messages"][-1]["content"]
+        self.deadlines.append(deadline)
         self.owners.add(owner)
         self.calls[question] += 1
         self.request_ids.append(request_id)
@@ -93,7 +106,8 @@ class ScriptedCompletions:
         self.peak = max(self.peak, self.running)
         try:
             await (asyncio.sleep(0) if self.permits is None else self.permits.acquire())
-            return self._answer(question, service_tier)
+            status, answer = self._answer(question, service_tier)
+            return status, answer | {"tidegate": {"engine_ms": 1.5}} if wants_receipt and status == 200 else answer
         finally:
             self.running -= 1
 
@@ -118,6 +132,9 @@ class OfflineGateway:
     http: httpx.AsyncClient
     files: FileStore
     batches: BatchService
+    uploads: UploadService
+    webhooks: WebhookService  # a test that wants deliveries runs `webhooks.follow()`
+    webhook_results: list[str]  # of each attempt
     completions: ScriptedCompletions
     clock: ShiftedClock
     app: FastAPI
@@ -132,9 +149,9 @@ class OfflineGateway:
     async def submit(self, lines: Iterable[Any]) -> ApiBatch:
         return await self.create(await self.upload(jsonl(lines)))
 
-    async def create(self, file_id: str, **more: Any) -> ApiBatch:
+    async def create(self, file_id: str, window: Any = "24h", **more: Any) -> ApiBatch:
         return await self.client.batches.create(
-            input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="24h", **more
+            input_file_id=file_id, endpoint="/v1/chat/completions", completion_window=window, **more
         )
 
     async def ended(self, batch_id: str, timeout_s: float = 20.0) -> ApiBatch:
@@ -187,6 +204,12 @@ def keyring(**tiers: frozenset[str] | None) -> Keyring:
     return Keyring([ApiKey(n, hashlib.sha256(_secret(n).encode()).digest(), t) for n, t in tiers.items()])
 
 
+def limited_keyring(**limits: dict[str, Any]) -> Keyring:
+    """Return a keyring with one key per name and its limits."""
+    keys = keyring(**dict.fromkeys(limits)).keys
+    return Keyring([replace(key, **limits[key.name]) for key in keys])
+
+
 def _secret(name: str) -> str:
     return f"sk-{name.encode().hex()}"
 
@@ -203,10 +226,21 @@ def make_gateway(
     max_body_bytes: int = 16 * 2**20,
     reserve_bytes: int = 0,
     files_quota_mb: int | None = None,
+    storage: Storage | None = None,
+    workers: Sequence[WorkerStatus] = (),
+    webhook_secret: str | None = None,
 ) -> OfflineGateway:
-    clock = clock or ShiftedClock()
+    clock, keys = clock or ShiftedClock(), keys or Keyring()
     completions = completions or ScriptedCompletions()
-    files = FileStore(redis, data_dir, clock, reserve_bytes)
+    files = FileStore(redis, data_dir, clock, reserve_bytes, storage)
+    policy, results = TargetPolicy(allow_loopback=True), list[str]()
+    webhooks = WebhookService(
+        EventStore(redis), WebhookSender(policy), policy, keys, webhook_secret, clock, results.append
+    )
+
+    async def announce(batch: Batch) -> None:
+        await webhooks.announce(f"batch.{batch.status}", batch.id, batch.metadata, batch.owner)
+
     batches = BatchService(
         redis,
         files,
@@ -214,20 +248,28 @@ def make_gateway(
         TIERS,
         (MODEL, "other"),
         clock,
+        keyring=keys,
+        count_tokens=_count_words,
         max_lines_in_flight=max_lines_in_flight,
         lock_ttl_s=lock_ttl_s,
         max_body_bytes=max_body_bytes,
+        workers=lambda: workers,
+        on_end=announce,
     )
+    uploads = UploadService(redis, files, clock)
     app = FastAPI()
     errors.install(app)
     app.include_router(file_routes.router)
+    app.include_router(upload_routes.router)
     app.include_router(batch_routes.router)
     app.state.body_reader = BodyReader(16 * max_body_bytes)
     app.state.gateway = SimpleNamespace(
         files=files,
         batches=batches,
+        uploads=uploads,
+        webhooks=webhooks,
         tiers=TIERS,
-        keyring=keys or Keyring(),
+        keyring=keys,
         files_quota_mb=files_quota_mb,
         idempotency=IdempotencyStore(redis, clock),
     )
@@ -240,7 +282,11 @@ def make_gateway(
         max_retries=0,
         _strict_response_validation=True,
     )
-    return OfflineGateway(client, http, files, batches, completions, clock, app)
+    return OfflineGateway(client, http, files, batches, uploads, webhooks, results, completions, clock, app)
+
+
+async def _count_words(texts: Sequence[str]) -> int:
+    return sum(len(text.split()) for text in texts)
 
 
 @contextlib.asynccontextmanager

@@ -24,11 +24,14 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.interface import FinishReason
 from gateway.app import create_app
+from gateway.batches.service import BatchService
 from gateway.completion.answer_cache import AnswerCache
 from gateway.completion.metering import Metering
 from gateway.completion.sampling_defaults import SamplingDefaults
 from gateway.completion.service import OPENAI_DEFAULTS, CompletionService
 from gateway.completion.tokenizer import Tokenizer
+from gateway.dead_letters import DeadLetters
+from gateway.files.store import FileStore
 from gateway.http.connection import protocol_factory
 from gateway.http.connections import ConnectionLimits, ConnectionTable
 from gateway.http.cors import AllowedOrigins
@@ -42,7 +45,7 @@ from gateway.keys.source import KeySource
 from gateway.keys.usage import UsageMeter
 from gateway.responses.service import ResponseService
 from gateway.responses.store import ResponseStore
-from gateway.state import Gateway, GatewayTiers
+from gateway.state import Gateway, GatewayTiers, TracingMiddleware
 from gateway.tasks.endings import Endings
 from gateway.tasks.service import TaskService
 from scheduler.client.client import SchedulerClient
@@ -145,6 +148,7 @@ class ScriptedWorker:
     script: Scripting
     capacity: TierCapacity | None = None  # announced for each tier; None: unknown
     metrics: str = ""  # announced as the worker's own metrics
+    sla: str = "{}"  # announced as the explanation of its controller
     claims: bool = True
     served: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -165,7 +169,7 @@ class ScriptedWorker:
         }
         at_ms = SystemClock().wall_ms()
         status = WorkerStatus("w1", (MODEL,), CONTEXT, len(pretrained()), 0, device="cpu", tiers=tiers, at_ms=at_ms)
-        await self.registry.announce(status, self.metrics)
+        await self.registry.announce(status, self.metrics, self.sla)
 
     async def run(self) -> None:
         self.gate.set()
@@ -250,19 +254,23 @@ async def running_stand(
     responses: ResponseStore | None = None,
     redis: Redis | None = None,
     tasks: Redis | None = None,
+    dead_letters: DeadLetters | None = None,
     allowed_origins: Sequence[str] = (),
     limits: ConnectionLimits | None = None,
     allowed_hosts: AllowedHosts | None = None,
     private_docs: bool = False,
     certificate: Certificate | None = None,
     adapters: tuple[str, ...] = (),
+    tracing: TracingMiddleware | None = None,
+    console: bool = True,
+    data_dir: Path | None = None,
 ) -> AsyncIterator[Stand]:
     """Run a gateway.
 
     `administered` holds the store and the file through which its tiers can be changed. `metered` is the store of
-    limits, usage and the answer cache; without it, there are none of them. `redis` and `responses`
-    are the store of responses (None: responses are not stored). `tasks` is the store of tasks; with it, the gateway has
-    seen a worker for them.
+    limits, usage and the answer cache; without it, there are none of them. `redis` and `responses` are the store of
+    responses (None: responses are not stored). With `redis` and `data_dir`, there are files and batches. `tasks` is the
+    store of tasks; with it, the gateway has seen a worker for them.
     """
     clock, tiers, keyring = clock or SystemClock(), tiers or make_tiers(), keyring or Keyring()
     tokenizer = tokenizer or tiny_tokenizer()
@@ -286,8 +294,11 @@ async def running_stand(
         ping_s=ping_s,
         trusts_templates=trusts_templates,
         metering=metering,
+        dead_letters=dead_letters,
         adapters=adapters,
     )
+    offline = ResponseService(service, clock, redis, responses)
+    files = redis and data_dir and FileStore(redis, data_dir, clock)
     gateway = Gateway(
         model_names=names,
         created=1_700_000_000,
@@ -301,13 +312,18 @@ async def running_stand(
         limits=key_limits,
         usage=usage,
         tier_changes=administered and _tier_changes(*administered, client, queue, keyring),
-        responses=ResponseService(service, clock, redis, responses),
-        tasks=tasks and TaskService(TaskQueue(tasks, clock), Endings(tasks), client, clock, keep_s=3600.0),
-        idempotency=redis and IdempotencyStore(redis, clock),
+        responses=offline,
+        files=files,
+        batches=files and redis and BatchService(redis, files, offline, tiers, names, clock),
+        dead_letters=dead_letters,
+        tasks=tasks and TaskService(TaskQueue(tasks, clock), Endings(tasks), client, clock, 3600.0, 86_400.0),
+        idempotency=IdempotencyStore(redis or tasks, clock) if redis or tasks else None,
         max_body_bytes=max_body_bytes,
         allowed_origins=AllowedOrigins(allowed_origins),
         allowed_hosts=allowed_hosts or AllowedHosts(),
         private_docs=private_docs,
+        tracing=tracing,
+        console=console,
     )
     async with AsyncExitStack() as stack:
         if tasks is not None:

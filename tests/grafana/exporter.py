@@ -1,4 +1,7 @@
-"""A scrape target with the product's own metric families, all of them moving: each scrape is some traffic."""
+"""A scrape target with the product's own metric families, all of them moving: each scrape is some traffic.
+
+A faulty one has everything at once that an alert is for, except that it answers and that a worker lives.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -26,7 +29,8 @@ WORKERS = ("worker-a", "worker-b")
 
 
 class Worker:
-    def __init__(self) -> None:
+    def __init__(self, faulty: bool = False) -> None:
+        self._faulty = faulty
         self.registry = CollectorRegistry()
         self.metrics = SchedulerMetrics(self.registry, TIERS)
         self.tasks = TaskMetrics(self.registry, TIERS)  # a worker has one or the other; here one stands for both
@@ -34,9 +38,11 @@ class Worker:
         self._rounds = 0
 
     def serve_some_traffic(self) -> None:
-        report = StepReport(used_s=dict.fromkeys(TIERS.tiers, 0.01))
+        served = [tier for tier in TIERS.tiers if not (self._faulty and tier == "bulk")]
+        report = StepReport(used_s=dict.fromkeys(served, 0.01))
         for tier in TIERS.tiers:
-            report.samples += [Sample(kind, tier, 0.03) for kind in ("ttft", "itl", "e2e", "queue", "service")]
+            seconds = 3.0 if self._faulty else 0.03
+            report.samples += [Sample(kind, tier, seconds) for kind in ("ttft", "itl", "e2e", "queue", "service")]
             reasons = ("stop", "length", "failed", "cancelled")
             report.ended += [Ended(tier, reason, 10, 20, met_slo=True) for reason in reasons]
             report.lookups.append(PrefixLookup(tier, 10, 4))
@@ -51,12 +57,13 @@ class Worker:
             for new in (4, 16)
         )
         self._rounds += 1
-        outputs = TierOutputs(8, 0.02, 0.1, ttft_p99_s=0.2, itl_p99_s=0.05, attainment=0.99)
+        outputs = TierOutputs(8, 0.02, 0.1, ttft_p99_s=0.2, itl_p99_s=0.05, attainment=0.99, is_overloaded=self._faulty)
         status = replace(
             self._core.status(0.0),
             outputs=dict.fromkeys(TIERS.tiers, outputs),
             preemptions={(tier, mode): self._rounds for tier in TIERS.tiers for mode in ("pause", "swap", "recompute")},
             recomputed_tokens=dict.fromkeys(TIERS.tiers, 32 * self._rounds),
+            restored_tokens=dict.fromkeys(TIERS.tiers, 16 * self._rounds),
             num_step_evictions=self._rounds,
             wasted_s=0.02 * self._rounds,
             missing_deadlines=dict.fromkeys(TIERS.tiers, 1),
@@ -78,16 +85,19 @@ class Worker:
 class Deployment:
     """A gateway with two workers; `scrape` is its /metrics."""
 
-    def __init__(self) -> None:
+    def __init__(self, faulty: bool = False) -> None:
+        self._faulty = faulty
+        self._scrapes = 0
         self.gateway = GatewayMetrics()
-        self.workers = {name: Worker() for name in WORKERS}
+        self.gateway.show_from_the_start(TIERS, {"chat-ui"})
+        self.workers = {name: Worker(faulty) for name in WORKERS}
         self._lock = threading.Lock()
 
     def scrape(self) -> bytes:
         with self._lock:
             self._serve_some_traffic()
             snapshots = {name: worker.metrics.text() for name, worker in self.workers.items()}
-            return render(self.gateway.registry, snapshots)
+            return render(self.gateway.registry, snapshots, "demo")
 
     def _serve_some_traffic(self) -> None:
         for worker in self.workers.values():
@@ -106,9 +116,14 @@ class Deployment:
                 self.gateway.count_tokens("chat-ui", tier, kind, 30)
         self.gateway.count_rate_limited("chat-ui", "tokens")
         self.gateway.count_cache_lookup("hit")
-        self.gateway.count_closed("headers too slow")
-        self.gateway.workers_alive.set(len(self.workers))
+        self.gateway.count_webhook("delivered")
+        self.gateway.count_closed("slow_headers")
+        self._scrapes += 1
+        has_lost_one = self._faulty and self._scrapes > 3
+        self.gateway.workers_alive.set(len(self.workers) - has_lost_one)
+        self.gateway.show_store(not self._faulty, 0.001, dict.fromkeys(TIERS.tiers, 2000.0 if self._faulty else 0.1))
         self.gateway.batches.labels("in_progress").set(1)
+        self.gateway.dead_letters.set(1)
 
     def families(self) -> dict[str, set[str]]:
         """Family name → the names of its samples."""

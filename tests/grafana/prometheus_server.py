@@ -1,4 +1,4 @@
-"""A real Prometheus in a temporary directory, on a free port, scraping one target several times a second."""
+"""A real Prometheus in a temporary directory, on a free port, scraping one target twice a second."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ import yaml
 
 T = TypeVar("T")
 
-SCRAPE_INTERVAL = "200ms"
+SCRAPE_INTERVAL = "500ms"  # also the time for a scrape, on a machine that is busy with other tests
 
 
 def wait_until(probe: Callable[[], T | None], what: str, deadline_s: float = 20.0) -> T:
@@ -48,6 +48,16 @@ class Prometheus:
         series: list[dict[str, Any]] = answer["data"]["result"]
         return series
 
+    def alerts(self) -> list[dict[str, Any]]:
+        """The alerts that fire."""
+        found = self._client.get("/api/v1/alerts").json()["data"]["alerts"]
+        return [alert for alert in found if alert["state"] == "firing"]
+
+    def rule_problems(self) -> list[dict[str, Any]]:
+        """The rules whose last evaluation failed."""
+        groups = self._client.get("/api/v1/rules").json()["data"]["groups"]
+        return [rule for group in groups for rule in group["rules"] if rule["health"] == "err"]
+
     def label_values(self, metric: str, label: str) -> list[str]:
         answer = self._client.get(f"/api/v1/label/{label}/values", params={"match[]": metric}).json()
         values: list[str] = answer["data"]
@@ -55,11 +65,12 @@ class Prometheus:
 
 
 @contextmanager
-def running(binary: str, folder: Path, target_port: int) -> Iterator[Prometheus]:
+def running(binary: str, folder: Path, target_port: int, rules: Path | None = None) -> Iterator[Prometheus]:
     config = folder / "prometheus.yml"
     job = {"job_name": "tidegate", "static_configs": [{"targets": [f"127.0.0.1:{target_port}"]}]}
     timing = {"scrape_interval": SCRAPE_INTERVAL, "scrape_timeout": SCRAPE_INTERVAL}
-    config.write_text(yaml.safe_dump({"global": timing, "scrape_configs": [job]}))
+    rule_files = [] if rules is None else [str(rules)]
+    config.write_text(yaml.safe_dump({"global": timing, "rule_files": rule_files, "scrape_configs": [job]}))
     address = f"127.0.0.1:{_free_port()}"
     arguments = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "prometheus.log").open("w") as log:

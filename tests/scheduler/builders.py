@@ -92,6 +92,7 @@ def make_request(
     delivery: Delivery = Delivery.EACH_STEP,
     cache_salt: str = "",
     wants_receipt: bool = False,
+    urgent_ms: int = 0,
     **sampling: Any,
 ) -> Request:
     """`prompt` is the token ids, or their number."""
@@ -108,6 +109,7 @@ def make_request(
         delivery=delivery,
         cache_salt=cache_salt,
         wants_receipt=wants_receipt,
+        urgent_ms=urgent_ms,
     )
 
 

@@ -23,6 +23,23 @@ def test_a_request_is_urgent_inside_its_horizon_and_more_so_the_nearer_the_deadl
     assert 0 < found["in 9000"] < found["in 3000"] <= 1
 
 
+def test_a_part_of_a_job_is_urgent_by_its_deadline_and_its_own_horizon() -> None:
+    """The deadline already leaves time for the work, so that a large `max_tokens` does not make it urgent."""
+    states = [
+        make_decode(
+            f"in {left_ms}",
+            "batch",
+            tiers=TIERS,
+            max_tokens=100_000,
+            deadline_ms=EPOCH_MS + left_ms,
+            urgent_ms=urgent_ms,
+        )
+        for left_ms, urgent_ms in ((9_000, 4_000), (1_000, 4_000), (5_000, 60_000))
+    ]
+    found = urgencies(TIERS["batch"], states, FAST, 0.0)
+    assert found == {"in 1000": pytest.approx(0.75), "in 5000": pytest.approx(0.5)}, "the tier's horizon is the longest"
+
+
 def test_a_long_wait_for_the_first_token_is_urgent() -> None:
     states = [make_state("old", "batch", tiers=TIERS, deadline_ms=EPOCH_MS + 10**9)]
     assert not urgencies(TIERS["batch"], states, FAST, 59.0)

@@ -26,6 +26,7 @@ from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.metrics import SchedulerMetrics
 from scheduler.worker.step_log import StepLog
+from scheduler.worker.tracing import RequestTracer
 from tests.scheduler.builders import FAST, CheckedCore, make_core, make_info, make_request, make_tiers
 
 T = TypeVar("T")
@@ -116,12 +117,15 @@ def run_world(
     noise: float = 0.0,
     seed: int = 0,
     prefix_cache: bool = False,
+    tracer: RequestTracer | None = None,
 ) -> T:
     """Play `story` in virtual time, then drain the worker. `cost`: real costs of the engine; `known`: costs that the
     scheduler knows from the start (None: it learns them)."""
 
     async def main() -> T:
-        world = await start_world(tiers or make_tiers(), info or make_info(), cost, known, noise, seed, prefix_cache)
+        world = await start_world(
+            tiers or make_tiers(), info or make_info(), cost, known, noise, seed, prefix_cache, tracer=tracer
+        )
         try:
             result = await story(world)
         except asyncio.CancelledError:
@@ -157,6 +161,7 @@ async def start_world(
     seed: int = 0,
     prefix_cache: bool = False,
     step_log: StepLog | None = None,
+    tracer: RequestTracer | None = None,
 ) -> World:
     clock = VirtualClock()
     queue = MemoryQueue(clock)
@@ -167,7 +172,7 @@ async def start_world(
     metrics = SchedulerMetrics(prometheus, tiers)
     identity = WorkerIdentity("worker", ("model",), clock.wall_ms())
     of_worker = queue.for_worker("worker")
-    loop = build_loop(core, engine, of_worker, events, registry, metrics, clock, identity, step_log)
+    loop = build_loop(core, engine, of_worker, events, registry, metrics, clock, identity, step_log, tracer=tracer)
     running = asyncio.create_task(loop.run())
     await asyncio.sleep(0)  # the worker announces itself
     client = SchedulerClient(queue, events, registry, tiers, clock, "gateway")

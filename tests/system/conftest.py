@@ -10,7 +10,7 @@ from tests.system.server import Server, running
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests that do not change its state."""
+    """One server for all tests that leave it as they found it; a part that they kill is started again."""
     with running(tmp_path_factory.mktemp("serve")) as running_server:
         running_server.wait_until_ready()
         yield running_server

@@ -108,22 +108,22 @@ class Load:
             return error
 
 
-async def test_a_killed_worker_loses_no_bulk_request_and_no_batch_line(own_server: Server) -> None:
-    async with make_client(own_server) as client:
+async def test_a_killed_worker_loses_no_bulk_request_and_no_batch_line(server: Server) -> None:
+    async with make_client(server) as client:
         load = Load(client)
-        await run_until(own_server, load.is_half_done)
-        killed = own_server.kill("worker")
+        await run_until(server, load.is_half_done)
+        killed = server.kill("worker")
         # While the new worker loads its engine, the announcement of the dead one must not be taken for it.
-        await asyncio.to_thread(wait_for, lambda: not own_server.is_ready(), 15, "the gateway to miss its worker")
+        await asyncio.to_thread(wait_for, lambda: not server.is_ready(), 15, "the gateway to miss its worker")
         assert await asyncio.gather(*load.bulk.values()) == list(load.bulk)
         for nonce, answer in zip(load.chats, await asyncio.gather(*load.chats.values()), strict=True):
             assert answer == nonce or isinstance(answer, APIError)
         for batch_id, lines in load.batches.items():
             assert await batch_answers(client, batch_id) == expected(lines)
         assert await ask(client, "still-here") == "still-here"
-    await asyncio.to_thread(wait_for, own_server.is_ready, 10, "the gateway to see its new worker")
-    assert own_server.pid_of("worker") != killed
-    assert psutil.pid_exists(own_server.pid_of("worker"))
+    await asyncio.to_thread(wait_for, server.is_ready, 10, "the gateway to see its new worker")
+    assert server.pid_of("worker") != killed
+    assert psutil.pid_exists(server.pid_of("worker"))
 
 
 async def test_a_batch_survives_the_death_of_every_part(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ async def test_a_worker_that_hangs_is_killed_and_its_successor_serves(tmp_path: 
     shortened = f"from tidegate import cli, supervisor; supervisor.WATCHDOG_S = {patience_s}; cli.main()"
     with running(tmp_path, program=("-c", shortened)) as server:
         server.wait_until_ready()
+        wait_for(lambda: server.has_logged("all parts are ready"), 30, "the worker's own report")
         hung, gateway = server.pid_of("worker"), server.pid_of("gateway")
         os.kill(hung, signal.SIGSTOP)
         wait_for(lambda: server.pid_of("worker") != hung, patience_s + 20, "a new worker")
@@ -71,20 +72,20 @@ async def test_a_worker_that_hangs_is_killed_and_its_successor_serves(tmp_path: 
 
 
 async def test_streams_of_a_stopped_worker_go_on_at_another_one_and_stay_right_when_it_wakes_up(
-    own_server: Server, tmp_path: Path
+    server: Server, tmp_path: Path
 ) -> None:
     """The stopped worker's streams have no gap and no repeat, nothing new waits for it, and it may come back."""
-    worker = own_server.pid_of("worker")
-    async with make_client(own_server) as client:
-        expected = await texts_of(client, own_server)
-        flags = ("--redis-url", own_server.socket_url, "--worker-id", "second")
+    worker = server.pid_of("worker")
+    async with make_client(server) as client:
+        expected = await texts_of(client, server)
+        flags = ("--redis-url", server.socket_url, "--worker-id", "second")
         with running(tmp_path / "second", *flags, command="worker"):
-            await asyncio.to_thread(wait_for, lambda: len(own_server.workers()) == 2, 60, "the second worker")
+            await asyncio.to_thread(wait_for, lambda: len(server.workers()) == 2, 60, "the second worker")
             async with asyncio.timeout(20):
-                assert await texts_of(client, own_server, stopped=worker) == expected
-                await asyncio.to_thread(wait_for, lambda: own_server.workers() == ["second"], 10, "the silence")
+                assert await texts_of(client, server, stopped=worker) == expected
+                await asyncio.to_thread(wait_for, lambda: server.workers() == ["second"], 10, "the silence")
                 assert await ask(client, "only-second") == "only-second"
             os.kill(worker, signal.SIGCONT)
-            await asyncio.to_thread(wait_for, lambda: len(own_server.workers()) == 2, 10, "the first worker again")
-            assert own_server.pid_of("worker") == worker
-            assert await texts_of(client, own_server) == expected
+            await asyncio.to_thread(wait_for, lambda: len(server.workers()) == 2, 10, "the first worker again")
+            assert server.pid_of("worker") == worker
+            assert await texts_of(client, server) == expected

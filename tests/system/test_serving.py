@@ -20,6 +20,7 @@ from tests.system.streams import ended_by_the_server, long_streams
 
 TIERS = ("realtime", "bulk", "batch")
 README = Path(__file__).parents[2] / "README.md"
+GUIDE = README.parent / "docs" / "getting-started.md"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 
 
@@ -183,16 +184,24 @@ async def test_an_unknown_model_is_not_found(client: AsyncOpenAI) -> None:
         await client.models.retrieve("nope")
 
 
-def snippet() -> str:
-    """Return the Python of the README."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 1
-    return str(blocks[0])
+def snippets(page: Path) -> list[str]:
+    """Return the blocks of Python on a page."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-async def test_the_readmes_python_does_what_the_readme_says(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("page", "number", "lines"),
+    [
+        (README, 0, ["default k7Qz-09ab", "flex k7Qz-09ab"]),
+        (GUIDE, 0, ["tide and gate"]),
+        (GUIDE, 1, ["item 63"]),
+    ],
+)
+async def test_the_python_for_newcomers_does_what_it_says(
+    server: Server, page: Path, number: int, lines: list[str]
+) -> None:
     await asyncio.to_thread(server.wait_until_ready)
-    program = snippet()
+    program = snippets(page)[number]
     assert DEFAULT_URL in program
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -203,7 +212,12 @@ async def test_the_readmes_python_does_what_the_readme_says(server: Server) -> N
     )
     printed, complaints = await process.communicate()
     assert process.returncode == 0, complaints.decode()
-    assert printed.decode().splitlines() == ["default k7Qz-09ab", "flex k7Qz-09ab"]
+    assert printed.decode().splitlines() == lines
+
+
+@pytest.mark.parametrize(("page", "count"), [(README, 1), (GUIDE, 2)])
+def test_no_python_for_newcomers_is_left_out(page: Path, count: int) -> None:
+    assert len(snippets(page)) == count
 
 
 def test_two_servers_cannot_share_a_data_directory(server: Server) -> None:

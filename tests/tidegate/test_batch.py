@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import uvicorn
 from redis.asyncio import Redis
+from starlette.datastructures import Headers
+from starlette.responses import FileResponse
 
+from tests.gateway.batches.test_forecasts import WORKER
 from tests.gateway.offline import MODEL, OfflineGateway, jsonl, line, lines, running_gateway
 from tests.waiting import until
 from tidegate.batch import server, work
 from tidegate.batch.command import run_batch
+from tidegate.batch.plan import duration
 
 
 @asynccontextmanager
@@ -144,6 +148,78 @@ async def test_failed_lines_run_again_alone(
     assert "has no failed lines" in capsys.readouterr().err
 
 
+async def test_a_retry_of_a_table_has_its_rows(batch: CommandLine, tmp_path: Path) -> None:
+    table, labelled, rest = (tmp_path / name for name in ("in.csv", "out.csv", "rest.csv"))
+    _written(table, "text,year\nebb,1999\nflood,2024\n")
+    batch.gateway.completions.statuses["Say flood"] = [400]
+    assert await batch("run", table, "-o", labelled, "--template", "Say {text}", "--model", MODEL) == 1
+    failed = (await _newest(batch)).id
+    for source in (table, labelled):  # the second has an answer and an error from the first run
+        batch.gateway.completions.statuses["Say flood"] = []
+        assert await batch("retry", failed, "-o", rest, "--table", source) == 0
+        with rest.open(newline="") as file:
+            assert list(csv.DictReader(file)) == [
+                {"text": "flood", "year": "2024", "answer": "Re: Say flood", "error": ""}
+            ]
+
+
+async def test_a_retry_with_another_table_is_refused(
+    batch: CommandLine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch.gateway.completions.statuses["q1"] = [400]
+    assert await batch("run", _written(tmp_path / "in.jsonl", jsonl(lines(3))), "-o", tmp_path / "out.jsonl") == 1
+    other = _written(tmp_path / "other.csv", "text\nebb\n")
+    assert await batch("retry", (await _newest(batch)).id, "-o", tmp_path / "rest.csv", "--table", other) == 1
+    assert "no row for 'q1'" in capsys.readouterr().err
+
+
+async def test_a_download_that_is_cut_off_goes_on(
+    batch: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is lost after some bytes of each answer: what has come is kept, and the rest is asked for."""
+    content = jsonl(lines(40))
+    file_id, asked = await batch.gateway.upload(content), list[str | None]()
+    whole = FileResponse.__call__
+
+    async def cut_off(response: FileResponse, scope: Any, receive: Any, send: Any) -> None:
+        asked.append(Headers(scope=scope).get("range"))
+
+        async def send_some(message: Any) -> None:
+            if message["type"] == "http.response.body" and len(message["body"]) > 1000:
+                await send({"type": "http.response.body", "body": message["body"][:1000], "more_body": True})
+                raise ConnectionResetError
+            await send(message)
+
+        await whole(response, scope, receive, send_some)
+
+    monkeypatch.setattr(FileResponse, "__call__", cut_off)
+    client = server.BatchServer(batch.url, "none")
+    await asyncio.to_thread(client.download, file_id, tmp_path / "copy")
+    await asyncio.to_thread(client.close)
+    assert (tmp_path / "copy").read_bytes() == content
+    assert asked[0] is None and asked[1:] == [f"bytes={n}000-" for n in range(1, len(asked))] and len(asked) > 3
+
+
+async def test_a_fetch_that_was_interrupted_goes_on(
+    batch: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = await batch.gateway.ended((await batch.gateway.submit(lines(3))).id)
+    output, download = tmp_path / "out.jsonl", server.BatchServer.download
+
+    def interrupted(self: server.BatchServer, file_id: str, path: Path) -> None:
+        if file_id == ended.output_file_id:
+            raise KeyboardInterrupt
+        download(self, file_id, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.BatchServer, "download", interrupted)
+        assert await batch("fetch", ended.id, "-o", output) == 130
+    assert (await batch.gateway.client.files.delete(ended.input_file_id)).deleted  # it is not needed again
+    assert await batch("fetch", ended.id, "-o", output) == 0
+    assert [result["custom_id"] for result in _results(output)] == ["q0", "q1", "q2"]
+    assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "data"}
+
+
 async def _newest(batch: CommandLine) -> Any:
     return [item async for item in batch.gateway.client.batches.list()][0]
 
@@ -210,3 +286,44 @@ def test_rows_may_come_from_standard_input(
         monkeypatch.setattr("sys.stdin", file)
         assert run_batch(["validate", "-", "--format", "tsv", "--template", "{text} {n}", "--model", MODEL]) == 0
     assert "1 requests" in capsys.readouterr().out
+
+
+async def test_a_plan_says_what_the_server_expects(
+    redis_client: Redis, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "q"}], "max_tokens": 1000, "ignore_eos": True}
+    source = _written(tmp_path / "in.jsonl", jsonl([line(f"q{n}", body=body) for n in range(1000)]))
+    async with (
+        running_gateway(redis_client, tmp_path / "data", workers=[WORKER]) as gateway,
+        _serving(gateway) as url,
+    ):
+        assert await CommandLine(gateway, url)("plan", source, "--window", "1h") == 0
+        printed = capsys.readouterr().out
+        assert await CommandLine(gateway, url)("submit", source, "--window", "1h") == 1
+        assert "The earliest feasible completion_window is '93m'" in capsys.readouterr().err
+        assert await CommandLine(gateway, url)("submit", source, "--window", "1h", "--best-effort") == 0
+        batch_id = capsys.readouterr().out.strip()
+        assert await CommandLine(gateway, url)("status", batch_id) == 0
+    assert f"1000 requests for /v1/chat/completions ({MODEL}), in 1 batch(es)." in printed
+    assert "Output tokens: about 1 M (from 1 M to 1 M)." in printed and "Time: about 5 h 33 min" in printed
+    assert "Earliest window: 93m; 1h is not feasible" in printed
+    assert "Peak effect on realtime: answers up to 1.25 times as long" in printed
+    assert "ends about" in capsys.readouterr().out
+
+
+async def test_a_plan_for_a_server_without_estimates_counts(
+    batch: CommandLine, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch.gateway.app.router, "routes", [])
+    source = _written(tmp_path / "in.jsonl", jsonl(lines(3)))
+    assert await batch("plan", source) == 0
+    printed = capsys.readouterr().out
+    assert "3 requests" in printed and "Prompt tokens: about 5, at 4 bytes a token." in printed
+    assert "3 answers have no max_tokens" in printed and "no estimates" in printed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(40, "40 s"), (89.6, "90 s"), (720, "12 min"), (12_000, "3 h 20 min"), (187_200, "2 d 4 h")]
+)
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words

@@ -1,12 +1,18 @@
 """The gateway process: what it reads from its settings before it serves."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
+from redis.asyncio import Redis
 
-from tidegate.gateway import BadSamplingDefaults, connection_limits, load_sampling_defaults
+from gateway.http.metrics import GatewayMetrics
+from gateway.identity import Keyring
+from gateway.protocol.errors import ApiError
+from scheduler.clock import SystemClock
+from tidegate.gateway import BadSamplingDefaults, connection_limits, load_sampling_defaults, make_webhooks
 from tidegate.settings import GatewaySettings
 
 
@@ -38,6 +44,27 @@ def test_connections_follow_the_descriptors_and_the_settings() -> None:
     assert (limits.max_connections, limits.max_per_address) == (100, 5)
     assert [limits.exempt(address) for address in ("10.1.2.3", "::1", "11.0.0.1", "")] == [True, True, False, False]
     assert connection_limits(GatewaySettings(max_connections=5000), 1024).max_connections == 512
+
+
+@pytest.mark.parametrize(
+    ("host", "is_open", "allows_private", "is_called"),
+    [
+        ("127.0.0.1", True, False, True),
+        ("localhost", True, False, True),
+        ("0.0.0.0", True, False, False),
+        ("127.0.0.1", False, False, False),
+        ("0.0.0.0", False, True, True),
+    ],
+)
+async def test_webhooks_call_this_machine_only_where_it_is_all_there_is(
+    host: str, is_open: bool, allows_private: bool, is_called: bool
+) -> None:
+    secret = SecretStr("whsec_QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo=")
+    settings = GatewaySettings(host=host, webhook_secret=secret, webhook_allow_private=allows_private)
+    keyring = Keyring(None if is_open else [])
+    webhooks = make_webhooks(settings, Redis(), keyring, SystemClock(), GatewayMetrics())
+    with nullcontext() if is_called else pytest.raises(ApiError, match="--webhook-allow-private"):
+        webhooks.check({"webhook": "http://localhost:9/hook"}, None)
 
 
 def test_a_trusted_proxy_is_an_address_or_a_network() -> None:

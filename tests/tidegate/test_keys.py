@@ -35,6 +35,14 @@ def test_a_key_is_printed_once_listed_and_revoked(path: Path, capsys: pytest.Cap
     assert read_entries(path) == []
 
 
+def test_the_secret_of_a_webhook_is_not_listed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = "whsec_QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo="
+    path.write_text(f"keys: [{{name: a, key: b, webhook: {{secret: {secret}, url: 'https://example.com/hook'}}}}]")
+    assert run("list", "--file", str(path)) == 0
+    listed = capsys.readouterr().out
+    assert "webhook=https://example.com/hook" in listed and secret not in listed
+
+
 def test_the_file_comes_from_the_environment_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEGATE_API_KEYS", str(path))
     assert run("add", "a", "--admin") == 0

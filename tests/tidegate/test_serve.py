@@ -7,12 +7,13 @@ import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
+from scheduler.config import load_tiers
 from scheduler.registry.redis import RedisWorkerRegistry
 from scheduler.registry.worker_status import WorkerStatus
 from scheduler.reload.store import Follower, TierStore
 from scheduler.store import connection
 from tidegate.process import gateway_name, worker_name
-from tidegate.serve import _gateway, _worker, run_serve, with_address
+from tidegate.serve import _gateway, _worker, run_serve, start_text, with_address
 from tidegate.settings import ServeSettings
 
 
@@ -86,3 +87,17 @@ async def test_a_killed_part_does_not_count_as_a_follower_of_the_tiers(redis_cli
         assert part.before_start is not None
         await part.before_start()
     assert [f.part for f in await tiers.followers()] == ["worker other"]
+
+
+def test_the_start_says_where_to_look_first_and_what_is_served_on_what_to_whom() -> None:
+    settings = ServeSettings(port=8123)
+    console, serves, engine, *_ = start_text(settings, load_tiers(settings.tiers_path), ["cuda:0"]).splitlines()
+    assert console.endswith(":8123/")
+    assert "tidegate-demo" in serves and ":8123/v1" in serves and "without API keys" in serves
+    assert "native on cuda:0" in engine and "realtime 500 ms" in engine
+
+
+def test_the_start_names_no_console_where_there_is_none() -> None:
+    settings = ServeSettings(port=8123, console=False, api_key="secret")  # type: ignore[arg-type]
+    text = start_text(settings, load_tiers(settings.tiers_path), [])
+    assert "Console" not in text and "with API keys" in text and "secret" not in text

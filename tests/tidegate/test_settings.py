@@ -182,6 +182,24 @@ def test_the_upstreams_key_goes_to_the_worker_by_its_environment() -> None:
     assert (child.engine, child.upstream) == ("openai", "http://host:1")
 
 
+def test_the_secret_of_webhooks_goes_to_the_gateway_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "whsec_QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo="
+    parent = ServeSettings(webhook_secret=SecretStr(secret), webhook_allow_private=True)
+    flags = parent.flags(GatewaySettings)
+    assert not any(secret in flag for flag in flags) and "--webhook-allow-private" in flags
+    for name, value in parent.secret_env.items():
+        monkeypatch.setenv(name, value)
+    assert CliApp.run(GatewaySettings, cli_args=list(flags)).webhook_secret == SecretStr(secret)
+
+
+def test_what_cannot_sign_webhooks_is_refused_without_repeating_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--webhook-secret", "letmein"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "openssl rand" in error and "letmein" not in error
+
+
 @pytest.mark.parametrize("values", [{"engine": "openai"}, {"upstream": "http://host:1"}])
 def test_an_upstream_and_its_engine_belong_together(values: dict[str, str]) -> None:
     with pytest.raises(ValidationError, match="--engine openai"):

@@ -293,7 +293,7 @@ def test_an_engine_that_breaks_in_its_first_steps_cannot_start(
     error: Exception, settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     engine = NoEngine(error)
-    monkeypatch.setattr(worker, "_start_engine", lambda settings: engine)
+    monkeypatch.setattr(worker, "build_engine", lambda config: engine)
     assert run_worker(settings) == EX_CONFIG
     assert engine.is_closed
     said = capfd.readouterr()
@@ -307,7 +307,7 @@ def test_an_interrupt_while_the_model_loads_is_an_ordinary_end(
     def interrupted(settings: WorkerSettings) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker, "_start_engine", interrupted)
+    monkeypatch.setattr(worker, "build_engine", interrupted)
     assert run_worker(settings) == 0
 
 

@@ -10,12 +10,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from tidegate.batch.plan import plan_of
 from tidegate.batch.problems import BatchProblem
 from tidegate.batch.requests import CHAT, ENDPOINTS, Template
 from tidegate.batch.rows import FORMATS, format_of
-from tidegate.batch.run import Outcome, await_results, submit, write_output
+from tidegate.batch.run import Outcome, await_results, check_accepted, submit, write_output
 from tidegate.batch.server import WINDOW, BatchServer, describe, errors_of
-from tidegate.batch.source import digest, failed_requests, requests_of
+from tidegate.batch.source import digest, failed_requests, requests_of, rows_by_id
 from tidegate.batch.work import Work, directory_of, prepared, resumed
 
 EX_FAILED, EX_INTERRUPTED = 1, 130
@@ -26,7 +27,8 @@ examples:
   tidegate batch run reviews.csv -o labelled.csv --template "Is this review positive? {text}" \\
       --param max_tokens=1 --param 'structured_outputs={"choice": ["yes", "no"]}'
   cat rows.jsonl | tidegate batch run - -o - --template "Summarise: {text}"
-  tidegate batch retry batch_… -o rest.jsonl
+  tidegate batch submit requests.jsonl --metadata webhook=https://example.com/hook
+  tidegate batch retry batch_… -o rest.csv --table reviews.csv
 
 After Ctrl-C the server goes on; the same `run` command resumes. `--param` takes JSON or plain text.
 """
@@ -69,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "-o", "--output", **output
     )
     action("submit", _submit, "upload and start; print the ids of the batches", server, source)
+    action("plan", _plan, "say what the input would take, without sending it", server, source)
     action("validate", _validate, "check the input without sending it", server, source)
     action("status", _status, "show one batch", server).add_argument("batch_id")
     action("list", _list, "show the newest batches", server).add_argument("--limit", type=int, default=20, metavar="N")
@@ -79,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     retry = action("retry", _retry, "run the failed lines of a batch again", server)
     retry.add_argument("batch_id")
     retry.add_argument("-o", "--output", **output)
+    retry.add_argument("--table", type=Path, metavar="FILE", help="the table of the batch: answers join its rows")
+    retry.add_argument("--format", choices=sorted(set(FORMATS.values())), help="of the table; default: by its suffix")
+    retry.add_argument("--id-column", metavar="NAME", help="the table's column with the custom_id, as the batch had it")
     return parser
 
 
@@ -90,6 +96,7 @@ def _server_options() -> argparse.ArgumentParser:
     key = os.environ.get("TIDEGATE_API_KEY") or os.environ.get("OPENAI_API_KEY") or "none"
     group.add_argument("--api-key", default=key, metavar="KEY", help="default: TIDEGATE_API_KEY, or OPENAI_API_KEY")
     group.add_argument("--window", default=WINDOW, metavar="TIME", help=f"completion_window; default: {WINDOW}")
+    group.add_argument("--best-effort", action="store_true", help="also if the window is too short")
     group.add_argument("--metadata", action="append", default=[], metavar="NAME=TEXT", help="repeatable")
     return options
 
@@ -127,7 +134,7 @@ def _run(options: argparse.Namespace, server: BatchServer) -> int:
 
 
 def _finish(work: Work, server: BatchServer, options: argparse.Namespace, kind: str) -> int:
-    submit(work, server, _pairs(options.metadata, "--metadata"), options.window)
+    submit(work, server, _pairs(options.metadata, "--metadata"), options.window, options.best_effort)
     _tell(f"Running as {', '.join(part.batch_id or '' for part in work.parts)}.")
     await_results(work, server, _tell)
     outcome = write_output(work, options.output, kind)
@@ -146,9 +153,18 @@ def _submit(options: argparse.Namespace, server: BatchServer) -> int:
     requests = requests_of(options.input, _input_format(options), _template(options, server))
     with tempfile.TemporaryDirectory() as scratch:
         work = prepared(Path(scratch) / "work", {}, requests)
-        submit(work, server, _pairs(options.metadata, "--metadata"), options.window)
+        submit(work, server, _pairs(options.metadata, "--metadata"), options.window, options.best_effort)
     for part in work.parts:
         print(part.batch_id)
+    return 0
+
+
+def _plan(options: argparse.Namespace, server: BatchServer) -> int:
+    template = _template(options, server)
+    with tempfile.TemporaryDirectory() as scratch:
+        work = prepared(Path(scratch) / "work", {}, requests_of(options.input, _input_format(options), template))
+        for line in plan_of(work, server, options.window):
+            print(line)
     return 0
 
 
@@ -179,27 +195,36 @@ def _cancel(options: argparse.Namespace, server: BatchServer) -> int:
 
 
 def _fetch(options: argparse.Namespace, server: BatchServer) -> int:
-    """Write the results of an ended batch in the order of its input."""
+    """Write the results of a batch in the order of its input. The same command resumes a fetch that was cut off."""
     kind = format_of(options.output)
-    batch = server.retrieve(options.batch_id)
-    with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch) / "input.jsonl"
+    directory = directory_of(options.output)
+    purpose = {"fetch": options.batch_id, "base_url": options.base_url}
+    work = resumed(directory, purpose)
+    if work is None:
+        batch = server.retrieve(options.batch_id)
+        check_accepted(batch)
+        source = directory.with_name(f"{directory.name}.{batch.id}-input.jsonl")
         server.download(batch.input_file_id, source)
-        work = prepared(Path(scratch) / "work", {}, requests_of(source, "jsonl", None))
-        for part in work.parts:  # one, unless the server takes more lines in a batch than others do
-            part.batch_id = batch.id
-        await_results(work, server, _tell)
-        return _report(write_output(work, options.output, kind))
+        work = prepared(directory, purpose, requests_of(source, "jsonl", None))
+        source.unlink()
+    for part in work.parts:  # one, unless the server takes more lines in a batch than others do
+        part.batch_id = options.batch_id
+    await_results(work, server, _tell)
+    outcome = write_output(work, options.output, kind)
+    work.remove()
+    return _report(outcome)
 
 
 def _retry(options: argparse.Namespace, server: BatchServer) -> int:
     kind = format_of(options.output)
     directory = directory_of(options.output)
-    purpose = {"retry": options.batch_id}
+    table = options.table
+    purpose = {"retry": options.batch_id, **({"table": digest(table), "id_column": options.id_column} if table else {})}
     work = resumed(directory, purpose)
     if work is None:
+        rows = rows_by_id(table, format_of(table, options.format), options.id_column) if table else None
         with tempfile.TemporaryDirectory() as scratch:
-            work = prepared(directory, purpose, failed_requests(server, options.batch_id, Path(scratch)))
+            work = prepared(directory, purpose, failed_requests(server, options.batch_id, Path(scratch), rows))
     return _finish(work, server, options, kind)
 
 
@@ -212,8 +237,11 @@ def _template(options: argparse.Namespace, server: BatchServer) -> Template | No
 
 
 def _purpose(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what distinguishes this run from another one with the same output."""
-    names = ("template", "system", "model", "endpoint", "id_column", "param", "base_url", "window", "metadata")
+    """Return what distinguishes this run from another one with the same output.
+
+    The window does not: a run whose window was refused goes on with a longer one.
+    """
+    names = ("template", "system", "model", "endpoint", "id_column", "param", "base_url", "metadata")
     return {"input": str(options.input), "sha256": digest(options.input), **{n: getattr(options, n) for n in names}}
 
 

@@ -32,14 +32,8 @@ class Template:
     def request(self, row: Row, number: int) -> dict[str, Any]:
         """Return the input line of row `number` (from 1). Raises `BatchProblem` if a column is missing."""
         body = {"model": self.model, **self._prompt(self._filled(self.text, row)), **self.parameters}
-        return {"custom_id": self._id(row, number), "method": "POST", "url": self.endpoint, "body": body}
-
-    def _id(self, row: Row, number: int) -> str:
-        if self.id_column is None:
-            return f"row-{number}"
-        if self.id_column not in row:
-            raise BatchProblem(f"Row {number} has no column {self.id_column!r}; it has {_names(row)}.")
-        return str(row[self.id_column])
+        custom_id = row_id(row, number, self.id_column)
+        return {"custom_id": custom_id, "method": "POST", "url": self.endpoint, "body": body}
 
     def _filled(self, text: str, row: Row) -> str:
         try:
@@ -60,6 +54,15 @@ class Template:
             return {"input": text} | ({} if self.system is None else {"instructions": self.system})
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return {"messages": [*system, {"role": "user", "content": text}]}
+
+
+def row_id(row: Row, number: int, column: str | None) -> str:
+    """Return the custom_id of row `number` (from 1). Raises `BatchProblem` if the row has no such `column`."""
+    if column is None:
+        return f"row-{number}"
+    if column not in row:
+        raise BatchProblem(f"Row {number} has no column {column!r}; it has {_names(row)}.")
+    return str(row[column])
 
 
 def is_request(row: Row) -> bool:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from openai.types import Batch
 from tqdm import tqdm
 
 from tidegate.batch.problems import BatchProblem
 from tidegate.batch.requests import answer_text, error_text
 from tidegate.batch.rows import row_writer
-from tidegate.batch.server import BatchServer, errors_of
+from tidegate.batch.server import BatchServer, errors_of, eta_of
 from tidegate.batch.work import Part, Work
 
 
@@ -29,14 +30,15 @@ class Outcome:
     batch_ids: tuple[str, ...]
 
 
-def submit(work: Work, server: BatchServer, metadata: dict[str, str], window: str) -> None:
+def submit(work: Work, server: BatchServer, metadata: dict[str, str], window: str, best_effort: bool = False) -> None:
     """Upload and create the batches that are not there yet."""
     for part in work.parts:
         if part.file_id is None:
             part.file_id = server.upload(work.path(part, "requests"), part.retry_key)
             work.save()
         if part.batch_id is None:
-            part.batch_id = server.create(part.file_id, work.endpoint, metadata, window, part.retry_key).id
+            batch = server.create(part.file_id, work.endpoint, metadata, window, part.retry_key, best_effort)
+            part.batch_id = batch.id
             work.save()
 
 
@@ -46,7 +48,8 @@ def await_results(work: Work, server: BatchServer, tell: Callable[[str], None]) 
     with tqdm(total=sum(part.lines for part in work.parts), unit="lines", disable=None, file=sys.stderr) as bar:
         for part in work.parts:
             if not part.ended:
-                for done in _await_part(work, part, server, tell):
+                for done, eta in _await_part(work, part, server, tell):
+                    bar.set_postfix_str(eta, refresh=False)
                     bar.update(finished + done - bar.n)
             finished += part.lines
             bar.update(finished - bar.n)
@@ -64,18 +67,23 @@ def write_output(work: Work, output: Path, kind: str) -> Outcome:
     return Outcome(succeeded, failed, tuple(part.batch_id or "" for part in work.parts))
 
 
+def check_accepted(batch: Batch) -> None:
+    """Raise `BatchProblem` if the server has refused the input of the batch."""
+    if batch.status == "failed":
+        raise BatchProblem("\n".join([f"{batch.id}: the server refused the input.", *errors_of(batch)]))
+
+
 def _answer(result: Mapping[str, Any], error: str | None) -> str | None:
     return answer_text(result["response"]["body"]) if error is None else None
 
 
-def _await_part(work: Work, part: Part, server: BatchServer, tell: Callable[[str], None]) -> Iterator[int]:
-    """Yield the number of finished lines again and again until the batch has ended; then download its results."""
+def _await_part(work: Work, part: Part, server: BatchServer, tell: Callable[[str], None]) -> Iterator[tuple[int, str]]:
+    """Yield the number of finished lines and the expected end, until the batch has ended; then download its results."""
     assert part.batch_id is not None
     for batch in server.updates(part.batch_id, tell):
         counts = batch.request_counts
-        yield 0 if counts is None else counts.completed + counts.failed
-    if batch.status == "failed":
-        raise BatchProblem("\n".join([f"{batch.id}: the server refused the input.", *errors_of(batch)]))
+        yield 0 if counts is None else counts.completed + counts.failed, eta_of(batch)
+    check_accepted(batch)
     if batch.status != "completed":
         tell(f"{batch.id} is {batch.status}: lines without an answer have an error instead.")
     for kind, file_id in (("output", batch.output_file_id), ("errors", batch.error_file_id)):

@@ -43,17 +43,23 @@ _CPU_MODEL_FIELDS = ("flags", "Features", "model name", "CPU part")
 
 def load_library() -> ctypes.CDLL | None:
     """Return the kernels' library; compile it first if it is not cached. Return None on failure and log the reason."""
-    log = structlog.get_logger()
+    library = library_or_reason()
+    if isinstance(library, ctypes.CDLL):
+        return library
+    structlog.get_logger().warning("no CPU kernels", reason=library)
+    return None
+
+
+def library_or_reason() -> ctypes.CDLL | str:
+    """Return the kernels' library, or the reason why there is none."""
     compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
-        log.info("no CPU kernels", reason=f"no C++ compiler ({', '.join(_COMPILERS)}) is on the PATH")
-        return None
+        return f"no C++ compiler ({', '.join(_COMPILERS)}) is on the PATH"
     try:
         return ctypes.CDLL(str(_built(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        log.warning("no CPU kernels", reason=next(iter(said.strip().splitlines()), type(error).__name__))
-        return None
+        return next(iter(said.strip().splitlines()), type(error).__name__)
 
 
 def _built(compiler: str) -> Path:

@@ -56,14 +56,11 @@ def load_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device:
     transformers_logging.disable_progress_bar()  # a worker's stderr is its log
     options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
     try:
+        _check_fits(weight_bytes(config, hf_config, dtype), device)
         if config.load_format == "dummy":
-            _check_fits(_plain_bytes(hf_config, dtype), device)
             model = _random_model(hf_config, config.seed, device, options)
         else:
-            path = str(Path(config.model).expanduser())
-            is_plain = quantization_method(hf_config) is None
-            _check_fits(_plain_bytes(hf_config, dtype) if is_plain else stored_bytes(path), device)
-            model = read_weights(path, hf_config, device, options)
+            model = read_weights(str(Path(config.model).expanduser()), hf_config, device, options)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise EngineStartError(f"not enough memory for the weights of {config.model}") from error
     except EngineStartError:
@@ -72,6 +69,13 @@ def load_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device:
         raise EngineStartError(f"model {config.model}: {first_line(error)}") from error
     module: nn.Module = model.eval().requires_grad_(False)
     return module
+
+
+def weight_bytes(config: EngineConfig, hf_config: Any, dtype: torch.dtype) -> int | None:
+    """Return the size of the weights in memory, in bytes; None if it is not known before they are loaded."""
+    if config.load_format == "dummy" or quantization_method(hf_config) is None:
+        return _plain_bytes(hf_config, dtype)
+    return stored_bytes(str(Path(config.model).expanduser()))
 
 
 def forward(model: nn.Module, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:

@@ -37,6 +37,17 @@ def working_kernels(
 
     Return None if they do not run on `device` or do not agree with torch's operators; the reason is logged.
     """
+    kernels = kernels_or_fault(specs, num_query_heads, dtype, device)
+    if not isinstance(kernels, str):
+        return kernels
+    structlog.get_logger(__name__).warning("no attention kernels: torch's operators are used", reason=kernels)
+    return None
+
+
+def kernels_or_fault(
+    specs: Sequence[LayerSpec], num_query_heads: int, dtype: torch.dtype, device: torch.device
+) -> AttentionKernels | str:
+    """Return the Triton attention kernels, or why they cannot be used."""
     try:
         from engine.native.cuda.kernels import TritonKernels  # only CUDA builds of torch include triton
 
@@ -46,11 +57,8 @@ def working_kernels(
             fault = find_fault(kernels, specs, num_query_heads, dtype, device)
             torch.cuda.empty_cache()
     except Exception as error:  # compiler, driver or architecture may fail in any way
-        fault = first_line(error)
-    if fault is None:
-        return kernels
-    structlog.get_logger(__name__).warning("no attention kernels: torch's operators are used", reason=fault)
-    return None
+        return first_line(error)
+    return kernels if fault is None else fault
 
 
 def optimize_for_cuda(model: nn.Module, runner: ModelRunner, info: EngineInfo) -> None:

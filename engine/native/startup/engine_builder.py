@@ -228,6 +228,7 @@ def _describe(config: EngineConfig, loaded: _Loaded, kernels: _Kernels, memory: 
         num_swap_blocks=swap.num_blocks if swap else 0,
         swap_block_s=swap.measure() if swap else 0.0,
         steps_ahead=int(device.type == "cuda") if config.steps_ahead is None else config.steps_ahead,
+        caches_prefixes=config.prefix_cache,
         num_layers=len(loaded.specs),
     )
 

@@ -1,6 +1,7 @@
 """The command `chaos`: its plan, its proxy, its clocks, and a verdict that can fail."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -11,15 +12,21 @@ from pathlib import Path
 import pytest
 
 from bench.chaos.clock import Clocks
+from bench.chaos.disk import Disks
 from bench.chaos.faults import KINDS, Fault, planned_faults
 from bench.chaos.link import Link
 from bench.chaos.load import LOST, Answer, BatchWork, judge_lines
 from bench.chaos.report import RECOVERY_LIMIT_S, ChaosRun, chaos_record
+from bench.chaos.site import with_all_preloaded
+from scheduler.store.connection import connect, durable
+from scheduler.store.refusal import NotDurable
 from tests.waiting import until
+from tidegate.valkey import running_valkey
 
 GATEWAYS = ("gateway-1", "gateway-2")
 KILL = Fault("kill", "gateway-1", began_s=10.0, ended_s=10.0)
 NONCES = ["aaaa-1111", "bbbb-2222"]
+ROUND = 16  # faults
 
 
 def line(number: int, text: str) -> dict[str, object]:
@@ -89,9 +96,9 @@ def test_each_line_of_a_batch_must_be_there_once_and_right(records: list[dict[st
 
 
 def test_a_seed_makes_the_same_faults_and_each_round_has_every_kind() -> None:
-    first, again = (list(islice(planned_faults(7), 26)) for _ in range(2))
-    assert first == again != list(islice(planned_faults(8), 26))
-    assert {fault.kind for _, fault in first[:13]} == {fault.kind for _, fault in first[13:]} == set(KINDS)
+    first, again = (list(islice(planned_faults(7), 2 * ROUND)) for _ in range(2))
+    assert first == again != list(islice(planned_faults(8), 2 * ROUND))
+    assert {fault.kind for _, fault in first[:ROUND]} == {fault.kind for _, fault in first[ROUND:]} == set(KINDS)
     assert {fault.kind for _, fault in islice(planned_faults(7, ["kill", "cut"]), 20)} == {"kill", "cut"}
 
 
@@ -144,3 +151,82 @@ def test_a_clock_moves_for_one_process_and_its_monotonic_clock_stays(tmp_path: P
     wall_ms, now_s = out.stdout.split()
     assert abs(int(wall_ms) / 1000 - (time.time() - 3600)) < 60
     assert abs(float(now_s) - time.monotonic()) < 60
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> Disks:
+    disks = Disks(tmp_path)
+    if disks.library is None:
+        pytest.skip("no C compiler, or not Linux")
+    return disks
+
+
+# Syncs a file in the folder on a thread, and meanwhile writes to it and to another one elsewhere. Prints the times.
+SYNCING = """
+import os, sys, threading, time
+ours, other = (os.open(f"{folder}/file", os.O_CREAT | os.O_WRONLY) for folder in sys.argv[1:])
+syncing = threading.Thread(target=os.fdatasync, args=(ours,))
+began = time.monotonic()
+syncing.start()
+while time.monotonic() < began + 0.05:  # the sync has begun
+    time.sleep(0.01)
+for file in (other, ours):
+    os.write(file, b"x")
+    print(time.monotonic() - began)
+syncing.join()
+print(time.monotonic() - began)
+"""
+
+
+FILLING = """
+import sys
+for folder in sys.argv[1:]:
+    try:
+        with open(f"{folder}/file", "wb") as file:
+            file.write(b"x")
+        print("written")
+    except OSError as error:
+        print(error.strerror)
+"""
+
+
+def run_on_disk(disks: Disks, tmp_path: Path, program: str) -> str:
+    """Run `program` with a folder on the disk of `part`, and another one. Return what it prints."""
+    folders = [tmp_path / name for name in ("data", "database")]
+    for folder in folders:
+        folder.mkdir()
+    env, command = {**os.environ, **disks.env("part", folders[0])}, [sys.executable, "-c", program, *map(str, folders)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_a_disk_is_slow_for_one_process_and_folder_and_writes_wait_for_a_sync(disks: Disks, tmp_path: Path) -> None:
+    disks.set("part", sync_s=0.5)
+    other_s, ours_s, sync_s = map(float, run_on_disk(disks, tmp_path, SYNCING).split())
+    assert other_s < 0.5 <= ours_s and sync_s >= 0.5
+
+
+def test_a_disk_is_full_for_one_process_and_folder(disks: Disks, tmp_path: Path) -> None:
+    disks.set("part", is_full=True)
+    assert run_on_disk(disks, tmp_path, FILLING).splitlines() == ["No space left on device", "written"]
+
+
+async def test_a_store_with_a_slow_disk_confirms_no_write_in_time_and_goes_on_when_it_is_fast_again(
+    disks: Disks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in disks.env("store", tmp_path / "store").items():
+        monkeypatch.setenv(name, value)
+    disks.set("store", sync_s=1.0)
+    with running_valkey(tmp_path / "store") as url:
+        async with connect(url) as client:
+            await client.set("a", "1")
+            with pytest.raises(NotDurable):
+                await durable(client, timeout_s=0.5)
+            assert await client.get("a") == b"1"
+            disks.set("store")
+            assert await durable(client, timeout_s=5.0)
+
+
+def test_all_libraries_are_preloaded() -> None:
+    merged = with_all_preloaded({"LD_PRELOAD": "a.so", "A": "1"}, {}, {"LD_PRELOAD": "b.so", "B": "2"})
+    assert merged == {"LD_PRELOAD": "a.so:b.so", "A": "1", "B": "2"}
+    assert with_all_preloaded({"A": "1"}) == {"A": "1"}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from engine.interface import NewSequence, Preempt, PreemptionMode, Run, StepPlan
+from engine.interface import NewSequence, PlanError, Preempt, PreemptionMode, Run, StepPlan
 from tests.engine.contract.checked_engine import CheckedEngine
 from tests.engine.contract.conftest import MakeNew
-from tests.engine.contract.engines import END, MAX_TOKEN, OTHER_END
+from tests.engine.contract.engines import END, MAX_TOKEN, OTHER_END, VOCAB_SIZE
 from tests.engine.contract.reported import Reported, assert_alike
 from tests.engine.drive import Driven, drive, make_new, random_chunks, random_preemption
 
@@ -72,6 +72,38 @@ def test_no_schedule_changes_a_sequence(engine: CheckedEngine) -> None:
             assert_alike(reported.output[new.seq_id], expected_reported.output[new.seq_id])
             assert_alike(reported.prompt[new.seq_id], expected_reported.prompt[new.seq_id])
     assert num_cached > 0, "the schedules do share prefixes"
+
+
+def test_a_sequence_that_is_continued_from_its_tokens_gets_the_same_tokens(engine: CheckedEngine) -> None:
+    """As after the death of another worker: wherever it is cut, the rest is that of an uninterrupted run."""
+    news = family(engine)
+    expected, expected_reported = alone(engine, news)
+    for seed in range(3):
+        rng, reported = random.Random(seed), Reported()
+        cut = {new.seq_id: rng.randrange(len(expected[new.seq_id].output)) for new in news}
+        continued = [
+            replace(
+                new,
+                cache_salt=f"continued-{seed}",
+                output_token_ids=tuple(expected[new.seq_id].output[: cut[new.seq_id]]),
+            )
+            for new in news
+        ]
+        chunks = random_chunks(rng, 2 * engine.info.block_size)
+        preempt = random_preemption(rng, 0.1, PreemptionMode.PAUSE, PreemptionMode.RECOMPUTE)
+        driven = drive(engine, continued, chunks, preempt, arrivals_a_step=3, after_step=reported)
+        for new in news:
+            own, other, begin = driven[new.seq_id], expected[new.seq_id], cut[new.seq_id]
+            assert (own.output, own.finish_reason, own.failure) == (other.output, other.finish_reason, None)
+            assert_alike(reported.output[new.seq_id], expected_reported.output[new.seq_id][begin:])
+            assert_alike(reported.prompt[new.seq_id], expected_reported.prompt[new.seq_id])
+
+
+def test_an_output_that_leaves_no_room_is_no_sequence_to_start(engine: CheckedEngine, new: MakeNew) -> None:
+    whole = new("whole", range(1, 9), max_tokens=3)
+    for output in ((5, 5, 5), (1,) * engine.info.max_model_len, (VOCAB_SIZE,)):
+        with pytest.raises(PlanError):
+            engine.run(("whole", 1), start=(replace(whole, output_token_ids=output),))
 
 
 def test_token_by_token(engine: CheckedEngine, new: MakeNew) -> None:

@@ -52,6 +52,7 @@ class ScriptedServer:
     models: tuple[str, ...] = (MODEL,)
     scripts: deque[Script] = field(default_factory=deque)  # of the next streams, one each
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of all streams
+    request_headers: list[dict[str, str]] = field(default_factory=list)  # of all streams
     priorities: bool = True
     returns_ids: bool = True
     key: str = ""
@@ -95,6 +96,7 @@ class ScriptedServer:
             elif method == "GET":
                 await self._get(writer, path)
             else:
+                self.request_headers.append(headers)
                 await self._post(reader, writer, json.loads(body))
         writer.close()
 

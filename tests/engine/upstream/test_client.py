@@ -1,5 +1,6 @@
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,6 +46,14 @@ async def test_a_stream_brings_all_tokens_and_ends_with_a_reason() -> None:
     assert outputs[-1].num_computed_tokens == len(PROMPT) + 6 - 1
     body = server.bodies[0]
     assert (body["prompt"], body["max_tokens"], body["priority"], body["cache_salt"]) == ([5, 6, 7], 6, -100, "salt")
+
+
+async def test_a_trace_goes_on_at_the_server() -> None:
+    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+    async with scripted_server() as server:
+        await collect(client_of(server), replace(request(), traceparent=traceparent))
+        await collect(client_of(server), request())
+    assert [headers.get("traceparent") for headers in server.request_headers] == [traceparent, None]
 
 
 async def test_a_continued_stream_goes_on_where_the_first_one_ended() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -225,3 +226,12 @@ async def test_results_arrive_without_another_plan(executor: FakeExecutor) -> No
     engine.submit(StepPlan(1))
     assert (await engine.collect()).outputs == ()
     engine.close()
+
+
+def test_a_sequence_continues_from_tokens_of_another_engine(stepper: VllmStepper, executor: FakeExecutor) -> None:
+    new = replace(make_new("a", range(10, 20), max_tokens=9), output_token_ids=(110, 111, 112))
+    [driven] = drive(stepper, [new]).values()
+    assert driven.output == [110 + i for i in range(9)]
+    [chunk] = executor.batches[0].chunks
+    assert (chunk.start, chunk.end) == (0, 13)
+    assert (chunk.sequence.num_prompt_tokens, chunk.sequence.num_given_tokens) == (10, 13)

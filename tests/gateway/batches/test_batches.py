@@ -9,6 +9,7 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
+from gateway.batches.line_window import HEAD_START
 from tests.gateway.offline import OfflineGateway, jsonl, line, lines, running_gateway
 from tests.waiting import until
 
@@ -83,7 +84,18 @@ async def test_lines_in_flight_are_bounded_over_all_batches(gateway: OfflineGate
         permits.release()
     for batch in batches:
         assert (await gateway.ended(batch.id)).status == "completed"
-    assert gateway.completions.peak == 32
+    assert 32 <= gateway.completions.peak <= 32 + 2 * HEAD_START
+
+
+async def test_a_small_batch_begins_at_once_beside_a_large_one(gateway: OfflineGateway) -> None:
+    permits = gateway.completions.permits = asyncio.Semaphore(0)
+    large = await gateway.submit(lines(100))
+    await until(lambda: gateway.completions.running == 32)
+    await gateway.submit([line("small")])
+    await until(lambda: gateway.completions.calls["small"] == 1)
+    for _ in range(101):
+        permits.release()
+    assert (await gateway.ended(large.id)).status == "completed"
 
 
 async def test_a_refused_line_goes_to_the_error_file(gateway: OfflineGateway) -> None:
@@ -205,7 +217,7 @@ async def test_counts_by_status(gateway: OfflineGateway) -> None:
     [
         ({"endpoint": "/v1/embeddings"}, "endpoint"),
         ({"endpoint": None}, "endpoint"),
-        ({"completion_window": "1h"}, "completion_window"),
+        ({"completion_window": "1y"}, "completion_window"),
         ({"input_file_id": 7}, "input_file_id"),
         ({"input_file_id": None}, "input_file_id"),
         ({"input_file_id": "file-unknown"}, "input_file_id"),

@@ -1,6 +1,7 @@
 """Errors of an input, line by line, and how a batch reports them."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from gateway.batches.input import (
     CHUNK_BYTES,
     CHUNK_LINES,
     MAX_ERRORS,
+    MAX_LINE_BYTES,
+    MAX_NUMBER,
     InputReport,
     inspect_input,
     read_chunks,
-    snapshot_input,
 )
 from tests.gateway.offline import MODEL, jsonl, line, lines, running_gateway
 
@@ -74,6 +76,15 @@ def test_blank_lines_count_as_places_but_not_as_requests(tmp_path: Path) -> None
     assert [(x.number, x.custom_id) for x in chunk] == [(1, "a"), (4, "b")]
 
 
+def test_a_line_may_ask_for_the_tier_that_it_gets(tmp_path: Path) -> None:
+    tiers = [None, "auto", "default", "flex"]
+    wanted = [line(f"q{n}", body=body(service_tier=tier)) for n, tier in enumerate(tiers)]
+    assert inspect(tmp_path, jsonl(wanted)).errors == ()
+    for other in ("priority", "scale", "fast", "no-such", ["flex"]):
+        [error] = inspect(tmp_path, jsonl([line("q", body=body(service_tier=other))])).errors
+        assert (error.code, error.param) == ("invalid_value", "body.service_tier") and "flex" in error.message
+
+
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
 def test_an_empty_file(tmp_path: Path, content: bytes) -> None:
     [error] = inspect(tmp_path, content).errors
@@ -84,6 +95,11 @@ def test_too_many_lines(tmp_path: Path) -> None:
     assert inspect(tmp_path, jsonl(lines(4)), max_lines=4).errors == ()
     [error] = inspect(tmp_path, jsonl(lines(5)), max_lines=4).errors
     assert error.code == "too_many_tasks"
+
+
+def test_line_numbers_are_bounded(tmp_path: Path) -> None:
+    [error] = inspect(tmp_path, jsonl([line("a")]) + b"\n" * MAX_NUMBER + jsonl([line("b")])).errors
+    assert error.code == "too_many_tasks" and "blank" in error.message
 
 
 def test_reading_stops_at_the_last_error_that_is_reported(tmp_path: Path) -> None:
@@ -104,23 +120,23 @@ def test_a_line_may_be_as_large_as_a_body_and_no_larger(tmp_path: Path, end: byt
     assert (error.code, error.line, report.total) == ("line_too_large", 2, 3)
 
 
+def test_a_line_of_50_mb_is_named_and_not_held_in_memory(tmp_path: Path) -> None:
+    content = jsonl([line("a"), b"x" * 50 * 10**6, b"\xff", line("a")])
+    tracemalloc.start()
+    errors = inspect(tmp_path, content).errors
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    found = [(error.code, error.line) for error in errors]
+    assert found == [("line_too_large", 2), ("invalid_json_line", 3), ("duplicate_custom_id", 4)]
+    assert peak_bytes < 3 * MAX_LINE_BYTES
+
+
 def test_a_chunk_is_bounded_in_lines_and_in_bytes(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(jsonl(lines(CHUNK_LINES + 1)))
     assert [len(chunk) for chunk in read_chunks(path)] == [CHUNK_LINES, 1]
     path.write_bytes(jsonl(line(f"q{n}", body=body(user="x" * (CHUNK_BYTES // 2))) for n in range(3)))
     assert [[x.custom_id for x in chunk] for chunk in read_chunks(path)] == [["q0", "q1"], ["q2"]]
-
-
-def test_a_snapshot_outlives_its_source(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.write_bytes(b"1")
-    snapshot_input(source, tmp_path / "batch")
-    source.unlink()
-    assert (tmp_path / "batch" / "input.jsonl").read_bytes() == b"1"
-    with pytest.raises(FileNotFoundError):
-        snapshot_input(source, tmp_path / "late")
-    assert not (tmp_path / "late").exists()
 
 
 async def test_a_wrong_input_fails_the_batch_and_runs_nothing(redis_client: Redis, tmp_path: Path) -> None:

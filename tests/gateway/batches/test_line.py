@@ -1,12 +1,18 @@
 """One line of a batch: which outcomes are its answer, and which are tried again."""
 
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as StoreUnreachable
 
+from gateway.batches.forecasts import BatchForecasts
 from gateway.batches.input import BatchLine
 from gateway.batches.line import MAX_FAILURES, LineRunner
+from gateway.batches.line_statistics import LineStatistics
 from gateway.batches.model import Batch, BatchStatus, LineResult
+from gateway.batches.store import BatchStore
 from tests.gateway.offline import TIERS, ScriptedCompletions, ShiftedClock
+
+UNREACHABLE = Redis(port=1)  # lines are answered, whether the store knows how long they took or not
 
 
 class InstantClock(ShiftedClock):
@@ -24,9 +30,12 @@ async def run(statuses: list[int | Exception]) -> tuple[LineResult, ScriptedComp
     completions, clock = ScriptedCompletions(), InstantClock()
     completions.statuses["q"] = list(statuses)
     body = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
-    runner = LineRunner(completions, TIERS[TIERS.batch_tier], clock)
+    tier = TIERS[TIERS.batch_tier]
+    statistics = LineStatistics(UNREACHABLE, clock)
+    forecasts = BatchForecasts(BatchStore(UNREACHABLE), statistics, list, tier, clock)
+    runner = LineRunner(completions, tier, clock, statistics, forecasts)
     batch = Batch("batch_1", "/v1/chat/completions", "file-1", "24h", BatchStatus.IN_PROGRESS, 1, 2, owner="alice")
-    return await runner.run(batch, BatchLine(7, "q", body)), completions, clock
+    return await runner.begin(batch).run(BatchLine(7, "q", body)), completions, clock
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422])

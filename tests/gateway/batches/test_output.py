@@ -1,14 +1,17 @@
-"""Output files are private, and a failed attempt to write them leaves nothing behind."""
+"""Output files are private and in the order of the input, and a failed attempt to write them leaves nothing behind."""
 
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
-from gateway.batches.input import CHUNK_LINES, input_path
+from gateway.batches.input import CHUNK_LINES, input_name
 from gateway.batches.model import Batch, BatchStatus, LineResult
 from gateway.batches.output import BATCH_CANCELLED, write_files
+from gateway.batches.recorder import ResultRecorder
 from gateway.batches.store import BatchStore, OwnershipLost
+from gateway.files.local_storage import LocalStorage
+from gateway.files.storage import ContentLost
 from gateway.files.store import FileStore, StoredFile
 from tests.gateway.offline import ShiftedClock, jsonl, lines, running_gateway
 
@@ -24,45 +27,63 @@ class FullDisk(FileStore):
         return await super().add(content, **fields)  # type: ignore[arg-type]
 
 
-async def finalizing(redis: Redis, directory: Path, count: int) -> tuple[BatchStore, Batch]:
-    """Return a batch of `count` lines, of which the first succeeded and the second failed."""
-    directory.mkdir(parents=True)
-    input_path(directory).write_bytes(jsonl(lines(count)))
+async def finalizing(redis: Redis, data_dir: Path, count: int) -> tuple[BatchStore, Batch]:
+    """Return a batch of `count` lines, of which the third succeeded first, and then the first and the second failed."""
+    path = data_dir / input_name(BATCH_ID)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(jsonl(lines(count)))
     store = BatchStore(redis)
-    await store.create(Batch(BATCH_ID, "/v1/completions", "file-1", "24h", BatchStatus.FINALIZING, 1, 2))
+    await store.create(Batch(BATCH_ID, "/v1/completions", "file-1", "24h", BatchStatus.FINALIZING, 1, 2, total=count))
     lock = store.owner_lock(BATCH_ID, 60.0)
     assert await lock.acquire()
-    results = [LineResult(1, True, b"{}"), LineResult(2, False, b"[]")]
-    await store.record(BATCH_ID, results, bytes(lock.local.token or b"").decode())
+    token = bytes(lock.local.token or b"").decode()
+    for group in ([LineResult(3, True, b"{}")], [LineResult(2, False, b"[2]"), LineResult(1, True, b"[1]")]):
+        recorder = ResultRecorder(BATCH_ID, store, LocalStorage(data_dir), ShiftedClock(), lambda: token)
+        for result in group:
+            await recorder.add(result)
+        await recorder.flush()
     batch = await store.get(BATCH_ID)
     assert batch is not None
     return store, batch
 
 
 async def test_lines_are_written_chunk_by_chunk(redis_client: Redis, tmp_path: Path) -> None:
-    directory = tmp_path / "batches" / BATCH_ID
-    store, batch = await finalizing(redis_client, directory, CHUNK_LINES + 10)
+    store, batch = await finalizing(redis_client, tmp_path, CHUNK_LINES + 10)
     files = FileStore(redis_client, tmp_path, ShiftedClock())
-    ids = await write_files(store, files, batch, directory, BATCH_CANCELLED)
-    assert files.path(ids["output_file_id"]).read_bytes() == b"{}\n"
-    errors = files.path(ids["error_file_id"]).read_bytes().splitlines()
-    assert len(errors) == CHUNK_LINES + 9 and errors[0] == b"[]"
-    assert [p.name for p in directory.iterdir()] == ["input.jsonl"]
+    ids = await write_files(store, files, batch, BATCH_CANCELLED)
+    assert (tmp_path / "files" / ids["output_file_id"]).read_bytes() == b"[1]\n{}\n"
+    errors = (tmp_path / "files" / ids["error_file_id"]).read_bytes().splitlines()
+    assert len(errors) == CHUNK_LINES + 8 and errors[0] == b"[2]"
+    assert not [p for p in (tmp_path / "batches" / BATCH_ID).iterdir() if p.name[:5] in ("outpu", "error")]
 
 
-@pytest.mark.parametrize("broken", ["disk", "count"])
+async def test_what_a_dead_gateway_has_not_recorded_is_not_written(redis_client: Redis, tmp_path: Path) -> None:
+    store, batch = await finalizing(redis_client, tmp_path, 3)
+    for name in await store.results(BATCH_ID):
+        with (tmp_path / name).open("ab") as results:
+            results.write(b"1 1 twice\n2 1 ha")
+    (tmp_path / "batches" / BATCH_ID / "results-dead").write_bytes(b"1 1 twice\n")
+    ids = await write_files(store, FileStore(redis_client, tmp_path, ShiftedClock()), batch, None)
+    assert (tmp_path / "files" / ids["output_file_id"]).read_bytes() == b"[1]\n{}\n"
+    assert (tmp_path / "files" / ids["error_file_id"]).read_bytes() == b"[2]\n"
+
+
+@pytest.mark.parametrize("broken", ["disk", "count", "short", "damaged"])
 async def test_a_failed_attempt_leaves_no_files(redis_client: Redis, tmp_path: Path, broken: str) -> None:
-    directory = tmp_path / "batches" / BATCH_ID
-    store, batch = await finalizing(redis_client, directory, 3)
+    store, batch = await finalizing(redis_client, tmp_path, 3)
     files = FileStore(redis_client, tmp_path, ShiftedClock())
+    [first, *_] = await store.results(BATCH_ID)
     if broken == "disk":
         files = FullDisk(redis_client, tmp_path, ShiftedClock())
-    else:
+    elif broken == "count":
         await redis_client.delete(f"tidegate:batches:results:{BATCH_ID}")
+    else:
+        (tmp_path / first).write_bytes(b"3 1 {" if broken == "short" else b"x" * 100)
+    before = sorted((tmp_path / "batches" / BATCH_ID).iterdir())
     for _ in range(2):
-        with pytest.raises(OSError if broken == "disk" else OwnershipLost):
-            await write_files(store, files, batch, directory, None)
-    assert [p.name for p in directory.iterdir()] == ["input.jsonl"]
+        with pytest.raises({"disk": OSError, "count": OwnershipLost}.get(broken, ContentLost)):
+            await write_files(store, files, batch, None)
+    assert sorted((tmp_path / "batches" / BATCH_ID).iterdir()) == before
 
 
 async def test_inputs_and_outputs_are_private(redis_client: Redis, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import ConnectionPool, Redis, UnixDomainSocketConnection
 
-from gateway.batches.input import snapshot_input
+from gateway.batches.input import input_name
 from gateway.batches.model import Batch, BatchStatus
 from gateway.batches.run import LOST_S, BatchRun
 from gateway.batches.store import BatchStore
@@ -68,10 +68,9 @@ def mortal(client: Redis, lifetime: Lifetime) -> Redis:
 async def plant(redis: Redis, data_dir: Path, count: int, *, batch_id: str = "batch_planted", age_s: int = 0) -> str:
     """Create a batch on a gateway that then vanishes. Return its id."""
     now = int(time.time()) - age_s
-    source = data_dir / "source.jsonl"
-    data_dir.mkdir(exist_ok=True)
-    source.write_bytes(jsonl(lines(count)))
-    snapshot_input(source, data_dir / "batches" / batch_id)
+    copy = data_dir / input_name(batch_id)
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(jsonl(lines(count)))
     record = Batch(batch_id, "/v1/chat/completions", "file-1", "24h", BatchStatus.VALIDATING, now, now + 86_400)
     await BatchStore(redis).create(record)
     return batch_id
@@ -136,7 +135,8 @@ async def test_a_gateway_may_die_at_any_message_to_the_store(redis_client: Redis
         completions = _refusing_one()
         async with running_gateway(redis_client, Path(directory), completions=completions) as gateway:
             await assert_every_line_once(gateway, batch_id, 12)
-        assert await redis_client.keys("tidegate:batches:results:*") == []
+        for kind in ("results", "done"):
+            assert await redis_client.keys(f"tidegate:batches:{kind}:*") == []
 
 
 async def test_the_next_start_removes_what_a_crash_after_the_end_left_on_disk(

@@ -61,16 +61,32 @@ async def test_only_transitions_of_the_table_happen(redis_client: Redis, targets
     assert {s for s, n in counts.items() if n} == {status} and sum(counts.values()) == 1
 
 
-async def test_a_result_counts_once(store: BatchStore) -> None:
+async def test_a_group_of_results_counts_once(store: BatchStore) -> None:
     await store.create(make_batch())
     token = await owner_of(store, "batch_1")
-    assert await store.record("batch_1", [make_result(1), make_result(2, False)], token) == 2
-    assert await store.record("batch_1", [make_result(2, True), make_result(3)], token) == 1
+    for _ in range(2):  # redis-py may send a script twice
+        await store.record("batch_1", "r1", 0, 20, [make_result(1), make_result(2, False)], token)
+    await store.record("batch_1", "r1", 20, 30, [make_result(40)], token)
     batch = await store.get("batch_1")
     assert batch is not None
     assert (batch.completed, batch.failed, batch.input_tokens, batch.output_tokens) == (2, 1, 15, 6)
-    assert await store.finished_lines("batch_1") == {1, 2, 3}
-    assert await store.results("batch_1", [1, 2, 9]) == [(True, b"{}"), (False, b"{}"), None]
+    done = await store.finished_lines("batch_1")
+    assert [number for number in range(1000) if number in done] == [1, 2, 40]
+    assert await store.results("batch_1") == {"r1": 30}
+
+
+async def test_a_group_that_does_not_fit_to_what_the_store_knows_is_refused_whole(store: BatchStore) -> None:
+    """As after a crash of the store, which then has lost its latest writes."""
+    await store.create(make_batch())
+    token = await owner_of(store, "batch_1")
+    await store.record("batch_1", "r1", 0, 10, [make_result(1)], token)
+    for name, start, numbers in (("r1", 20, [2]), ("r1", 0, [2]), ("r2", 0, [2, 1])):
+        with pytest.raises(OwnershipLost):
+            await store.record("batch_1", name, start, 30, [make_result(n) for n in numbers], token)
+    assert await store.results("batch_1") == {"r1": 10}
+    batch = await store.get("batch_1")
+    assert batch is not None and batch.completed == 1
+    assert 2 not in await store.finished_lines("batch_1")
 
 
 async def test_a_former_owner_changes_nothing(store: BatchStore, redis_client: Redis) -> None:
@@ -79,11 +95,11 @@ async def test_a_former_owner_changes_nothing(store: BatchStore, redis_client: R
     await redis_client.delete("tidegate:batches:owner:batch_1")  # as if the lock had expired
     fresh = await owner_of(store, "batch_1")
     with pytest.raises(OwnershipLost):
-        await store.record("batch_1", [make_result(1)], stale)
+        await store.record("batch_1", "r1", 0, 10, [make_result(1)], stale)
     with pytest.raises(OwnershipLost):
         await store.forget_work("batch_1", stale)
     assert await store.move("batch_1", S.IN_PROGRESS, 101, token=stale) is Moved.NOT_OWNER
-    assert await store.finished_lines("batch_1") == set()
+    assert 1 not in await store.finished_lines("batch_1") and await store.results("batch_1") == {}
     assert await store.move("batch_1", S.IN_PROGRESS, 101, token=fresh, total=4) is Moved.MOVED
     batch = await store.get("batch_1")
     assert batch is not None and (batch.status, batch.total) == (S.IN_PROGRESS, 4)
@@ -92,8 +108,21 @@ async def test_a_former_owner_changes_nothing(store: BatchStore, redis_client: R
 async def test_forgetting_leaves_only_the_record(store: BatchStore, redis_client: Redis) -> None:
     await store.create(make_batch())
     token = await owner_of(store, "batch_1")
-    await store.record("batch_1", [make_result(1)], token)
-    await store.forget_work("batch_1", token)
+    await store.record("batch_1", "r1", 0, 10, [make_result(1)], token)
+    assert await store.move("batch_1", S.FAILED, 101) is Moved.MOVED
+    assert await store.forget_work("batch_1", token)
     assert await store.unfinished() == []
-    assert await redis_client.exists("tidegate:batches:results:batch_1") == 0
+    assert await redis_client.keys("tidegate:batches:*:batch_1") == [b"tidegate:batches:owner:batch_1"]
     assert await store.get("batch_1") is not None
+
+
+async def test_a_batch_that_is_not_over_keeps_its_results(store: BatchStore) -> None:
+    await store.create(make_batch())
+    token = await owner_of(store, "batch_1")
+    await store.record("batch_1", "r1", 0, 10, [make_result(1)], token)
+    assert not await store.forget_work("batch_1", token)
+    assert await store.unfinished() == ["batch_1"] and 1 in await store.finished_lines("batch_1")
+    assert await store.results("batch_1") == {"r1": 10}
+    for target in (S.IN_PROGRESS, S.FINALIZING, S.COMPLETED):
+        await store.move("batch_1", target, 101)
+    assert await store.forget_work("batch_1", token)

@@ -14,7 +14,7 @@ from tests.gateway.stand import MODEL, Stand, answer_with, running_stand
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 ASK = {"x-tidegate-receipt": "1"}
-DONE = Receipt("w1", queue_ms=1.5, prefill_ms=20.0, decode_ms=300.0, paused_ms=4.0, preemptions=1, evictions=2)
+DONE = Receipt("w1", 1.5, 20.0, 300.0, paused_ms=4.0, preemptions=1, evictions=2, engine_ms=30.5)
 TIMES = {
     "worker": "w1",
     "queue_ms": 1.5,
@@ -23,6 +23,7 @@ TIMES = {
     "paused_ms": 4.0,
     "preemptions": 1,
     "evictions": 2,
+    "engine_ms": 30.5,
     "cached_tokens": 3,
 }
 
@@ -109,6 +110,7 @@ def test_the_times_at_the_top_are_those_of_the_slowest_sequence() -> None:
     slow = replace(DONE, worker="w2", decode_ms=900.0)
     receipt = receipt_object("auto", "realtime", 950, [(DONE, 0), (slow, 0)])
     assert (receipt["worker"], receipt["decode_ms"]) == ("w2", 900.0)
+    assert receipt["engine_ms"] == 61.0, "the engine time is that of all sequences"
 
 
 def test_frames_before_the_last_one_stay() -> None:

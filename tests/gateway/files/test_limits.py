@@ -12,7 +12,7 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
-from gateway.files import disk, store
+from gateway.files import disk, local_storage
 from gateway.files.disk import DiskFull, DiskReserve, noticing_full_disk
 from gateway.http.multipart import MAX_FORM_BYTES
 from gateway.identity import Keyring
@@ -102,7 +102,7 @@ async def test_a_full_disk_is_noticed_where_it_is_written(
     def full(*_: Any) -> None:
         raise OSError(number, "no space")
 
-    monkeypatch.setattr(store, "_move_durably", full)
+    monkeypatch.setattr(local_storage, "move_durably", full)
     with pytest.raises(openai.InternalServerError) as refused:
         await gateway.as_key("one").upload(b"{}")
     assert refused.value.status_code == 507

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway.identity import Keyring
+from gateway.identity import Keyring, KeyWebhook
+from gateway.keys.edit import add_key
 from gateway.keys.file import KeyringError, read_entries
 from tests.gateway.stand import make_tiers
+
+WEBHOOK = KeyWebhook("whsec_QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo=", "https://example.com/hook")
 
 
 def test_load_and_authenticate(tmp_path: Path) -> None:
@@ -34,10 +37,27 @@ def test_limits_are_read(tmp_path: Path) -> None:
     assert key.is_limited
 
 
+def test_webhooks_are_read_and_a_rotation_keeps_them(tmp_path: Path) -> None:
+    path, webhook = tmp_path / "keys.yaml", f"{{secret: {WEBHOOK.secret}, url: '{WEBHOOK.url}'}}"
+    path.write_text(f"keys: [{{name: a, key: b, webhook: {webhook}}}]")
+    add_key(path, "a", {}, make_tiers(), rotate=True)
+    assert [entry.to_key().webhook for entry in read_entries(path)] == [WEBHOOK, WEBHOOK]
+
+
+def test_a_bad_secret_of_a_webhook_is_not_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys: [{name: a, key: b, webhook: {secret: letmein}}]")
+    with pytest.raises(KeyringError, match="openssl rand") as error:
+        read_entries(path)
+    assert "letmein" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("keys: {}", "'keys'"),
+        ("keys: [{name: a, key: b, webhook: {url: 'https://example.com'}}]", "'keys[0].webhook.secret'"),
+        (f"keys: [{{name: a, key: b, webhook: {{secret: {WEBHOOK.secret}, url: x}}}}]", "'keys[0].webhook.url'"),
         ("", "must have the form `keys: [{name: …"),
         ("keys: [{name: a}]", "'keys[0]': needs either key or sha256"),
         ("keys: [{name: a, key: b, sha256: c}]", "'keys[0].sha256'"),
@@ -74,3 +94,15 @@ def test_the_keys_file_names_the_administrators(tmp_path: Path) -> None:
     file.write_text("keys: [{name: root, key: sk-root, admin: sure}]")
     with pytest.raises(KeyringError, match=r"keys\[0\]\.admin"):
         read_entries(file)
+
+
+def test_what_a_key_may_have_of_batches_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(
+        "keys: [{name: a, key: b, batch_weight: 4, batch_concurrent_lines: 8, batch_enqueued_tokens: 2000000}]"
+    )
+    [key] = [entry.to_key() for entry in read_entries(path)]
+    assert (key.batch_weight, key.batch_concurrent_lines, key.batch_enqueued_tokens) == (4, 8, 2_000_000)
+    path.write_text("keys: [{name: a, key: b, batch_weight: 0}]")
+    with pytest.raises(KeyringError, match="batch_weight"):
+        read_entries(path)

@@ -279,6 +279,7 @@ async def test_unknown_routes_and_methods() -> None:
         assert wrong.headers["allow"] == "POST"
         assert (await stand.http.put("/v1/files")).headers["allow"] == "GET, POST"
         assert (await stand.http.put("/v1/files/x")).headers["allow"] == "DELETE, GET"
+        assert (await stand.http.put("/v1/batches/estimate")).headers["allow"] == "POST"
 
 
 async def test_bodies_over_the_limit(stand_bytes: int = 1000) -> None:

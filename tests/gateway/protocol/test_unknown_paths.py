@@ -18,7 +18,7 @@ NOT_SERVED = [
     ("GET", "/v1/assistants"),
     ("POST", "/v1/threads/t/messages"),
     ("GET", "/v1/vector_stores/v/files"),
-    ("POST", "/v1/uploads"),
+    ("POST", "/v1/vector_stores"),
     ("GET", "/v1/evals"),
     ("GET", "/v1/realtime"),
     ("POST", "/v1/videos"),

@@ -57,7 +57,7 @@ async def test_the_tiers_in_force_are_shown_with_every_default(stand: Stand, pat
     shown = (await stand.http.get("/admin/tiers")).json()
     assert shown["source"] == str(path)
     assert shown["parts"] == [{"part": "gateway 1", "generation": shown["generation"]}]
-    assert shown["document"]["tiers"]["bulk"]["retry"] == {"max_attempts": 5, "max_preemptions": 3}
+    assert shown["document"]["tiers"]["bulk"]["retry"] == {"max_attempts": 4, "max_preemptions": 3}
     answer = await stand.post("/admin/tiers", shown["document"])
     assert answer.status_code == 200, "the shown document can be sent back"
 

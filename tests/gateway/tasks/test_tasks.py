@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from engine.static.function_endpoint import FunctionEndpoint
+from gateway.idempotency.store import IdempotencyStore
 from gateway.identity import Keyring
 from gateway.tasks.model import MAX_INPUTS
 from scheduler.batching.heartbeat import TaskHeartbeat
@@ -19,6 +20,7 @@ from scheduler.batching.metrics import TaskMetrics
 from scheduler.batching.policy import BatchPolicy
 from scheduler.clock import SystemClock
 from scheduler.config import TierSet
+from scheduler.store import keys
 from scheduler.tasks.queue import TaskQueue
 from tests.gateway.offline import keyring
 from tests.gateway.stand import Stand, make_tiers, running_stand
@@ -182,6 +184,7 @@ async def _is_accepted(stand: Stand, service_tier: str) -> bool:
 
 async def test_without_a_worker_for_tasks_none_are_accepted(redis_client: Redis) -> None:
     async with running_gateway(redis_client) as stand:
+        await stand.worker.registry.withdraw("w2")
         stand.gateway.client._task_workers.clear()
         stand.gateway.client._task_worker_seen_s = None
         answer = await stand.post("/v1/tasks", {"input": 1})
@@ -239,3 +242,71 @@ async def test_a_null_is_an_item(stand: Stand, worker: BatchLoop) -> None:
 async def test_an_unknown_task_is_not_found(stand: Stand) -> None:
     answer = await stand.http.get("/v1/tasks/task_x")
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "task_id")
+
+
+# -- timeouts ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_task_that_waits_longer_than_its_timeout_becomes_a_dead_letter(stand: Stand) -> None:
+    """Nobody serves it. Who waits for its end gets it."""
+    created = await create(stand, input="x", timeout_s=0.2)
+    assert created["timeout_s"] == 0.2
+    dead = await get(stand, created["id"], wait_s=30)
+    assert (dead["state"], dead["attempts"], dead["result"]) == ("dead", 0, None)
+    assert dead["error"] == {"message": "It waited longer than its timeout of 0.2 s.", "failures": []}
+    listed = (await stand.http.get("/v1/tasks?state=dead")).json()
+    assert [task["id"] for task in listed["data"]] == [created["id"]]
+
+
+async def test_a_task_without_a_timeout_has_that_of_the_server(stand: Stand) -> None:
+    assert (await create(stand, input="x"))["timeout_s"] == 86_400
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, 604_801, "soon"])
+async def test_a_timeout_must_be_possible(stand: Stand, timeout_s: Any) -> None:
+    answer = await stand.post("/v1/tasks", {"input": 1, "timeout_s": timeout_s})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "timeout_s")
+
+
+# -- repetitions -------------------------------------------------------------------------------------------------------
+
+KEY = {"Idempotency-Key": "one"}
+
+
+@pytest.mark.parametrize("body", [{"input": "x"}, {"inputs": ["x", "y"]}])
+async def test_a_repeated_creation_makes_no_second_tasks(
+    stand: Stand, redis_client: Redis, body: dict[str, Any]
+) -> None:
+    first, second = [await stand.post("/v1/tasks", body, headers=KEY) for _ in range(2)]
+    assert first.status_code == second.status_code == 202
+    assert first.json() == second.json()
+    assert second.headers["idempotent-replayed"] == "true" and "idempotent-replayed" not in first.headers
+    assert await redis_client.zcard(f"{keys.TASKS}queue:realtime") == len(ids_of(first))
+    other = await stand.post("/v1/tasks", {"input": "another"}, headers=KEY)
+    assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
+
+
+@pytest.mark.parametrize("body", [{"input": "x"}, {"inputs": ["x", "y"]}])
+async def test_tasks_that_were_created_before_a_crash_are_found_again_even_if_they_have_ended(
+    stand: Stand, worker: BatchLoop, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    """The gateway dies after the tasks are there and before its answer is kept, and its lease ends."""
+
+    async def lost(*_: Any) -> None:
+        pass
+
+    with monkeypatch.context() as crash:
+        crash.setattr(IdempotencyStore, "_end", lost)
+        crash.setattr(IdempotencyStore, "_lease_ms", lambda _: 0)
+        first = await stand.post("/v1/tasks", body, headers=KEY)
+    for task_id in ids_of(first):
+        assert (await get(stand, task_id, wait_s=30))["state"] == "done"
+    again = await stand.post("/v1/tasks", body, headers=KEY)
+    assert again.status_code == 202 and "idempotent-replayed" not in again.headers
+    assert ids_of(again) == ids_of(first)
+    assert {task["state"] for task in again.json().get("data", [again.json()])} == {"done"}
+
+
+def ids_of(answer: httpx.Response) -> list[str]:
+    created = answer.json()
+    return [task["id"] for task in created.get("data", [created])]

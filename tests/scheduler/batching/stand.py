@@ -86,9 +86,11 @@ class Stand:
         running.cancel()
         await asyncio.wait([running])
 
-    async def put(self, items: Iterable[bytes], tier: str = "realtime") -> list[Task]:
+    async def put(
+        self, items: Iterable[bytes], tier: str = "realtime", age_ms: int = 0, timeout_ms: int | None = None
+    ) -> list[Task]:
         now_ms = self.clock.wall_ms()
-        tasks = [make_task(item, tier, now_ms) for item in items]
+        tasks = [make_task(item, tier, now_ms - age_ms, timeout_ms=timeout_ms) for item in items]
         assert await self.queue.put(tasks, limit=100_000) is None
         return tasks
 

@@ -138,6 +138,16 @@ async def test_a_hanging_function_ends_the_worker(stand: Stand) -> None:
         await asyncio.wait_for(running, 10)
 
 
+async def test_tasks_that_have_waited_too_long_are_not_called(stand: Stand) -> None:
+    late = await stand.put(numbers(BATCH), age_ms=60_000, timeout_ms=30_000)
+    fresh = await stand.put(numbers(3), age_ms=60_000, timeout_ms=90_000)
+    stand.start()
+    assert {s.state for s in await stand.ended(fresh)} == {TaskState.DONE}
+    ended = await stand.ended(late)
+    assert {(s.state, s.error) for s in ended} == {(TaskState.DEAD, "It waited longer than its timeout of 30 s.")}
+    assert stand.endpoint.calls == [[task.input for task in fresh]]
+
+
 async def test_an_item_that_kills_workers_ends_alone(stand: Stand) -> None:
     """The item ends the process, as a crash in native code does. Each time, a supervisor starts a new one."""
 

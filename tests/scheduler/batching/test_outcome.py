@@ -1,7 +1,9 @@
 """What becomes of the tasks of a call."""
 
+from msgspec.structs import replace
+
 from engine.static.interface import CallFailed, ItemResult
-from scheduler.batching.outcome import WORKER_DIED, is_suspect, of_failure, of_results, of_suspect
+from scheduler.batching.outcome import WORKER_DIED, before_call, is_suspect, of_failure, of_results, of_suspect
 from scheduler.tasks.task import ClaimedTask, EndedTask, RetriedTask
 from tests.scheduler.tasks.builders import make_task
 
@@ -51,3 +53,21 @@ def test_a_task_whose_worker_died_is_isolated_and_at_last_a_dead_letter() -> Non
     assert isinstance(first, RetriedTask) and (first.lane, first.counts) == ("realtime.2", False)
     assert first.task.failures == (WORKER_DIED,)
     assert isinstance(last, EndedTask) and last.error == WORKER_DIED
+
+
+def test_a_task_gets_no_try_that_begins_after_its_timeout() -> None:
+    late = claimed(2)
+    late = replace_task(late, arrival_ms=1000, timeout_ms=500)
+    assert before_call(late, 1499) is None
+    ended = before_call(late, 1500)
+    assert isinstance(ended, EndedTask) and ended.result is None
+    assert "timeout of 0.5 s" in ended.error and ended.task.failures == ("failure 0",)
+
+
+def test_before_a_call_only_suspects_are_isolated() -> None:
+    assert before_call(claimed(3), 10**15) is None, "no timeout, and each try has left its failure"
+    assert isinstance(before_call(claimed(2, failures=0), 0), RetriedTask)
+
+
+def replace_task(item: ClaimedTask, **changes: int) -> ClaimedTask:
+    return ClaimedTask(replace(item.task, **changes), item.fence, item.attempt)

@@ -213,6 +213,12 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     assert not admission.is_closed("bulk"), "a later deadline may still be met"
 
 
+def test_a_part_of_a_job_is_not_refused_for_its_deadline() -> None:
+    """The job was admitted as a whole. If it is late, it needs each of its parts all the more."""
+    late = make_request("b", "bulk", prompt=100, deadline_ms=EPOCH_MS + 10, urgent_ms=1000)
+    assert attempt(make_admission(tiers()), late, ahead=Backlog(5, 10_000)) is None
+
+
 def test_waits_that_turn_out_longer_are_predicted_longer() -> None:
     admission = make_admission(tiers())
     before = forecast_of(admission).prompt_token_s

@@ -556,6 +556,30 @@ def test_without_any_engine_requests_are_refused() -> None:
     play(story, worker=False)
 
 
+def test_a_worker_that_has_just_come_serves_the_next_request() -> None:
+    async def story(stage: Stage) -> None:
+        assert isinstance(await stage.client.submit([make_request("a")]), Rejected)
+        before_s = stage.clock.now()
+        await stage.announce()
+        async with await stage.submit(make_request("b")):
+            assert stage.clock.now() == before_s
+            assert [worker.worker_id for worker in stage.client.workers] == ["w"]
+
+    play(story, worker=False)
+
+
+def test_a_silent_worker_is_not_found_by_looking_again_until_its_next_heartbeat() -> None:
+    async def story(stage: Stage) -> None:
+        stage.beating.cancel()
+        await stage.clock.sleep(3.0)
+        assert isinstance(await stage.client.submit([make_request("a")]), Rejected)
+        await stage.announce()
+        async with await stage.submit(make_request("b")):
+            pass
+
+    play(story)
+
+
 def test_bulk_waits_a_while_for_a_restarting_engine_and_interactive_requests_are_refused_at_once() -> None:
     async def story(stage: Stage) -> None:
         stage.beating.cancel()

@@ -19,8 +19,9 @@ from scheduler.dispatch.core import DispatchCore
 from scheduler.events.memory import MemoryEventChannel
 from scheduler.queue.memory import MemoryQueue
 from scheduler.registry.memory import MemoryWorkerRegistry
-from scheduler.request import EventKind, Request, TokenEvent
+from scheduler.request import Delivery, EventKind, Request, TokenEvent
 from scheduler.virtual_time import VirtualClock
+from scheduler.worker.checkpoints import CHECKPOINT_S
 from scheduler.worker.heartbeat import WorkerIdentity
 from scheduler.worker.loop import SchedulerLoop
 from scheduler.worker.metrics import SchedulerMetrics
@@ -291,7 +292,7 @@ def test_after_its_last_attempt_a_request_ends_with_a_clear_error() -> None:
 
     answer = play(story, stall_s=2.0)
     assert answer.events[-1].kind is EventKind.UNAVAILABLE
-    assert "sent no token for 2 s. The request was given up after 5 attempts." in answer.events[-1].error
+    assert "sent no token for 2 s. The request was given up after 4 attempts." in answer.events[-1].error
 
 
 def test_refusals_lower_what_is_sent_and_lose_nothing() -> None:
@@ -329,5 +330,34 @@ def test_a_stopped_worker_gives_its_requests_back() -> None:
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
+
+    play(story)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_bulk_is_checkpointed_and_a_claim_continues_from_its_checkpoint() -> None:
+    async def story(world: World) -> None:
+        records = world.queue._shared.records
+        asked = asyncio.create_task(world.ask("first", "bulk", max_tokens=300, delivery=Delivery.AT_END))
+        await world.clock.sleep(CHECKPOINT_S + 0.1)
+        saved = records["first"].output
+        assert 32 <= len(saved) < 300
+        assert (await asked).is_right
+        world.upstream.is_up = False
+        await world.clock.sleep(4.0)  # so that the worker notices it, and claims nothing
+        again = asyncio.create_task(world.ask("second", "bulk", max_tokens=300, delivery=Delivery.AT_END))
+        penalised = asyncio.create_task(
+            world.ask("penalised", "bulk", max_tokens=300, delivery=Delivery.AT_END, frequency_penalty=0.5)
+        )
+        await world.clock.sleep(0.1)
+        for name in ("second", "penalised"):
+            records[name].output = saved
+        world.upstream.is_up = True
+        assert (await again).is_right and (await penalised).is_right
+        continued = {stream.seq_id: stream.output_token_ids for stream in world.upstream.opened}
+        # Penalties would not know the earlier tokens.
+        assert continued == {"first": (), "second": saved, "penalised": ()}
 
     play(story)

@@ -123,3 +123,22 @@ def test_an_async_step_does_not_replace_the_running_one() -> None:
         running.begin(StepPlan(step_id, run=(Run(state.id, 1),)), {state.id: state}, COST, 0.0, ())
     assert list(running.end(result()).used_s) == ["realtime"]
     assert list(running.end(StepResult(1, elapsed_s=0.03)).used_s) == ["bulk"]
+
+
+def test_engine_time_is_divided_among_the_requests_that_want_a_receipt() -> None:
+    wanting = [make_decode(f"w{n}", "bulk", wants_receipt=True) for n in range(2)]
+    begin(RT, *wanting, *BULK[:2]).end(result())
+    scale = 0.03 / (0.01 + 5 * 0.005)
+    assert [state.engine_s for state in wanting] == [pytest.approx(0.005 * scale)] * 2
+    assert RT.engine_s == BULK[0].engine_s == 0.0
+    alone = make_decode("alone", "bulk", wants_receipt=True)
+    begin(alone, BULK[0]).end(result())
+    assert alone.engine_s == pytest.approx(0.015), "half of the step, with its fixed cost"
+
+
+def test_engine_time_that_was_thrown_away_is_charged_to_no_request() -> None:
+    wanting = make_decode("w", "bulk", wants_receipt=True)
+    running = begin(wanting, *BULK[:3])
+    running.evictees(NEWCOMER, StepEviction.ROWS, 0.01)
+    running.end(result(evicted=("w", "b0", "b1", "b2")))
+    assert wanting.engine_s == 0.0

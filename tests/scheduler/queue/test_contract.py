@@ -3,6 +3,7 @@
 import asyncio
 import math
 
+import msgspec
 import pytest
 
 from scheduler.queue.base import Backlog, Queue, QueueFull, TooFarBehind
@@ -40,6 +41,21 @@ async def test_claims_are_in_order_of_deadline_then_put(handles: Handles) -> Non
     first = await queue.claim({"realtime": 2}, LEASE_S)
     rest = await queue.claim({"realtime": 10}, LEASE_S)
     assert ids(first) + ids(rest) == ["early", "z", "y", "x", "late"]
+
+
+async def test_the_head_of_each_queue_tells_when_it_arrived(handles: Handles) -> None:
+    queue = handles()
+    assert await queue.head_arrivals(["realtime", "bulk"]) == {}
+    for number, name in enumerate(("late", "head", "last")):
+        request = make_request(name, deadline_ms=START_MS + (1000, 10, 2000)[number], tokens=1000)
+        await queue.put([msgspec.structs.replace(request, arrival_ms=START_MS - number)])
+    assert await queue.head_arrivals(["realtime", "bulk"]) == {"realtime": START_MS - 1}
+    [claimed] = await handles("w").claim({"realtime": 1}, LEASE_S)
+    assert await queue.head_arrivals(["realtime"]) == {"realtime": START_MS}
+    await queue.release([lease_of(claimed)])
+    assert await queue.head_arrivals(["realtime"]) == {"realtime": START_MS - 1}
+    await queue.cancel(["late", "head", "last"])
+    assert await queue.head_arrivals(["realtime"]) == {}
 
 
 async def test_claims_follow_the_order_and_the_limits_of_the_mapping(handles: Handles) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from scheduler.queue.base import AheadLimit, Backlog, Queue
-from scheduler.request import Claimed, Lease
+from scheduler.request import Checkpoint, Claimed, Lease
 from scheduler.store import connection, keys
 from tests.scheduler.queue.harness import START_MS, Handles, ManualClock, make_request
 
@@ -26,6 +26,7 @@ deadline = st.integers(0, 3).map(lambda n: START_MS + n)
 leases = st.lists(st.integers(0, 30), min_size=1, max_size=4)
 lease_s = st.sampled_from([1.0, 2.0])
 tokens = st.integers(0, 9)
+alone = st.none() | st.integers(0, 30)
 ahead_limits = st.builds(
     AheadLimit,
     max_requests=st.sampled_from([0, 1, 2.5, math.inf]),
@@ -51,6 +52,8 @@ operations = st.one_of(
     st.tuples(st.just("requeue_expired")),
     st.tuples(st.just("requeue_worker"), worker),
     st.tuples(st.just("cancel"), st.lists(request_id, min_size=1, max_size=3)),
+    st.tuples(st.just("checkpoint"), leases, st.integers(0, 4), st.lists(st.integers(0, 2**32 - 1), max_size=3)),
+    st.tuples(st.just("note_step"), worker, st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=3), alone),
 )
 # Keys that an eviction policy or an operator may remove: the hash of a request, the sums of a tier.
 losses = st.tuples(st.just("lose"), st.one_of(st.tuples(st.just("hash"), request_id), st.tuples(st.just("sums"), tier)))
@@ -107,6 +110,13 @@ class Trial:
         self.alive.difference_update(request_ids)
         return await self.queue.cancel(request_ids)
 
+    async def checkpoint(self, picks: list[int], index: int, token_ids: list[int]) -> list[int]:
+        return await self.queue.checkpoint([Checkpoint(lease, index, tuple(token_ids)) for lease in self._pick(picks)])
+
+    async def note_step(self, worker: str, waits: list[tuple[int, bool]], alone: int | None) -> None:
+        marks = {lease: waits[i][1] for i, lease in enumerate(self._pick([pick for pick, _ in waits]))}
+        await self.handles(worker).note_step(marks, next(iter(self._pick([] if alone is None else [alone])), None))
+
     async def backlogs(self) -> dict[str, Backlog]:
         backlogs = await self.queue.backlogs(TIERS)
         assert await self.queue.depths(TIERS) == {name: backlog.requests for name, backlog in backlogs.items()}
@@ -158,6 +168,8 @@ async def scenario(url: str, done: list[tuple]) -> None:  # type: ignore[type-ar
             assert memory.alive == redis.alive
             assert sorted(await places(client)) == sorted(redis.alive), "each request in exactly one place"
             assert sorted(await hashes(client)) == sorted(redis.alive), "and none without its payload"
+            stored = {key.decode() for key in await client.keys(keys.OUTPUT_PREFIX + "*")}
+            assert stored <= {keys.OUTPUT_PREFIX + i for i in redis.alive}, "no checkpoint outlives its request"
     finally:
         await redis.handles.close()
         await client.aclose()

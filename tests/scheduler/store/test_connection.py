@@ -1,6 +1,7 @@
 """Connections: outages that they survive, time limits, and `durable`."""
 
 import asyncio
+import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -131,6 +132,19 @@ async def test_durable_covers_the_writes_of_other_connections(server: Server, cl
     with pytest.raises(NotDurable):
         await connection.durable(client, timeout_s=0.05)
     await other.aclose()
+
+
+async def test_a_write_that_the_server_has_lost_is_not_durable(client: Redis, server: Server) -> None:
+    """The server crashes after it has answered, and confirms what it has left. Without its log, that is nothing."""
+    await server.start()
+    await client.set("lost", "1")
+    assert await connection.durable(client, "lost") is True
+    server.end(signal.SIGKILL)
+    shutil.rmtree(server.valkey.data_dir / "appendonlydir")
+    await server.start()
+    assert await connection.durable(client) is True
+    with pytest.raises(NotDurable, match="has lost what it had taken last"):
+        await connection.durable(client, "lost")
 
 
 async def test_a_server_without_an_aof_is_not_durable(server: Server, client: Redis) -> None:

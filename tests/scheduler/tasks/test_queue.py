@@ -179,3 +179,42 @@ def test_groups_shrink_from_the_whole_batch_to_one(batch: int) -> None:
 
 def test_a_lane_knows_its_tier() -> None:
     assert [tier_of(lane) for lane in ("bulk", "bulk.2")] == ["bulk", "bulk"]
+
+
+async def test_expiring_ends_what_waits_and_lets_go_on_what_runs(
+    queue: TaskQueue, redis_client: Redis, clock: ManualClock
+) -> None:
+    running, waiting = (make_task(arrival_ms=ms, timeout_ms=1, owner="ann") for ms in (1, 2))
+    await queue.put([running, waiting], limit=10)
+    (claimed,) = await queue.claim({"realtime": 1}, LEASE_S)
+    await queue.expire([running, waiting])
+    assert (await found(queue, running)).state is TaskState.RUNNING
+    stored = await found(queue, waiting)
+    assert (stored.state, stored.attempts, stored.ended_ms) == (TaskState.DEAD, 0, clock.wall_ms())
+    assert stored.error == waiting.timeout_error
+    assert await queue.dead("ann", 10) == [stored]
+    assert await queue.claim({"realtime": 1}, LEASE_S) == []
+    assert await queue.end([EndedTask(claimed, claimed.task, b"1")]) == [True]
+    await queue.expire([running, waiting])
+    assert (await found(queue, running)).state is TaskState.DONE, "an end is final"
+    left = {key.decode() for key in await redis_client.keys("tidegate:tasks:queue:*")}
+    assert not left
+
+
+async def test_a_task_that_waits_for_another_try_expires_with_its_failures(queue: TaskQueue) -> None:
+    task = make_task(timeout_ms=1)
+    (claimed,) = await put_and_claim(queue, [task])
+    tried = replace(task, failures=("no luck",))
+    await queue.retry([RetriedTask(claimed, tried, isolated_lane(task.tier, 2))])
+    await queue.expire([task])
+    stored = await found(queue, task)
+    assert (stored.state, stored.attempts, stored.task.failures) == (TaskState.DEAD, 1, ("no luck",))
+
+
+async def test_a_dead_letter_that_is_revived_may_wait_as_long_again(queue: TaskQueue, clock: ManualClock) -> None:
+    task = make_task(arrival_ms=1, timeout_ms=500)
+    await queue.put([task], limit=10)
+    await queue.expire([task])
+    assert await queue.revive((await found(queue, task)).task)
+    revived = (await found(queue, task)).task
+    assert not revived.is_expired(clock.wall_ms() + 499) and revived.is_expired(clock.wall_ms() + 500)

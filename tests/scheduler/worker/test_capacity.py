@@ -152,3 +152,16 @@ def test_rates_are_bounded_by_the_tokens_of_a_step_where_work_seems_to_cost_noth
     capacities = measure(estimator, core)
     for tier in ("realtime", "bulk"):
         assert capacities[tier].prefill_tokens_per_s == pytest.approx(1000 / 0.01)
+
+
+def test_the_whole_engine_gives_more_than_what_higher_tiers_leave() -> None:
+    estimator, core = make_estimator()
+    idle = measure(estimator, core)["bulk"]
+    assert idle.whole_prefill_tokens_per_s == pytest.approx(idle.prefill_tokens_per_s)
+    core.used_s["realtime"] = 0.0
+    for _ in range(100):
+        core.used_s["realtime"] += 0.75
+        busy = measure(estimator, core)["bulk"]
+    assert busy.prefill_tokens_per_s == pytest.approx(0.25 * idle.prefill_tokens_per_s, rel=0.01)
+    assert busy.whole_prefill_tokens_per_s == idle.whole_prefill_tokens_per_s
+    assert busy.whole_output_tokens_per_s == idle.whole_output_tokens_per_s >= 4 * busy.output_tokens_per_s * 0.99

@@ -45,6 +45,7 @@ GAUGES = {
     "tidegate_step_time_error_ratio",
 }
 COUNTERS = {
+    "tidegate_slo_misses",
     "tidegate_num_preemptions",
     "tidegate_prompt_tokens",
     "tidegate_generation_tokens",
@@ -56,6 +57,7 @@ COUNTERS = {
     "tidegate_shed_seconds",
     "tidegate_engine_seconds",
     "tidegate_recomputed_tokens",
+    "tidegate_restored_tokens",
 }
 
 
@@ -116,6 +118,20 @@ def test_a_report_becomes_latencies_and_counts() -> None:
     )
     assert sums == [0.1, 0.2, 0.01, 0.21, 2, 32]
     assert value(registry, "requests_finished_total", tier="bulk", reason="length") == 1
+
+
+def test_what_takes_longer_than_the_slo_is_counted_where_there_is_one() -> None:
+    metrics, registry = make_metrics()
+    assert value(registry, "slo_misses_total", tier="realtime", metric="itl") == 0
+    assert value(registry, "slo_misses_total", tier="bulk", metric="itl") is None
+    seconds = {"ttft": (0.49, 0.5, 0.51, 9.0), "itl": (0.05, 0.2)}
+    samples = [Sample(kind, tier, s) for kind, all_s in seconds.items() for s in all_s for tier in ("realtime", "bulk")]
+    metrics.record_report(StepReport(samples=[*samples, Sample("e2e", "realtime", 99.0)]))
+    missed = [value(registry, "slo_misses_total", tier="realtime", metric=metric) for metric in ("ttft", "itl")]
+    assert missed == [2, 1]
+    metrics.reconfigure(make_tiers(realtime={"slo": {"ttft_p99_ms": 10_000}}))
+    metrics.record_report(StepReport(samples=[Sample("ttft", "realtime", 9.0), Sample("itl", "realtime", 9.0)]))
+    assert [value(registry, "slo_misses_total", tier="realtime", metric=metric) for metric in ("ttft", "itl")] == [2, 1]
 
 
 def test_hits_and_queries_of_the_prefix_cache_are_counted_in_tokens() -> None:

@@ -1,0 +1,47 @@
+"""The part of a line's body that the model reads: the prompt, as bytes to compare and as texts to count.
+
+Knows the fields of the three endpoints; does not know chat templates or tokens.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+# The fields that make the prompt, in the order in which chat templates write them. Lines with different cache salts
+# share nothing, so the salt comes first.
+PROMPT_FIELDS = ("cache_salt", "tools", "instructions", "messages", "prompt", "input")
+OUTPUT_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+
+def prompt_bytes(body: dict[str, Any]) -> bytes:
+    """Return the prompt as bytes. Prompts with the same beginning have bytes with the same beginning."""
+    return msgspec.json.encode([body[name] for name in PROMPT_FIELDS if body.get(name) is not None])
+
+
+def prompt_parts(body: dict[str, Any]) -> tuple[list[str], int]:
+    """Return the texts of the prompt, and the number of its token ids that are given as numbers."""
+    texts: list[str] = []
+    num_ids = 0
+    for part in _leaves([body.get(name) for name in PROMPT_FIELDS if name != "cache_salt"]):
+        if isinstance(part, str):
+            texts.append(part)
+        else:
+            num_ids += 1
+    return texts, num_ids
+
+
+def output_limit(body: dict[str, Any]) -> int | None:
+    """Return the maximum number of output tokens that the body asks for; None if it names none."""
+    return next((body[name] for name in OUTPUT_LIMITS if isinstance(body.get(name), int)), None)
+
+
+def _leaves(value: Any) -> Iterator[str | int]:
+    """Yield the texts and numbers inside `value`, in order. JSON has at most 64 levels here."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from _leaves(part)
+    elif isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+        yield value

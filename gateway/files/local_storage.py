@@ -1,0 +1,131 @@
+"""A storage in a directory, which several gateways may share through a file system.
+
+Contents are moved into place by a rename after they are on disk. Copies are hard links where the file system has them.
+"""
+
+import asyncio
+import hashlib
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from gateway.files.storage import ContentLost, Entry
+
+PRIVATE_DIR = 0o700  # mode of directories: other users of this machine must not read prompts and answers
+READ_BYTES = 2**20
+
+
+class LocalStorage:
+    is_shared = False  # other gateways see a content only if they see the directory
+    collect_s = 0.0
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    async def put(self, source: Path, name: str) -> None:
+        await asyncio.to_thread(move_durably, source, self.directory / name)
+
+    async def copy(self, source: str, name: str) -> None:
+        await asyncio.to_thread(_link, self.directory / source, self.directory / name)
+
+    async def append(self, name: str, position: int, data: bytes) -> None:
+        await asyncio.to_thread(_write_at, self.directory / name, position, data)
+
+    async def fetch(self, name: str, sha256: str | None = None) -> Path:
+        return await self.fetch_appended(name, 0)
+
+    async def fetch_appended(self, name: str, size: int) -> Path:
+        path = self.directory / name
+        try:
+            found = (await asyncio.to_thread(path.stat)).st_size
+        except FileNotFoundError:
+            raise ContentLost(f"{name} is missing") from None
+        if found < size:
+            raise ContentLost(f"{name} has {found} bytes instead of {size}")
+        return path
+
+    def path(self, name: str) -> Path:
+        return self.directory / name
+
+    async def read(self, name: str, start: int, end: int) -> AsyncIterator[bytes]:
+        path = await self.fetch_appended(name, end)
+        with await asyncio.to_thread(path.open, "rb") as file:
+            await asyncio.to_thread(file.seek, start)
+            for position in range(start, end, READ_BYTES):
+                yield await asyncio.to_thread(file.read, min(READ_BYTES, end - position))
+
+    async def remove(self, names: Sequence[str]) -> None:
+        await asyncio.to_thread(unlink, [self.directory / name for name in names])
+
+    async def remove_folder(self, name: str) -> None:
+        await asyncio.to_thread(shutil.rmtree, self.directory / name, ignore_errors=True)
+
+    async def entries(self, folder: str) -> list[Entry]:
+        return await asyncio.to_thread(local_entries, self.directory / folder)
+
+
+def local_entries(directory: Path) -> list[Entry]:
+    """Return the entries of `directory`, none if it does not exist. The function blocks, so call it in a thread."""
+    found = []
+    with suppress(FileNotFoundError):
+        for path in directory.iterdir():
+            with suppress(FileNotFoundError):  # the entry was removed after it was listed
+                found.append(Entry(path.name, path.stat().st_mtime))
+    return found
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 checksum of a file, in hexadecimal. The function blocks, so call it in a thread."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def move_durably(source: Path, target: Path) -> None:
+    _sync(source)
+    os.replace(source, target)
+    _sync(target.parent)
+
+
+def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        target.parent.rmdir()
+        raise ContentLost(f"{source.name} is missing") from None
+    except FileExistsError:  # an earlier attempt to create the same content was ended by a crash
+        pass
+    except OSError:  # no hard links here
+        shutil.copy(source, target)  # copies the file's mode too
+        _sync(target)
+    _sync(target.parent)
+
+
+def _write_at(path: Path, position: int, data: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        rest = memoryview(data)
+        while rest:
+            written = os.pwrite(handle, rest, position)
+            rest, position = rest[written:], position + written
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    if position == len(data):  # the file is new
+        _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or a directory is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def unlink(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)

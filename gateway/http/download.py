@@ -1,0 +1,80 @@
+"""Send a content that is not on this machine's disk: as a stream, whole or one range of it.
+
+Contents on the disk are sent by Starlette's `FileResponse`, with sendfile and ranges of its own.
+"""
+
+import hashlib
+import re
+from collections.abc import AsyncIterator
+from urllib.parse import quote
+
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+
+from gateway.files.storage import ContentDamaged, Storage
+from gateway.files.store import StoredFile
+
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)", re.ASCII)
+
+
+async def stored_content(request: Request, storage: Storage, name: str, file: StoredFile, media_type: str) -> Response:
+    """Return the response that sends the content `name` of `file`. Raises `ContentLost` if it does not exist.
+
+    The end of a whole file is sent only if the file matches its checksum, so a client notices a damaged one by its
+    length.
+    """
+    etag = f'"{file.sha256}"'
+    headers = {
+        "accept-ranges": "bytes",
+        "content-disposition": f"attachment; filename*=utf-8''{quote(file.filename, safe='')}",
+        "etag": etag,
+    }
+    wanted = request.headers.get("range") if request.headers.get("if-range", etag) == etag else None
+    span = None if wanted is None else _span(wanted, file.bytes)
+    if span is not None and span.start >= span.stop:
+        return Response(status_code=416, headers={"content-range": f"bytes */{file.bytes}"})
+    start, stop = (0, file.bytes) if span is None else (span.start, span.stop)
+    chunks = storage.read(name, start, stop)
+    if span is None and file.sha256 is not None:
+        chunks = _checked(chunks, file.sha256)
+    elif span is not None:
+        headers["content-range"] = f"bytes {start}-{stop - 1}/{file.bytes}"
+    first = await anext(chunks, b"")  # an error before the first byte still becomes an answer
+    headers["content-length"] = str(stop - start)
+    status = 200 if span is None else 206
+    return StreamingResponse(_rest(first, chunks), status, headers, media_type)
+
+
+def _span(wanted: str, size: int) -> range | None:
+    """Return the bytes that a `Range` header names, none of them if it is beyond the end.
+
+    Return None for several ranges, other units and nonsense: then the whole content is sent, which HTTP allows.
+    """
+    found = _RANGE.fullmatch(wanted.replace(" ", ""))
+    if found is None or found[0] == "bytes=-":
+        return None
+    first, last = found.groups()
+    if not first:
+        return range(max(0, size - int(last)), size)
+    if last and int(last) < int(first):
+        return None
+    return range(int(first), min(size, int(last) + 1) if last else size)
+
+
+async def _checked(chunks: AsyncIterator[bytes], sha256: str) -> AsyncIterator[bytes]:
+    """Yield `chunks`, each when the next one is there, and the last one when the checksum is right."""
+    digest, held = hashlib.sha256(), b""
+    async for chunk in chunks:
+        digest.update(chunk)
+        if held:
+            yield held
+        held = chunk
+    if digest.hexdigest() != sha256:
+        raise ContentDamaged("a download does not match its checksum")
+    yield held
+
+
+async def _rest(first: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for chunk in chunks:
+        yield chunk

@@ -1,0 +1,104 @@
+"""Records of uploads in Redis: what was announced, which parts have come, and how the upload has ended.
+
+Every change is one script, because several gateways share the records. A repeated script changes nothing. Knows no
+bytes of parts: gateway/uploads/service.py has them on disk.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from redis.asyncio import Redis
+
+from gateway.files.pagination import index_of, text
+from gateway.files.store import QuotaExceeded
+from gateway.uploads.model import CANCELLED, COMPLETED, EXPIRED, MAX_PARTS, PENDING, NoSuchUpload, Upload
+from scheduler.store.connection import LOST, durable
+from scheduler.store.refusal import NotDurable
+from scheduler.store.scripts import load_script
+
+RESERVED = "tidegate:uploads:pending"  # sorted set `<id>:<bytes>` by expires_at; one per owner
+KEPT_S = 86_400  # seconds after its expiry for which a record is kept, so that a repeated call gets the same answer
+FULL, UNKNOWN = "full", "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class UploadState:
+    """What the store knows of an upload: `parts` has the bytes of each part by its id."""
+
+    upload: Upload
+    status: str
+    parts: dict[str, int]
+
+
+class UploadStore:
+    """The store of all uploads. It owns the keys `tidegate:upload*` in Redis."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._create = load_script(redis, "gateway.uploads", "create")
+        self._add_part = load_script(redis, "gateway.uploads", "add_part")
+        self._finish = load_script(redis, "gateway.uploads", "finish")
+
+    async def create(self, upload: Upload, *, used_bytes: int, quota_bytes: int | None) -> None:
+        """Store a new upload, durably. Raises `QuotaExceeded` if it would exceed the quota of its owner.
+
+        `used_bytes` are those of the owner's files.
+        """
+        limit = "" if quota_bytes is None else max(0, quota_bytes - used_bytes)
+        args: list[str | bytes | int] = [upload.id, msgspec.json.encode(upload), upload.bytes]
+        args += [upload.expires_at, upload.created_at, KEPT_S, limit]
+        reserved = int(await self._create(keys=_keys(upload), args=args))
+        if quota_bytes is not None and reserved >= 0:
+            raise QuotaExceeded(used_bytes + reserved, quota_bytes)
+        await durable(self._redis, _key(upload.id))
+
+    async def get(self, upload_id: str, now_s: int) -> UploadState:
+        """Return the state of an upload. Raises `NoSuchUpload` if there is none."""
+        fields = {text(name): value for name, value in (await self._redis.hgetall(_key(upload_id))).items()}
+        if not fields:
+            raise NoSuchUpload
+        upload = msgspec.json.decode(fields["upload"], type=Upload)
+        status = _status(text(fields["status"]), upload.expires_at, now_s)
+        parts = {name: int(value) for name, value in fields.items() if name.startswith("part_")}
+        return UploadState(upload, status, parts)
+
+    async def add_part(self, upload: Upload, part_id: str, size: int) -> str:
+        """Add a part, durably. Return `PENDING` if it is there now, else `FULL`, `UNKNOWN`, or the upload's status."""
+        args: list[str | int] = [part_id, size, upload.max_received_bytes, MAX_PARTS]
+        outcome = text(await self._add_part(keys=[_key(upload.id)], args=args))
+        if outcome == PENDING:
+            await durable(self._redis, _key(upload.id))
+            if not await self._redis.hexists(_key(upload.id), part_id):
+                raise NotDurable(LOST)
+        return outcome
+
+    async def finish(self, upload: Upload, status: str) -> str:
+        """End a pending upload, durably. Return the status that it has now."""
+        outcome = text(await self._finish(keys=_keys(upload), args=[status, f"{upload.id}:{upload.bytes}"]))
+        await durable(self._redis)
+        return outcome
+
+    async def ended(self, upload_ids: Sequence[str], now_s: int) -> list[str]:
+        """Return those of the ids whose upload takes no parts any more, or does not exist."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for upload_id in upload_ids:
+            pipeline.hmget(_key(upload_id), "status", "upload")
+        over = []
+        for upload_id, (status, record) in zip(upload_ids, await pipeline.execute(), strict=True):
+            known = None if record is None else msgspec.json.decode(record, type=Upload)
+            if known is None or _status(text(status), known.expires_at, now_s) in (COMPLETED, CANCELLED, EXPIRED):
+                over.append(upload_id)
+        return over
+
+
+def _status(stored: str, expires_at: int, now_s: int) -> str:
+    return EXPIRED if stored == PENDING and now_s >= expires_at else stored
+
+
+def _key(upload_id: str) -> str:
+    return f"tidegate:upload:{upload_id}"
+
+
+def _keys(upload: Upload) -> list[str]:
+    return [_key(upload.id), index_of(RESERVED, upload.owner)]

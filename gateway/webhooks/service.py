@@ -1,0 +1,140 @@
+"""Webhooks of one gateway: which URL an event goes to, and the loop that delivers events until they are taken.
+
+Events come from batches (gateway/batches/run.py). They are delivered at least once, in no order. Does not know what a
+batch is, nor how a webhook is sent.
+"""
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Mapping
+
+import structlog
+from redis.exceptions import ConnectionError as StoreUnreachable
+from redis.exceptions import TimeoutError as StoreSilent
+
+from gateway.identity import ApiKey, Keyring
+from gateway.protocol.errors import invalid_value
+from gateway.webhooks.event import Event, event_id, next_attempt_s
+from gateway.webhooks.sender import WebhookFailed, WebhookSender
+from gateway.webhooks.signature import signed_headers
+from gateway.webhooks.store import EventStore
+from gateway.webhooks.target import TargetPolicy
+from scheduler.clock import Clock
+
+log = structlog.get_logger(__name__)
+
+METADATA_KEY = "webhook"  # of an object's metadata; its value is the URL
+POLL_S = 1.0  # seconds between two looks for events that are due
+MAX_IN_FLIGHT = 64  # deliveries of one gateway at once; a slow receiver holds one for as long as its time limit
+
+
+class WebhookService:
+    """Reports events to URLs. `secret` signs the reports of keys without a secret of their own (None: there is none).
+
+    `count` is called with the result of each attempt: `delivered`, `retried` or `gave_up`.
+    """
+
+    def __init__(
+        self,
+        store: EventStore,
+        sender: WebhookSender,
+        policy: TargetPolicy,
+        keyring: Keyring,
+        secret: str | None,
+        clock: Clock,
+        count: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._sender = sender
+        self._policy = policy
+        self._keyring = keyring
+        self._secret = secret
+        self._clock = clock
+        self._count = count
+        self._in_flight: set[asyncio.Task[None]] = set()
+
+    def check(self, metadata: Mapping[str, str] | None, key: ApiKey | None) -> None:
+        """Check the URL that an object's metadata names, if it names one.
+
+        Raises `ApiError` 400 if it may not be called, or if there is no secret to sign the reports.
+        """
+        url = (metadata or {}).get(METADATA_KEY)
+        if url is None:
+            return
+        param = f"metadata.{METADATA_KEY}"
+        if self._secret_of(None if key is None else key.name) is None:
+            message = (
+                "This server signs no webhooks: they need a secret, in the server's setting --webhook-secret "
+                "(TIDEGATE_WEBHOOK_SECRET) or in `webhook` of the API key."
+            )
+            raise invalid_value(param, message)
+        if fault := self._policy.fault(url):
+            raise invalid_value(param, f"Invalid value for '{param}': {fault}")
+
+    async def announce(self, kind: str, object_id: str, metadata: Mapping[str, str] | None, owner: str | None) -> None:
+        """Store the event `kind` of an object, durably, if somebody wants to hear of it. It is delivered later.
+
+        A repeated call has no effect while the event waits; after that, the event is delivered again.
+        """
+        key = self._keyring.named(owner)
+        own = None if key is None or key.webhook is None else key.webhook.url
+        url = (metadata or {}).get(METADATA_KEY) or own
+        if url is not None:
+            now_ms = self._clock.wall_ms()
+            event = Event(event_id(kind, object_id), kind, object_id, now_ms // 1000, url, owner)
+            await self._store.add(event, now_ms)
+
+    async def follow(self) -> None:
+        """Deliver what is due, for ever. Events in delivery when this is cancelled are delivered again later."""
+        try:
+            while True:
+                try:
+                    await self._begin_deliveries()
+                except (StoreUnreachable, StoreSilent) as error:
+                    log.warning("webhooks wait for the store", error=str(error))
+                await self._clock.sleep(POLL_S)
+        finally:
+            for task in self._in_flight:
+                task.cancel()
+
+    async def _begin_deliveries(self) -> None:
+        free = MAX_IN_FLIGHT - len(self._in_flight)
+        for event in await self._store.claim(self._clock.wall_ms(), free) if free else ():
+            task = asyncio.create_task(self._deliver(event), context=contextvars.Context())
+            self._in_flight.add(task)
+            task.add_done_callback(self._on_end)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        self._in_flight.discard(task)
+        if not task.cancelled() and task.exception() is not None:  # the event is due again when its lease ends
+            log.error("the delivery of a webhook failed", exc_info=task.exception())
+
+    async def _deliver(self, event: Event) -> None:
+        """Send the event once, and remove or postpone it."""
+        now_s, body, secret = self._clock.wall_ms() // 1000, event.body(), self._secret_of(event.owner)
+        try:
+            if secret is None:
+                raise WebhookFailed("there is no secret any more")
+            headers = {"content-type": "application/json", "user-agent": "tidegate-webhook"}
+            headers |= signed_headers(event.id, body, secret, now_s)
+            await self._sender.send(event.url, headers, body, event.attempts)
+        except WebhookFailed as failure:
+            return await self._postpone(event, failure)
+        await self._store.remove(event)
+        self._count("delivered")
+
+    async def _postpone(self, event: Event, failure: WebhookFailed) -> None:
+        at_s = None if failure.is_final else next_attempt_s(event, self._clock.wall_ms() / 1000)
+        told = {"webhook_id": event.id, "type": event.type, "object_id": event.object_id, "reason": str(failure)}
+        if at_s is None:
+            await self._store.remove(event)
+            self._count("gave_up")
+            log.error("a webhook was given up", attempts=event.attempts + 1, **told)
+        else:
+            await self._store.postpone(event, at_s)
+            self._count("retried")
+            log.warning("a webhook was not taken; it is tried again", attempts=event.attempts + 1, **told)
+
+    def _secret_of(self, owner: str | None) -> str | None:
+        key = self._keyring.named(owner)
+        return key.webhook.secret if key is not None and key.webhook is not None else self._secret

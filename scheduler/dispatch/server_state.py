@@ -1,0 +1,51 @@
+"""What is known of the server: its load, and since when it has been away.
+
+Does not know requests or streams. The time is passed in.
+"""
+
+from engine.streaming import UpstreamLoad
+from scheduler.clock import NEVER_S
+
+DOWN_GRACE_S = 2.0  # seconds without the server after which the worker counts as dead
+
+
+class ServerState:
+    def __init__(self) -> None:
+        self._load = UpstreamLoad()
+        self._down_since_s: float | None = None
+        self._progress_s = -NEVER_S  # time of the newest token of any stream
+
+    @property
+    def is_reachable(self) -> bool:
+        return self._down_since_s is None
+
+    @property
+    def kv_usage(self) -> float:
+        return self._load.kv_usage or 0.0
+
+    @property
+    def num_waiting(self) -> int | None:
+        """The number of requests that wait at the server, as it says; None if it does not say."""
+        return self._load.num_waiting
+
+    def is_down(self, now: float) -> bool:
+        """Return whether the server has been away for so long that this worker must not look alive."""
+        return self._down_since_s is not None and now - self._down_since_s >= DOWN_GRACE_S
+
+    def note_progress(self, now: float) -> None:
+        """Record that a stream brought something."""
+        self._progress_s = now
+
+    def note_load(self, load: UpstreamLoad | None) -> None:
+        """Record that the server answers, and what it says of its load."""
+        self._down_since_s = None
+        if load is not None:
+            self._load = load
+
+    def note_unreachable(self, now: float, *, is_certain: bool = False) -> None:
+        """Record that the server does not take connections.
+
+        Unless it `is_certain`, newer tokens count for more: a busy server may answer late.
+        """
+        if self._down_since_s is None and (is_certain or now - self._progress_s > DOWN_GRACE_S):
+            self._down_since_s = now

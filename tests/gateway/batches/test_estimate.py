@@ -1,0 +1,140 @@
+"""Estimates of a batch's time: tokens as ranges, rates of workers, and windows beside promises to others."""
+
+from dataclasses import replace
+
+import pytest
+
+from gateway.batches.estimate import (
+    Commitment,
+    Lengths,
+    Pace,
+    Rates,
+    Work,
+    earliest_window_s,
+    estimate,
+    line_times,
+    rates_of,
+    work_left,
+)
+from gateway.batches.model import Batch, BatchStatus
+from gateway.batches.size import InputSize
+from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
+
+SIZE = InputSize(lines=100, choices=100, prompt_bytes=40_000, distinct_bytes=40_000, max_output=20_000)
+BATCH = Batch("b", "/v1/completions", "f", "1h", BatchStatus.IN_PROGRESS, 0, 3600, total=100, size=SIZE)
+RATES = Rates(prompt_per_s=100.0, output_per_s=50.0, whole_prompt_per_s=400.0, whole_output_per_s=200.0, step_s=0.01)
+UNSEEN = Lengths()
+SEEN = Lengths(choices=256, prompt_bytes=256 * 400, prompt_tokens=256 * 80, output_tokens=256 * 30)
+CAPACITY = TierCapacity(
+    step_s=0.01,
+    prefill_tokens_per_s=100.0,
+    output_tokens_per_s=50.0,
+    whole_prefill_tokens_per_s=400.0,
+    whole_output_tokens_per_s=200.0,
+)
+
+
+def worker(capacity: TierCapacity | None = CAPACITY) -> WorkerStatus:
+    return WorkerStatus("w", ("m",), 4096, 1000, 0, tiers={"batch": TierStatus(capacity=capacity)})
+
+
+def left(batch: Batch = BATCH, lengths: Lengths = UNSEEN) -> Work:
+    work = work_left(batch, lengths, context=4096)
+    assert work is not None
+    return work
+
+
+def test_nothing_seen_yet_is_a_guess_within_wide_bounds() -> None:
+    work = left()
+    assert (work.prompt_tokens.low, work.prompt_tokens.expected, work.prompt_tokens.high) == (5000, 10_000, 20_000)
+    assert (work.output_tokens.low, work.output_tokens.expected, work.output_tokens.high) == (100, 20_000, 20_000)
+
+
+def test_lines_of_other_batches_say_how_long_prompts_and_answers_are() -> None:
+    work = left(lengths=SEEN)
+    assert (work.prompt_tokens.expected, work.output_tokens.expected) == (8000, 3000)
+    assert (work.output_tokens.low, work.output_tokens.high) == (1500, 6000)
+
+
+def test_a_batch_that_runs_is_judged_by_its_own_lines() -> None:
+    batch = replace(BATCH, completed=50, input_tokens=50 * 90, cached_tokens=50 * 45, output_tokens=50 * 10)
+    work = left(batch, SEEN)
+    assert work.lines == 50
+    assert (work.prompt_tokens.expected, work.output_tokens.expected) == (50 * 45, 500)
+    assert 1 < work.output_tokens.high / 500 < 1.5
+
+
+def test_outputs_stay_within_what_the_requests_allow() -> None:
+    eager = replace(SIZE, min_output=10_000, max_output=10_000)
+    output = left(replace(BATCH, size=eager), SEEN).output_tokens
+    assert output.low == output.expected == output.high == 10_000
+    endless = replace(SIZE, max_output=0, unlimited=100)
+    assert left(replace(BATCH, size=endless)).output_tokens.high == 100 * 4096
+
+
+def test_shared_beginnings_of_prompts_may_cost_nothing() -> None:
+    shared = left(replace(BATCH, size=replace(SIZE, distinct_bytes=4000))).prompt_tokens
+    assert (shared.low, shared.expected, shared.high) == (500, 1000, 20_000)
+
+
+def test_the_size_of_an_older_batch_is_not_known() -> None:
+    assert work_left(replace(BATCH, size=None), SEEN, 4096) is None
+
+
+def test_rates_are_those_of_all_workers_or_not_known() -> None:
+    rates = rates_of([worker(), worker()], "batch")
+    assert rates is not None and (rates.prompt_per_s, rates.whole_output_per_s, rates.step_s) == (200, 400, 0.01)
+    assert rates_of([], "batch") is None
+    assert rates_of([worker(), worker(None)], "batch") is None
+    assert rates_of([worker(replace(CAPACITY, prefill_tokens_per_s=0.0))], "batch") is None
+
+
+def test_the_earliest_end_is_the_least_work_with_the_whole_engine() -> None:
+    found = estimate(left(lengths=SEEN), [], RATES, None)
+    assert found is not None and found.basis == "capacity"
+    assert found.finish_s == 8000 / 100 + 3000 / 50
+    assert found.earliest_s == pytest.approx(6400 / 400 + 1500 / 200)
+    assert found.latest_s > 10_000 / 100 + 6000 / 50, "the most work, and perhaps at lower rates"
+
+
+def test_other_batches_come_before_the_end_as_far_as_they_are_not_longer() -> None:
+    work = left(lengths=SEEN)
+    alone = estimate(work, [], RATES, None)
+    half = Work(50, work.prompt_tokens.times(0.5), work.output_tokens.times(0.5))
+    double = Work(200, work.prompt_tokens.times(2), work.output_tokens.times(2))
+    shared = estimate(work, [half, double], RATES, None)
+    assert alone is not None and shared is not None
+    assert shared.finish_s == 2.5 * alone.finish_s
+    assert shared.latest_s == 3.5 * alone.latest_s and shared.earliest_s == alone.earliest_s
+
+
+def test_a_batch_that_has_a_pace_goes_on_with_it() -> None:
+    found = estimate(left(lengths=SEEN), [left()], RATES, Pace(0.5, 55.0, lines_seen=400))
+    assert found is not None and (found.basis, found.finish_s) == ("measured", 200)
+    assert found.earliest_s < 200 < found.latest_s < 250
+    unsure = estimate(left(lengths=SEEN), [], None, Pace(0.5, 55.0, lines_seen=3))
+    assert unsure is None
+
+
+def test_one_long_line_takes_its_steps() -> None:
+    size = InputSize(lines=1, choices=1, prompt_bytes=4, distinct_bytes=4, min_output=1000, max_output=1000)
+    work = left(replace(BATCH, total=1, size=size))
+    assert line_times(work, [], replace(RATES, output_per_s=1e6)).own_s == 10.0
+    found = estimate(work, [], replace(RATES, output_per_s=1e6), None)
+    assert found is not None and found.finish_s == 10.0
+
+
+@pytest.mark.parametrize(
+    ("promised", "window_s"),
+    [
+        ([], 100),
+        ([(50, 40)], 140),  # due sooner, so it goes first
+        ([(1000, 400)], 100),  # has time to wait
+        ([(450, 400)], 500),  # has not: the new one must come after it
+        ([(450, 400), (520, 50)], 550),
+        ([(10, 400)], 500),  # is lost anyway, but goes first
+        ([(1000, 400), (1050, 600)], 1100),
+    ],
+)
+def test_the_earliest_window_keeps_the_promises_to_others(promised: list[tuple[float, float]], window_s: float) -> None:
+    assert earliest_window_s(100, [Commitment(*entry) for entry in promised]) == window_s

@@ -1,0 +1,102 @@
+"""`tidegate doctor`, on this machine: what it finds, and the way out that it names."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from tidegate.doctor.command import CHECKS, EX_FAILED, findings, run_doctor
+from tidegate.doctor.finding import Finding, Level
+from tidegate.settings import DoctorSettings
+from tidegate.valkey import EmbeddedValkey
+
+
+def settings(tmp_path: Path, **changes: Any) -> DoctorSettings:
+    return DoctorSettings(_cli_parse_args=False, **{"data_dir": tmp_path / "data", "port": 0, **changes})  # type: ignore[call-arg]
+
+
+def found(of: DoctorSettings, *subjects: str) -> list[Finding]:
+    return list(findings(of, [(subject, check) for subject, check in CHECKS if subject in subjects]))
+
+
+def test_a_good_machine_passes_and_nothing_is_left_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_doctor(settings(tmp_path, trial=True)) == 0
+    said = capsys.readouterr().out
+    assert "the engine starts" in said and "can run with these settings" in said and "error" not in said
+    assert not (tmp_path / "data").exists()
+
+
+def test_each_mistake_is_found_though_another_came_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        wrong = settings(
+            tmp_path,
+            port=port,
+            tiers=tmp_path / "no-tiers.yaml",
+            api_keys=tmp_path / "no-keys.yaml",
+            ssl_certfile=tmp_path / "no-certificate.pem",
+            redis_url="redis://127.0.0.1:1",
+            model=str(tmp_path / "no-model"),
+        )
+        assert run_doctor(wrong) == EX_FAILED
+    said = capsys.readouterr().out
+    for text in ("no-tiers.yaml", "no-keys.yaml", "no-certificate.pem", "no-model", "--redis-url", f":{port}"):
+        assert text in said
+    assert "cannot run with these settings" in said
+
+
+def test_an_open_server_is_warned_of_and_a_keyed_one_is_not(tmp_path: Path) -> None:
+    [finding] = found(settings(tmp_path, host="0.0.0.0"), "keys")  # noqa: S104
+    assert finding.level is Level.WARNING and "--api-keys" in finding.remedy
+    assert not found(settings(tmp_path, host="0.0.0.0", api_key="secret"), "keys")  # noqa: S104
+
+
+def test_the_storage_of_files_is_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not found(settings(tmp_path), "storage")
+    for url in ("memory://doctor", f"file://{tmp_path}/shared"):
+        [finding] = found(settings(tmp_path, files_url=url), "storage")
+        assert finding.level is Level.OK
+    [finding] = found(settings(tmp_path, files_url="s4://bucket"), "storage")
+    assert finding.level is Level.ERROR and "--files-url s4://bucket" in finding.text
+    pytest.importorskip("s3fs")
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": "http://127.0.0.1:1", "anon": True})
+    [finding] = found(settings(tmp_path, files_url="s3://bucket"), "storage")
+    assert finding.level is Level.ERROR and "does not answer" in finding.text
+
+
+def test_a_data_directory_in_use_names_its_user(tmp_path: Path) -> None:
+    with EmbeddedValkey(tmp_path / "data"):
+        [finding] = found(settings(tmp_path), "store")
+    assert finding.level is Level.ERROR and "is in use by process" in finding.text
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    [finding] = found(settings(tmp_path, disk_reserve_mb=2**40), "data")
+    assert finding.level is Level.ERROR and "--disk-reserve-mb" in finding.remedy
+
+
+def test_a_machine_without_a_compiler_is_told_to_install_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kernels = next(f for f in found(settings(tmp_path, device="cpu"), "engine") if f.subject == "kernels")
+    assert kernels.level is Level.WARNING and "C++ compiler" in kernels.remedy
+
+
+def test_an_upstream_that_is_away_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidegate.doctor.server.UPSTREAM_LIMIT_S", 0.2)
+    [finding] = found(settings(tmp_path, engine="openai", upstream="http://127.0.0.1:1"), "upstream")
+    assert finding.level is Level.ERROR and "http://127.0.0.1:1" in finding.text
+
+
+def test_a_model_too_large_for_the_memory_is_an_error(tmp_path: Path) -> None:
+    from loadtest.model_shapes import write_shape
+
+    write_shape(tmp_path / "huge", "8b", 2048)
+    config = (
+        (tmp_path / "huge" / "config.json").read_text().replace('"num_hidden_layers": 32', '"num_hidden_layers": 640')
+    )
+    (tmp_path / "huge" / "config.json").write_text(config)
+    large = settings(tmp_path, model=str(tmp_path / "huge"), load_format="dummy", device="cpu", optimize=False)
+    memory = next(f for f in found(large, "engine") if f.subject == "memory")
+    assert memory.level is Level.ERROR and "quantised" in memory.remedy

@@ -1,0 +1,85 @@
+"""`tidegate doctor`: check this machine and the settings of `serve`, and say what to do.
+
+Reads and tries what `serve` with the same flags would use; changes nothing. Exit codes: 0 if `serve` can start,
+otherwise 1.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+from engine.config import EngineStartError
+from gateway.files.object_storage import BadStorageUrl
+from gateway.http.tls import CertificateError
+from gateway.keys.file import KeyringError
+from scheduler.config import TierConfigError
+from tidegate.doctor.finding import Finding, Level, error
+from tidegate.doctor.machine import check_descriptors, check_engine, describe_packages, try_engine
+from tidegate.doctor.server import (
+    check_certificate,
+    check_data_dir,
+    check_keys,
+    check_port,
+    check_storage,
+    check_store,
+    check_tiers,
+    check_upstream,
+)
+from tidegate.settings import DoctorSettings, ServeSettings
+from tidegate.valkey import ValkeyError
+
+Check = Callable[[ServeSettings], Iterable[Finding]]
+
+# In this order: what takes long comes last. The name is the subject of an error that ends the check.
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("software", describe_packages),
+    ("tiers", check_tiers),
+    ("keys", check_keys),
+    ("certificate", check_certificate),
+    ("port", check_port),
+    ("descriptors", check_descriptors),
+    ("data", check_data_dir),
+    ("storage", check_storage),
+    ("store", check_store),
+    ("upstream", check_upstream),
+    ("engine", check_engine),
+)
+EX_FAILED = 1
+COLOURS = {Level.OK: 32, Level.WARNING: 33, Level.ERROR: 31}
+# Mistakes of settings and faults of the machine, each told in one sentence.
+FAULTS = (EngineStartError, TierConfigError, KeyringError, CertificateError, ValkeyError, BadStorageUrl, OSError)
+
+
+def run_doctor(settings: DoctorSettings) -> int:
+    """Print what each check finds. Return the exit code."""
+    checks = (*CHECKS, ("start", try_engine)) if settings.trial else CHECKS
+    has_error = False
+    for finding in findings(settings, checks):
+        _print(finding)
+        has_error |= finding.level is Level.ERROR
+    print(f"\n{_conclusion(settings, has_error)}")
+    return EX_FAILED if has_error else 0
+
+
+def findings(settings: ServeSettings, checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
+    """Yield what the checks find. The error that ends a check is a finding too."""
+    for subject, check in checks:
+        try:
+            yield from check(settings)
+        except FAULTS as fault:
+            yield error(subject, str(fault))
+
+
+def _print(finding: Finding) -> None:
+    word = f"{finding.level.value:8}"
+    if sys.stdout.isatty():
+        word = f"\033[{COLOURS[finding.level]}m{word}\033[0m"
+    print(f"{word}{finding.subject:12}{finding.text}", flush=True)
+    if finding.remedy:
+        print(f"{'':20}→ {finding.remedy}", flush=True)
+
+
+def _conclusion(settings: DoctorSettings, has_error: bool) -> str:
+    if has_error:
+        return "`tidegate serve` cannot run with these settings: see the lines marked `error`."
+    hint = "" if settings.trial else " `tidegate doctor --trial` also starts the engine."
+    return f"`tidegate serve` can run with these settings.{hint}"

@@ -1,0 +1,169 @@
+"""Checks of what a server has around its engine: files of settings, port, data directory, store, upstream."""
+
+import asyncio
+import contextlib
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from engine.upstream.connect import connect as connect_upstream
+from gateway.files.local_storage import PRIVATE_DIR
+from gateway.files.object_storage import open_storage
+from gateway.files.storage import BATCHES, ContentLost, Storage, StorageUnreachable
+from gateway.http.tls import load_certificate
+from gateway.keys.file import read_entries
+from scheduler.config import load_tiers
+from scheduler.store import connection
+from tidegate.doctor.finding import Finding, error, warning
+from tidegate.listening import CannotListen, listen
+from tidegate.settings import ServeSettings
+from tidegate.valkey import EmbeddedValkey, ValkeyError, running_valkey
+from tidegate.worker import upstream_config
+
+STORE_LIMIT_S, UPSTREAM_LIMIT_S = 5.0, 10.0  # seconds for the first answer
+SLOW_STORE_S = 0.005  # seconds of a round trip: each token waits for one
+MAX_CLOCK_DIFFERENCE_S = 1.0  # between the store's clock and ours: deadlines are times of the gateways' clocks
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
+MIB = 1 << 20
+
+
+def check_tiers(settings: ServeSettings) -> Iterator[Finding]:
+    tiers = load_tiers(settings.tiers_path)
+    yield Finding("tiers", f"{settings.tiers_path}: {', '.join(tier.name for tier in tiers.by_priority)}")
+
+
+def check_keys(settings: ServeSettings) -> Iterator[Finding]:
+    """Check the keys file, or whether the server needs one."""
+    if settings.api_keys is not None:
+        yield Finding("keys", f"{settings.api_keys}: {len(read_entries(settings.api_keys))} secrets")
+    elif settings.api_key is None and settings.host not in LOCAL_HOSTS:
+        remedy = "make keys (`tidegate keys add NAME --file keys.yaml`) and use --api-keys keys.yaml"
+        yield warning("keys", f"everybody who reaches {settings.host} may use the server", remedy)
+
+
+def check_certificate(settings: ServeSettings) -> Iterator[Finding]:
+    if load_certificate(settings.ssl_certfile, settings.ssl_keyfile) is not None:
+        yield Finding("certificate", f"{settings.ssl_certfile}")
+
+
+def check_port(settings: ServeSettings) -> Iterator[Finding]:
+    try:
+        with listen(settings.host, settings.port):
+            yield Finding("port", f"{settings.host}:{settings.port} is free")
+    except CannotListen as fault:
+        yield error("port", str(fault))
+
+
+def check_data_dir(settings: ServeSettings) -> Iterator[Finding]:
+    place = _existing_parent(settings.data_dir.absolute())
+    free_mb = shutil.disk_usage(place).free // MIB
+    text = f"{settings.data_dir}: {free_mb / 1024:.1f} GiB free on its disk"
+    if free_mb <= settings.disk_reserve_mb:
+        remedy = "free some space, or use another --data-dir or a smaller --disk-reserve-mb"
+        yield error("data", f"{text}, and uploads must leave {settings.disk_reserve_mb} MB free", remedy)
+    else:
+        yield Finding("data", text)
+
+
+def check_storage(settings: ServeSettings) -> Iterator[Finding]:
+    """Write, read and remove a content in the storage of --files-url."""
+    if settings.files_url is not None:
+        with tempfile.TemporaryDirectory(prefix="tidegate-") as scratch:
+            storage = open_storage(settings.files_url, Path(scratch))
+            try:
+                asyncio.run(_use_storage(storage))
+            except (StorageUnreachable, ContentLost, OSError) as fault:
+                yield error("storage", f"{settings.files_url}: {fault}", "correct --files-url, or its credentials")
+            else:
+                yield Finding("storage", f"{settings.files_url} can be written and read")
+
+
+async def _use_storage(storage: Storage) -> None:
+    name = f"{BATCHES}/doctor-{secrets.token_hex(8)}"
+    (storage.directory / name).mkdir(PRIVATE_DIR, parents=True, exist_ok=True)
+    try:
+        await storage.append(f"{name}/content", 0, b"tide")
+        await storage.fetch_appended(f"{name}/content", 4)
+    finally:
+        await storage.remove_folder(name)
+
+
+def check_store(settings: ServeSettings) -> Iterator[Finding]:
+    """Check the store that `serve` would use; an embedded one is started and ended."""
+    if settings.redis_url:
+        yield from asyncio.run(_inspect_store(settings.redis_url))
+        return
+    try:
+        with EmbeddedValkey(settings.data_dir) if settings.data_dir.exists() else contextlib.nullcontext():
+            pass
+    except ValkeyError as fault:
+        yield error("store", str(fault))
+        return
+    with tempfile.TemporaryDirectory(prefix="tidegate-") as scratch, running_valkey(Path(scratch)) as url:
+        yield from asyncio.run(_inspect_store(url))
+
+
+def check_upstream(settings: ServeSettings) -> Iterator[Finding]:
+    if settings.engine == "openai":
+        yield asyncio.run(_inspect_upstream(settings))
+
+
+async def _inspect_store(url: str) -> list[Finding]:
+    try:
+        async with asyncio.timeout(STORE_LIMIT_S), connection.connect(url) as client:
+            return [await _pace(client), await _durability(client), *await _clock(client)]
+    except (RedisError, OSError, ValueError) as fault:
+        remedy = "start it, or correct --redis-url; without --redis-url, `serve` starts a store of its own"
+        return [error("store", f"the store does not answer: {fault or 'no reply'}", remedy)]
+
+
+async def _pace(client: Redis) -> Finding:
+    times = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        await client.ping()
+        times.append(time.perf_counter() - begun)
+    info = await client.info("server")
+    name = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {info['redis_version']}"
+    trip_s = sorted(times)[len(times) // 2]
+    text = f"{name}, a round trip takes {1000 * trip_s:.2f} ms"
+    if trip_s > SLOW_STORE_S:
+        return warning("store", text, "put the store nearer to gateways and workers: each token waits for a round trip")
+    return Finding("store", text)
+
+
+async def _durability(client: Redis) -> Finding:
+    if await connection.durable(client):
+        return Finding("store", "what is acknowledged is on its disk")
+    text = "it cannot say what is on its disk: if it dies, files and batches may be lost"
+    return warning("store", text, "use Valkey, or Redis 7.2 or newer, with `appendonly yes`")
+
+
+async def _clock(client: Redis) -> list[Finding]:
+    seconds, microseconds = await client.time()
+    difference_s = abs(time.time() - (int(seconds) + int(microseconds) / 1e6))
+    if difference_s <= MAX_CLOCK_DIFFERENCE_S:
+        return []
+    text = f"the store's clock and this machine's are {difference_s:.1f} s apart"
+    return [warning("clock", text, "let NTP set the clocks of all machines, such as by chrony")]
+
+
+async def _inspect_upstream(settings: ServeSettings) -> Finding:
+    try:
+        async with asyncio.timeout(UPSTREAM_LIMIT_S):
+            upstream = await connect_upstream(upstream_config(settings))
+    except TimeoutError:
+        return error("upstream", f"{settings.upstream} does not answer", "start it, or correct --upstream")
+    return Finding("upstream", f"{settings.upstream} answers as a server of the dialect {upstream.info.device}")
+
+
+def _existing_parent(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path

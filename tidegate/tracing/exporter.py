@@ -1,0 +1,72 @@
+"""The OpenTelemetry side of traces: a tracer whose spans go to a collector. Only imported where traces are on."""
+
+import logging
+import os
+import threading
+import time
+from importlib.metadata import PackageNotFoundError, version
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import ASGIApp
+
+from scheduler.request_state import RequestState
+from tidegate.tracing.http_spans import TracedRequests
+from tidegate.tracing.worker_spans import record_spans
+
+FLUSH_S = 3.0  # seconds for the last spans to be sent when a process ends
+
+
+class Tracing:
+    """The traces of one process. Close it at the end, so that the last spans are sent."""
+
+    def __init__(self, part: str, instance: str, processor: SpanProcessor) -> None:
+        """`part` is gateway or worker; `instance` names this process. OTEL_SERVICE_NAME replaces the service's name."""
+        service = os.environ.get("OTEL_SERVICE_NAME") or f"tidegate-{part}"
+        named = {"service.name": service, "service.instance.id": instance, "service.version": _version()}
+        self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self._tracer: Tracer = self._provider.get_tracer("tidegate", _version())
+
+    @classmethod
+    def to_collector(cls, part: str, instance: str) -> "Tracing":
+        """Return traces that go to where the OTEL_EXPORTER_OTLP_… variables say; by default to port 4318 here."""
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # else a line for each of its retries
+        return cls(part, instance, BatchSpanProcessor(OTLPSpanExporter()))
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        """Return `app` with a span around each request that generates something."""
+        return TracedRequests(app, self._tracer)
+
+    def requests_of(self, worker_id: str) -> "WorkerTracer":
+        return WorkerTracer(self._tracer, worker_id)
+
+    def close(self) -> None:
+        """Send the last spans, for at most `FLUSH_S`: a collector that is away must not hold up the end."""
+        flushing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_S)
+
+
+class WorkerTracer:
+    """Records the spans of a worker's requests. Implements `scheduler.worker.tracing.RequestTracer`."""
+
+    def __init__(self, tracer: Tracer, worker_id: str) -> None:
+        self._tracer = tracer
+        self._worker_id = worker_id
+
+    def record(self, state: RequestState, now: float) -> None:
+        parent = TraceContextTextMapPropagator().extract({"traceparent": state.request.traceparent})
+        wall_ns = time.time_ns()
+        record_spans(self._tracer, parent, state, self._worker_id, now, lambda at_s: wall_ns - int((now - at_s) * 1e9))
+
+
+def _version() -> str:
+    try:
+        return version("tidegate")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "0"

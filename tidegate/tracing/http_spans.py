@@ -1,0 +1,90 @@
+"""The gateway's spans: one for each request that generates something, and under it preparation and output."""
+
+from http import HTTPMethod
+from typing import Any
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.http.trace import CURRENT_TRACE, RequestTrace
+
+# Endpoints whose requests are traced. All others answer from memory or the store.
+TRACED_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
+FIRST_ERROR = 500  # statuses from here on are errors of the server; below, the client's
+
+_propagator = TraceContextTextMapPropagator()
+
+
+class TracedRequests:
+    """The ASGI middleware that puts a span around a request. It goes on with the client's trace, if there is one."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self._app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_traced = scope["type"] == "http" and scope["method"] == HTTPMethod.POST and scope["path"] in TRACED_PATHS
+        if not is_traced:
+            await self._app(scope, receive, send)
+            return
+        span = self._tracer.start_span(
+            f"POST {scope['path']}",
+            context=_parent(scope),
+            kind=SpanKind.SERVER,
+            attributes={"http.request.method": "POST", "http.route": scope["path"], "url.path": scope["path"]},
+        )
+        trace = RequestTrace(traceparent_of(span))
+        status = 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        token = CURRENT_TRACE.set(trace)
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            CURRENT_TRACE.reset(token)
+            self._end(span, trace, scope, status)
+
+    def _end(self, span: Span, trace: RequestTrace, scope: Scope, status: int) -> None:
+        if not span.is_recording():
+            return
+        state: dict[str, Any] = scope.get("state", {})
+        span.set_attributes(trace.attributes)
+        span.set_attribute("tidegate.request_id", state.get("request_id", ""))
+        if state.get("hung_up"):
+            span.set_attribute("tidegate.client_hung_up", True)
+        model = trace.attributes.get("gen_ai.request.model")
+        if model:
+            span.update_name(f"{trace.attributes['gen_ai.operation.name']} {model}")
+        if status:
+            span.set_attribute("http.response.status_code", status)
+        if status >= FIRST_ERROR or not status:
+            span.set_attribute("error.type", str(status or "disconnected"))
+            span.set_status(Status(StatusCode.ERROR))
+        began_ns: int = span.start_time  # the spans of the SDK have it
+        self._child(span, "tidegate.prepare", began_ns, trace.submitted_ns)
+        if trace.first_token_ns is not None:
+            span.set_attribute("gen_ai.response.time_to_first_chunk", (trace.first_token_ns - began_ns) / 1e9)
+            self._child(span, "tidegate.output", trace.first_token_ns, None)
+        span.end()
+
+    def _child(self, span: Span, name: str, began_ns: int, ended_ns: int | None) -> None:
+        child = self._tracer.start_span(name, context=set_span_in_context(span, Context()), start_time=began_ns)
+        child.end(ended_ns)
+
+
+def _parent(scope: Scope) -> Context:
+    """Return the trace of the client, if its headers name one."""
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    return _propagator.extract(headers, context=Context())
+
+
+def traceparent_of(span: Span) -> str:
+    context = span.get_span_context()
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
