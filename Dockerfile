@@ -1,31 +1,37 @@
 # Three images from one file:
 #   docker build --target gateway    -t tidegate-gateway .       the HTTP server, without torch
 #   docker build --target worker     -t tidegate-worker .        the engine, on CUDA
-#   docker build --target worker-cpu -t tidegate-worker-cpu .    the engine, on CPU
-# All run `tidegate` as an unprivileged user. docker-compose.yml combines them.
+#   docker build --target worker-cpu -t tidegate-worker-cpu .    the engine, on CPU, without compilers
+# All run `tidegate` as an unprivileged user. docker-compose.yml combines them; `make images-check` builds and tries them.
 
+# Any image with Python 3.11 or newer and its venv, on Debian or Ubuntu.
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 # Contains torch. The build must not replace it by another version.
 ARG CUDA_IMAGE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-runtime
 
+# -- base of all stages without CUDA: a Python environment of its own, and the user ------------------------------------
+FROM ${PYTHON_IMAGE} AS base
+ENV PATH=/opt/tidegate/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PIP_NO_CACHE_DIR=1 \
+    HF_HOME=/var/lib/tidegate/huggingface \
+    TIDEGATE_DATA_DIR=/var/lib/tidegate
+RUN python3 -m venv /opt/tidegate \
+    && useradd --system --uid 10001 --create-home tidegate \
+    && install --directory --owner tidegate --mode 700 /var/lib/tidegate
+
 # -- the project's wheel, and its dependencies with torch separate -----------------------------------------------------
-FROM ${PYTHON_IMAGE} AS wheel
+FROM base AS wheel
 WORKDIR /src
 COPY . .
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+RUN pip wheel --no-deps --wheel-dir /wheels . \
     && python docker/requirements.py pyproject.toml > /wheels/requirements.txt \
     && python docker/requirements.py pyproject.toml --extras otel storage >> /wheels/requirements.txt \
     && python docker/requirements.py pyproject.toml --extras gpu > /wheels/gpu.txt \
     && python docker/requirements.py pyproject.toml --torch > /wheels/torch.txt
 
-# -- base of gateway and worker on CPU ---------------------------------------------------------------------------------
-FROM ${PYTHON_IMAGE} AS base
-ENV PYTHONUNBUFFERED=1 \
-    PIP_NO_CACHE_DIR=1 \
-    HF_HOME=/var/lib/tidegate/huggingface \
-    TIDEGATE_DATA_DIR=/var/lib/tidegate
-RUN useradd --system --uid 10001 --create-home tidegate \
-    && install --directory --owner tidegate --mode 700 /var/lib/tidegate
+# -- what gateway and worker on CPU have in common ---------------------------------------------------------------------
+FROM base AS packages
 # Install dependencies before the project, so that a change of code keeps their layer.
 COPY --from=wheel /wheels/requirements.txt /wheels/
 RUN pip install -r /wheels/requirements.txt
@@ -35,25 +41,35 @@ STOPSIGNAL SIGTERM
 ENTRYPOINT ["tidegate"]
 
 # -- gateway: transformers loads tokenizers without torch --------------------------------------------------------------
-FROM base AS gateway
-COPY --from=wheel /wheels /wheels
+FROM packages AS gateway
+COPY --from=wheel /wheels/*.whl /wheels/
 RUN pip install --no-deps /wheels/*.whl
-USER tidegate
+USER 10001
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=4s --start-period=20s --retries=3 \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health', timeout=3)"]
 CMD ["gateway", "--host", "0.0.0.0", "--port", "8000"]
 
 # -- worker on CPU -----------------------------------------------------------------------------------------------------
+FROM packages AS torch
+# Where torch without CUDA is: an index of packages.
+ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+COPY --from=wheel /wheels/torch.txt /wheels/
+RUN pip install --index-url ${TORCH_CPU_INDEX} -r /wheels/torch.txt
+
+# The engine's C++ kernels, for several kinds of processors: the machine that runs the image is not the one that builds it.
+FROM torch AS kernels
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ libc6-dev
+COPY --from=wheel /wheels/*.whl /wheels/
+RUN pip install --no-deps /wheels/*.whl && python -m engine.native.cpu.build
+
 # Workers have no port and no health check. A worker that cannot continue ends and is restarted, and the gateway's
 # /ready counts the heartbeats of the workers.
-FROM base AS worker-cpu
-# The engine compiles its kernels at start, for the processor of the machine.
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
-COPY --from=wheel /wheels /wheels
-RUN pip install --index-url https://download.pytorch.org/whl/cpu -r /wheels/torch.txt \
-    && pip install --no-deps /wheels/*.whl
-USER tidegate
+FROM torch AS worker-cpu
+COPY --from=kernels /opt/tidegate/lib/tidegate /opt/tidegate/lib/tidegate
+COPY --from=wheel /wheels/*.whl /wheels/
+RUN pip install --no-deps /wheels/*.whl
+USER 10001
 CMD ["worker"]
 
 # -- worker on CUDA ----------------------------------------------------------------------------------------------------
@@ -63,17 +79,23 @@ ENV PYTHONUNBUFFERED=1 \
     PIP_BREAK_SYSTEM_PACKAGES=1 \
     HF_HOME=/var/lib/tidegate/huggingface \
     TIDEGATE_DATA_DIR=/var/lib/tidegate
-# Triton needs a C compiler for the code that launches its kernels.
-RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+# Triton compiles the code that launches its kernels on the machine with the GPU: against Python's headers, which a base
+# image may lack, and the GPU's driver, which no image has.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && printf '#include <Python.h>\n' > /tmp/probe.c \
+    && has_headers() { gcc -fsyntax-only $(python3 -c "import sysconfig as s; print('-I' + s.get_path('include', 'posix_prefix'))") /tmp/probe.c; } \
+    && { has_headers || { apt-get install --yes --no-install-recommends python3-dev && has_headers; } } \
+    && rm -rf /tmp/probe.c /var/lib/apt/lists/*
 RUN useradd --system --uid 10001 --create-home tidegate \
     && install --directory --owner tidegate --mode 700 /var/lib/tidegate
 COPY --from=wheel /wheels/requirements.txt /wheels/gpu.txt /wheels/
-RUN pip install -r /wheels/requirements.txt -r /wheels/gpu.txt
-COPY --from=wheel /wheels /wheels
-RUN pip install --no-deps /wheels/*.whl
+RUN python3 -m pip install -r /wheels/requirements.txt -r /wheels/gpu.txt
+COPY --from=wheel /wheels/*.whl /wheels/
+RUN python3 -m pip install --no-deps /wheels/*.whl
 VOLUME /var/lib/tidegate
 WORKDIR /var/lib/tidegate
 STOPSIGNAL SIGTERM
-USER tidegate
+USER 10001
 ENTRYPOINT ["tidegate"]
 CMD ["worker"]

@@ -1,5 +1,6 @@
 """Checks of the images and the compose file that need no Docker: names, paths, flags, and no torch."""
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from engine.native.cpu import build
 from tidegate.settings import CommonSettings, GatewaySettings, WorkerSettings
 
 ROOT = Path(__file__).parents[1]
@@ -17,6 +19,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 STAGES = re.findall(r"^FROM \S+ AS (\S+)$(.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
+PARENTS = {name: parent for parent, name in re.findall(r"^FROM (\S+) AS (\S+)$", DOCKERFILE, re.MULTILINE)}
 PARTS: dict[str, type[CommonSettings]] = {
     "gateway": GatewaySettings,
     "worker": WorkerSettings,
@@ -34,6 +37,12 @@ class WithoutTorch(PathFinder):
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutTorch
 """
+
+
+def instructions(target: str) -> str:
+    """Return the Dockerfile's text of a target, after that of the stages that it continues."""
+    before = instructions(PARENTS[target]) if PARENTS[target] in PARENTS else ""
+    return before + dict(STAGES)[target]
 
 
 def requirements(*flags: str) -> list[str]:
@@ -98,17 +107,59 @@ def test_every_service_is_built_from_an_existing_stage(service: str) -> None:
     assert SERVICES[service]["build"]["target"] in dict(STAGES)
 
 
-@pytest.mark.parametrize("target", ["gateway", "worker", "worker-cpu"])
+def test_each_profile_starts_one_kind_of_worker_and_none_starts_the_monitoring_unasked() -> None:
+    profiles = {name: tuple(service.get("profiles", ())) for name, service in SERVICES.items()}
+    assert profiles == {
+        "valkey": (),
+        "gateway": (),
+        "worker": ("gpu",),
+        "worker-cpu": ("cpu",),
+        "prometheus": ("monitoring",),
+        "grafana": ("monitoring",),
+    }
+
+
+@pytest.mark.parametrize("target", PARTS)
 def test_images_run_unprivileged_and_stop_on_sigterm(target: str) -> None:
-    stages = dict(STAGES)
-    own = stages[target]
-    inherited = stages["base"] if f"FROM base AS {target}" in DOCKERFILE else ""
-    assert re.findall(r"^USER (\S+)$", own, re.MULTILINE) == ["tidegate"]
-    assert "STOPSIGNAL SIGTERM" in inherited + own
-    assert 'ENTRYPOINT ["tidegate"]' in inherited + own
-    assert ("torch.txt" in own) == (
-        target == "worker-cpu"
-    )  # the CUDA base image contains torch, and the gateway has none
+    """The user is a number, because Kubernetes' runAsNonRoot cannot look up a name."""
+    text = instructions(target)
+    assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == re.findall(r"useradd .*--uid (\d+)", text) == ["10001"]
+    assert text.index("\nUSER ") > text.rindex("\nRUN ")
+    assert "\nSTOPSIGNAL SIGTERM\n" in text and '\nENTRYPOINT ["tidegate"]\n' in text
+    # The CUDA base image contains torch, and the gateway has none.
+    assert ("torch.txt" in text) == (target == "worker-cpu")
+
+
+@pytest.mark.parametrize("target", PARTS)
+def test_only_the_image_with_triton_has_a_compiler(target: str) -> None:
+    installed = re.findall(r"apt-get install [^&|;]*", instructions(target))
+    compilers = [
+        word for line in installed for word in line.split() if re.match(r"gcc|g\+\+|clang|build-ess|make", word)
+    ]
+    assert compilers == (["gcc"] if target == "worker" else [])
+
+
+def test_the_kernels_are_compiled_by_a_stage_that_has_a_compiler_and_the_workers_torch() -> None:
+    assert PARENTS["kernels"] == PARENTS["worker-cpu"] == "torch"
+    assert "g++" in dict(STAGES)["kernels"] and "python -m engine.native.cpu.build" in dict(STAGES)["kernels"]
+    (source, target) = re.findall(r"^COPY --from=kernels (\S+) (\S+)$", instructions("worker-cpu"), re.MULTILINE)[0]
+    (environment,) = re.findall(r"-m venv (\S+)", instructions("kernels"))
+    expected = Path(environment) / build._prebuilt_directory().relative_to(sys.prefix)
+    assert source == target == str(expected)
+
+
+def test_stages_copy_only_from_stages_before_them() -> None:
+    names = [name for name, _ in STAGES]
+    for i, (_, text) in enumerate(STAGES):
+        assert set(re.findall(r"--from=(\S+)", text)) <= set(names[:i])
+
+
+def test_the_gateways_health_check_asks_for_a_route_that_needs_no_store() -> None:
+    (command,) = re.findall(r"^HEALTHCHECK .*\n +CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
+    assert "HEALTHCHECK" in instructions("gateway")
+    program, flag, code = json.loads(command)
+    assert (program, flag) == ("python", "-c") and "http://127.0.0.1:8000/health" in code
+    compile(code, "health check", "exec")
 
 
 def test_the_drain_is_shorter_than_dockers_grace_period() -> None:
@@ -149,6 +200,7 @@ def test_the_build_context_contains_everything_that_the_wheel_needs() -> None:
     needed = {"pyproject.toml", "README.md", "docker/requirements.py", *build["wheel"]["packages"]}
     needed |= set(build["wheel"]["force-include"])
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line[0] not in "#!"] == ["*", "**/__pycache__"]
     kept = {line.removeprefix("!") for line in lines if line.startswith("!")}
     assert kept == needed
     assert all((ROOT / path).exists() for path in kept)

@@ -1,8 +1,10 @@
 """Compile the C++ kernels for this processor once, and load them.
 
 Knows compilers and files; does not know what the kernels compute. The library is kept in the user's cache directory.
-Its file name has a hash of everything that the library depends on. Without a working compiler, there is no library, and
-the reason is logged.
+Its file name has a hash of everything that the library depends on. Without a working compiler, a library is used that
+was compiled before, for this kind of processor; without that, there is none, and the reason is logged.
+
+    python -m engine.native.cpu.build        compiles one library for each kind of processor; Dockerfile does so
 """
 
 import ctypes
@@ -11,12 +13,16 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
 import torch
+
+from engine.native.cpu.processors import Processor, cpu_flags, processors
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "decoder_layer.cpp", "sampling.cpp"))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
@@ -27,7 +33,6 @@ _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     "-std=c++17",
     "-O3",
-    "-march=native",
     "-fPIC",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -36,6 +41,7 @@ _FLAGS = (
     "-fno-signed-zeros",
     "-fno-thread-jumps",
 )
+_NATIVE = ("-march=native",)
 _COMPILE_LIMIT_S = 120  # time limit per compiler call, seconds
 # Fields of /proc/cpuinfo that never change on a machine. Other fields, such as the clock rate, do.
 _CPU_MODEL_FIELDS = ("flags", "Features", "model name", "CPU part")
@@ -52,42 +58,81 @@ def load_library() -> ctypes.CDLL | None:
 
 def library_or_reason() -> ctypes.CDLL | str:
     """Return the kernels' library, or the reason why there is none."""
-    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
-    if compiler is None:
-        return f"no C++ compiler ({', '.join(_COMPILERS)}) is on the PATH"
     try:
-        return ctypes.CDLL(str(_built(compiler)))
+        return ctypes.CDLL(str(_built_for_this_machine()))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        return next(iter(said.strip().splitlines()), type(error).__name__)
+        reason = next(iter(said.strip().splitlines()), type(error).__name__)
+    for library in _prebuilt_libraries():
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError as error:  # such as one that was linked with a newer C library
+            reason = f"{reason}; {error}"
+    return reason
 
 
-def _built(compiler: str) -> Path:
-    """Return the path of the library; compile it if it does not exist. Compiler errors pass through."""
-    openmp = torch_openmp()
-    library = _cache_directory() / f"kernels-{_fingerprint(compiler, openmp)}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            built = _compile(compiler, openmp, Path(scratch))
-            built.replace(library)  # atomic: another process may build the same library
-    return library
+def build_for_processors() -> list[Path]:
+    """Compile a library for each kind of processor of this architecture; return the libraries' paths.
 
-
-def _compile(compiler: str, openmp: Path | None, scratch: Path) -> Path:
-    """Compile the sources in parallel and link them with torch's copy of OpenMP, if there is one.
-
-    Return the path of the library. With a second copy of OpenMP, the waiting threads of both copies would compete for
-    the cores.
+    They work in this Python environment, and in copies of it on other machines. Raises `OSError` without a compiler
+    and `SubprocessError` if it fails.
     """
-    library, objects = scratch / "kernels.so", [scratch / f"{source.stem}.o" for source in _SOURCES]
-    flags = [*_FLAGS, *(["-fopenmp"] if openmp else [])]
-    with ThreadPoolExecutor() as compilers:
+    compiler, openmp, directory = _find_compiler(), torch_openmp(), _prebuilt_directory()
+    directory.mkdir(parents=True, exist_ok=True)
+    return [
+        _compile(compiler, processor.compiler_flags, openmp, _prebuilt_path(processor, openmp))
+        for processor in processors(platform.machine())
+    ]
+
+
+def _built_for_this_machine() -> Path:
+    """Return the path of the library; compile it if it does not exist. Errors are those of `build_for_processors`."""
+    compiler, openmp = _find_compiler(), torch_openmp()
+    library = _cache_directory() / f"kernels-{_fingerprint(compiler, openmp)}.so"
+    return library if library.exists() else _compile(compiler, _NATIVE, openmp, library)
+
+
+def _prebuilt_libraries() -> list[Path]:
+    """Return the libraries of `build_for_processors` that this processor can run, the fastest first."""
+    flags, openmp = cpu_flags(), torch_openmp()
+    paths = [_prebuilt_path(processor, openmp) for processor in processors(platform.machine()) if processor.fits(flags)]
+    return [path for path in paths if path.exists()]
+
+
+def _prebuilt_path(processor: Processor, openmp: Path | None) -> Path:
+    parts = [*_code(), *_FLAGS, *processor.compiler_flags, openmp.name if openmp else "", torch.__version__]
+    return _prebuilt_directory() / f"kernels-{processor.name}-{_hash(parts)}.so"
+
+
+def _prebuilt_directory() -> Path:
+    return Path(sys.prefix) / "lib" / "tidegate"
+
+
+def _find_compiler() -> str:
+    """Return the path of a C++ compiler. Raises `FileNotFoundError` without one."""
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise FileNotFoundError(f"no C++ compiler ({', '.join(_COMPILERS)}) is on the PATH")
+    return compiler
+
+
+def _compile(compiler: str, target: Sequence[str], openmp: Path | None, library: Path) -> Path:
+    """Compile the sources in parallel for `target`, and link them with torch's copy of OpenMP, if there is one.
+
+    Return `library`, the path. With a second copy of OpenMP, the waiting threads of both copies would compete for the
+    cores.
+    """
+    flags = [*_FLAGS, *target, *(["-fopenmp"] if openmp else [])]
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor() as compilers:
+        objects = [Path(scratch) / f"{source.stem}.o" for source in _SOURCES]
         commands = [
             [compiler, *flags, "-c", str(source), "-o", str(compiled)]
             for source, compiled in zip(_SOURCES, objects, strict=True)
         ]
         list(compilers.map(_run, commands))
-    _run([compiler, "-shared", *map(str, objects), "-o", str(library), *([str(openmp)] if openmp else [])])
+        linked = Path(scratch) / "kernels.so"
+        _run([compiler, "-shared", *map(str, objects), "-o", str(linked), *([str(openmp)] if openmp else [])])
+        linked.replace(library)  # atomic: another process may build the same library
     return library
 
 
@@ -112,8 +157,15 @@ def _fingerprint(compiler: str, openmp: Path | None) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     processor = cpuinfo.read_text().split("\n\n")[0] if cpuinfo.exists() else platform.processor()
     cpu_model = [line for line in processor.splitlines() if line.startswith(_CPU_MODEL_FIELDS)]
-    code = [path.read_text() for path in (*_SOURCES, *_HEADERS)]
-    parts = [*code, _run([compiler, "--version"]), *_FLAGS, str(openmp), torch.__version__, *cpu_model]
+    version = _run([compiler, "--version"])
+    return _hash([*_code(), version, *_FLAGS, *_NATIVE, str(openmp), torch.__version__, *cpu_model])
+
+
+def _code() -> list[str]:
+    return [path.read_text() for path in (*_SOURCES, *_HEADERS)]
+
+
+def _hash(parts: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -127,3 +179,8 @@ def _cache_directory() -> Path:
     except OSError:
         pass
     return Path(tempfile.mkdtemp(prefix="tidegate-"))
+
+
+if __name__ == "__main__":
+    for built in build_for_processors():
+        print(built)
