@@ -78,6 +78,7 @@ ENV PYTHONUNBUFFERED=1 \
     PIP_NO_CACHE_DIR=1 \
     PIP_BREAK_SYSTEM_PACKAGES=1 \
     HF_HOME=/var/lib/tidegate/huggingface \
+    TRITON_CACHE_DIR=/var/lib/tidegate/triton \
     TIDEGATE_DATA_DIR=/var/lib/tidegate
 # Triton compiles the code that launches its kernels on the machine with the GPU: against Python's headers, which a base
 # image may lack, and the GPU's driver, which no image has.

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve demo test test-bench test-vllm conformance chaos fuzz docs gpu-check lint format clean
+.PHONY: serve demo test test-bench test-vllm conformance chaos fuzz images-check docs gpu-check lint format clean
 
 serve: $(VENV)/.installed
 	$(BIN)/tidegate serve
@@ -45,6 +45,12 @@ chaos: $(VENV)/.installed-dev
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.installed-fuzz
 	$(BIN)/python -m bench fuzz --seconds $(FUZZ_SECONDS)
+
+# The images, built with podman or docker, started with a store, and tried. BUILD_FLAGS has what a build needs here, such as
+# another base image: BUILD_FLAGS='--build-arg PYTHON_IMAGE=localhost/python'.
+BUILD_FLAGS ?=
+images-check: $(VENV)/.installed-dev
+	$(BIN)/python -m bench images --build-flags "$(BUILD_FLAGS)"
 
 # The documentation as a site in site/; fails at a broken link.
 docs: $(VENV)/.installed-docs

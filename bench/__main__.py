@@ -16,6 +16,7 @@ from bench.conformance.command import Conformance
 from bench.engines.commands import Engines, Growth, Soak
 from bench.facade import Facade
 from bench.fuzz.command import Fuzz
+from bench.images.command import Images
 from bench.isolation.command import Isolation
 from bench.locust.command import Locust
 from bench.peers.commands import BusyNeighbour, ClosedLoops, Frontier
@@ -47,6 +48,8 @@ class Bench(BaseSettings):
 
     Faults. chaos: the whole server under load, while its parts are killed, stopped, cut off and misled. tasks:
     /v1/tasks with an endpoint that fails and workers that are killed.
+
+    Images. images: the images of gateway and worker, built, started with a store, and tried.
 
     Other experiments. store: the requests per second of a real store. simulator-accuracy: a measured run compared with
     its simulation. ablation: simulated loads with each part of the controller switched off. batch-deadlines: simulated
@@ -81,6 +84,7 @@ class Bench(BaseSettings):
     tasks: CliSubCommand[Tasks]
     chaos: CliSubCommand[Chaos]
     fuzz: CliSubCommand[Fuzz]
+    images: CliSubCommand[Images]
 
     def cli_cmd(self) -> None:
         CliApp.run_subcommand(self)
