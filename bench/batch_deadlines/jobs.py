@@ -5,6 +5,7 @@ effort, every job is admitted and all lines have the deadline of their tier.
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -106,7 +107,7 @@ class JobRunner:
         running = _Running(job, batch, outcome, LineDeadlines(batch))
         self.running.append(running)
         begun_s = clock.now()
-        share = self.window.join(None, lambda: self._is_urgent(running))
+        share = self.window.join(None, lambda: self._urgent_due(running))
         try:
             async with asyncio.timeout(job.window_s), asyncio.TaskGroup() as lines:
                 for number in range(job.lines):
@@ -172,10 +173,11 @@ class JobRunner:
             running.times, running.times_s = line_times(work, sooner, rates), now
         return running.times
 
-    def _is_urgent(self, running: _Running) -> bool:
+    def _urgent_due(self, running: _Running) -> float:
+        if not self.keeps_deadlines:
+            return math.inf
         tiers, now_ms = self.deployment.tiers, self.deployment.clock.wall_ms()
-        urgent_ms = tiers[tiers.batch_tier].urgent_ms
-        return self.keeps_deadlines and running.deadlines.is_urgent(running.times, now_ms, urgent_ms)
+        return running.deadlines.urgent_due_ms(running.times, now_ms, tiers[tiers.batch_tier].urgent_ms)
 
     def _is_feasible(self, batch: Batch) -> bool:
         rates = self._rates()

@@ -228,7 +228,12 @@ def line_times(work: Work, sooner: Iterable[Work], rates: Rates) -> LineTimes:
     if not work.lines:
         return LineTimes()
     sooner_s = sum(rates.seconds(other).expected for other in sooner)
-    return LineTimes(rates.seconds(work).expected / work.lines, rates.line_s(work), sooner_s)
+    return LineTimes(
+        line_s=rates.seconds(work).expected / work.lines,
+        own_s=rates.line_s(work),
+        sooner_s=sooner_s,
+        least_line_s=rates.least_s(work) / work.lines,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,13 +85,14 @@ class BatchForecasts:
         }
 
     async def line_times(self, batch: Batch) -> LineTimes:
-        """Return how long the lines of a batch take at present; no time at all if that is not known."""
-        rates, work = self._rates(), await self._work(batch)
+        """Return how long the lines of a running batch take at present; no time at all if that is not known."""
+        rates, running = self._rates(), await self._running()
+        work = next((own for other, own in running if other.id == batch.id), None)
         if rates is None or work is None:
             return LineTimes()
         sooner = [
             other_work
-            for other, other_work in await self._others(batch)
+            for other, other_work in running
             if not other.best_effort and other.expires_at < batch.expires_at
         ]
         return estimates.line_times(work, sooner, rates)
@@ -129,12 +130,16 @@ class BatchForecasts:
         return estimates.work_left(batch, await self._statistics.lengths(model, batch.endpoint), self._context())
 
     async def _others(self, batch: Batch) -> list[tuple[Batch, Work]]:
-        """Return the other batches that are not over, with what is left of them, as of at most `FRESH_S` ago."""
+        """Return the other batches that are not over, with what is left of them."""
+        return [entry for entry in await self._running() if entry[0].id != batch.id]
+
+    async def _running(self) -> list[tuple[Batch, Work]]:
+        """Return the batches that are not over, with what is left of them, as of at most `FRESH_S` ago."""
         if self._unfinished is None or self._clock.now() - self._unfinished[0] >= FRESH_S:
             found = await self._store.get_all(await self._store.unfinished())
             works = [(other, await self._work(other)) for other in found if other.status in RUNNING]
             self._unfinished = self._clock.now(), [(other, work) for other, work in works if work is not None]
-        return [entry for entry in self._unfinished[1] if entry[0].id != batch.id]
+        return self._unfinished[1]
 
     def on_created(self) -> None:
         """Read the list again for the next question, because a batch was created."""

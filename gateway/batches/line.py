@@ -101,10 +101,12 @@ class BatchLines:
         self._times_due_s = -math.inf  # when they are to be computed again
         self._times_lock = asyncio.Lock()
 
-    def is_urgent(self) -> bool:
-        """Return whether the next line is urgent, so that it must begin before lines of other batches."""
+    def urgent_due(self) -> float:
+        """Return when the batch is due if its next line must begin before lines of batches due later; else inf."""
+        if self._batch.best_effort:
+            return math.inf
         now_ms, urgent_ms = self._runner.clock.wall_ms(), self._runner.tier.urgent_ms
-        return not self._batch.best_effort and self._deadlines.is_urgent(self._times, now_ms, urgent_ms)
+        return self._deadlines.urgent_due_ms(self._times, now_ms, urgent_ms)
 
     async def run(self, line: BatchLine) -> LineResult:
         """Run a line until it has a final answer, and return the result. To stop the generation, cancel this call."""

@@ -108,7 +108,7 @@ class LineExecution:
         done = await self._store.finished_lines(self._batch.id)
         await write_order_aside(self._path)
         chunks = read_ordered_chunks(self._path, done)
-        share = self._window.join(self._batch.owner, self._lines.is_urgent)
+        share = self._window.join(self._batch.owner, self._lines.urgent_due)
         try:
             while chunk := await next_chunk(chunks):
                 for line in chunk:

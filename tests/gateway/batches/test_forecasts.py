@@ -163,3 +163,20 @@ async def test_without_workers_nothing_is_known_and_nothing_refused(redis_client
         gateway.completions.permits = asyncio.Semaphore(0)
         created = await gateway.create(await gateway.upload(jsonl(long_lines(1000))), "1m")
         assert said(created)["estimate"] is None
+
+
+async def test_deadlines_follow_what_the_lines_of_a_running_batch_have_shown(gateway: OfflineGateway) -> None:
+    permits = gateway.completions.permits = asyncio.Semaphore(0)
+    created = await gateway.create(await gateway.upload(jsonl(long_lines(2000))), "7d")
+    deadlines = gateway.completions.deadlines
+    await until(lambda: len(deadlines) == 256)
+    due_s, first = created.expires_at - 60, deadlines[0]
+    assert first is not None and first.at_ms / 1000 < due_s - 1999 * 19, "1,000 tokens a line, as they ask for"
+    for _ in range(40):
+        permits.release()
+    await gateway.answered(created.id, 40)
+    async with asyncio.timeout(20):
+        while (last := deadlines[-1]) is not None and last.at_ms / 1000 < due_s - 700:
+            permits.release()
+            await asyncio.sleep(0.02)
+    assert last is not None, "2 tokens a line, as the answers had"
