@@ -187,6 +187,7 @@ def build_gateway(
         tiers,
         names,
         clock,
+        max_lines=settings.batch_max_lines,
         max_body_bytes=max_body_bytes,
         workers=lambda: client.workers,
         keyring=keyring,

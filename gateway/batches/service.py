@@ -13,7 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from gateway.batches.forecasts import BatchForecasts, Infeasible
-from gateway.batches.input import MAX_LINE_BYTES, input_name
+from gateway.batches.input import MAX_LINE_BYTES, MAX_LINES, input_name
 from gateway.batches.line import Completions, LineRunner
 from gateway.batches.line_statistics import LineStatistics
 from gateway.batches.line_window import KeyShare, LineWindow
@@ -57,10 +57,10 @@ async def _ignore(batch: Batch) -> None:
 class BatchService:
     """The service that creates, runs, lists and cancels the batches of one gateway.
 
-    `max_lines_in_flight` limits how many lines of all batches together run at the same time. `lock_ttl_s` is the
-    lifetime of a batch's lock in seconds. `on_end` is called with each batch that is over, at least once. `keyring` has
-    the weights and limits of the keys that own batches, and `count_tokens` counts the tokens of prompts against these
-    limits (None: no limits).
+    `max_lines` is the limit of one batch. `max_lines_in_flight` limits how many lines of all batches together run at
+    the same time. `lock_ttl_s` is the lifetime of a batch's lock in seconds. `on_end` is called with each batch that is
+    over, at least once. `keyring` has the weights and limits of the keys that own batches, and `count_tokens` counts
+    the tokens of prompts against these limits (None: no limits).
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class BatchService:
         *,
         keyring: Keyring | None = None,
         count_tokens: CountTokens | None = None,
+        max_lines: int = MAX_LINES,
         max_lines_in_flight: int = 256,
         lock_ttl_s: float = 6.0,
         max_body_bytes: int = MAX_LINE_BYTES,
@@ -93,6 +94,7 @@ class BatchService:
         self._window = LineWindow(max_lines_in_flight, self._share_of)
         self._quota = TokenQuota(redis, self._keyring, count_tokens)
         self._lock_ttl_s = lock_ttl_s
+        self._max_lines = max_lines
         self._max_body_bytes = max_body_bytes
         self._on_end = on_end
         self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, lock_ttl_s)
@@ -203,6 +205,7 @@ class BatchService:
             self._quota,
             self._model_names,
             self._clock,
+            self._max_lines,
             self._max_body_bytes,
             self._on_end,
         )

@@ -94,7 +94,7 @@ def test_an_empty_file(tmp_path: Path, content: bytes) -> None:
 def test_too_many_lines(tmp_path: Path) -> None:
     assert inspect(tmp_path, jsonl(lines(4)), max_lines=4).errors == ()
     [error] = inspect(tmp_path, jsonl(lines(5)), max_lines=4).errors
-    assert error.code == "too_many_tasks"
+    assert error.code == "too_many_tasks" and "more than 4 requests" in error.message
 
 
 def test_line_numbers_are_bounded(tmp_path: Path) -> None:
