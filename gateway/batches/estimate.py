@@ -5,8 +5,9 @@ lines say how many tokens are left, as a range. The heartbeats of workers say ho
 gets at present, and how many it would get with the whole engine. The pace is what a batch has really got lately. The
 module is pure; gateway/batches/forecasts.py collects the numbers.
 
-The earliest end is the least work with the whole engine, after what is expected of batches that were promised to end
-sooner. Only what misses its window by this bound is refused.
+The earliest end is the least work with the whole engine. A window is promised by more cautious numbers: work that is
+rarely exceeded, after what is expected of batches that are due sooner, in the share of the engine that interactive
+tiers have left in their busiest such time of the last hour. Urgent batches get this share.
 """
 
 import math
@@ -16,14 +17,14 @@ from dataclasses import dataclass
 from gateway.batches.line_deadlines import LineTimes
 from gateway.batches.model import Batch
 from gateway.batches.size import TOKEN_BYTES, InputSize
-from scheduler.registry.worker_status import TierCapacity, WorkerStatus
+from scheduler.registry.worker_status import LEFT_STRETCHES_S, TierCapacity, WorkerStatus
 
 KNOWN_LINES = 20  # finished lines after which a batch's own lengths and pace are believed
 USUAL_OUTPUT_TOKENS = 256  # of a choice, while no line of this model and endpoint has finished
 DEFAULT_CONTEXT = 4096  # tokens; while no worker is alive
 # Uncertainty of a mean, as a factor up and down: of another batch's lengths, and of the bytes of a token.
 OTHER_BATCH, OTHER_TEXT, UNKNOWN_TEXT = 2.0, 1.25, 2.0
-OTHER_RATE = 1.5  # of the rates, while the batch has no pace: other tiers may need more of the engine
+OTHER_RATE = 1.5  # of the rates, while the batch has no pace, and once more while the workers have run no lines
 LEAST_ERROR = 0.1  # relative error of the mean of many finished lines: those that are left may be others
 
 
@@ -36,6 +37,11 @@ class Range:
     @classmethod
     def around(cls, expected: float, factor: float) -> "Range":
         return cls(expected / factor, expected, expected * factor)
+
+    @property
+    def cautious(self) -> float:
+        """A value that is rarely exceeded, if errors are factors and `high` is hardly ever exceeded."""
+        return math.sqrt(self.expected * self.high)
 
     def times(self, factor: float) -> "Range":
         return Range(self.low * factor, self.expected * factor, self.high * factor)
@@ -76,6 +82,10 @@ class Rates:
     whole_prompt_per_s: float
     whole_output_per_s: float
     step_s: float  # time of a step: an output takes at least one for each token
+    # Share of the whole rates that interactive tiers leave to urgent batches, in the busiest stretch of each of
+    # LEFT_STRETCHES_S.
+    left_shares: tuple[float, ...] = (1.0,) * len(LEFT_STRETCHES_S)
+    is_measured: bool = True  # whether workers have computed lines, so that rates are no guess from a few steps
 
     def seconds(self, work: Work) -> Range:
         """Return the time of `work` at the present rates."""
@@ -93,12 +103,19 @@ class Rates:
 
     def least_s(self, work: Work) -> float:
         """Return the time of the least work with the whole engine."""
-        return work.prompt_tokens.low / self.whole_prompt_per_s + work.output_tokens.low / self.whole_output_per_s
+        return self._whole_s(work.prompt_tokens.low, work.output_tokens.low)
 
     def expected_s(self, work: Work) -> float:
         """Return the time of the expected work with the whole engine."""
-        prompt, output = work.prompt_tokens.expected, work.output_tokens.expected
-        return prompt / self.whole_prompt_per_s + output / self.whole_output_per_s
+        return self._whole_s(work.prompt_tokens.expected, work.output_tokens.expected)
+
+    def cautious_s(self, work: Work) -> float:
+        """Return the time of work that is rarely exceeded, with the whole engine, at rates that may be a guess."""
+        whole_s = self._whole_s(work.prompt_tokens.cautious, work.output_tokens.cautious)
+        return max(whole_s if self.is_measured else OTHER_RATE * whole_s, self.line_s(work))
+
+    def _whole_s(self, prompt_tokens: float, output_tokens: float) -> float:
+        return prompt_tokens / self.whole_prompt_per_s + output_tokens / self.whole_output_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,22 +143,44 @@ class Estimate:
 
 def rates_of(workers: Iterable[WorkerStatus], tier: str) -> Rates | None:
     """Return the rates of all workers together; None if one of them does not know its own yet, or none is alive."""
-    found = [status.capacity for worker in workers if (status := worker.tiers.get(tier)) is not None]
-    known = [capacity for capacity in found if capacity is not None and capacity.whole_output_tokens_per_s > 0]
-    if not known or len(known) < len(found) or any(not c.prefill_tokens_per_s for c in known):
+    found = [(worker, status.capacity) for worker in workers if (status := worker.tiers.get(tier)) is not None]
+    serving = [(worker, c) for worker, c in found if c is not None and _is_known(c)]
+    known = [capacity for _, capacity in serving]
+    if not known or len(known) < len(found):
         return None
+    whole_output_per_s = sum(c.whole_output_tokens_per_s for c in known)
+    shares = [(c.whole_output_tokens_per_s / whole_output_per_s, _left_shares(worker, c)) for worker, c in serving]
     return Rates(
         prompt_per_s=sum(c.prefill_tokens_per_s for c in known),
-        output_per_s=sum(min(c.output_tokens_per_s, c.whole_output_tokens_per_s * _share_left(c)) for c in known),
+        output_per_s=sum(_output_per_s(c) for c in known),
         whole_prompt_per_s=sum(c.whole_prefill_tokens_per_s for c in known),
-        whole_output_per_s=sum(c.whole_output_tokens_per_s for c in known),
+        whole_output_per_s=whole_output_per_s,
         step_s=max(c.step_s for c in known),
+        left_shares=tuple(sum(part * left[i] for part, left in shares) for i in range(len(LEFT_STRETCHES_S))),
+        is_measured=all(c.num_ended >= KNOWN_LINES for c in known),
     )
+
+
+def _is_known(capacity: TierCapacity) -> bool:
+    """Return whether the worker knows its rates: a rate of 0 is not known."""
+    whole = capacity.whole_prefill_tokens_per_s, capacity.whole_output_tokens_per_s
+    return capacity.prefill_tokens_per_s > 0 and min(whole) > 0
+
+
+def _output_per_s(capacity: TierCapacity) -> float:
+    """Return the present rate, which is a share of the whole one while the worker does not know it."""
+    share_per_s = capacity.whole_output_tokens_per_s * _share_left(capacity)
+    return min(capacity.output_tokens_per_s or share_per_s, share_per_s)
 
 
 def _share_left(capacity: TierCapacity) -> float:
     """Return the share of the engine that higher tiers leave to the tier."""
     return capacity.prefill_tokens_per_s / capacity.whole_prefill_tokens_per_s
+
+
+def _left_shares(worker: WorkerStatus, capacity: TierCapacity) -> tuple[float, ...]:
+    """Return the share for each of LEFT_STRETCHES_S; while the worker does not know them, the present share."""
+    return worker.left_shares or (min(1.0, _share_left(capacity)),) * len(LEFT_STRETCHES_S)
 
 
 def context_of(workers: Iterable[WorkerStatus]) -> int:
@@ -219,7 +258,8 @@ def estimate(work: Work, ahead: Sequence[Work], rates: Rates | None, pace: Pace 
         return None
     own, others = rates.seconds(work), [rates.seconds(other) for other in ahead]
     finish_s = own.expected + sum(min(own.expected, other.expected) for other in others)
-    latest_s = OTHER_RATE * (own.high + sum(other.high for other in others))
+    factor = OTHER_RATE if rates.is_measured else OTHER_RATE**2
+    latest_s = factor * (own.high + sum(other.high for other in others))
     return Estimate(finish_s, min(least_s, finish_s), latest_s, "capacity")
 
 
@@ -234,31 +274,3 @@ def line_times(work: Work, sooner: Iterable[Work], rates: Rates) -> LineTimes:
         sooner_s=sooner_s,
         least_line_s=rates.least_s(work) / work.lines,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Commitment:
-    """A batch that was promised to end in time: the seconds until it is due, and its time with the whole engine."""
-
-    left_s: float
-    work_s: float
-
-
-def earliest_window_s(work_s: float, promised: Iterable[Commitment]) -> float:
-    """Return the shortest window in which a new batch with `work_s` seconds of work can end, with the whole engine.
-
-    Batches that are due sooner go first. A promise that could be kept without the new batch must still be kept with it,
-    so the new batch may have to be due later than that one.
-    """
-    due = sorted(promised, key=lambda batch: batch.left_s)
-    before_s = after_s = 0.0  # work of the batches that go first; the earliest place that breaks no promise
-    for batch in due:
-        before_s += batch.work_s
-        if 0 <= batch.left_s - before_s < work_s:
-            after_s = batch.left_s
-    window_s, before_s = max(after_s, work_s), 0.0
-    for batch in due:
-        if batch.left_s > max(window_s, before_s + work_s):
-            break
-        before_s += batch.work_s
-    return max(window_s, before_s + work_s)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.batches import estimate as estimates
-from gateway.batches.estimate import Commitment, Estimate, Pace, Range, Rates, Work
+from gateway.batches.estimate import Estimate, Pace, Range, Rates, Work
 from gateway.batches.line_deadlines import URGENT_SHARE, LineTimes
 from gateway.batches.line_statistics import LineStatistics
 from gateway.batches.model import Batch, BatchStatus
+from gateway.batches.promises import Commitment, earliest_promise_s
 from gateway.batches.store import BatchStore
 from gateway.batches.window import window_text
 from scheduler.clock import Clock
@@ -26,7 +27,7 @@ ROOM = 1.1  # the window that a refusal names is this much longer than the least
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """A window in which a batch cannot end even with the whole engine, and the shortest one in which it may."""
+    """A window in which a batch cannot be promised to end, and the shortest one that can be promised."""
 
     window: str
     earliest_window: str
@@ -59,7 +60,7 @@ class BatchForecasts:
         return [await self._describe(batch, paces.get(batch.id)) for batch in batches]
 
     async def infeasible(self, batch: Batch) -> Infeasible | None:
-        """Return why a new batch cannot end within its window; None if it can, or if that is not known."""
+        """Return why a new batch cannot be promised its window; None if it can, or if that is not known."""
         if batch.best_effort:
             return None
         earliest_s = await self._earliest_window_s(batch)
@@ -121,7 +122,7 @@ class BatchForecasts:
             if not other.best_effort
         ]
         writing_s = batch.expires_at - batch.lines_due_s
-        return estimates.earliest_window_s(rates.least_s(work), promised) + writing_s
+        return earliest_promise_s(work, promised, rates) + writing_s
 
     async def _work(self, batch: Batch) -> Work | None:
         model = batch.size.model if batch.size is not None else batch.model

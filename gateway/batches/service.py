@@ -117,7 +117,7 @@ class BatchService:
     async def create(self, new: NewBatch, new_id: str | None = None) -> Batch | InputProblem | Infeasible:
         """Create and start a batch.
 
-        Return an `InputProblem` if its input file cannot be used, and `Infeasible` if it certainly cannot end in time.
+        Return an `InputProblem` if its input file cannot be used, and `Infeasible` if its window cannot be promised.
 
         When this returns, the batch's record is durable. The batch also has its own link to the input, or its own copy.
         If it raises an error of the store or `DiskFull`, nothing of the batch is left, and it does not run. `new_id` is

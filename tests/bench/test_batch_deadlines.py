@@ -44,7 +44,7 @@ def test_jobs_that_certainly_cannot_end_are_refused() -> None:
 
 
 def test_the_table_has_a_row_for_each_arm() -> None:
-    rows = [Row(arm, 16, 15, 0, 100, 1.0, 0.1, 0.09) for arm in ("deadlines", "best effort")]
+    rows = [Row(arm, 16, 15, 0, 0, 100, 1.0, 0.1, 0.09) for arm in ("deadlines", "best effort")]
     [section] = record_of({1: rows}).sections
     assert section.table is not None
-    assert [row.cells[:4] for row in section.table.rows] == [(row.arm, "16", "0", "93.8 %") for row in rows]
+    assert [row.cells[:5] for row in section.table.rows] == [(row.arm, "16", "0", "0", "93.8 %") for row in rows]

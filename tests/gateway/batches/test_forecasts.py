@@ -20,8 +20,11 @@ CAPACITY = TierCapacity(
     output_tokens_per_s=50.0,
     whole_prefill_tokens_per_s=400.0,
     whole_output_tokens_per_s=200.0,
+    num_ended=1000,
 )
-WORKER = WorkerStatus("w", (MODEL,), 4096, 1000, 0, tiers={"batch": TierStatus(capacity=CAPACITY)})
+WORKER = WorkerStatus(
+    "w", (MODEL,), 4096, 1000, 0, tiers={"batch": TierStatus(capacity=CAPACITY)}, left_shares=(0.2, 0.4, 0.8, 1.0)
+)
 
 
 @pytest.fixture
@@ -76,24 +79,32 @@ async def test_a_new_batch_has_an_estimate_at_once(gateway: OfflineGateway) -> N
     assert said(behind)["estimate"]["finish_at"] >= estimate["finish_at"] + 190
 
 
-async def test_a_window_that_is_certainly_too_short_is_refused_with_the_earliest(gateway: OfflineGateway) -> None:
+async def test_a_window_that_is_too_short_is_refused_with_the_earliest(gateway: OfflineGateway) -> None:
     file_id = await gateway.upload(jsonl(long_lines(1000)))
     with pytest.raises(openai.BadRequestError) as refused:
         await gateway.create(file_id, "1h")
     body: Any = refused.value.body
     assert (body["code"], body["param"]) == ("completion_window_infeasible", "completion_window")
-    assert "'93m'" in body["message"], "1,000 times 5 s, a minute for the files, and some room"
+    assert "'103m'" in body["message"], "1,000 times 5 s in 0.9 of the engine, a minute for the files, and some room"
     assert len([batch async for batch in gateway.client.batches.list()]) == 0
     assert not list(gateway.files.data_dir.glob("batches/*"))
     gateway.completions.permits = asyncio.Semaphore(0)
-    assert (await gateway.create(file_id, "93m")).status == "validating"
+    assert (await gateway.create(file_id, "103m")).status == "validating"
+
+
+async def test_a_short_window_is_promised_less_of_the_engine_than_a_long_one(gateway: OfflineGateway) -> None:
+    gateway.completions.permits = asyncio.Semaphore(0)
+    file_id = await gateway.upload(jsonl(long_lines(50)))
+    with pytest.raises(openai.BadRequestError, match="'14m'"):  # 250 s in 0.9 · 0.4 of the engine, and the files
+        await gateway.create(file_id, "10m")
+    await gateway.create(file_id, "14m")
 
 
 async def test_promises_to_others_count(gateway: OfflineGateway) -> None:
     gateway.completions.permits = asyncio.Semaphore(0)
     file_id = await gateway.upload(jsonl(long_lines(500)))
     await gateway.create(file_id, "1h")
-    with pytest.raises(openai.BadRequestError, match="The earliest feasible completion_window is '93m'"):
+    with pytest.raises(openai.BadRequestError, match="The earliest feasible completion_window is '103m'"):
         await gateway.create(file_id, "1h")
     await gateway.create(file_id, "2h")
 
@@ -152,7 +163,7 @@ async def test_an_estimate_says_what_a_batch_would_take(gateway: OfflineGateway)
     size = {"model": MODEL, "lines": 1000, "prompt_bytes": 0, "min_output": 10**6, "max_output": 10**6, "unlimited": 0}
     asked = {"endpoint": "/v1/chat/completions", "completion_window": "1h", **size}
     answer = (await gateway.http.post("/v1/batches/estimate", json=asked)).json()
-    assert (answer["object"], answer["feasible"], answer["earliest_window"]) == ("batch.estimate", False, "93m")
+    assert (answer["object"], answer["feasible"], answer["earliest_window"]) == ("batch.estimate", False, "103m")
     assert answer["becomes_urgent"] is True and answer["interactive"][0]["max_slowdown"] == 1.25
     bad = await gateway.http.post("/v1/batches/estimate", json={**asked, "lines": 0})
     assert bad.status_code == 400 and bad.json()["error"]["param"] == "lines"
