@@ -25,6 +25,7 @@ DEFAULT_CONTEXT = 4096  # tokens; while no worker is alive
 # Uncertainty of a mean, as a factor up and down: of another batch's lengths, and of the bytes of a token.
 OTHER_BATCH, OTHER_TEXT, UNKNOWN_TEXT = 2.0, 1.25, 2.0
 OTHER_RATE = 1.5  # of the rates, while the batch has no pace, and once more while the workers have run no lines
+MAX_LINES_PER_S = 500.0  # of one gateway, which runs a batch; as bench/facade.py has measured on two cores
 LEAST_ERROR = 0.1  # relative error of the mean of many finished lines: those that are left may be others
 
 
@@ -90,12 +91,13 @@ class Rates:
     def seconds(self, work: Work) -> Range:
         """Return the time of `work` at the present rates."""
         prompt, output = work.prompt_tokens, work.output_tokens
+        least_s = max(self.line_s(work), work.lines / MAX_LINES_PER_S)
         times = (
             prompt.low / self.prompt_per_s + output.low / self.output_per_s,
             prompt.expected / self.prompt_per_s + output.expected / self.output_per_s,
             prompt.high / self.prompt_per_s + output.high / self.output_per_s,
         )
-        return Range(times[0], max(times[1], self.line_s(work)), max(times[2], self.line_s(work)))
+        return Range(times[0], max(times[1], least_s), max(times[2], least_s))
 
     def line_s(self, work: Work) -> float:
         """Return the time of one line by itself."""
@@ -107,12 +109,14 @@ class Rates:
 
     def expected_s(self, work: Work) -> float:
         """Return the time of the expected work with the whole engine."""
-        return self._whole_s(work.prompt_tokens.expected, work.output_tokens.expected)
+        whole_s = self._whole_s(work.prompt_tokens.expected, work.output_tokens.expected)
+        return max(whole_s, work.lines / MAX_LINES_PER_S)
 
     def cautious_s(self, work: Work) -> float:
         """Return the time of work that is rarely exceeded, with the whole engine, at rates that may be a guess."""
         whole_s = self._whole_s(work.prompt_tokens.cautious, work.output_tokens.cautious)
-        return max(whole_s if self.is_measured else OTHER_RATE * whole_s, self.line_s(work))
+        whole_s = whole_s if self.is_measured else OTHER_RATE * whole_s
+        return max(whole_s, self.line_s(work), work.lines / MAX_LINES_PER_S)
 
     def _whole_s(self, prompt_tokens: float, output_tokens: float) -> float:
         return prompt_tokens / self.whole_prompt_per_s + output_tokens / self.whole_output_per_s

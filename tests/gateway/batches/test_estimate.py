@@ -149,6 +149,17 @@ def test_a_batch_that_has_a_pace_goes_on_with_it() -> None:
     assert unsure is None
 
 
+def test_many_short_lines_take_the_time_of_the_gateway() -> None:
+    size = InputSize(lines=100_000, choices=100_000, prompt_bytes=400, distinct_bytes=400, max_output=100_000)
+    work, fast = (
+        left(replace(BATCH, total=100_000, size=size)),
+        replace(RATES, output_per_s=1e6, whole_output_per_s=1e6),
+    )
+    found = estimate(work, [], fast, None)
+    assert found is not None and found.earliest_s < 10 < found.finish_s == fast.expected_s(work) == 200
+    assert fast.cautious_s(work) == 200
+
+
 def test_one_long_line_takes_its_steps() -> None:
     size = InputSize(lines=1, choices=1, prompt_bytes=4, distinct_bytes=4, min_output=1000, max_output=1000)
     work = left(replace(BATCH, total=1, size=size))
