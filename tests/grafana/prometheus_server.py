@@ -17,7 +17,7 @@ T = TypeVar("T")
 SCRAPE_INTERVAL = "500ms"  # also the time for a scrape, on a machine that is busy with other tests
 
 
-def wait_until(probe: Callable[[], T | None], what: str, deadline_s: float = 20.0) -> T:
+def wait_until(probe: Callable[[], T | None], what: str, deadline_s: float = 60.0) -> T:
     """The first value of `probe` that is neither None nor empty."""
     until_s = time.monotonic() + deadline_s
     while time.monotonic() < until_s:
@@ -81,7 +81,7 @@ def running(binary: str, folder: Path, target_port: int, rules: Path | None = No
             env={**os.environ, "GOMAXPROCS": "1"},
         )
         try:
-            with httpx.Client(base_url=f"http://{address}", timeout=10, trust_env=False) as client:
+            with httpx.Client(base_url=f"http://{address}", timeout=30, trust_env=False) as client:
                 prometheus = Prometheus(client)
                 wait_until(lambda: prometheus.is_ready() or process.poll() is not None, "Prometheus is ready")
                 assert process.poll() is None, (folder / "prometheus.log").read_text()

@@ -265,7 +265,7 @@ async def test_the_button_turns_a_bulk_load_on_and_off(browser: Browser, stand: 
         await page.evaluate("document.querySelector('#load-size').value = '16'")
         await page.click("#load")
         assert await page.evaluate("document.querySelector('#load').getAttribute('aria-pressed')") == "true"
-        await until(lambda: len(bulk_ids(stand)) == 16, timeout_s=20)
+        await until(lambda: len(bulk_ids(stand)) == 16)
         await page.until("!document.querySelector('#ttft-legend').innerText.split('with load')[1].includes('–')")
         await page.click("#load")
         await until(lambda: bulk_ids(stand) <= set(stand.worker.cancelled))
@@ -323,7 +323,7 @@ async def test_a_batch_from_upload_to_download(browser: Browser, stand: Stand, t
         await page.until("document.querySelector('#batch-list .state')?.textContent === 'completed'")
         assert "12 of 12" in await page.text("#batch-list") and "questions.jsonl" in await page.text("#batch-list")
         await page.click("#batch-list button")
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(30):
             name = await browser.downloads.get()
         [output] = downloads.iterdir()
         assert name.endswith("_output.jsonl") and len(output.read_text().splitlines()) == 12
