@@ -266,7 +266,7 @@ async def test_the_button_turns_a_bulk_load_on_and_off(browser: Browser, stand: 
         await page.click("#load")
         assert await page.evaluate("document.querySelector('#load').getAttribute('aria-pressed')") == "true"
         await until(lambda: len(bulk_ids(stand)) == 16)
-        await page.until("!document.querySelector('#ttft-legend').innerText.split('with load')[1].includes('–')")
+        await page.until("!document.querySelector('#ttft-legend').innerText.split('beside bulk')[1].includes('–')")
         await page.click("#load")
         await until(lambda: bulk_ids(stand) <= set(stand.worker.cancelled))
         assert await page.text("#load") == "Load it"
