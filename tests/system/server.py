@@ -59,7 +59,7 @@ class Server:
 
     def workers(self) -> list[str]:
         """Return the ids of the workers that the gateway sees, whether it is ready or not."""
-        return [str(worker["id"]) for worker in httpx.get(f"{self.root}/ready", timeout=5).json()["workers"]]
+        return [str(worker["id"]) for worker in httpx.get(f"{self.root}/ready", timeout=10).json()["workers"]]
 
     def kill(self, part: str) -> int:
         """Kill a part with SIGKILL. Return its pid."""
@@ -69,7 +69,7 @@ class Server:
 
     def is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.root}/ready", timeout=5).status_code == 200
+            return httpx.get(f"{self.root}/ready", timeout=10).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -88,7 +88,7 @@ class Server:
         """Return the sum of the samples of `name` whose labels include `labels`."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         total = 0.0
-        for line in httpx.get(f"{self.root}/metrics", timeout=10).text.splitlines():
+        for line in httpx.get(f"{self.root}/metrics", timeout=30).text.splitlines():
             if line.startswith((name + "{", name + " ")) and all(w in line for w in wanted):
                 total += float(line.rsplit(" ", 1)[1])
         return total
