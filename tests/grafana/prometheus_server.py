@@ -1,7 +1,6 @@
 """A real Prometheus in a temporary directory, on a free port, scraping one target twice a second."""
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,8 @@ from typing import Any, TypeVar
 
 import httpx
 import yaml
+
+from tests.system.server import free_port
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ def running(binary: str, folder: Path, target_port: int, rules: Path | None = No
     timing = {"scrape_interval": SCRAPE_INTERVAL, "scrape_timeout": SCRAPE_INTERVAL}
     rule_files = [] if rules is None else [str(rules)]
     config.write_text(yaml.safe_dump({"global": timing, "rule_files": rule_files, "scrape_configs": [job]}))
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     arguments = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "prometheus.log").open("w") as log:
         process = subprocess.Popen(
@@ -89,10 +90,3 @@ def running(binary: str, folder: Path, target_port: int, rules: Path | None = No
         finally:
             process.kill()
             process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

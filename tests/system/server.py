@@ -2,13 +2,14 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -18,9 +19,14 @@ START_TIMEOUT_S = 90.0  # an idle machine needs a few seconds, a busy one much l
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port on which nobody listens. Outgoing connections do not get it either: theirs are from 32768 on.
+
+    The numbers are the system's, because two processes of a test run draw the same ones otherwise.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> None:
