@@ -59,7 +59,7 @@ async def write(client: AsyncOpenAI) -> str:
 
 def wait_until_forgotten(store: "Redis[bytes]") -> None:
     """Wait until no checkpoint is stored: a worker publishes an answer before it acknowledges the request."""
-    wait_for(lambda: stored_tokens(store) == 0)
+    wait_for(lambda: stored_tokens(store) == 0, timeout_s=60)
 
 
 def stored_tokens(store: "Redis[bytes]") -> int:
