@@ -146,9 +146,9 @@ class Estimate:
 
 
 def rates_of(workers: Iterable[WorkerStatus], tier: str) -> Rates | None:
-    """Return the rates of all workers together; None if one of them does not know its own yet, or none is alive."""
+    """Return the rates of all workers together; None if one of them does not know one of its own, or none is alive."""
     found = [(worker, status.capacity) for worker in workers if (status := worker.tiers.get(tier)) is not None]
-    serving = [(worker, c) for worker, c in found if c is not None and _is_known(c)]
+    serving = [(worker, c) for worker, c in found if c is not None and _knows_its_rates(c)]
     known = [capacity for _, capacity in serving]
     if not known or len(known) < len(found):
         return None
@@ -156,7 +156,7 @@ def rates_of(workers: Iterable[WorkerStatus], tier: str) -> Rates | None:
     shares = [(c.whole_output_tokens_per_s / whole_output_per_s, _left_shares(worker, c)) for worker, c in serving]
     return Rates(
         prompt_per_s=sum(c.prefill_tokens_per_s for c in known),
-        output_per_s=sum(_output_per_s(c) for c in known),
+        output_per_s=sum(min(c.output_tokens_per_s, c.whole_output_tokens_per_s * _share_left(c)) for c in known),
         whole_prompt_per_s=sum(c.whole_prefill_tokens_per_s for c in known),
         whole_output_per_s=whole_output_per_s,
         step_s=max(c.step_s for c in known),
@@ -165,16 +165,10 @@ def rates_of(workers: Iterable[WorkerStatus], tier: str) -> Rates | None:
     )
 
 
-def _is_known(capacity: TierCapacity) -> bool:
-    """Return whether the worker knows its rates: a rate of 0 is not known."""
-    whole = capacity.whole_prefill_tokens_per_s, capacity.whole_output_tokens_per_s
-    return capacity.prefill_tokens_per_s > 0 and min(whole) > 0
-
-
-def _output_per_s(capacity: TierCapacity) -> float:
-    """Return the present rate, which is a share of the whole one while the worker does not know it."""
-    share_per_s = capacity.whole_output_tokens_per_s * _share_left(capacity)
-    return min(capacity.output_tokens_per_s or share_per_s, share_per_s)
+def _knows_its_rates(capacity: TierCapacity) -> bool:
+    """Return whether a worker knows all its rates. Where it does not know one yet, that one is 0."""
+    prompt = capacity.prefill_tokens_per_s, capacity.whole_prefill_tokens_per_s
+    return min(*prompt, capacity.output_tokens_per_s, capacity.whole_output_tokens_per_s) > 0
 
 
 def _share_left(capacity: TierCapacity) -> float:
