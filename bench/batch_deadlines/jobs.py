@@ -191,7 +191,9 @@ class JobRunner:
     def _line_times(self, running: _Running) -> LineTimes:
         now, rates, work = self.deployment.clock.now(), self._rates(), self._work(running.batch)
         if rates is not None and now - running.times_s >= PAUSE_S:
-            sooner = [self._work(r.batch) for r in self.running if r.batch.expires_at < running.batch.expires_at]
+            due = running.batch.expires_at
+            others = [other.batch for other in self.running if other is not running]
+            sooner = [self._work(other) for other in others if other.expires_at <= due]
             running.times, running.times_s = line_times(work, sooner, rates), now
         return running.times
 

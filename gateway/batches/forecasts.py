@@ -92,7 +92,9 @@ class BatchForecasts:
         if rates is None or work is None:
             return LineTimes()
         sooner = [
-            other_work for other, other_work in running if not other.best_effort and other.expires_at < batch.expires_at
+            other_work
+            for other, other_work in running
+            if other.id != batch.id and not other.best_effort and other.expires_at <= batch.expires_at
         ]
         return estimates.line_times(work, sooner, rates)
 

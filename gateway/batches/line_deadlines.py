@@ -27,8 +27,8 @@ URGENT_SHARE = 1 / 8
 class LineTimes:
     """How long lines take: `line_s` from the end of one to the end of the next, `own_s` from its begin to its end.
 
-    `sooner_s` is the time of the work that is left of batches that are due sooner. `least_line_s` is the least time of
-    a line, with the whole engine.
+    `sooner_s` is the time of the work that is left of batches that are due sooner or at the same time. `least_line_s`
+    is the least time of a line, with the whole engine.
     """
 
     line_s: float = 0.0

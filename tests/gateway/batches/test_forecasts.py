@@ -10,8 +10,13 @@ import pytest
 from openai.types import Batch as ApiBatch
 from redis.asyncio import Redis
 
+from gateway.batches.forecasts import BatchForecasts
+from gateway.batches.line_statistics import LineStatistics
+from gateway.batches.model import Batch, BatchStatus
+from gateway.batches.size import InputSize
+from gateway.batches.store import BatchStore
 from scheduler.registry.worker_status import TierCapacity, TierStatus, WorkerStatus
-from tests.gateway.offline import MODEL, OfflineGateway, jsonl, line, lines, running_gateway
+from tests.gateway.offline import MODEL, TIERS, OfflineGateway, ShiftedClock, jsonl, line, lines, running_gateway
 from tests.waiting import until
 
 CAPACITY = TierCapacity(
@@ -191,3 +196,18 @@ async def test_deadlines_follow_what_the_lines_of_a_running_batch_have_shown(gat
             permits.release()
             await asyncio.sleep(0.02)
     assert last is not None, "2 tokens a line, as the answers had"
+
+
+async def test_batches_that_are_due_at_the_same_time_wait_for_each_other(redis_client: Redis) -> None:
+    store, clock = BatchStore(redis_client), ShiftedClock()
+    now_s = clock.wall_ms() // 1000
+    size = InputSize(lines=10, choices=10, min_output=10_000, max_output=10_000, prompt_bytes=400, distinct_bytes=400)
+    status, endpoint = BatchStatus.IN_PROGRESS, "/v1/completions"
+    twins = [Batch(f"batch_{n}", endpoint, "f", "1h", status, now_s, now_s + 3600, size=size, total=10) for n in (1, 2)]
+    for twin in twins:
+        await store.create(twin)
+    statistics = LineStatistics(redis_client, clock)
+    forecasts = BatchForecasts(store, statistics, lambda: [WORKER], TIERS[TIERS.batch_tier], clock)
+    for twin in twins:
+        times = await forecasts.line_times(twin)
+        assert times.sooner_s == pytest.approx(10 * times.line_s)
