@@ -23,7 +23,7 @@ from typing import BinaryIO
 import anyio.to_process
 import msgspec
 
-from gateway.batches.input import BOM, CHUNK_LINES, BatchLine, in_chunks
+from gateway.batches.input import BLANKS, BOM, CHUNK_LINES, BatchLine, in_chunks
 from gateway.batches.prompt_text import output_limit, prompt_bytes
 from gateway.protocol.json_body import INLINE_SIZE
 
@@ -126,7 +126,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
         begin = offset + (len(BOM) if number == 1 and raw.startswith(BOM) else 0)
         text = raw[begin - offset :]
         offset += len(raw)
-        if text.strip():
+        if text.strip(BLANKS):
             yield number, begin, text
 
 
