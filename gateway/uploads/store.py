@@ -63,6 +63,11 @@ class UploadStore:
         parts = {name: int(value) for name, value in fields.items() if name.startswith("part_")}
         return UploadState(upload, status, parts)
 
+    async def reserved_bytes(self, owner: str | None, now_s: int) -> int:
+        """Return the bytes that the pending uploads of `owner` have announced."""
+        pending: list[bytes] = await self._redis.zrange(index_of(RESERVED, owner), f"({now_s}", "+inf", byscore=True)
+        return sum(int(text(member).rpartition(":")[2]) for member in pending)
+
     async def add_part(self, upload: Upload, part_id: str, size: int) -> str:
         """Add a part, durably. Return `PENDING` if it is there now, else `FULL`, `UNKNOWN`, or the upload's status."""
         args: list[str | int] = [part_id, size, upload.max_received_bytes, MAX_PARTS]
