@@ -6,6 +6,7 @@ bytes of parts: gateway/uploads/service.py has them on disk.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
@@ -65,7 +66,7 @@ class UploadStore:
 
     async def reserved_bytes(self, owner: str | None, now_s: int) -> int:
         """Return the bytes that the pending uploads of `owner` have announced."""
-        pending: list[bytes] = await self._redis.zrange(index_of(RESERVED, owner), f"({now_s}", "+inf", byscore=True)
+        pending: list[Any] = await self._redis.zrange(index_of(RESERVED, owner), f"({now_s}", "+inf", byscore=True)
         return sum(int(text(member).rpartition(":")[2]) for member in pending)
 
     async def add_part(self, upload: Upload, part_id: str, size: int) -> str:

@@ -43,7 +43,8 @@ class Checkpointer:
 
     def _due(self) -> list[Checkpoint]:
         """Return the checkpoints of the requests with the most new tokens, as many as one write may hold."""
-        due, num_tokens = [], 0
+        due: list[Checkpoint] = []
+        num_tokens = 0
         for state in sorted(self._candidates(), key=self._num_stored_behind, reverse=True):
             checkpoint = self._checkpoint(state)
             if not due or num_tokens + len(checkpoint.token_ids) <= MAX_TOKENS:
