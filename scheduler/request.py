@@ -55,6 +55,11 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         return len(self.prompt_token_ids) + self.sampling.max_tokens
 
 
+def is_sampled(traceparent: str) -> bool:
+    """Return whether a W3C trace context is one whose spans are recorded; False for an empty one."""
+    return bool(traceparent) and bool(int(traceparent[-2:], 16) & 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Claimed:
     """A request that a worker has claimed and holds a lease for.

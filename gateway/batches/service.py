@@ -23,11 +23,13 @@ from gateway.batches.run import BatchRun, OnEnd
 from gateway.batches.size import InputSize, size_aside
 from gateway.batches.store import BatchStore, Moved
 from gateway.batches.token_quota import CountTokens, TokenQuota
+from gateway.batches.tracing import BatchTracer
 from gateway.dead_letters import DeadLetters
 from gateway.files.disk import noticing_full_disk
 from gateway.files.pagination import Page
 from gateway.files.storage import ContentLost
 from gateway.files.store import FileStore, content_name
+from gateway.http.trace import CURRENT_TRACE
 from gateway.identity import Keyring
 from scheduler.clock import Clock
 from scheduler.config import TierSet
@@ -52,6 +54,15 @@ class NotCancellable:
 
 async def _ignore(batch: Batch) -> None:
     pass
+
+
+def _traced(on_end: OnEnd, tracer: BatchTracer) -> OnEnd:
+    async def end(batch: Batch) -> None:
+        await on_end(batch)
+        if batch.traceparent is not None:
+            tracer.end(batch)
+
+    return end
 
 
 class BatchService:
@@ -80,13 +91,17 @@ class BatchService:
         workers: Callable[[], Sequence[WorkerStatus]] = list,
         dead_letters: DeadLetters | None = None,
         on_end: OnEnd = _ignore,
+        tracer: BatchTracer | None = None,
     ) -> None:
-        """`workers` returns the status of the workers that live, which says how fast batches are."""
+        """`workers` returns the status of the workers that live, which says how fast batches are.
+
+        With a `tracer`, batches whose creation is traced have traces.
+        """
         self._store = BatchStore(redis)
         self._files = files
         tier, statistics = tiers[tiers.batch_tier], LineStatistics(redis, clock)
         self._forecasts = BatchForecasts(self._store, statistics, workers, tier, clock)
-        self._lines = LineRunner(completions, tier, clock, statistics, self._forecasts, dead_letters)
+        self._lines = LineRunner(completions, tier, clock, statistics, self._forecasts, dead_letters, tracer)
         self._model_names = model_names
         self._clock = clock
         self._keyring = keyring or Keyring()
@@ -94,7 +109,7 @@ class BatchService:
         self._quota = TokenQuota(redis, self._keyring, count_tokens)
         self._lock_ttl_s = lock_ttl_s
         self._max_body_bytes = max_body_bytes
-        self._on_end = on_end
+        self._on_end = on_end if tracer is None else _traced(on_end, tracer)
         self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, lock_ttl_s)
 
     async def start(self) -> None:
@@ -136,7 +151,9 @@ class BatchService:
             with noticing_full_disk():
                 await self._files.storage.copy(content_name(file.id), input_name(batch_id))
                 size = await size_aside(await self._files.storage.fetch(input_name(batch_id)))
-            batch = replace(new.to_batch(batch_id, self._now_s(), size), input_sha256=file.sha256)
+            batch = new.to_batch(batch_id, self._now_s(), size)
+            trace = CURRENT_TRACE.get()
+            batch = replace(batch, input_sha256=file.sha256, traceparent=trace.traceparent if trace else None)
             infeasible = await self._forecasts.infeasible(batch)
             if infeasible is not None:
                 await self._maintenance.withdraw(batch_id, new.owner)

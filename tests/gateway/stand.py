@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.interface import FinishReason
 from gateway.app import create_app
 from gateway.batches.service import BatchService
+from gateway.batches.tracing import BatchTracer
 from gateway.completion.answer_cache import AnswerCache
 from gateway.completion.metering import Metering
 from gateway.completion.sampling_defaults import SamplingDefaults
@@ -262,6 +263,7 @@ async def running_stand(
     certificate: Certificate | None = None,
     adapters: tuple[str, ...] = (),
     tracing: TracingMiddleware | None = None,
+    batch_tracer: BatchTracer | None = None,
     console: bool = True,
     data_dir: Path | None = None,
 ) -> AsyncIterator[Stand]:
@@ -314,7 +316,7 @@ async def running_stand(
         tier_changes=administered and _tier_changes(*administered, client, queue, keyring),
         responses=offline,
         files=files,
-        batches=files and redis and BatchService(redis, files, offline, tiers, names, clock),
+        batches=files and redis and BatchService(redis, files, offline, tiers, names, clock, tracer=batch_tracer),
         dead_letters=dead_letters,
         tasks=tasks and TaskService(TaskQueue(tasks, clock), Endings(tasks), client, clock, 3600.0, 86_400.0),
         idempotency=IdempotencyStore(redis or tasks, clock) if redis or tasks else None,
