@@ -110,7 +110,8 @@ class BatchService:
         self._lock_ttl_s = lock_ttl_s
         self._max_body_bytes = max_body_bytes
         self._on_end = on_end if tracer is None else _traced(on_end, tracer)
-        self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, lock_ttl_s)
+        count_late = self._forecasts.count_late
+        self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, lock_ttl_s, count_late)
 
     async def start(self) -> None:
         await self._maintenance.start()
@@ -208,6 +209,11 @@ class BatchService:
     async def counts_by_status(self) -> dict[str, int]:
         """Return the number of batches in each state, summed over all gateways."""
         return {status.value: count for status, count in (await self._store.counts_by_status()).items()}
+
+    @property
+    def num_late(self) -> int:
+        """The number of batches, of all gateways, that are expected to end after their window."""
+        return self._forecasts.num_late
 
     def _make_run(self, batch_id: str) -> BatchRun:
         return BatchRun(

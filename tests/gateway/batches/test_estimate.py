@@ -12,6 +12,7 @@ from gateway.batches.estimate import (
     Work,
     earliest_window_s,
     estimate,
+    finish_times_s,
     line_times,
     rates_of,
     work_left,
@@ -138,3 +139,14 @@ def test_one_long_line_takes_its_steps() -> None:
 )
 def test_the_earliest_window_keeps_the_promises_to_others(promised: list[tuple[float, float]], window_s: float) -> None:
     assert earliest_window_s(100, [Commitment(*entry) for entry in promised]) == window_s
+
+
+def test_the_ends_of_all_batches_together_are_those_of_each() -> None:
+    works = [left(replace(BATCH, total=100, completed=done)) for done in (0, 5, 5, 10, 19)]
+    paces: list[Pace | None] = [None, Pace(2.0, 100.0, 50), None, Pace(2.0, 100.0, 3), None]
+    for rates in (RATES, None):
+        found = finish_times_s(works, paces, rates)
+        for number, (work, pace) in enumerate(zip(works, paces, strict=True)):
+            alone = estimate(work, works[:number] + works[number + 1 :], rates, pace)
+            assert found[number] == (alone and pytest.approx(alone.finish_s))
+    assert finish_times_s([], [], RATES) == []
