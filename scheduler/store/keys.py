@@ -96,6 +96,13 @@ WORKER_PREFIX = "tidegate:worker:"
 # Seconds. A worker announces itself about every second; after several missed announcements in a row it counts as dead.
 WORKER_TTL_S = 6.0
 
+# One string per worker that starts and does not serve yet (msgpack `WorkerStart`), and the set of their ids. Both live
+# for this many seconds after the last report. A worker reports every second, but may be held up while it loads its
+# model.
+STARTING_PREFIX = "tidegate:starting:"
+STARTING = "tidegate:starting"
+START_TTL_S = 15.0
+
 # Tiers ------------------------------------------------------------------------------------------------
 
 # A hash. `generation` is the last number given to a document. `in_force` is the document that all gateways and workers
@@ -142,6 +149,10 @@ def events(gateway_id: str) -> str:
 
 def gateway_beat(gateway_id: str) -> str:
     return GATEWAY_BEAT_PREFIX + gateway_id
+
+
+def starting(worker_id: str) -> str:
+    return STARTING_PREFIX + worker_id
 
 
 def worker(worker_id: str) -> str:
