@@ -143,7 +143,7 @@ async def _serve(
         with progress.phase("measuring steps"):
             await teach(engine, core, clock)
         await asyncio.to_thread(progress.close)
-        read_gpus = gpu_reader(engine.info.device)
+        read_gpus = gpu_reader(engine.info.device, _gpu_index(settings))
 
         def build(redis: Redis) -> SchedulerLoop:
             queue = RedisQueue(redis, clock, identity.worker_id)
@@ -155,6 +155,11 @@ async def _serve(
         log.info("the worker serves", step_cost=str(core.status(clock.now()).step_cost))
         subject = WorkerTiers(core, metrics)
         await _serve_loops(settings, tiers, subject, build, ending, lambda: ending.is_stuck, clock, identity)
+
+
+def _gpu_index(settings: WorkerSettings) -> int | None:
+    """Return which of the visible GPUs the engine uses; None: how many of them is up to vLLM."""
+    return int(settings.device.partition(":")[2] or 0) if settings.engine == "native" else None
 
 
 async def _serve_upstream(settings: WorkerSettings, tiers: TierSet, tracer: RequestTracer | None) -> None:
