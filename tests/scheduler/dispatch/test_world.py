@@ -171,9 +171,9 @@ def test_chat_beside_bulk_is_nearly_as_fast_as_alone() -> None:
     async def only_bulk(world: World) -> tuple[list[Answer], list[Answer]]:
         return [], await bulk(world, 64, 27.0)
 
-    single, _ = play(alone, cost=CPU)
-    mixed, answers = play(beside, cost=CPU)
-    _, undisturbed = play(only_bulk, cost=CPU)
+    single, _ = play(alone, cost=CPU, noise=0.1)
+    mixed, answers = play(beside, cost=CPU, noise=0.1)
+    _, undisturbed = play(only_bulk, cost=CPU, noise=0.1)
     assert all(answer.is_right for answer in (*single, *mixed, *answers))
     assert at(mixed, 0.5) <= 1.5 * at(single, 0.5)
     assert at(mixed, 0.99) <= 2.5 * at(single, 0.99)
