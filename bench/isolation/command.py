@@ -28,12 +28,12 @@ from bench.isolation.servers import (
     with_tokenizer,
     write_served_shape,
 )
-from bench.reporting.page import write_page
 from loadtest.client.http import Target, TargetError
 from loadtest.client.runner import Timing
 from loadtest.extras import PLOTS, require
 from loadtest.model_shapes import ShapeError
 from loadtest.reporting.output import publish
+from loadtest.reporting.page import write_page
 from loadtest.reporting.record import Provenance
 from loadtest.running import ends_on_sigterm, print_progress, run_to_end, running_server
 from loadtest.shipped_tiers import read_shipped_tiers

@@ -14,7 +14,7 @@ from loadtest.reporting.record import Record
 def render_page(record: Record) -> str:
     """Return the page as HTML. All text is escaped; drawings are not."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((files("bench") / "reporting" / "page.html.j2").read_text(encoding="utf-8"))
+    template = environment.from_string((files("loadtest") / "reporting" / "page.html.j2").read_text(encoding="utf-8"))
     return template.render(record=record)
 
 
