@@ -43,7 +43,8 @@ HOUSES = {
     "engine": "interface config → grammar step_time sequences streaming thread → sampling"
     " → modeled native static upstream vllm → factory",
     "loadtest": "machine extras child_environment random_weights shipped_tiers traffic → client model_shapes"
-    " → estimates running locustfile serving → reporting → checks model_command simulation → calibration",
+    " → estimates running locustfile serving → reporting → checks model_command server_command simulation"
+    " → calibration measure",
     "bench": "engines gpu_check simulator_accuracy store_throughput chaos batch_deadlines → isolation"
     " → ablation batch_order conformance fuzz locust peers tasks → facade",
     "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",

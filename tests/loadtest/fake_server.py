@@ -28,6 +28,7 @@ class FakeServer:
     reply: Callable[[Body], list[str]] = repeat_or_count
     status: Callable[[Body], int] = lambda body: 200
     is_silent: Callable[[Body], bool] = lambda body: False  # these get no answer until the client hangs up
+    streams: bool = True  # otherwise, a request for a stream gets its whole answer at once
     tokens_per_event: int = 1
     separator: str = "\n"
     output_file_id: str | None = "file-2"  # of every batch
@@ -45,6 +46,10 @@ class FakeServer:
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
         await self._server.wait_closed()
+
+    async def hang_up(self) -> None:
+        """Refuse connections from now on. Answers that have begun go on."""
+        self._server.close()
 
     @property
     def url(self) -> str:
@@ -109,7 +114,7 @@ class FakeServer:
             await self._whole(writer, status, {"error": error})
             return
         pieces = self.reply(body)
-        if body.get("stream"):
+        if body.get("stream") and self.streams:
             await self._stream(body, pieces, writer)
             return
         usage = {"prompt_tokens": 3, "completion_tokens": len(pieces)}

@@ -90,7 +90,7 @@ def test_other_machines_need_a_flag(url: str) -> None:
     assert parse_target(url, allow_remote=True).host in url
 
 
-@pytest.mark.parametrize("url", ["https://127.0.0.1:8000", "127.0.0.1:8000", "http://"])
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:8000", "127.0.0.1:8000", "http://"])
 def test_urls_that_cannot_be_measured_are_refused(url: str) -> None:
     with pytest.raises(TargetError):
         parse_target(url)
