@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from loadtest.client.runner import ArmRun
 from loadtest.estimates import Distribution
@@ -17,9 +18,10 @@ from loadtest.measure.rounds import Measurement
 from loadtest.reporting.record import Drawing
 from loadtest.reporting.svg import CYCLE, INK, draw_svg, log_ms
 
-WIDTH_IN, HEIGHT_IN = 4.8, 3.0
+WIDTH_IN, HEIGHT_IN = 4.0, 2.9
 SHORTEST_MS = 0.1  # tokens that arrive together have gaps of 0, which a logarithmic axis cannot show
 CURVE_POINTS = 200  # points of a distribution, whatever the number of samples
+MAX_LABELLED_SPAN = 100  # on an axis with a larger ratio of its ends, only powers of ten are labelled
 MAX_VECTOR_DOTS = 600  # if there are more dots, they are drawn as an image inside the SVG
 LATENCIES: tuple[tuple[str, str, Callable[[ClassFigures], Distribution]], ...] = (
     ("TTFT", "Time to first token", lambda f: f.summary.ttft),
@@ -51,6 +53,9 @@ def _curves(figure: Figure, lines: Mapping[str, np.ndarray]) -> None:
         times = np.maximum(1e3 * np.quantile(samples, shares), SHORTEST_MS)
         axes.plot(times, 100 * shares, color=colour, linestyle=style, linewidth=1.6, label=label)
     log_ms(axes.xaxis, axes.set_xscale)
+    low, high = axes.get_xlim()
+    if high > MAX_LABELLED_SPAN * low:
+        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="x", which="both", labelsize=8)
     axes.set_xlabel("ms")
     axes.set_ylabel("%")
@@ -74,9 +79,10 @@ def time_drawings(measurement: Measurement) -> tuple[Drawing, ...]:
 
 def _tokens(figure: Figure, measurement: Measurement) -> None:
     axes = figure.subplots()
+    offsets = _offsets(measurement)
     for run, label, colour, style, name in _class_runs(measurement):
         edges, rates = token_rate(run, name)
-        axes.stairs(rates, edges - measurement.start_s, color=colour, linestyle=style, linewidth=1.4, label=label)
+        axes.stairs(rates, edges + offsets[run.start_s], color=colour, linestyle=style, linewidth=1.4, label=label)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("tokens/s")
     _mark_arms(axes, measurement)
@@ -84,10 +90,11 @@ def _tokens(figure: Figure, measurement: Measurement) -> None:
 
 def _first_tokens(figure: Figure, measurement: Measurement) -> None:
     axes = figure.subplots()
+    offsets = _offsets(measurement)
     for run, label, colour, _, name in _class_runs(measurement):
         begun = [o for o in run.outcomes[name] if o.ttft_s is not None and o.due_s >= run.start_s]
         axes.scatter(
-            [o.due_s - measurement.start_s for o in begun],
+            [o.due_s + offsets[run.start_s] for o in begun],
             [max(SHORTEST_MS, 1e3 * (o.ttft_s or 0.0)) for o in begun],
             s=7,
             color=colour,
@@ -102,13 +109,23 @@ def _first_tokens(figure: Figure, measurement: Measurement) -> None:
     _mark_arms(axes, measurement)
 
 
+def _offsets(measurement: Measurement) -> dict[float, float]:
+    """Return, by its start, what to add to a run's times so that the runs follow each other without pauses."""
+    offsets, measured_s = {}, 0.0
+    for run in sorted((run for runs in measurement.runs.values() for run in runs), key=lambda run: run.start_s):
+        offsets[run.start_s] = measured_s - run.start_s
+        measured_s += run.duration_s
+    return offsets
+
+
 def _mark_arms(axes: Axes, measurement: Measurement) -> None:
     """Shade the time of each run, and write the name of its arm above it, if there are several arms."""
-    axes.set_xlabel("s")
+    axes.set_xlabel("seconds measured")
+    offsets = _offsets(measurement)
     if len(measurement.arms) > 1:
         for number, arm in enumerate(measurement.measured):
             for run in measurement.runs[arm.name]:
-                start_s, end_s = run.start_s - measurement.start_s, run.end_s - measurement.start_s
+                start_s, end_s = run.start_s + offsets[run.start_s], run.end_s + offsets[run.start_s]
                 axes.axvspan(start_s, end_s, color=INK, alpha=0.03 if number % 2 == 0 else 0.09, linewidth=0)
                 place = (start_s + end_s) / 2
                 axes.text(

@@ -173,23 +173,33 @@ def _warnings(measurement: Measurement, figures: Figures) -> list[str]:
 
 def _cards(figures: Figures) -> list[Card]:
     """Return the figures that answer the question of the measurement: ratios, or rates and the first token."""
-    first_arm, *others = figures
-    name = next(iter(figures[first_arm]))
+    arms = list(figures)
+    name = next(iter(figures[arms[0]]))
+    firsts = [classes[name] for classes in figures.values()]
+    short, choose = _first_answer(firsts[0])
     cards = []
-    if others and (gain := tokens_ratio(figures)) is not None:
-        cards.append(Card(f"{gain:.2f} ×", f"output tokens a second, {first_arm} ÷ {others[0]}"))
-    for arm, classes in figures.items():
-        f = classes[name]
-        of_arm = f", {arm}" if others else ""
-        choose, short = (f.summary.ttft, "TTFT") if f.is_streamed else (f.summary.e2e, "E2E")
-        estimate = choose.quantile(0.99)
+    if len(arms) == 2:
+        quotient = f"{arms[0]} ÷ {arms[1]}"
+        times = ratio(choose(firsts[0]), choose(firsts[1]), 0.99)
+        cards.append(Card(f"{number(tokens_ratio(figures))} ×", f"output tokens a second, {quotient}"))
+        cards.append(Card(f"{number(times.value if times else None)} ×", f"{name} {short} p99, {quotient}"))
+    for arm, f in zip(arms, firsts, strict=True):
+        estimate = choose(f).quantile(0.99)
+        of_arm = f", {arm}" if len(arms) == 2 else ""
         cards.append(Card(_with_unit(estimate.value if estimate else None), f"{name} {short} p99{of_arm}"))
-        cards.append(Card(number(f.requests_per_s, 1), f"{name} requests a second{of_arm}"))
-    if not others:
-        tokens = sum(f.summary.tokens_per_s for f in figures[first_arm].values())
-        cards.append(Card(f"{tokens:,.0f}", "output tokens a second"))
-        cards.append(Card(str(sum(f.summary.errors for f in figures[first_arm].values())), "errors"))
+    if len(arms) == 1:
+        every = list(figures[arms[0]].values())
+        cards.append(Card(f"{sum(f.requests_per_s for f in every):,.1f}", "requests a second"))
+        cards.append(Card(f"{sum(f.summary.tokens_per_s for f in every):,.0f}", "output tokens a second"))
+        cards.append(Card(str(sum(f.summary.errors for f in every)), "errors"))
     return cards
+
+
+def _first_answer(f: ClassFigures) -> tuple[str, Callable[[ClassFigures], Distribution]]:
+    """Return the latency that a user notices first: TTFT, or E2E of answers that are not streamed."""
+    if f.is_streamed:
+        return "TTFT", lambda of_class: of_class.summary.ttft
+    return "E2E", lambda of_class: of_class.summary.e2e
 
 
 def _with_unit(seconds: float | None) -> str:
