@@ -188,14 +188,14 @@ async def _run_closed_loop(
 
     async def one_stream() -> None:
         for planned in plan:
-            if left_s() <= 0:
-                return
             path, body = request_for(target, traffic, planned)
             outcome = Outcome(traffic.name, planned.index, due_s=perf_counter())
             run.outcomes[traffic.name].append(outcome)
             await _send_in_turn(turn, target, path, body, outcome, traffic.stream)
             if outcome.error is not None:
                 await asyncio.sleep(max(0.0, min(outcome.retry_after_s or ERROR_PAUSE_S, left_s())))
+            if left_s() <= 0:
+                return
 
     async with asyncio.TaskGroup() as group:
         for _ in range(streams):

@@ -18,6 +18,7 @@ from loadtest.measure.live import LiveView
 from loadtest.measure.preflight import checked
 from loadtest.measure.report import load_record, tokens_ratio
 from loadtest.measure.rounds import Measurement, measure
+from loadtest.reporting.output import publish
 from loadtest.reporting.page import write_page_file
 from loadtest.reporting.record import Drawing
 from loadtest.running import ends_on_sigterm, one_sentence, print_progress, run_to_end
@@ -114,8 +115,7 @@ class Run(ServerCommand):
             with ends_on_sigterm():
                 run_to_end(self._measure())
         except KeyboardInterrupt:
-            print("loadtest: interrupted before anything was measured", file=sys.stderr)
-            raise SystemExit(INTERRUPTED) from None
+            raise _interrupted_early() from None
 
     async def _measure(self) -> None:
         if self.html is not None:
@@ -142,21 +142,28 @@ class Run(ServerCommand):
 
     def _conclude(self, measurement: Measurement, target: Target) -> None:
         if not measurement.measured:
-            raise KeyboardInterrupt
+            raise _interrupted_early()
         options = self.model_dump(mode="json", exclude={"json_file", "html"})
         drawings = draw if self.html is not None else None
         record = load_record(measurement, options, self.provenance(target), drawings)
-        if self.html is not None:
-            with one_sentence(OSError):
-                page = write_page_file(self.html, record)
-            print_progress(f"written: {page}")
-        figures = figures_of(measurement)
-        has_answers = all(f.summary.completed for classes in figures.values() for f in classes.values())
-        gain = tokens_ratio(figures)
-        passed = has_answers and (not self.at_least or (gain is not None and gain >= self.at_least))
-        self.conclude(record, passed=passed or measurement.was_interrupted)
+        with one_sentence(OSError):
+            publish(record, self.json_file)
+            if self.html is not None:
+                print_progress(f"written: {write_page_file(self.html, record)}")
         if measurement.was_interrupted:
             raise SystemExit(INTERRUPTED)
+        if not self._has_passed(figures_of(measurement)):
+            raise SystemExit(1)
+
+    def _has_passed(self, figures: Figures) -> bool:
+        has_answers = all(f.summary.completed for classes in figures.values() for f in classes.values())
+        gain = tokens_ratio(figures)
+        return has_answers and (not self.at_least or (gain is not None and gain >= self.at_least))
+
+
+def _interrupted_early() -> SystemExit:
+    print("loadtest: interrupted before anything was measured", file=sys.stderr)
+    return SystemExit(INTERRUPTED)
 
 
 def draw(measurement: Measurement, figures: Figures) -> tuple[tuple[Drawing, ...], tuple[Drawing, ...]]:

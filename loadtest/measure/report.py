@@ -5,6 +5,7 @@ Knows units and names; computes only ratios. Arms stand side by side, one column
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from textwrap import shorten
 from typing import Any
 
 from loadtest.checks.report import summary_as_dict
@@ -130,7 +131,7 @@ def _ratios(above: ClassFigures, below: ClassFigures) -> list[str]:
 
 def _problems_table(figures: Figures) -> Table:
     rows = [
-        (arm, name, problem.kind, str(problem.count), problem.example[:MAX_EXAMPLE])
+        (arm, name, problem.kind, str(problem.count), shorten(problem.example, MAX_EXAMPLE, placeholder=" …"))
         for arm, classes in figures.items()
         for name, f in classes.items()
         for problem in f.problems

@@ -5,6 +5,7 @@ Uses a real socket and real HTTP framing, but no model: text comes from `reply`,
 
 import asyncio
 import json
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -28,6 +29,7 @@ class FakeServer:
     reply: Callable[[Body], list[str]] = repeat_or_count
     status: Callable[[Body], int] = lambda body: 200
     is_silent: Callable[[Body], bool] = lambda body: False  # these get no answer until the client hangs up
+    tls: ssl.SSLContext | None = None
     streams: bool = True  # otherwise, a request for a stream gets its whole answer at once
     tokens_per_event: int = 1
     separator: str = "\n"
@@ -39,7 +41,7 @@ class FakeServer:
     tiers: list[Body] = field(default_factory=list)  # every document that was put in force, in order
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -53,7 +55,7 @@ class FakeServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -39,6 +39,14 @@ async def test_users_are_measured_and_written(tmp_path: Path) -> None:
     assert "<svg" in files[1].read_text() and "measuring" in err
 
 
+async def test_figures_are_printed_where_a_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    async with FakeServer() as server:
+        code, out, err = await run(server, "--users", "2", "--html", str(tmp_path / "file" / "r.html"))
+    assert code == 2 and "requests finished" in out
+    assert "Traceback" not in err and "file" in err.splitlines()[-1]
+
+
 async def test_requests_at_a_rate_are_whole_completions() -> None:
     async with FakeServer() as server:
         code, out, err = await run(server, "--rate", "50", "--endpoint", "completions", "--no-stream")
@@ -120,7 +128,7 @@ async def test_a_server_that_goes_is_reported_by_name_after_ctrl_c() -> None:
             *command, "--url", server.url, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
         assert process.stderr is not None
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(100):
             while len(server.requests) < 20:
                 await asyncio.sleep(0.01)
             await server.hang_up()
@@ -131,6 +139,22 @@ async def test_a_server_that_goes_is_reported_by_name_after_ctrl_c() -> None:
     assert process.returncode == 130, err.decode()
     assert b"the measurement was interrupted" in out and b"requests finished" in out
     assert b"cannot connect" in out and b"Traceback" not in err
+
+
+async def test_ctrl_c_during_the_warm_up_is_one_sentence() -> None:
+    async with FakeServer() as server:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "loadtest", "run", "--users", "3", "--warm-up", "600", "--url", server.url),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(100):
+            while len(server.requests) < 20:
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            out, err = await process.communicate()
+    assert (process.returncode, out) == (130, b"")
+    assert err.splitlines()[-1] == b"loadtest: interrupted before anything was measured"
 
 
 async def test_a_terminal_shows_a_live_table() -> None:

@@ -22,6 +22,7 @@ PLOTS = 5  # three latencies, tokens and first tokens over time
 LONG = "python -m loadtest run --url http://127.0.0.1:80 --compare tiers --users 50 --bulk-users 16 --html report.html"
 NOW = Provenance(LONG, "2026-01-01T00:00:00+00:00", "a machine with a rather long name, 2 cores", "m", 1)
 WIDTH = "document.documentElement.scrollWidth"
+TABLE_FITS = "((e) => e.scrollWidth <= e.clientWidth)(document.querySelector('.scroll'))"
 SMALLEST_TEXT = "Math.min(...[...document.querySelectorAll('svg text')].map((t) => t.getBoundingClientRect().height))"
 
 
@@ -48,6 +49,7 @@ async def test_the_page_shows_its_plots_at_any_width(browser: Browser, page_file
     async with browser.page(page_file.as_uri(), size=size) as page:
         assert await page.evaluate("document.querySelectorAll('figure [role=img] svg').length") == PLOTS
         assert await page.evaluate(WIDTH) <= size[0], "nothing scrolls sideways but tables"
+        assert await page.evaluate(TABLE_FITS), "both arms and their ratio are in view"
         assert await page.evaluate(SMALLEST_TEXT) >= 7, "text in plots can be read"
         assert await page.evaluate("performance.getEntriesByType('resource').length") == 0
         assert LONG in await page.text("dl code")
