@@ -17,7 +17,7 @@ from loadtest.traffic.workload import PlannedRequest
 
 TIMEOUT_S = 120.0  # seconds for one answer; a server may load its model at the first request
 BUSY = (429, 503)  # a server that refuses for now can be measured
-UNKNOWN_FIELD = (400, 422)
+UNKNOWN_FIELD, NO_ACCESS = (400, 422), (401, 403)
 # Fields beyond OpenAI's API are left out step by step, if the server refuses them.
 FEWER_FIELDS: tuple[dict[str, Any], ...] = (
     {},
@@ -61,4 +61,5 @@ def _explanation(outcome: Outcome, traffic: TrafficClass) -> str:
     if outcome.status == 200 and traffic.stream and not outcome.progress:
         return f"{outcome.error}: the server does not stream; --no-stream measures whole answers"
     status = f"HTTP {outcome.status}: " if outcome.status not in (0, 200) else ""
-    return f"{status}{outcome.error}{HINTS.get(outcome.status, '')}"
+    hint = HINTS[outcome.status] if outcome.status in NO_ACCESS else ""
+    return f"{status}{outcome.error}{hint}"
