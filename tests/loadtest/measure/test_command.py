@@ -31,7 +31,7 @@ async def test_users_are_measured_and_written(tmp_path: Path) -> None:
     assert code == 0, err
     result = json.loads(files[0].read_text())
     chat = result["arms"]["load"]["interactive"]
-    assert chat["completed"] > 3 and chat["errors"] == 0 and chat["mean_output_tokens"] == 3
+    assert chat["completed"] >= 3 and chat["errors"] == 0 and chat["mean_output_tokens"] == 3
     assert len(server.requests) == chat["offered"] + 1, "one request before the measurement"
     assert all(body["stream"] and body["messages"] and "service_tier" not in body for body in server.requests)
     assert result["options"]["users"] == 3 and "loadtest run" in result["command"]
