@@ -46,7 +46,7 @@ async def _checked(target: Target, traffic: TrafficClass, seed: int) -> TrafficC
 
 
 async def _ask(target: Target, traffic: TrafficClass, seed: int) -> Outcome:
-    planned = PlannedRequest(traffic.name, 0, 0.0, traffic.prompt_tokens.max, 2, seed)
+    planned = PlannedRequest(traffic.name, 0, 0.0, traffic.prompt_tokens.min, 2, seed)
     path, body = request_for(target, traffic, planned)
     outcome = Outcome(traffic.name, 0, due_s=perf_counter())
     try:
