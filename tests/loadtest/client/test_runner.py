@@ -121,7 +121,7 @@ async def test_a_cancelled_arm_keeps_what_it_has_measured() -> None:
         arm.cancel()
         await asyncio.gather(arm, return_exceptions=True)
         assert arm.cancelled()
-        assert [task for task in asyncio.all_tasks() if "client/runner.py" in repr(task)] == [], "nothing sends any more"
+        assert [task for task in asyncio.all_tasks() if "client/runner.py" in repr(task)] == [], "nothing sends on"
     assert runs[0].was_cut and 0 < runs[0].duration_s < 600
     assert all(o.finished_s is not None or o.error for o in runs[0].outcomes["chat"])
 
