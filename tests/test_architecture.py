@@ -43,8 +43,9 @@ HOUSES = {
     "engine": "interface config progress → grammar step_time sequences streaming thread → sampling"
     " → modeled native static upstream vllm → factory",
     "loadtest": "machine extras progress child_environment random_weights shipped_tiers traffic → client model_shapes"
-    " → estimates running locustfile → reporting → checks model_command simulation → calibration",
-    "bench": "reporting engines gpu_check simulator_accuracy store_throughput chaos batch_deadlines → isolation"
+    " → estimates running locustfile serving → reporting → checks model_command server_command simulation"
+    " → calibration measure",
+    "bench": "engines gpu_check simulator_accuracy store_throughput chaos batch_deadlines → isolation"
     " → ablation batch_order conformance fuzz locust peers tasks → facade",
     "engine/native": "device → kv → batch → attention → model sampling → cpu cuda → execution → startup",
 }
