@@ -26,7 +26,7 @@ from gateway.responses.request import ResponseRequest, parse_response_request
 from gateway.responses.store import ResponseStore, StoredResponse
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import JobDeadline
+from scheduler.request import JobPart
 
 ENDPOINT = "/v1/responses"
 LOST = "The server that generated the response has ended. Please create it again."
@@ -89,7 +89,7 @@ class ResponseService:
         request_id: str,
         owner: str | None = None,
         wants_receipt: bool = False,
-        deadline: JobDeadline | None = None,
+        part: JobPart | None = None,
     ) -> tuple[int, dict[str, Any]]:
         """Answer one request without streaming, as `CompletionService.complete` does, also for /v1/responses."""
         if endpoint != ENDPOINT:
@@ -101,7 +101,7 @@ class ResponseService:
                 request_id=request_id,
                 owner=owner,
                 wants_receipt=wants_receipt,
-                deadline=deadline,
+                part=part,
             )
         parse = partial(parse_response_request, body)
         try:
@@ -113,7 +113,7 @@ class ResponseService:
             prepared = await new.prepare(tier=tier, service_tier=service_tier, request_id=request_id, owner=owner)
             if wants_receipt:
                 prepared = prepared.with_receipt(service_tier)
-            stream = await self._completions.submit(prepared.as_part_of_job(deadline), is_limited=False)
+            stream = await self._completions.submit_part(prepared, part)
             return 200, await new.run(stream).respond()
         except ApiError as error:
             return error.status, error.body()
