@@ -16,7 +16,7 @@ from bench.chaos.disk import Disks
 from bench.chaos.faults import KINDS, LONG_PAUSES_S, PAUSES_S, Injector
 from bench.chaos.job import Job, JobComparison, compared, job_lines
 from bench.chaos.leftovers import Leftovers
-from bench.chaos.load import Load
+from bench.chaos.load import BESIDE_JOB_S, PAUSE_S, Load
 from bench.chaos.report import RECOVERY_LIMIT_S, ChaosRun, chaos_record
 from bench.chaos.site import GATEWAYS, Site
 from loadtest.client.http import TargetError
@@ -110,7 +110,8 @@ def _result_of(work: "asyncio.Task[ChaosRun]") -> ChaosRun:
 
 
 async def _work(site: Site, seed: int, duration_s: float, kinds: Sequence[str], lines: int) -> ChaosRun:
-    load, leftovers, injector = Load(site.urls, seed, ANSWER_LIMIT_S), Leftovers(site), Injector(site)
+    load = Load(site.urls, seed, ANSWER_LIMIT_S, BESIDE_JOB_S if lines else PAUSE_S)
+    leftovers, injector = Leftovers(site), Injector(site)
     await leftovers.until_ready()
     await load.learn()
     job = Job(load, job_lines(lines, seed)) if lines else None

@@ -17,7 +17,7 @@ from loadtest.client.http import TargetError
 from loadtest.running import print_progress
 from loadtest.traffic.prompts import draw_nonces
 
-LINE_TOKENS = 12  # of each answer
+LINE_TOKENS = 8  # of each answer
 PROGRESS_S = 10.0  # seconds between two lines about the progress
 
 

@@ -27,7 +27,8 @@ KEY = "Idempotency-Key"
 MAX_RECHECKED = 5  # lines of a batch; the model gets about one in a thousand wrong
 RESPONSE_POLL_S = 0.1
 BATCH_POLL_S = 0.25
-PAUSE_S = 0.05  # between two requests of one client
+PAUSE_S = 0.05  # seconds between two requests of one client
+BESIDE_JOB_S = 1.0  # the same beside a large job, which must get most of the engine
 LOST = "connection"  # the error of an answer whose connection broke
 MODELS = "model"  # the error of an answer that the model also gets wrong in peace
 
@@ -67,6 +68,7 @@ class Load:
     urls: Mapping[str, str]  # of each gateway
     seed: int
     limit_s: float  # seconds for any request to end
+    pause_s: float = PAUSE_S  # of each client
     answers: list[Answer] = field(default_factory=list)
     batches: list[BatchWork] = field(default_factory=list)
     _texts: dict[str, str] = field(default_factory=dict)  # of the long streams, by prompt
@@ -141,7 +143,7 @@ class Load:
                 answer.problem = f"an answer that is not OpenAI's: {error!r}"
             answer.ended_s = monotonic()
             self.answers.append(answer)
-            await asyncio.sleep(PAUSE_S if answer.is_right else 4 * PAUSE_S)
+            await asyncio.sleep(self.pause_s if answer.is_right else 4 * self.pause_s)
 
     async def _stream_nonce(self, http: httpx.AsyncClient, answer: Answer, nonce: str) -> None:
         answer.kind = "stream"
