@@ -47,7 +47,8 @@ class Checkpointer:
     async def save_parts(self, dropped: Iterable[RequestState]) -> None:
         """Store the output of dropped parts of jobs, whose leases are still held: another gateway may ask for them."""
         parts = [state for state in dropped if state.request.job_part and self._core.can_continue(state)]
-        await self._write([self._checkpoint(state) for state in parts])
+        # As a whole, because `run` may be writing other tokens of them just now.
+        await self._write([Checkpoint(state.lease, 0, tuple(state.output_token_ids)) for state in parts])
 
     def _due(self) -> list[Checkpoint]:
         """Return the checkpoints of the requests with the most new tokens, as many as one write may hold."""
