@@ -133,7 +133,7 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine, trace
     ending = Ending(settings.drain_s)
     with signals_call(ending), contextlib.closing(open_step_log(settings.step_log, engine.info)) as step_log:
         await teach(engine, core, clock)
-        read_gpus = gpu_reader(engine.info.device)
+        read_gpus = gpu_reader(engine.info.device, _gpu_index(settings))
 
         def build(redis: Redis) -> SchedulerLoop:
             queue = RedisQueue(redis, clock, identity.worker_id)
@@ -145,6 +145,11 @@ async def _serve(settings: WorkerSettings, tiers: TierSet, engine: Engine, trace
         log.info("the worker serves", step_cost=str(core.status(clock.now()).step_cost))
         subject = WorkerTiers(core, metrics)
         await _serve_loops(settings, tiers, subject, build, ending, lambda: ending.is_stuck, clock, identity)
+
+
+def _gpu_index(settings: WorkerSettings) -> int | None:
+    """Return which of the visible GPUs the engine uses; None: how many of them is up to vLLM."""
+    return int(settings.device.partition(":")[2] or 0) if settings.engine == "native" else None
 
 
 async def _serve_upstream(settings: WorkerSettings, tiers: TierSet, tracer: RequestTracer | None) -> None:

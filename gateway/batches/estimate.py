@@ -125,10 +125,10 @@ class Estimate:
 
 
 def rates_of(workers: Iterable[WorkerStatus], tier: str) -> Rates | None:
-    """Return the rates of all workers together; None if one of them does not know its own yet, or none is alive."""
+    """Return the rates of all workers together; None if one of them does not know one of its own, or none is alive."""
     found = [status.capacity for worker in workers if (status := worker.tiers.get(tier)) is not None]
-    known = [capacity for capacity in found if capacity is not None and capacity.whole_output_tokens_per_s > 0]
-    if not known or len(known) < len(found) or any(not c.prefill_tokens_per_s for c in known):
+    known = [capacity for capacity in found if capacity is not None and _knows_its_rates(capacity)]
+    if not known or len(known) < len(found):
         return None
     return Rates(
         prompt_per_s=sum(c.prefill_tokens_per_s for c in known),
@@ -137,6 +137,12 @@ def rates_of(workers: Iterable[WorkerStatus], tier: str) -> Rates | None:
         whole_output_per_s=sum(c.whole_output_tokens_per_s for c in known),
         step_s=max(c.step_s for c in known),
     )
+
+
+def _knows_its_rates(capacity: TierCapacity) -> bool:
+    """Return whether a worker knows all its rates. Where it does not know one yet, that one is 0."""
+    prompt = capacity.prefill_tokens_per_s, capacity.whole_prefill_tokens_per_s
+    return min(*prompt, capacity.output_tokens_per_s, capacity.whole_output_tokens_per_s) > 0
 
 
 def _share_left(capacity: TierCapacity) -> float:

@@ -175,7 +175,7 @@ class OfflineGateway:
 
     async def answered(self, batch_id: str, lines: int) -> ApiBatch:
         """Wait until `lines` lines count as completed or failed, and return the batch."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while True:
                 batch = await self.client.batches.retrieve(batch_id)
                 counts = batch.request_counts

@@ -138,7 +138,7 @@ async def test_a_link_passes_on_delays_and_cuts(tmp_path: Path) -> None:
         at_store.remove(writer)
 
     server = await asyncio.start_unix_server(echo, tmp_path / "store")
-    async with server, Link(tmp_path / "store") as link, asyncio.timeout(10):
+    async with server, Link(tmp_path / "store") as link, asyncio.timeout(30):
         port = int(link.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         link.delay_s = 0.05
@@ -225,9 +225,9 @@ def run_on_disk(disks: Disks, tmp_path: Path, program: str) -> str:
 
 
 def test_a_disk_is_slow_for_one_process_and_folder_and_writes_wait_for_a_sync(disks: Disks, tmp_path: Path) -> None:
-    disks.set("part", sync_s=0.5)
+    disks.set("part", sync_s=2.0)
     other_s, ours_s, sync_s = map(float, run_on_disk(disks, tmp_path, SYNCING).split())
-    assert other_s < 0.5 <= ours_s and sync_s >= 0.5
+    assert other_s < 2 <= ours_s and sync_s >= 2
 
 
 def test_a_disk_is_full_for_one_process_and_folder(disks: Disks, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ async def test_a_store_with_a_slow_disk_confirms_no_write_in_time_and_goes_on_wh
                 await durable(client, timeout_s=0.5)
             assert await client.get("a") == b"1"
             disks.set("store")
-            assert await durable(client, timeout_s=5.0)
+            assert await durable(client, timeout_s=30.0)
 
 
 def test_all_libraries_are_preloaded() -> None:

@@ -34,6 +34,14 @@ CAPACITY = TierCapacity(
 )
 
 
+RATE_NAMES = (
+    "prefill_tokens_per_s",
+    "output_tokens_per_s",
+    "whole_prefill_tokens_per_s",
+    "whole_output_tokens_per_s",
+)
+
+
 def worker(capacity: TierCapacity | None = CAPACITY) -> WorkerStatus:
     return WorkerStatus("w", ("m",), 4096, 1000, 0, tiers={"batch": TierStatus(capacity=capacity)})
 
@@ -86,7 +94,8 @@ def test_rates_are_those_of_all_workers_or_not_known() -> None:
     assert rates is not None and (rates.prompt_per_s, rates.whole_output_per_s, rates.step_s) == (200, 400, 0.01)
     assert rates_of([], "batch") is None
     assert rates_of([worker(), worker(None)], "batch") is None
-    assert rates_of([worker(replace(CAPACITY, prefill_tokens_per_s=0.0))], "batch") is None
+    for rate in RATE_NAMES:  # 0 is "not known"
+        assert rates_of([worker(), worker(replace(CAPACITY, **{rate: 0.0}))], "batch") is None
 
 
 def test_the_earliest_end_is_the_least_work_with_the_whole_engine() -> None:

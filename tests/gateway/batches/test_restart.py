@@ -158,7 +158,7 @@ async def _live(redis: Redis, directory: Path, messages: int, batch_id: str) -> 
     lifetime = Lifetime(messages)
     client = mortal(redis, lifetime)
     async with running_gateway(client, directory, completions=_refusing_one(), max_lines_in_flight=3):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not lifetime.over.is_set() and await redis.hget(f"tidegate:batch:{batch_id}", "status") not in [
                 status.encode() for status in TERMINAL
             ]:
