@@ -29,6 +29,7 @@ CHUNK_LINES, CHUNK_BYTES = 500, 2**20  # a chunk ends when it reaches one of the
 SERVICE_TIERS = (None, "auto", "default", "flex")  # of a line's body; another one would promise what a batch has not
 PIECE_BYTES = 2**16  # bytes read at once while a line that is too long is skipped
 BOM = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which some editors write
+BLANKS = b" \t\r\n"  # JSON's white space: around other bytes that Python counts as such, a line is no JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ def _numbered(path: Path, max_bytes: int | None = None) -> Iterator[tuple[int, b
             if max_bytes is not None and len(text) > max_bytes and not text.endswith(b"\n"):
                 _skip_line(file)
                 yield number, b""
-            elif stripped := (text.removeprefix(BOM) if number == 1 else text).strip():
+            elif stripped := (text.removeprefix(BOM) if number == 1 else text).strip(BLANKS):
                 yield number, stripped
 
 

@@ -94,6 +94,8 @@ class WebhookService:
                     await self._begin_deliveries()
                 except (StoreUnreachable, StoreSilent) as error:
                     log.warning("webhooks wait for the store", error=str(error))
+                except Exception:
+                    log.exception("webhooks could not be delivered; their delivery goes on")
                 await self._clock.sleep(POLL_S)
         finally:
             for task in self._in_flight:

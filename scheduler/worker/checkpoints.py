@@ -22,7 +22,7 @@ from scheduler.worker.refusals import Refusals
 
 CHECKPOINT_S = 2.0  # seconds between two writes; about what a worker's death costs in work
 MIN_TOKENS = 32  # a request with fewer new tokens is left out: computing them again costs less than a second
-MAX_TOKENS = 65_536  # of one write: 256 KiB, or 128 KiB a second
+MAX_TOKENS = 65_536  # of one write: 256 KiB, or 128 KiB a second; a single request may have more
 
 
 class Checkpointer:
@@ -52,10 +52,11 @@ class Checkpointer:
 
     def _due(self) -> list[Checkpoint]:
         """Return the checkpoints of the requests with the most new tokens, as many as one write may hold."""
-        due, num_tokens = [], 0
+        due: list[Checkpoint] = []
+        num_tokens = 0
         for state in sorted(self._candidates(), key=self._num_stored_behind, reverse=True):
             checkpoint = self._checkpoint(state)
-            if num_tokens + len(checkpoint.token_ids) <= MAX_TOKENS:
+            if not due or num_tokens + len(checkpoint.token_ids) <= MAX_TOKENS:
                 num_tokens += len(checkpoint.token_ids)
                 due.append(checkpoint)
         return due

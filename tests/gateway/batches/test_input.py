@@ -139,6 +139,18 @@ def test_a_chunk_is_bounded_in_lines_and_in_bytes(tmp_path: Path) -> None:
     assert [[x.custom_id for x in chunk] for chunk in read_chunks(path)] == [["q0", "q1"], ["q2"]]
 
 
+@pytest.mark.parametrize("byte", [b"\x0b", b"\x0c", b"\x1c", b"\x00"])
+async def test_a_line_with_bytes_around_it_that_json_does_not_allow_is_refused(
+    redis_client: Redis, tmp_path: Path, byte: bytes
+) -> None:
+    """A run decodes the lines as they stand, so one that the check accepts must be JSON without any mending."""
+    async with running_gateway(redis_client, tmp_path) as gateway:
+        request = json.dumps(line("a")).encode()
+        batch = await gateway.ended((await gateway.submit([byte + request, request + byte])).id)
+        assert batch.errors is not None and batch.errors.data is not None
+        assert [(e.code, e.line) for e in batch.errors.data] == [("invalid_json_line", 1), ("invalid_json_line", 2)]
+
+
 async def test_a_wrong_input_fails_the_batch_and_runs_nothing(redis_client: Redis, tmp_path: Path) -> None:
     async with running_gateway(redis_client, tmp_path) as gateway:
         created = await gateway.submit([line("a"), b"{", line("a")])
