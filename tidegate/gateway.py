@@ -174,8 +174,8 @@ def build_gateway(
     storage = open_storage(settings.files_url, settings.data_dir)
     files = FileStore(redis, settings.data_dir, clock, settings.disk_reserve_mb * 2**20, storage)
     max_body_bytes = settings.max_body_mb * 2**20
-    responses = make_responses(settings, redis, completions, clock)
     webhooks = make_webhooks(settings, redis, keyring, clock, metrics)
+    responses = make_responses(settings, redis, completions, clock, webhooks)
 
     async def announce(batch: Batch) -> None:
         await webhooks.announce(f"batch.{batch.status}", batch.id, batch.metadata, batch.owner)
@@ -245,13 +245,13 @@ def make_webhooks(
 
 
 def make_responses(
-    settings: GatewaySettings, redis: Redis, completions: CompletionService, clock: Clock
+    settings: GatewaySettings, redis: Redis, completions: CompletionService, clock: Clock, webhooks: WebhookService
 ) -> ResponseService:
     """Return the service of /v1/responses. It stores responses unless the settings give them no time."""
     if settings.response_ttl_s == 0:
         return ResponseService(completions, clock)
     store = ResponseStore(redis, clock, settings.response_ttl_s, settings.response_store_mb * 2**20)
-    return ResponseService(completions, clock, redis, store, drain_s=settings.drain_s)
+    return ResponseService(completions, clock, redis, store, drain_s=settings.drain_s, announcer=webhooks)
 
 
 def connection_limits(settings: GatewaySettings, max_descriptors: int) -> ConnectionLimits:

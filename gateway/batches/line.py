@@ -32,7 +32,7 @@ from gateway.identity import service_tier_of
 from gateway.protocol.errors import internal_error
 from scheduler.clock import Clock
 from scheduler.config import Tier
-from scheduler.request import WORKER_DIED, JobDeadline
+from scheduler.request import WORKER_DIED, JobDeadline, JobPart
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Completions(Protocol):
         request_id: str,
         owner: str | None,
         wants_receipt: bool,
-        deadline: JobDeadline | None,
+        part: JobPart | None,
     ) -> tuple[int, dict[str, Any]]: ...
 
 
@@ -122,10 +122,13 @@ class BatchLines:
         deadline = await self._deadline()
         failures = attempts = 0
         while True:
-            # Each attempt needs a new id, because the queue ignores a request whose id it still holds.
+            # Each attempt needs a new id, because the queue ignores a request whose id it still holds. It continues
+            # what has been generated since the last failure, also for a gateway that has ended. After a failure, the
+            # line begins anew: with the same tokens, it might fail again.
+            part = JobPart(f"{self._batch.id}/{line.number}/{failures}", deadline)
             request_id = f"req_{secrets.token_hex(16)}"
             structlog.contextvars.bind_contextvars(request_id=request_id, tier=self._runner.tier.name)
-            status, body = await self._attempt(line, request_id, deadline)
+            status, body = await self._attempt(line, request_id, part)
             attempts += 1
             if _was_given_up(status, body):  # another attempt would end further workers
                 if self._runner.dead_letters is not None:
@@ -161,9 +164,7 @@ class BatchLines:
         await self._runner.statistics.add(self._batch, self._meter, line_size(line.body), result)
         return result
 
-    async def _attempt(
-        self, line: BatchLine, request_id: str, deadline: JobDeadline | None
-    ) -> tuple[int, dict[str, Any]]:
+    async def _attempt(self, line: BatchLine, request_id: str, part: JobPart) -> tuple[int, dict[str, Any]]:
         try:
             return await self._runner.completions.complete(
                 self._batch.endpoint,
@@ -173,7 +174,7 @@ class BatchLines:
                 request_id=request_id,
                 owner=self._batch.owner,
                 wants_receipt=True,  # it says how much engine time the line took
-                deadline=deadline,
+                part=part,
             )
         except (StoreUnreachable, StoreSilent):
             return 503, internal_error("The store is not reachable at the moment.").body()
