@@ -14,6 +14,7 @@ from pydantic import AliasChoices, BaseModel, Field
 
 from bench.batch_deadlines.hindsight import wrongly_refused
 from bench.batch_deadlines.jobs import Job, JobOutcome, JobRunner
+from loadtest.progress import progress
 from loadtest.reporting.formats import milliseconds, percent
 from loadtest.reporting.output import publish
 from loadtest.reporting.record import Record, Section, Table
@@ -150,12 +151,14 @@ class BatchDeadlines(BaseModel):
         log_errors_only()
         tiers, card = find_tiers(self.tiers), load_cost_card(self.model_shape)
         rows: dict[int, list[Row]] = {}
-        for seed in self.seeds:
-            plan = Plan(tiers, card, self.duration, self.chats, self.jobs, seed=seed)
-            rows[seed] = []
-            for keeps_deadlines in (True, False):
-                print_progress(f"seed {seed}: {'deadlines' if keeps_deadlines else 'best effort'}")
-                rows[seed].append(measure(plan, keeps_deadlines))
+        with progress("runs", 2 * len(self.seeds)) as show:
+            for seed in self.seeds:
+                plan = Plan(tiers, card, self.duration, self.chats, self.jobs, seed=seed)
+                rows[seed] = []
+                for keeps_deadlines in (True, False):
+                    print_progress(f"seed {seed}: {'deadlines' if keeps_deadlines else 'best effort'}")
+                    rows[seed].append(measure(plan, keeps_deadlines))
+                    show(sum(map(len, rows.values())))
         publish(record_of(rows), self.json_file)
 
 

@@ -25,7 +25,8 @@ ERROR_WINDOW = 256  # number of newest steps from which `mean_absolute_error` is
 PACE_CHANGE = 1.5
 PACE_STEPS = 5
 # Any other step of known length, and from the second step in a row any that deviates, multiplies the slowdown by
-# (measured ÷ predicted) ** DRIFT_GAIN, where the ratio is limited to `PACE_CHANGE`.
+# (measured ÷ predicted) ** DRIFT_GAIN, where the ratio is limited to `PACE_CHANGE` and taken relative to the usual one.
+# Otherwise what is usual would move the slowdown for ever, away from the steps of sizes that were seen long ago.
 DRIFT_GAIN = 0.1
 
 
@@ -135,7 +136,7 @@ class StepTimeModel:
 
     def _drift(self, step: _Step) -> None:
         ratio = min(max(step.pace / self._slowdown, 1 / PACE_CHANGE), PACE_CHANGE)
-        self._slowdown *= ratio**DRIFT_GAIN
+        self._slowdown *= (ratio / step.kind.usual_ratio(ratio)) ** DRIFT_GAIN
 
     def _release(self) -> None:
         """Learn the steps that were held back: the engine's pace is the same as before."""
@@ -149,6 +150,6 @@ class StepTimeModel:
 
     def _learn(self, step: _Step) -> None:
         seconds = step.elapsed_s / self._slowdown
-        self._all_steps.observe(step.x, seconds)
+        self._all_steps.observe(step.x, seconds, step.rows)
         for kind in self._kinds:
-            kind.learn(step.x, seconds, self._all_steps.theta, is_own=kind is step.kind)
+            kind.learn(step.x, step.rows, seconds, self._all_steps.theta, is_own=kind is step.kind)

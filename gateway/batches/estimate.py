@@ -11,8 +11,10 @@ tiers have left in their busiest such time of the last hour. Urgent batches get 
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from gateway.batches.line_deadlines import LineTimes
 from gateway.batches.model import Batch
@@ -259,6 +261,23 @@ def estimate(work: Work, ahead: Sequence[Work], rates: Rates | None, pace: Pace 
     factor = OTHER_RATE if rates.is_measured else OTHER_RATE**2
     latest_s = factor * (own.high + sum(other.high for other in others))
     return Estimate(finish_s, min(least_s, finish_s), latest_s, "capacity")
+
+
+def finish_times_s(works: Sequence[Work], paces: Sequence[Pace | None], rates: Rates | None) -> list[float | None]:
+    """Return `estimate(…).finish_s` of each of `works`, which are all that share the tier, in n log n steps."""
+    times_s = [0.0 if rates is None else rates.seconds(work).expected for work in works]
+    ordered = sorted(times_s)
+    sums = [0.0, *accumulate(ordered)]
+    finish_s: list[float | None] = []
+    for work, pace, own_s in zip(works, paces, times_s, strict=True):
+        if pace is not None and pace.is_known:
+            finish_s.append(work.lines / pace.lines_per_s)
+        elif rates is None:
+            finish_s.append(None)
+        else:
+            num_shorter = bisect_left(ordered, own_s)
+            finish_s.append(sums[num_shorter] + own_s * (len(works) - num_shorter))
+    return finish_s
 
 
 def line_times(work: Work, sooner: Iterable[Work], rates: Rates) -> LineTimes:

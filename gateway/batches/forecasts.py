@@ -4,12 +4,13 @@ Collects what gateway/batches/estimate.py computes with: batches that are not ov
 rates. Nothing here holds a batch up: where something is not known, the answer is None.
 """
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.batches import estimate as estimates
-from gateway.batches.estimate import Estimate, Pace, Range, Rates, Work
+from gateway.batches.estimate import Estimate, Lengths, Pace, Range, Rates, Work
 from gateway.batches.line_deadlines import URGENT_SHARE, LineTimes
 from gateway.batches.line_statistics import LineStatistics
 from gateway.batches.model import Batch, BatchStatus
@@ -22,6 +23,7 @@ from scheduler.registry.worker_status import WorkerStatus
 
 RUNNING = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 FRESH_S = 1.0  # seconds for which the list of unfinished batches is used again
+READ_AT_ONCE = 100  # records of batches that are read from the store together
 ROOM = 1.1  # the window that a refusal names is this much longer than the least one, so that it still fits later
 
 
@@ -46,6 +48,7 @@ class BatchForecasts:
         self._statistics = statistics
         self._workers = workers
         self._clock = clock
+        self.num_late = 0  # batches without `best_effort` that are expected to end after their window
         self._unfinished: tuple[float, list[tuple[Batch, Work]]] | None = None  # when they were read
         self.reconfigure(tier)
 
@@ -137,10 +140,43 @@ class BatchForecasts:
     async def _running(self) -> list[tuple[Batch, Work]]:
         """Return the batches that are not over, with what is left of them, as of at most `FRESH_S` ago."""
         if self._unfinished is None or self._clock.now() - self._unfinished[0] >= FRESH_S:
-            found = await self._store.get_all(await self._store.unfinished())
-            works = [(other, await self._work(other)) for other in found if other.status in RUNNING]
-            self._unfinished = self._clock.now(), [(other, work) for other, work in works if work is not None]
+            self._unfinished = self._clock.now(), await self._read_unfinished()
         return self._unfinished[1]
+
+    async def _read_unfinished(self) -> list[tuple[Batch, Work]]:
+        """Return the batches that are not over, of all gateways, with what is left of them.
+
+        They are read some at a time, and the lengths of each model and endpoint once.
+        """
+        ids, context = await self._store.unfinished(), self._context()
+        lengths: dict[tuple[str | None, str], Lengths] = {}
+        entries: list[tuple[Batch, Work]] = []
+        for first in range(0, len(ids), READ_AT_ONCE):
+            for batch in await self._store.get_all(ids[first : first + READ_AT_ONCE]):
+                if batch.status not in RUNNING:
+                    continue
+                kind = batch.size.model if batch.size is not None else batch.model, batch.endpoint
+                if kind not in lengths:
+                    lengths[kind] = await self._statistics.lengths(*kind)
+                work = estimates.work_left(batch, lengths[kind], context)
+                if work is not None:
+                    entries.append((batch, work))
+        return entries
+
+    async def count_late(self) -> None:
+        """Count the batches of all gateways that are expected to end after their window: see `num_late`."""
+        entries = await self._read_unfinished()
+        paces = await self._statistics.paces([batch.id for batch, _ in entries])
+        self.num_late = await asyncio.to_thread(self._num_late, entries, paces, self._rates(), self._now_s())
+
+    def _num_late(
+        self, entries: Sequence[tuple[Batch, Work]], paces: Mapping[str, Pace], rates: Rates | None, now_s: float
+    ) -> int:
+        finish_s = estimates.finish_times_s(
+            [work for _, work in entries], [paces.get(batch.id) for batch, _ in entries], rates
+        )
+        ends = zip((batch for batch, _ in entries), finish_s, strict=True)
+        return sum(not b.best_effort and left_s is not None and now_s + left_s > b.lines_due_s for b, left_s in ends)
 
     def on_created(self) -> None:
         """Read the list again for the next question, because a batch was created."""

@@ -23,11 +23,13 @@ from gateway.batches.run import BatchRun, OnEnd
 from gateway.batches.size import InputSize, size_aside
 from gateway.batches.store import BatchStore, Moved
 from gateway.batches.token_quota import CountTokens, TokenQuota
+from gateway.batches.tracing import BatchTracer
 from gateway.dead_letters import DeadLetters
 from gateway.files.disk import noticing_full_disk
 from gateway.files.pagination import Page
 from gateway.files.storage import ContentLost
 from gateway.files.store import FileStore, content_name
+from gateway.http.trace import CURRENT_TRACE
 from gateway.identity import Keyring
 from scheduler.clock import Clock
 from scheduler.config import TierSet
@@ -52,6 +54,15 @@ class NotCancellable:
 
 async def _ignore(batch: Batch) -> None:
     pass
+
+
+def _traced(on_end: OnEnd, tracer: BatchTracer) -> OnEnd:
+    async def end(batch: Batch) -> None:
+        await on_end(batch)
+        if batch.traceparent is not None:
+            tracer.end(batch)
+
+    return end
 
 
 class BatchService:
@@ -81,13 +92,17 @@ class BatchService:
         workers: Callable[[], Sequence[WorkerStatus]] = list,
         dead_letters: DeadLetters | None = None,
         on_end: OnEnd = _ignore,
+        tracer: BatchTracer | None = None,
     ) -> None:
-        """`workers` returns the status of the workers that live, which says how fast batches are."""
+        """`workers` returns the status of the workers that live, which says how fast batches are.
+
+        With a `tracer`, batches whose creation is traced have traces.
+        """
         self._store = BatchStore(redis)
         self._files = files
         tier, statistics = tiers[tiers.batch_tier], LineStatistics(redis, clock)
         self._forecasts = BatchForecasts(self._store, statistics, workers, tier, clock)
-        self._lines = LineRunner(completions, tier, clock, statistics, self._forecasts, dead_letters)
+        self._lines = LineRunner(completions, tier, clock, statistics, self._forecasts, dead_letters, tracer)
         self._model_names = model_names
         self._clock = clock
         self._keyring = keyring or Keyring()
@@ -96,8 +111,9 @@ class BatchService:
         self._lock_ttl_s = lock_ttl_s
         self._max_lines = max_lines
         self._max_body_bytes = max_body_bytes
-        self._on_end = on_end
-        self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, lock_ttl_s)
+        self._on_end = on_end if tracer is None else _traced(on_end, tracer)
+        count_late = self._forecasts.count_late
+        self._maintenance = BatchMaintenance(self._store, files, self._make_run, clock, lock_ttl_s, count_late)
 
     async def start(self) -> None:
         await self._maintenance.start()
@@ -138,7 +154,9 @@ class BatchService:
             with noticing_full_disk():
                 await self._files.storage.copy(content_name(file.id), input_name(batch_id))
                 size = await size_aside(await self._files.storage.fetch(input_name(batch_id)))
-            batch = replace(new.to_batch(batch_id, self._now_s(), size), input_sha256=file.sha256)
+            batch = new.to_batch(batch_id, self._now_s(), size)
+            trace = CURRENT_TRACE.get()
+            batch = replace(batch, input_sha256=file.sha256, traceparent=trace.traceparent if trace else None)
             infeasible = await self._forecasts.infeasible(batch)
             if infeasible is not None:
                 await self._maintenance.withdraw(batch_id, new.owner)
@@ -193,6 +211,11 @@ class BatchService:
     async def counts_by_status(self) -> dict[str, int]:
         """Return the number of batches in each state, summed over all gateways."""
         return {status.value: count for status, count in (await self._store.counts_by_status()).items()}
+
+    @property
+    def num_late(self) -> int:
+        """The number of batches, of all gateways, that are expected to end after their window."""
+        return self._forecasts.num_late
 
     def _make_run(self, batch_id: str) -> BatchRun:
         return BatchRun(

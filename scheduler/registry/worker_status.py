@@ -49,6 +49,16 @@ class GpuStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """What a worker does that starts and does not serve yet. The store keeps it for a few seconds only."""
+
+    worker_id: str
+    phase: str  # such as "loading the model"
+    seconds: float  # since the phase began
+    share: float | None = None  # of the phase that is done; None: unknown
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """A worker's heartbeat. The store keeps it for a few seconds only."""
 

@@ -40,7 +40,7 @@ from gateway.webhooks.store import EventStore
 from gateway.webhooks.target import TargetPolicy
 from scheduler.config import Tier, load_tiers
 from scheduler.registry.worker_status import WorkerStatus
-from scheduler.request import JobDeadline
+from scheduler.request import JobDeadline, JobPart
 from tests.waiting import until
 
 MODEL = "tide-1"
@@ -81,6 +81,7 @@ class ScriptedCompletions:
         self.owners: set[str | None] = set()
         self.log_contexts: list[dict[str, Any]] = []  # the log context of each call
         self.deadlines: list[JobDeadline | None] = []
+        self.parts: list[str] = []  # names of the parts of jobs
         self.running = self.peak = 0
 
     async def complete(
@@ -93,10 +94,12 @@ class ScriptedCompletions:
         request_id: str,
         owner: str | None,
         wants_receipt: bool = False,
-        deadline: JobDeadline | None = None,
+        part: JobPart | None = None,
     ) -> tuple[int, dict[str, Any]]:
         question = body["messages"][-1]["content"]
-        self.deadlines.append(deadline)
+        assert part is not None
+        self.deadlines.append(part.deadline)
+        self.parts.append(part.name)
         self.owners.add(owner)
         self.calls[question] += 1
         self.request_ids.append(request_id)

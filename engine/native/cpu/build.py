@@ -18,6 +18,8 @@ from pathlib import Path
 import structlog
 import torch
 
+from engine.progress import NO_PROGRESS, Progress
+
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "decoder_layer.cpp", "sampling.cpp"))
 _HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
 _COMPILERS = ("c++", "g++", "clang++")
@@ -41,33 +43,34 @@ _COMPILE_LIMIT_S = 120  # time limit per compiler call, seconds
 _CPU_MODEL_FIELDS = ("flags", "Features", "model name", "CPU part")
 
 
-def load_library() -> ctypes.CDLL | None:
+def load_library(progress: Progress = NO_PROGRESS) -> ctypes.CDLL | None:
     """Return the kernels' library; compile it first if it is not cached. Return None on failure and log the reason."""
-    library = library_or_reason()
+    library = library_or_reason(progress)
     if isinstance(library, ctypes.CDLL):
         return library
     structlog.get_logger().warning("no CPU kernels", reason=library)
     return None
 
 
-def library_or_reason() -> ctypes.CDLL | str:
+def library_or_reason(progress: Progress = NO_PROGRESS) -> ctypes.CDLL | str:
     """Return the kernels' library, or the reason why there is none."""
     compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         return f"no C++ compiler ({', '.join(_COMPILERS)}) is on the PATH"
     try:
-        return ctypes.CDLL(str(_built(compiler)))
+        return ctypes.CDLL(str(_built(compiler, progress)))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         return next(iter(said.strip().splitlines()), type(error).__name__)
 
 
-def _built(compiler: str) -> Path:
+def _built(compiler: str, progress: Progress) -> Path:
     """Return the path of the library; compile it if it does not exist. Compiler errors pass through."""
     openmp = torch_openmp()
     library = _cache_directory() / f"kernels-{_fingerprint(compiler, openmp)}.so"
     if not library.exists():
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        compiling = progress.phase("compiling the CPU kernels")
+        with compiling, tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             built = _compile(compiler, openmp, Path(scratch))
             built.replace(library)  # atomic: another process may build the same library
     return library

@@ -14,6 +14,7 @@ import pytest
 from bench.chaos.clock import Clocks
 from bench.chaos.disk import Disks
 from bench.chaos.faults import KINDS, Fault, planned_faults
+from bench.chaos.job import JobComparison, compared, job_lines
 from bench.chaos.link import Link
 from bench.chaos.load import LOST, Answer, BatchWork, judge_lines
 from bench.chaos.report import RECOVERY_LIMIT_S, ChaosRun, chaos_record
@@ -93,6 +94,30 @@ def test_a_connection_to_a_killed_gateway_may_break_and_slow_recovery_may_not_be
 def test_each_line_of_a_batch_must_be_there_once_and_right(records: list[dict[str, object]], problem: str) -> None:
     found = judge_lines(NONCES, records)
     assert problem in found and bool(problem) == bool(found)
+
+
+def test_a_job_under_faults_must_give_the_output_of_a_calm_one() -> None:
+    calm = {"line-0": "a", "line-1": "b"}
+    assert compared(calm, dict(calm), 2) == ""
+    assert "1 lines are missing, 0 differ" in compared(calm, {"line-0": "a"}, 2)
+    assert "0 lines are missing, 1 differ" in compared(calm, {"line-0": "a", "line-1": "x"}, 2)
+    assert compared(calm, calm | {"line-2": "c"}, 2)
+    assert "even in peace" in compared({"line-0": "a"}, calm, 2)
+    assert "even in peace" in compared(calm | {"line-2": "c"}, calm | {"line-2": "c"}, 2)
+
+
+def test_the_job_is_a_part_of_the_verdict_and_takes_the_place_of_the_batches() -> None:
+    run = replace(good_run(), batches=[], job=JobComparison(2, 1.0, 2.0))
+    assert run.problems() == [] and chaos_record(run).data["job"]["lines"] == 2
+    worse = replace(run, job=JobComparison(2, 1.0, 2.0, "1 lines are missing"))
+    assert worse.problems() == ["the job: 1 lines are missing"]
+
+
+def test_the_lines_of_a_job_are_different_and_their_answers_are_certain() -> None:
+    lines = job_lines(500, seed=3)
+    assert lines == job_lines(500, seed=3)
+    assert len({one["custom_id"] for one in lines}) == len({one["body"]["prompt"] for one in lines}) == 500
+    assert all(one["body"]["temperature"] == 0 or "seed" in one["body"] for one in lines)
 
 
 def test_a_seed_makes_the_same_faults_and_each_round_has_every_kind() -> None:

@@ -10,6 +10,7 @@ from gateway.batches.estimate import (
     Rates,
     Work,
     estimate,
+    finish_times_s,
     line_times,
     rates_of,
     work_left,
@@ -165,3 +166,14 @@ def test_one_long_line_takes_its_steps() -> None:
     assert line_times(work, [], replace(RATES, output_per_s=1e6)).own_s == 10.0
     found = estimate(work, [], replace(RATES, output_per_s=1e6), None)
     assert found is not None and found.finish_s == 10.0
+
+
+def test_the_ends_of_all_batches_together_are_those_of_each() -> None:
+    works = [left(replace(BATCH, total=100, completed=done)) for done in (0, 5, 5, 10, 19)]
+    paces: list[Pace | None] = [None, Pace(2.0, 100.0, 50), None, Pace(2.0, 100.0, 3), None]
+    for rates in (RATES, None):
+        found = finish_times_s(works, paces, rates)
+        for number, (work, pace) in enumerate(zip(works, paces, strict=True)):
+            alone = estimate(work, works[:number] + works[number + 1 :], rates, pace)
+            assert found[number] == (alone and pytest.approx(alone.finish_s))
+    assert finish_times_s([], [], RATES) == []

@@ -211,3 +211,23 @@ async def test_batches_that_are_due_at_the_same_time_wait_for_each_other(redis_c
     for twin in twins:
         times = await forecasts.line_times(twin)
         assert times.sooner_s == pytest.approx(10 * times.line_s)
+
+
+async def test_batches_that_will_miss_their_window_are_counted(
+    gateway: OfflineGateway, redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.batches.maintenance.LATE_S", 0.0)
+    monkeypatch.setattr("gateway.batches.maintenance.SWEEPER_TICK_S", 0.01)
+    gateway.completions.permits = asyncio.Semaphore(0)
+    file_id = await gateway.upload(jsonl(long_lines(200)))  # 1,000 s with the whole engine, 4,000 s with what bulk gets
+    await gateway.create(file_id, "30m")
+    await gateway.create(file_id, "24h")
+    await gateway.create(file_id, "30m", extra_body={"best_effort": True})
+    async with running_gateway(redis_client, tmp_path / "other", workers=[WORKER]) as other:
+        await until(lambda: other.batches.num_late == 1)  # of all gateways, and not the later or the modest one
+    gateway.clock.shift_s = 86_400 - 3600  # the other one is late now, too
+    async with running_gateway(redis_client, tmp_path / "later", workers=[WORKER], clock=gateway.clock) as later:
+        await until(lambda: later.batches.num_late == 1)
+        page = await later.client.batches.list()
+        late = [batch for batch in page.data if batch.status == "in_progress"]
+        assert [batch.completion_window for batch in late] == ["24h"], "those that are over are not late any more"

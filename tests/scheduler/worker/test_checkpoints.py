@@ -53,10 +53,10 @@ class Rig:
         return state
 
     def stored(self, state: RequestState) -> tuple[int, ...]:
-        return self._queue._shared.records[state.id].output
+        return self._queue._shared.outputs[state.id].token_ids
 
     def forget(self, state: RequestState) -> None:
-        self._queue._shared.records[state.id].output = ()
+        del self._queue._shared.outputs[state.id]
 
 
 def play(story: Any) -> None:
