@@ -106,14 +106,14 @@ class StepKind:
         """Compute the next safety factor from the steps that follow only."""
         self._ratios.clear()
 
-    def learn(self, x: Sequence[float], rows: int, seconds: float, all_steps: Vector, *, is_own: bool) -> None:
-        """Learn from a step of this kind (`is_own`) or of the other kind.
+    def learn(self, x: Sequence[float], size: int, seconds: float, all_steps: Vector, *, is_own: bool) -> None:
+        """Learn from a step of this kind (`is_own`) or of the other kind. It makes steps of the same `size` fade.
 
         `all_steps` are coefficients learned from the steps of both kinds. They are used for features that the steps of
         this kind have not shown yet.
         """
         if is_own:
-            self._regression.observe(x, seconds, rows, all_steps)
+            self._regression.observe(x, seconds, size, all_steps)
             self._theta = tuple(self._regression.theta.tolist())
         elif not self._regression.num_observed:
             self._theta = tuple(all_steps.tolist())

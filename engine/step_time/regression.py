@@ -5,9 +5,9 @@ for example of 10 ms and of 1 s. All coefficients are ≥ 0. A ridge term pulls 
 If the steps show nothing about a coefficient, the prior decides its value. The moments are stored rather than their
 inverse, because the inverse grows without bound while all steps look alike.
 
-Steps of about as many rows (tokens), up to a factor of two, share their moments, and only newer steps of that size make
-a step's weight fade. Otherwise, while the number of rows hardly changes, the fixed cost and the cost of a row could no
-longer be told apart once the steps of other sizes are forgotten. Knows numbers only.
+A step's weight fades only by newer steps of its size, if the caller tells sizes apart. Otherwise, while the number of
+sequences hardly changes, the fixed cost and the cost of a sequence can no longer be told apart once the steps of other
+sizes are forgotten. Knows numbers only.
 """
 
 from collections import defaultdict
@@ -41,17 +41,18 @@ class StepRegression:
         self._new: dict[int, list[Sequence[float]]] = defaultdict(list)  # by size: x / T, not in the moments yet
         self._num_new = 0
 
-    def observe(self, x: Sequence[float], seconds: float, rows: int, prior: Vector | None = None) -> None:
-        """Learn from a step with features `x` and `rows` rows that took `seconds` seconds.
+    def observe(self, x: Sequence[float], seconds: float, size: int = 0, prior: Vector | None = None) -> None:
+        """Learn from a step with features `x` that took `seconds` seconds.
 
-        `prior` holds the coefficients for features that the steps do not show; None: the present θ.
+        `size` is any number that steps of about the same size share. `prior` holds the coefficients for features that
+        the steps do not show; None: the present θ.
         """
         self.num_observed += 1
-        self._new[rows.bit_length()].append([value / seconds for value in x])
+        self._new[size].append([value / seconds for value in x])
         self._num_new += 1
         if self._num_new == SOLVE_EVERY or self.num_observed <= WARM_STEPS:
-            for size, steps in self._new.items():
-                self._take_in(size, steps)
+            for each, steps in self._new.items():
+                self._take_in(each, steps)
             self._new.clear()
             self._num_new = 0
             self.theta = self._solve(self.theta if prior is None else prior)

@@ -73,7 +73,7 @@ class DispatchCore:
         self._given_up: list[tuple[RequestState, str]] = []  # held requests after their last attempt
         self.limit = InFlightLimit(max_in_flight)
         self.recompute = RecomputeBudget()
-        self._pace = UpstreamPace(step_time or StepTimeModel())
+        self._pace = UpstreamPace(step_time or StepTimeModel(remembers_sizes=True))
         self._streams = StreamTable(self._table, upstream, self._pace)
         self._server = ServerState()
         self._inputs = ControllerInputs(controller, self._table, self._engine)

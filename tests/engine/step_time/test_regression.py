@@ -19,7 +19,7 @@ def taught(true: np.ndarray, rows: list[list[float]], noise: float = 0.0) -> Ste
     rng = random.Random(2)
     regression = StepRegression(np.full(4, 0.1))
     for x in rows:
-        regression.observe(x, float(true @ x) * rng.gauss(1.0, noise), 1)
+        regression.observe(x, float(true @ x) * rng.gauss(1.0, noise))
     return regression
 
 
@@ -43,7 +43,7 @@ def test_short_steps_count_as_much_as_long_ones() -> None:
     """The regression minimises the relative error, not the absolute one."""
     regression = StepRegression(np.array([1.0]))
     for seconds in [1.0, 4.0] * 50:
-        regression.observe([1.0], seconds, 1)
+        regression.observe([1.0], seconds)
     assert regression.theta[0] < 2.0, "the mean is 2.5; 1.47 has the least relative error"
 
 
@@ -51,7 +51,7 @@ def test_the_prior_holds_where_no_step_shows_anything() -> None:
     regression = StepRegression(np.array([0.1, 0.1]))
     prior = np.array([0.5, 0.7])
     for seconds in (0.2, 0.21, 0.19) * 20:
-        regression.observe([1.0, 0.0], seconds, 1, prior=prior)
+        regression.observe([1.0, 0.0], seconds, prior=prior)
     assert regression.theta == pytest.approx([0.2, 0.7], rel=0.02)
 
 
@@ -60,10 +60,10 @@ def test_many_equal_steps_keep_it_stable_and_well_conditioned() -> None:
     regression = taught(TRUE, steps(300))
     x = [1.0, 0.5, 0.5, 0.5]
     for _ in range(20_000):
-        regression.observe(x, float(TRUE @ x), 1)
+        regression.observe(x, float(TRUE @ x))
     assert float(regression.theta @ x) == pytest.approx(float(TRUE @ x), rel=1e-3)
     assert regression.theta == pytest.approx(TRUE, abs=0.02), "the coefficients learned before are kept"
-    regression.observe([1.0, 0.0, 0.0, 1.0], 0.07, 1)
+    regression.observe([1.0, 0.0, 0.0, 1.0], 0.07)
     assert np.isfinite(regression.theta).all()
 
 
@@ -71,5 +71,5 @@ def test_it_forgets() -> None:
     rows = steps(1600)
     regression = taught(TRUE, rows[:800])
     for x in rows[800:]:
-        regression.observe(x, 1.3 * float(TRUE @ x), 1)
+        regression.observe(x, 1.3 * float(TRUE @ x))
     assert regression.theta == pytest.approx(1.3 * TRUE, rel=0.03, abs=1e-3)

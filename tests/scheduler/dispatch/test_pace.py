@@ -57,7 +57,7 @@ class Server:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_costs_are_learned_from_bursts(seed: int) -> None:
-    pace = UpstreamPace(StepTimeModel())
+    pace = UpstreamPace(StepTimeModel(remembers_sizes=True))
     rng = random.Random(seed)
     seen = Server(pace, seed).run(1200, lambda _: rng.random() < 0.3, tokens=(5, 60))
     assert len(seen) > 400
@@ -69,7 +69,7 @@ def test_the_costs_are_learned_from_bursts(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_cost_of_a_stream_is_known_after_many_steps_of_as_many_streams(seed: int) -> None:
     """While the number of streams hardly changes, nothing tells the cost of a stream from that of a step."""
-    pace = UpstreamPace(StepTimeModel())
+    pace = UpstreamPace(StepTimeModel(remembers_sizes=True))
     server, rng = Server(pace, seed, noise=0.1), random.Random(seed)
     server.run(400, lambda count: count < 4 and rng.random() < 0.1, tokens=(5, 60))  # some chats
     server.run(3000, lambda count: count < 32, tokens=(100, 156))  # then bulk
@@ -79,7 +79,7 @@ def test_the_cost_of_a_stream_is_known_after_many_steps_of_as_many_streams(seed:
 
 
 def test_several_tokens_at_once_say_nothing_about_a_step() -> None:
-    pace, state = UpstreamPace(StepTimeModel()), make_decode("a")
+    pace, state = UpstreamPace(StepTimeModel(remembers_sizes=True)), make_decode("a")
     pace.note_tokens(state, 1, 32, 0.0)
     assert pace.note_tokens(state, 4, 0, 0.1) is None
     assert pace.note_tokens(state, 1, 0, 0.2) is None, "the step with four tokens is over, and of unknown length"
@@ -88,7 +88,7 @@ def test_several_tokens_at_once_say_nothing_about_a_step() -> None:
 
 
 def test_the_time_of_a_step_is_shared_by_the_tiers() -> None:
-    pace = UpstreamPace(StepTimeModel())
+    pace = UpstreamPace(StepTimeModel(remembers_sizes=True))
     chat, bulk = make_decode("chat", "realtime"), [make_decode(f"b{i}") for i in range(3)]
     for step in range(4):
         for position, state in enumerate([chat, *bulk]):
